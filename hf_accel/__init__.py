@@ -1,0 +1,47 @@
+"""hf_accel: one line makes a transformers script run near the machine's limit, one line takes it out.
+
+    import hf_accel
+    hf_accel.patch(model)
+    model.generate(**inputs)
+    hf_accel.unpatch(model)
+
+Importing registers the attention "hf_accel" and the quantization method "hf_accel" with transformers.
+"""
+
+from .attention.hf import register as _register_attention
+from .cache.hf import PagedCache
+from .config import CacheConfig, PatchConfig, WeightConfig
+from .errors import HfAccelError, HfAccelWarning, OutOfBlocksError, UnsupportedError
+from .estimate import Estimate, estimate
+from .linear.hf import AccelConfig
+from .linear.hf import register as _register_quantizer
+from .patch import is_patched, patch, patched, plan, stats, unpatch
+from .plan import Plan
+from .verify import Certificate, verify
+
+__version__ = "0.1.0"
+__all__ = [
+    "AccelConfig",
+    "CacheConfig",
+    "Certificate",
+    "Estimate",
+    "HfAccelError",
+    "HfAccelWarning",
+    "OutOfBlocksError",
+    "PagedCache",
+    "PatchConfig",
+    "Plan",
+    "UnsupportedError",
+    "WeightConfig",
+    "estimate",
+    "is_patched",
+    "patch",
+    "patched",
+    "plan",
+    "stats",
+    "unpatch",
+    "verify",
+]
+
+_register_attention()
+_register_quantizer()

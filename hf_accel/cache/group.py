@@ -1,0 +1,76 @@
+"""The layers that free their blocks alike (all full-attention layers, or all with one window) share a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .pool import BlockPool
+from .prefix import PrefixIndex
+from .storage import KVStorage
+from .table import BlockTable
+
+
+class PageGroup:
+    """A block pool, its prefix index, and the K/V pages of each of its layers.
+
+    window: the layers' sliding window in tokens, None for full attention. Only full-attention groups keep a
+    prefix index: blocks behind a window are gone when the prompt comes again.
+    """
+
+    def __init__(
+        self,
+        *,
+        window: int | None,
+        num_blocks: int,
+        block_size: int,
+        growable: bool,
+        prefix_sharing: bool,
+        quantized: bool,
+    ) -> None:
+        self.window = window
+        self.quantized = quantized
+        self.pool = BlockPool(num_blocks, block_size=block_size, growable=growable)
+        self.index = PrefixIndex(self.pool) if prefix_sharing and window is None else None
+        self.storages: dict[int, KVStorage] = {}
+
+    def storage(self, layer_idx: int, keys: Tensor, values: Tensor) -> KVStorage:
+        """The pages of a layer, made at its first write and grown after the pool. keys: [..., H, Dk]."""
+        storage = self.storages.get(layer_idx)
+        if storage is None:
+            storage = self.storages[layer_idx] = KVStorage(
+                self.pool.num_blocks,
+                num_kv_heads=keys.shape[-2],
+                block_size=self.pool.block_size,
+                key_dim=keys.shape[-1],
+                value_dim=values.shape[-1],
+                dtype=keys.dtype,
+                device=keys.device,
+                quantized=self.quantized,
+            )
+        self._grow(storage)
+        return storage
+
+    def _grow(self, storage: KVStorage) -> None:
+        if storage.num_blocks < self.pool.num_blocks:
+            storage.grow(self.pool.num_blocks)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) in every layer."""
+        if pairs:
+            for storage in self.storages.values():
+                self._grow(storage)
+                storage.copy(pairs)
+
+    @staticmethod
+    def table_tensor(tables: Sequence[BlockTable], device: torch.device) -> Tensor:
+        """Block tables as [B, max_blocks] int32, zero beyond a row's end."""
+        width = max((len(t.blocks) for t in tables), default=0)
+        padded = [t.blocks + [0] * (width - len(t.blocks)) for t in tables]
+        return torch.tensor(padded, dtype=torch.int32, device=device).view(len(tables), width)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(s.nbytes for s in self.storages.values())

@@ -1,0 +1,350 @@
+"""PagedCache: the paged KV cache as a transformers Cache."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from ..config import CacheConfig
+from ..errors import UnsupportedError
+from .group import PageGroup
+from .sequences import Sequences
+from .step import GroupStep, Step
+from .storage import KVStorage
+
+FIRST_TOKENS = 1024  # where a cache that grows begins, over all sequences
+PAGED_HANDLE = "_hf_accel_paged"  # the attribute of a K tensor that carries its PagedKV to the attention function
+
+
+def layer_windows(config: PreTrainedConfig) -> list[int | None]:
+    """The sliding window of each decoder layer, None for full attention, as transformers' own cache sees it.
+
+    Raises UnsupportedError for layers that hold anything but keys and values of all, or of the last, tokens.
+    """
+    decoder = config.get_text_config(decoder=True)
+    if "chunked_attention" in (getattr(decoder, "layer_types", None) or ()):
+        raise UnsupportedError("a paged cache cannot hold chunked attention layers; use cache=None")
+    windows: list[int | None] = []
+    for layer in DynamicCache(config=decoder).layers:
+        if type(layer) is DynamicLayer:
+            windows.append(None)
+        elif type(layer) is DynamicSlidingWindowLayer:
+            windows.append(layer.sliding_window)
+        else:
+            raise UnsupportedError(f"a paged cache cannot hold a {type(layer).__name__}; use cache=None")
+    if not windows:
+        raise UnsupportedError(f"{type(config).__name__} describes no decoder layers; a paged cache needs some")
+    return windows
+
+
+@dataclass
+class PagedKV:
+    """What an attention function needs to read a layer's pages during one forward pass."""
+
+    layer: PagedLayer
+    storage: KVStorage
+    step: Step
+    group_step: GroupStep
+    contiguous: bool
+
+    def columns(self) -> tuple[Tensor, Tensor]:
+        """K and V of all columns, [B, Hkv, T, D], zero in the padding."""
+        return self.layer.columns()
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer's view of the cache. `num_columns` counts what this layer has seen."""
+
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: PagedCache, layer_idx: int, group_index: int) -> None:
+        # not super().__init__(): it would set `keys` and `values`, which are gathered on demand here
+        self.cache, self.layer_idx, self.group_index = cache, layer_idx, group_index
+        self.group: PageGroup = cache.sequences.groups[group_index]
+        self.is_sliding = self.group.window is not None
+        self.is_initialized = False
+        self.num_columns = 0
+
+    @property
+    def keys(self) -> Tensor | None:
+        return self.columns()[0] if self.layer_idx in self.group.storages else None
+
+    @property
+    def values(self) -> Tensor | None:
+        return self.columns()[1] if self.layer_idx in self.group.storages else None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store K, V [B, Hkv, Q, D]; returns what attention is to read.
+
+        In a patched model that is K and V of this pass alone, K carrying a PagedKV; elsewhere it is all
+        columns, gathered, as any attention function expects them.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        step = self.cache.step_for(self, key_states)
+        group_step = step.groups[self.group_index]
+        keys, values = step.tokens(key_states), step.tokens(value_states)
+        storage = self.group.storage(self.layer_idx, keys, values)
+        if group_step.written is None:
+            storage.write(keys, values, group_step.slots)
+        else:
+            storage.write(keys[group_step.written], values[group_step.written], group_step.slots)
+        self.num_columns += step.num_columns
+        if step.gathers:
+            return self.columns()
+        handle = PagedKV(self, storage, step, group_step, step.contiguous[self.group_index])
+        key_states = key_states.view_as(key_states)
+        setattr(key_states, PAGED_HANDLE, handle)
+        self.cache.unread = self
+        return key_states, value_states
+
+    def columns(self) -> tuple[Tensor, Tensor]:
+        """K and V of all columns, [B, Hkv, T, D], gathered; zero in the padding and behind the window."""
+        storage = self.group.storages[self.layer_idx]
+        slots = self.cache.column_slots(self.group_index, storage.k_pages.device)
+        keys, values = storage.read(slots.clamp(min=0))  # [B, T, Hkv, D]
+        hidden = (slots < 0)[:, :, None, None]
+        return keys.masked_fill_(hidden, 0).transpose(1, 2), values.masked_fill_(hidden, 0).transpose(1, 2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.num_columns + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.num_columns
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def offload(self) -> None:
+        raise UnsupportedError("a paged cache cannot be offloaded; use stock's DynamicCache(offloading=True)")
+
+    prefetch = offload
+
+
+class PagedCache(Cache):
+    """A KV cache in blocks, with reference counts, copy-on-write and prefix sharing.
+
+    Give it to a model as `past_key_values=`, or let `hf_accel.patch` do it. In a patched model padding
+    takes no blocks and attention reads the pages; in any other model it behaves as DynamicCache does.
+
+        cache = hf_accel.PagedCache(model.config, dtype="int8")
+        model.generate(**inputs, past_key_values=cache)
+
+    config: the model's config, for the number of layers and their windows.
+    keywords: those of hf_accel.CacheConfig. capacity: tokens over all sequences to make room for at once.
+    After PagedAttention (Kwon et al. 2023, arXiv 2309.06180).
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        cache_config: CacheConfig | None = None,
+        *,
+        capacity: int = FIRST_TOKENS,
+        **keywords: Any,
+    ) -> None:
+        if cache_config is not None and keywords:
+            raise UnsupportedError("give PagedCache a CacheConfig or its keywords, not both")
+        settings = CacheConfig(**keywords) if cache_config is None else cache_config
+        windows = layer_windows(config)
+        tokens = capacity if settings.max_tokens is None else settings.max_tokens
+        kinds = list(dict.fromkeys(windows))
+        groups = [
+            PageGroup(
+                window=window,
+                num_blocks=max(1, -(-tokens // settings.block_size)),
+                block_size=settings.block_size,
+                growable=settings.max_tokens is None,
+                prefix_sharing=settings.prefix_sharing,
+                quantized=settings.dtype == "int8",
+            )
+            for window in kinds
+        ]
+        self._bind(settings, Sequences(groups), [kinds.index(w) for w in windows])
+
+    def _bind(self, settings: CacheConfig, sequences: Sequences, group_of_layer: list[int]) -> None:
+        self.settings = settings
+        self.sequences = sequences
+        self.group_of_layer = group_of_layer
+        self.step: Step | None = None
+        self.unread: PagedLayer | None = None
+        self._column_slots: dict[int, tuple[int, Tensor]] = {}
+        self._salt = b""
+        super().__init__(layers=[PagedLayer(self, i, g) for i, g in enumerate(group_of_layer)])
+
+    # -- a forward pass --------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        batch_size: int,
+        num_new: int,
+        *,
+        device: torch.device,
+        mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        salt: bytes | None = None,
+    ) -> Step:
+        """Plan the next forward pass of a patched model: see Sequences.prepare.
+
+        salt: what K and V depend on besides the tokens (weights, adapters); blocks of another salt are dropped.
+        """
+        self._settle()
+        if salt is not None:
+            self._use_salt(salt)
+        self.step = self.sequences.prepare(batch_size, num_new, device=device, mask=mask, token_ids=token_ids)
+        return self.step
+
+    def _settle(self) -> None:
+        """If the last forward pass stopped half-way, go back to before it; refuse if attention was bypassed."""
+        self._check_read()
+        self._column_slots.clear()
+        self.step = None
+        finished = min(layer.num_columns for layer in self.layers)
+        if finished != self.sequences.num_columns:
+            self.crop(self.sequences.num_columns - finished)
+            self._clear_prefixes()
+
+    def _check_read(self) -> None:
+        if self.unread is not None:
+            layer, self.unread = self.unread, None
+            raise UnsupportedError(
+                f"the attention of layer {layer.layer_idx} did not read the paged cache (the model changes K on the "
+                "way to its attention function); patch this model with cache=None"
+            )
+
+    def step_for(self, layer: PagedLayer, keys: Tensor) -> Step:
+        """The Step of this layer's update: as a patched model prepared it, or one where every column is a token."""
+        self._check_read()
+        if self.step is None or layer.num_columns + self.step.num_columns != self.sequences.num_columns:
+            self._settle()
+            self.step = self.sequences.prepare(keys.shape[0], keys.shape[2], device=keys.device)
+            self.step.gathers = True
+        return self.step
+
+    def column_slots(self, group_index: int, device: torch.device) -> Tensor:
+        """Sequences.column_slots, computed once per group and pass."""
+        columns, slots = self._column_slots.get(group_index, (-1, torch.empty(0)))
+        if columns != self.sequences.num_columns:
+            columns, slots = self.sequences.num_columns, self.sequences.column_slots(group_index, device)
+            self._column_slots[group_index] = columns, slots
+        return slots
+
+    def adopt_prefix(self, token_ids: Tensor, mask: Tensor | None, salt: bytes) -> int:
+        """Take over blocks whose tokens and history equal the beginning of these prompts; see Sequences.adopt_prefix."""
+        self._use_salt(salt)
+        skipped = self.sequences.adopt_prefix(token_ids, mask)
+        self._set_columns()
+        return skipped
+
+    def _use_salt(self, salt: bytes) -> None:
+        if salt != self._salt:
+            self._clear_prefixes()
+            self._salt = salt
+
+    @property
+    def has_prefixes(self) -> bool:
+        return any(len(g.index) for g in self.sequences.groups if g.index is not None)
+
+    def _clear_prefixes(self) -> None:
+        for group in self.sequences.groups:
+            if group.index is not None:
+                group.index.clear()
+
+    def _set_columns(self) -> None:
+        self._column_slots.clear()
+        for layer in self.layers:
+            layer.num_columns = self.sequences.num_columns
+
+    # -- transformers' Cache protocol ------------------------------------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` columns; negative, as in transformers 5."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}) must be negative: it counts the tokens to remove from the end")
+        self.sequences.crop(-tokens_to_remove)
+        self._set_columns()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.sequences.select([i for i in range(len(self.sequences.rows)) for _ in range(repeats)])
+        self._column_slots.clear()
+
+    def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
+        self.sequences.select(torch.as_tensor(indices).tolist())
+        self._column_slots.clear()
+
+    def reset(self) -> None:
+        """Forget the sequences; blocks of known prefixes stay for the next call (see CacheConfig.prefix_sharing)."""
+        self.step = self.unread = None
+        self.sequences.reset()
+        self._set_columns()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        """A fork: shares the pages, block by block, until either side writes."""
+        fork = object.__new__(type(self))
+        memo[id(self)] = fork
+        fork._bind(self.settings, self.sequences.fork(), self.group_of_layer)
+        fork._salt = self._salt
+        fork._set_columns()
+        return fork
+
+    def __copy__(self) -> PagedCache:
+        return copy.deepcopy(self)
+
+    def __del__(self) -> None:
+        # The pages may be shared with a fork, which can use the blocks again.
+        sequences = self.__dict__.get("sequences")
+        if sequences is not None:
+            sequences.reset()
+
+    @property
+    def is_initialized(self) -> bool:
+        return any(layer.is_initialized for layer in self.layers)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.sequences.rows) or -1
+
+    # -- statistics ------------------------------------------------------------------------------------
+
+    def statistics(self) -> dict[str, float | int]:
+        """Blocks, bytes, waste (share of held slots without a token) and prefix hits."""
+        groups = self.sequences.groups
+        held = sum(g.pool.num_used * g.pool.block_size for g in groups)
+        live = sum(_live_tokens(self.sequences, i) for i in range(len(groups)))
+        per_block = [g.nbytes / g.pool.num_blocks for g in groups]
+        return {
+            "block_size": self.settings.block_size,
+            "blocks_used": sum(g.pool.num_used for g in groups),
+            "blocks_allocated": sum(g.pool.num_blocks for g in groups),
+            "kv_bytes": round(sum(g.pool.num_used * b for g, b in zip(groups, per_block, strict=True))),
+            "waste": 1 - live / held if held else 0.0,
+            "prefix_lookups": sum(g.index.lookups for g in groups if g.index is not None),
+            "prefix_hits": sum(g.index.hits for g in groups if g.index is not None),
+        }
+
+
+def _live_tokens(sequences: Sequences, group_index: int) -> int:
+    """Tokens held by a group, each shared block counted once."""
+    size = sequences.groups[group_index].pool.block_size
+    tokens_in_block: dict[int, int] = {}
+    for row in sequences.rows:
+        table = row.tables[group_index]
+        held = table.num_tokens - table.num_dropped_blocks * size
+        for number, block in enumerate(table.blocks):
+            filled = min(size, held - number * size)
+            tokens_in_block[block] = max(filled, tokens_in_block.get(block, 0))
+    return sum(tokens_in_block.values())

@@ -1,0 +1,97 @@
+"""Blocks by number: who holds how many references to which, and which to give out next."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING
+
+from ..errors import OutOfBlocksError
+
+if TYPE_CHECKING:
+    from .prefix import PrefixIndex
+
+
+class BlockPool:
+    """Reference counts of `num_blocks` blocks.
+
+    A block is blank (nothing of value in it), used (one reference or more), or cached (no reference, but the
+    prefix index knows its content). Blank blocks are given out first, then the least recently used cached one.
+    """
+
+    def __init__(self, num_blocks: int, *, block_size: int, growable: bool = False) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.growable = growable
+        self.index: PrefixIndex | None = None
+        self._blank = deque(range(num_blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._references: dict[int, int] = {}
+
+    @property
+    def num_used(self) -> int:
+        return len(self._references)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be given out without growing."""
+        return len(self._blank) + len(self._cached)
+
+    def allocate(self) -> int:
+        """A block with one reference. Raises OutOfBlocksError when a pool of fixed size has none."""
+        if not self._blank:
+            self._make_blank()
+        block = self._blank.popleft()
+        self._references[block] = 1
+        return block
+
+    def _make_blank(self) -> None:
+        if self._cached:
+            block, _ = self._cached.popitem(last=False)
+            assert self.index is not None
+            self.index.forget(block)
+            self._blank.append(block)
+        elif self.growable:
+            self._blank.extend(range(self.num_blocks, 2 * self.num_blocks))
+            self.num_blocks *= 2
+        else:
+            raise OutOfBlocksError(
+                f"all {self.num_blocks} blocks of {self.block_size} tokens are in use; raise "
+                "CacheConfig(max_tokens=...), leave it None, or run fewer or shorter sequences"
+            )
+
+    def retain(self, block: int) -> None:
+        """One more reference to a used or cached block."""
+        if block in self._references:
+            self._references[block] += 1
+        elif block in self._cached:
+            del self._cached[block]
+            self._references[block] = 1
+        else:
+            raise ValueError(f"block {block} is blank; only a used or cached block can be retained")
+
+    def release(self, block: int) -> None:
+        """One reference less; the last one makes the block cached, or blank if no index knows it."""
+        count = self._references.get(block)
+        if count is None:
+            raise ValueError(f"block {block} is not in use; it was released twice")
+        if count > 1:
+            self._references[block] = count - 1
+            return
+        del self._references[block]
+        if self.index is not None and block in self.index:
+            self._cached[block] = None
+        else:
+            self._blank.append(block)
+
+    def blank(self, block: int) -> None:
+        """The index no longer knows this block: if nobody holds it, it has nothing of value."""
+        if block in self._cached:
+            del self._cached[block]
+            self._blank.append(block)
+
+    def reference_count(self, block: int) -> int:
+        return self._references.get(block, 0)
+
+    def is_writable(self, block: int) -> bool:
+        """Whether its one holder may write: nobody else reads the block, and no index vouches for its content."""
+        return self._references.get(block) == 1 and (self.index is None or block not in self.index)

@@ -1,0 +1,293 @@
+"""The sequences of a paged cache: block tables per group of layers, what each column holds, and the next Step.
+
+A column is a position of the padded [B, T] input that transformers works with; a token is a column that
+is not padding. Only tokens have a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..errors import OutOfBlocksError, UnsupportedError
+from .group import PageGroup
+from .step import GroupStep, Step, offsets
+from .table import BlockTable
+
+
+@dataclass
+class Row:
+    """One sequence: a block table per group, and its token ids where they are known (for prefix sharing)."""
+
+    tables: list[BlockTable]
+    token_ids: list[int] | None = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tables[0].num_tokens
+
+    def fork(self) -> Row:
+        return Row([t.fork() for t in self.tables], None if self.token_ids is None else list(self.token_ids))
+
+    def release(self) -> None:
+        for table in self.tables:
+            table.release()
+
+
+class Sequences:
+    """B sequences over shared pages. All writes of bookkeeping happen in `prepare`, before a forward pass."""
+
+    def __init__(self, groups: list[PageGroup]) -> None:
+        self.groups = groups
+        self.rows: list[Row] = []
+        self.num_columns = 0
+        self.real: Tensor | None = None  # [B, num_columns] bool, False is padding; None: no padding at all
+
+    # -- the next forward pass -------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        batch_size: int,
+        num_new: int,
+        *,
+        device: torch.device,
+        mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+    ) -> Step:
+        """Make room for `num_new` columns in each of `batch_size` rows and describe the pass.
+
+        mask: [B, num_columns + num_new] bool or None, False where padding stands.
+        token_ids: [B, num_new] or None; known ids let rows share blocks.
+        Raises OutOfBlocksError, with the sequences as they were, when a fixed pool is exhausted.
+        """
+        if not self.rows:
+            self.rows = [Row([BlockTable(g.pool) for g in self.groups]) for _ in range(batch_size)]
+        elif len(self.rows) != batch_size:
+            raise UnsupportedError(
+                f"the cache holds {len(self.rows)} sequences and the input has {batch_size}; "
+                "call cache.reset(), or give a cache to each batch"
+            )
+        real = self._extended_mask(batch_size, num_new, mask)
+        new_real = None if real is None else real[:, self.num_columns :]
+        counts = [num_new] * batch_size if new_real is None else new_real.sum(1).tolist()
+        starts = [row.num_tokens for row in self.rows]
+        ids = _ids_per_row(token_ids, new_real)
+        first_written = self._append_rows(counts, ids)
+        self.num_columns += num_new
+        self.real = real
+        return Step(
+            groups=[
+                self._group_step(index, starts, counts, written, device) for index, written in enumerate(first_written)
+            ],
+            cu_q=offsets(counts, device),
+            max_q=max(counts, default=0),
+            num_columns=num_new,
+            rows=None if new_real is None else new_real.flatten().nonzero().squeeze(1).to(device),
+            fresh=not any(starts),
+            contiguous=[self._contiguous(real, num_new, g.window) for g in self.groups],
+        )
+
+    def _extended_mask(self, batch_size: int, num_new: int, mask: Tensor | None) -> Tensor | None:
+        past, total = self.num_columns, self.num_columns + num_new
+        if mask is None:
+            if self.real is not None:
+                raise UnsupportedError(
+                    "the cache holds padded sequences but this call has no attention_mask; "
+                    f"pass attention_mask [{batch_size}, {total}] as in the first call"
+                )
+            return None
+        if tuple(mask.shape) != (batch_size, total):
+            raise UnsupportedError(
+                f"attention_mask has shape {tuple(mask.shape)}; with {past} cached columns and {num_new} new ones "
+                f"it must be ({batch_size}, {total})"
+            )
+        known = mask.new_ones(batch_size, past) if self.real is None else self.real
+        if past and not torch.equal(mask[:, :past], known):
+            raise UnsupportedError(
+                "attention_mask hides or shows cached columns that it did not before; a paged cache stores no "
+                "padding, so the mask of cached columns cannot change: start from an empty cache"
+            )
+        return None if self.real is None and bool(mask.all()) else mask
+
+    @staticmethod
+    def _contiguous(real: Tensor | None, num_new: int, window: int | None) -> bool:
+        """Whether bottom-right causal attention over a row's tokens equals attention over its columns.
+
+        The new tokens of each row must be at the end of the new columns; where a window counts columns,
+        no padding may stand between tokens at all.
+        """
+        if real is None:
+            return True
+        if not bool((real[:, -1] | ~real.any(1)).all()):
+            return False
+        span = real if window is not None else real[:, -num_new:]
+        return not bool((span[:, :-1] & ~span[:, 1:]).any())
+
+    def _append_rows(self, counts: list[int], ids: list[list[int]] | None) -> list[list[int]]:
+        """Room for counts[r] tokens in every row; per group and row, the first token that is to be written."""
+        before = [row.num_tokens for row in self.rows]
+        sharing = ids is not None and not any(before)
+        first_written: list[list[int]] = [[] for _ in self.groups]
+        twins: dict[tuple[int, ...], Row] = {}
+        try:
+            for row, (count, start) in enumerate(zip(counts, before, strict=True)):
+                new_ids = ids[row] if ids is not None else None
+                self._behind_window(self.rows[row])
+                twin = twins.get(tuple(new_ids)) if sharing and new_ids else None
+                if twin is not None:
+                    self.rows[row] = twin.fork()
+                    firsts = [twin.num_tokens] * len(self.groups)
+                else:
+                    firsts = self._append_row(self.rows[row], count, start, new_ids, sharing)
+                    if sharing and new_ids:
+                        twins[tuple(new_ids)] = self.rows[row]
+                for group, first in zip(first_written, firsts, strict=True):
+                    group.append(first)
+        except OutOfBlocksError:
+            for row, start in zip(self.rows, before, strict=True):
+                self._truncate(row, start)
+            raise
+        return first_written
+
+    def _append_row(self, row: Row, count: int, start: int, ids: list[int] | None, sharing: bool) -> list[int]:
+        firsts = []
+        for group, table in zip(self.groups, row.tables, strict=True):
+            if sharing and ids and group.index is not None:
+                shared = group.index.match(ids)
+                table.adopt(shared, len(shared) * group.pool.block_size)
+            first = table.num_tokens
+            group.copy(table.append(start + count - first))
+            firsts.append(first)
+        if row.token_ids is not None and ids is not None:
+            row.token_ids.extend(ids)
+            self._index(row, start)
+        else:
+            row.token_ids = None
+        return firsts
+
+    def _index(self, row: Row, start: int) -> None:
+        assert row.token_ids is not None
+        for group, table in zip(self.groups, row.tables, strict=True):
+            size = group.pool.block_size
+            if group.index is not None and table.num_tokens // size > start // size:
+                group.index.insert(row.token_ids, table.blocks)
+
+    def _behind_window(self, row: Row) -> None:
+        """Release the blocks that no later query can see; here, and not earlier, so that a crop can go back."""
+        for group, table in zip(self.groups, row.tables, strict=True):
+            if group.window is not None:
+                table.drop_before(table.num_tokens - group.window + 1)
+
+    def _group_step(
+        self, index: int, starts: list[int], counts: list[int], first_written: list[int], device: torch.device
+    ) -> GroupStep:
+        group = self.groups[index]
+        tables = [row.tables[index] for row in self.rows]
+        slots: list[int] = []
+        written: list[int] = []
+        position = 0
+        for table, start, count, first in zip(tables, starts, counts, first_written, strict=True):
+            slots += table.slots(first, start + count)
+            written += range(position + first - start, position + count)
+            position += count
+        held = [t.num_tokens - t.num_dropped_blocks * group.pool.block_size for t in tables]
+        return GroupStep(
+            slots=torch.tensor(slots, dtype=torch.int64, device=device),
+            written=None if len(written) == position else torch.tensor(written, dtype=torch.int64, device=device),
+            block_table=group.table_tensor(tables, device),
+            kv_len=torch.tensor(held, dtype=torch.int32, device=device),
+            max_kv=max(held, default=0),
+        )
+
+    def column_slots(self, index: int, device: torch.device) -> Tensor:
+        """The slot of each column, [B, num_columns] int64; -1 for padding and for what lies behind the window."""
+        size = self.groups[index].pool.block_size
+        out = torch.full((len(self.rows), self.num_columns), -1, dtype=torch.int64)
+        for number, row in enumerate(self.rows):
+            table = row.tables[index]
+            dropped = table.num_dropped_blocks * size
+            slots = [-1] * dropped + table.slots(dropped, table.num_tokens)
+            where = slice(None) if self.real is None else self.real[number].cpu()
+            out[number, where] = torch.tensor(slots, dtype=torch.int64)
+        return out.to(device)
+
+    # -- changes between passes ------------------------------------------------------------------------
+
+    def adopt_prefix(self, token_ids: Tensor, mask: Tensor | None) -> int:
+        """Start empty sequences from indexed blocks; returns how many columns need not be computed.
+
+        All rows must skip equally many columns, since the input stays a rectangle, and at least one
+        column is left to compute. token_ids, mask: [B, T]. Groups with a window have no index: no skipping.
+        """
+        if self.rows or any(g.index is None for g in self.groups):
+            return 0
+        real = None if mask is None or bool(mask.all()) else mask.bool()
+        if real is not None and bool((real[:, :-1] & ~real[:, 1:]).any()):
+            return 0
+        rows = _ids_per_row(token_ids, real)
+        assert rows is not None
+        total = token_ids.shape[1]
+        matches = [[g.index.match(ids) for g in self.groups if g.index is not None] for ids in rows]
+        size = self.groups[0].pool.block_size
+        reach = [total - len(ids) + min(map(len, m)) * size for ids, m in zip(rows, matches, strict=True)]
+        skipped = min(*reach, total - 1) if reach else 0
+        if skipped <= 0:
+            return 0
+        self.rows = [self._adopt_row(ids[: max(0, skipped - total + len(ids))], m) for ids, m in zip(rows, matches, strict=True)]
+        self.num_columns, self.real = skipped, None if real is None else real[:, :skipped]
+        return skipped
+
+    def _adopt_row(self, ids: list[int], matches: list[list[int]]) -> Row:
+        row = Row([BlockTable(g.pool) for g in self.groups], list(ids))
+        for group, table, blocks in zip(self.groups, row.tables, matches, strict=True):
+            table.adopt(blocks[: -(-len(ids) // group.pool.block_size)], len(ids))
+        return row
+
+    def crop(self, num_removed: int) -> None:
+        """Take back the last `num_removed` columns of every row."""
+        keep = max(0, self.num_columns - num_removed)
+        for number, row in enumerate(self.rows):
+            kept = keep if self.real is None else int(self.real[number, :keep].sum())
+            self._truncate(row, kept)
+        self.num_columns = keep
+        self.real = None if self.real is None else self.real[:, :keep]
+
+    @staticmethod
+    def _truncate(row: Row, num_tokens: int) -> None:
+        for table in row.tables:
+            table.truncate(min(num_tokens, table.num_tokens))
+        if row.token_ids is not None:
+            del row.token_ids[num_tokens:]
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Keep the rows `indices`, in that order, repeated where an index is repeated (beams, n-best)."""
+        chosen = [self.rows[i].fork() for i in indices]
+        for row in self.rows:
+            row.release()
+        self.rows = chosen
+        if self.real is not None:
+            self.real = self.real[torch.tensor(indices, dtype=torch.int64, device=self.real.device)]
+
+    def fork(self) -> Sequences:
+        """The same sequences over the same pages; what either writes from here on is copied first."""
+        other = Sequences(self.groups)
+        other.rows = [row.fork() for row in self.rows]
+        other.num_columns, other.real = self.num_columns, self.real
+        return other
+
+    def reset(self) -> None:
+        """Forget the sequences. Indexed blocks stay for a later prompt that begins alike, until they are needed."""
+        for row in self.rows:
+            row.release()
+        self.rows, self.num_columns, self.real = [], 0, None
+
+
+def _ids_per_row(token_ids: Tensor | None, real: Tensor | None) -> list[list[int]] | None:
+    if token_ids is None:
+        return None
+    if real is None:
+        return token_ids.tolist()
+    return [ids[keep].tolist() for ids, keep in zip(token_ids, real.to(token_ids.device), strict=True)]

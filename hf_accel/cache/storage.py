@@ -1,0 +1,98 @@
+"""The tensors behind the blocks of one layer, in the model's dtype or in INT8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+INT8_MAX = 127
+
+
+class KVStorage:
+    """K and V pages of one layer.
+
+    k_pages [num_blocks, num_kv_heads, block_size, key_dim], v_pages likewise with value_dim. quantized: int8
+    with k_scales, v_scales [num_blocks, num_kv_heads, block_size], a scale per token and head (symmetric
+    absmax, rounded to `dtype` before it is used). Non-finite K or V make that token's head NaN.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        num_kv_heads: int,
+        block_size: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        quantized: bool = False,
+    ) -> None:
+        self.block_size = block_size
+        self.dtype = dtype
+        page = (num_blocks, num_kv_heads, block_size)
+        stored = torch.int8 if quantized else dtype
+        # empty, not zeros: the system commits memory when a page is first written
+        self.k_pages = torch.empty(*page, key_dim, dtype=stored, device=device)
+        self.v_pages = torch.empty(*page, value_dim, dtype=stored, device=device)
+        self.k_scales = torch.empty(page, dtype=dtype, device=device) if quantized else None
+        self.v_scales = torch.empty(page, dtype=dtype, device=device) if quantized else None
+
+    @property
+    def num_blocks(self) -> int:
+        return self.k_pages.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved; what is committed depends on the blocks that were written."""
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        names = ("k_pages", "v_pages", "k_scales", "v_scales")
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+
+    def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """keys [N, H, Dk] and values [N, H, Dv] into slots [N] int64, in place."""
+        blocks = torch.div(slots, self.block_size, rounding_mode="floor")
+        place = (blocks, slice(None), slots - blocks * self.block_size)
+        self._write(self.k_pages, self.k_scales, keys.detach(), place)
+        self._write(self.v_pages, self.v_scales, values.detach(), place)
+
+    @staticmethod
+    def _write(pages: Tensor, scales: Tensor | None, states: Tensor, place: tuple[Tensor | slice, ...]) -> None:
+        if scales is None:
+            pages[place] = states
+        else:
+            pages[place], scales[place] = quantize(states)
+
+    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of slots [...], dequantized: [..., H, Dk] and [..., H, Dv]."""
+        blocks = torch.div(slots, self.block_size, rounding_mode="floor")
+        place = (blocks, slice(None), slots - blocks * self.block_size)
+        keys, values = self.k_pages[place], self.v_pages[place]
+        if self.k_scales is None or self.v_scales is None:
+            return keys, values
+        return keys * self.k_scales[place].unsqueeze(-1), values * self.v_scales[place].unsqueeze(-1)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination)."""
+        sources, destinations = torch.tensor(pairs, device=self.k_pages.device).unbind(1)
+        for tensor in self._tensors().values():
+            tensor[destinations] = tensor[sources]
+
+    def grow(self, num_blocks: int) -> None:
+        """Make room for more blocks; a pool doubles, so that this is rare."""
+        for name, old in self._tensors().items():
+            new = torch.empty(num_blocks, *old.shape[1:], dtype=old.dtype, device=old.device)
+            new[: len(old)] = old
+            setattr(self, name, new)
+
+
+def quantize(states: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, H, D] to int8 [N, H, D] and scales [N, H] in the dtype of `states`; zeros have scale 0."""
+    scales = (states.abs().amax(-1).float() / INT8_MAX).to(states.dtype)
+    divisors = scales.float().masked_fill(scales == 0, 1).unsqueeze(-1)
+    integers = (states.float() / divisors).round().clamp(-INT8_MAX, INT8_MAX)
+    return integers.nan_to_num(0).to(torch.int8), scales

@@ -1,0 +1,109 @@
+"""The blocks of one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import OutOfBlocksError
+from .pool import BlockPool
+
+
+class BlockTable:
+    """Token t lies in blocks[t // block_size - num_dropped_blocks], at offset t % block_size.
+
+    blocks: those still held. num_tokens counts all tokens, also those of the num_dropped_blocks leading
+    blocks that were released behind a sliding window.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.blocks: list[int] = []
+        self.num_tokens = 0
+        self.num_dropped_blocks = 0
+
+    @property
+    def num_held_tokens(self) -> int:
+        return self.num_tokens - self.num_dropped_blocks * self.pool.block_size
+
+    def append(self, num_tokens: int) -> list[tuple[int, int]]:
+        """Room for more tokens; returns the (source, destination) block copies to make before they are written.
+
+        A partly filled last block that others read is replaced by a copy (copy-on-write).
+        Raises OutOfBlocksError with nothing changed.
+        """
+        size = self.pool.block_size
+        copies_last = num_tokens > 0 and self.num_held_tokens % size > 0 and not self.pool.is_writable(self.blocks[-1])
+        num_new = max(0, -(-(self.num_held_tokens + num_tokens) // size) - len(self.blocks))
+        fresh = self._allocate(num_new + copies_last)
+        copies = []
+        if copies_last:
+            source, self.blocks[-1] = self.blocks[-1], fresh.pop()
+            copies.append((source, self.blocks[-1]))
+            self.pool.release(source)
+        self.blocks += fresh
+        self.num_tokens += num_tokens
+        return copies
+
+    def _allocate(self, count: int) -> list[int]:
+        blocks: list[int] = []
+        try:
+            for _ in range(count):
+                blocks.append(self.pool.allocate())
+        except OutOfBlocksError:
+            for block in blocks:
+                self.pool.release(block)
+            raise
+        return blocks
+
+    def slots(self, start: int, stop: int) -> list[int]:
+        """slot = block * block_size + offset, of tokens start..stop-1."""
+        size = self.pool.block_size
+        first = self.num_dropped_blocks * size
+        if not (first <= start <= stop <= self.num_tokens) and start != stop:
+            raise ValueError(f"tokens {start}..{stop} are not held; the table has {first}..{self.num_tokens}")
+        return [self.blocks[(t - first) // size] * size + t % size for t in range(start, stop)]
+
+    def truncate(self, num_tokens: int) -> None:
+        """Go back to the first `num_tokens` tokens, releasing whole blocks."""
+        size = self.pool.block_size
+        if not self.num_dropped_blocks * size <= num_tokens <= self.num_tokens:
+            raise ValueError(
+                f"cannot go back to {num_tokens} tokens: the table holds "
+                f"{self.num_dropped_blocks * size}..{self.num_tokens}"
+            )
+        keep = -(-num_tokens // size) - self.num_dropped_blocks
+        while len(self.blocks) > keep:
+            self.pool.release(self.blocks.pop())
+        self.num_tokens = num_tokens
+
+    def fork(self) -> BlockTable:
+        """A second table over the same blocks."""
+        other = BlockTable(self.pool)
+        other.blocks = list(self.blocks)
+        other.num_tokens, other.num_dropped_blocks = self.num_tokens, self.num_dropped_blocks
+        for block in other.blocks:
+            self.pool.retain(block)
+        return other
+
+    def adopt(self, blocks: Sequence[int], num_tokens: int) -> None:
+        """Begin with `num_tokens` tokens that stand in `blocks` already."""
+        if self.blocks or self.num_tokens or len(blocks) != -(-num_tokens // self.pool.block_size):
+            raise ValueError(f"cannot adopt {len(blocks)} blocks as {num_tokens} tokens of a table of {self.num_tokens}")
+        for block in blocks:
+            self.pool.retain(block)
+        self.blocks, self.num_tokens = list(blocks), num_tokens
+
+    def drop_before(self, token: int) -> None:
+        """Release the blocks all of whose tokens come before `token`."""
+        count = min(token // self.pool.block_size - self.num_dropped_blocks, len(self.blocks))
+        for block in self.blocks[: max(0, count)]:
+            self.pool.release(block)
+        if count > 0:
+            del self.blocks[:count]
+            self.num_dropped_blocks += count
+
+    def release(self) -> None:
+        """Give back all blocks; the last first, so that the beginning of a prompt is evicted last."""
+        while self.blocks:
+            self.pool.release(self.blocks.pop())
+        self.num_tokens = self.num_dropped_blocks = 0

@@ -1,0 +1,186 @@
+"""What a user asks for: frozen, keyword-only, validated where it is made. Nothing writes into a config."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .errors import UnsupportedError
+
+Activations = Literal["auto", "int8"] | None
+KVDtype = Literal["auto", "int8", "fp8", "int4"]
+KeepOriginal = Literal["auto"] | bool
+
+GROUP_SIZES = (32, 64, 128)
+
+
+class Default(str):
+    """A keyword's default, told apart from the same word given on purpose: only the latter must be met."""
+
+
+def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise UnsupportedError unless `value` is (by equality and type) among `allowed`."""
+    if not any(value == a and type(value) is type(a) for a in allowed):
+        choices = ", ".join(repr(a) for a in allowed)
+        raise UnsupportedError(f"{name}={value!r} is not known; choose one of {choices}")
+
+
+def positive_int(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UnsupportedError(f"{name}={value!r} must be an integer of at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightConfig:
+    """How Linear weights are stored and multiplied.
+
+    bits: 8 (symmetric, one scale per output channel) or 4 (symmetric, one scale per group).
+    group_size: inputs that share a scale, for 4 bits: 32, 64 or 128.
+    activations: "int8" quantizes each row of the input on the fly, None keeps it in floating point,
+        "auto" takes what the chosen backend is both accurate and fast at (the plan says which).
+    skip: names, or ends of names, of Linear modules that stay as they are.
+    head: "int8" quantizes the output head too (it is read for every token), None leaves it.
+    only_if_faster: leave a layer alone where its quantized form was measured to be slower than stock.
+    """
+
+    bits: int = 8
+    group_size: int = 128
+    symmetric: bool = True
+    activations: Activations = "auto"
+    method: Literal["rtn", "gptq", "awq"] = "rtn"
+    calibration: Any = None
+    skip: tuple[str, ...] = ()
+    head: Literal["int8"] | None = "int8"
+    only_if_faster: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "skip", (self.skip,) if isinstance(self.skip, str) else tuple(self.skip))
+        one_of("bits", self.bits, (8, 4))
+        one_of("group_size", self.group_size, GROUP_SIZES)
+        one_of("activations", self.activations, ("auto", None, "int8"))
+        one_of("head", self.head, ("int8", None))
+        one_of("only_if_faster", self.only_if_faster, (True, False))
+        if self.symmetric is not True:
+            raise UnsupportedError(f"symmetric={self.symmetric!r} is not supported yet; leave it True")
+        if self.method != "rtn":
+            raise UnsupportedError(f"method={self.method!r} is not supported yet; use method='rtn'")
+        if self.calibration is not None:
+            raise UnsupportedError("calibration= is only read by methods 'gptq' and 'awq'; drop it for 'rtn'")
+        if not all(isinstance(name, str) and name for name in self.skip):
+            raise UnsupportedError(f"skip={self.skip!r} must hold module names")
+
+    @property
+    def label(self) -> str:
+        return f"int{self.bits}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache.
+
+    block_size: tokens in a block.
+    dtype: "auto" stores K and V as the model computes them, "int8" with a scale per token and head.
+    max_tokens: a fixed capacity in tokens over all sequences; None grows as needed.
+    prefix_sharing: keep one copy of blocks whose tokens and history are equal.
+    """
+
+    block_size: int = 16
+    dtype: KVDtype = "auto"
+    max_tokens: int | None = None
+    prefix_sharing: bool = True
+
+    def __post_init__(self) -> None:
+        positive_int("block_size", self.block_size)
+        one_of("cache dtype", self.dtype, ("auto", "int8", "fp8", "int4"))
+        if self.dtype in ("fp8", "int4"):
+            raise UnsupportedError(f"cache dtype {self.dtype!r} is not supported yet; use 'auto' or 'int8'")
+        if self.max_tokens is not None:
+            positive_int("max_tokens", self.max_tokens)
+        one_of("prefix_sharing", self.prefix_sharing, (True, False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchConfig:
+    """Every keyword of `patch`, resolved to its config object.
+
+    explicit: the keywords that were given, as opposed to left at their default.
+    """
+
+    weights: WeightConfig | None = WeightConfig()
+    attention: str | None = "auto"
+    cache: CacheConfig | None = CacheConfig()
+    fuse: bool = True
+    speculative: None = None
+    keep_original: KeepOriginal = "auto"
+    deterministic: bool = False
+    explicit: frozenset[str] = field(default=frozenset(), compare=False)
+
+    @classmethod
+    def build(cls, config: PatchConfig | Mapping[str, Any] | None = None, **keywords: Any) -> PatchConfig:
+        """Parse the user's keywords ("int8", "paged", ...) on top of `config`.
+
+        Raises UnsupportedError for an unknown keyword or value.
+        """
+        if isinstance(config, PatchConfig):
+            base = {name: getattr(config, name) for name in config.explicit}
+        elif config is None or isinstance(config, Mapping):
+            base = dict(config or {})
+        else:
+            raise UnsupportedError(f"config={config!r} must be a hf_accel.PatchConfig or a dict of keywords")
+        given = base | {name: value for name, value in keywords.items() if not isinstance(value, Default)}
+        for name in given:
+            _known_keyword(name)
+        return cls(**given, explicit=frozenset(given))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", parse_weights(self.weights))
+        object.__setattr__(self, "cache", parse_cache(self.cache))
+        one_of("fuse", self.fuse, (True, False))
+        one_of("keep_original", self.keep_original, ("auto", True, False))
+        one_of("deterministic", self.deterministic, (True, False))
+        if self.speculative is not None:
+            raise UnsupportedError(
+                f"speculative={self.speculative!r} is not supported yet; leave it None and pass "
+                "assistant_model= to generate() for stock's own assisted decoding"
+            )
+        if self.deterministic:
+            raise UnsupportedError("deterministic=True is not supported yet: torch's float linear is not row-invariant")
+        if self.attention is not None and not isinstance(self.attention, str):
+            raise UnsupportedError(f"attention={self.attention!r} must be 'auto', a backend's name or None")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able keywords that `build` turns into an equal config."""
+        keywords = dataclasses.asdict(self)
+        del keywords["explicit"]
+        return keywords
+
+
+def _known_keyword(name: str) -> None:
+    known = sorted(f.name for f in dataclasses.fields(PatchConfig) if f.name != "explicit")
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+        raise UnsupportedError(f"patch() got an unknown keyword {name!r}; {hint}")
+
+
+def parse_weights(weights: object) -> WeightConfig | None:
+    if weights is None or isinstance(weights, WeightConfig):
+        return weights
+    if isinstance(weights, Mapping):
+        return WeightConfig(**weights)
+    if weights == "nf4":
+        raise UnsupportedError("weights='nf4' is not supported yet; use 'int4'")
+    one_of("weights", weights, (None, "int8", "int4", "auto"))
+    return WeightConfig(bits=4 if weights == "int4" else 8, only_if_faster=weights == "auto")
+
+
+def parse_cache(cache: object) -> CacheConfig | None:
+    if cache is None or isinstance(cache, CacheConfig):
+        return cache
+    if isinstance(cache, Mapping):
+        return CacheConfig(**cache)
+    one_of("cache", cache, (None, "paged"))
+    return CacheConfig()

@@ -1,0 +1,17 @@
+"""What can go wrong, as types a program can catch."""
+
+
+class HfAccelError(Exception):
+    """Base of every error that hf_accel raises on purpose."""
+
+
+class UnsupportedError(HfAccelError, ValueError):
+    """An explicit request that cannot be met; the message names the way out."""
+
+
+class OutOfBlocksError(HfAccelError, MemoryError):
+    """A cache with a fixed number of blocks has none left; nothing was written."""
+
+
+class HfAccelWarning(UserWarning):
+    """Something that works but is very likely not what was meant."""

@@ -1,0 +1,94 @@
+"""Bytes and operations of attention: the KV cache layer by layer, and the scratch memory of a prefill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from ..errors import UnsupportedError
+
+TILE = 128  # rows and columns of scores that tiled attention holds at a time
+
+
+class AttentionBytes(NamedTuple):
+    """Scratch memory of one layer's attention in a prefill of the whole context.
+
+    naive: the scores [batch, heads, context, context]; naive_per_head: of one head of one sequence.
+    tiled: a float32 log-sum-exp per row and a tile of scores per head (FlashAttention, arXiv:2205.14135).
+    """
+
+    naive: int
+    naive_per_head: int
+    tiled: int
+
+    @classmethod
+    def of(cls, *, context: int, heads: int, dtype: torch.dtype) -> AttentionBytes:
+        """heads: of all sequences of the batch together."""
+        per_head = context * context * dtype.itemsize
+        tile = min(context, TILE) ** 2
+        return cls(naive=heads * per_head, naive_per_head=per_head, tiled=heads * 4 * (context + tile))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionLayer:
+    """One layer that caches keys and values; `tokens` are what it keeps of a sequence (at most its window)."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+
+    def kv_bytes(self, *, dtype: torch.dtype, int8: bool) -> int:
+        """Keys and values of one sequence; int8 has a scale in `dtype` per token and head."""
+        vector = self.head_dim + dtype.itemsize if int8 else self.head_dim * dtype.itemsize
+        return 2 * self.kv_heads * self.tokens * vector
+
+    @property
+    def decode_operations(self) -> int:
+        """Of one query: two products, two operations per multiply-add."""
+        return 4 * self.heads * self.head_dim * self.tokens
+
+    def prefill_operations(self, context: int) -> int:
+        """Of `context` queries, each of which sees itself and what the window leaves of those before."""
+        pairs = self.tokens * context - self.tokens * (self.tokens - 1) // 2
+        return 4 * self.heads * self.head_dim * pairs
+
+
+def attention_layers(config: Any, *, context: int) -> list[AttentionLayer]:
+    """The layers that cache something of their own, as transformers' cache sees them.
+
+    Layers that reuse another's keys and values are left out. Raises UnsupportedError for recurrent and other layers.
+    """
+    from transformers import DynamicCache
+    from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+    layers, cache = [], cast(Any, DynamicCache(config=config))
+    for layer, shape in zip(cache.layers, config.per_layer_config, strict=True):
+        if type(layer) is DummyLayer:
+            continue
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise UnsupportedError(f"{type(config).__name__} has {type(layer).__name__} layers, unknown to estimate()")
+        tokens = min(context, layer.sliding_window) if layer.is_sliding else context
+        layers.append(_layer(shape, tokens=tokens))
+    return layers
+
+
+def _layer(config: Any, *, tokens: int) -> AttentionLayer:
+    heads = config.num_attention_heads
+    return AttentionLayer(
+        heads=heads,
+        kv_heads=_kv_heads(config),
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        tokens=tokens,
+    )
+
+
+def _kv_heads(config: Any) -> int:
+    if getattr(config, "new_decoder_architecture", False):  # Falcon repeats its K and V before it caches them
+        return int(config.num_attention_heads)
+    if getattr(config, "multi_query", False):
+        return 1
+    named = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
+    return int(named or config.num_attention_heads)

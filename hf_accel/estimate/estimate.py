@@ -1,0 +1,98 @@
+"""estimate(): the counts of a model held against a machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..config import one_of, parse_weights, positive_int
+from ..errors import UnsupportedError
+from .attention import AttentionBytes, attention_layers
+from .result import Bound, Estimate
+from .roofline import Machine
+from .source import decoder_config, shapes_of
+from .weights import weight_tensors
+from .workload import Workload
+
+
+def estimate(
+    model: Any,
+    *,
+    context: int,
+    batch: int = 1,
+    weights: Any = None,
+    kv_dtype: str | None = None,
+    dtype: torch.dtype | None = None,
+    bandwidth: float | None = None,
+    compute: float | None = None,
+    price_per_hour: float | None = None,
+    device: torch.device | str = "cpu",
+) -> Estimate:
+    """Bytes, seconds and cost of a decoder model, from its shapes alone: no weight is loaded.
+
+    model: a config, a path or name of one, or a model (counted as it stands).
+    context: tokens of each sequence; batch: sequences.
+    weights: as in `patch`. Linears take 8 or 4 bits and scales, the head 8; embeddings and fused experts stay.
+    kv_dtype: None or "auto" for the model's dtype, "int8" for a byte per number and a scale per token and head.
+    dtype: of a model built from a config; None takes the config's, else float32.
+    bandwidth, compute: bytes and operations per second of the machine. With neither, both are measured on `device`;
+        with one, TYPICAL_BALANCE gives the other.
+    price_per_hour: of the machine, in any currency.
+
+    Raises UnsupportedError for what has no decoder's KV cache (encoders, latent attention, recurrent layers), for a
+    path without a config, and for values out of range.
+    """
+    positive_int("context", context)
+    positive_int("batch", batch)
+    one_of("kv_dtype", kv_dtype, (None, "auto", "int8"))
+    for name, value in (("bandwidth", bandwidth), ("compute", compute), ("price_per_hour", price_per_hour)):
+        _positive_number(name, value)
+    recipe = parse_weights(weights)
+
+    shapes = shapes_of(model, dtype=dtype)
+    workload = Workload(
+        tensors=tuple(weight_tensors(shapes, skip=recipe.skip if recipe else ())),
+        layers=tuple(attention_layers(decoder_config(shapes), context=context)),
+        recipe=recipe,
+        dtype=shapes.dtype,
+        int8_cache=kv_dtype == "int8",
+        context=context,
+        batch=batch,
+    )
+    machine = Machine.of(bandwidth=bandwidth, compute=compute, dtype=shapes.dtype, device=device)
+    return _evaluate(workload, machine, name=type(shapes).__name__, price_per_hour=price_per_hour)
+
+
+def _evaluate(workload: Workload, machine: Machine, *, name: str, price_per_hour: float | None) -> Estimate:
+    weights_by_kind, kv_bytes = workload.weights_by_kind, workload.kv_bytes
+    heads = workload.batch * max(layer.heads for layer in workload.layers)
+    attention_bytes = AttentionBytes.of(context=workload.context, heads=heads, dtype=workload.dtype)
+    weights_bytes = sum(weights_by_kind.values())
+    seconds = machine.seconds(workload.decode)
+    return Estimate(
+        model=name,
+        dtype=str(workload.dtype).removeprefix("torch."),
+        weights=workload.recipe.label if workload.recipe else None,
+        kv_dtype="int8" if workload.int8_cache else None,
+        context=workload.context,
+        batch=workload.batch,
+        parameters=sum(tensor.numel for tensor in workload.tensors),
+        weights_bytes=weights_bytes,
+        weights_by_kind=weights_by_kind,
+        kv_bytes=kv_bytes,
+        attention_bytes=attention_bytes,
+        activation_bytes=workload.activation_bytes,
+        total_bytes=weights_bytes + kv_bytes + attention_bytes.tiled + workload.activation_bytes,
+        read_bytes=round(workload.decode.nbytes),
+        bandwidth=machine.bandwidth,
+        compute=machine.compute,
+        seconds_per_token=seconds,
+        bound=Bound(prefill=machine.bound(workload.prefill), decode=machine.bound(workload.decode)),
+        cost_per_million_tokens=price_per_hour and 1e6 * price_per_hour / 3600 * seconds / workload.batch,
+    )
+
+
+def _positive_number(name: str, value: object) -> None:
+    if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+        raise UnsupportedError(f"{name}={value!r} must be a finite number above 0")

@@ -1,0 +1,104 @@
+"""The answer of estimate(): numbers to compute with, and a table to read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import UnsupportedError
+from ..hardware import Hardware, detect
+from .attention import AttentionBytes
+
+
+class Bound(NamedTuple):
+    """What limits a prefill of the whole context and a decode step, "memory" or "compute" each."""
+
+    prefill: str
+    decode: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a model needs at one context and batch: bytes, seconds, bytes and operations per second.
+
+    weights, kv_dtype: how both are quantized, None if they are not.
+    weights_by_kind: weights_bytes split into linears, experts, head (a tied one holds the embeddings too unless it is
+        quantized), embeddings, scales, and other (norms, biases, routers).
+    kv_bytes: of the tokens themselves; what stays empty of a sequence's last block is not counted.
+    activation_bytes: hidden states of one layer in a prefill of the whole context at once, roughly.
+    total_bytes: weights, KV cache, tiled attention and activations.
+    read_bytes: read by a decode step: the KV cache and all weights but embeddings and experts that are not chosen.
+    seconds_per_token: a decode step, which gives each sequence of the batch a token; a lower limit, set by the
+        machine's bandwidth or compute (roofline, Williams et al., doi:10.1145/1498765.1498785).
+    cost_per_million_tokens: generated tokens, in the currency of the price per hour.
+    """
+
+    model: str
+    dtype: str
+    weights: str | None
+    kv_dtype: str | None
+    context: int
+    batch: int
+    parameters: int
+    weights_bytes: int
+    weights_by_kind: dict[str, int]
+    kv_bytes: int
+    attention_bytes: AttentionBytes
+    activation_bytes: int
+    total_bytes: int
+    read_bytes: int
+    bandwidth: float
+    compute: float
+    seconds_per_token: float
+    bound: Bound
+    cost_per_million_tokens: float | None
+
+    def fits(self, where: float | torch.device | str | Hardware) -> bool:
+        """Whether total_bytes fit into so many bytes, or into the memory that is free on a device now."""
+        return self.total_bytes <= (where if isinstance(where, (int, float)) else _free_memory(where))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        nested = {"attention_bytes": self.attention_bytes._asdict(), "bound": self.bound._asdict()}
+        return {**dataclasses.asdict(self), **nested}
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<12} {text}" for name, text in _rows(self))
+
+
+def _free_memory(where: torch.device | str | Hardware) -> int:
+    hardware = where if isinstance(where, Hardware) else detect(where)
+    if hardware.free_memory is None:
+        raise UnsupportedError(f"the free memory of {hardware.device} is unknown; give fits() a number of bytes")
+    return hardware.free_memory
+
+
+def _rows(estimate: Estimate) -> Iterator[tuple[str, str]]:
+    by_size = sorted(estimate.weights_by_kind.items(), key=lambda item: -item[1])
+    kinds = ", ".join(f"{kind} {in_units(size)}" for kind, size in by_size)
+    naive, per_head, tiled = map(in_units, estimate.attention_bytes)
+    read, bandwidth = in_units(estimate.read_bytes), in_units(estimate.bandwidth)
+    yield "model", f"{estimate.model}, {estimate.parameters / 1e9:.3g} billion parameters in {estimate.dtype}"
+    yield "request", f"{estimate.context:,} tokens of context, batch {estimate.batch}"
+    yield "weights", f"{estimate.weights or estimate.dtype}, {in_units(estimate.weights_bytes)} ({kinds})"
+    yield "KV cache", f"{estimate.kv_dtype or estimate.dtype}, {in_units(estimate.kv_bytes)}"
+    yield "attention", f"{tiled} tiled; naive {naive}, {per_head} a head"
+    yield "activations", in_units(estimate.activation_bytes)
+    yield "total", in_units(estimate.total_bytes)
+    yield "prefill", f"{estimate.bound.prefill} bound"
+    yield "decode", f"{estimate.bound.decode} bound, {estimate.seconds_per_token:.3g} s a token"
+    yield "", f"reads {read} at {bandwidth}/s"
+    if estimate.cost_per_million_tokens is not None:
+        yield "cost", f"{estimate.cost_per_million_tokens:.3g} a million tokens"
+
+
+def in_units(size: float) -> str:
+    """Decimal units, as memory vendors count: 83.9 GB is 83.9e9 bytes."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while size >= 999.5 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.3g} {units[0]}"

@@ -1,0 +1,126 @@
+"""Bytes and operations of a model's weights, stored as they are or quantized, counted tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ..config import WeightConfig
+from ..errors import UnsupportedError
+from ..survey import LinearSite, linear_sites
+from .source import decoder_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MULTIPLIED = ("linears", "experts", "head")  # the kinds that a token is multiplied with
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightTensor:
+    """One parameter.
+
+    kind: "linears", "experts", "head", "embeddings" or "other" (norms, biases, routers).
+    shape: as stored, but [outputs, inputs] for every kind of linear.
+    quantizable: whether a linear may be quantized at all.
+    tied: a head that is the embedding table too. top_k: of experts, how many a token takes.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    itemsize: int
+    quantizable: bool = False
+    tied: bool = False
+    top_k: int = 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def bytes_by_kind(self, recipe: WeightConfig | None) -> Counter[str]:
+        """Stored bytes, quantized by `recipe` where it applies. Scales have the tensor's own dtype."""
+        plain = Counter({self.kind: self.numel * self.itemsize})
+        if recipe is None or not self.quantizable:
+            return plain
+        if self.kind == "head" and recipe.head == "int8":
+            table = self.numel * self.itemsize if self.tied else 0  # looked up by token, so it stays as it is
+            return Counter(head=self.numel, scales=self.shape[0] * self.itemsize, embeddings=table)
+        if self.kind == "linears":
+            return Counter(linears=self.numel * recipe.bits // 8, scales=self._num_scales(recipe) * self.itemsize)
+        return plain
+
+    def _num_scales(self, recipe: WeightConfig) -> int:
+        outputs, inputs = self.shape
+        if recipe.bits == 8:
+            return outputs
+        if inputs % recipe.group_size:
+            raise UnsupportedError(
+                f"group_size={recipe.group_size} does not divide the inputs of a Linear({inputs}, {outputs}); "
+                "use weights='int8', or WeightConfig with another group_size, or name the module in its skip"
+            )
+        return outputs * inputs // recipe.group_size
+
+    @property
+    def share_per_token(self) -> float:
+        """Of experts, the part that one token takes; of everything else, all."""
+        return min(1.0, self.top_k / self.shape[0]) if self.kind == "experts" else 1.0
+
+    @property
+    def operations_per_token(self) -> float:
+        return 2 * self.numel * self.share_per_token if self.kind in MULTIPLIED else 0.0
+
+    def bytes_read(self, recipe: WeightConfig | None, *, tokens: int) -> float:
+        """Expected bytes that a pass over `tokens` tokens reads, each expert as likely as the others."""
+        stored = self.bytes_by_kind(recipe)
+        del stored["embeddings"]  # one row per token is nothing
+        return stored.total() * (1 - (1 - self.share_per_token) ** tokens)
+
+
+def weight_tensors(model: PreTrainedModel, *, skip: tuple[str, ...]) -> Iterator[WeightTensor]:
+    """Every parameter of `model` once; `skip` as in WeightConfig.
+
+    Raises UnsupportedError for a model whose linears are quantized, and for experts without a known number per token.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and "weight" not in module._parameters:
+            raise UnsupportedError(f"{name} of this model holds no plain weight; unpatch it, or pass model.config")
+    sites = {id(site.module.weight): site for site in linear_sites(model, skip)}
+    seen: set[int] = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield _tensor(model, module, parameter, sites.get(id(parameter)))
+
+
+def _tensor(
+    model: PreTrainedModel, module: nn.Module, parameter: nn.Parameter, site: LinearSite | None
+) -> WeightTensor:
+    itemsize = parameter.element_size()
+    if site is not None:
+        return WeightTensor(
+            kind="head" if site.is_head else "linears",
+            shape=tuple(site.weight.shape),
+            itemsize=itemsize,
+            quantizable=site.skip is None,
+            tied=site.is_tied,
+        )
+    if type(module).__name__.endswith("Experts"):  # fused: every parameter has a row per expert
+        return WeightTensor(
+            kind="experts", shape=tuple(parameter.shape), itemsize=itemsize, top_k=_experts_per_token(model)
+        )
+    kind = "embeddings" if isinstance(module, nn.Embedding) else "other"
+    return WeightTensor(kind=kind, shape=tuple(parameter.shape), itemsize=itemsize)
+
+
+def _experts_per_token(model: PreTrainedModel) -> int:
+    config = decoder_config(model)
+    top_k = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
+    if not top_k:
+        raise UnsupportedError(f"{type(config).__name__} does not say how many experts a token takes")
+    return int(top_k)

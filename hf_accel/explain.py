@@ -1,0 +1,115 @@
+"""A Plan's choices as lines that a user can read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from .plan import LinearPlan, Plan
+
+
+@dataclass(frozen=True)
+class Line:
+    """One choice: about what, what was chosen, and why."""
+
+    topic: str
+    what: str
+    choice: str
+    reason: str
+
+
+def explain(model: PreTrainedModel, plan: Plan) -> Iterator[Line]:
+    yield from _attention_lines(plan)
+    yield from _weight_lines(plan)
+    yield from _cache_lines(model, plan)
+    yield _undo_line(plan)
+    yield from _exactness_lines(plan)
+    yield from _size_lines(plan)
+
+
+def _attention_lines(plan: Plan) -> Iterator[Line]:
+    if plan.stock_attention:
+        yield Line("attention", "all layers", "stock", plan.stock_attention)
+        return
+    groups: dict[tuple[str, int | None, str], list[str]] = {}
+    for site in plan.attention:
+        groups.setdefault((site.backend.name, site.site.spec.window, site.reason), []).append(site.site.name)
+    for (backend, window, reason), names in groups.items():
+        kind = "full" if window is None else f"window {window}"
+        yield Line("attention", f"{len(names)} layers, {kind}", backend, reason)
+
+
+def _weight_lines(plan: Plan) -> Iterator[Line]:
+    if plan.config.weights is None:
+        yield Line("weights", "all", "as they are", "weights=None: read in place")
+        return
+    groups: dict[tuple[str, str, str], list[LinearPlan]] = {}
+    for linear in plan.linears:
+        what = "head" if linear.site.is_head else "linears"
+        groups.setdefault((what, _format(linear), linear.reason), []).append(linear)
+    for (what, choice, reason), members in groups.items():
+        yield Line("weights", f"{len(members)} {what}{_shapes(members)}", choice, reason)
+    if not plan.linears:
+        yield Line("weights", "none", "as they are", "the model has no Linear modules")
+
+
+def _format(linear: LinearPlan) -> str:
+    if linear.choice is None:
+        return "as is"
+    group = f" group {linear.config.group_size}" if linear.config.bits == 4 else ""
+    return f"{linear.config.label}{group} by {linear.choice.backend.name}"
+
+
+def _shapes(members: list[LinearPlan]) -> str:
+    shapes = {tuple(m.site.weight.shape) for m in members}
+    return f" [{'x'.join(map(str, shapes.pop()))}]" if len(shapes) == 1 else ""
+
+
+def _cache_lines(model: PreTrainedModel, plan: Plan) -> Iterator[Line]:
+    cache = plan.config.cache
+    if plan.stock_cache or cache is None:
+        yield Line("cache", "keys and values", "stock", plan.stock_cache or "cache=None")
+        yield Line("generate", "all modes", "stock", "no paged cache")
+        return
+    dtype = str(model.dtype).removeprefix("torch.") if cache.dtype == "auto" else cache.dtype
+    capacity = "grows as needed" if cache.max_tokens is None else f"{cache.max_tokens} tokens"
+    sharing = "prefixes shared" if cache.prefix_sharing else "prefixes not shared"
+    yield Line("cache", "keys and values", f"paged, block {cache.block_size}, {dtype}", f"{capacity}; {sharing}")
+    yield Line("generate", "all modes", "stock's loops", "over the paged cache; a prompt is computed and stored once")
+
+
+def _undo_line(plan: Plan) -> Line:
+    kept = plan.config.keep_original
+    if not plan.quantized:
+        return Line("undo", "unpatch()", "exact", "no weight is replaced")
+    if kept is False:
+        return Line("undo", "unpatch()", "impossible", "keep_original=False drops the original weights")
+    size = sum(p.site.weight.nbytes for p in plan.quantized if not p.site.is_tied)
+    if kept is True or not plan.on_disk:
+        why = "keep_original=True" if kept is True else "no safetensors checkpoint holds the same weights"
+        return Line("undo", "unpatch()", "exact", f"originals stay in memory, {size / 1e6:,.1f} MB: {why}")
+    folder = next(iter(plan.on_disk.values())).parent
+    return Line("undo", "unpatch()", "exact", f"originals are read back from {folder}, checked by fingerprint")
+
+
+def _exactness_lines(plan: Plan) -> Iterator[Line]:
+    invariant = {p.choice.backend.row_invariant for p in plan.quantized if p.choice is not None}
+    parts = [] if invariant == {True} and len(plan.quantized) == len(plan.linears) else ["torch's float linear"]
+    if not plan.stock_attention:
+        parts.append("torch's attention")
+    yield Line("exactness", "row-invariant", "no", f"{' and '.join(parts) or 'attention'} may round by batch size")
+
+
+def _size_lines(plan: Plan) -> Iterator[Line]:
+    before, after = plan.bytes_before / 1e6, plan.bytes_after / 1e6
+    yield Line("bytes", "weights", f"{before:,.1f} -> {after:,.1f} MB", "while patched, without kept originals")
+    yield Line(
+        "speed",
+        "decode, batch 1",
+        f"{plan.seconds_before * 1e3:,.2f} -> {plan.seconds_after * 1e3:,.2f} ms a token at least",
+        f"memory-bound: weights over the measured {plan.bandwidth / 1e9:,.0f} GB/s",
+    )

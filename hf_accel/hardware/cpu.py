@@ -1,0 +1,81 @@
+"""What the CPU is: instruction sets, cores, caches."""
+
+from __future__ import annotations
+
+import os
+import platform
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedError
+from .container import ROOT, cpu_quotas, read
+
+# Best first. The features' names are those of torch.cpu.get_capabilities.
+ISA_LEVELS: dict[str, frozenset[str]] = {
+    "avx512_vnni_bf16": frozenset({"avx512_f", "avx512_bw", "avx512_vl", "avx512_vnni", "avx512_bf16"}),
+    "avx_vnni": frozenset({"avx2", "fma3", "avx_vnni"}),
+    "avx2": frozenset({"avx2", "fma3"}),
+    "portable": frozenset(),
+}
+
+
+def choose_isa(features: frozenset[str], *, requested: str | None = None) -> str:
+    """The best level of ISA_LEVELS that `features` allow, or the `requested` one.
+
+    Raises UnsupportedError for a level that is unknown, or that this CPU would stop at with an illegal instruction.
+    """
+    possible = [level for level, needed in ISA_LEVELS.items() if needed <= features]
+    if not requested:
+        return possible[0]
+    if requested not in ISA_LEVELS:
+        raise UnsupportedError(f"HF_ACCEL_ISA={requested!r} is not known; choose one of {', '.join(ISA_LEVELS)}")
+    if requested not in possible:
+        raise UnsupportedError(f"HF_ACCEL_ISA={requested!r} is not in this CPU; choose one of {', '.join(possible)}")
+    return requested
+
+
+@lru_cache
+def instruction_sets() -> frozenset[str]:
+    """The CPU's features by torch's names; what torch itself was built to use where it does not list them."""
+    features = frozenset(name for name, value in cpu_capabilities().items() if value is True)
+    if not features and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+        return ISA_LEVELS["avx2"]
+    return features
+
+
+def cpu_capabilities() -> dict[str, Any]:
+    return dict(getattr(torch.cpu, "get_capabilities", dict)())  # older torch has no such function
+
+
+@lru_cache
+def cpu_name() -> str:
+    return str(cpu_capabilities().get("cpu_name") or platform.processor() or platform.machine() or "unknown CPU")
+
+
+@lru_cache
+def physical_cores() -> int:
+    return int(cpu_capabilities().get("num_physical_cores") or os.cpu_count() or 1)
+
+
+def usable_cores(root: Path = ROOT) -> int:
+    """Logical cores that this process may keep busy, at least 1."""
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    available = len(affinity) or os.cpu_count() or 1
+    # Rounded down: one thread more than the quota would be throttled, and the others wait for it.
+    return max(1, min([available, *map(int, cpu_quotas(root))]))
+
+
+@lru_cache
+def cache_bytes(level: int, root: Path = ROOT) -> int | None:
+    """Bytes of the level 2 cache of one core, or of the level 3 caches of all cores."""
+    instances: dict[str, int] = {}
+    for directory in root.glob("sys/devices/system/cpu/cpu[0-9]*/cache/index*"):
+        size = read(directory / "size") or ""
+        if read(directory / "level") == str(level) and size.endswith("K"):
+            instances[read(directory / "shared_cpu_list") or ""] = int(size[:-1]) * 1024
+    if not instances:
+        return cpu_capabilities().get(f"l{level}_cache_size")
+    return max(instances.values()) if level == 2 else sum(instances.values())

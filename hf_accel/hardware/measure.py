@@ -1,0 +1,103 @@
+"""What torch does per second on this machine, with its current threads. Measured when asked, once."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from .device import Hardware
+
+MIB = 2**20
+
+
+def read_bandwidth(hardware: Hardware) -> float:
+    """Bytes per second at which torch's current threads read memory that no cache holds; measured once."""
+    return _read_bandwidth(hardware.device, _buffer_bytes(hardware), torch.get_num_threads())
+
+
+def float_peak(hardware: Hardware, dtype: torch.dtype = torch.float32) -> float:
+    """Operations (two per multiply-add) per second of torch's matmul in `dtype`; measured once per thread count."""
+    return _float_peak(hardware.device, dtype, torch.get_num_threads())
+
+
+def integer_peak(hardware: Hardware) -> float | None:
+    """Operations per second of torch's fastest int8 matmul, None where it has none; measured once per thread count."""
+    return _integer_peak(hardware.device, torch.get_num_threads())
+
+
+@lru_cache
+def _read_bandwidth(device: str, nbytes: int, threads: int) -> float:
+    buffer = torch.ones(nbytes // 4, dtype=torch.float32, device=device)  # ones: pages of zeros may be one page
+    return buffer.nbytes / statistics.median(_seconds(buffer.sum, device))
+
+
+def _buffer_bytes(hardware: Hardware) -> int:
+    """Four times the last cache, so that little of it is left in there from the pass before."""
+    wanted = 4 * (hardware.l3_bytes or hardware.l2_bytes or 16 * MIB)
+    if hardware.compute_capability:
+        wanted = 1024 * MIB
+    return min(max(wanted, 64 * MIB), 1024 * MIB, (hardware.free_memory or 256 * MIB) // 4)
+
+
+@lru_cache
+def _float_peak(device: str, dtype: torch.dtype, threads: int) -> float:
+    return _matmul_peak(partial(_float_matmul, dtype=dtype, device=device), device)
+
+
+@lru_cache
+def _integer_peak(device: str, threads: int) -> float | None:
+    for build in (_onednn_matmul, _int_matmul):
+        try:
+            return _matmul_peak(partial(build, device=device), device)
+        except (AttributeError, NotImplementedError, RuntimeError):  # the operator is missing in this build
+            continue
+    return None
+
+
+def _float_matmul(size: int, *, dtype: torch.dtype, device: str) -> Callable[[], Tensor]:
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    return lambda: matrix @ matrix
+
+
+def _onednn_matmul(size: int, *, device: str) -> Callable[[], Tensor]:
+    if device != "cpu":
+        raise NotImplementedError("oneDNN runs on the CPU")
+    inputs = torch.ones(size, size, dtype=torch.uint8)
+    packed = torch.ops.onednn.qlinear_prepack(torch.ones(size, size, dtype=torch.int8), None)
+    scales, zeros = torch.ones(size), torch.zeros(size, dtype=torch.int64)
+    return lambda: torch.ops.onednn.qlinear_pointwise(
+        inputs, 1.0, 128, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+
+
+def _int_matmul(size: int, *, device: str) -> Callable[[], Tensor]:
+    matrix = torch.ones(size, size, dtype=torch.int8, device=device)
+    return lambda: torch._int_mm(matrix, matrix)
+
+
+def _matmul_peak(build: Callable[[int], Callable[[], Tensor]], device: str) -> float:
+    """Operations per second of the square matmul that `build(size)` makes ready, the better of two sizes."""
+    peak = 0.0
+    for size in (512, 1024) if device == "cpu" else (2048, 8192):
+        seconds = min(_seconds(build(size), device))
+        peak = max(peak, 2 * size**3 / seconds)
+        if seconds > 0.03:  # a dtype that this machine emulates: the larger size would take a second
+            break
+    return peak
+
+
+def _seconds(run: Callable[[], object], device: str) -> list[float]:
+    """Wall times of calls of `run`, after one that warms up: two, then more (at most 7) in 50 ms."""
+    seconds: list[float] = []
+    while len(seconds) < 3 or (len(seconds) < 8 and sum(seconds[1:]) < 0.05):
+        start = time.perf_counter()
+        run()
+        if device != "cpu":  # a GPU runs on after the call
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]

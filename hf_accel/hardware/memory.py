@@ -1,0 +1,33 @@
+"""Total and free memory of the host, as far as the container lets us, and of a GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from .container import ROOT, memory_limits, read
+
+
+def host_memory(root: Path = ROOT) -> tuple[int | None, int | None]:
+    """Total and free bytes, the container's limit respected. Free counts what the page cache would give back."""
+    fields = dict(line.split(":") for line in (read(root / "proc/meminfo") or "").splitlines() if ":" in line)
+    if "MemTotal" not in fields:
+        return _installed_memory(), None
+    total, free = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    for limit, used in memory_limits(root):
+        total, free = min(total, limit), min(free, max(0, limit - used))
+    return total, free
+
+
+def gpu_memory(device: torch.device) -> tuple[int, int]:
+    free, total = torch.cuda.mem_get_info(device)
+    return total, free
+
+
+def _installed_memory() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # Windows has no sysconf
+        return None

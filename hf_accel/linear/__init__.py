@@ -1,0 +1,20 @@
+"""Quantized linear layers: storage formats, rounding, and the backends that multiply."""
+
+from .backend import Backend, LinearSpec
+from .formats import Int4Weight, Int8Weight, QuantizedWeight
+from .layer import QuantLinear
+from .registry import BACKENDS, Choice, choose
+from .rtn import quantize
+
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Choice",
+    "Int4Weight",
+    "Int8Weight",
+    "LinearSpec",
+    "QuantLinear",
+    "QuantizedWeight",
+    "choose",
+    "quantize",
+]

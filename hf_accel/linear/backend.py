@@ -1,0 +1,74 @@
+"""What a linear backend is, and what it is asked about."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ..config import Activations
+from .formats import QuantizedWeight
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSpec:
+    """Everything a backend may decide by.
+
+    dtype: of the activations and scales. group_size: read for 4 bits only.
+    """
+
+    in_features: int
+    out_features: int
+    bits: int
+    dtype: torch.dtype
+    group_size: int = 128
+    device_type: str = "cpu"
+    activations: Activations = "auto"
+    has_bias: bool = False
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the stored integers and scales."""
+        scales = self.out_features * (1 if self.bits == 8 else self.in_features // self.group_size)
+        return self.in_features * self.out_features * self.bits // 8 + scales * self.dtype.itemsize
+
+    @property
+    def stock_bytes(self) -> int:
+        """Bytes of the same weight in `dtype`."""
+        return self.in_features * self.out_features * self.dtype.itemsize
+
+
+class Backend(ABC):
+    """One way to multiply by a quantized weight.
+
+    bits: the widths it reads. activations: "int8" if it rounds each row of the input to 8 bits.
+    row_invariant: row i of run(X) equals run(X[i:i+1]) bit for bit.
+    """
+
+    name: ClassVar[str]
+    bits: ClassVar[tuple[int, ...]]
+    activations: Literal["int8"] | None = None
+    row_invariant: ClassVar[bool] = False
+
+    @abstractmethod
+    def refuses(self, spec: LinearSpec) -> str | None:
+        """None, or why not, as one clause a user can read."""
+
+    def note(self, spec: LinearSpec) -> str | None:
+        """What a user should know where this backend is taken."""
+        return None
+
+    @abstractmethod
+    def pack(self, weight: QuantizedWeight) -> Any:
+        """The form that `run` reads; the only copy kept in memory."""
+
+    @abstractmethod
+    def unpack(self, packed: Any) -> QuantizedWeight:
+        """The weight that was packed, exactly."""
+
+    @abstractmethod
+    def run(self, x: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
+        """x [rows, in], contiguous -> [rows, out] in x's dtype. No checks, no gradient."""

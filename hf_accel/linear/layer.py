@@ -1,0 +1,186 @@
+"""A Linear whose weight is quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import Activations, WeightConfig
+from .backend import LinearSpec
+from .formats import QuantizedWeight, from_state, state, zeros
+from .reference import differentiable_linear
+from .registry import Choice, choose
+from .rtn import quantize
+
+
+class QuantLinear(nn.Linear):
+    """Computes x @ W^T + bias with W in INT8 or INT4; x [..., in] -> [..., out] in x's dtype.
+
+    An nn.Linear, so that what looks for Linears (LoRA, hooks by type) finds it. The weight is held once:
+    packed for the backend, or, after `empty` and `unpack`, as buffers that a checkpoint can be loaded
+    into. state_dict, pickle and deepcopy carry the stored form either way. `.to(dtype)` converts the
+    scales and the bias and never the integers; the backend is chosen and packed for again.
+    """
+
+    bias: nn.Parameter | None  # type: ignore[assignment]
+
+    def __init__(
+        self, weight: QuantizedWeight, bias: Tensor | None, *, activations: Activations, backend: str
+    ) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
+        self.bits, self.group_size = weight.bits, weight.group_size
+        self.activations = activations
+        self.requested_backend = backend
+        self.choice: Choice | None = None
+        self._packed: Any = None
+        self._buffers.update(state(weight))
+        self.register_parameter("bias", bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias))
+
+    @classmethod
+    def from_weight(
+        cls, weight: Tensor, bias: Tensor | None = None, *, config: WeightConfig, backend: str = "auto"
+    ) -> QuantLinear:
+        """Quantize a floating-point weight [out, in] and pack it. A Parameter given as bias is kept as it is.
+
+        Raises UnsupportedError as `quantize` and `choose` do.
+        """
+        quantized = quantize(weight, config)
+        return cls(quantized, bias, activations=config.activations, backend=backend).pack()
+
+    @classmethod
+    def empty(
+        cls,
+        shape: tuple[int, int],
+        *,
+        config: WeightConfig,
+        dtype: torch.dtype,
+        bias: bool = False,
+        device: torch.device | str = "cpu",
+        backend: str = "auto",
+    ) -> QuantLinear:
+        """A layer [out, in] of zeros, unpacked, to load a checkpoint into; `device` may be "meta"."""
+        weight = zeros(config.bits, shape, config.group_size, dtype=dtype, device=device)
+        biases = torch.zeros(shape[0], dtype=dtype, device=device) if bias else None
+        return cls(weight, biases, activations=config.activations, backend=backend)
+
+    def forward(self, x: Tensor) -> Tensor:
+        choice = self.choice or self.pack().choice
+        assert choice is not None
+        rows = x.reshape(-1, self.in_features).to(choice.spec.dtype).contiguous()
+        if rows.requires_grad and torch.is_grad_enabled():
+            out = differentiable_linear(rows, self.bias, choice.backend, self._packed)
+        else:
+            out = choice.backend.run(rows, self._packed, self.bias)
+        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    @property
+    def quantized(self) -> QuantizedWeight:
+        """The weight in its stored form; unpacked from the backend's form if it is packed."""
+        if self.choice is not None:
+            return self.choice.backend.unpack(self._packed)
+        return from_state(self.bits, self._buffers)  # type: ignore[arg-type]
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The dequantized weight [out, in]: a fresh tensor, writes to which are lost."""
+        return self.quantized.dequantize(self.compute_dtype)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.spec.dtype
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the stored integers and scales."""
+        return self.spec.weight_bytes
+
+    @property
+    def spec(self) -> LinearSpec:
+        if self.choice is not None:
+            return self.choice.spec
+        scale = self._buffers["weight_scale"]
+        assert scale is not None
+        return LinearSpec(
+            in_features=self.in_features,
+            out_features=self.out_features,
+            bits=self.bits,
+            group_size=self.group_size,
+            dtype=scale.dtype,
+            device_type=scale.device.type,
+            activations=self.activations,
+            has_bias=self.bias is not None,
+        )
+
+    def pack(self) -> QuantLinear:
+        """Turn the buffers into the backend's form. Called by itself on the first forward."""
+        if self.choice is None:
+            choice, weight = choose(self.spec, self.requested_backend), self.quantized
+            self._packed = choice.backend.pack(weight)
+            self.choice = choice
+            for name in state(weight):
+                del self._buffers[name]
+        return self
+
+    def unpack(self) -> QuantLinear:
+        """Turn the backend's form back into buffers."""
+        if self.choice is not None:
+            self._buffers.update(state(self.quantized))
+            self.choice = self._packed = None
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
+        packed = self.choice is not None
+        self.unpack()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self.pack() if packed else self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.choice is not None:
+            destination.update({prefix + name: tensor for name, tensor in state(self.quantized).items()})
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        packed = self.choice is not None
+        self.unpack()
+        wrong = self._wrong_dtypes(state_dict, prefix)
+        error_msgs.extend(wrong)
+        if not wrong:
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
+        if packed:
+            self.pack()
+
+    def _wrong_dtypes(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+        """torch would copy a float weight into the integers, cutting every number off at the point."""
+        stored = state(self.quantized).items()
+        loaded = [(name, own, state_dict[prefix + name]) for name, own in stored if prefix + name in state_dict]
+        return [
+            f"{prefix}{name} is {other.dtype} in the checkpoint, but an INT{self.bits} layer stores {own.dtype}; "
+            "load a checkpoint that was saved quantized"
+            for name, own, other in loaded
+            if own.is_floating_point() != other.is_floating_point()
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Backends hold opaque tensors that cannot be copied; the stored form can."""
+        buffers = {**self._buffers, **state(self.quantized)}
+        return self.__dict__ | {"_buffers": buffers, "choice": None, "_packed": self.choice is not None}
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        packed = attributes["_packed"]
+        super().__setstate__(attributes | {"_packed": None})  # type: ignore[no-untyped-call]
+        if packed:
+            self.pack()
+
+    def extra_repr(self) -> str:
+        backend = self.choice.backend.name if self.choice else "not packed"
+        group = f", group_size={self.group_size}" if self.bits == 4 else ""
+        return f"{super().extra_repr()}, bits={self.bits}{group}, backend={backend}"

@@ -1,0 +1,78 @@
+"""Plain torch, on any device and in any dtype: the oracle of every backend, and the last resort."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .activations import quantize_rows
+from .backend import Backend, LinearSpec
+from .formats import QuantizedWeight, chunks
+
+
+class Reference(Backend):
+    """Dequantizes a chunk of outputs at a time and multiplies in floating point."""
+
+    name = "reference"
+    bits = (8, 4)
+
+    def __init__(self, activations: Literal["int8"] | None) -> None:
+        self.activations = activations
+
+    def refuses(self, spec: LinearSpec) -> str | None:
+        if spec.activations in ("auto", self.activations):
+            return None
+        return "it rounds activations to INT8" if self.activations else "it keeps activations in floating point"
+
+    def pack(self, weight: QuantizedWeight) -> QuantizedWeight:
+        return weight
+
+    def unpack(self, packed: QuantizedWeight) -> QuantizedWeight:
+        return packed
+
+    def run(self, x: Tensor, packed: QuantizedWeight, bias: Tensor | None) -> Tensor:
+        rows = x
+        if self.activations:
+            levels, scale = quantize_rows(x)
+            rows = levels * scale
+        biases = rows.new_zeros(packed.shape[0]) if bias is None else bias.to(rows.dtype)
+        pieces = (F.linear(rows, packed.dequantize(rows.dtype, outputs=o), biases[o]) for o in chunks(len(biases)))
+        return torch.cat(list(pieces), dim=-1).to(x.dtype)
+
+
+REFERENCES = {activations: Reference(activations) for activations in (None, "int8")}
+
+
+class _DifferentiableLinear(torch.autograd.Function):
+    """The reference with a gradient for the input and the bias.
+
+    The weight is dequantized again in backward: autograd would keep a float copy of every layer.
+    Rounding of activations passes the gradient straight through.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, backend: Backend, packed: Any) -> Tensor:
+        ctx.backend, ctx.packed = backend, packed
+        return REFERENCES[backend.activations].run(x, backend.unpack(packed), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            weight = ctx.backend.unpack(ctx.packed)
+            pieces = (grad[:, o] @ weight.dequantize(grad.dtype, outputs=o) for o in chunks(weight.shape[0]))
+            grad_x = sum(pieces, start=grad.new_zeros(()))
+        if ctx.needs_input_grad[1]:
+            grad_bias = grad.sum(dim=0)
+        return grad_x, grad_bias, None, None
+
+
+def differentiable_linear(x: Tensor, bias: Tensor | None, backend: Backend, packed: Any) -> Tensor:
+    """x [rows, in] -> [rows, out] by the reference, as `backend` rounds, with gradients for x and bias."""
+    result: Tensor = _DifferentiableLinear.apply(x, bias, backend, packed)  # type: ignore[no-untyped-call]
+    return result

@@ -1,0 +1,71 @@
+"""The linear backends in order of preference, and the choice among them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from ..errors import UnsupportedError
+from .backend import Backend, LinearSpec
+from .measure import measure
+from .onednn import OneDNN
+from .reference import REFERENCES
+from .torch_int4 import TorchInt4
+from .torch_int8 import TorchInt8
+
+BACKENDS: tuple[Backend, ...] = (OneDNN(), TorchInt8(), TorchInt4(), REFERENCES[None], REFERENCES["int8"])
+
+# Below this many weights oneDNN's fixed cost of a call, about 60 microseconds, is more than it saves.
+# A rule and not a stopwatch: the choice decides the numbers that a layer computes.
+SMALL = 2**22
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend of a layer, why those before it were not taken, and what it costs."""
+
+    spec: LinearSpec
+    backend: Backend
+    refusals: tuple[tuple[str, str], ...]  # (backend name, reason)
+
+    @property
+    def note(self) -> str | None:
+        return self.backend.note(self.spec)
+
+    @property
+    def seconds(self) -> float:
+        """Of one row, measured once per process and spec."""
+        return measure(self.spec, self.backend)[1]
+
+    @property
+    def stock_seconds(self) -> float:
+        """Of one row through the stock linear in the same dtype."""
+        return measure(self.spec, self.backend)[0]
+
+
+@functools.cache
+def choose(spec: LinearSpec, name: str = "auto") -> Choice:
+    """The first backend, of those called `name`, that does not refuse.
+
+    Raises UnsupportedError for an unknown name, and if every backend of that name refuses.
+    """
+    names = ("auto", *dict.fromkeys(backend.name for backend in BACKENDS))
+    if name not in names:
+        raise UnsupportedError(f"linear backend {name!r} is not known; choose one of {', '.join(map(repr, names))}")
+    refusals: list[tuple[str, str]] = []
+    for backend in _candidates(spec, name):
+        reason = backend.refuses(spec)
+        if reason is None:
+            return Choice(spec, backend, tuple(refusals))
+        refusals.append((backend.name, reason))
+    reasons = "; ".join(reason for _, reason in refusals) or f"it has no {spec.bits}-bit weights"
+    raise UnsupportedError(
+        f"linear backend {name!r} refuses a layer [{spec.out_features}, {spec.in_features}]: {reasons}; use 'auto'"
+    )
+
+
+def _candidates(spec: LinearSpec, name: str) -> list[Backend]:
+    able = [backend for backend in BACKENDS if spec.bits in backend.bits and name in ("auto", backend.name)]
+    if spec.activations == "auto" and spec.in_features * spec.out_features < SMALL:
+        able.sort(key=lambda backend: (backend.name == "reference", backend.activations is not None))
+    return able

@@ -1,0 +1,255 @@
+"""Apply a Plan to a model, and take it back. The only file that writes to a model, always through a Journal."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .attention.hf import BACKEND_ATTRIBUTE
+from .attention.hf import NAME as ATTENTION_NAME
+from .config import Default, PatchConfig
+from .errors import UnsupportedError
+from .generation.hf import STATE, GenerationState, accelerated_class, prepare_step
+from .journal import Journal
+from .linear import QuantLinear
+from .linear.hf import METHOD, AccelConfig, AccelQuantizer, module_settings
+from .originals import Originals
+from .plan import LinearPlan, Plan, make_plan
+
+Model = TypeVar("Model", bound=nn.Module)
+HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+
+INT8: Any = Default("int8")
+AUTO: Any = Default("auto")
+PAGED: Any = Default("paged")
+ON: Any = Default("on")
+OFF: Any = Default("off")
+
+
+@dataclass
+class PatchState:
+    """What patch() leaves on a model: what was done, the way back, and what generate needs."""
+
+    config: PatchConfig
+    description: dict[str, Any]
+    journal: Journal
+    originals: Originals
+    generation: GenerationState
+
+
+def plan(model: nn.Module, *, config: PatchConfig | Mapping[str, Any] | None = None, **keywords: Any) -> Plan:
+    """What `patch(model, **keywords)` would do, and why. Changes nothing."""
+    return make_plan(model, PatchConfig.build(config, **keywords))
+
+
+def patch(
+    model: Model,
+    *,
+    weights: Any = INT8,
+    attention: Any = AUTO,
+    cache: Any = PAGED,
+    fuse: Any = ON,
+    speculative: Any = OFF,
+    keep_original: Any = AUTO,
+    deterministic: Any = OFF,
+    config: PatchConfig | Mapping[str, Any] | None = None,
+    **unknown: Any,
+) -> Model:
+    """Accelerate a transformers model in place and return it; `unpatch` undoes it exactly.
+
+    weights: "int8" (default), "int4", None (weights as they are: same tokens), "auto", or a WeightConfig.
+    attention: "auto" (default), the name of a backend, or None for stock.
+    cache: "paged" (default), None for stock, or a CacheConfig.
+    keep_original: "auto" (default) frees the replaced weights if the model's own checkpoint holds the very same
+        ones, True keeps them in memory, False frees them for good.
+    config: a PatchConfig or a dict of these keywords, which the keywords given override.
+
+    Raises UnsupportedError, with the model as it was, for what cannot be done.
+    """
+    keywords = {
+        "weights": weights,
+        "attention": attention,
+        "cache": cache,
+        "fuse": fuse,
+        "speculative": speculative,
+        "keep_original": keep_original,
+        "deterministic": deterministic,
+    }
+    settings = PatchConfig.build(config, **keywords, **unknown)
+    if is_patched(model):
+        raise UnsupportedError("the model is patched already; call hf_accel.unpatch(model) first")
+    apply_plan(make_plan(model, settings))
+    return model
+
+
+def unpatch(model: Model) -> Model:
+    """Take everything that patch() did out of the model, bit for bit, and return it.
+
+    Raises UnsupportedError if the model is not patched or its originals were dropped by keep_original=False,
+    HfAccelError if they cannot be read back or another library replaced a module since; nothing is changed then.
+    """
+    inner = _inner(model)
+    if not is_patched(inner):
+        raise UnsupportedError("the model is not patched; there is nothing to take out")
+    state: PatchState = vars(inner)[STATE]
+    state.journal.check()
+    state.originals.restore()
+    state.journal.undo()
+    return model
+
+
+@contextmanager
+def patched(model: Model, **keywords: Any) -> Iterator[Model]:
+    """`with patched(model, ...):` patches for the length of a block, also if the block raises."""
+    patch(model, **keywords)
+    try:
+        yield model
+    finally:
+        unpatch(model)
+
+
+def is_patched(model: nn.Module) -> bool:
+    return STATE in vars(_inner(model))
+
+
+def stats(model: nn.Module) -> dict[str, Any]:
+    """Of the last generate() of a patched model: seconds, tokens per second, blocks, waste, prefix hits."""
+    if not is_patched(model):
+        raise UnsupportedError("the model is not patched; hf_accel.stats() has nothing to report")
+    return dict(vars(_inner(model))[STATE].generation.statistics)
+
+
+def _inner(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+# -- writing -------------------------------------------------------------------------------------------
+
+
+def apply_plan(todo: Plan) -> None:
+    """Do what the plan says; on any exception the model is as it was before."""
+    journal, originals = Journal(), Originals()
+    try:
+        _replace_config(todo.model, journal)
+        _replace_linears(todo, journal)
+        _mark_quantized(todo, journal)
+        _switch_attention(todo, journal)
+        _enter_generation(todo, journal, originals)
+        _note_originals(todo, originals)
+    except BaseException:
+        journal.undo()
+        raise
+    originals.free()
+
+
+def _replace_config(model: PreTrainedModel, journal: Journal) -> None:
+    """Give the model configs of its own: another model may share them, and we write into ours."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PreTrainedConfig) and id(value) in copies:
+                journal.attribute(module, name, copies[id(value)])
+
+
+def _replace_linears(todo: Plan, journal: Journal) -> None:
+    for linear in todo.quantized:
+        parent_name, _, name = linear.site.name.rpartition(".")
+        parent = todo.model.get_submodule(parent_name)
+        journal.item(parent, "_modules", name, _quantize(linear))
+
+
+def _mark_quantized(todo: Plan, journal: Journal) -> None:
+    """Tell transformers, so that save_pretrained writes a checkpoint that from_pretrained can read."""
+    model = todo.model
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
+    if not layers:
+        return
+    settings = AccelConfig({name: module_settings(layer) for name, layer in layers.items()})
+    settings.patch = todo.config
+    journal.attribute(model, "hf_quantizer", AccelQuantizer(settings))
+    journal.attribute(model, "is_quantized", True)
+    journal.attribute(model, "quantization_method", METHOD)
+    # what follows goes into configs of our own
+    model.config.quantization_config = settings
+    model.config._is_quantized = True
+    if isinstance(model.get_output_embeddings(), QuantLinear) and model.config.tie_word_embeddings:
+        # the INT8 head is a copy: tying it again would put the float embedding over it
+        model.config.tie_word_embeddings = False
+        model.config.get_text_config(decoder=True).tie_word_embeddings = False
+        journal.attribute(model, "all_tied_weights_keys", {})
+
+
+def _quantize(linear: LinearPlan) -> QuantLinear:
+    original = linear.site.module
+    layer = QuantLinear.from_weight(linear.site.weight.detach(), original.bias, config=linear.config)
+    layer.train(original.training)
+    for hooks in HOOKS:
+        vars(layer)[hooks] = vars(original)[hooks]
+    return layer
+
+
+def _switch_attention(todo: Plan, journal: Journal) -> None:
+    if todo.stock_attention:
+        return
+    todo.model.set_attn_implementation(ATTENTION_NAME)  # writes into our own copies of the configs
+    chosen = todo.model.config.get_text_config(decoder=True)._attn_implementation
+    if chosen != ATTENTION_NAME:
+        raise UnsupportedError(f"{todo.title} kept attention {chosen!r}; patch it with attention=None")
+    for attention in todo.attention:
+        journal.attribute(attention.site.module, BACKEND_ATTRIBUTE, attention.backend.name)
+
+
+def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> None:
+    model = todo.model
+    generation = GenerationState(None if todo.stock_cache else todo.config.cache)
+    state = PatchState(todo.config, todo.to_dict(), journal, originals, generation)
+    journal.attribute(model, STATE, state)
+    if not todo.stock_cache:
+        journal.attribute(model, "__class__", accelerated_class(type(model)))
+        # the journal writes the entries itself; the handle only gives out an id that no other hook has
+        hook_id = RemovableHandle(model._forward_pre_hooks).id
+        journal.item(model, "_forward_pre_hooks_with_kwargs", hook_id, True)
+        journal.item(model, "_forward_pre_hooks", hook_id, prepare_step)
+
+
+def _note_originals(todo: Plan, originals: Originals) -> None:
+    for linear in todo.quantized:
+        parameter = linear.site.module.weight
+        if linear.site.is_tied or todo.config.keep_original is True:
+            continue
+        if todo.config.keep_original is False:
+            originals.lost.append(parameter)
+        elif todo.on_disk is not None:
+            name = linear.site.name + ".weight"
+            originals.note(parameter, name, todo.on_disk[name])
+
+
+# -- loading -------------------------------------------------------------------------------------------
+
+
+def finish_loading(model: PreTrainedModel, settings: AccelConfig) -> None:
+    """Patch a model that from_pretrained has just loaded with an AccelConfig."""
+    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+        vars(model).pop(name, None)  # set again through the journal
+    del model.config.quantization_config
+    model.config._is_quantized = False
+    if not settings.modules:
+        apply_plan(make_plan(model, settings.patch))
+        return
+    for layer in model.modules():
+        if isinstance(layer, QuantLinear):
+            layer.pack()
+    todo = make_plan(model, replace(settings.patch, weights=None))
+    apply_plan(replace(todo, config=settings.patch))
+    vars(model)[STATE].originals.never_there = True
+
+
+AccelQuantizer.finish = staticmethod(finish_loading)

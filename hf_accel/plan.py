@@ -1,0 +1,233 @@
+"""plan(model, ...) -> Plan: every choice with its reason. Reads the model, never writes to it.
+
+`patch` applies the Plan that this module makes, so the two agree by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from . import attention as attention_backends
+from .attention import AttentionBackend
+from .config import PatchConfig, WeightConfig
+from .errors import UnsupportedError
+from .explain import Line, explain
+from .hardware import detect, read_bandwidth
+from .linear import Choice, LinearSpec
+from .linear import choose as choose_linear
+from .originals import checkpoint_files, parameter_bytes, readable
+from .survey import (
+    AttentionSite,
+    LinearSite,
+    attention_refusal,
+    attention_sites,
+    cache_refusal,
+    check_model,
+    linear_sites,
+)
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """What happens to one Linear. choice None: it stays, because of `reason`."""
+
+    site: LinearSite
+    config: WeightConfig
+    reason: str
+    spec: LinearSpec | None = None
+    choice: Choice | None = None
+
+    @property
+    def bytes_read(self) -> int:
+        """Change of the weight bytes that a decode step reads."""
+        return 0 if self.choice is None or self.spec is None else self.spec.weight_bytes - self.site.weight.nbytes
+
+    @property
+    def bytes_held(self) -> int:
+        """Change of the weight bytes in memory: a tied head gets a copy, the embedding keeps the original."""
+        if self.choice is None or self.spec is None:
+            return 0
+        return self.spec.weight_bytes - (0 if self.site.is_tied else self.site.weight.nbytes)
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    site: AttentionSite
+    backend: AttentionBackend
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What patch() will do to a model and why. print() it, or read to_dict()."""
+
+    model: PreTrainedModel
+    title: str
+    config: PatchConfig
+    linears: tuple[LinearPlan, ...]
+    attention: tuple[AttentionPlan, ...]
+    stock_attention: str | None
+    stock_cache: str | None
+    lines: tuple[Line, ...]
+    bytes_before: int
+    bytes_after: int
+    bandwidth: float
+    seconds_before: float
+    seconds_after: float
+    on_disk: dict[str, Path] | None
+
+    @property
+    def quantized(self) -> tuple[LinearPlan, ...]:
+        return tuple(p for p in self.linears if p.choice is not None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able: the choices, bytes, and the least seconds per token the measured bandwidth allows."""
+        return {
+            "model": self.title,
+            "config": self.config.to_dict(),
+            "choices": [vars(line) for line in self.lines],
+            "weight_bytes": {"before": self.bytes_before, "after": self.bytes_after},
+            "bandwidth_bytes_per_second": self.bandwidth,
+            "least_seconds_per_token": {"before": self.seconds_before, "after": self.seconds_after},
+            "decode_bound": "memory",
+        }
+
+    def __str__(self) -> str:
+        widths = [max((len(cell) for cell in column), default=0) for column in zip(*self._cells(), strict=True)]
+        rows = ["  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip() for cells in self._cells()]
+        return "\n".join([f"hf_accel plan: {self.title}", *rows])
+
+    def _cells(self) -> list[tuple[str, str, str, str]]:
+        cells, last = [], None
+        for line in self.lines:
+            cells.append(("" if line.topic == last else line.topic, line.what, line.choice, line.reason))
+            last = line.topic
+        return cells
+
+
+def make_plan(model: object, config: PatchConfig) -> Plan:
+    """The Plan for a model; raises UnsupportedError where an explicit request cannot be met."""
+    inner = check_model(model)
+    stock_attention = _refusal("attention", config, attention_refusal(inner), wanted=config.attention is not None)
+    no_cache = cache_refusal(inner) if config.attention is not None else "attention=None leaves attention stock"
+    stock_cache = _refusal("cache", config, no_cache, wanted=config.cache is not None)
+    linears = tuple(_plan_linears(inner, config.weights))
+    attention = () if stock_attention else tuple(_plan_attention(inner, config))
+    before = parameter_bytes(list(inner.parameters()) + list(inner.buffers()))
+    after = before + sum(p.bytes_held for p in linears)
+    bandwidth = read_bandwidth(detect(inner.device))
+    read_before, read_after = _bytes_read(inner, ()), _bytes_read(inner, linears)
+    plan = Plan(
+        model=inner,
+        title=f"{type(inner).__name__}, {inner.num_parameters() / 1e6:,.1f} M parameters, {_kind(inner)}",
+        config=config,
+        linears=linears,
+        attention=attention,
+        stock_attention=stock_attention,
+        stock_cache=stock_cache,
+        lines=(),
+        bytes_before=before,
+        bytes_after=after,
+        bandwidth=bandwidth,
+        seconds_before=read_before / bandwidth,
+        seconds_after=read_after / bandwidth,
+        on_disk=_on_disk(inner, linears) if config.keep_original == "auto" else None,
+    )
+    return replace(plan, lines=tuple(explain(inner, plan)))
+
+
+def _kind(model: PreTrainedModel) -> str:
+    return f"{str(model.dtype).removeprefix('torch.')} on {model.device.type}"
+
+
+def _refusal(keyword: str, config: PatchConfig, refusal: str | None, *, wanted: bool) -> str | None:
+    """Why a part stays stock; raises if the user asked for that part by name."""
+    if not wanted:
+        return f"{keyword}=None"
+    asked = getattr(config, keyword)
+    if refusal is not None and keyword in config.explicit and asked != "auto":
+        raise UnsupportedError(f"{keyword}= was asked for, but {refusal}; leave {keyword}= out, or pass {keyword}=None")
+    return refusal
+
+
+# -- linears -------------------------------------------------------------------------------------------
+
+
+def _plan_linears(model: PreTrainedModel, config: WeightConfig | None) -> Iterable[LinearPlan]:
+    if config is None:
+        return
+    for site in linear_sites(model, config.skip):
+        kept = _head_config(config) if site.is_head else config
+        if kept is None:
+            yield LinearPlan(site, config, "head=None")
+        elif site.skip is not None:
+            yield LinearPlan(site, kept, site.skip)
+        else:
+            yield _plan_linear(site, kept)
+
+
+def _head_config(config: WeightConfig) -> WeightConfig | None:
+    """The head is INT8 whatever the layers are: it is read for every token and decides its rank."""
+    if config.head is None:
+        return None
+    return WeightConfig(bits=8, activations=config.activations, only_if_faster=config.only_if_faster)
+
+
+def _plan_linear(site: LinearSite, config: WeightConfig) -> LinearPlan:
+    out_features, in_features = site.weight.shape
+    if config.bits == 4 and in_features % config.group_size:
+        raise UnsupportedError(
+            f"group_size={config.group_size} does not divide the {in_features} inputs of {site.name!r}; "
+            f"use a group size that does (32 or 64), or skip=[{site.name.rsplit('.', 1)[-1]!r}]"
+        )
+    spec = LinearSpec(
+        in_features=in_features,
+        out_features=out_features,
+        bits=config.bits,
+        group_size=config.group_size,
+        dtype=site.weight.dtype,
+        device_type=site.weight.device.type,
+        activations=config.activations,
+        has_bias=site.module.bias is not None,
+    )
+    choice = choose_linear(spec)
+    if config.only_if_faster and choice.seconds > choice.stock_seconds:
+        return LinearPlan(site, config, f"{config.label} was measured to be slower than stock")
+    refusals = [f"{name} refused: {why}" for name, why in choice.refusals]
+    reason = "; ".join([*refusals, *([choice.note] if choice.note else [])]) or "first choice"
+    return LinearPlan(site, config, reason, spec, choice)
+
+
+def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
+    """Weight bytes that one decode step reads: all but the input embedding, unless it is the head as well."""
+    embedding = model.get_input_embeddings()
+    table = getattr(embedding, "weight", None)
+    head = model.get_output_embeddings()
+    skipped = table if table is not None and getattr(head, "weight", None) is not table else None
+    read = parameter_bytes(p for p in model.parameters() if p is not skipped)
+    return read + sum(linear.bytes_read for linear in linears)
+
+
+def _on_disk(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> dict[str, Path] | None:
+    """The files that hold every weight to be replaced, bit for bit; None unless all can be read back."""
+    files = checkpoint_files(model.config._name_or_path)
+    sites = [p.site for p in linears if p.choice is not None and not p.site.is_tied]
+    if files and sites and all(readable(f"{s.name}.weight", s.module.weight, files) for s in sites):
+        return files
+    return None
+
+
+# -- attention -----------------------------------------------------------------------------------------
+
+
+def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[AttentionPlan]:
+    quantized_kv = config.cache is not None and config.cache.dtype == "int8"
+    for site in attention_sites(model, quantized_kv=quantized_kv):
+        backend, refusals = attention_backends.choose(site.spec, config.attention or "auto")
+        reason = "; ".join(f"{name} refused: {why}" for name, why in refusals) or "first choice"
+        yield AttentionPlan(site, backend, reason)

@@ -1,0 +1,176 @@
+"""Look at a model: which modules could be replaced, which may not and why. Reads, never writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from .attention import AttentionSpec
+from .cache.hf import layer_windows
+from .errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class LinearSite:
+    """A module that multiplies by a weight matrix.
+
+    is_tied: the weight is the input embedding's too. skip: one clause why the module stays, or None.
+    """
+
+    name: str
+    module: nn.Module
+    is_head: bool
+    is_tied: bool
+    skip: str | None
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in], whatever the module's own layout."""
+        weight = self.module.weight
+        assert isinstance(weight, Tensor)
+        return weight.t() if isinstance(self.module, Conv1D) else weight
+
+
+def check_model(model: object) -> PreTrainedModel:
+    """The transformers model to work on, inside of a PEFT wrapper if need be; UnsupportedError if it is none."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(inner, PreTrainedModel):
+        raise UnsupportedError(
+            f"hf_accel works on a transformers PreTrainedModel, not on {type(model).__name__}; "
+            "pass the model that from_pretrained returned"
+        )
+    on_meta = next((n for n, p in inner.named_parameters() if p.device.type == "meta"), None)
+    if on_meta is not None:
+        raise UnsupportedError(
+            f"parameter {on_meta!r} is on the meta device and has no values; load the model's weights first"
+        )
+    return inner
+
+
+def linear_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[LinearSite]:
+    """Every Linear (and GPT-2's Conv1D) of the model, each with the reason to leave it alone, if any."""
+    head = model.get_output_embeddings()
+    owners = _weight_owners(model)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            tied = any(isinstance(owner, nn.Embedding) for owner in owners[id(module.weight)])
+            reason = _reason_to_skip(model, name, module, owners, skip, head)
+            yield LinearSite(name, module, is_head=module is head, is_tied=tied, skip=reason)
+
+
+def _weight_owners(model: PreTrainedModel) -> dict[int, list[nn.Module]]:
+    owners: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(module)
+    return owners
+
+
+def _reason_to_skip(
+    model: PreTrainedModel,
+    name: str,
+    module: nn.Module,
+    owners: dict[int, list[nn.Module]],
+    skip: tuple[str, ...],
+    head: nn.Module | None,
+) -> str | None:
+    if any(name == s or name.endswith("." + s) for s in skip):
+        return "named in skip="
+    if type(module) not in (nn.Linear, Conv1D):
+        return f"is a {type(module).__name__}, not a plain Linear"
+    shared = [m for m in owners[id(module.weight)] if m is not module and not isinstance(m, nn.Embedding)]
+    if shared or (module is not head and len(owners[id(module.weight)]) > 1):
+        return "shares its weight with another module"
+    if not module.weight.dtype.is_floating_point or module.weight.dtype == torch.float64:
+        return f"has {module.weight.dtype} weights"
+    if hasattr(module, "_hf_hook"):
+        return "is moved between devices by accelerate"
+    if "lora_" in name:
+        return "is an adapter"
+    return _reason_by_role(model.config, module, head)
+
+
+def _reason_by_role(config: Any, module: nn.Module, head: nn.Module | None) -> str | None:
+    out_features = module.nf if isinstance(module, Conv1D) else module.out_features
+    experts = ("num_local_experts", "num_experts", "n_routed_experts")
+    if any(getattr(config, key, None) == out_features for key in experts):
+        return "routes tokens to experts"
+    if module is not head and type(config).model_type and out_features == getattr(config, "num_labels", None):
+        return "is a classification head"
+    return None
+
+
+def attention_refusal(model: PreTrainedModel) -> str | None:
+    """Why the model's attention cannot be ours, as one clause; None if it can."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        return f"{name} is an encoder-decoder; its cross-attention stays stock"
+    if not model._can_set_attn_implementation():
+        return f"the attention of {name} does not go through transformers' AttentionInterface"
+    return None
+
+
+def cache_refusal(model: PreTrainedModel) -> str | None:
+    """Why generate cannot use a paged cache, as one clause; None if it can."""
+    if not model.can_generate():
+        return f"{type(model).__name__} does not generate text"
+    refusal = attention_refusal(model)
+    if refusal is not None:
+        return refusal
+    if not getattr(model.config.get_text_config(decoder=True), "is_causal", True):
+        return f"{type(model).__name__} is configured for bidirectional attention"
+    try:
+        layer_windows(model.config)
+    except UnsupportedError as error:
+        return str(error).removesuffix("; use cache=None")
+    return None
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    name: str
+    module: nn.Module
+    spec: AttentionSpec
+
+
+def attention_sites(model: PreTrainedModel, *, quantized_kv: bool) -> list[AttentionSite]:
+    """The decoder's self-attention modules, with what their attention op is asked for."""
+    config = model.config.get_text_config(decoder=True)
+    try:
+        windows = layer_windows(config)
+    except UnsupportedError:
+        windows = []
+    sites = []
+    for name, module in model.named_modules():
+        index = getattr(module, "layer_idx", None)
+        if not (isinstance(index, int) and "attention" in type(module).__name__.lower() and hasattr(module, "config")):
+            continue
+        sites.append(AttentionSite(name, module, _spec(config, model, module, windows, index, quantized_kv)))
+    return sites
+
+
+def _spec(
+    config: Any, model: PreTrainedModel, module: nn.Module, windows: list[int | None], index: int, quantized_kv: bool
+) -> AttentionSpec:
+    num_heads = config.num_attention_heads
+    head_dim = getattr(module, "head_dim", None) or config.hidden_size // num_heads
+    return AttentionSpec(
+        dtype=model.dtype,
+        device_type=model.device.type,
+        head_dim=head_dim,
+        value_dim=getattr(module, "v_head_dim", None) or head_dim,
+        num_heads=num_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        window=windows[index] if index < len(windows) else None,
+        softcap=getattr(config, "attn_logit_softcapping", None),
+        sinks=getattr(module, "sinks", None) is not None,
+        quantized_kv=quantized_kv,
+        dropout=False,
+    )
