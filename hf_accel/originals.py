@@ -32,7 +32,7 @@ def checkpoint_files(folder: str | None) -> dict[str, Path]:
     if not (root / SINGLE).is_file():
         return {}
     with safe_open(root / SINGLE, framework="pt") as file:
-        return {name: root / SINGLE for name in file.keys()}  # noqa: SIM118: not a dict
+        return dict.fromkeys(file.keys(), root / SINGLE)
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
@@ -43,7 +43,7 @@ def read_tensor(file: Path, name: str) -> Tensor:
 def fingerprint(tensor: Tensor) -> str:
     """blake2b of a tensor's bytes, dtype and shape."""
     digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
-    digest.update(_bits(tensor.detach().cpu()).numpy())
+    digest.update(_bits(tensor.detach().cpu()).numpy().data)
     return digest.hexdigest()
 
 
@@ -77,7 +77,9 @@ class Originals:
     def restore(self) -> None:
         """Read every dropped weight back; raises, with nothing changed, if one is gone or not what it was."""
         if self.never_there:
-            raise UnsupportedError("cannot unpatch: the checkpoint is quantized and has no original weights; load a float one")
+            raise UnsupportedError(
+                "cannot unpatch: the checkpoint is quantized and has no original weights; load a float one"
+            )
         if self.lost:
             raise UnsupportedError(
                 f"cannot unpatch: {len(self.lost)} original weights were dropped by keep_original=False; "

@@ -189,7 +189,7 @@ def _mark_quantized(todo: Plan, journal: Journal) -> None:
 
 def _quantize(linear: LinearPlan) -> QuantLinear:
     original = linear.site.module
-    layer = QuantLinear.from_weight(linear.site.weight.detach(), original.bias, config=linear.config)
+    layer = QuantLinear.from_weight(linear.site.weight.detach(), linear.site.bias, config=linear.config)
     layer.train(original.training)
     for hooks in HOOKS:
         vars(layer)[hooks] = vars(original)[hooks]
@@ -222,7 +222,7 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
 
 def _note_originals(todo: Plan, originals: Originals) -> None:
     for linear in todo.quantized:
-        parameter = linear.site.module.weight
+        parameter = linear.site.parameter
         if linear.site.is_tied or todo.config.keep_original is True:
             continue
         if todo.config.keep_original is False:

@@ -151,7 +151,9 @@ def _refusal(keyword: str, config: PatchConfig, refusal: str | None, *, wanted: 
         return f"{keyword}=None"
     asked = getattr(config, keyword)
     if refusal is not None and keyword in config.explicit and asked != "auto":
-        raise UnsupportedError(f"{keyword}= was asked for, but {refusal}; leave {keyword}= out, or pass {keyword}=None")
+        raise UnsupportedError(
+            f"{keyword}= was asked for, but {refusal}; leave {keyword}= out, or pass {keyword}=None"
+        )
     return refusal
 
 
@@ -193,7 +195,7 @@ def _plan_linear(site: LinearSite, config: WeightConfig) -> LinearPlan:
         dtype=site.weight.dtype,
         device_type=site.weight.device.type,
         activations=config.activations,
-        has_bias=site.module.bias is not None,
+        has_bias=site.bias is not None,
     )
     choice = choose_linear(spec)
     if config.only_if_faster and choice.seconds > choice.stock_seconds:
@@ -217,7 +219,7 @@ def _on_disk(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> dict[str,
     """The files that hold every weight to be replaced, bit for bit; None unless all can be read back."""
     files = checkpoint_files(model.config._name_or_path)
     sites = [p.site for p in linears if p.choice is not None and not p.site.is_tied]
-    if files and sites and all(readable(f"{s.name}.weight", s.module.weight, files) for s in sites):
+    if files and sites and all(readable(f"{s.name}.weight", s.parameter, files) for s in sites):
         return files
     return None
 

@@ -30,11 +30,19 @@ class LinearSite:
     skip: str | None
 
     @property
+    def parameter(self) -> nn.Parameter:
+        parameter = self.module._parameters["weight"]
+        assert parameter is not None
+        return parameter
+
+    @property
     def weight(self) -> Tensor:
         """[out, in], whatever the module's own layout."""
-        weight = self.module.weight
-        assert isinstance(weight, Tensor)
-        return weight.t() if isinstance(self.module, Conv1D) else weight
+        return self.parameter.t() if isinstance(self.module, Conv1D) else self.parameter
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        return self.module._parameters.get("bias")
 
 
 def check_model(model: object) -> PreTrainedModel:

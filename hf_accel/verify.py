@@ -37,7 +37,9 @@ class Verdict:
     @property
     def explained(self) -> bool:
         """Whether a difference lies inside the rounding of the logits it hangs on (a near-tie)."""
-        return self.identical or (self.margin is not None and self.rounding is not None and self.margin <= self.rounding)
+        return self.identical or (
+            self.margin is not None and self.rounding is not None and self.margin <= self.rounding
+        )
 
     def __str__(self) -> str:
         if self.identical:
@@ -149,6 +151,7 @@ def _compare(model: PreTrainedModel, reference: PreTrainedModel, prompt: Tensor,
 
 
 def _greedy(model: PreTrainedModel, prompt: Tensor, max_new_tokens: int) -> Tensor:
+    generate: Any = model.generate  # torch's stubs give a Module's attributes the type Tensor | Module
     settings = {"do_sample": False, "num_beams": 1, "max_new_tokens": max_new_tokens}
-    output = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
+    output: Tensor = generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
     return output[0, prompt.shape[1] :]

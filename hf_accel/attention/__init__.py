@@ -30,4 +30,4 @@ def choose(spec: AttentionSpec, name: str = "auto") -> tuple[AttentionBackend, l
     raise UnsupportedError(f"attention={name!r} cannot serve this model ({reasons}); use attention='auto'")
 
 
-__all__ = ["BACKENDS", "AttentionBackend", "AttentionSpec", "choose"]
+__all__ = ["BACKENDS", "AttentionBackend", "AttentionSpec", "ReferenceBackend", "SdpaBackend", "choose"]

@@ -132,9 +132,16 @@ class AttentionBackend(ABC):
         block_table [B, max_blocks] int32: entries that hold no visible key are never read.
         cu_q [B + 1] int32: where each sequence's queries start; kv_len [B] int32: its keys, those of the queries
         included; both may be 0. max_q, max_kv: the largest of each (bounds for kernels; not checked).
-        lse: natural log of the softmax denominator, the sink's share included; -inf where nothing is seen. Parts
-        over disjoint keys merge by weights exp(lse); give sinks to one of them only.
+        lse: natural log of the softmax denominator, the sink's share included; -inf where that is 0. Parts over
+        disjoint keys merge by weights exp(lse); give sinks to one of them only.
         """
+
+
+def empty_lse(q: Tensor, sinks: Tensor | None) -> Tensor:
+    """What the queries q [N, Hq, D] start from before they have seen a key: [N, Hq] float32."""
+    if sinks is None:
+        return torch.full(q.shape[:2], float("-inf"), device=q.device)
+    return sinks.float().expand(q.shape[:2]).clone()
 
 
 def _one_sequence(packed: Tensor, span: tuple[int, int]) -> Tensor:

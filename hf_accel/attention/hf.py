@@ -96,7 +96,7 @@ def attention_forward(
     paged: PagedKV | None = getattr(key, PAGED_HANDLE, None)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     info = _mask_info(attention_mask)
-    options = {
+    options: dict[str, Any] = {
         "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
         "softcap": kwargs.get("softcap"),
         "sinks": kwargs.get("s_aux", kwargs.get("sinks")),
@@ -110,10 +110,10 @@ def attention_forward(
         return _paged(backend, query, key, value, paged, window, options), None
     if paged is not None:
         key, value = paged.columns()
-    if attention_mask is None and kwargs.get("cu_seq_lens_q") is not None or _is_packed(query, kwargs):
+    elif kwargs.get("cu_seq_lens_q") is not None and query.shape[0] == 1:
         return _packed(backend, query, key, value, causal, kwargs, options), None
     mask = attention_mask
-    if info is not None:
+    if info is not None and attention_mask is not None:
         mask = _expanded(attention_mask, info, query.shape[2]) if info.padded else None
     out = backend.dense(
         query, key, value, mask=mask, causal=causal and mask is None, window=window if mask is None else None,
@@ -123,7 +123,13 @@ def attention_forward(
 
 
 def _paged(
-    backend: AttentionBackend, query: Tensor, key: Tensor, value: Tensor, paged: PagedKV, window: int | None, options: Any
+    backend: AttentionBackend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    paged: PagedKV,
+    window: int | None,
+    options: Any,
 ) -> Tensor:
     """Attention of a forward pass over the pages; over K and V themselves where they are all there is."""
     step, group, storage = paged.step, paged.group_step, paged.storage
@@ -140,10 +146,6 @@ def _paged(
             group.block_table, step.cu_q, group.kv_len, step.max_q, group.max_kv, window=window, **options,
         )  # fmt: skip
     return step.columns(out, query.shape[0])
-
-
-def _is_packed(query: Tensor, kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("cu_seq_lens_q") is not None and query.shape[0] == 1
 
 
 def _packed(

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import AttentionBackend, AttentionSpec
+from .base import AttentionBackend, AttentionSpec, empty_lse
 from .blocks import row_blocks
 from .masking import apply_mask
 from .pages import Pages, paged_sequences
@@ -72,7 +72,7 @@ class ReferenceBackend(AttentionBackend):
         return_lse: bool = False,
     ) -> Any:
         out = q.new_zeros(*q.shape[:2], v_pages.shape[3])
-        lse = torch.full(q.shape[:2], float("-inf"), device=q.device)
+        lse = empty_lse(q, sinks)
         pages = Pages(k_pages, v_pages, k_scales, v_scales)
         for sequence in paged_sequences(cu_q, kv_len, block_size=pages.block_size, window=window):
             blocks = block_table[sequence.row, sequence.blocks].unsqueeze(0)

@@ -74,11 +74,11 @@ class PagedLayer(CacheLayerMixin):
         self.num_columns = 0
 
     @property
-    def keys(self) -> Tensor | None:
+    def keys(self) -> Tensor | None:  # type: ignore[override]
         return self.columns()[0] if self.layer_idx in self.group.storages else None
 
     @property
-    def values(self) -> Tensor | None:
+    def values(self) -> Tensor | None:  # type: ignore[override]
         return self.columns()[1] if self.layer_idx in self.group.storages else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -181,7 +181,8 @@ class PagedCache(Cache):
         self.unread: PagedLayer | None = None
         self._column_slots: dict[int, tuple[int, Tensor]] = {}
         self._salt = b""
-        super().__init__(layers=[PagedLayer(self, i, g) for i, g in enumerate(group_of_layer)])
+        self.paged_layers = [PagedLayer(self, i, g) for i, g in enumerate(group_of_layer)]
+        super().__init__(layers=list(self.paged_layers))
 
     # -- a forward pass --------------------------------------------------------------------------------
 
@@ -210,7 +211,7 @@ class PagedCache(Cache):
         self._check_read()
         self._column_slots.clear()
         self.step = None
-        finished = min(layer.num_columns for layer in self.layers)
+        finished = min(layer.num_columns for layer in self.paged_layers)
         if finished != self.sequences.num_columns:
             self.crop(self.sequences.num_columns - finished)
             self._clear_prefixes()
@@ -241,7 +242,7 @@ class PagedCache(Cache):
         return slots
 
     def adopt_prefix(self, token_ids: Tensor, mask: Tensor | None, salt: bytes) -> int:
-        """Take over blocks whose tokens and history equal the beginning of these prompts; see Sequences.adopt_prefix."""
+        """Take over the blocks of known beginnings of these prompts; see Sequences.adopt_prefix."""
         self._use_salt(salt)
         skipped = self.sequences.adopt_prefix(token_ids, mask)
         self._set_columns()
@@ -263,7 +264,7 @@ class PagedCache(Cache):
 
     def _set_columns(self) -> None:
         self._column_slots.clear()
-        for layer in self.layers:
+        for layer in self.paged_layers:
             layer.num_columns = self.sequences.num_columns
 
     # -- transformers' Cache protocol ------------------------------------------------------------------
@@ -312,7 +313,7 @@ class PagedCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        return any(layer.is_initialized for layer in self.layers)
+        return any(group.storages for group in self.sequences.groups)
 
     @property
     def batch_size(self) -> int:

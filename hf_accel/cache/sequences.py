@@ -133,17 +133,17 @@ class Sequences:
         first_written: list[list[int]] = [[] for _ in self.groups]
         twins: dict[tuple[int, ...], Row] = {}
         try:
-            for row, (count, start) in enumerate(zip(counts, before, strict=True)):
-                new_ids = ids[row] if ids is not None else None
-                self._behind_window(self.rows[row])
+            for number, (count, start) in enumerate(zip(counts, before, strict=True)):
+                new_ids = ids[number] if ids is not None else None
+                self._behind_window(self.rows[number])
                 twin = twins.get(tuple(new_ids)) if sharing and new_ids else None
                 if twin is not None:
-                    self.rows[row] = twin.fork()
+                    self.rows[number] = twin.fork()
                     firsts = [twin.num_tokens] * len(self.groups)
                 else:
-                    firsts = self._append_row(self.rows[row], count, start, new_ids, sharing)
+                    firsts = self._append_row(self.rows[number], count, start, new_ids, sharing)
                     if sharing and new_ids:
-                        twins[tuple(new_ids)] = self.rows[row]
+                        twins[tuple(new_ids)] = self.rows[number]
                 for group, first in zip(first_written, firsts, strict=True):
                     group.append(first)
         except OutOfBlocksError:
@@ -236,7 +236,9 @@ class Sequences:
         skipped = min(*reach, total - 1) if reach else 0
         if skipped <= 0:
             return 0
-        self.rows = [self._adopt_row(ids[: max(0, skipped - total + len(ids))], m) for ids, m in zip(rows, matches, strict=True)]
+        self.rows = [
+            self._adopt_row(ids[: max(0, skipped - total + len(ids))], m) for ids, m in zip(rows, matches, strict=True)
+        ]
         self.num_columns, self.real = skipped, None if real is None else real[:, :skipped]
         return skipped
 

@@ -88,7 +88,9 @@ class BlockTable:
     def adopt(self, blocks: Sequence[int], num_tokens: int) -> None:
         """Begin with `num_tokens` tokens that stand in `blocks` already."""
         if self.blocks or self.num_tokens or len(blocks) != -(-num_tokens // self.pool.block_size):
-            raise ValueError(f"cannot adopt {len(blocks)} blocks as {num_tokens} tokens of a table of {self.num_tokens}")
+            raise ValueError(
+                f"cannot adopt {len(blocks)} blocks as {num_tokens} tokens of a table of {self.num_tokens}"
+            )
         for block in blocks:
             self.pool.retain(block)
         self.blocks, self.num_tokens = list(blocks), num_tokens

@@ -53,10 +53,12 @@ def check_decoder(config: Any) -> None:
         raise UnsupportedError(f"{name} describes an encoder-decoder; estimate() knows decoder-only models")
     # is_decoder alone says nothing: GPT-NeoX, which is never anything else, has it False.
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
-        raise UnsupportedError(f"{name} describes an encoder, which has no KV cache (is_decoder=False)")
+        raise UnsupportedError(f"{name} describes an encoder, which has no KV cache")
     text = config.get_text_config(decoder=True)
     if getattr(text, "kv_lora_rank", None):
         raise UnsupportedError(f"{name} has multi-head latent attention, whose cache estimate() does not know yet")
+    if getattr(text, "v_head_dim", None) not in (None, getattr(text, "head_dim", None)):
+        raise UnsupportedError(f"{name} has values of another size than keys, which estimate() does not know yet")
     if not isinstance(getattr(text, "num_attention_heads", None), int):
         raise UnsupportedError(f"{name} has no num_attention_heads, so it has no KV cache to estimate")
 

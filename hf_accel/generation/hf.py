@@ -33,10 +33,24 @@ class GenerationState:
 
     cache: CacheConfig | None
     last_cache: PagedCache | None = None
+    prompt_columns: int = 0
     statistics: dict[str, Any] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "last_cache": None}
+
+    def record(self, sequences: Tensor, seconds: float) -> None:
+        """Statistics of a finished generate(); new tokens are counted to the longest row's end."""
+        rows, columns = sequences.shape
+        new_tokens = rows * (columns - self.prompt_columns)
+        run = {
+            "seconds": seconds,
+            "sequences": rows,
+            "new_tokens": new_tokens,
+            "tokens_per_second": new_tokens / seconds,
+        }
+        self.statistics = run if self.last_cache is None else {**run, **self.last_cache.statistics()}
+        self.last_cache = None
 
 
 def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -109,8 +123,7 @@ class AcceleratedGeneration:
         state.last_cache = None
         start = time.perf_counter()
         output = super().generate(*args, **kwargs)  # type: ignore[misc]
-        state.statistics = _run_statistics(output, time.perf_counter() - start, state.last_cache)
-        state.last_cache = None
+        state.record(output if isinstance(output, Tensor) else output.sequences, time.perf_counter() - start)
         return output
 
     def _prepare_cache_for_generation(
@@ -137,6 +150,7 @@ class AcceleratedGeneration:
         self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Skip what the cache holds of the prompts, and compute a prompt that stock has repeated only once."""
+        vars(self)[STATE].generation.prompt_columns = input_ids.shape[1]
         cache = model_kwargs.get("past_key_values")
         if not isinstance(cache, PagedCache) or cache.get_seq_length() or not _is_text(model_kwargs):
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
@@ -162,8 +176,9 @@ class AcceleratedGeneration:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle by the original class, since this one exists in this process alone."""
-        rebuild, arguments, *state = super().__reduce_ex__(protocol)
-        return (rebuild_instance, (type(self).__mro__[2],), *state)
+        reduced = super().__reduce_ex__(protocol)
+        assert isinstance(reduced, tuple)
+        return (rebuild_instance, (type(self).__mro__[2],), *reduced[2:])
 
 
 def _is_text(model_kwargs: dict[str, Any]) -> bool:
@@ -181,11 +196,4 @@ def accelerated_class(original: type) -> type:
 
 
 def rebuild_instance(original: type) -> Any:
-    cls = accelerated_class(original)
-    return cls.__new__(cls)
-
-
-def _run_statistics(output: Any, seconds: float, cache: PagedCache | None) -> dict[str, Any]:
-    sequences = output if isinstance(output, Tensor) else output.sequences
-    run: dict[str, Any] = {"seconds": seconds, "sequences": sequences.shape[0], "columns": sequences.shape[1]}
-    return run if cache is None else {**run, **cache.statistics()}
+    return object.__new__(accelerated_class(original))

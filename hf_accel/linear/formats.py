@@ -118,7 +118,7 @@ def scaled(integers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def chunks(out_features: int) -> Iterator[slice]:
     """Ranges of outputs, in order."""
-    return (slice(start, min(start + CHUNK, out_features)) for start in range(0, out_features, CHUNK))
+    return (slice(start, start + CHUNK) for start in range(0, out_features, CHUNK))
 
 
 def check_group_size(shape: tuple[int, int], group_size: int) -> int:

@@ -32,7 +32,7 @@ class AccelConfig(QuantizationConfigMixin):
 
     def __init__(self, modules: Mapping[str, Mapping[str, Any]] | None = None, **keywords: Any) -> None:
         keywords.pop("quant_method", None)
-        self.quant_method = METHOD
+        self.quant_method = METHOD  # type: ignore[assignment]  # transformers takes any registered name
         self.patch = PatchConfig.build(**keywords)
         self.modules = {name: dict(settings) for name, settings in (modules or {}).items()}
 
@@ -52,6 +52,7 @@ class AccelConfig(QuantizationConfigMixin):
 class AccelQuantizer(HfQuantizer):
     """What transformers asks about an hf_accel model. `finish` is patch.py's part, set where that is defined."""
 
+    quantization_config: AccelConfig
     finish: Callable[[PreTrainedModel, AccelConfig], None]
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:

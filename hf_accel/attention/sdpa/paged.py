@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base import empty_lse
 from ..masking import visible
 from ..pages import PagedSequence, Pages, paged_sequences
 from .dense import FEW_ROWS, attend
 
-MAX_PADDING = 1.25  # gathered blocks over needed ones; above it a call of its own is cheaper
+MAX_PADDING = 256  # tokens a sequence; with more of them, a call of its own is cheaper
 MAX_BYTES = 2**28  # of a gather that sequences share
 
 
@@ -24,17 +25,19 @@ def paged_attention(
     kv_len: Tensor,
     *,
     window: int | None,
+    sinks: Tensor | None,
     return_lse: bool,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """[N, Hq, D] -> [N, Hq, Dv], lse [N, Hq] or None; options are those of `attend`."""
     out = q.new_zeros(*q.shape[:2], pages.values.shape[3])
-    lse = torch.full(q.shape[:2], float("-inf"), device=q.device) if return_lse else None
+    lse = empty_lse(q, sinks) if return_lse else None
     sequences = paged_sequences(cu_q, kv_len, block_size=pages.block_size, window=window)
-    for batch in batches(sequences, max_blocks=MAX_BYTES // pages.block_bytes):
+    limits = {"max_blocks": MAX_BYTES // pages.block_bytes, "max_padding": MAX_PADDING // pages.block_size}
+    for batch in batches(sequences, **limits):
         attend_batch = together if len(batch) > 1 else alone
         rows, part, part_lse = attend_batch(
-            q, pages, block_table, batch, window=window, return_lse=return_lse, **options
+            q, pages, block_table, batch, window=window, sinks=sinks, return_lse=return_lse, **options
         )
         out[rows] = part.transpose(1, 2).flatten(0, 1)
         if lse is not None and part_lse is not None:
@@ -42,13 +45,17 @@ def paged_attention(
     return out, lse
 
 
-def batches(sequences: Iterable[PagedSequence], *, max_blocks: int) -> Iterator[list[PagedSequence]]:
-    """Sequences with equally many query rows and similar lengths, the longest last."""
+def batches(sequences: Iterable[PagedSequence], *, max_blocks: int, max_padding: int) -> Iterator[list[PagedSequence]]:
+    """Sequences with equally many query rows and similar lengths, the longest last.
+
+    max_blocks bounds a batch with its padding, max_padding the blocks of padding per sequence.
+    """
     batch: list[PagedSequence] = []
     needed = 0
     for sequence in sorted(sequences, key=lambda s: (s.num_queries, s.num_blocks)):
-        padded = (len(batch) + 1) * sequence.num_blocks
-        fits = padded <= max_blocks and padded <= MAX_PADDING * (needed + sequence.num_blocks)
+        count = len(batch) + 1
+        padding = count * sequence.num_blocks - (needed + sequence.num_blocks)
+        fits = count * sequence.num_blocks <= max_blocks and padding <= count * max_padding
         if batch and not (fits and batch[0].num_queries == sequence.num_queries <= FEW_ROWS):
             yield batch
             batch, needed = [], 0
