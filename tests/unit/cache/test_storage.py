@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_accel.cache import KVStorage
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def storage_of(dtype: torch.dtype = torch.float32, *, quantized: bool = False, num_blocks: int = 5) -> KVStorage:
+    return KVStorage(
+        num_blocks,
+        num_kv_heads=2,
+        block_size=4,
+        key_dim=8,
+        value_dim=6,
+        dtype=dtype,
+        device="cpu",
+        quantized=quantized,
+    )
+
+
+def states(num_tokens: int, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(num_tokens, 2, 8, generator=generator).to(dtype)
+    return keys, torch.randn(num_tokens, 2, 6, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_written_is_read(dtype: torch.dtype) -> None:
+    storage, (keys, values) = storage_of(dtype), states(7, dtype)
+    slots = torch.tensor([3, 0, 17, 9, 8, 5, 19])
+    storage.write(keys, values, slots)
+    read_keys, read_values = storage.read(slots)
+    assert torch.equal(read_keys, keys) and torch.equal(read_values, values)
+    assert torch.equal(storage.k_pages[4, :, 1], keys[2])  # slot 17 is offset 1 of block 4
+
+
+def test_a_write_touches_its_slots_alone() -> None:
+    storage = storage_of()
+    storage.k_pages.zero_()
+    storage.write(*states(1), torch.tensor([6]))
+    assert storage.k_pages.flatten(2).any(-1).sum() == 2  # one block, its two heads
+    assert not storage.k_pages[1, :, [0, 1, 3]].any()
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_blocks_are_copied_whole_and_survive_growth(quantized: bool) -> None:
+    storage, (keys, values) = storage_of(quantized=quantized), states(4)
+    storage.write(keys, values, torch.arange(4, 8))
+    before = storage.read(torch.arange(4, 8))
+    storage.copy([(1, 3)])
+    storage.grow(9)
+    assert storage.num_blocks == 9
+    for slots in (torch.arange(4, 8), torch.arange(12, 16)):
+        assert all(torch.equal(a, b) for a, b in zip(storage.read(slots), before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_error_is_half_a_step_of_each_head(dtype: torch.dtype) -> None:
+    storage, (keys, values) = storage_of(dtype, quantized=True), states(5, dtype)
+    keys[2, 0] *= 100  # an outlier spoils its own head only
+    slots = torch.arange(5)
+    storage.write(keys, values, slots)
+    for read, written in zip(storage.read(slots), (keys, values), strict=True):
+        largest = written.float().abs().amax(-1, keepdim=True)
+        # half a step of 1/127, the scale's rounding over 127 steps, and the product's rounding
+        bound = largest * (0.5 / 127 + 2 * torch.finfo(dtype).eps)
+        assert ((read.float() - written.float()).abs() <= bound).all()
+
+
+def test_int8_scale_by_hand() -> None:
+    storage = storage_of(quantized=True)
+    keys, values = torch.zeros(1, 2, 8), torch.zeros(1, 2, 6)
+    keys[0, 1, :3] = torch.tensor([1.27, -0.635, 0.005])
+    storage.write(keys, values, torch.tensor([2]))
+    assert storage.k_scales is not None and storage.k_scales[0, 1, 2].item() == pytest.approx(0.01)
+    assert storage.k_pages[0, 1, 2, :3].tolist() == [127, -64, 0]  # -63.5 and 0.5 go to the even neighbour
+    assert storage.k_scales[0, 0, 2] == 0 and not storage.read(torch.tensor([2]))[0][0, 0].any()
+
+
+def test_non_finite_states_stay_in_their_token_and_head() -> None:
+    storage, (keys, values) = storage_of(quantized=True), states(2)
+    keys[0, 0, 3] = float("nan")
+    storage.write(keys, values, torch.tensor([0, 1]))
+    read, _ = storage.read(torch.tensor([0, 1]))
+    assert read[0, 0].isnan().all() and not read[0, 1].isnan().any() and not read[1].isnan().any()
+
+
+def test_int8_takes_half_the_bytes_and_a_scale() -> None:
+    plain = KVStorage(8, num_kv_heads=2, block_size=4, key_dim=64, value_dim=64, dtype=torch.bfloat16, device="cpu")
+    small = KVStorage(
+        8, num_kv_heads=2, block_size=4, key_dim=64, value_dim=64, dtype=torch.bfloat16, device="cpu", quantized=True
+    )
+    assert small.nbytes == plain.nbytes / 2 + 8 * 2 * 4 * 2 * 2
+
+
+def test_writing_does_not_keep_a_graph() -> None:
+    storage, (keys, values) = storage_of(), states(1)
+    storage.write(keys.requires_grad_(), values, torch.tensor([0]))
+    assert not storage.k_pages.requires_grad
