@@ -111,7 +111,7 @@ def attention_forward(
     if paged is not None:
         key, value = paged.columns()
     elif kwargs.get("cu_seq_lens_q") is not None and query.shape[0] == 1:
-        return _packed(backend, query, key, value, causal, kwargs, options), None
+        return _packed(backend, query, key, value, causal, kwargs, options | {"dropout": dropout}), None
     mask = attention_mask
     if info is not None and attention_mask is not None:
         mask = _expanded(attention_mask, info, query.shape[2]) if info.padded else None

@@ -33,6 +33,6 @@ def hidden(mask: Tensor) -> Tensor:
     return ~mask if mask.dtype == torch.bool else mask.isneginf()
 
 
-def apply_mask(scores: Tensor, mask: Tensor, *, fill: float = float("-inf")) -> Tensor:
-    """Scores with a floating mask added, and `fill` for what is hidden."""
-    return (scores + mask if mask.is_floating_point() else scores).masked_fill(hidden(mask), fill)
+def apply_mask(scores: Tensor, mask: Tensor) -> Tensor:
+    """Scores with a floating mask added, and -inf for what is hidden."""
+    return (scores + mask if mask.is_floating_point() else scores).masked_fill(hidden(mask), float("-inf"))

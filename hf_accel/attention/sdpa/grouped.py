@@ -49,9 +49,9 @@ def grouped_attention(
 
 def masked_softmax(scores: Tensor, mask: Tensor | None, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Softmax over the last dimension, zeros where nothing is left, and its log denominator if needed."""
-    if mask is None:
-        return torch.softmax(scores, dim=-1), torch.logsumexp(scores, dim=-1) if need_lse else None
-    # A finite fill: a whole row of -inf would be NaN, in the gradients too.
-    filled = apply_mask(scores, mask, fill=torch.finfo(scores.dtype).min)
-    weights = torch.softmax(filled, dim=-1).masked_fill(hidden(mask), 0.0)
-    return weights, torch.logsumexp(apply_mask(scores, mask), dim=-1) if need_lse else None
+    if mask is not None:
+        scores = apply_mask(scores, mask)
+    weights = torch.softmax(scores, dim=-1)
+    if mask is not None:  # a row without keys is NaN
+        weights = weights.masked_fill(hidden(mask), 0.0)
+    return weights, torch.logsumexp(scores, dim=-1) if need_lse else None

@@ -1,0 +1,105 @@
+"""Sequences laid out in pages as a cache would, with NaN wherever nothing was written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_accel.attention import AttentionBackend
+
+from .oracle import oracle
+
+SCALE = 0.3
+GARBAGE = 2**30  # a block that does not exist
+
+
+@dataclass
+class Case:
+    """Ragged queries q[b] [Hq, Q, D] over keys k[b] [Hkv, T, D] and values v[b], and the same in pages."""
+
+    q: list[Tensor]
+    k: list[Tensor]
+    v: list[Tensor]
+    k_pages: Tensor
+    v_pages: Tensor
+    block_table: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
+    window: int | None = None
+
+    def run(self, backend: AttentionBackend, **options: Any) -> Any:
+        q_len, kv_len = ([x.shape[1] for x in xs] for xs in (self.q, self.k))
+        return backend.paged(
+            torch.cat([x.transpose(0, 1) for x in self.q] or [torch.empty(0, 4, 8)]),
+            self.k_pages,
+            self.v_pages,
+            self.k_scales,
+            self.v_scales,
+            self.block_table,
+            torch.tensor([0, *q_len]).cumsum(0).int(),
+            torch.tensor(kv_len, dtype=torch.int32),
+            max(q_len, default=0),
+            max(kv_len, default=0),
+            **{"scale": SCALE, "window": self.window, **options},
+        )
+
+    def expected(self, **options: Any) -> tuple[Tensor, Tensor]:
+        """Output [N, Hq, Dv] and lse [N, Hq] of the oracle."""
+        options = {"scale": SCALE, "window": self.window, **options}
+        parts = [oracle(q[None], k[None], v[None], **options) for q, k, v in zip(self.q, self.k, self.v, strict=True)]
+        return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts])
+
+    def quantized(self) -> Case:
+        """int8 pages with a scale per token and head; k and v become what they decode to."""
+        k_pages, k_scales = quantize(self.k_pages)
+        v_pages, v_scales = quantize(self.v_pages)
+        k, v = ([decoded(x) for x in xs] for xs in (self.k, self.v))
+        return replace(self, k=k, v=v, k_pages=k_pages, v_pages=v_pages, k_scales=k_scales, v_scales=v_scales)
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """NaN stays as int8 noise with a NaN scale."""
+    scales = x.abs().amax(-1) / 127
+    return torch.where(x.isnan(), 99.0, torch.round(x / scales.unsqueeze(-1))).to(torch.int8), scales
+
+
+def decoded(x: Tensor) -> Tensor:
+    values, scales = quantize(x) if x.numel() else (x, x.new_zeros(x.shape[:-1]))
+    return values.to(x.dtype) * scales.unsqueeze(-1)
+
+
+def make_case(
+    lengths: list[tuple[int, int]],
+    *,
+    block_size: int = 4,
+    heads: tuple[int, int] = (4, 2),
+    dims: tuple[int, int] = (8, 8),
+    window: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    spare_columns: int = 2,
+    seed: int = 0,
+) -> Case:
+    """lengths: (queries, keys) per sequence. Blocks are shuffled; those behind the window were given back."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    q = [random(heads[0], n, dims[0]) for n, _ in lengths]
+    k, v = ([random(heads[1], n, dim) for _, n in lengths] for dim in dims)
+    blocks_of = [-(-n // block_size) for _, n in lengths]
+    free = torch.randperm(sum(blocks_of) + 3, generator=generator).tolist()
+    k_pages, v_pages = (torch.full((len(free), heads[1], block_size, dim), float("nan"), dtype=dtype) for dim in dims)
+    table = torch.full((len(lengths), max(blocks_of, default=0) + spare_columns), GARBAGE, dtype=torch.int32)
+    for row, (num_queries, num_keys) in enumerate(lengths):
+        oldest = 0 if window is None else max(num_keys - num_queries - window + 1, 0)
+        for block in range(oldest // block_size, blocks_of[row] if num_queries else 0):
+            table[row, block] = free.pop()
+            tokens = slice(block * block_size, (block + 1) * block_size)
+            used = k[row][:, tokens].shape[1]
+            k_pages[table[row, block], :, :used] = k[row][:, tokens]
+            v_pages[table[row, block], :, :used] = v[row][:, tokens]
+    return Case(q, k, v, k_pages, v_pages, table, window=window)

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_accel import attention
+from hf_accel.attention import BACKENDS, AttentionSpec, ReferenceBackend, choose
+from hf_accel.errors import UnsupportedError
+
+
+def spec(**changes: Any) -> AttentionSpec:
+    base = {"head_dim": 64, "value_dim": 64, "num_heads": 32, "num_kv_heads": 4}
+    return AttentionSpec(**{"dtype": torch.bfloat16, "device_type": "cpu", **base, **changes})
+
+
+class Picky(ReferenceBackend):
+    """Wants nothing to do with sinks."""
+
+    name = "picky"
+
+    def refuses(self, spec: AttentionSpec) -> str | None:
+        return "its kernel has no attention sinks" if spec.sinks else None
+
+
+@pytest.fixture
+def picky(monkeypatch: pytest.MonkeyPatch) -> Picky:
+    backend = Picky()
+    monkeypatch.setattr(attention, "BACKENDS", (backend, *BACKENDS))
+    return backend
+
+
+def test_names_are_ordered_by_preference() -> None:
+    assert [backend.name for backend in BACKENDS] == ["sdpa", "reference"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"window": 4096},
+        {"softcap": 50.0},
+        {"sinks": True},
+        {"quantized_kv": True},
+        {"dropout": True},
+        {"value_dim": 32},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name, chosen", [("auto", "sdpa"), ("sdpa", "sdpa"), ("reference", "reference")])
+def test_every_backend_serves(changes: dict[str, Any], name: str, chosen: str) -> None:
+    backend, refusals = choose(spec(**changes), name)
+    assert backend.name == chosen and refusals == []
+
+
+def test_auto_passes_over_a_refusal_and_says_why(picky: Picky) -> None:
+    backend, refusals = choose(spec(sinks=True))
+    assert backend.name == "sdpa"
+    assert refusals == [("picky", "its kernel has no attention sinks")]
+
+
+def test_auto_takes_the_first_that_serves(picky: Picky) -> None:
+    assert choose(spec()) == (picky, [])
+
+
+def test_explicit_refusal_is_an_error_with_the_way_out(picky: Picky) -> None:
+    with pytest.raises(UnsupportedError, match=r"'picky'.*no attention sinks.*attention='auto'"):
+        choose(spec(sinks=True), "picky")
+
+
+def test_unknown_name_lists_the_known() -> None:
+    with pytest.raises(UnsupportedError, match=r"'flash' is not known; choose 'auto' or one of 'sdpa', 'reference'"):
+        choose(spec(), "flash")
