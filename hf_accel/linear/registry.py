@@ -66,6 +66,6 @@ def choose(spec: LinearSpec, name: str = "auto") -> Choice:
 
 def _candidates(spec: LinearSpec, name: str) -> list[Backend]:
     able = [backend for backend in BACKENDS if spec.bits in backend.bits and name in ("auto", backend.name)]
-    if spec.activations == "auto" and spec.in_features * spec.out_features < SMALL:
+    if spec.in_features * spec.out_features < SMALL:
         able.sort(key=lambda backend: (backend.name == "reference", backend.activations is not None))
     return able

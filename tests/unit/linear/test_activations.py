@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hf_accel.linear.activations import quantize_rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_each_row_is_rounded_to_its_own_scale(dtype):
+    x = (torch.randn(6, 50) * 10.0 ** torch.arange(-2, 4)[:, None]).clamp(-6e4, 6e4).to(dtype)
+    before = x.clone()
+    levels, scale = quantize_rows(x)
+    exact = x.float().numpy()
+    expected = np.abs(exact).max(axis=1, keepdims=True) / np.float32(127)
+    np.testing.assert_array_equal(scale.numpy(), expected)
+    np.testing.assert_array_equal(levels.numpy(), np.rint(exact / expected))
+    assert levels.abs().amax(dim=1).tolist() == [127] * 6
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-44, 1e-38])
+def test_a_row_of_nothing_gives_nothing(size):
+    x = torch.tensor([[size, -size, 0.0]])
+    levels, scale = quantize_rows(x)
+    assert (levels * scale - x).abs().max() <= torch.finfo(torch.float32).tiny / 2
+    assert levels.abs().max() <= 127
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_row_that_is_not_finite_says_so_and_leaves_the_others(value):
+    x = torch.randn(3, 8)
+    alone = quantize_rows(x[:1])
+    x[1, 2] = value
+    levels, scale = quantize_rows(x)
+    assert scale.isnan().flatten().tolist() == [False, True, False]
+    assert torch.equal(levels[:1], alone[0])
+
+
+def test_no_rows():
+    levels, scale = quantize_rows(torch.empty(0, 8))
+    assert levels.shape == (0, 8)
+    assert scale.shape == (0, 1)

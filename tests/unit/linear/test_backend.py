@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_accel.linear import BACKENDS, Backend, LinearSpec
+from hf_accel.linear.onednn import is_exact
+from hf_accel.linear.torch_int4 import block_size
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "dtype", "weight_bytes", "stock_bytes"),
+    [
+        (8, 128, torch.bfloat16, 256 * 100 + 100 * 2, 51200),
+        (8, 128, torch.float32, 256 * 100 + 100 * 4, 102400),
+        (4, 128, torch.bfloat16, 128 * 100 + 100 * 2 * 2, 51200),
+        (4, 32, torch.float16, 128 * 100 + 100 * 8 * 2, 51200),
+    ],
+)
+def test_bytes_of_a_layer(bits, group_size, dtype, weight_bytes, stock_bytes):
+    spec = LinearSpec(in_features=256, out_features=100, bits=bits, group_size=group_size, dtype=dtype)
+    assert spec.weight_bytes == weight_bytes
+    assert spec.stock_bytes == stock_bytes
+
+
+def test_most_backends_have_nothing_to_note():
+    spec = LinearSpec(in_features=64, out_features=64, bits=8, dtype=torch.float32)
+    assert [backend.note(spec) for backend in BACKENDS if spec.bits in backend.bits] == [None] * 4
+
+
+def test_every_backend_keeps_the_contract():
+    for backend in BACKENDS:
+        assert isinstance(backend, Backend)
+        assert set(backend.bits) <= {4, 8}
+        assert backend.activations in (None, "int8")
+
+
+def cpu_flags() -> set[str]:
+    cpuinfo = Path("/proc/cpuinfo")
+    return set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+
+
+@pytest.mark.skipif("avx512_vnni" not in cpu_flags(), reason="the CPU has no AVX-512 VNNI")
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+def test_onednn_is_there_where_it_can_be():
+    """A self-test that fails by our own fault would skip every other test of it."""
+    assert is_exact()
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="the packed layout is known on Linux")
+@pytest.mark.parametrize(("capability", "block"), [("AVX512", 64), ("AVX2", 32)])
+def test_torchs_int4_is_there_where_it_can_be(capability, block):
+    if torch.backends.cpu.get_cpu_capability() != capability:
+        pytest.skip(f"torch does not use {capability} here")
+    assert block_size() == block

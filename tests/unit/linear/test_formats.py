@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_accel.errors import UnsupportedError
+from hf_accel.linear import Int4Weight, Int8Weight
+from hf_accel.linear.formats import CHUNK, check_group_size, chunks, from_state, state, zeros
+
+
+@pytest.mark.parametrize(
+    ("integers", "words"),
+    [
+        (list(range(-8, 8)), [0x76543210, 0xFEDCBA98 - 2**32]),  # compressed-tensors' own packing
+        ([-8, 0, 0, 0, 0, 0, 0, 0], [0x88888880 - 2**32]),
+        ([0, 0, 0, 0, 0, 0, 0, 7], [0xF8888888 - 2**32]),
+        ([1, 2, 3, 4, 5, 6, 7, -1], [0x7FEDCBA9]),
+    ],
+)
+def test_int4_words_are_those_of_compressed_tensors(integers, words):
+    weight = Int4Weight.from_integers(torch.tensor([integers], dtype=torch.int8), torch.ones(1, 1))
+    assert weight.weight_packed.dtype == torch.int32
+    assert weight.weight_packed.tolist() == [words]
+    assert weight.integers().tolist() == [integers]
+    assert weight.weight_shape.tolist() == [1, len(integers)]
+    assert weight.weight_shape.dtype == torch.int64
+
+
+@pytest.mark.parametrize(("bits", "shape"), [(8, (1, 1)), (8, (3, 33)), (8, (64, 37)), (4, (1, 32)), (4, (33, 96))])
+def test_integers_survive_storage(make_weight, bits, shape):
+    low, high = (-127, 128) if bits == 8 else (-8, 8)
+    integers = torch.randint(low, high, shape, dtype=torch.int8)
+    weight = (Int8Weight if bits == 8 else Int4Weight).from_integers(integers, torch.ones(shape[0], 1))
+    assert weight.shape == shape
+    assert torch.equal(weight.integers(), integers)
+    restored = from_state(bits, state(weight) | {"bias": torch.zeros(1)})
+    assert torch.equal(restored.integers(slice(1, None)), integers[1:])
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (4, 32), (4, 64), (4, 128)])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_dequantize_rounds_the_exact_product_once(make_weight, bits, group_size, scale_dtype, dtype):
+    weight, dense = make_weight(bits, 5, 256, group_size=group_size, dtype=scale_dtype)
+    got = weight.dequantize(dtype, outputs=slice(1, 4))
+    expected = torch.from_numpy(dense)[1:4].to(dtype)
+    if scale_dtype == torch.float32 and dtype.itemsize == 2:  # the product is rounded to float32 on the way
+        torch.testing.assert_close(got, expected, rtol=torch.finfo(dtype).eps, atol=0)
+    else:
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("outputs", [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK])
+def test_chunks_cover_every_output_once(outputs):
+    covered = [index for piece in chunks(outputs) for index in range(outputs)[piece]]
+    assert covered == list(range(outputs))
+    assert max(piece.stop - piece.start for piece in chunks(outputs)) <= CHUNK
+
+
+@pytest.mark.parametrize(("bits", "shape", "scales"), [(8, (3, 5), (3, 1)), (4, (3, 128), (3, 4))])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_zeros_have_the_stored_shapes(bits, shape, scales, device):
+    weight = zeros(bits, shape, 32, dtype=torch.bfloat16, device=device)
+    assert weight.shape == shape
+    assert weight.weight_scale.shape == scales
+    assert weight.weight_scale.dtype == torch.bfloat16
+    assert {tensor.device.type for tensor in state(weight).values()} == {device}
+    if device == "cpu":
+        assert not weight.dequantize(torch.float32).any()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "group_size", "message"),
+    [
+        (96, 64, r"group_size=64 does not divide the 96 inputs of a weight \[7, 96\]; use group_size=32$"),
+        (192, 128, r"the 192 inputs .* use group_size=64$"),
+        (33, 32, r"the 33 inputs .* use bits=8 for it, or skip it$"),
+    ],
+)
+def test_a_group_that_does_not_divide_is_refused(inputs, group_size, message):
+    with pytest.raises(UnsupportedError, match=message):
+        check_group_size((7, inputs), group_size)
+
+
+def test_groups_in_a_row_are_counted():
+    assert check_group_size((7, 384), 128) == 3

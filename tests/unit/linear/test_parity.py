@@ -1,0 +1,73 @@
+"""Every backend against the float layer that carries the same quantized numbers, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hf_accel.linear import BACKENDS, LinearSpec
+
+# A few roundings of the dtype.
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
+CASES = [
+    (8, 1, 33, 32), (8, 3, 37, 32), (8, 33, 64, 32), (8, 64, 384, 32), (8, 257, 48, 32),
+    (4, 1, 32, 32), (4, 3, 64, 32), (4, 33, 128, 64), (4, 64, 384, 128), (4, 112, 64, 32), (4, 272, 256, 128),
+]  # fmt: skip
+PAIRS = [
+    pytest.param(
+        backend, *case, id=f"{backend.name}-{backend.activations or 'float'}-int{case[0]}-{case[1]}x{case[2]}"
+    )
+    for backend in BACKENDS
+    for case in CASES
+    if case[0] in backend.bits
+]
+
+
+def rounded_rows(x: np.ndarray) -> np.ndarray:
+    scale = np.abs(x).max(axis=1, keepdims=True).astype(np.float32) / np.float32(127)
+    return np.rint(x.astype(np.float32) / scale).astype(np.float64) * scale
+
+
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("backend", "bits", "outputs", "inputs", "group_size"), PAIRS)
+def test_as_the_float_layer_with_the_dequantized_weight(
+    make_weight, backend, bits, outputs, inputs, group_size, dtype, has_bias
+):
+    spec = LinearSpec(
+        in_features=inputs, out_features=outputs, bits=bits, group_size=group_size, dtype=dtype, has_bias=has_bias
+    )
+    if reason := backend.refuses(spec):
+        pytest.skip(reason)
+    weight, dense = make_weight(bits, outputs, inputs, group_size=group_size, dtype=dtype)
+    packed = backend.pack(weight)
+    bias = torch.randn(outputs).to(dtype) if has_bias else None
+    for rows in (0, 1, 2, 3, 5, 17, 64):
+        x = torch.randn(rows, inputs).to(dtype)
+        exact = x.double().numpy()
+        exact = (rounded_rows(exact) if backend.activations and rows else exact) @ dense.T
+        exact = exact + (0 if bias is None else bias.double().numpy())
+        got = backend.run(x, packed, bias)
+        assert got.dtype == dtype
+        assert got.shape == (rows, outputs)
+        few_bits = dtype == torch.float32 and backend.note(spec) is not None
+        tolerance = TOLERANCE[torch.bfloat16 if few_bits else dtype]
+        size = np.sqrt(x.double().numpy() ** 2 @ dense.T**2) + np.abs(exact)  # a sum may cancel, its errors do not
+        assert (np.abs(got.double().numpy() - exact) <= tolerance * size).all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("backend", "bits", "outputs", "inputs", "group_size"), PAIRS)
+def test_unpack_returns_what_was_packed(make_weight, backend, bits, outputs, inputs, group_size, dtype):
+    spec = LinearSpec(in_features=inputs, out_features=outputs, bits=bits, group_size=group_size, dtype=dtype)
+    if reason := backend.refuses(spec):
+        pytest.skip(reason)
+    weight, _ = make_weight(bits, outputs, inputs, group_size=group_size, dtype=dtype)
+    restored = backend.unpack(backend.pack(weight))
+    assert vars(restored).keys() == vars(weight).keys()
+    for name, tensor in vars(weight).items():
+        got = vars(restored)[name]
+        assert got.dtype == tensor.dtype
+        assert got.is_contiguous()
+        assert torch.equal(got, tensor), name

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_accel.errors import UnsupportedError
+from hf_accel.linear import LinearSpec, choose
+from hf_accel.linear import registry as module
+from hf_accel.linear.onednn import is_exact
+from hf_accel.linear.torch_int4 import block_size
+
+pytestmark = pytest.mark.skipif(
+    not (is_exact() and block_size()), reason="this build of torch lacks the ops that are chosen among"
+)
+
+LARGE = {"in_features": 2048, "out_features": 2048}
+SMALL = {"in_features": 256, "out_features": 2048}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("shape", "bits", "dtype", "keywords", "chosen", "activations"),
+    [
+        (LARGE, 8, BF16, {}, "onednn", "int8"),
+        (LARGE, 8, FP32, {}, "onednn", "int8"),
+        (LARGE, 8, BF16, {"activations": "int8"}, "onednn", "int8"),
+        (LARGE, 8, BF16, {"activations": None}, "torch", None),
+        (LARGE, 8, FP32, {"activations": None}, "reference", None),
+        (LARGE, 8, BF16, {"device_type": "cuda"}, "reference", None),
+        (LARGE, 8, BF16, {"device_type": "cuda", "activations": "int8"}, "reference", "int8"),
+        (SMALL, 8, BF16, {}, "torch", None),
+        (SMALL, 8, FP32, {}, "onednn", "int8"),
+        (SMALL, 8, FP16, {}, "onednn", "int8"),
+        (SMALL, 8, BF16, {"activations": "int8"}, "onednn", "int8"),
+        (SMALL, 8, BF16, {"activations": None}, "torch", None),
+        (LARGE, 4, BF16, {}, "torch", None),
+        (SMALL, 4, FP32, {}, "torch", None),
+        (LARGE, 4, FP16, {}, "reference", None),
+        (LARGE, 4, BF16, {"activations": "int8"}, "reference", "int8"),
+    ],
+)
+def test_auto(shape, bits, dtype, keywords, chosen, activations):
+    choice = choose(LinearSpec(**shape, bits=bits, dtype=dtype, **keywords))
+    assert (choice.backend.name, choice.backend.activations) == (chosen, activations)
+
+
+def test_refusals_name_the_backends_that_were_asked_before():
+    choice = choose(LinearSpec(**LARGE, bits=8, dtype=FP32, activations=None))
+    assert choice.refusals == (
+        ("onednn", "it rounds activations to INT8"),
+        ("torch", "it takes bfloat16, not torch.float32"),
+    )
+    assert choose(LinearSpec(**LARGE, bits=8, dtype=FP32)).refusals == ()
+
+
+def test_a_named_backend_is_taken_where_auto_would_not():
+    spec = LinearSpec(**LARGE, bits=8, dtype=BF16)
+    assert choose(spec, "torch").backend.name == "torch"
+    assert choose(spec, "reference").backend.activations is None
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "keywords", "message"),
+    [
+        ("cublas", 8, {}, "backend 'cublas' is not known; choose one of 'auto', 'onednn', 'torch', 'reference'$"),
+        ("onednn", 4, {}, r"backend 'onednn' refuses a layer \[2048, 2048\]: it has no 4-bit weights; use 'auto'$"),
+        ("onednn", 8, {"activations": None}, "refuses .*: it rounds activations to INT8; use 'auto'$"),
+    ],
+)
+def test_a_named_backend_that_refuses_is_an_error(name, bits, keywords, message):
+    with pytest.raises(UnsupportedError, match=message):
+        choose(LinearSpec(**LARGE, bits=bits, dtype=FP32, **keywords), name)
+
+
+def test_a_choice_tells_its_note_and_its_cost(monkeypatch):
+    monkeypatch.setattr(module, "measure", lambda spec, backend: (2.0, 1.0) if backend.name == "torch" else None)
+    choice = choose(LinearSpec(**SMALL, bits=4, dtype=FP32))
+    assert "rounded to bfloat16" in choice.note
+    assert (choice.stock_seconds, choice.seconds) == (2.0, 1.0)
+    assert choose(LinearSpec(**SMALL, bits=4, dtype=BF16)).note is None

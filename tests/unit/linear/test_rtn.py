@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hf_accel.config import WeightConfig
+from hf_accel.errors import UnsupportedError
+from hf_accel.linear import quantize
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize(
+    ("row", "integers", "scale"),
+    [
+        ([0.42, -0.81, 0.05, 0.37, -0.12], [66, -127, 8, 58, -19], 0.81 / 127),
+        ([0.5, -0.2, 0.0, -1.0], [64, -25, 0, -127], 1 / 127),  # 63.5 rounds half to even
+        ([127.0, 0.5, 1.5, 2.5, -0.5, -1.5], [127, 0, 2, 2, 0, -2], 1.0),
+        ([0.0, 0.0], [0, 0], 0.0),
+    ],
+)
+def test_worked_numbers_in_int8(row, integers, scale):
+    weight = quantize(torch.tensor([row]), WeightConfig())
+    assert weight.integers().tolist() == [integers]
+    assert weight.weight_scale.item() == pytest.approx(scale, rel=1e-6)
+    assert (weight.dequantize(torch.float32) - torch.tensor([row])).abs().max() <= scale / 2 * 1.0001
+    assert weight.integers().nbytes == len(row)
+    assert not weight.dequantize(torch.float32).isnan().any()
+
+
+def test_worked_numbers_in_int4():
+    row = torch.zeros(1, 64)
+    row[0, :4] = torch.tensor([7.0, -7.0, 2.5, -0.5])  # scale 1
+    row[0, 32:35] = torch.tensor([-14.0, 3.0, 5.0])  # scale 2
+    weight = quantize(row, WeightConfig(bits=4, group_size=32))
+    assert weight.weight_scale.tolist() == [[1.0, 2.0]]
+    assert weight.integers()[0, :4].tolist() == [7, -7, 2, 0]
+    assert weight.integers()[0, 32:35].tolist() == [-7, 2, 2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bits", "group_size", "largest"), [(8, 384, 127), (4, 32, 7), (4, 64, 7), (4, 128, 7)])
+def test_every_number_is_within_half_a_stored_scale(dtype, bits, group_size, largest):
+    dense = torch.randn(300, 384).to(dtype)
+    config = WeightConfig(bits=bits, group_size=group_size if bits == 4 else 128)
+    weight = quantize(dense, config)
+    groups = dense.double().numpy().reshape(300, -1, group_size)
+    absmax = np.abs(groups).max(axis=-1)
+    scale = weight.weight_scale.double().numpy()
+    assert weight.weight_scale.dtype == dtype
+    np.testing.assert_allclose(scale, absmax / largest, rtol=torch.finfo(dtype).eps)
+    integers = weight.integers().double().numpy().reshape(groups.shape)
+    assert (np.abs(groups - integers * scale[..., None]) <= 0.5 * scale[..., None] * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_divisor_is_the_scale_as_stored(dtype, bits):
+    dense = torch.randn(17, 128).to(dtype)
+    weight = quantize(dense, WeightConfig(bits=bits))
+    scale = weight.weight_scale.float().numpy()
+    low, high = (-127, 127) if bits == 8 else (-8, 7)
+    expected = np.clip(np.rint(dense.float().numpy() / scale), low, high)
+    np.testing.assert_array_equal(weight.integers().numpy(), expected)
+
+
+def test_a_scale_too_small_to_store_makes_zeros():
+    weight = quantize(torch.tensor([[1e-7, 0.0, -1e-7]], dtype=torch.float16), WeightConfig())
+    assert weight.weight_scale.tolist() == [[0.0]]
+    assert weight.integers().tolist() == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_came_out_goes_in_again_unchanged(bits):
+    config = WeightConfig(bits=bits, group_size=32)
+    once = quantize(torch.randn(9, 64), config)
+    twice = quantize(once.dequantize(torch.float32), config)
+    assert torch.equal(once.integers(), twice.integers())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_are_refused(bits, value):
+    dense = torch.randn(300, 128)
+    dense[299, 3] = value
+    with pytest.raises(UnsupportedError, match="the weight holds NaN or infinity; repair the checkpoint or skip"):
+        quantize(dense, WeightConfig(bits=bits))
+
+
+def test_a_group_that_does_not_divide_is_refused():
+    with pytest.raises(UnsupportedError, match=r"group_size=128 .* \[3, 96\]; use group_size=32"):
+        quantize(torch.randn(3, 96), WeightConfig(bits=4))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_transposed_parameter_is_read_and_not_written(bits):
+    stored = torch.nn.Parameter(torch.randn(128, 6))
+    before = stored.detach().clone()
+    got = quantize(stored.t(), WeightConfig(bits=bits))
+    expected = quantize(before.t().contiguous(), WeightConfig(bits=bits))
+    assert torch.equal(got.integers(), expected.integers())
+    assert got.integers().is_contiguous()
+    assert not got.weight_scale.requires_grad
+    assert torch.equal(stored, before)
