@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -62,11 +64,14 @@ def check_model(model: object) -> PreTrainedModel:
 
 
 def linear_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[LinearSite]:
-    """Every Linear (and GPT-2's Conv1D) of the model, each with the reason to leave it alone, if any."""
+    """Every Linear (and GPT-2's Conv1D) with a weight of its own, each with the reason to leave it alone, if any.
+
+    Pruning and weight normalization compute the weight anew in each pass, so that there is none to replace.
+    """
     head = model.get_output_embeddings()
     owners = _weight_owners(model)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D):
+        if isinstance(module, nn.Linear | Conv1D) and isinstance(module._parameters.get("weight"), nn.Parameter):
             tied = any(isinstance(owner, nn.Embedding) for owner in owners[id(module.weight)])
             reason = _reason_to_skip(model, name, module, owners, skip, head)
             yield LinearSite(name, module, is_head=module is head, is_tied=tied, skip=reason)
@@ -102,7 +107,23 @@ def _reason_to_skip(
         return "is moved between devices by accelerate"
     if "lora_" in name:
         return "is an adapter"
+    if _weight_is_read(model, name):
+        return "has its weight read by the module around it"
     return _reason_by_role(model.config, module, head)
+
+
+def _weight_is_read(model: PreTrainedModel, name: str) -> bool:
+    """Whether the parent's forward reads the weight itself (T5's `wo`), which would dequantize it in each pass."""
+    parent, _, own_name = name.rpartition(".")
+    return f"self.{own_name}.weight" in _source(type(model.get_submodule(parent)))
+
+
+@lru_cache(maxsize=4096)
+def _source(module_type: type) -> str:
+    try:
+        return inspect.getsource(module_type)
+    except (OSError, TypeError):  # a class made in a session has no source file
+        return ""
 
 
 def _reason_by_role(config: Any, module: nn.Module, head: nn.Module | None) -> str | None:

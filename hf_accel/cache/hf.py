@@ -213,7 +213,7 @@ class PagedCache(Cache):
         self.step = None
         finished = min(layer.num_columns for layer in self.paged_layers)
         if finished != self.sequences.num_columns:
-            self.crop(self.sequences.num_columns - finished)
+            self.crop(finished - self.sequences.num_columns)
             self._clear_prefixes()
 
     def _check_read(self) -> None:

@@ -249,13 +249,28 @@ class Sequences:
         return row
 
     def crop(self, num_removed: int) -> None:
-        """Take back the last `num_removed` columns of every row."""
+        """Take back the last `num_removed` columns of every row.
+
+        Raises UnsupportedError, with nothing changed, if a sliding window has let go of what is left in it.
+        """
         keep = max(0, self.num_columns - num_removed)
-        for number, row in enumerate(self.rows):
-            kept = keep if self.real is None else int(self.real[number, :keep].sum())
-            self._truncate(row, kept)
+        kept = [keep] * len(self.rows) if self.real is None else self.real[:, :keep].sum(1).tolist()
+        for row, num_tokens in zip(self.rows, kept, strict=True):
+            self._check_window(row, num_tokens)
+        for row, num_tokens in zip(self.rows, kept, strict=True):
+            self._truncate(row, num_tokens)
         self.num_columns = keep
         self.real = None if self.real is None else self.real[:, :keep]
+
+    def _check_window(self, row: Row, num_tokens: int) -> None:
+        for group, table in zip(self.groups, row.tables, strict=True):
+            held = table.num_dropped_blocks * group.pool.block_size
+            needed = 0 if group.window is None else max(0, num_tokens - group.window + 1)
+            if num_tokens and held > needed:
+                raise UnsupportedError(
+                    f"cannot go back to {num_tokens} tokens: a sliding window of {group.window} needs those from "
+                    f"{needed} on, and the cache holds those from {held} on; crop less, or reset() the cache"
+                )
 
     @staticmethod
     def _truncate(row: Row, num_tokens: int) -> None:
