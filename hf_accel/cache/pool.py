@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from ..config import positive_int
 from ..errors import OutOfBlocksError
 
 if TYPE_CHECKING:
@@ -19,11 +20,14 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, *, block_size: int, growable: bool = False) -> None:
+        positive_int("num_blocks", num_blocks)
+        positive_int("block_size", block_size)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.growable = growable
         self.index: PrefixIndex | None = None
-        self._blank = deque(range(num_blocks))
+        # A stack: the block freed last is taken first, so that pages never touched stay uncommitted.
+        self._blank = list(reversed(range(num_blocks)))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._references: dict[int, int] = {}
 
@@ -36,11 +40,28 @@ class BlockPool:
         """Blocks that can be given out without growing."""
         return len(self._blank) + len(self._cached)
 
+    def can_allocate(self, num_blocks: int) -> bool:
+        return self.growable or num_blocks <= self.num_free
+
+    def require(self, num_blocks: int) -> None:
+        """Raise OutOfBlocksError, before anything is evicted, unless that many blocks can be given out."""
+        if not self.can_allocate(num_blocks):
+            blocks = f"{self.num_blocks} blocks of {self.block_size} tokens are"
+            found = (
+                f"{self.num_free} of {blocks} free, {num_blocks} are needed"
+                if self.num_free
+                else f"all {blocks} in use"
+            )
+            raise OutOfBlocksError(
+                f"{found}; raise CacheConfig(max_tokens=...), leave it None, or run fewer or shorter sequences"
+            )
+
     def allocate(self) -> int:
         """A block with one reference. Raises OutOfBlocksError when a pool of fixed size has none."""
+        self.require(1)
         if not self._blank:
             self._make_blank()
-        block = self._blank.popleft()
+        block = self._blank.pop()
         self._references[block] = 1
         return block
 
@@ -50,14 +71,9 @@ class BlockPool:
             assert self.index is not None
             self.index.forget(block)
             self._blank.append(block)
-        elif self.growable:
-            self._blank.extend(range(self.num_blocks, 2 * self.num_blocks))
-            self.num_blocks *= 2
         else:
-            raise OutOfBlocksError(
-                f"all {self.num_blocks} blocks of {self.block_size} tokens are in use; raise "
-                "CacheConfig(max_tokens=...), leave it None, or run fewer or shorter sequences"
-            )
+            self._blank.extend(reversed(range(self.num_blocks, 2 * self.num_blocks)))
+            self.num_blocks *= 2
 
     def retain(self, block: int) -> None:
         """One more reference to a used or cached block."""

@@ -275,7 +275,10 @@ class Sequences:
     @staticmethod
     def _truncate(row: Row, num_tokens: int) -> None:
         for table in row.tables:
-            table.truncate(min(num_tokens, table.num_tokens))
+            if num_tokens:
+                table.truncate(min(num_tokens, table.num_tokens))
+            else:
+                table.release()
         if row.token_ids is not None:
             del row.token_ids[num_tokens:]
 

@@ -34,11 +34,10 @@ class KVStorage:
         self.dtype = dtype
         page = (num_blocks, num_kv_heads, block_size)
         stored = torch.int8 if quantized else dtype
-        # empty, not zeros: the system commits memory when a page is first written
-        self.k_pages = torch.empty(*page, key_dim, dtype=stored, device=device)
-        self.v_pages = torch.empty(*page, value_dim, dtype=stored, device=device)
-        self.k_scales = torch.empty(page, dtype=dtype, device=device) if quantized else None
-        self.v_scales = torch.empty(page, dtype=dtype, device=device) if quantized else None
+        self.k_pages = _empty((*page, key_dim), dtype=stored, device=device)
+        self.v_pages = _empty((*page, value_dim), dtype=stored, device=device)
+        self.k_scales = _empty(page, dtype=dtype, device=device) if quantized else None
+        self.v_scales = _empty(page, dtype=dtype, device=device) if quantized else None
 
     @property
     def num_blocks(self) -> int:
@@ -85,9 +84,16 @@ class KVStorage:
     def grow(self, num_blocks: int) -> None:
         """Make room for more blocks; a pool doubles, so that this is rare."""
         for name, old in self._tensors().items():
-            new = torch.empty(num_blocks, *old.shape[1:], dtype=old.dtype, device=old.device)
+            new = _empty((num_blocks, *old.shape[1:]), dtype=old.dtype, device=old.device)
             new[: len(old)] = old
             setattr(self, name, new)
+
+
+def _empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    # empty, not zeros: the system commits memory when a page is first written. Not an inference tensor, even if
+    # the first pass runs in inference mode: a later pass may write outside it.
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype, device=device)
 
 
 def quantize(states: Tensor) -> tuple[Tensor, Tensor]:

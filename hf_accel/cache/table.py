@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import OutOfBlocksError
 from .pool import BlockPool
 
 
@@ -34,7 +33,8 @@ class BlockTable:
         size = self.pool.block_size
         copies_last = num_tokens > 0 and self.num_held_tokens % size > 0 and not self.pool.is_writable(self.blocks[-1])
         num_new = max(0, -(-(self.num_held_tokens + num_tokens) // size) - len(self.blocks))
-        fresh = self._allocate(num_new + copies_last)
+        self.pool.require(num_new + copies_last)
+        fresh = [self.pool.allocate() for _ in range(num_new + copies_last)]
         copies = []
         if copies_last:
             source, self.blocks[-1] = self.blocks[-1], fresh.pop()
@@ -43,17 +43,6 @@ class BlockTable:
         self.blocks += fresh
         self.num_tokens += num_tokens
         return copies
-
-    def _allocate(self, count: int) -> list[int]:
-        blocks: list[int] = []
-        try:
-            for _ in range(count):
-                blocks.append(self.pool.allocate())
-        except OutOfBlocksError:
-            for block in blocks:
-                self.pool.release(block)
-            raise
-        return blocks
 
     def slots(self, start: int, stop: int) -> list[int]:
         """slot = block * block_size + offset, of tokens start..stop-1."""
@@ -96,8 +85,8 @@ class BlockTable:
         self.blocks, self.num_tokens = list(blocks), num_tokens
 
     def drop_before(self, token: int) -> None:
-        """Release the blocks all of whose tokens come before `token`."""
-        count = min(token // self.pool.block_size - self.num_dropped_blocks, len(self.blocks))
+        """Release the blocks all of whose tokens come before `token`; a partly filled last block stays."""
+        count = min(token, self.num_tokens) // self.pool.block_size - self.num_dropped_blocks
         for block in self.blocks[: max(0, count)]:
             self.pool.release(block)
         if count > 0:
