@@ -49,7 +49,9 @@ class Workload:
     def prefill(self) -> Work:
         """`context` tokens of each sequence; the head sees the last one only."""
         attention = sum(layer.prefill_operations(self.context) for layer in self.layers)
-        weights = self.context * sum(t.operations_per_token for t in self.tensors if t.kind != "head")
+        weights = sum(
+            tensor.operations_per_token * (1 if tensor.kind == "head" else self.context) for tensor in self.tensors
+        )
         return Work(nbytes=self._bytes_read(self.batch * self.context), operations=self.batch * (attention + weights))
 
     def _bytes_read(self, tokens: int) -> float:

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import JambaConfig, LlamaConfig
+
+from hf_accel.errors import UnsupportedError
+from hf_accel.estimate.attention import AttentionBytes, AttentionLayer, attention_layers
+
+from .shapes import GEMMA2_2B, TINY
+
+
+@pytest.mark.parametrize(("context", "window"), [(1, 1), (7, 7), (7, 3), (7, 1), (100, 64)])
+def test_prefill_counts_the_pairs_that_are_visible(context, window):
+    layer = AttentionLayer(heads=3, kv_heads=1, head_dim=5, tokens=min(context, window))
+    pairs = sum(1 for query in range(context) for key in range(context) if 0 <= query - key < window)
+    assert layer.prefill_operations(context) == 2 * 2 * 3 * 5 * pairs
+
+
+def test_decode_multiplies_every_head_with_every_kept_token_twice():
+    assert AttentionLayer(heads=3, kv_heads=1, head_dim=5, tokens=11).decode_operations == 2 * 2 * 3 * 5 * 11
+
+
+@pytest.mark.parametrize(
+    ("dtype", "int8", "per_vector"),
+    [(torch.float32, False, 256), (torch.bfloat16, False, 128), (torch.float32, True, 68), (torch.bfloat16, True, 66)],
+)
+def test_kv_bytes(dtype, int8, per_vector):
+    layer = AttentionLayer(heads=8, kv_heads=2, head_dim=64, tokens=10)
+    assert layer.kv_bytes(dtype=dtype, int8=int8) == 2 * 2 * 10 * per_vector
+
+
+def test_layers_with_and_without_a_window():
+    layers = attention_layers(GEMMA2_2B, context=5000)
+    assert [layer.tokens for layer in layers] == [4096, 5000] * 13
+    assert {(layer.heads, layer.kv_heads, layer.head_dim) for layer in layers} == {(8, 4, 256)}
+
+
+def test_layers_that_reuse_keys_and_values_keep_none():
+    assert len(attention_layers(TINY["gemma3n, shared KV"], context=10)) == 4
+
+
+def test_chunked_attention_keeps_a_chunk():
+    chunks = LlamaConfig(num_hidden_layers=2, layer_types=["chunked_attention", "full_attention"])
+    chunks.attention_chunk_size = 8
+    assert [layer.tokens for layer in attention_layers(chunks, context=20)] == [8, 20]
+
+
+def test_recurrent_layers_are_refused():
+    with pytest.raises(UnsupportedError, match=r"JambaConfig has \w+ layers, unknown to estimate"):
+        attention_layers(JambaConfig(), context=10)
+
+
+@pytest.mark.parametrize(("context", "tiled"), [(10, 6 * 4 * (10 + 100)), (1000, 6 * 4 * (1000 + 128 * 128))])
+def test_tiled_attention_holds_a_tile_and_a_sum_per_row(context, tiled):
+    assert AttentionBytes.of(context=context, heads=6, dtype=torch.float16).tiled == tiled

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from hf_accel.config import WeightConfig
+from hf_accel.errors import UnsupportedError
+from hf_accel.estimate.source import shapes_of
+from hf_accel.estimate.weights import WeightTensor, weight_tensors
+
+from .shapes import TINY
+
+
+@pytest.mark.parametrize(("num_experts", "top_k", "tokens"), [(8, 2, 1), (8, 2, 5), (16, 3, 4), (4, 4, 2), (2, 5, 1)])
+def test_the_share_of_experts_that_a_batch_reads(num_experts, top_k, tokens):
+    """Against a draw of the experts of every token."""
+    draw = random.Random(0)
+    rounds = 4000
+    chosen = [
+        {expert for _ in range(tokens) for expert in draw.sample(range(num_experts), min(top_k, num_experts))}
+        for _ in range(rounds)
+    ]
+    share = sum(map(len, chosen)) / rounds / num_experts
+    tensor = WeightTensor(kind="experts", shape=(num_experts, 6, 10), itemsize=2, top_k=top_k)
+    assert tensor.bytes_read(None, tokens=tokens) == pytest.approx(share * num_experts * 60 * 2, rel=0.02)
+
+
+def test_operations_are_two_for_each_weight_that_a_token_meets():
+    def operations(kind: str, **more: int) -> float:
+        return WeightTensor(kind=kind, shape=(4, 6), itemsize=2, **more).operations_per_token
+
+    assert [operations(kind) for kind in ("linears", "head", "embeddings", "other")] == [48, 48, 0, 0]
+    assert operations("experts", top_k=1) == 12
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_linears_are_all_that_two_dimensional_linears_hold(name):
+    model = shapes_of(TINY[name], dtype=None)
+    head = model.get_output_embeddings()
+    linear_like = (nn.Linear,) if "gpt2" not in name and "bigcode" not in name else object
+    expected = sum(
+        module.weight.numel()
+        for module in model.modules()
+        if isinstance(module, linear_like)
+        and getattr(module, "weight", None) is not None
+        and module.weight.dim() == 2
+        and module is not head
+        and not isinstance(module, nn.Embedding)
+    )
+    counted = list(weight_tensors(model, skip=()))
+    assert sum(tensor.numel for tensor in counted if tensor.kind == "linears") == expected
+    assert sum(tensor.numel for tensor in counted if tensor.kind == "head") == head.weight.numel()
+
+
+def test_a_linear_that_patch_leaves_alone_is_not_quantized():
+    """Falcon's own Linear class is no plain one."""
+    tensors = weight_tensors(shapes_of(TINY["falcon, multi-query"], dtype=None), skip=())
+    for tensor in tensors:
+        if tensor.kind == "linears":
+            assert tensor.bytes_by_kind(WeightConfig()) == {"linears": tensor.numel * 4}
+
+
+def test_a_quantized_model_is_refused():
+    model = LlamaForCausalLM(TINY["llama"])
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.register_buffer("weight_scale", torch.ones(1))
+    del layer.weight
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn\.q_proj of this model holds no plain weight"):
+        list(weight_tensors(model, skip=()))
+
+
+def test_experts_without_a_number_per_token_are_refused():
+    model = shapes_of(TINY["mixtral"], dtype=None)
+    model.config = TINY["llama"]
+    with pytest.raises(UnsupportedError, match="LlamaConfig does not say how many experts a token takes"):
+        list(weight_tensors(model, skip=()))

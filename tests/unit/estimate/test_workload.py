@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from hf_accel.estimate.attention import AttentionLayer
+from hf_accel.estimate.weights import WeightTensor
+from hf_accel.estimate.workload import Workload
+
+# Two layers of attention (2 heads of 4), one MLP matrix of 5 x 3, four experts of 7 numbers, a head of 11 x 3.
+WORKLOAD = Workload(
+    tensors=(
+        WeightTensor(kind="linears", shape=(5, 3), itemsize=2),
+        WeightTensor(kind="experts", shape=(4, 7), itemsize=2, top_k=1),
+        WeightTensor(kind="head", shape=(11, 3), itemsize=2),
+        WeightTensor(kind="embeddings", shape=(11, 3), itemsize=2),
+        WeightTensor(kind="other", shape=(3,), itemsize=2),
+    ),
+    layers=(AttentionLayer(heads=2, kv_heads=1, head_dim=4, tokens=6),) * 2,
+    recipe=None,
+    dtype=torch.bfloat16,
+    int8_cache=False,
+    context=6,
+    batch=3,
+)
+KV = 3 * 2 * 2 * 6 * 4 * 2  # batch, layers, K and V, tokens, head_dim, bytes
+DENSE = 2 * (15 + 33 + 3)
+
+
+def test_decode_runs_one_token_of_each_sequence():
+    experts = 4 * 7 * 2 * (1 - 0.75**3)
+    assert WORKLOAD.decode.nbytes == pytest.approx(KV + DENSE + experts)
+    assert WORKLOAD.decode.operations == 3 * (2 * (15 + 7 + 33) + 2 * (4 * 2 * 4 * 6))
+
+
+def test_prefill_runs_every_token_but_the_head_only_for_the_last():
+    experts = 4 * 7 * 2 * (1 - 0.75**18)
+    assert WORKLOAD.prefill.nbytes == pytest.approx(KV + DENSE + experts)
+    assert WORKLOAD.prefill.operations == 3 * (2 * (6 * (15 + 7) + 33) + 2 * (4 * 2 * 4 * 21))  # 21 causal pairs
+
+
+def test_bytes_at_rest():
+    assert WORKLOAD.kv_bytes == KV
+    assert WORKLOAD.weights_by_kind == {"linears": 30, "experts": 56, "head": 66, "embeddings": 66, "other": 6}
+    assert WORKLOAD.activation_bytes == 3 * 6 * (2 * 3 + 3 * 5) * 2
+
+
+def test_an_int8_cache_is_read_in_int8():
+    quantized = dataclasses.replace(WORKLOAD, int8_cache=True)
+    assert WORKLOAD.decode.nbytes - quantized.decode.nbytes == 3 * 2 * 2 * 6 * (4 * 2 - (4 + 2))

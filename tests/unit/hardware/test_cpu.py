@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from hf_accel.errors import UnsupportedError
+from hf_accel.hardware import cpu
+
+AVX2 = frozenset({"avx2", "fma3", "sse4_2"})
+AVX_VNNI = AVX2 | {"avx_vnni"}
+AVX512 = AVX2 | {"avx512_f", "avx512_bw", "avx512_vl", "avx512_vnni", "avx512_bf16"}
+
+
+@pytest.mark.parametrize(
+    ("features", "level"),
+    [
+        (AVX512, "avx512_vnni_bf16"),
+        (AVX512 - {"avx512_bf16"}, "avx2"),
+        (AVX512 | AVX_VNNI, "avx512_vnni_bf16"),
+        (AVX_VNNI, "avx_vnni"),
+        (AVX2, "avx2"),
+        (AVX2 - {"fma3"}, "portable"),
+        (frozenset({"neon"}), "portable"),
+    ],
+)
+def test_the_best_level_is_chosen(features, level):
+    assert cpu.choose_isa(features) == level
+    assert cpu.choose_isa(features, requested="") == level
+
+
+@pytest.mark.parametrize("requested", ["avx_vnni", "avx2", "portable"])
+def test_a_lower_level_may_be_requested(requested):
+    assert cpu.choose_isa(AVX512 | AVX_VNNI, requested=requested) == requested
+
+
+@pytest.mark.parametrize(
+    ("requested", "message"),
+    [
+        ("sse9", "HF_ACCEL_ISA='sse9' is not known; choose one of avx512_vnni_bf16, avx_vnni, avx2, portable"),
+        ("avx_vnni", "HF_ACCEL_ISA='avx_vnni' is not in this CPU; choose one of avx2, portable"),
+    ],
+)
+def test_a_level_that_cannot_run_is_an_error(requested, message):
+    with pytest.raises(UnsupportedError) as error:
+        cpu.choose_isa(AVX2, requested=requested)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("capability", "level"), [("AVX512", "avx2"), ("AVX2", "avx2"), ("DEFAULT", "portable"), ("NO AVX", "portable")]
+)
+def test_without_a_list_of_features_torchs_own_level_counts(monkeypatch, capability, level):
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert cpu.choose_isa(cpu.instruction_sets.__wrapped__()) == level
+
+
+def test_features_are_the_true_ones(monkeypatch):
+    listed = {"avx2": True, "amx_int8": False, "l2_cache_size": 1, "cpu_name": "Some CPU", "num_physical_cores": 3}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: listed, raising=False)
+    assert cpu.instruction_sets.__wrapped__() == {"avx2"}
+    assert cpu.cpu_name.__wrapped__() == "Some CPU"
+    assert cpu.physical_cores.__wrapped__() == 3
+
+
+@pytest.mark.parametrize(
+    ("affinity", "quota", "cores"),
+    [(8, "max", 8), (8, "250000", 2), (8, "50000", 1), (2, "400000", 2), (None, "max", 6)],
+)
+def test_affinity_and_quota_limit_the_cores(monkeypatch, make_root, affinity, quota, cores):
+    if affinity is None:  # as on macOS and Windows
+        monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    else:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(affinity)), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    root = make_root({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": f"{quota} 100000"})
+    assert cpu.usable_cores(root) == cores
+
+
+def cache(core: int, index: int, *, level: int, size: str, shared: str) -> dict[str, str]:
+    directory = f"sys/devices/system/cpu/cpu{core}/cache/index{index}"
+    return {f"{directory}/level": str(level), f"{directory}/size": size, f"{directory}/shared_cpu_list": shared}
+
+
+def test_level_2_is_of_one_core_and_level_3_of_all(make_root):
+    files: dict[str, str] = {}
+    for core in range(4):
+        files |= cache(core, 0, level=1, size="32K", shared=str(core))
+        files |= cache(core, 2, level=2, size="1024K", shared=str(core))
+        files |= cache(core, 3, level=3, size="8192K", shared="0-1" if core < 2 else "2-3")
+    root = make_root(files)
+    assert cpu.cache_bytes(2, root) == 2**20
+    assert cpu.cache_bytes(3, root) == 2 * 8 * 2**20
+
+
+def test_without_sysfs_torch_is_asked_for_the_caches(monkeypatch, make_root):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"l2_cache_size": 5}, raising=False)
+    root = make_root({})
+    assert cpu.cache_bytes(2, root) == 5
+    assert cpu.cache_bytes(3, root) is None

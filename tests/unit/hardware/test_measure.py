@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+import torch
+
+from hf_accel.hardware import detect, float_peak, integer_peak, measure, read_bandwidth
+
+MIB = 2**20
+CPU = dataclasses.replace(detect(), l2_bytes=MIB, l3_bytes=32 * MIB, free_memory=10**12)
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    for cached in (measure._read_bandwidth, measure._float_peak, measure._integer_peak):
+        cached.cache_clear()
+    yield
+    for cached in (measure._read_bandwidth, measure._float_peak, measure._integer_peak):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Every measurement takes these seconds; the calls are counted."""
+    calls = []
+    seconds = [0.25, 0.5, 4.0]
+
+    def fake(run, device):
+        run()
+        calls.append(device)
+        return list(seconds)
+
+    monkeypatch.setattr(measure, "_seconds", fake)
+    fake.calls = calls
+    return fake
+
+
+def test_bandwidth_is_bytes_over_the_median_time(clock):
+    assert read_bandwidth(CPU) == 128 * MIB / 0.5
+
+
+def test_bandwidth_is_measured_once_per_thread_count(clock, monkeypatch):
+    threads = torch.get_num_threads()
+    read_bandwidth(CPU)
+    read_bandwidth(dataclasses.replace(CPU, free_memory=CPU.free_memory - 4096))
+    assert len(clock.calls) == 1
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    read_bandwidth(CPU)
+    assert len(clock.calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({}, 128 * MIB),
+        ({"l3_bytes": None}, 64 * MIB),
+        ({"l3_bytes": 10**12}, 1024 * MIB),
+        ({"free_memory": 40 * MIB}, 10 * MIB),
+        ({"free_memory": None}, 64 * MIB),
+        ({"compute_capability": (9, 0)}, 1024 * MIB),
+    ],
+)
+def test_the_buffer_is_larger_than_the_last_cache_but_leaves_memory_free(changes, size):
+    assert measure._buffer_bytes(dataclasses.replace(CPU, **changes)) == size
+
+
+def test_a_peak_is_two_operations_per_multiply_add_at_the_best_time(clock):
+    assert float_peak(CPU, torch.float32) == 2 * 512**3 / 0.25
+    assert integer_peak(CPU) == 2 * 512**3 / 0.25
+    calls = len(clock.calls)
+    assert float_peak(CPU) == float_peak(CPU, torch.float32)
+    assert len(clock.calls) == calls
+
+
+def test_a_quick_matmul_is_measured_at_the_larger_size_too(monkeypatch):
+    monkeypatch.setattr(measure, "_seconds", lambda run, device: [0.02])
+    assert float_peak(CPU) == 2 * 1024**3 / 0.02
+
+
+def test_without_an_int8_matmul_there_is_no_integer_peak(monkeypatch):
+    def missing(size, *, device):
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(measure, "_onednn_matmul", missing)
+    monkeypatch.setattr(measure, "_int_matmul", missing)
+    assert integer_peak(CPU) is None
+
+
+@pytest.mark.parametrize("build", [measure._onednn_matmul, measure._int_matmul])
+def test_the_int8_matmuls_multiply_integers(build):
+    try:
+        product = build(64, device="cpu")()
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        pytest.skip(f"not in this build of torch: {error}")
+    # oneDNN's operand is unsigned with zero point 128: a one stands for -127
+    assert product.float().unique().tolist() == [64.0 if build is measure._int_matmul else -127.0 * 64]
+
+
+@pytest.mark.parametrize(("duration", "times"), [(0.001, 7), (0.02, 3), (0.03, 2), (1.0, 2)])
+def test_the_first_call_warms_up_and_slow_ones_are_few(monkeypatch, duration, times):
+    now = [0.0]
+    calls = []
+
+    def run():
+        now[0] += duration if calls else 0.5
+        calls.append(None)
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    assert measure._seconds(run, "cpu") == pytest.approx([duration] * times)
+
+
+def test_real_measurements_are_plausible_and_quick():
+    start = time.perf_counter()
+    bandwidth, floats, integers = read_bandwidth(detect()), float_peak(detect()), integer_peak(detect())
+    assert time.perf_counter() - start < 20
+    assert 1e8 < bandwidth < 1e13
+    assert 1e8 < floats < 1e15
+    assert integers is None or 1e8 < integers < 1e15
