@@ -18,6 +18,8 @@ from .errors import HfAccelError
 
 @dataclass
 class Write:
+    """One entry of a dict that was set to `new`, and what stood there, if it had it."""
+
     owner: Any
     container: str | None
     key: Any
@@ -26,8 +28,9 @@ class Write:
     new: Any
 
     def mapping(self) -> MutableMapping[Any, Any]:
-        entries = vars(self.owner)
-        return entries if self.container is None else entries[self.container]
+        entries: dict[Any, Any] = vars(self.owner)
+        container: MutableMapping[Any, Any] = entries if self.container is None else entries[self.container]
+        return container
 
 
 class Journal:
@@ -39,7 +42,8 @@ class Journal:
     def attribute(self, owner: Any, name: str, value: Any) -> None:
         """owner.name = value, in the instance's own dict; `__class__` is allowed."""
         if name == "__class__":
-            self.writes.append(Write(owner, None, name, True, type(owner), value))
+            # Without the new class, which is made for this model alone, so that pickle would not find it by name.
+            self.writes.append(Write(owner, None, name, True, type(owner), None))
             owner.__class__ = value
         else:
             self._write(owner, None, name, value)

@@ -24,7 +24,11 @@ from .originals import Originals
 from .plan import LinearPlan, Plan, make_plan
 
 Model = TypeVar("Model", bound=nn.Module)
-HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+HOOKS = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_backward_pre_hooks", "_backward_hooks",
+)  # fmt: skip
 
 INT8: Any = Default("int8")
 AUTO: Any = Default("auto")
@@ -101,6 +105,7 @@ def unpatch(model: Model) -> Model:
     state: PatchState = vars(inner)[STATE]
     state.journal.check()
     state.originals.restore()
+    _catch_up(inner, state.journal)
     state.journal.undo()
     return model
 
@@ -116,7 +121,7 @@ def patched(model: Model, **keywords: Any) -> Iterator[Model]:
 
 
 def is_patched(model: nn.Module) -> bool:
-    return STATE in vars(_inner(model))
+    return STATE in getattr(_inner(model), "__dict__", {})
 
 
 def stats(model: nn.Module) -> dict[str, Any]:
@@ -128,6 +133,16 @@ def stats(model: nn.Module) -> dict[str, Any]:
 
 def _inner(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _catch_up(model: PreTrainedModel, journal: Journal) -> None:
+    """What .train(), .to() and hooks did to the quantized layers since patch() is done to the originals."""
+    for write in journal.writes:
+        layer, original = write.new, write.old
+        if isinstance(layer, QuantLinear):
+            original.train(layer.training)
+            original.to(model.device, layer.compute_dtype)
+            original._is_full_backward_hook = layer._is_full_backward_hook
 
 
 # -- writing -------------------------------------------------------------------------------------------
@@ -191,8 +206,9 @@ def _quantize(linear: LinearPlan) -> QuantLinear:
     original = linear.site.module
     layer = QuantLinear.from_weight(linear.site.weight.detach(), linear.site.bias, config=linear.config)
     layer.train(original.training)
-    for hooks in HOOKS:
+    for hooks in HOOKS:  # the very same dicts, so that what is registered on either is there for both
         vars(layer)[hooks] = vars(original)[hooks]
+    layer._is_full_backward_hook = original._is_full_backward_hook
     return layer
 
 

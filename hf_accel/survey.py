@@ -115,14 +115,14 @@ def _reason_to_skip(
 def _weight_is_read(model: PreTrainedModel, name: str) -> bool:
     """Whether the parent's forward reads the weight itself (T5's `wo`), which would dequantize it in each pass."""
     parent, _, own_name = name.rpartition(".")
-    return f"self.{own_name}.weight" in _source(type(model.get_submodule(parent)))
+    return f"self.{own_name}.weight" in _source(type(model.get_submodule(parent)).forward)
 
 
 @lru_cache(maxsize=4096)
-def _source(module_type: type) -> str:
+def _source(forward: Any) -> str:
     try:
-        return inspect.getsource(module_type)
-    except (OSError, TypeError):  # a class made in a session has no source file
+        return inspect.getsource(forward)
+    except (OSError, TypeError):  # what was typed in a session has no source file
         return ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,11 +68,19 @@ class PagedLayer(CacheLayerMixin):
 
     def __init__(self, cache: PagedCache, layer_idx: int, group_index: int) -> None:
         # not super().__init__(): it would set `keys` and `values`, which are gathered on demand here
-        self.cache, self.layer_idx, self.group_index = cache, layer_idx, group_index
+        self.attach(cache)
+        self.layer_idx, self.group_index = layer_idx, group_index
         self.group: PageGroup = cache.sequences.groups[group_index]
         self.is_sliding = self.group.window is not None
         self.is_initialized = False
         self.num_columns = 0
+
+    def attach(self, cache: PagedCache) -> None:
+        # weak: in a cycle the pages of a finished generate() would stay until the garbage collector runs
+        self.cache: PagedCache = weakref.proxy(cache)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "cache"}
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
@@ -302,6 +311,11 @@ class PagedCache(Cache):
         fork._set_columns()
         return fork
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        for layer in self.paged_layers:
+            layer.attach(self)
+
     def __copy__(self) -> PagedCache:
         return copy.deepcopy(self)
 
@@ -325,7 +339,7 @@ class PagedCache(Cache):
         """Blocks, bytes, waste (share of held slots without a token) and prefix hits."""
         groups = self.sequences.groups
         held = sum(g.pool.num_used * g.pool.block_size for g in groups)
-        live = sum(_live_tokens(self.sequences, i) for i in range(len(groups)))
+        live = sum(self.sequences.num_live_tokens(i) for i in range(len(groups)))
         per_block = [g.nbytes / g.pool.num_blocks for g in groups]
         return {
             "block_size": self.settings.block_size,
@@ -336,16 +350,3 @@ class PagedCache(Cache):
             "prefix_lookups": sum(g.index.lookups for g in groups if g.index is not None),
             "prefix_hits": sum(g.index.hits for g in groups if g.index is not None),
         }
-
-
-def _live_tokens(sequences: Sequences, group_index: int) -> int:
-    """Tokens held by a group, each shared block counted once."""
-    size = sequences.groups[group_index].pool.block_size
-    tokens_in_block: dict[int, int] = {}
-    for row in sequences.rows:
-        table = row.tables[group_index]
-        held = table.num_tokens - table.num_dropped_blocks * size
-        for number, block in enumerate(table.blocks):
-            filled = min(size, held - number * size)
-            tokens_in_block[block] = max(filled, tokens_in_block.get(block, 0))
-    return sum(tokens_in_block.values())

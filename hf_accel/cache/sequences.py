@@ -214,6 +214,17 @@ class Sequences:
             out[number, where] = torch.tensor(slots, dtype=torch.int64)
         return out.to(device)
 
+    def num_live_tokens(self, index: int) -> int:
+        """Tokens that a group holds, those of a shared block counted once."""
+        size = self.groups[index].pool.block_size
+        tokens_in_block: dict[int, int] = {}
+        for row in self.rows:
+            table = row.tables[index]
+            for number, block in enumerate(table.blocks):
+                filled = min(size, table.num_held_tokens - number * size)
+                tokens_in_block[block] = max(filled, tokens_in_block.get(block, 0))
+        return sum(tokens_in_block.values())
+
     # -- changes between passes ------------------------------------------------------------------------
 
     def adopt_prefix(self, token_ids: Tensor, mask: Tensor | None) -> int:

@@ -53,10 +53,10 @@ class Step:
     def columns(self, tokens: Tensor, batch_size: int) -> Tensor:
         """[N, H, D] back to [B, Q, H, D], zero in the padding."""
         if self.rows is None:
-            return tokens.unflatten(0, (batch_size, -1))
+            return tokens.view(batch_size, -1, *tokens.shape[1:])
         out = tokens.new_zeros(batch_size * self.num_columns, *tokens.shape[1:])
         out.index_copy_(0, self.rows, tokens)
-        return out.unflatten(0, (batch_size, self.num_columns))
+        return out.view(batch_size, self.num_columns, *tokens.shape[1:])
 
 
 def offsets(lengths: list[int], device: torch.device) -> Tensor:

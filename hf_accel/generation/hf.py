@@ -7,6 +7,7 @@ model with `past_key_values=cache`. In a patched model a forward pre-hook does t
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from ..cache.hf import PagedCache
 from ..config import CacheConfig
+from ..errors import UnsupportedError
 
 STATE = "_hf_accel"  # where patch() keeps its GenerationState on the model
 MAX_FIRST_TOKENS = 65536  # a cache makes room for at most this many tokens before any is written
@@ -29,9 +31,13 @@ TEXT_INPUTS = {
 
 @dataclass
 class GenerationState:
-    """What generate() of one patched model needs to know, and what it last did."""
+    """What generate() of one patched model needs to know, and what it last did.
+
+    patch_id: tells this patch from an earlier one of the same Parameters, whose quantized weights were others.
+    """
 
     cache: CacheConfig | None
+    patch_id: bytes = field(default_factory=lambda: os.urandom(16))
     last_cache: PagedCache | None = None
     prompt_columns: int = 0
     statistics: dict[str, Any] = field(default_factory=dict)
@@ -54,10 +60,17 @@ class GenerationState:
 
 
 def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of a patched model: plan the pass on the PagedCache it was given, if any."""
+    """Forward pre-hook of a patched model: plan the pass on the PagedCache it was given, if any.
+
+    Raises UnsupportedError for an empty input.
+    """
     cache = kwargs.get("past_key_values")
     ids = args[0] if args else kwargs.get("input_ids")
     source = kwargs.get("inputs_embeds") if ids is None else ids
+    if source is not None and 0 in source.shape[:2]:
+        raise UnsupportedError(
+            f"the input has {source.shape[0]} rows of {source.shape[1]} tokens; give at least one token in one row"
+        )
     mask = kwargs.get("attention_mask")
     if not isinstance(cache, PagedCache) or source is None or not (mask is None or _is_columns(mask)):
         return
@@ -67,7 +80,9 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         isinstance(value, Tensor) and name not in TEXT_INPUTS for name, value in kwargs.items()
     )
     if fresh and shareable:
-        shareable = _positions_count_tokens(kwargs.get("position_ids"), mask)
+        shareable = not _positions_depend_on_length(model.config) and _positions_count_tokens(
+            kwargs.get("position_ids"), mask
+        )
     cache.prepare(
         source.shape[0],
         source.shape[1],
@@ -95,8 +110,9 @@ def _positions_count_tokens(position_ids: Tensor | None, mask: Tensor | None) ->
 
 
 def weights_salt(model: nn.Module) -> bytes:
-    """A digest that changes when a Parameter is written to or replaced, or an adapter is switched."""
-    digest = hashlib.blake2b(digest_size=16)
+    """A digest that changes with the patch, and when a Parameter is written to or replaced or an adapter switched."""
+    state: GenerationState = vars(model)[STATE].generation
+    digest = hashlib.blake2b(state.patch_id, digest_size=16)
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
