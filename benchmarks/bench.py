@@ -1,0 +1,102 @@
+"""The models of one run: made when a topic asks for them, and handed out only when verified."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_accel.hardware import detect, read_bandwidth
+
+from .checks import check, random_tokens
+from .models import load_model, twin
+from .settings import Settings
+from .setups import SETUPS, Setup
+from .timing import BASELINE
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A setup with its model. prepare_seconds: what making it took; verified: how it was checked."""
+
+    setup: Setup
+    model: PreTrainedModel
+    prepare_seconds: float
+    verified: dict[str, Any]
+
+
+class Bench:
+    """refused: why setups do not take part, by name; verified: how the others were checked."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.refused: dict[str, str] = {}
+        self._entrants: dict[str, Entrant] = {}
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """Stock, as loaded; every other model is a twin of it or made from its weights."""
+        print(f"  making {self.settings.model} ...", flush=True)
+        return load_model(self.settings.model, layers=self.settings.layers, seed=self.settings.seed)
+
+    @cached_property
+    def bandwidth(self) -> float:
+        """Bytes per second."""
+        return read_bandwidth(detect())
+
+    @property
+    def description(self) -> str:
+        cut = f" cut to {self.settings.layers} layers" if self.settings.layers else ""
+        return self.settings.model + cut
+
+    @property
+    def setups(self) -> list[Setup]:
+        """Stock, and those that were asked for and do not refuse."""
+        wanted = [s for s in SETUPS if s.name == BASELINE or s.name in (self.settings.setups or (s.name,))]
+        self.refused = {setup.name: reason for setup in wanted if (reason := self.refusal(setup))}
+        return [setup for setup in wanted if setup.name not in self.refused]
+
+    def refusal(self, setup: Setup) -> str | None:
+        if setup.is_peer and self.settings.quick and not self.settings.setups:
+            return "a quick run leaves other libraries out"
+        return setup.refuses()
+
+    @property
+    def entrants(self) -> dict[str, Entrant]:
+        return {setup.name: self.entrant(setup) for setup in self.setups}
+
+    @property
+    def verified(self) -> list[dict[str, Any]]:
+        return [entrant.verified for entrant in self._entrants.values()]
+
+    def entrant(self, setup: Setup) -> Entrant:
+        if setup.name not in self._entrants:
+            model = twin(self.model)
+            print(f"  preparing and verifying {setup.name} ...", end=" ", flush=True)
+            start = time.perf_counter()
+            model = setup.prepare(model)
+            seconds = time.perf_counter() - start
+            verified = check(setup.name, model, self.model, tolerance=setup.tolerance, exact=setup.exact)
+            self._entrants[setup.name] = Entrant(setup, model, seconds, verified)
+            print(f"{time.perf_counter() - start:.1f} s", flush=True)
+        return self._entrants[setup.name]
+
+    def tokens(self, *, batch: int, length: int) -> Tensor:
+        return random_tokens(self.model, batch=batch, length=length, seed=self.settings.seed)
+
+    def filled_cache(self, entrant: Entrant, *, batch: int, tokens: int) -> Any:
+        """A cache of random keys and values: a decode step costs the same with them, and a prefill takes long."""
+        config = self.model.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        generator = torch.Generator().manual_seed(self.settings.seed)
+        shape = (batch, config.num_key_value_heads, tokens, head_dim)
+        keys = torch.randn(shape, generator=generator).to(self.model.dtype)
+        cache = entrant.setup.new_cache(entrant.model)
+        for layer in range(config.num_hidden_layers):
+            cache.update(keys, keys, layer)
+        return cache

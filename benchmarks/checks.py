@@ -1,0 +1,46 @@
+"""Verify, then time: a model that computes something else is not faster, it is wrong."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import hf_accel
+
+PROMPT_TOKENS = 16
+NEW_TOKENS = 8
+
+
+class WrongResultError(Exception):
+    """A setup's logits or tokens are not those of stock; it must not be timed."""
+
+
+def check(name: str, model: PreTrainedModel, stock: PreTrainedModel, *, tolerance: float, exact: bool) -> dict:
+    """What was compared and how it came out; raises WrongResultError if it is out of bounds.
+
+    tolerance: of the logits' difference, relative to their norm; logits that have nothing in common differ by 1.41.
+    """
+    prompt = random_tokens(stock, batch=1, length=PROMPT_TOKENS)
+    error = logits_error(model, stock, prompt)
+    if not error <= tolerance:
+        raise WrongResultError(f"{name}: logits differ from stock's by {error:.3f} of their norm, above {tolerance}")
+    result = {"setup": name, "logits_error": error, "tolerance": tolerance}
+    if not exact:
+        return result
+    certificate = hf_accel.verify(model, [prompt[0]], reference=stock, max_new_tokens=NEW_TOKENS)
+    if not certificate.explained:
+        raise WrongResultError(f"{name}: tokens differ from stock's by more than rounding: {certificate}")
+    return {**result, "tokens": [str(verdict) for verdict in certificate.verdicts]}
+
+
+@torch.no_grad()
+def logits_error(model: PreTrainedModel, stock: PreTrainedModel, prompt: Tensor) -> float:
+    """Norm of the difference, relative to the norm of stock's logits."""
+    expected, actual = (m(input_ids=prompt).logits.float() for m in (stock, model))
+    return float((actual - expected).norm() / expected.norm())
+
+
+def random_tokens(model: PreTrainedModel, *, batch: int, length: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(model.config.vocab_size, (batch, length), generator=generator)

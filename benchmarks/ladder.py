@@ -1,0 +1,75 @@
+"""The ladder: from the naive way to generate, one measure after the other, each step timed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from .bench import Bench, Entrant
+from .models import reload, twin
+from .setups import accel, stock
+from .tables import Row, Table
+from .timing import take_turns, time_generate
+
+Seconds = Callable[[], float]
+
+
+def measure(bench: Bench) -> list[Table]:
+    seconds = take_turns(dict(steps(bench)), rounds=bench.settings.rounds)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return [Table(f"seconds per token, batch 1, context {bench.settings.context}", rows(medians), note(bench))]
+
+
+def steps(bench: Bench) -> Iterator[tuple[str, Seconds]]:
+    """The name of each measure, with what runs it and all those before it."""
+    yield "naive: float32, eager, no cache", partial(without_cache, bench, eager(reload_float32(bench)))
+    yield "bfloat16", partial(without_cache, bench, eager(twin(bench.model)))
+    plain = bench.entrant(stock.Stock())
+    yield "KV cache", partial(with_cache, bench, Entrant(plain.setup, eager(twin(bench.model)), 0.0, {}))
+    yield "flash attention (sdpa): stock", partial(with_cache, bench, plain)
+    for setup in accel.SETUPS:
+        yield setup.name, partial(with_cache, bench, bench.entrant(setup))
+
+
+def reload_float32(bench: Bench) -> PreTrainedModel:
+    print("  making the float32 model ...", flush=True)
+    return reload(bench.model, dtype=torch.float32)
+
+
+def eager(model: PreTrainedModel) -> PreTrainedModel:
+    model.set_attn_implementation("eager")
+    return model
+
+
+def without_cache(bench: Bench, model: PreTrainedModel) -> float:
+    prompt = bench.tokens(batch=1, length=bench.settings.context)
+    num_new = bench.settings.naive_tokens
+    return time_generate(model, prompt, num_new=num_new, use_cache=False).total / num_new
+
+
+def with_cache(bench: Bench, entrant: Entrant) -> float:
+    context = bench.settings.context
+    cache = bench.filled_cache(entrant, batch=1, tokens=context)
+    prompt = bench.tokens(batch=1, length=context + 1)
+    return time_generate(entrant.model, prompt, num_new=bench.settings.batch_tokens, past_key_values=cache).per_step
+
+
+def rows(seconds: dict[str, float]) -> list[Row]:
+    """factor_ratio: to the step above; product: of all factors so far."""
+    values = list(seconds.values())
+    return [
+        {"measure": name, "factor_ratio": above / value, "product": values[0] / value, "token_seconds": value}
+        for (name, value), above in zip(seconds.items(), [values[0], *values], strict=False)
+    ]
+
+
+def note(bench: Bench) -> str:
+    return (
+        f"Without a cache every token costs a pass over all {bench.settings.context} before it, so only "
+        f"{bench.settings.naive_tokens} token(s) were timed there, and {bench.settings.batch_tokens} elsewhere. "
+        "int8 and int4 are alternatives: the last factor is int4 over int8."
+    )

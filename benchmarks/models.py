@@ -1,0 +1,94 @@
+"""The models that are measured, made on the spot: bench-1b has 1.1 B parameters, far more than any cache holds."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+MODELS: dict[str, dict[str, int]] = {
+    "bench-1b": {
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+    },
+    "tiny": {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+}
+BLOCK = 2**22 + 15  # odd, so that no row of a matrix repeats another: equal rows would tie
+
+
+def load_model(name: str, *, layers: int | None = None, seed: int = 0) -> PreTrainedModel:
+    """A model in bfloat16 as transformers runs it best (sdpa): random if `name` is in MODELS, else a checkpoint."""
+    if name not in MODELS:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+        return model.eval()
+    shape = MODELS[name] if layers is None else {**MODELS[name], "num_hidden_layers": layers}
+    return random_model(LlamaConfig(**shape, tie_word_embeddings=False), seed=seed)
+
+
+def random_model(config: LlamaConfig, *, seed: int = 0) -> PreTrainedModel:
+    """Weights cut from one seeded block, repeated: drawing a billion normal numbers would take a minute."""
+    with torch.device("meta"):
+        shapes = LlamaForCausalLM(config)
+    block = config.initializer_range * torch.randn(BLOCK, generator=torch.Generator().manual_seed(seed))
+    block = block.bfloat16()
+    weights, start = {}, 0
+    for name, parameter in shapes.named_parameters():
+        is_norm = parameter.ndim == 1
+        weights[name] = torch.ones(parameter.shape) if is_norm else cut(block, parameter.shape, start=start)
+        start = (start + parameter.numel()) % BLOCK
+    model = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=weights, dtype=torch.bfloat16)
+    return model.eval()
+
+
+def cut(block: Tensor, shape: torch.Size, *, start: int) -> Tensor:
+    repeats = -(-(start + shape.numel()) // len(block))
+    return block.repeat(repeats)[start : start + shape.numel()].view(shape)
+
+
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A second model over the same Parameters."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
+
+
+def reload(model: PreTrainedModel, **keywords: Any) -> PreTrainedModel:
+    """The model's weights through from_pretrained with other keywords (dtype, quantization_config, ...)."""
+    keywords = {"dtype": model.dtype, **keywords}
+    config = copy.deepcopy(model.config)
+    loaded = type(model).from_pretrained(None, config=config, state_dict=dict(model.state_dict()), **keywords)
+    return loaded.eval()
+
+
+def weight_bytes(model: PreTrainedModel, *, skip: tuple[str, ...] = ()) -> int:
+    """Bytes of what state_dict holds, each tensor once."""
+    tensors = {id(t): t for name, t in model.state_dict(keep_vars=True).items() if name not in skip}
+    return sum(tensor_bytes(t) for t in tensors.values() if isinstance(t, Tensor))
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Also of tensor subclasses that say they are wide and hold narrow ones."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return sum(tensor_bytes(getattr(tensor, name)) for name in names)
+    return tensor.nbytes
+
+
+def read_bytes(model: PreTrainedModel) -> int:
+    """Bytes of weights that a decode step reads: all but the input embedding, unless it is the head as well."""
+    table = model.get_input_embeddings().weight
+    tied = getattr(model.get_output_embeddings(), "weight", None) is table
+    names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is table]
+    return weight_bytes(model, skip=() if tied else tuple(names))

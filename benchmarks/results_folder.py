@@ -1,0 +1,59 @@
+"""The results: a JSON file per topic, and a README made from all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from .tables import Table
+
+FOLDER = Path(__file__).parent / "results"
+
+INTRODUCTION = """\
+# Results
+
+Made by `python -m benchmarks.run` from the JSON files in this folder; do not edit. Both sides of a ratio ran in
+turns in one run, verified before they were timed. A ratio above 1 is better than stock, whatever the unit; absolute
+times move from machine to machine.
+"""
+
+
+def write(folder: Path, result: dict[str, Any]) -> Path:
+    """Store one topic's result, and make the README anew."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{result['topic']}.json"
+    replace(path, json.dumps(result, indent=1) + "\n")
+    replace(folder / "README.md", readme(folder))
+    return path
+
+
+def replace(path: Path, text: str) -> None:
+    """Write beside it and rename, so that nobody ever reads half a file."""
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def readme(folder: Path) -> str:
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return "\n".join([INTRODUCTION, *map(section, results)])
+
+
+def section(result: dict[str, Any]) -> str:
+    tables = "\n".join(Table(**table).markdown() for table in result["tables"])
+    return f"## {result['topic']}\n\n{provenance(result)}\n\n{tables}"
+
+
+def provenance(result: dict[str, Any]) -> str:
+    machine, versions = result["machine"], result["versions"]
+    bandwidth = machine["read_bytes_per_second"] / 1e9
+    lines = [
+        f"`{result['command']}`, {result['date']}: {result['model']}.",
+        f"{machine['cpu']}, {machine['usable_cores']} cores, {machine['threads']} threads, {machine['isa']}, "
+        f"{machine['memory_bytes'] / 1e9:.0f} GB, reads {bandwidth:.0f} GB/s; load {machine['load_average']:.1f}.",
+        ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
+    ]
+    lines += [f"{name} did not take part: {reason}." for name, reason in result["refused"].items()]
+    return "\n".join(lines)

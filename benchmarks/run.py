@@ -1,0 +1,111 @@
+"""Measure topics and write what came out to benchmarks/results.
+
+python -m benchmarks.run                        everything, about ten minutes on two cores
+python -m benchmarks.run decode --quick         one topic, fewer repetitions
+python -m benchmarks.run decode --layers 2      a model cut to two layers, to try the benchmark itself
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.logging import disable_progress_bar
+
+from . import decode, ladder, memory, patch_time, prefill, waste
+from .bench import Bench
+from .machine import machine, versions
+from .results_folder import FOLDER, write
+from .settings import Settings
+from .setups import SETUPS
+from .tables import Table
+
+TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
+    "decode": decode.measure,
+    "prefill": prefill.measure,
+    "memory": memory.measure,
+    "waste": waste.measure,
+    "ladder": ladder.measure,
+    "patch": patch_time.measure,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(argv)
+    disable_progress_bar()
+    bench = Bench(arguments.settings)
+    where, start = machine(), time.perf_counter()
+    for topic in TOPICS if "all" in arguments.topics else arguments.topics:
+        print(f"{topic}, {time.perf_counter() - start:.0f} s from the start", flush=True)
+        tables = TOPICS[topic](bench)
+        print("\n" + "\n".join(table.markdown() for table in tables))
+        result = record(topic, tables, bench, where, arguments.command)
+        print(f"written to {write(arguments.out, result)}", flush=True)
+    print(f"{time.perf_counter() - start:.0f} s in all")
+
+
+def record(topic: str, tables: list[Table], bench: Bench, where: dict[str, Any], command: str) -> dict[str, Any]:
+    """JSON-able."""
+    return {
+        "topic": topic,
+        "date": datetime.date.today().isoformat(),
+        "command": command,
+        "model": bench.description,
+        "settings": dataclasses.asdict(bench.settings),
+        "machine": where,
+        "versions": versions(),
+        "verified": bench.verified,
+        "refused": bench.refused,
+        "tables": [dataclasses.asdict(table) for table in tables],
+    }
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    defaults = Settings()
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("topics", nargs="*", default=["all"], help=f"all, or some of {', '.join(TOPICS)}")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions, batches and lengths")
+    parser.add_argument("--model", default=defaults.model, help="bench-1b, tiny, or what from_pretrained takes")
+    parser.add_argument("--layers", type=int, help="of a named model: cut it to so many")
+    parser.add_argument("--context", type=int, default=defaults.context, help="tokens of the prompt")
+    parser.add_argument("--rounds", type=int, help="repetitions")
+    parser.add_argument("--setups", default="", help=f"comma-separated, of {', '.join(s.name for s in SETUPS)}")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the JSON files and the README")
+    arguments = parser.parse_args(argv)
+    check_names(parser, arguments)
+    arguments.settings = settings_of(arguments)
+    arguments.command = " ".join([parser.prog, *(sys.argv[1:] if argv is None else argv)])
+    return arguments
+
+
+def check_names(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """nargs="*" and choices do not go together in argparse."""
+    for topic in arguments.topics:
+        if topic not in ("all", *TOPICS):
+            parser.error(f"topic {topic!r} is not known; choose all or some of {', '.join(TOPICS)}")
+    for name in filter(None, arguments.setups.split(",")):
+        if name not in [setup.name for setup in SETUPS]:
+            parser.error(f"setup {name!r} is not known; choose some of {', '.join(s.name for s in SETUPS)}")
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    settings = Settings(
+        model=arguments.model,
+        layers=arguments.layers,
+        context=arguments.context,
+        setups=tuple(filter(None, arguments.setups.split(","))),
+    )
+    settings = settings.quicker() if arguments.quick else settings
+    return dataclasses.replace(settings, rounds=arguments.rounds or settings.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""How much is measured. Quick runs take fewer repetitions and lengths, never another kind of model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One run.
+
+    model: a name in models.MODELS, or a path or name that from_pretrained takes; layers: cut a named model to so many.
+    setups: names of setups to take beside stock; none: all that work here.
+    context: tokens before the first generated one; new_tokens: of one generate() at batch 1.
+    batch_tokens: tokens per sequence at larger batches; naive_tokens: of the steps of the ladder without a KV cache.
+    attention_lengths: tokens of the prompts whose attention memory is measured.
+    requests, mean_length, max_length: of the simulated requests that block waste is measured on, in tokens.
+    """
+
+    model: str = "bench-1b"
+    layers: int | None = None
+    setups: tuple[str, ...] = ()
+    quick: bool = False
+    rounds: int = 3
+    batches: tuple[int, ...] = (1, 4, 16)
+    context: int = 512
+    new_tokens: int = 32
+    batch_tokens: int = 12
+    naive_tokens: int = 1
+    attention_lengths: tuple[int, ...] = (1024, 2048, 4096, 8192)
+    requests: int = 2000
+    mean_length: int = 500
+    max_length: int = 2048
+    seed: int = 0
+
+    def quicker(self) -> Settings:
+        return replace(
+            self,
+            quick=True,
+            rounds=2,
+            batches=tuple(batch for batch in self.batches if batch != 4),
+            new_tokens=16,
+            batch_tokens=6,
+            attention_lengths=self.attention_lengths[::2],
+            requests=500,
+        )

@@ -1,0 +1,72 @@
+"""Seconds: of generate() token by token, and of several candidates in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+BASELINE = "stock"
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Seconds of one generate(): all of it, to the first token, and of each step after that on average (0: none)."""
+
+    total: float
+    first_token: float
+    per_step: float
+
+
+class Stopwatch(BaseStreamer):
+    """Notes when generate hands out the prompt and then each token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def time_generate(model: PreTrainedModel, prompt: Tensor, *, num_new: int, **keywords: Any) -> Generation:
+    """Greedy generate() of exactly `num_new` tokens per row, as a user calls it. prompt: [B, T]."""
+    stopwatch = Stopwatch()
+    length = {"max_new_tokens": num_new, "min_new_tokens": num_new}
+    start = time.perf_counter()
+    output = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, streamer=stopwatch, **length, **keywords
+    )
+    total = time.perf_counter() - start
+    assert output.shape[1] == prompt.shape[1] + num_new
+    first, last = stopwatch.times[1], stopwatch.times[-1]  # the prompt is handed out before
+    return Generation(total, first - start, (last - first) / max(1, num_new - 1))
+
+
+def take_turns(
+    candidates: Mapping[str, Callable[[], Result]], *, rounds: int, warm_up: bool = True
+) -> dict[str, list[Result]]:
+    """The results of `rounds` calls of each candidate: all of them once, then again; a warm-up round is dropped."""
+    results: dict[str, list[Result]] = {name: [] for name in candidates}
+    for number in range(0 if warm_up else 1, rounds + 1):
+        for name, run in candidates.items():
+            print(f"    {f'round {number} of {rounds}' if number else 'warm-up'}: {name}", flush=True)
+            result = run()
+            if number:
+                results[name].append(result)
+    return results
+
+
+def median_ratio(baseline: Sequence[float], seconds: Sequence[float]) -> float:
+    """How many times faster than the baseline, which ran in the same rounds."""
+    return statistics.median(b / s for b, s in zip(baseline, seconds, strict=True))

@@ -1,0 +1,426 @@
+"""The benchmarks run end to end on a tiny model, and their arithmetic is right. Nothing here depends on a clock."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import hf_accel
+from benchmarks import decode, ladder, run, timing
+from benchmarks.bench import Bench
+from benchmarks.checks import WrongResultError, check
+from benchmarks.machine import machine
+from benchmarks.models import BLOCK, cut, load_model, read_bytes, tensor_bytes, twin, weight_bytes
+from benchmarks.peak import peak_bytes
+from benchmarks.results_folder import replace, write
+from benchmarks.settings import Settings
+from benchmarks.setups import SETUPS
+from benchmarks.setups.stock import Stock
+from benchmarks.tables import Table, cell
+from benchmarks.timing import Generation, median_ratio, take_turns, time_generate
+from benchmarks.waste import admit, lengths, waste
+from hf_accel.cache import BlockPool, BlockTable
+
+SMALL = ["--model", "tiny", "--context", "20", "--rounds", "1", "--quick"]
+OURS = "hf_accel exact,hf_accel int8,hf_accel int4"
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return load_model("tiny")
+
+
+def bench_of(**settings: Any) -> Bench:
+    return Bench(Settings(**{"model": "tiny", "context": 20, "setups": tuple(OURS.split(",")), **settings}))
+
+
+# -- end to end ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("results")
+    run.main(["decode", "prefill", "ladder", "waste", "patch", *SMALL, "--setups", OURS, "--out", str(out)])
+    return out
+
+
+@pytest.fixture
+def read(folder: Path) -> Callable[[str], dict[str, Any]]:
+    return lambda topic: json.loads((folder / f"{topic}.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("topic", "tables", "rows"),
+    [("decode", 3, 4), ("prefill", 1, 4), ("ladder", 1, 7), ("waste", 1, 3), ("patch", 1, 3)],
+)
+def test_every_topic_writes_rows_for_every_setup(
+    read: Callable[[str], dict[str, Any]], topic: str, tables: int, rows: int
+) -> None:
+    result = read(topic)
+    assert [len(table["rows"]) for table in result["tables"]] == [rows] * tables
+    for row in (row for table in result["tables"] for row in table["rows"]):
+        assert all(value > 0 for value in row.values() if isinstance(value, (int, float)))
+
+
+def test_stock_is_its_own_baseline(read: Callable[[str], dict[str, Any]]) -> None:
+    for table in read("decode")["tables"] + read("prefill")["tables"]:
+        assert table["rows"][0]["setup"] == "stock"
+        assert table["rows"][0]["ratio"] == 1
+
+
+def test_a_result_says_where_and_how_it_came_about(read: Callable[[str], dict[str, Any]]) -> None:
+    result = read("decode")
+    assert result["command"].startswith("python -m benchmarks.run decode prefill")
+    assert result["settings"]["context"] == 20
+    assert result["machine"]["threads"] == torch.get_num_threads()
+    assert result["machine"]["read_bytes_per_second"] > 1e8
+    assert result["versions"]["torch"] == torch.__version__
+    assert {row["setup"] for row in result["verified"]} == {"stock", *OURS.split(",")}
+    assert all(row["logits_error"] <= row["tolerance"] for row in result["verified"])
+
+
+def test_the_products_of_the_ladder_are_those_of_its_factors(read: Callable[[str], dict[str, Any]]) -> None:
+    product = 1.0
+    for row in read("ladder")["tables"][0]["rows"]:
+        product *= row["factor_ratio"]
+        assert row["product"] == pytest.approx(product)
+    assert product == pytest.approx(ladder_end_to_end(read("ladder")))
+
+
+def ladder_end_to_end(result: dict[str, Any]) -> float:
+    rows = result["tables"][0]["rows"]
+    return rows[0]["token_seconds"] / rows[-1]["token_seconds"]
+
+
+def test_the_readme_is_made_from_all_files(folder: Path, read: Callable[[str], dict[str, Any]]) -> None:
+    text = (folder / "README.md").read_text()
+    for topic in ("decode", "prefill", "ladder", "waste", "patch"):
+        assert f"\n## {topic}\n" in text
+    for row in read("decode")["tables"][0]["rows"]:
+        assert f"| {row['setup']} | {row['ratio']:,.2f}x |" in text
+    assert not list(folder.glob("*.new"))
+
+
+@pytest.mark.long
+def test_memory_topic(tmp_path: Path) -> None:
+    run.main(["memory", *SMALL, "--setups", OURS, "--out", str(tmp_path)])
+    weights, kv, patch, attention = json.loads((tmp_path / "memory.json").read_text())["tables"]
+    size = {row["setup"]: row["weight_bytes"] for row in weights["rows"]}
+    assert size["hf_accel int4"] < size["hf_accel int8"] < size["stock"] == size["hf_accel exact"]
+    assert [row["cache"] for row in kv["rows"]] == ["stock", "paged", "paged int8"]
+    assert kv["rows"][1]["kv_bytes"] / kv["rows"][2]["kv_bytes"] == pytest.approx(2 * 64 / (64 + 2))  # head_dim 64
+    assert [row["patched_bytes"] < row["model_bytes"] for row in patch["rows"]] == [True, True]
+    naive = attention["rows"][0]
+    if naive["1024_bytes"] is not None:  # quadratic without tiling, about linear with it
+        assert naive["4096_bytes"] / naive["1024_bytes"] > 10
+        assert attention["rows"][2]["4096_bytes"] < naive["4096_bytes"] / 50
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [(["decoding"], "topic 'decoding' is not known"), (["decode", "--setups", "vllm"], "setup 'vllm' is not known")],
+)
+def test_unknown_names_are_one_line_and_exit_code_2(
+    argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run.main(argv)
+    assert stop.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+# -- models and their bytes ----------------------------------------------------------------------------
+
+
+def test_bench_1b_has_the_parameters_that_its_name_says() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from benchmarks.models import MODELS
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**MODELS["bench-1b"], tie_word_embeddings=False))
+    attention, mlp = 2048 * (2048 + 256 + 256 + 2048), 3 * 2048 * 5632
+    assert model.num_parameters() == 2 * 32000 * 2048 + 22 * (attention + mlp + 2 * 2048) + 2048
+
+
+def test_random_weights_are_seeded_and_no_row_repeats(model: PreTrainedModel) -> None:
+    again, other = load_model("tiny"), load_model("tiny", seed=1)
+    head = model.lm_head.weight
+    assert head.dtype == torch.bfloat16
+    assert torch.equal(head, again.lm_head.weight) and not torch.equal(head, other.lm_head.weight)
+    assert len(head.unique(dim=0)) == len(head)
+    assert not torch.equal(head, model.model.embed_tokens.weight)
+    assert 0.015 < head.float().std() < 0.025
+
+
+def test_weights_are_cut_from_a_repeated_block() -> None:
+    cuts = cut(torch.arange(7), torch.Size((3, 4)), start=5)
+    assert cuts.tolist() == [[5, 6, 0, 1], [2, 3, 4, 5], [6, 0, 1, 2]]
+    for columns in (2048, 5632):  # rows begin at another place of the block each, in every matrix of bench-1b
+        assert BLOCK // math.gcd(BLOCK, columns) > 32000
+
+
+def test_a_model_can_be_cut(model: PreTrainedModel) -> None:
+    assert len(load_model("tiny", layers=1).model.layers) == 1
+
+
+def test_a_checkpoint_is_taken_too(model: PreTrainedModel, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    assert torch.equal(load_model(str(tmp_path)).lm_head.weight, model.lm_head.weight)
+
+
+def test_bytes_of_weights(model: PreTrainedModel) -> None:
+    embedding, head = 512 * 256, 512 * 256
+    layer = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512
+    norms = 5 * 256
+    assert weight_bytes(model) == 2 * (embedding + head + 2 * layer + norms)
+    assert read_bytes(model) == weight_bytes(model) - 2 * embedding
+    patched = hf_accel.patch(twin(model), weights="int8")
+    outputs = 2 * (256 + 128 + 128 + 256 + 512 + 512 + 256) + 512
+    assert read_bytes(patched) == head + 2 * layer + 2 * outputs + 2 * norms
+
+
+def test_a_tied_embedding_is_read_as_the_head() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from benchmarks.models import MODELS
+
+    tied = LlamaForCausalLM(LlamaConfig(**MODELS["tiny"], tie_word_embeddings=True))
+    assert read_bytes(tied) == weight_bytes(tied) == 4 * sum(p.numel() for p in tied.parameters())
+
+
+def test_bytes_of_a_tensor_that_holds_others() -> None:
+    class Wide:
+        inner = torch.zeros(10, dtype=torch.int8)
+
+        def __tensor_flatten__(self) -> tuple[list[str], None]:
+            return ["inner"], None
+
+    assert tensor_bytes(Wide()) == 10  # type: ignore[arg-type]
+
+
+# -- checks --------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_model_is_not_timed(model: PreTrainedModel) -> None:
+    wrong = load_model("tiny", seed=1)
+    with pytest.raises(WrongResultError, match=r"x: logits differ from stock's by 1\.\d+ of their norm, above 0\.5"):
+        check("x", wrong, model, tolerance=0.5, exact=False)
+    with pytest.raises(WrongResultError, match="x: tokens differ from stock's by more than rounding"):
+        check("x", wrong, model, tolerance=9, exact=True)
+
+
+def test_not_a_number_is_wrong(model: PreTrainedModel) -> None:
+    broken = load_model("tiny")
+    broken.lm_head.weight.data.fill_(torch.nan)
+    with pytest.raises(WrongResultError):
+        check("x", broken, model, tolerance=9, exact=False)
+
+
+def test_an_entrant_is_checked_before_it_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_of()
+    setup = next(s for s in SETUPS if s.name == "hf_accel int8")
+    monkeypatch.setattr(setup, "tolerance", 0.0)
+    with pytest.raises(WrongResultError, match="hf_accel int8"):
+        bench.entrant(setup)
+
+
+def test_the_stock_model_stays_stock() -> None:
+    bench = bench_of()
+    before = {name: p.clone() for name, p in bench.model.named_parameters()}
+    assert list(bench.entrants) == ["stock", *OURS.split(",")]
+    assert not hf_accel.is_patched(bench.model)
+    assert hf_accel.is_patched(bench.entrants["hf_accel int4"].model)
+    assert all(torch.equal(p, before[name]) for name, p in bench.model.named_parameters())
+
+
+def test_a_setup_that_refuses_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = next(s for s in SETUPS if s.name == "hf_accel int8")
+    monkeypatch.setattr(setup, "refuses", lambda: "it rains")
+    bench = bench_of()
+    assert "hf_accel int8" not in [s.name for s in bench.setups]
+    assert bench.refused == {"hf_accel int8": "it rains"}
+
+
+@pytest.mark.parametrize("name", ["stock", *OURS.split(",")])
+def test_generate_goes_on_from_a_filled_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_of(batch_tokens=4)
+    entrant = bench.entrants[name]
+    caches, forwards = [], []
+    filled_cache = bench.filled_cache
+    monkeypatch.setattr(bench, "filled_cache", lambda *a, **k: caches.append(filled_cache(*a, **k)) or caches[-1])
+    entrant.model.model.embed_tokens.register_forward_hook(lambda _, inputs, __: forwards.append(inputs[0].shape))
+    assert decode.run_filled(bench, entrant, 3).per_step > 0
+    assert forwards == [(3, 1)] * 4
+    assert caches[0].get_seq_length() == 24
+
+
+# -- timing and tables ---------------------------------------------------------------------------------
+
+
+def test_generation_times_are_in_order(model: PreTrainedModel) -> None:
+    timed = time_generate(model, torch.tensor([[1, 2, 3]]), num_new=5)
+    assert 0 < timed.first_token < timed.first_token + 4 * timed.per_step <= timed.total
+    assert time_generate(model, torch.tensor([[1]]), num_new=1).per_step == 0
+
+
+class Clock:
+    """A model that takes 5 seconds to the first token, 2 for each further one, and 1 to finish."""
+
+    now = 100.0
+
+    def generate(self, prompt: torch.Tensor, *, streamer: Any, max_new_tokens: int, **_: Any) -> torch.Tensor:
+        streamer.put(prompt)
+        for number in range(max_new_tokens):
+            self.now += 2 if number else 5
+            streamer.put(prompt[:, -1])
+        self.now += 1
+        return torch.cat([prompt, prompt.new_zeros(1, max_new_tokens)], dim=1)
+
+
+def test_generation_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
+    assert time_generate(clock, torch.ones(1, 3), num_new=4) == Generation(12.0, 5.0, 2.0)  # type: ignore[arg-type]
+
+
+def test_candidates_take_turns_and_the_warm_up_is_dropped() -> None:
+    calls: list[str] = []
+    record = {name: lambda name=name: calls.append(name) or len(calls) for name in "ab"}
+    assert take_turns(record, rounds=2) == {"a": [3, 5], "b": [4, 6]}
+    assert calls == list("ababab")
+    assert take_turns(record, rounds=1, warm_up=False) == {"a": [7], "b": [8]}
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    assert median_ratio([1.0, 10.0, 4.0], [0.5, 5.0, 1.0]) == 2.0  # the median seconds, 4 and 1, would say 4
+
+
+def test_ladder_rows() -> None:
+    rows = ladder.rows({"naive": 8.0, "cache": 2.0, "int8": 1.0})
+    assert [row["factor_ratio"] for row in rows] == [1, 4, 2]
+    assert [row["product"] for row in rows] == [1, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "text"),
+    [
+        ("setup", "stock", "stock"),
+        ("ratio", 2.5, "2.50x"),
+        ("product", 1234.0, "1,234.00x"),
+        ("step_seconds", 0.0123, "12.30 ms"),
+        ("patch_seconds", 12.0, "12.00 s"),
+        ("weight_bytes", 2.2e9, "2,200.00 MB"),
+        ("weight_bytes", 512, "512 B"),
+        ("waste_share", 0.015, "1.5%"),
+        ("tokens_per_second", 12.34, "12.3"),
+        ("unpatch_seconds", None, "-"),
+        ("batch", 4, "4"),
+    ],
+)
+def test_cells(column: str, value: Any, text: str) -> None:
+    assert cell(column, value) == text
+
+
+def test_markdown() -> None:
+    table = Table("a title", [{"setup": "stock", "step_seconds": 0.5}], "a note")
+    lines = table.markdown().splitlines()
+    assert lines == [
+        "### a title",
+        "",
+        "| setup | step seconds |",
+        "| --- | ---: |",
+        "| stock | 500.00 ms |",
+        "",
+        "a note",
+    ]
+
+
+def test_results_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "decode.json"
+    replace(path, "old")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        replace(path, "new")
+    assert path.read_text() == "old"
+
+
+def test_one_topic_leaves_the_others_results(tmp_path: Path) -> None:
+    for topic in ("one", "two"):
+        result = {"topic": topic, "date": "today", "command": "c", "model": "m", "refused": {"x": "it rains"}}
+        write(tmp_path, {**result, "machine": machine(), "versions": {}, "tables": []})
+    text = (tmp_path / "README.md").read_text()
+    assert "## one" in text and "## two" in text and "x did not take part: it rains." in text
+
+
+# -- waste and peaks -----------------------------------------------------------------------------------
+
+
+def test_lengths_are_exponential_and_bounded() -> None:
+    drawn = list(lengths(Settings(requests=5000)))
+    assert len(drawn) == 5000
+    assert min(drawn) >= 1 and max(drawn) == 2048
+    assert 460 < sum(drawn) / 5000 < 520  # 500 less what is cut off above 2048
+
+
+@pytest.mark.parametrize(("block_size", "low", "high"), [(16, 0.012, 0.02), (256, 0.17, 0.25), (2048, 0.6, 0.8)])
+def test_waste_of_exponential_lengths(block_size: int, low: float, high: float) -> None:
+    assert low < waste(Settings(requests=300), block_size) < high
+
+
+def test_no_more_sequences_run_than_fit() -> None:
+    pool = BlockPool(4, block_size=16)
+    waiting = iter(range(1, 100))
+    running = admit([(BlockTable(pool), 7)] * 30, waiting, pool)
+    assert [length for _, length in running[30:]] == [1, 2]
+    assert next(waiting) == 3
+
+
+def test_waste_of_a_single_token_per_request() -> None:
+    assert waste(Settings(requests=40, max_length=1), 16) == pytest.approx(15 / 16)
+
+
+def test_peak_counts_what_is_held_for_a_moment_only() -> None:
+    def allocate() -> None:
+        torch.ones(50 * 2**20, dtype=torch.uint8)
+
+    peak = peak_bytes(allocate)
+    if peak is None:
+        pytest.skip("this system does not tell the peak")
+    assert 0.9 < peak / (50 * 2**20) < 1.2
+    assert peak_bytes(lambda: None) < 2**21
+
+
+def test_quick_runs_leave_other_libraries_out() -> None:
+    peers = {setup.name for setup in SETUPS if setup.is_peer}
+    bench = bench_of(setups=(), quick=True)
+    assert not peers & {setup.name for setup in bench.setups}
+    assert bench.refused == dict.fromkeys(peers, "a quick run leaves other libraries out")
+
+
+def test_stock_takes_part_whatever_is_asked_for() -> None:
+    assert [setup.name for setup in bench_of(setups=("hf_accel int8",)).setups] == ["stock", "hf_accel int8"]
+    assert Stock().refuses() is None
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # theirs, not ours
+@pytest.mark.parametrize("name", [s.name for s in SETUPS if s.name.startswith(("bitsandbytes", "torchao"))])
+def test_peers_are_verified_too(name: str) -> None:
+    bench = bench_of(setups=(name,))
+    setup = next(s for s in SETUPS if s.name == name)
+    if setup.refuses():
+        pytest.skip(str(setup.refuses()))
+    model = bench.entrants[name].model
+    assert weight_bytes(model) < weight_bytes(bench.model)
