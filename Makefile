@@ -1,5 +1,7 @@
-# make demo   set up, then stock against patched on a real small model and on one larger than the caches
-# make test   set up, then the tests; make test-all adds the long statistical and random programmes
+# make demo      set up, then stock against patched on a small real model and on one larger than the caches
+# make test      set up, then the tests; make test-all adds the long statistical and random programmes
+# make check     lint, types and all tests; .ci/run does the same in a fresh virtual environment
+# make bench     the measurements behind benchmarks/results
 PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
@@ -28,9 +30,10 @@ bench: $(VENV)/.ready
 	$(RUN) -m benchmarks.run
 
 $(VENV)/.ready: pyproject.toml
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or later is needed: make PYTHON=python3.11')"
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --editable ".[dev]"
-	touch $@
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache

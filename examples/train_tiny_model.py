@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import platform
+import shutil
 import sysconfig
 import time
 from pathlib import Path
@@ -32,7 +33,7 @@ NOTICE = """\
 The weights and the tokenizer in this folder were trained, and heldout.txt was copied, from the
 source code of the Python {version} standard library:
     Copyright (c) 2001 Python Software Foundation; All Rights Reserved
-    Licensed under the Python Software Foundation License Version 2, https://docs.python.org/3/license.html
+    Licensed under the Python Software Foundation License Version 2, whose text is in LICENSE.txt
 The script is examples/train_tiny_model.py; its settings, seed and losses are in training.json.
 The model is a test object: it writes text that looks like Python, not programs that work.
 """
@@ -179,6 +180,7 @@ def save(args, model, tokenizer, heldout_texts, log, heldout_loss, num_tokens) -
         "loss": log,
     }
     (out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    shutil.copy(Path(sysconfig.get_paths()["stdlib"], "LICENSE.txt"), out)
 
 
 def main() -> None:

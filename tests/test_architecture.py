@@ -1,0 +1,198 @@
+"""The shape of the code: who imports whom, what is public, what is documented. See docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hf_accel
+
+PACKAGE = Path(hf_accel.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+FACTS = {"errors", "config", "hardware", "journal"}
+CORE = {  # room -> the rooms before it
+    "cache": set(),
+    "attention": {"cache"},
+    "linear": {"cache"},
+    "generation": {"cache", "attention", "linear"},
+}
+COMPOSITION = ["originals", "survey", "estimate", "explain", "plan", "patch", "verify"]  # each may use those before it
+BOOKKEEPING = {"cache.pool", "cache.prefix", "cache.table", "config", "errors"}  # and what that may use
+
+FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "other"}
+LONGEST_FILE = 360
+
+PUBLIC_NAMES = [
+    "AccelConfig",
+    "CacheConfig",
+    "Certificate",
+    "Estimate",
+    "HfAccelError",
+    "HfAccelWarning",
+    "OutOfBlocksError",
+    "PagedCache",
+    "PatchConfig",
+    "Plan",
+    "UnsupportedError",
+    "WeightConfig",
+    "estimate",
+    "is_patched",
+    "patch",
+    "patched",
+    "plan",
+    "stats",
+    "unpatch",
+    "verify",
+]
+KEYWORDS = {
+    "patch": ["weights", "attention", "cache", "fuse", "speculative", "keep_original", "deterministic", "config"],
+    "verify": ["reference", "tokenizer", "max_new_tokens"],
+    "estimate": [
+        "context", "batch", "weights", "kv_dtype", "dtype", "bandwidth", "compute", "price_per_hour", "device",
+    ],
+    "WeightConfig": [
+        "bits", "group_size", "symmetric", "activations", "method", "calibration", "skip", "head", "only_if_faster",
+    ],
+    "CacheConfig": ["block_size", "dtype", "max_tokens", "prefix_sharing"],
+}  # fmt: skip
+
+
+def module_name(path: Path) -> str:
+    """ "cache.pool" for hf_accel/cache/pool.py, "cache" for its __init__, "" for the package's own."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> set[str]:
+    """Absolute names of what a file imports anywhere, like "hf_accel.cache.pool"; not what only types need."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    package = ["hf_accel", *path.relative_to(PACKAGE).parent.parts]
+    return {name for node in nodes_at_run_time(tree) for name in imported(node, package)}
+
+
+def nodes_at_run_time(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            yield node
+            yield from nodes_at_run_time(node)
+
+
+def imported(node: ast.AST, package: list[str]) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    base = package[: len(package) - node.level + 1] if node.level else []
+    module = [*base, *(node.module or "").split(".")] if node.module else base
+    name = ".".join(module)
+    is_package = (PACKAGE.parent / Path(*module)).is_dir()
+    return [f"{name}.{alias.name}" if is_package and is_module(module, alias.name) else name for alias in node.names]
+
+
+def is_module(package: list[str], name: str) -> bool:
+    path = PACKAGE.parent / Path(*package) / name
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def inner(names: set[str]) -> set[str]:
+    """The modules of hf_accel among the names, without the prefix."""
+    return {name.removeprefix("hf_accel.") for name in names if name.split(".")[0] == "hf_accel"}
+
+
+def outer(names: set[str]) -> set[str]:
+    """The packages among the names that are neither hf_accel's nor Python's own."""
+    roots = {name.split(".")[0] for name in names}
+    return roots - set(sys.stdlib_module_names) - {"hf_accel"}
+
+
+def is_seam(module: str) -> bool:
+    return module.rpartition(".")[2] == "hf"
+
+
+def each_file(*rooms: str) -> list[object]:
+    return [pytest.param(p, id=module_name(p)) for p in FILES if module_name(p).split(".")[0] in rooms]
+
+
+def test_every_room_has_its_layer() -> None:
+    rooms = {module_name(path).split(".")[0] for path in FILES} - {""}
+    assert rooms == FACTS | CORE.keys() | set(COMPOSITION)
+
+
+@pytest.mark.parametrize("path", each_file(*FACTS))
+def test_facts_know_nothing_but_torch(path: Path) -> None:
+    names = imports(path)
+    assert outer(names) <= {"torch"}
+    assert {name.split(".")[0] for name in inner(names)} <= FACTS
+
+
+@pytest.mark.parametrize("path", each_file(*CORE))
+def test_core_rooms_stand_in_order(path: Path) -> None:
+    module = module_name(path)
+    room = module.split(".")[0]
+    names = imports(path)
+    assert {name.split(".")[0] for name in inner(names)} <= FACTS | {room} | CORE[room]
+    assert outer(names) <= ({"torch", "transformers"} if is_seam(module) else {"torch"})
+    if not is_seam(module):
+        assert not [name for name in inner(names) if is_seam(name)], "it would bring transformers with it"
+
+
+@pytest.mark.parametrize("path", each_file(*COMPOSITION))
+def test_composition_stands_in_order(path: Path) -> None:
+    names = imports(path)
+    room = module_name(path).split(".")[0]
+    before = set(COMPOSITION[: COMPOSITION.index(room) + 1])
+    assert {name.split(".")[0] for name in inner(names)} <= FACTS | CORE.keys() | before
+    assert outer(names) <= {"torch", "transformers", "safetensors"}
+
+
+@pytest.mark.parametrize("module", sorted(BOOKKEEPING))
+def test_bookkeeping_needs_no_torch(module: str) -> None:
+    names = imports(PACKAGE / (module.replace(".", "/") + ".py"))
+    assert not outer(names)
+    assert inner(names) <= BOOKKEEPING
+
+
+@pytest.mark.parametrize("path", [pytest.param(p, id=module_name(p) or "hf_accel") for p in FILES])
+def test_files_are_small_and_well_named(path: Path) -> None:
+    assert not FORBIDDEN_NAMES & {part.removesuffix(".py") for part in path.relative_to(PACKAGE).parts}
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST_FILE
+
+
+def test_public_names_are_a_decision() -> None:
+    assert sorted(hf_accel.__all__) == PUBLIC_NAMES
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_public_keywords_are_a_decision(name: str) -> None:
+    parameters = inspect.signature(getattr(hf_accel, name)).parameters.values()
+    assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == KEYWORDS[name]
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC_NAMES if name != "is_patched"])  # whose name says it all
+def test_public_names_are_documented(name: str) -> None:
+    documented = getattr(hf_accel, name).__doc__
+    assert documented and not documented.startswith(f"{name}("), "it needs words, not the signature of a dataclass"
+
+
+def public_definitions(path: Path) -> list[ast.FunctionDef | ast.ClassDef]:
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    return [n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.name.startswith("_")]
+
+
+def needs_words(node: ast.FunctionDef | ast.ClassDef) -> bool:
+    """Whether a definition is too long for its name and types to say it all."""
+    return node.end_lineno is not None and node.end_lineno - node.lineno > 10
+
+
+@pytest.mark.parametrize("path", [pytest.param(p, id=module_name(p) or "hf_accel") for p in FILES])
+def test_long_definitions_are_documented(path: Path) -> None:
+    definitions = public_definitions(path)
+    if len(definitions) == 1 and ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))):
+        return  # the file's own words are about it
+    assert [node.name for node in definitions if needs_words(node) and not ast.get_docstring(node)] == []

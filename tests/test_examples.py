@@ -1,0 +1,145 @@
+"""Every example runs, and what it prints is what it is there to show."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SHIPPED = EXAMPLES / "stdlib-tiny"
+COVERED = {"quickstart", "cache_reuse", "save_and_load", "estimate", "quality", "speed", "table", "train_tiny_model"}
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `python examples/x.py` has it: the examples' folder first on the path."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+
+def run(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+
+def test_no_example_is_left_out() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == COVERED
+
+
+def test_quickstart(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("quickstart", "--quick", monkeypatch=monkeypatch)
+    out = capsys.readouterr().out
+    sections = ["hf_accel plan: ", "stock transformers", "certificate: ", "bit for bit", "perplexity", "tokens/s"]
+    places = [out.find(section) for section in sections]
+    assert -1 not in places and places == sorted(places)
+    assert "DIFFER" not in out
+    assert out.count("def parse(") == 3
+    rows = table_rows(out)
+    assert [row[0] for row in rows] == [
+        "stock", "weights=None", "int8", "int4, group 128", "int8, int8 KV",
+        "stock", "weights=None", "int8", "int4, group 128",
+    ]  # fmt: skip
+    quality = {row[0]: row for row in rows[:5]}
+    # 4 layers, 2 heads of 64 numbers for K and V each: 2 bytes a number, or 1 and a 2-byte scale a head
+    assert quality["stock"][-1] == quality["int8"][-1] == f"{4 * 2 * 2 * 64 * 2:,} B"
+    assert quality["int8, int8 KV"][-1] == f"{4 * 2 * 2 * (64 + 2):,} B"
+
+
+def table_rows(out: str) -> list[list[str]]:
+    """The cells of all rows that end in bytes per token."""
+    lines = [line for line in out.splitlines() if line.endswith(" B")]
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+
+
+@pytest.mark.parametrize("arguments", [["--model", "/no/such/model"], ["--text", "/no/such/text"], ["--model", "."]])
+def test_quickstart_says_in_one_line_what_is_missing(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit:
+        run("quickstart", *arguments, monkeypatch=monkeypatch)
+    assert exit.value.code == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1 and arguments[1] in error
+
+
+def test_cache_reuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("cache_reuse", monkeypatch=monkeypatch)
+    out = capsys.readouterr().out.splitlines()
+    assert "1196 tokens: 0 known, 1196 computed" in out[1]
+    assert "1197 tokens: 1184 known, 13 computed" in out[2]  # 74 full blocks of 16
+    # 8 samples of 1191 + 16 tokens: 74 shared full blocks, and 2 of each row's own
+    assert "8 samples: 90 blocks, 608 if" in out[4]
+
+
+def test_save_and_load(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("save_and_load", monkeypatch=monkeypatch)
+    out = capsys.readouterr().out
+    assert "loaded patched: True" in out
+    assert "bit for bit: True" in out
+    assert "def parse(" in out
+
+
+def test_estimate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("estimate", monkeypatch=monkeypatch)
+    out = capsys.readouterr().out
+    assert [line.split()[-1] for line in out.splitlines() if line.startswith("fits")] == ["no", "no", "yes"]
+    assert "KV cache     bfloat16, 10.7 GB" in out  # 80 layers * 8 heads * 128 * 2 * 2 bytes * 32768 tokens
+    assert "KV cache     int8, 5.45 GB" in out  # a byte for each of them, and 2 for each head's scale
+
+
+def test_quality_measures_perplexity() -> None:
+    quality: Any = importlib.import_module("quality")
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED)
+    windows = torch.randint(2048, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        log_probabilities = model(windows).logits.double().log_softmax(-1)
+    chosen = log_probabilities[:, :-1].gather(-1, windows[:, 1:, None])
+    perplexity, kv_bytes = quality.measure(model, windows, None)
+    assert perplexity == pytest.approx(math.exp(-chosen.mean()), rel=1e-3)
+    assert kv_bytes == windows.numel() * 2048
+
+
+@pytest.mark.parametrize(("num_tokens", "shape"), [(2000, (3, 512)), (512, (1, 512)), (100, (1, 100))])
+def test_quality_cuts_windows(num_tokens: int, shape: tuple[int, int]) -> None:
+    quality: Any = importlib.import_module("quality")
+
+    def tokenizer(text: str, **keywords: Any) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.arange(5000)[None]}
+
+    windows = quality.read_windows(tokenizer, "", num_tokens)
+    assert windows.shape == shape
+    assert torch.equal(windows.flatten(), torch.arange(windows.numel()))
+
+
+def test_speed_makes_a_model_that_is_large_enough() -> None:
+    speed: Any = importlib.import_module("speed")
+    model = speed.large_model(200 * 10**6)
+    read = sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
+    layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+    assert 200 * 10**6 <= read < 200 * 10**6 + 1.01 * layer
+    assert all(torch.isfinite(p).all() and p.abs().max() > 0 for p in model.parameters())
+
+
+def test_table_aligns_its_columns() -> None:
+    table: Any = importlib.import_module("table")
+    assert table.table(["", "n"], [["one", "1"], ["two", "1,000"]]).splitlines() == [
+        "           n",
+        "  ---  -----",
+        "  one      1",
+        "  two  1,000",
+    ]
+
+
+@pytest.mark.long
+def test_train_tiny_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run("train_tiny_model", "--steps", "2", "--batch-size", "2", "--out", str(tmp_path), monkeypatch=monkeypatch)
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in SHIPPED.iterdir()}
+    assert "held-out perplexity" in capsys.readouterr().out
