@@ -1,0 +1,192 @@
+"""A PagedCache that the caller passes along: chats, shared prefixes, and stock models."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import hf_accel
+
+from .families import DECODER, FAMILIES, build, inputs, prompts
+
+BLOCK = 4
+
+
+@functools.cache
+def stock(family: str) -> PreTrainedModel:
+    return build(family)
+
+
+@functools.cache
+def patched(family: str) -> PreTrainedModel:
+    return hf_accel.patch(build(family), weights=None)
+
+
+def greedy(model: PreTrainedModel, ids: Tensor, **settings: Any) -> Tensor:
+    given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 8}
+    return model.generate(ids, **given | settings)
+
+
+def paged(model: PreTrainedModel, **settings: Any) -> hf_accel.PagedCache:
+    return hf_accel.PagedCache(model.config, block_size=BLOCK, **settings)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chat(family: str) -> None:
+    """Each turn gives the whole conversation and the cache of the last one, as transformers' chats do."""
+    conversations = []
+    for model in (stock(family), patched(family)):
+        given = inputs("left")
+        ids, mask, cache = given["input_ids"], given["attention_mask"], None
+        for turn in range(3):
+            settings = {"do_sample": False, "max_new_tokens": 6, "return_dict_in_generate": True}
+            output = model.generate(ids, attention_mask=mask, past_key_values=cache, **settings)
+            cache = output.past_key_values
+            ids = torch.cat([output.sequences, prompts(len(ids), 5, seed=10 + turn)], dim=1)
+            mask = torch.cat([mask, mask.new_ones(len(ids), 11)], dim=1)
+        assert isinstance(cache, hf_accel.PagedCache) == hf_accel.is_patched(model)
+        conversations.append(ids)
+    assert torch.equal(*conversations)
+
+
+def test_shared_prefix_is_found_again() -> None:
+    model = patched("llama")
+    cache = paged(model)
+    first, second = prompts(1, 13), prompts(1, 13)
+    second[:, 9:] = prompts(1, 4, seed=7)
+    for ids, hits in ((first, 0), (second, 2), (first, 3)):  # full blocks of 4 among the first 9 and 13 tokens
+        cache.reset()
+        before = cache.statistics()["prefix_hits"]
+        actual = greedy(model, ids, past_key_values=cache)
+        assert torch.equal(actual, greedy(stock("llama"), ids))
+        assert cache.statistics()["prefix_hits"] - before >= hits
+        assert (cache.statistics()["prefix_hits"] > before) == (hits > 0)
+
+
+@pytest.mark.parametrize("layout", ["left", "right"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_again_with_the_same_cache(family: str, layout: str) -> None:
+    model, cache = patched(family), paged(patched(family))
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8}
+    expected = stock(family).generate(**inputs(layout), **settings)
+    for _ in range(3):
+        cache.reset()
+        assert torch.equal(model.generate(**inputs(layout), **settings, past_key_values=cache), expected)
+
+
+def test_known_prompt_is_not_computed_again() -> None:
+    model, cache = patched("llama"), paged(patched("llama"))
+    computed = []
+    handle = model.model.layers[0].mlp.register_forward_pre_hook(lambda _, args: computed.append(args[0].shape[1]))
+    try:
+        for _ in range(2):
+            cache.reset()
+            greedy(model, prompts(2, 13), past_key_values=cache, max_new_tokens=2)
+    finally:
+        handle.remove()
+    assert computed == [13, 1, 1, 1]  # 12 of 13 tokens stand in full blocks
+
+
+def test_equal_rows_are_stored_once() -> None:
+    model = patched("llama")
+    used = []
+    for rows in (1, 4):
+        cache = paged(model)
+        with torch.no_grad():
+            model(prompts(1, 12).expand(rows, -1), past_key_values=cache)
+        used.append(cache.statistics()["blocks_used"])
+    assert used == [3, 3]
+
+
+def test_prefix_sharing_off() -> None:
+    model = patched("llama")
+    cache = paged(model, prefix_sharing=False)
+    for _ in range(2):
+        cache.reset()
+        assert torch.equal(
+            greedy(model, prompts(2, 13), past_key_values=cache), greedy(stock("llama"), prompts(2, 13))
+        )
+    assert cache.statistics()["prefix_lookups"] == 0
+
+
+# -- what makes equal tokens have unequal keys ---------------------------------------------------------
+
+
+def test_changed_weights_drop_the_prefixes() -> None:
+    model = hf_accel.patch(build("llama"), weights=None)
+    cache = paged(model)
+    greedy(model, prompts(1, 13), past_key_values=cache)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(-1)
+    cache.reset()
+    assert torch.equal(greedy(model, prompts(1, 13), past_key_values=cache), greedy(model, prompts(1, 13)))
+    assert cache.statistics()["prefix_hits"] == 0
+
+
+def test_another_patch_drops_the_prefixes() -> None:
+    model = build("llama")
+    cache = paged(model)
+    for weights in ("int8", "int4"):
+        with hf_accel.patched(model, weights=hf_accel.WeightConfig(bits=int(weights[3:]), group_size=32)):
+            cache.reset()
+            greedy(model, prompts(1, 13), past_key_values=cache)
+    assert cache.statistics()["prefix_hits"] == 0
+
+
+def test_other_positions_are_not_a_prefix() -> None:
+    model, cache = patched("llama"), paged(patched("llama"))
+    ids = prompts(1, 13)
+    with torch.no_grad():
+        for offset in (0, 5):
+            cache.reset()
+            model(ids, position_ids=torch.arange(13)[None] + offset, past_key_values=cache)
+    assert cache.statistics()["prefix_hits"] == 0
+
+
+def test_embeddings_are_not_a_prefix() -> None:
+    model, cache = patched("llama"), paged(patched("llama"))
+    for seed in (1, 2):
+        embeddings = model.get_input_embeddings()(prompts(1, 13, seed=seed)).detach()
+        cache.reset()
+        settings: dict[str, Any] = {"inputs_embeds": embeddings, "do_sample": False, "max_new_tokens": 8}
+        assert torch.equal(model.generate(**settings, past_key_values=cache), stock("llama").generate(**settings))
+
+
+def test_rotary_scaling_by_length_shares_no_prefix() -> None:
+    """Dynamic NTK rotates keys by the length of the input, once that is more than the model was made for."""
+    scaling = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    config = LlamaConfig(**DECODER, max_position_embeddings=8, rope_parameters=scaling)
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(config).eval()
+    model = hf_accel.patch(LlamaForCausalLM(config).eval(), weights=None)
+    model.load_state_dict(plain.state_dict())
+    cache = paged(model)
+    for length in (13, 26):
+        cache.reset()
+        ids = prompts(1, 26)[:, :length]
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            actual = model(ids[:, :1], past_key_values=cache).logits
+            expected = plain(ids[:, :1], past_key_values=plain(ids).past_key_values).logits
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+# -- stock models --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["single", "left", "right"])
+@pytest.mark.parametrize("mode", ["greedy", "beam", "sampling"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stock_model_over_a_paged_cache(family: str, mode: str, layout: str) -> None:
+    settings: dict[str, Any] = {"greedy": {}, "beam": {"num_beams": 3}, "sampling": {"do_sample": True}}[mode]
+    outputs = []
+    for cache in (None, paged(stock(family))):
+        torch.manual_seed(0)
+        given = {"do_sample": False, "max_new_tokens": 12} | settings | inputs(layout)
+        outputs.append(stock(family).generate(**given, past_key_values=cache))
+    assert torch.equal(*outputs)

@@ -1,0 +1,139 @@
+"""Models of which a part stays stock: the plan says which and why, and nothing they compute changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    FalconConfig,
+    FalconForCausalLM,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import hf_accel
+
+from .families import DECODER, PADDING, VOCABULARY, inputs
+from .snapshot import snapshot
+
+TINY: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "initializer_range": 0.25,
+    "pad_token_id": PADDING,
+    "eos_token_id": None,
+}
+
+
+def falcon() -> PreTrainedModel:
+    return FalconForCausalLM(FalconConfig(**TINY))
+
+
+def bert() -> PreTrainedModel:
+    return BertForSequenceClassification(BertConfig(**TINY, intermediate_size=64, num_labels=3))
+
+
+def llama_classifier() -> PreTrainedModel:
+    return LlamaForSequenceClassification(LlamaConfig(**DECODER, num_labels=3))
+
+
+def t5() -> PreTrainedModel:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    tokens = {"vocab_size": VOCABULARY, "pad_token_id": PADDING, "decoder_start_token_id": PADDING}
+    return T5ForConditionalGeneration(T5Config(**sizes, **tokens, eos_token_id=None, initializer_factor=3.0))
+
+
+def build(make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return make().eval()
+
+
+@torch.no_grad()
+def run(model: PreTrainedModel) -> Tensor:
+    if model.can_generate():
+        return model.generate(**inputs("left"), max_new_tokens=10, do_sample=False)
+    return model(**inputs("left")).logits
+
+
+STOCK = {  # topic -> what the reason must say
+    falcon: {"attention": "AttentionInterface", "cache": "AttentionInterface", "generate": "no paged cache"},
+    t5: {"attention": "encoder-decoder", "cache": "encoder-decoder", "generate": "no paged cache"},
+    bert: {"cache": "does not generate text", "generate": "no paged cache"},
+    llama_classifier: {"cache": "does not generate text", "generate": "no paged cache"},
+}
+
+
+@pytest.mark.parametrize("make", STOCK)
+def test_plan_says_why(make: Callable[[], PreTrainedModel]) -> None:
+    choices = hf_accel.plan(build(make)).to_dict()["choices"]
+    stock = {choice["topic"]: choice["reason"] for choice in choices if choice["choice"] == "stock"}
+    assert stock.keys() == STOCK[make].keys()
+    for topic, reason in STOCK[make].items():
+        assert reason in stock[topic]
+
+
+@pytest.mark.parametrize("make", STOCK)
+def test_nothing_changes(make: Callable[[], PreTrainedModel]) -> None:
+    model = build(make)
+    expected = run(model)
+    hf_accel.patch(model, weights=None)
+    torch.testing.assert_close(run(model), expected)
+    hf_accel.unpatch(model)
+    assert torch.equal(run(model), expected)
+
+
+@pytest.mark.parametrize("make", [falcon, t5])
+def test_attention_stays_stock(make: Callable[[], PreTrainedModel]) -> None:
+    model = build(make)
+    implementation = model.config._attn_implementation
+    hf_accel.patch(model, weights=None)
+    assert model.config._attn_implementation == implementation
+    assert not any("_hf_accel_attention" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("make", [bert, llama_classifier])
+def test_quantized(make: Callable[[], PreTrainedModel]) -> None:
+    model = build(make)
+    expected = run(model)
+    hf_accel.patch(model, weights="int8")
+    assert 0 < (run(model) - expected).norm() / expected.norm() < 0.05
+    hf_accel.unpatch(model)
+    assert torch.equal(run(model), expected)
+
+
+@pytest.mark.parametrize("make", STOCK)
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_undo(make: Callable[[], PreTrainedModel], weights: str | None) -> None:
+    model = build(make)
+    if not model.config.is_encoder_decoder:
+        before = snapshot(model)
+        run(hf_accel.patch(model, weights=weights))
+        hf_accel.unpatch(model)
+        assert snapshot(model) == before
+    else:
+        expected = run(model)
+        run(hf_accel.patch(model, weights=weights))
+        hf_accel.unpatch(model)
+        assert torch.equal(run(model), expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "keyword"), [(bert, "cache"), (t5, "cache"), (falcon, "cache"), (t5, "attention"), (falcon, "attention")]
+)
+def test_explicit_request_is_an_error(make: Callable[[], PreTrainedModel], keyword: str) -> None:
+    model = build(make)
+    value = {"cache": "paged", "attention": "sdpa"}[keyword]
+    with pytest.raises(hf_accel.UnsupportedError, match=rf"{keyword}= was asked for, but .*; leave {keyword}= out"):
+        hf_accel.patch(model, **{keyword: value})
+    assert not hf_accel.is_patched(model)

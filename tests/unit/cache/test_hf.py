@@ -1,0 +1,466 @@
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import random
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    Gemma2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3NextConfig,
+)
+
+from hf_accel import CacheConfig, OutOfBlocksError, PagedCache, UnsupportedError
+from hf_accel.cache.hf import PAGED_HANDLE, layer_windows
+
+from .programme import DIM, HEADS, LAYERS, Pair, check_blocks
+
+BLOCK = 4
+WINDOW = 8
+SIZES: dict[str, Any] = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "hidden_size": HEADS * DIM}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "full": LlamaConfig(**SIZES),
+    "sliding": MistralConfig(**SIZES, sliding_window=WINDOW),
+    "mixed": Gemma2Config(**SIZES, sliding_window=WINDOW),
+}
+
+
+def paged(kind: str = "full", **settings: Any) -> PagedCache:
+    return PagedCache(CONFIGS[kind], **{"block_size": BLOCK} | settings)
+
+
+def used(cache: PagedCache) -> int:
+    return int(cache.statistics()["blocks_used"])
+
+
+def fill(cache: PagedCache, batch: int, columns: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random columns into every layer; returns what the last layer's update did."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(LAYERS):
+        keys, values = torch.randn(2, batch, HEADS, columns, DIM, generator=generator)
+        out = cache.update(keys, values, layer)
+    return out
+
+
+def contents(cache: PagedCache) -> list[Tensor]:
+    return [tensor.clone() for layer in cache.paged_layers for tensor in layer.columns()]
+
+
+# -- as a DynamicCache ---------------------------------------------------------------------------------
+
+
+def run_programme(kind: str, seed: int, operations: int, **settings: Any) -> None:
+    generator = random.Random(seed)
+    window = None if kind == "full" else WINDOW
+    pairs = [Pair(paged(kind, capacity=BLOCK, **settings), DynamicCache(), window)]
+    for _ in range(operations):
+        pair = generator.choice(pairs)
+        operation = generator.choices(
+            ["append", "crop", "reorder", "repeat", "select", "reset", "fork", "drop"], [12, 4, 3, 2, 2, 1, 1, 1]
+        )[0]
+        if operation == "append" or not pair.columns:
+            pair.append(generator)
+        elif operation == "fork" and len(pairs) < 4:
+            pairs.append(pair.fork())
+        elif operation == "drop" and len(pairs) > 1:
+            pairs.remove(pair)
+            del pair
+        elif operation == "reset":
+            pair.reset()
+        elif operation in ("crop", "reorder", "repeat", "select"):
+            getattr(pair, operation)(generator)
+        check_blocks(*(p.paged for p in pairs))
+        for pair in pairs:
+            assert pair.paged.get_seq_length() == pair.columns
+            assert pair.paged.batch_size == (pair.batch or -1)
+
+
+@pytest.mark.parametrize("block_size", [1, BLOCK])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_random_programme_equals_dynamic_cache(kind: str, block_size: int) -> None:
+    run_programme(kind, 0, 300, block_size=block_size)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(1, 11))
+@pytest.mark.parametrize("block_size", [1, 2, 3, BLOCK, 16])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_long_random_programme_equals_dynamic_cache(kind: str, block_size: int, seed: int) -> None:
+    run_programme(kind, seed, 1000, block_size=block_size)
+
+
+def test_int8_keys_and_values_are_within_half_a_step() -> None:
+    cache = paged(dtype="int8")
+    generator = torch.Generator().manual_seed(0)
+    given = torch.randn(2, 2, HEADS, 11, DIM, generator=generator)
+    for actual, expected in zip(cache.update(given[0], given[1], 0), given, strict=True):
+        step = expected.abs().amax(-1, keepdim=True) / 127
+        assert ((actual - expected).abs() <= step * 0.5001).all()
+
+
+# -- padding, tokens and prefixes: as a patched model drives it ----------------------------------------
+
+
+class Told:
+    """A PagedCache that is told each pass's mask and token ids, and what each token's key then is.
+
+    A key stands for its token and all tokens before it, so that a block that is shared wrongly is seen.
+    """
+
+    def __init__(self, cache: PagedCache) -> None:
+        self.cache = cache
+        self.ids: Tensor = torch.empty(0, 0, dtype=torch.int64)
+        self.mask: Tensor = torch.empty(0, 0, dtype=torch.bool)
+
+    def start(self, ids: Tensor, mask: Tensor, salt: bytes) -> None:
+        self.cache.reset()
+        self.ids, self.mask = ids[:, :0], mask[:, :0]
+        skipped = self.cache.adopt_prefix(ids, mask, salt)
+        self.ids, self.mask = ids[:, :skipped], mask[:, :skipped]
+        self.go_on(ids[:, skipped:], mask[:, skipped:], salt)
+
+    def go_on(self, ids: Tensor, mask: Tensor, salt: bytes | None = None) -> None:
+        fresh = not self.ids.shape[1]
+        self.ids, self.mask = torch.cat([self.ids, ids], 1), torch.cat([self.mask, mask], 1)
+        self.cache.prepare(*ids.shape, device=ids.device, mask=self.mask, token_ids=ids, salt=salt if fresh else None)
+        for layer in range(LAYERS):
+            keys = self.keys(layer)[:, :, -ids.shape[1] :]
+            returned, _ = self.cache.update(keys, -keys, layer)
+            assert getattr(returned, PAGED_HANDLE).layer is self.cache.layers[layer]
+            self.cache.unread = None  # as attention does when it reads the pages
+        self.check()
+
+    def keys(self, layer: int) -> Tensor:
+        """[B, H, T, D], integers that float32 holds exactly; zero in the padding."""
+        histories = torch.zeros(self.ids.shape)
+        running = torch.zeros(len(self.ids), dtype=torch.int64)
+        for column in range(self.ids.shape[1]):
+            real = self.mask[:, column]
+            running = torch.where(real, (running * 31 + self.ids[:, column] + 1) % 10007, running)
+            histories[:, column] = torch.where(real, running + 20000 * layer + 1, 0)
+        return histories[:, None, :, None].expand(-1, HEADS, -1, DIM).contiguous()
+
+    def check(self) -> None:
+        for number, layer in enumerate(self.cache.paged_layers):
+            expected = self.keys(number)
+            seen = slice(max(0, expected.shape[2] - WINDOW) if layer.is_sliding else 0, None)
+            keys, values = layer.columns()
+            assert torch.equal(keys[:, :, seen], expected[:, :, seen])
+            assert torch.equal(values[:, :, seen], -expected[:, :, seen])
+        check_blocks(self.cache)
+
+
+def run_told(kind: str, seed: int, prompts: int, **settings: Any) -> Told:
+    """Prompts over few token ids, so that prefixes repeat; each goes on for a while."""
+    generator = torch.Generator().manual_seed(seed)
+    choose = random.Random(seed)
+    told = Told(paged(kind, **settings))
+    known = torch.randint(0, 2, (4, 24), generator=generator)
+    for _ in range(prompts):
+        batch, length = choose.randint(1, 4), choose.randint(1, 20)
+        ids = known[torch.randint(0, 4, (batch,), generator=generator), :length].clone()
+        ids[:, -1] = torch.randint(0, 3, (batch,), generator=generator)
+        pads = torch.randint(0, length, (batch, 1), generator=generator) * choose.randint(0, 1)
+        columns = torch.arange(length)
+        mask = columns >= pads if choose.random() < 0.6 else columns < length - pads
+        if choose.random() < 0.5:  # equal tokens at unequal columns
+            ids = torch.stack([row.roll(int(pad)) for row, pad in zip(ids, pads, strict=True)])
+        told.start(ids, mask, salt=choose.choice([b"a", b"a", b"a", b"b"]))
+        for _ in range(choose.randint(0, 10)):
+            new = choose.randint(1, 3)
+            more = torch.randint(0, 3, (len(told.ids), new), generator=generator)
+            told.go_on(more, torch.ones(more.shape, dtype=torch.bool))
+            if choose.random() < 0.3:
+                beams = torch.randint(0, len(told.ids), (len(told.ids),), generator=generator)
+                told.cache.reorder_cache(beams)
+                told.ids, told.mask = told.ids[beams], told.mask[beams]
+            if choose.random() < 0.3 and new > 1:
+                told.cache.crop(-1)
+                told.ids, told.mask = told.ids[:, :-1], told.mask[:, :-1]
+    return told
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_random_prompts(kind: str) -> None:
+    told = run_told(kind, 0, 60, capacity=64)
+    assert (told.cache.statistics()["prefix_hits"] > 0) == (kind != "sliding")
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_random_prompts_that_evict_each_other(kind: str) -> None:
+    run_told(kind, 1, 60, max_tokens=4 * 56)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2, 12))
+@pytest.mark.parametrize("block_size", [1, 3, BLOCK])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_more_random_prompts(kind: str, block_size: int, seed: int) -> None:
+    run_told(kind, seed, 200, block_size=block_size)
+
+
+@pytest.mark.parametrize("lengths", [(13, 1, 8), (0, 5, 4), (12, 12, 12)])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_padding_takes_no_blocks(kind: str, side: str, lengths: tuple[int, ...]) -> None:
+    cache = paged(kind, prefix_sharing=False)
+    columns, tokens = torch.arange(13), torch.tensor(lengths)[:, None]
+    mask = columns >= 13 - tokens if side == "left" else columns < tokens
+    cache.prepare(3, 13, device=mask.device, mask=mask)
+    groups = len(cache.sequences.groups)
+    assert used(cache) == groups * sum(-(-length // BLOCK) for length in lengths)
+
+
+@pytest.mark.parametrize("num_new", [1, 3])
+@pytest.mark.parametrize("kind", ["sliding", "mixed"])
+def test_sliding_layers_free_blocks_behind_the_window(kind: str, num_new: int) -> None:
+    cache = paged(kind)
+    sliding = next(i for i, g in enumerate(cache.sequences.groups) if g.window is not None)
+    fill(cache, 2, 30)
+    for _ in range(200 // num_new):
+        fill(cache, 2, num_new)
+        # the window of the first new token, the new tokens, and up to a block less one on either side
+        most = -(-(WINDOW - 1 + num_new + 2 * (BLOCK - 1)) // BLOCK)
+        assert cache.sequences.groups[sliding].pool.num_used <= 2 * most
+    if kind == "mixed":
+        full = cache.sequences.groups[1 - sliding]
+        assert full.pool.num_used == 2 * -(-cache.get_seq_length() // BLOCK)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_repeated_prompt_is_stored_once(kind: str) -> None:
+    cache = paged(kind)
+    fill(cache, 1, 7)
+    groups = len(cache.sequences.groups)
+    assert used(cache) == groups * 2
+    cache.batch_repeat_interleave(5)
+    assert used(cache) == groups * 2
+    fill(cache, 5, 1)  # into the second block, of which each row needs its own
+    assert used(cache) == groups * (1 + 5)
+
+
+def test_reset_gives_back_every_block() -> None:
+    cache = paged("mixed")
+    fill(cache, 3, 10)
+    cache.reset()
+    assert used(cache) == 0
+    assert (cache.get_seq_length(), cache.batch_size) == (0, -1)
+    fill(cache, 2, 3)
+    assert cache.get_seq_length() == 3
+
+
+def test_deepcopy_shares_until_written() -> None:
+    cache = paged()
+    fill(cache, 2, 6)
+    before, blocks = contents(cache), used(cache)
+    fork = copy.deepcopy(cache)
+    assert used(cache) == blocks
+    fill(fork, 2, 1, seed=1)
+    assert used(cache) == blocks + 2  # one block a row
+    assert all(torch.equal(a, b) for a, b in zip(contents(cache), before, strict=True))
+    fill(cache, 2, 1, seed=2)
+    for ours, theirs, old in zip(contents(cache), contents(fork), before, strict=True):
+        assert torch.equal(ours[:, :, :6], old)
+        assert torch.equal(theirs[:, :, :6], old)
+        assert not torch.equal(ours[:, :, 6], theirs[:, :, 6])
+    del fork
+    check_blocks(cache)
+
+
+def test_pages_are_freed_with_the_cache() -> None:
+    """At once, and not when the garbage collector next runs: each generate() makes a cache."""
+    gc.disable()
+    try:
+        cache = paged("mixed")
+        fill(cache, 1, 5)
+        pages = [weakref.ref(group.storages[i]) for i, group in enumerate(cache.sequences.groups)]
+        del cache
+        assert [page() for page in pages] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_pickle() -> None:
+    cache = paged("mixed")
+    fill(cache, 2, 6)
+    other = pickle.loads(pickle.dumps(cache))
+    assert all(torch.equal(a, b) for a, b in zip(contents(cache), contents(other), strict=True))
+    fill(other, 2, 3, seed=1)
+    fill(cache, 2, 3, seed=1)
+    assert all(torch.equal(a, b) for a, b in zip(contents(cache), contents(other), strict=True))
+
+
+# -- a fixed capacity ----------------------------------------------------------------------------------
+
+
+def test_out_of_blocks_changes_nothing() -> None:
+    cache = paged(max_tokens=4 * BLOCK)
+    fill(cache, 2, 6)
+    before = contents(cache)
+    with pytest.raises(OutOfBlocksError, match=r"all 4 blocks of 4 tokens .*max_tokens"):
+        fill(cache, 2, 3)
+    assert cache.get_seq_length() == 6
+    assert all(torch.equal(a, b) for a, b in zip(contents(cache), before, strict=True))
+    check_blocks(cache)
+    fill(cache, 2, 2)
+    cache.crop(-5)
+    fill(cache, 2, 5)
+    assert cache.get_seq_length() == 8
+
+
+@pytest.mark.parametrize("kind", ["full", "mixed"])
+def test_out_of_blocks_on_the_first_pass(kind: str) -> None:
+    cache = paged(kind, max_tokens=2 * BLOCK)
+    with pytest.raises(OutOfBlocksError):
+        fill(cache, 1, 3 * BLOCK)
+    cache.reset()
+    fill(cache, 2, BLOCK)
+    assert used(cache) == 2 * len(cache.sequences.groups)
+
+
+def test_grows_as_needed() -> None:
+    cache = paged(capacity=1)
+    keys, _ = fill(cache, 3, 50)
+    assert keys.shape == (3, HEADS, 50, DIM)
+    assert cache.statistics()["blocks_allocated"] >= 3 * 13
+
+
+# -- a pass that stops half-way ------------------------------------------------------------------------
+
+
+def test_half_a_pass_is_taken_back() -> None:
+    cache = paged()
+    fill(cache, 1, 6)
+    before = contents(cache)
+    states = torch.ones(1, HEADS, 3, DIM)
+    cache.update(states, states, 0)  # and then the model raised
+    fill(cache, 1, 2, seed=5)
+    assert cache.get_seq_length() == 8
+    for now, old in zip(contents(cache), before, strict=True):
+        assert torch.equal(now[:, :, :6], old)
+
+
+def test_attention_that_did_not_read_the_pages_is_an_error() -> None:
+    cache = paged()
+    states = torch.ones(1, HEADS, 3, DIM)
+    cache.prepare(1, 3, device=states.device)
+    cache.update(states, states, 0)
+    with pytest.raises(UnsupportedError, match=r"layer 0 did not read the paged cache.*cache=None"):
+        cache.update(states, states, 1)
+
+
+# -- statistics and the rest of the protocol -----------------------------------------------------------
+
+
+def test_statistics() -> None:
+    cache = paged(capacity=40)
+    fill(cache, 2, 6)
+    assert cache.statistics() == {
+        "block_size": BLOCK,
+        "blocks_used": 4,
+        "blocks_allocated": 10,
+        "kv_bytes": 4 * BLOCK * LAYERS * 2 * HEADS * DIM * 4,
+        "waste": 1 - 12 / 16,
+        "prefix_lookups": 0,
+        "prefix_hits": 0,
+    }
+
+
+def test_waste_counts_a_shared_block_once() -> None:
+    cache = paged()
+    fill(cache, 1, 6)
+    cache.batch_repeat_interleave(3)
+    assert cache.statistics()["waste"] == 1 - 6 / 8
+
+
+def test_protocol() -> None:
+    cache = paged("mixed")
+    assert not cache.is_initialized
+    assert len(cache.layers) == LAYERS
+    assert cache.layers[0].keys is None
+    fill(cache, 2, 5)
+    assert cache.is_initialized
+    assert cache.is_sliding == DynamicCache(config=CONFIGS["mixed"]).is_sliding
+    assert cache.get_mask_sizes(3, 0) == (8, 0)
+    assert cache.get_max_length() == -1
+    assert cache.layers[0].keys.shape == (2, HEADS, 5, DIM)
+    assert torch.equal(cache.layers[1].values, cache.layers[1].columns()[1])
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (CONFIGS["full"], [None, None]),
+        (CONFIGS["sliding"], [WINDOW, WINDOW]),
+        (CONFIGS["mixed"], [WINDOW, None]),
+    ],
+)
+def test_layer_windows(config: PreTrainedConfig, windows: list[int | None]) -> None:
+    assert layer_windows(config) == windows
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Llama4TextConfig(**SIZES), "chunked attention"),
+        (Qwen3NextConfig(**SIZES), "cannot hold a Linear"),
+        (MambaConfig(num_hidden_layers=2), "cannot hold|no decoder layers"),
+    ],
+)
+def test_layers_that_cannot_be_paged(config: PreTrainedConfig, reason: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"({reason}).*(cache=None|needs some)"):
+        PagedCache(config)
+
+
+def test_bad_input() -> None:
+    with pytest.raises(UnsupportedError, match="not both"):
+        PagedCache(CONFIGS["full"], CacheConfig(), block_size=8)
+    cache = paged()
+    fill(cache, 2, 5)
+    with pytest.raises(ValueError, match=r"crop\(3\) must be negative"):
+        cache.crop(3)
+    with pytest.raises(UnsupportedError, match=r"holds 2 sequences and the input has 3; call cache.reset\(\)"):
+        fill(cache, 3, 1)
+    with pytest.raises(UnsupportedError, match="offload"):
+        cache.layers[0].offload()
+    assert cache.get_seq_length() == 5
+
+
+def test_bad_masks() -> None:
+    cpu = torch.device("cpu")
+    cache = paged()
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    mask[0, :2] = False
+    cache.prepare(2, 5, device=cpu, mask=mask)
+    for layer in cache.paged_layers:
+        layer.num_columns = 5  # as after a whole pass
+    with pytest.raises(UnsupportedError, match=r"no attention_mask; pass attention_mask \[2, 6\]"):
+        cache.prepare(2, 1, device=cpu)
+    with pytest.raises(UnsupportedError, match=r"shape \(2, 5\).*must be \(2, 6\)"):
+        cache.prepare(2, 1, device=cpu, mask=mask)
+    with pytest.raises(UnsupportedError, match="start from an empty cache"):
+        cache.prepare(2, 1, device=cpu, mask=torch.ones(2, 6, dtype=torch.bool))
+    cache.prepare(2, 1, device=cpu, mask=torch.cat([mask, mask[1:].new_ones(2, 1)], 1))
+
+
+def test_crop_behind_a_window_is_refused() -> None:
+    cache = paged("sliding")
+    fill(cache, 1, 30)
+    fill(cache, 1, 1)  # lets go of all before token 30 - WINDOW + 1, whole blocks
+    before = used(cache)
+    with pytest.raises(UnsupportedError, match=r"sliding window of 8 needs those from 15 on.*from 20 on"):
+        cache.crop(-9)
+    assert (cache.get_seq_length(), used(cache)) == (31, before)
+    cache.crop(-4)
+    assert cache.get_seq_length() == 27

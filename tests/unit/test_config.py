@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from hf_accel import CacheConfig, PatchConfig, UnsupportedError, WeightConfig
+from hf_accel.config import Default
+
+
+def test_defaults() -> None:
+    config = PatchConfig.build()
+    assert config.weights == WeightConfig(bits=8, activations="auto", head="int8")
+    assert config.cache == CacheConfig(block_size=16, dtype="auto", max_tokens=None, prefix_sharing=True)
+    assert (config.attention, config.keep_original, config.speculative) == ("auto", "auto", None)
+    assert config.explicit == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("word", "config"),
+    [
+        (None, None),
+        ("int8", WeightConfig()),
+        ("int4", WeightConfig(bits=4, group_size=128)),
+        ("auto", WeightConfig(only_if_faster=True)),
+        ({"bits": 4, "group_size": 32}, WeightConfig(bits=4, group_size=32)),
+        (WeightConfig(skip="lm_head"), WeightConfig(skip=("lm_head",))),
+    ],
+)
+def test_weights(word: Any, config: WeightConfig | None) -> None:
+    assert PatchConfig.build(weights=word).weights == config
+
+
+@pytest.mark.parametrize(
+    ("word", "config"),
+    [
+        (None, None),
+        ("paged", CacheConfig()),
+        ({"dtype": "int8"}, CacheConfig(dtype="int8")),
+        (CacheConfig(max_tokens=5), CacheConfig(max_tokens=5)),
+    ],
+)
+def test_cache(word: Any, config: CacheConfig | None) -> None:
+    assert PatchConfig.build(cache=word).cache == config
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"weight": "int8"}, r"unknown keyword 'weight'; did you mean 'weights'\?"),
+    ({"attn": "sdpa"}, r"unknown keyword 'attn'"),
+    ({"xyz": 1}, "unknown keyword 'xyz'; known are attention, cache"),
+    ({"explicit": {"cache"}}, "unknown keyword 'explicit'"),
+    ({"weights": "nf4"}, "'nf4' is not supported yet; use 'int4'"),
+    ({"weights": "int3"}, "weights='int3' is not known; choose one of None, 'int8', 'int4', 'auto'"),
+    ({"weights": 8}, "weights=8 is not known"),
+    ({"weights": {"bits": 3}}, "bits=3 is not known; choose one of 8, 4"),
+    ({"weights": {"bits": True}}, "bits=True is not known"),
+    ({"weights": {"bits": 4, "group_size": 48}}, "group_size=48 is not known; choose one of 32, 64, 128"),
+    ({"weights": {"activations": "fp8"}}, "activations='fp8' is not known"),
+    ({"weights": {"head": "int4"}}, "head='int4' is not known"),
+    ({"weights": {"symmetric": False}}, "symmetric=False is not supported yet; leave it True"),
+    ({"weights": {"method": "gptq"}}, "method='gptq' is not supported yet; use method='rtn'"),
+    ({"weights": {"calibration": ["text"]}}, "calibration= is only read by methods"),
+    ({"weights": {"skip": [3]}}, "must hold module names"),
+    ({"weights": {"skip": [""]}}, "must hold module names"),
+    ({"weights": {"only_if_faster": 1}}, "only_if_faster=1 is not known"),
+    ({"cache": "dynamic"}, "cache='dynamic' is not known; choose one of None, 'paged'"),
+    ({"cache": {"block_size": 0}}, "block_size=0 must be an integer of at least 1"),
+    ({"cache": {"block_size": True}}, "block_size=True must be an integer"),
+    ({"cache": {"block_size": 16.0}}, "block_size=16.0 must be an integer"),
+    ({"cache": {"max_tokens": -5}}, "max_tokens=-5 must be an integer of at least 1"),
+    ({"cache": {"dtype": "fp8"}}, "'fp8' is not supported yet; use 'auto' or 'int8'"),
+    ({"cache": {"dtype": "int2"}}, "cache dtype='int2' is not known"),
+    ({"cache": {"prefix_sharing": None}}, "prefix_sharing=None is not known"),
+    ({"attention": 3}, "attention=3 must be 'auto', a backend's name or None"),
+    ({"fuse": 1}, "fuse=1 is not known"),
+    ({"keep_original": "yes"}, "keep_original='yes' is not known; choose one of 'auto', True, False"),
+    ({"deterministic": True}, "deterministic=True is not supported yet"),
+    ({"speculative": "ngram"}, "pass assistant_model= to generate"),
+    ({"config": "int8"}, "config='int8' must be a hf_accel.PatchConfig or a dict"),
+    ({"config": {"weight": None}}, "did you mean 'weights'"),
+]
+
+
+@pytest.mark.parametrize(("keywords", "text"), BAD, ids=str)
+def test_bad_value(keywords: dict[str, Any], text: str) -> None:
+    with pytest.raises(UnsupportedError, match=text):
+        PatchConfig.build(**keywords)
+
+
+@pytest.mark.parametrize("make", [WeightConfig, CacheConfig])
+def test_unknown_setting_is_named(make: type) -> None:
+    with pytest.raises(TypeError, match=rf"{make.__name__}.*'blok_size'"):
+        make(blok_size=3)
+
+
+def test_default_is_told_apart_from_the_same_word() -> None:
+    default = PatchConfig.build(cache=Default("paged"))
+    given = PatchConfig.build(cache="paged")
+    assert default == given
+    assert default.explicit == frozenset()
+    assert given.explicit == {"cache"}
+
+
+def test_keywords_override_config() -> None:
+    base = PatchConfig.build(weights=None, cache=None, attention="sdpa")
+    config = PatchConfig.build(base, weights="int4", attention=Default("auto"))
+    assert config.weights == WeightConfig(bits=4)
+    assert (config.cache, config.attention) == (None, "sdpa")
+    assert config.explicit == {"weights", "cache", "attention"}
+
+
+def test_to_dict_is_json_and_comes_back() -> None:
+    config = PatchConfig.build(
+        weights=WeightConfig(bits=4, skip=["a", "b"]), cache={"dtype": "int8"}, attention="sdpa"
+    )
+    keywords = json.loads(json.dumps(config.to_dict()))
+    assert PatchConfig.build(**keywords) == config
+    assert PatchConfig.build(keywords) == config
+
+
+@pytest.mark.parametrize("config", [PatchConfig(), WeightConfig(), CacheConfig()])
+def test_frozen_and_keyword_only(config: Any) -> None:
+    name = dataclasses.fields(config)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, name, None)
+    with pytest.raises(TypeError):
+        type(config)(8)
+    assert hash(config) == hash(dataclasses.replace(config))

@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import hf_accel
+from hf_accel.linear import QuantLinear
+
+from ..parity.families import build, inputs
+from ..parity.snapshot import logits, snapshot
+
+
+def generate(model: PreTrainedModel, **settings: Any) -> torch.Tensor:
+    return model.generate(**inputs("left"), **{"max_new_tokens": 4, "do_sample": False} | settings)
+
+
+# -- bad input -----------------------------------------------------------------------------------------
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"weight": "int8"}, r"unknown keyword 'weight'; did you mean 'weights'\?"),
+    ({"weights": "nf4"}, "use 'int4'"),
+    ({"weights": "int3"}, "weights='int3' is not known; choose one of None, 'int8', 'int4', 'auto'"),
+    ({"weights": "int4"}, r"group_size=128 does not divide the 32 inputs of '.*q_proj'; use a group size that does"),
+    ({"weights": {"bits": 4, "group_size": 64}}, r"group_size=64 does not divide the 32 inputs of '.*q_proj'"),
+    ({"attention": "flash"}, "attention='flash' is not known; choose 'auto' or one of 'sdpa', 'reference'"),
+    ({"attention": None, "cache": "paged"}, "attention=None leaves attention stock; leave cache= out"),
+    ({"cache": {"block_size": 0}}, "block_size=0 must be an integer of at least 1"),
+    ({"keep_original": 2}, "keep_original=2 is not known"),
+]
+
+
+@pytest.mark.parametrize("function", [hf_accel.plan, hf_accel.patch])
+@pytest.mark.parametrize(("keywords", "text"), BAD, ids=str)
+def test_bad_keyword_leaves_the_model(keywords: dict[str, Any], text: str, function: Callable[..., Any]) -> None:
+    model = build("llama")
+    before = snapshot(model)
+    with pytest.raises(hf_accel.UnsupportedError, match=text):
+        function(model, **keywords)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), "gpt2", None, PreTrainedModel], ids=str)
+def test_not_a_model(model: Any) -> None:
+    for function in (hf_accel.plan, hf_accel.patch):
+        with pytest.raises(hf_accel.UnsupportedError, match="PreTrainedModel, not on"):
+            function(model)
+    assert not hf_accel.is_patched(model)
+    with pytest.raises(hf_accel.UnsupportedError, match="not patched"):
+        hf_accel.unpatch(model)
+
+
+def test_meta_device() -> None:
+    with torch.device("meta"):
+        model = type(build("llama"))(build("llama").config)
+    with pytest.raises(hf_accel.UnsupportedError, match="meta device and has no values; load"):
+        hf_accel.patch(model)
+    assert not hf_accel.is_patched(model)
+
+
+def test_patch_twice() -> None:
+    model = hf_accel.patch(build("llama"))
+    before = snapshot(model)
+    with pytest.raises(hf_accel.UnsupportedError, match=r"patched already; call hf_accel.unpatch\(model\) first"):
+        hf_accel.patch(model, weights=None)
+    assert snapshot(model) == before
+
+
+def test_unpatch_twice() -> None:
+    model = hf_accel.unpatch(hf_accel.patch(build("llama")))
+    for function in (hf_accel.unpatch, hf_accel.stats):
+        with pytest.raises(hf_accel.UnsupportedError, match="the model is not patched"):
+            function(model)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (1, 0)])
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_empty_input(weights: str | None, shape: tuple[int, int]) -> None:
+    model = hf_accel.patch(build("llama"), weights=weights)
+    expected = generate(model)
+    ids = torch.empty(shape, dtype=torch.int64)
+    message = f"has {shape[0]} rows of {shape[1]} tokens; give at least one token in one row"
+    with pytest.raises(hf_accel.UnsupportedError, match=message):
+        model(ids)
+    with pytest.raises(hf_accel.UnsupportedError, match=message):
+        model(inputs_embeds=torch.empty(*shape, 32))
+    with pytest.raises(hf_accel.UnsupportedError, match=message):
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
+    assert torch.equal(generate(model), expected)
+
+
+# -- original weights ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    build("qwen2").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def load(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def original_weights(model: PreTrainedModel) -> list[nn.Parameter]:
+    return [m.weight for m in model.modules() if type(m) is nn.Linear]
+
+
+def test_auto_frees_what_the_checkpoint_holds(checkpoint: Path) -> None:
+    model = load(checkpoint)
+    before = snapshot(model)
+    weights = original_weights(model)
+    hf_accel.patch(model)
+    assert len(weights) == 2 * 7 + 1
+    assert all(weight.numel() == 0 for weight in weights)
+    generate(model)
+    hf_accel.unpatch(model)
+    assert snapshot(model) == before
+
+
+def test_auto_keeps_what_no_checkpoint_holds() -> None:
+    model = build("qwen2")
+    weights = original_weights(model)
+    hf_accel.patch(model)
+    assert all(weight.numel() for weight in weights)
+
+
+def test_auto_keeps_everything_if_one_weight_is_changed(checkpoint: Path) -> None:
+    model = load(checkpoint)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] += 1
+    before, weights = snapshot(model), original_weights(model)
+    hf_accel.patch(model)
+    assert all(weight.numel() for weight in weights)
+    hf_accel.unpatch(model)
+    assert snapshot(model) == before
+
+
+def test_tied_embedding_is_never_freed(tmp_path: Path) -> None:
+    build("gpt2").save_pretrained(tmp_path)
+    model = load(tmp_path)
+    before = snapshot(model)
+    hf_accel.patch(model)
+    assert model.get_input_embeddings().weight.numel()
+    assert model.transformer.h[0].attn.c_attn.bias.numel()
+    hf_accel.unpatch(model)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("change", ["other weights", "gone"])
+def test_checkpoint_that_changed(checkpoint: Path, change: str) -> None:
+    """unpatch refuses, and the patched model works on; with the file back, it can be unpatched."""
+    model = load(checkpoint)
+    stock = logits(model)
+    hf_accel.patch(model)
+    expected = generate(model)
+    file = checkpoint / "model.safetensors"
+    aside = file.rename(checkpoint / "aside")
+    if change == "other weights":
+        build("qwen2", seed=1).save_pretrained(checkpoint)
+    with pytest.raises(hf_accel.HfAccelError, match=r"cannot unpatch: 'model.layers.0.*' (in|cannot be read from)"):
+        hf_accel.unpatch(model)
+    assert hf_accel.is_patched(model)
+    assert torch.equal(generate(model), expected)
+    aside.replace(file)
+    assert torch.equal(logits(hf_accel.unpatch(model)), stock)
+
+
+def test_keep_original_true(checkpoint: Path) -> None:
+    model = load(checkpoint)
+    before, weights = snapshot(model), original_weights(model)
+    hf_accel.patch(model, keep_original=True)
+    assert all(weight.numel() for weight in weights)
+    (checkpoint / "model.safetensors").unlink()
+    hf_accel.unpatch(model)
+    assert snapshot(model) == before
+
+
+def test_keep_original_false() -> None:
+    model = build("gpt2")
+    lost = model.transformer.h[0].attn.c_attn.weight
+    hf_accel.patch(model, keep_original=False)
+    assert lost.numel() == 0
+    expected = generate(model)
+    with pytest.raises(hf_accel.UnsupportedError, match="8 original weights were dropped by keep_original=False"):
+        hf_accel.unpatch(model)
+    assert hf_accel.is_patched(model)
+    assert torch.equal(generate(model), expected)
+
+
+def test_keep_original_false_loses_nothing_where_nothing_is_replaced() -> None:
+    model = build("llama")
+    before = snapshot(model)
+    with hf_accel.patched(model, weights=None, keep_original=False):
+        generate(model)
+    assert snapshot(model) == before
+
+
+def test_failure_frees_nothing(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(checkpoint)
+    before = snapshot(model)
+    functions = hf_accel.patch.__globals__
+    note = functions["_note_originals"]
+
+    def broken(*args: Any) -> None:
+        note(*args)
+        raise RuntimeError
+
+    monkeypatch.setitem(functions, "_note_originals", broken)
+    with pytest.raises(RuntimeError):
+        hf_accel.patch(model)
+    assert snapshot(model) == before
+
+
+def test_copy_of_a_model_with_freed_weights(checkpoint: Path) -> None:
+    model = load(checkpoint)
+    stock = logits(model)
+    other = copy.deepcopy(hf_accel.patch(model))
+    hf_accel.unpatch(other)
+    assert torch.equal(logits(other), stock)
+    assert hf_accel.is_patched(model)
+
+
+# -- the context manager, and what a run reports --------------------------------------------------------
+
+
+def test_patched() -> None:
+    model = build("llama")
+    before = snapshot(model)
+    with hf_accel.patched(model, weights="int8") as inside:
+        assert inside is model
+        assert isinstance(model.lm_head, QuantLinear)
+    assert snapshot(model) == before
+
+
+def test_patched_with_an_exception() -> None:
+    model = build("llama")
+    before = snapshot(model)
+    with pytest.raises(KeyError), hf_accel.patched(model):
+        raise KeyError
+    assert snapshot(model) == before
+
+
+def test_patched_with_bad_input() -> None:
+    model = build("llama")
+    with pytest.raises(hf_accel.UnsupportedError), hf_accel.patched(model, weights="int3"):
+        pytest.fail("the block must not run")
+    assert not hf_accel.is_patched(model)
+
+
+def test_config_as_one_keyword() -> None:
+    settings = hf_accel.PatchConfig.build(weights=None, cache={"block_size": 4}, attention="reference")
+    for config in (settings, settings.to_dict()):
+        model = hf_accel.patch(build("llama"), config=config)
+        assert not any(isinstance(module, QuantLinear) for module in model.modules())
+        generate(model)
+        assert hf_accel.stats(model)["block_size"] == 4
+
+
+def test_stats() -> None:
+    model = hf_accel.patch(build("llama"), weights=None, cache={"block_size": 4})
+    assert hf_accel.stats(model) == {}
+    generate(model, max_new_tokens=4)
+    found = hf_accel.stats(model)
+    assert (found["sequences"], found["new_tokens"]) == (3, 12)
+    assert found["tokens_per_second"] == pytest.approx(12 / found["seconds"])
+    # 8, 13 and 11 tokens and three more each: the last one is not fed back
+    assert found["blocks_used"] == 3 + 4 + 4
+    assert found["waste"] == pytest.approx(1 - (11 + 16 + 14) / (11 * 4))
+    found["seconds"] = None
+    assert hf_accel.stats(model)["seconds"] is not None  # a copy
+
+
+def test_stats_of_a_stock_cache() -> None:
+    model = hf_accel.patch(build("llama"), weights=None)
+    generate(model, cache_implementation="static")
+    assert hf_accel.stats(model).keys() == {"seconds", "sequences", "new_tokens", "tokens_per_second"}

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import hf_accel
+from hf_accel.linear import QuantLinear
+
+from ..parity.families import FAMILIES, build, inputs
+from ..parity.snapshot import snapshot
+
+INT4 = {"bits": 4, "group_size": 32}
+KEYWORDS: list[dict[str, Any]] = [
+    {},
+    {"weights": None},
+    {"weights": INT4},
+    {"weights": {"skip": ["up_proj"], "head": None}},
+    {"weights": None, "attention": "reference"},
+    {"weights": None, "cache": None},
+    {"weights": None, "attention": None, "cache": None},
+]
+
+
+def lines(plan: hf_accel.Plan, topic: str) -> list[dict[str, str]]:
+    return [choice for choice in plan.to_dict()["choices"] if choice["topic"] == topic]
+
+
+@pytest.mark.parametrize("keywords", KEYWORDS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plan_changes_nothing(family: str, keywords: dict[str, Any]) -> None:
+    model = build(family)
+    before = snapshot(model)
+    hf_accel.plan(model, **keywords)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("keywords", KEYWORDS, ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_patch_does_what_the_plan_says(family: str, keywords: dict[str, Any]) -> None:
+    model = build(family)
+    plan = hf_accel.plan(model, **keywords)
+    hf_accel.patch(model, **keywords)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+    assert {p.site.name for p in plan.quantized} == layers.keys()
+    for planned in plan.quantized:
+        layer = layers[planned.site.name]
+        assert layer.choice is not None and planned.choice is not None
+        assert layer.choice.backend is planned.choice.backend
+        assert planned.spec is not None
+        unread = {} if layer.bits == 4 else {"group_size": planned.spec.group_size}
+        assert replace(layer.spec, **unread) == planned.spec
+    backends = [vars(m).get("_hf_accel_attention") for m in model.modules() if "_hf_accel_attention" in vars(m)]
+    assert backends == [a.backend.name for a in plan.attention]
+    cache = model.generate(**inputs("single"), max_new_tokens=2, return_dict_in_generate=True).past_key_values
+    assert isinstance(cache, hf_accel.PagedCache) == (plan.stock_cache is None)
+
+
+@pytest.mark.parametrize("keywords", KEYWORDS, ids=str)
+def test_bytes_are_those_of_the_patched_model(keywords: dict[str, Any]) -> None:
+    """The quantized layers' own count, and every tensor left: a second way to the same number."""
+    model = build("gpt2")
+    plan = hf_accel.plan(model, **keywords)
+    before = {p.data_ptr(): p.nbytes for p in model.parameters()}
+    assert plan.bytes_before == sum(before.values())
+    hf_accel.patch(model, **keywords)
+    left = {p.data_ptr(): p.nbytes for p in model.parameters()}
+    quantized = sum(m.weight_bytes for m in model.modules() if isinstance(m, QuantLinear))
+    assert plan.bytes_after == sum(left.values()) + quantized
+
+
+def test_least_time_follows_the_bytes_read() -> None:
+    """All weights but the embedding table, unless it is the head as well."""
+    for family, skipped in (("llama", "model.embed_tokens.weight"), ("gpt2", None)):
+        model = build(family)
+        plan = hf_accel.plan(model)
+        read = sum(p.nbytes for name, p in model.named_parameters() if name != skipped)
+        assert plan.seconds_before == pytest.approx(read / plan.bandwidth)
+        replaced = sum(p.site.weight.nbytes for p in plan.quantized)
+        stored = sum(p.spec.weight_bytes for p in plan.quantized if p.spec)
+        assert plan.seconds_after == pytest.approx((read - replaced + stored) / plan.bandwidth)
+
+
+def test_every_choice_has_a_reason() -> None:
+    for keywords in KEYWORDS:
+        data = hf_accel.plan(build("gemma2"), **keywords).to_dict()
+        again = json.loads(json.dumps(data))
+        assert hf_accel.PatchConfig.build(again["config"]) == hf_accel.PatchConfig.build(**keywords)
+        assert [c["topic"] for c in data["choices"]] == sorted(
+            (c["topic"] for c in data["choices"]),
+            key=["attention", "weights", "cache", "generate", "undo", "exactness", "bytes", "speed"].index,
+        )
+        assert all(choice["reason"] and choice["choice"] for choice in data["choices"])
+
+
+def test_text() -> None:
+    text = str(hf_accel.plan(build("gemma2"), weights=INT4))
+    assert text.startswith("hf_accel plan: Gemma2ForCausalLM, 0.0 M parameters, float32 on cpu\n")
+    for part in (
+        "1 layers, full",
+        "1 layers, window 8",
+        "int4 group 32",
+        "1 head [101x32]",
+        "paged, block 16, float32",
+    ):
+        assert part in text
+    assert not any(line != line.rstrip() for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("keywords", "topic", "part"),
+    [
+        ({"weights": {"skip": ["up_proj"]}}, "weights", "named in skip="),
+        ({"weights": {"head": None}}, "weights", "head=None"),
+        ({"weights": None}, "weights", "weights=None: read in place"),
+        ({"attention": None, "cache": None}, "attention", "attention=None"),
+        ({"attention": None}, "cache", "attention=None leaves attention stock"),
+        ({"cache": None}, "cache", "cache=None"),
+        ({"cache": {"max_tokens": 64}}, "cache", "64 tokens"),
+        ({"cache": {"prefix_sharing": False}}, "cache", "prefixes not shared"),
+        ({"weights": None}, "undo", "no weight is replaced"),
+        ({"keep_original": False}, "undo", "keep_original=False drops the original weights"),
+        ({"keep_original": True}, "undo", "originals stay in memory, 0.1 MB: keep_original=True"),
+        ({}, "undo", "no safetensors checkpoint holds the same weights"),
+    ],
+    ids=str,
+)
+def test_reasons(keywords: dict[str, Any], topic: str, part: str) -> None:
+    plan = hf_accel.plan(build("llama"), **keywords)
+    assert any(part in line["reason"] for line in lines(plan, topic))
+
+
+def test_undo_from_a_checkpoint(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert str(tmp_path) in lines(hf_accel.plan(model), "undo")[0]["reason"]
+    assert hf_accel.plan(model, keep_original=True).on_disk is None
+    changed = copy.deepcopy(model)
+    changed.model.layers[0].mlp.up_proj.weight.data.zero_()
+    assert hf_accel.plan(changed).on_disk is None
+
+
+def test_only_if_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """weights="auto" leaves alone what was measured to be slower, layer by layer."""
+    from hf_accel.linear import Choice
+
+    monkeypatch.setattr(Choice, "seconds", property(lambda self: float(self.spec.in_features)))
+    monkeypatch.setattr(Choice, "stock_seconds", property(lambda self: 50.0))
+    plan = hf_accel.plan(build("llama"), weights="auto")
+    slow = [p for p in plan.linears if p.choice is None]
+    assert {p.site.name.rsplit(".", 1)[1] for p in slow} == {"down_proj"}  # the one with 64 inputs
+    assert {p.reason for p in slow} == {"int8 was measured to be slower than stock"}
+
+
+def test_model_without_linears() -> None:
+    model = build("llama")
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, nn.Identity())
+    assert lines(hf_accel.plan(model), "weights")[0]["reason"] == "the model has no Linear modules"
