@@ -44,10 +44,10 @@ class Verdict:
     def __str__(self) -> str:
         if self.identical:
             return f"identical, {self.tokens} tokens"
-        kind = "a near-tie" if self.explained else "NOT a near-tie"
+        kind = "inside" if self.explained else "beyond"
         return (
-            f"first difference at token {self.position}: {self.model_token} instead of {self.reference_token}, "
-            f"{kind} (margin {self.margin:.3g}, rounding {self.rounding:.3g})"
+            f"first difference at token {self.position}: {self.model_token} instead of {self.reference_token}, whose "
+            f"logits are {self.margin:.3g} apart, {kind} the rounding of {self.rounding:.3g}"
         )
 
 
@@ -145,7 +145,7 @@ def _compare(model: PreTrainedModel, reference: PreTrainedModel, prompt: Tensor,
         model_token=int(pair[1]),
         reference_logits=tuple(theirs[pair].tolist()),
         model_logits=tuple(ours[pair].tolist()),
-        margin=float(theirs[pair[0]] - theirs[pair[1]]),
+        margin=float((theirs[pair[0]] - theirs[pair[1]]).abs()),
         rounding=ROUNDING_UNITS * torch.finfo(reference.dtype).eps * float(theirs.abs().max()),
     )
 

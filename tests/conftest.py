@@ -1,4 +1,4 @@
-"""What every test starts from: no network, and torch's generator at the same place."""
+"""What every test starts from: no network, one thread, and torch's generator at the same place."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
 import torch
+
+torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
 
 
 @pytest.fixture(autouse=True)

@@ -407,6 +407,8 @@ def test_quick_runs_leave_other_libraries_out() -> None:
     bench = bench_of(setups=(), quick=True)
     assert not peers & {setup.name for setup in bench.setups}
     assert bench.refused == dict.fromkeys(peers, "a quick run leaves other libraries out")
+    named = bench_of(setups=tuple(peers), quick=True)
+    assert all(named.refusal(setup) == setup.refuses() for setup in SETUPS)
 
 
 def test_stock_takes_part_whatever_is_asked_for() -> None:
