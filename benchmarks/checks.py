@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -16,7 +18,9 @@ class WrongResultError(Exception):
     """A setup's logits or tokens are not those of stock; it must not be timed."""
 
 
-def check(name: str, model: PreTrainedModel, stock: PreTrainedModel, *, tolerance: float, exact: bool) -> dict:
+def check(
+    name: str, model: PreTrainedModel, stock: PreTrainedModel, *, tolerance: float, exact: bool
+) -> dict[str, Any]:
     """What was compared and how it came out; raises WrongResultError if it is out of bounds.
 
     tolerance: of the logits' difference, relative to their norm; logits that have nothing in common differ by 1.41.

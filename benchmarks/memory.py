@@ -21,6 +21,7 @@ from .tables import Row, Table
 from .timing import BASELINE
 
 PATCHED_WEIGHTS = ("int8", "int4")
+PAGED_CACHES = {"paged": "auto", "paged int8": "int8"}
 ATTENTION_HEADS = 4  # enough to see the growth; all heads of a model would take several GB without tiling
 
 
@@ -53,14 +54,14 @@ def kv_table(bench: Bench) -> Table:
 
 def kv_bytes(bench: Bench, mask: Tensor) -> Iterator[tuple[str, int]]:
     ids = bench.tokens(batch=mask.shape[0], length=mask.shape[1])
-    stock = DynamicCache(config=bench.model.config)
+    stock: Any = DynamicCache(config=bench.model.config)
     run(bench.model, ids, mask, stock)
     yield BASELINE, sum(layer.keys.nbytes + layer.values.nbytes for layer in stock.layers)
     with hf_accel.patched(twin(bench.model), weights=None) as model:
-        for name, dtype in (("paged", "auto"), ("paged int8", "int8")):
+        for name, dtype in PAGED_CACHES.items():
             paged = hf_accel.PagedCache(model.config, dtype=dtype)
             run(model, ids, mask, paged)
-            yield name, paged.statistics()["kv_bytes"]
+            yield name, int(paged.statistics()["kv_bytes"])
 
 
 @torch.no_grad()

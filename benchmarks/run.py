@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -82,7 +83,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     check_names(parser, arguments)
     arguments.settings = settings_of(arguments)
-    arguments.command = " ".join([parser.prog, *(sys.argv[1:] if argv is None else argv)])
+    arguments.command = f"{parser.prog} {shlex.join(sys.argv[1:] if argv is None else argv)}".rstrip()
     return arguments
 
 
