@@ -12,6 +12,7 @@ from .activations import quantize_rows
 from .backend import Backend, LinearSpec
 from .formats import Int8Weight, QuantizedWeight
 
+ROWS = 64  # quantized at a time
 ZERO_POINT = 128  # unsigned activations: signed ones take a path in oneDNN that is hundreds of times slower
 
 
@@ -51,9 +52,19 @@ class OneDNN(Backend):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it cannot trace an opaque tensor
     def run(self, x: Tensor, packed: OneDNNWeight, bias: Tensor | None) -> Tensor:
-        levels, scale = quantize_rows(x)
-        out = _matmul(levels.add_(ZERO_POINT).to(torch.uint8), packed).mul_(scale)
+        levels, scale = _unsigned_rows(x)
+        out = _matmul(levels, packed).mul_(scale)
         return (out if bias is None else out + bias).to(x.dtype)
+
+
+def _unsigned_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [rows, in] -> uint8 [rows, in] and scales [rows, 1], block by block: the float copies stay in the cache."""
+    levels, scales = torch.empty(x.shape, dtype=torch.uint8), torch.empty(len(x), 1)
+    for start in range(0, len(x), ROWS):
+        block = slice(start, start + ROWS)
+        integers, scales[block] = quantize_rows(x[block])
+        levels[block] = integers.add_(ZERO_POINT)
+    return levels, scales
 
 
 def _matmul(x: Tensor, packed: OneDNNWeight) -> Tensor:
