@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 import hf_accel
 
+SMALL = 50_000_000  # parameters
 PROMPTS = [
     "import re\n\ndef parse(",
     "class Reader:\n    def read(self, size",
@@ -95,6 +96,9 @@ def load(name: str) -> tuple[PreTrainedModel, Any]:
 def run(args: argparse.Namespace) -> None:
     text = args.text.read_text(encoding="utf-8")
     model, tokenizer = load(args.model)
+    threads = torch.get_num_threads()
+    if model.num_parameters() < SMALL:
+        torch.set_num_threads(1)  # too little work to share: on a busy machine threads would only wait for each other
     heading("1. The plan: every choice and its reason, before anything is changed")
     show_plan(model)
     heading("2. Text, and a certificate of what is the same")
@@ -103,6 +107,7 @@ def run(args: argparse.Namespace) -> None:
     show_undo(model, tokenizer)
     heading(f"4. Quality: perplexity of {args.text.name}, lower is better")
     show_quality(model, tokenizer, text, num_tokens=256 if args.quick else 8192)
+    torch.set_num_threads(threads)
     heading("5. Speed: a model of ten times the L3 cache, batch 1")
     show_speed(quick=args.quick)
 

@@ -189,7 +189,6 @@ class PagedCache(Cache):
         self.step: Step | None = None
         self.unread: PagedLayer | None = None
         self._column_slots: dict[int, tuple[int, Tensor]] = {}
-        self._salt = b""
         self.paged_layers = [PagedLayer(self, i, g) for i, g in enumerate(group_of_layer)]
         super().__init__(layers=list(self.paged_layers))
 
@@ -211,7 +210,7 @@ class PagedCache(Cache):
         """
         self._settle()
         if salt is not None:
-            self._use_salt(salt)
+            self.sequences.use_salt(salt)
         self.step = self.sequences.prepare(batch_size, num_new, device=device, mask=mask, token_ids=token_ids)
         return self.step
 
@@ -220,10 +219,15 @@ class PagedCache(Cache):
         self._check_read()
         self._column_slots.clear()
         self.step = None
-        finished = min(layer.num_columns for layer in self.paged_layers)
-        if finished != self.sequences.num_columns:
-            self.crop(finished - self.sequences.num_columns)
-            self._clear_prefixes()
+        if self._num_unfinished:
+            self.sequences.crop(self._num_unfinished)
+            self._set_columns()
+            self._clear_prefixes()  # they count blocks that were never written
+
+    @property
+    def _num_unfinished(self) -> int:
+        """Columns that were planned for and that not every layer has got to."""
+        return self.sequences.num_columns - min(layer.num_columns for layer in self.paged_layers)
 
     def _check_read(self) -> None:
         if self.unread is not None:
@@ -252,15 +256,10 @@ class PagedCache(Cache):
 
     def adopt_prefix(self, token_ids: Tensor, mask: Tensor | None, salt: bytes) -> int:
         """Take over the blocks of known beginnings of these prompts; see Sequences.adopt_prefix."""
-        self._use_salt(salt)
+        self.sequences.use_salt(salt)
         skipped = self.sequences.adopt_prefix(token_ids, mask)
         self._set_columns()
         return skipped
-
-    def _use_salt(self, salt: bytes) -> None:
-        if salt != self._salt:
-            self._clear_prefixes()
-            self._salt = salt
 
     @property
     def has_prefixes(self) -> bool:
@@ -282,6 +281,7 @@ class PagedCache(Cache):
         """Remove the last `-tokens_to_remove` columns; negative, as in transformers 5."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}) must be negative: it counts the tokens to remove from the end")
+        self._settle()
         self.sequences.crop(-tokens_to_remove)
         self._set_columns()
 
@@ -289,25 +289,25 @@ class PagedCache(Cache):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.sequences.select([i for i in range(len(self.sequences.rows)) for _ in range(repeats)])
-        self._column_slots.clear()
+        self.batch_select_indices([i for i in range(len(self.sequences.rows)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
+        self._settle()
         self.sequences.select(torch.as_tensor(indices).tolist())
-        self._column_slots.clear()
 
     def reset(self) -> None:
         """Forget the sequences; blocks of known prefixes stay for the next call (see CacheConfig.prefix_sharing)."""
-        self.step = self.unread = None
+        self.unread = None
+        self._settle()
         self.sequences.reset()
         self._set_columns()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         """A fork: shares the pages, block by block, until either side writes."""
+        self._settle()
         fork = object.__new__(type(self))
         memo[id(self)] = fork
         fork._bind(self.settings, self.sequences.fork(), self.group_of_layer)
-        fork._salt = self._salt
         fork._set_columns()
         return fork
 
@@ -320,10 +320,12 @@ class PagedCache(Cache):
         return copy.deepcopy(self)
 
     def __del__(self) -> None:
-        # The pages may be shared with a fork, which can use the blocks again.
-        sequences = self.__dict__.get("sequences")
-        if sequences is not None:
-            sequences.reset()
+        # The pages may be shared with a fork, which can use the blocks again. No reset(): torch aborts the program
+        # when its operators are called while the interpreter ends.
+        if "paged_layers" in vars(self):
+            if self._num_unfinished:
+                self._clear_prefixes()
+            self.sequences.reset()
 
     @property
     def is_initialized(self) -> bool:

@@ -15,7 +15,7 @@ class PrefixIndex:
     """Digest of a full block and everything before it -> block.
 
     The chain of digests (as in vLLM's automatic prefix caching) makes a block's digest stand for its tokens
-    and its whole history, which is what its keys and values depend on.
+    and its whole history, which is what its keys and values depend on; `salt` stands for all else that they do.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -23,6 +23,7 @@ class PrefixIndex:
         pool.index = self
         self.lookups = 0  # full blocks asked for
         self.hits = 0  # full blocks found
+        self.salt = b""
         self._blocks: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
 
@@ -58,6 +59,12 @@ class PrefixIndex:
     def forget(self, block: int) -> None:
         """Drop a block that is about to hold something else. Blocks after it can no longer be reached."""
         del self._blocks[self._digests.pop(block)]
+
+    def use_salt(self, salt: bytes) -> None:
+        """Forget the blocks of any other salt."""
+        if salt != self.salt:
+            self.clear()
+            self.salt = salt
 
     def clear(self) -> None:
         """Drop everything, as when the weights have changed."""

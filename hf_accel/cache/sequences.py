@@ -45,6 +45,7 @@ class Sequences:
         self.rows: list[Row] = []
         self.num_columns = 0
         self.real: Tensor | None = None  # [B, num_columns] bool, False is padding; None: no padding at all
+        self.salt = b""
 
     # -- the next forward pass -------------------------------------------------------------------------
 
@@ -155,7 +156,7 @@ class Sequences:
     def _append_row(self, row: Row, count: int, start: int, ids: list[int] | None, sharing: bool) -> list[int]:
         firsts = []
         for group, table in zip(self.groups, row.tables, strict=True):
-            if sharing and ids and group.index is not None:
+            if sharing and ids and group.index is not None and group.index.salt == self.salt:
                 shared = group.index.match(ids)
                 table.adopt(shared, len(shared) * group.pool.block_size)
             first = table.num_tokens
@@ -171,9 +172,11 @@ class Sequences:
     def _index(self, row: Row, start: int) -> None:
         assert row.token_ids is not None
         for group, table in zip(self.groups, row.tables, strict=True):
-            size = group.pool.block_size
-            if group.index is not None and table.num_tokens // size > start // size:
-                group.index.insert(row.token_ids, table.blocks)
+            index, size = group.index, group.pool.block_size
+            if index is None or index.salt != self.salt:  # a fork may have taken the index on to another salt
+                continue
+            if table.num_tokens // size > start // size:
+                index.insert(row.token_ids, table.blocks)
 
     def _behind_window(self, row: Row) -> None:
         """Release the blocks that no later query can see; here, and not earlier, so that a crop can go back."""
@@ -226,6 +229,16 @@ class Sequences:
         return sum(tokens_in_block.values())
 
     # -- changes between passes ------------------------------------------------------------------------
+
+    def use_salt(self, salt: bytes) -> None:
+        """What K and V depend on besides the tokens; what was computed under another salt is no prefix any more."""
+        if salt != self.salt:
+            for row in self.rows:
+                row.token_ids = None
+            self.salt = salt
+        for group in self.groups:
+            if group.index is not None:
+                group.index.use_salt(salt)
 
     def adopt_prefix(self, token_ids: Tensor, mask: Tensor | None) -> int:
         """Start empty sequences from indexed blocks; returns how many columns need not be computed.
@@ -306,7 +319,7 @@ class Sequences:
         """The same sequences over the same pages; what either writes from here on is copied first."""
         other = Sequences(self.groups)
         other.rows = [row.fork() for row in self.rows]
-        other.num_columns, other.real = self.num_columns, self.real
+        other.num_columns, other.real, other.salt = self.num_columns, self.real, self.salt
         return other
 
     def reset(self) -> None:

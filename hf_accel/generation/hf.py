@@ -42,9 +42,6 @@ class GenerationState:
     prompt_columns: int = 0
     statistics: dict[str, Any] = field(default_factory=dict)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "last_cache": None}
-
     def record(self, sequences: Tensor, seconds: float) -> None:
         """Statistics of a finished generate(); new tokens are counted to the longest row's end."""
         rows, columns = sequences.shape
@@ -56,7 +53,6 @@ class GenerationState:
             "tokens_per_second": new_tokens / seconds,
         }
         self.statistics = run if self.last_cache is None else {**run, **self.last_cache.statistics()}
-        self.last_cache = None
 
 
 def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -136,10 +132,12 @@ class AcceleratedGeneration:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         state: GenerationState = vars(self)[STATE].generation
-        state.last_cache = None
         start = time.perf_counter()
-        output = super().generate(*args, **kwargs)  # type: ignore[misc]
-        state.record(output if isinstance(output, Tensor) else output.sequences, time.perf_counter() - start)
+        try:
+            output = super().generate(*args, **kwargs)  # type: ignore[misc]
+            state.record(output if isinstance(output, Tensor) else output.sequences, time.perf_counter() - start)
+        finally:
+            state.last_cache = None
         return output
 
     def _prepare_cache_for_generation(
@@ -168,6 +166,8 @@ class AcceleratedGeneration:
         """Skip what the cache holds of the prompts, and compute a prompt that stock has repeated only once."""
         vars(self)[STATE].generation.prompt_columns = input_ids.shape[1]
         cache = model_kwargs.get("past_key_values")
+        if isinstance(cache, PagedCache) and cache.get_seq_length():
+            cache.sequences.use_salt(weights_salt(self))  # type: ignore[arg-type]
         if not isinstance(cache, PagedCache) or cache.get_seq_length() or not _is_text(model_kwargs):
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)

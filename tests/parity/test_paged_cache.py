@@ -128,6 +128,32 @@ def test_changed_weights_drop_the_prefixes() -> None:
     assert cache.statistics()["prefix_hits"] == 0
 
 
+class Switch(torch.nn.Module):
+    """An adapter that can be switched off, told as PEFT tells it."""
+
+    def __init__(self, base_layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_layer, self._active_adapter, self._disable_adapters = base_layer, ["default"], False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) * (1 if self._disable_adapters else -1)
+
+
+def test_switched_adapter_drops_the_prefixes() -> None:
+    """A turn of a chat without the adapter is no prefix for a prompt with it, nor is anything of before."""
+    model = hf_accel.patch(build("llama"), weights=None)
+    attention = model.model.layers[0].self_attn
+    attention.k_proj = adapter = Switch(attention.k_proj)
+    cache, expected = paged(model), greedy(model, prompts(1, 21))
+    greedy(model, prompts(1, 13), past_key_values=cache, max_new_tokens=1)
+    adapter._disable_adapters = True
+    greedy(model, prompts(1, 21), past_key_values=cache, max_new_tokens=1)
+    adapter._disable_adapters = False
+    cache.reset()
+    assert torch.equal(greedy(model, prompts(1, 21), past_key_values=cache), expected)
+    assert cache.statistics()["prefix_hits"] == 0
+
+
 def test_another_patch_drops_the_prefixes() -> None:
     model = build("llama")
     cache = paged(model)

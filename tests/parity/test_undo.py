@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +108,36 @@ def test_exception_inside_generate() -> None:
     assert torch.equal(generate(model), expected)
     hf_accel.unpatch(model)
     assert snapshot(model) == before
+
+
+def test_exception_inside_generate_lets_go_of_the_cache() -> None:
+    model = hf_accel.patch(build("llama"), weights=None)
+    caches: list[Any] = []
+
+    def stop(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        caches.append(weakref.ref(kwargs["past_key_values"]))
+        if len(caches) == 3:
+            raise Broken
+
+    model.register_forward_pre_hook(stop, with_kwargs=True)
+    with pytest.raises(Broken):
+        generate(model)
+    gc.collect()  # of the exception's frames
+    assert caches[0]() is None
+
+
+def test_prompt_that_failed_is_no_prefix() -> None:
+    """Its blocks were planned for, and in the layers after the exception never written."""
+    model = hf_accel.patch(build("llama"), weights=None)
+    cache = hf_accel.PagedCache(model.config, block_size=4)
+    expected = generate(model)
+    handle = model.model.layers[0].mlp.register_forward_hook(_raise)
+    with pytest.raises(Broken):
+        generate(model, past_key_values=cache)
+    handle.remove()
+    cache.reset()
+    assert torch.equal(generate(model, past_key_values=cache), expected)
+    assert cache.statistics()["prefix_hits"] == 0
 
 
 def test_exception_in_a_layer_leaves_the_cache_usable() -> None:

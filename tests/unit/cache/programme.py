@@ -49,6 +49,12 @@ class Pair:
             assert ours.shape == theirs.shape
             assert torch.equal(ours[:, :, seen], theirs[:, :, seen])
 
+    def compare_contents(self) -> None:
+        """What the layers hold now, between two passes."""
+        for layer, other in zip(self.paged.paged_layers, self.dynamic.layers, strict=True):
+            seen = slice(max(0, self.columns - self.window + 1) if layer.is_sliding and self.window else 0, None)
+            assert torch.equal(layer.columns()[0][:, :, seen], other.keys[:, :, seen])
+
     def crop(self, generator: random.Random) -> bool:
         """False where a sliding window has let go of what is needed: then nothing may have changed."""
         removed = generator.randint(1, min(9, self.columns))

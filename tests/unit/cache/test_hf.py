@@ -4,7 +4,11 @@ import copy
 import gc
 import pickle
 import random
+import subprocess
+import sys
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +25,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+import hf_accel
 from hf_accel import CacheConfig, OutOfBlocksError, PagedCache, UnsupportedError
 from hf_accel.cache.hf import PAGED_HANDLE, layer_windows
 
@@ -82,6 +87,8 @@ def run_programme(kind: str, seed: int, operations: int, **settings: Any) -> Non
             getattr(pair, operation)(generator)
         check_blocks(*(p.paged for p in pairs))
         for pair in pairs:
+            if pair.columns:
+                pair.compare_contents()
             assert pair.paged.get_seq_length() == pair.columns
             assert pair.paged.batch_size == (pair.batch or -1)
 
@@ -93,7 +100,7 @@ def test_random_programme_equals_dynamic_cache(kind: str, block_size: int) -> No
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(1, 11))
+@pytest.mark.parametrize("seed", range(1, 6))
 @pytest.mark.parametrize("block_size", [1, 2, 3, BLOCK, 16])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_long_random_programme_equals_dynamic_cache(kind: str, block_size: int, seed: int) -> None:
@@ -115,16 +122,19 @@ def test_int8_keys_and_values_are_within_half_a_step() -> None:
 class Told:
     """A PagedCache that is told each pass's mask and token ids, and what each token's key then is.
 
-    A key stands for its token and all tokens before it, so that a block that is shared wrongly is seen.
+    A key stands for its token, all tokens before it, and the salt, so that a block that is shared wrongly is seen.
     """
 
     def __init__(self, cache: PagedCache) -> None:
         self.cache = cache
+        self.others: list[PagedCache] = []
+        self.salt = b""
         self.ids: Tensor = torch.empty(0, 0, dtype=torch.int64)
         self.mask: Tensor = torch.empty(0, 0, dtype=torch.bool)
 
     def start(self, ids: Tensor, mask: Tensor, salt: bytes) -> None:
         self.cache.reset()
+        self.salt = salt
         self.ids, self.mask = ids[:, :0], mask[:, :0]
         skipped = self.cache.adopt_prefix(ids, mask, salt)
         self.ids, self.mask = ids[:, :skipped], mask[:, :skipped]
@@ -144,7 +154,7 @@ class Told:
     def keys(self, layer: int) -> Tensor:
         """[B, H, T, D], integers that float32 holds exactly; zero in the padding."""
         histories = torch.zeros(self.ids.shape)
-        running = torch.zeros(len(self.ids), dtype=torch.int64)
+        running = torch.full((len(self.ids),), sum(self.salt))
         for column in range(self.ids.shape[1]):
             real = self.mask[:, column]
             running = torch.where(real, (running * 31 + self.ids[:, column] + 1) % 10007, running)
@@ -158,7 +168,7 @@ class Told:
             keys, values = layer.columns()
             assert torch.equal(keys[:, :, seen], expected[:, :, seen])
             assert torch.equal(values[:, :, seen], -expected[:, :, seen])
-        check_blocks(self.cache)
+        check_blocks(self.cache, *self.others)
 
 
 def run_told(kind: str, seed: int, prompts: int, **settings: Any) -> Told:
@@ -203,11 +213,11 @@ def test_random_prompts_that_evict_each_other(kind: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(2, 12))
+@pytest.mark.parametrize("seed", range(2, 7))
 @pytest.mark.parametrize("block_size", [1, 3, BLOCK])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_more_random_prompts(kind: str, block_size: int, seed: int) -> None:
-    run_told(kind, seed, 200, block_size=block_size)
+    run_told(kind, seed, 100, block_size=block_size)
 
 
 @pytest.mark.parametrize("lengths", [(13, 1, 8), (0, 5, 4), (12, 12, 12)])
@@ -339,16 +349,80 @@ def test_grows_as_needed() -> None:
 # -- a pass that stops half-way ------------------------------------------------------------------------
 
 
-def test_half_a_pass_is_taken_back() -> None:
+@pytest.mark.parametrize(
+    ("between", "length"),
+    [
+        (lambda cache: cache, 8),
+        (lambda cache: cache.crop(-1), 7),
+        (lambda cache: cache.batch_repeat_interleave(1), 8),
+        (lambda cache: cache.reorder_cache(torch.tensor([0])), 8),
+        (copy.deepcopy, 8),
+    ],
+)
+def test_half_a_pass_is_taken_back(between: Callable[[PagedCache], PagedCache | None], length: int) -> None:
     cache = paged()
     fill(cache, 1, 6)
     before = contents(cache)
     states = torch.ones(1, HEADS, 3, DIM)
     cache.update(states, states, 0)  # and then the model raised
+    cache = between(cache) or cache
     fill(cache, 1, 2, seed=5)
-    assert cache.get_seq_length() == 8
+    assert cache.get_seq_length() == length
     for now, old in zip(contents(cache), before, strict=True):
-        assert torch.equal(now[:, :, :6], old)
+        assert torch.equal(now[:, :, : length - 2], old[:, :, : length - 2])
+
+
+def test_fork_that_fails_leaves_no_prefix() -> None:
+    """Blocks that were planned for, and never written, are forgotten with the fork that planned them."""
+    cache = paged()
+    fork = copy.deepcopy(cache)
+    ids = torch.arange(9)[None]
+    fork.prepare(1, 9, device=ids.device, token_ids=ids)  # and then the model raised
+    assert cache.has_prefixes
+    del fork
+    assert not cache.has_prefixes
+
+
+def test_forks_under_different_salts() -> None:
+    """They share the index; neither finds what the other computed, whichever was first, next or last."""
+    told = [Told(paged())]
+    ids, all_of_it = torch.arange(12)[None], torch.ones(1, 12, dtype=torch.bool)
+    told[0].start(ids[:, :6], all_of_it[:, :6], b"a")
+    told.append(copy.deepcopy(told[0]))
+    told[0].others, told[1].others = [told[1].cache], [told[0].cache]
+    told[1].start(ids, all_of_it, b"b")
+    told[0].go_on(ids[:, 6:], all_of_it[:, 6:])  # goes on under "a" while the index is about "b"
+    hits = []
+    for number, salt in ((1, b"b"), (0, b"a"), (0, b"a"), (1, b"a"), (1, b"b")):
+        before = told[number].cache.statistics()["prefix_hits"]
+        told[number].start(ids, all_of_it, salt)
+        hits.append(told[number].cache.statistics()["prefix_hits"] - before > 0)
+    assert hits == [True, False, True, True, False]
+
+
+def test_rows_of_another_salt_are_no_prefix() -> None:
+    told = Told(paged())
+    ids, all_of_it = torch.arange(12)[None], torch.ones(1, 12, dtype=torch.bool)
+    told.start(ids[:, :6], all_of_it[:, :6], b"a")
+    told.cache.sequences.use_salt(b"b")
+    told.go_on(ids[:, 6:], all_of_it[:, 6:])
+    assert not told.cache.has_prefixes
+
+
+@pytest.mark.long
+def test_unfinished_pass_at_the_end_of_the_program() -> None:
+    """A cache that is left with padding and half a pass, held by an exception, must not take the program down."""
+    program = (
+        "import torch; from transformers import LlamaConfig, LlamaForCausalLM; import hf_accel\n"
+        "config = LlamaConfig(num_hidden_layers=2, num_attention_heads=2, hidden_size=8, vocab_size=9)\n"
+        "model = hf_accel.patch(LlamaForCausalLM(config).eval(), weights=None)\n"
+        "cache = hf_accel.PagedCache(config)\n"
+        "model.model.layers[0].mlp.register_forward_hook(lambda *_: 1 / 0)\n"
+        "try: model(torch.ones(2, 3).long(), attention_mask=torch.ones(2, 3).tril(), past_key_values=cache)\n"
+        "except ZeroDivisionError as error: kept = error\n"
+    )
+    root = Path(hf_accel.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", program], cwd=root, check=True, capture_output=True)
 
 
 def test_attention_that_did_not_read_the_pages_is_an_error() -> None:
