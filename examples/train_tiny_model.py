@@ -1,7 +1,7 @@
 """Train the small Llama that ships in examples/stdlib-tiny, from text that every machine has.
 
     python examples/train_tiny_model.py                    # about an hour on two cores
-    python examples/train_tiny_model.py --steps 20 --out /tmp/m    # a smoke run
+    python examples/train_tiny_model.py --steps 20 --out smoke     # a smoke run
 
 The text is the source of Python's standard library (PSF licence, see the NOTICE written beside
 the model). One module in fifty, chosen by a hash of its path, is never trained on; a part of

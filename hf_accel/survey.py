@@ -122,7 +122,7 @@ def _weight_is_read(model: PreTrainedModel, name: str) -> bool:
 def _source(forward: Any) -> str:
     try:
         return inspect.getsource(forward)
-    except (OSError, TypeError):  # what was typed in a session has no source file
+    except (OSError, TypeError):  # what was typed at a prompt has no source file
         return ""
 
 
