@@ -383,29 +383,44 @@ def test_fork_that_fails_leaves_no_prefix() -> None:
     assert not cache.has_prefixes
 
 
+IDS, SHOWN = torch.arange(12)[None], torch.ones(1, 12, dtype=torch.bool)
+
+
+def two_forks() -> tuple[Told, Told]:
+    """Of six tokens under the salt "a"."""
+    first = Told(paged())
+    first.start(IDS[:, :6], SHOWN[:, :6], b"a")
+    second = copy.deepcopy(first)
+    first.others, second.others = [second.cache], [first.cache]
+    return first, second
+
+
+def test_forks_share_what_they_compute() -> None:
+    first, second = two_forks()
+    second.go_on(IDS[:, 6:], SHOWN[:, 6:])
+    before = first.cache.statistics()["prefix_hits"]
+    first.start(IDS, SHOWN, b"a")
+    assert first.cache.statistics()["prefix_hits"] - before >= 3
+
+
 def test_forks_under_different_salts() -> None:
-    """They share the index; neither finds what the other computed, whichever was first, next or last."""
-    told = [Told(paged())]
-    ids, all_of_it = torch.arange(12)[None], torch.ones(1, 12, dtype=torch.bool)
-    told[0].start(ids[:, :6], all_of_it[:, :6], b"a")
-    told.append(copy.deepcopy(told[0]))
-    told[0].others, told[1].others = [told[1].cache], [told[0].cache]
-    told[1].start(ids, all_of_it, b"b")
-    told[0].go_on(ids[:, 6:], all_of_it[:, 6:])  # goes on under "a" while the index is about "b"
-    hits = []
-    for number, salt in ((1, b"b"), (0, b"a"), (0, b"a"), (1, b"a"), (1, b"b")):
-        before = told[number].cache.statistics()["prefix_hits"]
-        told[number].start(ids, all_of_it, salt)
-        hits.append(told[number].cache.statistics()["prefix_hits"] - before > 0)
-    assert hits == [True, False, True, True, False]
+    """They share the index; neither takes over what the other computed, whichever was first, next or last."""
+    first, second = two_forks()
+    second.start(IDS[:, :6], SHOWN[:, :6], b"b")
+    first.go_on(IDS[:, 6:], SHOWN[:, 6:])  # under "a", while the index is about "b"
+    for told, salt in ((second, b"b"), (first, b"a"), (second, b"a"), (second, b"b"), (first, b"b")):
+        told.start(IDS, SHOWN, salt)
+    second.start(IDS, SHOWN, b"a")
+    first.cache.reset()
+    first.ids, first.mask = IDS[:, :0], SHOWN[:, :0]
+    first.go_on(IDS, SHOWN)  # still under "b", without being told so again
 
 
 def test_rows_of_another_salt_are_no_prefix() -> None:
     told = Told(paged())
-    ids, all_of_it = torch.arange(12)[None], torch.ones(1, 12, dtype=torch.bool)
-    told.start(ids[:, :6], all_of_it[:, :6], b"a")
+    told.start(IDS[:, :6], SHOWN[:, :6], b"a")
     told.cache.sequences.use_salt(b"b")
-    told.go_on(ids[:, 6:], all_of_it[:, 6:])
+    told.go_on(IDS[:, 6:], SHOWN[:, 6:])
     assert not told.cache.has_prefixes
 
 
