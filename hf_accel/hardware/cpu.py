@@ -15,7 +15,8 @@ from .container import ROOT, cpu_quotas, read
 
 # Best first. The features' names are those of torch.cpu.get_capabilities.
 ISA_LEVELS: dict[str, frozenset[str]] = {
-    "avx512_vnni_bf16": frozenset({"avx512_f", "avx512_bw", "avx512_vl", "avx512_vnni", "avx512_bf16"}),
+    "avx512_vnni_bf16": frozenset({"avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni", "avx512_bf16"}),
+    "avx512_vnni": frozenset({"avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni"}),
     "avx_vnni": frozenset({"avx2", "fma3", "avx_vnni"}),
     "avx2": frozenset({"avx2", "fma3"}),
     "portable": frozenset(),

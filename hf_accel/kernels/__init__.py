@@ -1,0 +1,1 @@
+"""Native kernels, one folder a kind of device."""

@@ -1,0 +1,123 @@
+"""Compile the kernels into a shared library: `python -m hf_accel.kernels.cpu.build`, and what `pip install` runs.
+
+Standard library only, and no import of hf_accel: it runs where torch is not installed. One library serves every
+version of torch and Python: it knows neither, and is loaded through its C interface.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCE = HERE / "src"
+LIBRARY = "libhf_accel_cpu.so"
+REASON = "not_built.txt"  # why there is no library, for the plan to say
+
+COMMON = [
+    "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",
+    "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized",  # gcc 12 sees them in its own intrinsics
+]  # fmt: skip
+SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c", "-DHFA_AVX2"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-DHFA_AVX512"]
+
+# hardware.ISA_LEVELS -> compiler flags. Never -march=native: what is built on one machine may run on another.
+LEVELS: dict[str, list[str]] = {
+    "avx512_vnni_bf16": [*AVX512, "-mavx512bf16", "-DHFA_BF16"],
+    "avx512_vnni": AVX512,
+    "avx_vnni": [*AVX2, "-mavxvnni", "-DHFA_AVX_VNNI"],
+    "avx2": AVX2,
+    "portable": [],
+}
+
+
+class BuildError(Exception):
+    """Why there is no library, in a clause that a plan can print."""
+
+
+def build(target: Path = HERE / LIBRARY, *, sanitize: bool = False) -> list[str]:
+    """Compile every level that the compiler knows and link `target`; returns the levels.
+
+    Raises BuildError if there is no compiler or it fails; an older library then stays as it was.
+    """
+    compiler = find_compiler()
+    common = [*COMMON, *(SANITIZE if sanitize else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        common += _openmp(compiler, scratch)
+        levels = [level for level in _levels() if _accepts(compiler, LEVELS[level], scratch)]
+        (scratch / "levels.inc").write_text("".join(f"HFA_LEVEL({level})\n" for level in levels))
+        jobs = [(source, scratch / f"{source.stem}.o", [f"-I{scratch}"]) for source in sorted(SOURCE.glob("*.cpp"))]
+        for level in levels:
+            names = [*LEVELS[level], f"-DHFA_NAMESPACE=hfa_{level}", f"-DHFA_TABLE=hfa_table_{level}"]
+            for source in sorted((SOURCE / "kernels").glob("*.cpp")):
+                jobs.append((source, scratch / f"{source.stem}.{level}.o", names))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda job: _run([compiler, *common, *job[2], "-c", str(job[0]), "-o", str(job[1])]), jobs))
+        linked = scratch / LIBRARY
+        _run([compiler, *common, "-shared", *(str(job[1]) for job in jobs), "-o", str(linked)])
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = target.with_name(f".{target.name}.{os.getpid()}")
+        shutil.copyfile(linked, beside)
+        os.replace(beside, target)  # a process that has the old one loaded keeps it
+    return levels
+
+
+def build_or_note(folder: Path = HERE) -> None:
+    """Build into `folder`; without success leave the reason there instead, so that an installation never fails."""
+    reason = folder / REASON
+    try:
+        build(folder / LIBRARY)
+        reason.unlink(missing_ok=True)
+    except BuildError as error:
+        folder.mkdir(parents=True, exist_ok=True)
+        reason.write_text(str(error))
+
+
+def find_compiler() -> str:
+    """CXX, or the first of the usual names that is there."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        raise BuildError("no compiler" if len(names) > 1 else f"no compiler {names[0]!r}")
+    return found
+
+
+def _levels() -> list[str]:
+    return list(LEVELS) if platform.machine().lower() in ("x86_64", "amd64") else ["portable"]
+
+
+def _openmp(compiler: str, scratch: Path) -> list[str]:
+    """The flag for threads, where the compiler has them (Apple's has not: the kernels are serial there)."""
+    return ["-fopenmp"] if _accepts(compiler, ["-fopenmp"], scratch) else []
+
+
+def _accepts(compiler: str, flags: list[str], scratch: Path) -> bool:
+    probe = scratch / "probe.cpp"
+    probe.write_text("int main() { return 0; }\n")
+    command = [compiler, "-Werror", *flags, str(probe), "-o", str(scratch / "probe")]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        sys.stderr.write(result.stderr)
+        first = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])
+        raise BuildError(f"the compiler failed: {first.strip()}")
+    sys.stderr.write(result.stderr)
+
+
+if __name__ == "__main__":
+    try:
+        built = build(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / LIBRARY, sanitize="--sanitize" in sys.argv)
+    except BuildError as error:
+        sys.exit(f"cpu kernels: not built ({error})")
+    print(f"cpu kernels: built for {', '.join(built)}")

@@ -1,0 +1,105 @@
+"""The loaded library: where it is, which instruction set it uses, and why it cannot be used."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch  # first: torch brings the OpenMP runtime that the kernels share
+
+from ...errors import HfAccelError, UnsupportedError
+from ...hardware.cpu import choose_isa, instruction_sets
+from .build import HERE, LIBRARY, REASON
+
+# The numbers of types.h.
+DTYPES: dict[torch.dtype, int] = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.int8: 3,
+    torch.float8_e4m3fn: 4,
+}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def refusal() -> str | None:
+    """None, or why the kernels cannot run here, as one clause for the plan."""
+    try:
+        _library()
+    except (HfAccelError, OSError) as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    path = os.environ.get("HF_ACCEL_LIBRARY") or HERE / LIBRARY
+    if not os.path.exists(path):
+        note = HERE / REASON
+        reason = note.read_text(encoding="utf-8") if note.exists() else "run python -m hf_accel.kernels.cpu.build"
+        raise UnsupportedError(f"cpu kernels: not built ({reason})")
+    library = ctypes.CDLL(str(path))
+    library.hfa_error.restype = ctypes.c_char_p
+    level = choose_isa(instruction_sets(), requested=os.environ.get("HF_ACCEL_ISA"))
+    if library.hfa_select(level.encode()):
+        if os.environ.get("HF_ACCEL_ISA"):
+            raise UnsupportedError(f"cpu kernels: HF_ACCEL_ISA={level!r} was not compiled; unset it, or build again")
+        level = next(lower for lower in _below(level) if not library.hfa_select(lower.encode()))
+    _selected.append(level)
+    return library
+
+
+_selected: list[str] = []
+
+
+def _below(level: str) -> list[str]:
+    """Levels that this CPU has too, best first; "portable" is always compiled."""
+    return [low for low in _possible() if low != level]
+
+
+def _possible() -> list[str]:
+    from ...hardware.cpu import ISA_LEVELS
+
+    return [level for level, needed in ISA_LEVELS.items() if needed <= instruction_sets()]
+
+
+def isa() -> str:
+    """The instruction set in use, a level of hardware.ISA_LEVELS. HF_ACCEL_ISA, read once, overrides the choice."""
+    _library()
+    return _selected[-1]
+
+
+@contextmanager
+def using_isa(level: str) -> Iterator[None]:
+    """Use another instruction set that this CPU has, for the whole process; for tests and benchmarks.
+
+    Packed weights stay good: every level reads the same layout. Raises UnsupportedError for a level that the CPU
+    or this build does not have.
+    """
+    previous = isa()
+    choose_isa(instruction_sets(), requested=level)
+    if _library().hfa_select(level.encode()):
+        raise UnsupportedError(f"cpu kernels: {level!r} was not compiled")
+    _selected.append(level)
+    try:
+        yield
+    finally:
+        _library().hfa_select(previous.encode())
+        _selected.append(previous)
+
+
+def function(name: str, *argtypes: Any) -> Any:
+    """The C function hfa_`name` as a callable that raises HfAccelError when it fails; resolved once by the caller."""
+    raw = getattr(_library(), f"hfa_{name}")
+    raw.argtypes = argtypes
+
+    def call(*args: Any) -> None:
+        if raw(*args):
+            raise HfAccelError(f"the cpu kernel {name} failed: {_library().hfa_error().decode()}")
+
+    return call

@@ -1,0 +1,63 @@
+// The C interface: what library.py calls through ctypes. Pointers and sizes only; arguments are checked in Python.
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+
+#if !defined(_WIN32)
+#include <pthread.h>
+#endif
+
+#include "kernels.h"
+
+#define HFA_LEVEL(name) extern const Kernels hfa_table_##name;
+#include "levels.inc"
+#undef HFA_LEVEL
+
+std::atomic<bool> hfa_forked{false};
+
+namespace {
+
+const Kernels* active = nullptr;
+thread_local char message[256];
+
+struct AtFork {
+#if !defined(_WIN32)
+  AtFork() { pthread_atfork(nullptr, nullptr, [] { hfa_forked = true; }); }
+#endif
+} at_fork;
+
+// Runs f and returns 0, or keeps the message of what it threw and returns 1.
+template <class Function>
+int guarded(const Function& f) {
+  try {
+    f();
+    return 0;
+  } catch (const std::exception& error) {
+    std::snprintf(message, sizeof message, "%s", error.what());
+    return 1;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+#define HFA_API __attribute__((visibility("default")))
+
+// Use the kernels of a level of hardware.ISA_LEVELS; 0, or 1 if this build has none of that name.
+HFA_API int hfa_select(const char* level) {
+#define HFA_LEVEL(name) \
+  if (!std::strcmp(level, #name)) { active = &hfa_table_##name; return 0; }
+#include "levels.inc"
+#undef HFA_LEVEL
+  return 1;
+}
+
+HFA_API const char* hfa_error() { return message; }
+
+HFA_API int hfa_linear(const Linear* linear, const LinearCall* call) {
+  return guarded([&] { active->integer_linear(*linear, *call); });
+}
+
+}  // extern "C"

@@ -1,0 +1,10 @@
+// What each instruction set defines. HFA_NAMESPACE and HFA_TABLE are its names, given by the build.
+#pragma once
+
+#include "../kernels.h"
+
+namespace HFA_NAMESPACE {
+
+void integer_linear(const Linear&, const LinearCall&);
+
+}  // namespace HFA_NAMESPACE

@@ -1,0 +1,257 @@
+// INT8 and INT4 weights times INT8 activations. Sums over a group of inputs are exact integers; groups are added in
+// order in float32, one lane an output, multiplication and addition rounded apart: a row's result does not depend on
+// the other rows, on threads, or on the instruction set.
+//
+// For each block of 64 outputs and chunk of rows, groups of inputs are the outer loop: the group's weights stay in
+// the first-level cache while all rows of the chunk pass by, and so do the chunk's float sums.
+#include "declarations.h"
+#include "activation.h"
+#include "quantized_rows.h"
+
+namespace {
+
+constexpr int VECTORS = BLOCK / LANES;    // that hold a block of outputs
+constexpr int64_t CHUNK = 48;             // rows whose float sums (12 KB) stay in the first-level cache
+constexpr int64_t AHEAD = 2048;           // bytes to prefetch ahead where weights come from memory
+constexpr int64_t STEP = BLOCK * 4;       // bytes of a block's weights that one dot4 of all lanes consumes
+
+// Rows and vectors whose sums are held in registers at once.
+#if defined(HFA_AVX512)
+constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;
+constexpr int wide_for(int) { return 4; }
+#else
+constexpr int TILE_ROWS = 4;
+constexpr int wide_for(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
+#endif
+
+// The weights of one block and group, and what its rows add to.
+struct GroupTask {
+  const uint8_t* weight;
+  int64_t steps;        // dot4 steps along the inputs
+  const void* scales;   // INT4: 64 weight scales of this group
+  int32_t scale_dtype;
+  const uint8_t* zeros; // INT4: 64 zero points, or null for 8
+};
+
+inline F weight_scales(const GroupTask& task, int64_t i) {
+  switch (task.scale_dtype) {
+    case BF16: return load_as(static_cast<const Bf16*>(task.scales) + i);
+    case F16: return load_as(static_cast<const F16_*>(task.scales) + i);
+    default: return load_as(static_cast<const float*>(task.scales) + i);
+  }
+}
+
+template <int ROWS, int WIDE, bool PREFETCH>
+inline void sum_int8(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride, I (&sums)[ROWS][WIDE]) {
+  for (int64_t k = 0; k < steps; ++k, weight += STEP, x += 4) {
+    I w[WIDE];
+    for (int v = 0; v < WIDE; ++v) w[v] = load_bytes(weight + v * LANES * 4);
+    if (PREFETCH)
+      for (int v = 0; v < WIDE * LANES * 4; v += 64) prefetch(weight + AHEAD + v);
+    for (int r = 0; r < ROWS; ++r) {
+      const I a = broadcast4(x + r * x_stride);
+      for (int v = 0; v < WIDE; ++v) sums[r][v] = dot4(sums[r][v], w[v], a);
+    }
+  }
+}
+
+template <int ROWS, int WIDE, bool PREFETCH>
+inline void sum_int4(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride, I (&sums)[ROWS][WIDE]) {
+  for (int64_t k = 0; k < steps; k += 2, weight += STEP, x += 8) {
+    if (PREFETCH)
+      for (int v = 0; v < WIDE * LANES * 4; v += 64) prefetch(weight + AHEAD + v);
+    for (int v = 0; v < WIDE; ++v) {
+      const I both = load_bytes(weight + v * LANES * 4), low = low_nibbles(both), high = high_nibbles(both);
+      for (int r = 0; r < ROWS; ++r) {
+        sums[r][v] = dot4_nibbles(sums[r][v], low, broadcast4(x + r * x_stride));
+        sums[r][v] = dot4_nibbles(sums[r][v], high, broadcast4(x + r * x_stride + 4));
+      }
+    }
+  }
+}
+
+// Adds one group's share to the sums of ROWS rows, outputs [start, start + WIDE * LANES) of the block.
+template <int FORMAT, int ROWS, int WIDE, bool PREFETCH>
+inline void group_tile(const GroupTask& task, int start, const QuantizedRows& x, int64_t g, int64_t r0, float* out) {
+  I sums[ROWS][WIDE];
+  const int32_t* x_sums = x.sums + g * x.rows + r0;
+  const float* x_scales = x.scales + g * x.rows + r0;
+  for (int r = 0; r < ROWS; ++r)
+    for (int v = 0; v < WIDE; ++v) {
+      // the weights are stored with an offset: take offset * sum(x) off beforehand
+      if (FORMAT == INT8) sums[r][v] = iset1(-128 * x_sums[r]);
+      else if (!task.zeros) sums[r][v] = iset1(-8 * x_sums[r]);
+      else sums[r][v] = mul_i32(load_u8_as_i32(task.zeros + start + v * LANES), iset1(-x_sums[r]));
+    }
+  const uint8_t* weight = task.weight + start * 4;
+  if (FORMAT == INT8) sum_int8<ROWS, WIDE, PREFETCH>(weight, task.steps, x.row(g, r0), x.group, sums);
+  else sum_int4<ROWS, WIDE, PREFETCH>(weight, task.steps, x.row(g, r0), x.group, sums);
+  for (int v = 0; v < WIDE; ++v) {
+    const F w_scale = FORMAT == INT8 ? zero() : weight_scales(task, start + v * LANES);
+    for (int r = 0; r < ROWS; ++r) {
+      float* sum = out + r * BLOCK + start + v * LANES;
+      F share = to_f(sums[r][v]);
+      if (FORMAT != INT8) share = mul(share, w_scale);
+      store(sum, add(load(sum), mul(share, set1(x_scales[r]))));
+    }
+  }
+}
+
+template <int FORMAT, int ROWS, bool PREFETCH>
+inline void group_rows(const GroupTask& task, const QuantizedRows& x, int64_t g, int64_t r0, float* out) {
+  constexpr int WIDE = wide_for(ROWS);
+  for (int start = 0; start < BLOCK; start += WIDE * LANES)
+    group_tile<FORMAT, ROWS, WIDE, PREFETCH>(task, start, x, g, r0, out);
+}
+
+template <int FORMAT>
+void group_chunk(const GroupTask& task, const QuantizedRows& x, int64_t g, int64_t r0, int64_t rows, float* out) {
+  // all rows of a small batch fit one tile: its weights are used once, and come from memory
+  if (rows <= TILE_ROWS) {
+    switch (rows) {
+      case 1: return group_rows<FORMAT, 1, true>(task, x, g, r0, out);
+      case 2: return group_rows<FORMAT, 2, true>(task, x, g, r0, out);
+      case 3: return group_rows<FORMAT, 3, true>(task, x, g, r0, out);
+      case 4: return group_rows<FORMAT, 4, true>(task, x, g, r0, out);
+#if defined(HFA_AVX512)
+      case 5: return group_rows<FORMAT, 5, true>(task, x, g, r0, out);
+      case 6: return group_rows<FORMAT, 6, true>(task, x, g, r0, out);
+#endif
+    }
+  }
+  // tiles of nearly equal height: 7 rows are 4 + 3, not 6 + 1
+  const int64_t tiles = ceil_div(rows, TILE_ROWS);
+  for (int64_t tile = 0, r = 0; tile < tiles; ++tile) {
+    const int64_t height = (rows - r) / (tiles - tile) + ((rows - r) % (tiles - tile) != 0);
+    float* sums = out + r * BLOCK;
+    switch (height) {
+      case 1: group_rows<FORMAT, 1, false>(task, x, g, r0 + r, sums); break;
+      case 2: group_rows<FORMAT, 2, false>(task, x, g, r0 + r, sums); break;
+      case 3: group_rows<FORMAT, 3, false>(task, x, g, r0 + r, sums); break;
+      case 4: group_rows<FORMAT, 4, false>(task, x, g, r0 + r, sums); break;
+#if defined(HFA_AVX512)
+      case 5: group_rows<FORMAT, 5, false>(task, x, g, r0 + r, sums); break;
+      case 6: group_rows<FORMAT, 6, false>(task, x, g, r0 + r, sums); break;
+#endif
+    }
+    r += height;
+  }
+}
+
+// sums [rows, 64] = x times block `b` of a matrix, without its bias
+template <int FORMAT>
+void block_chunk(const Linear& linear, const Matrix& matrix, const QuantizedRows& x, int64_t b, int64_t r0,
+                 int64_t rows, float* sums) {
+  std::memset(sums, 0, static_cast<size_t>(rows * BLOCK) * sizeof(float));
+  const int64_t inputs = ceil_div(linear.in_features, 4) * 4;
+  const int64_t block_bytes = inputs * BLOCK / (FORMAT == INT8 ? 1 : 2);
+  const int64_t group_bytes = x.group * BLOCK / (FORMAT == INT8 ? 1 : 2);
+  const int64_t scale_bytes = BLOCK * (matrix.scale_dtype == F32 ? 4 : 2);
+  for (int64_t g = 0; g < x.groups; ++g) {
+    GroupTask task;
+    task.weight = static_cast<const uint8_t*>(matrix.weight) + b * block_bytes + g * group_bytes;
+    task.steps = at_most(x.group, inputs - g * x.group) / 4;
+    task.scales = static_cast<const uint8_t*>(matrix.scales) + (b * x.groups + g) * scale_bytes;
+    task.scale_dtype = matrix.scale_dtype;
+    task.zeros = matrix.zeros ? matrix.zeros + (b * x.groups + g) * BLOCK : nullptr;
+    group_chunk<FORMAT>(task, x, g, r0, rows, sums);
+  }
+  if (FORMAT == INT8) {
+    const float* scales = static_cast<const float*>(matrix.scales) + b * BLOCK;
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t i = r * BLOCK; i < (r + 1) * BLOCK; i += LANES)
+        store(sums + i, mul(load(sums + i), load(scales + i - r * BLOCK)));
+  }
+}
+
+F load_dtype(const void* p, int32_t dtype, int64_t i, int n) {
+  switch (dtype) {
+    case BF16: return load_as_n(static_cast<const Bf16*>(p) + i, n);
+    case F16: return load_as_n(static_cast<const F16_*>(p) + i, n);
+    default: return load_as_n(static_cast<const float*>(p) + i, n);
+  }
+}
+
+void store_dtype(void* p, int32_t dtype, int64_t i, F x, int n) {
+  switch (dtype) {
+    case BF16: return store_as_n(static_cast<Bf16*>(p) + i, x, n);
+    case F16: return store_as_n(static_cast<F16_*>(p) + i, x, n);
+    default: return store_as_n(static_cast<float*>(p) + i, x, n);
+  }
+}
+
+inline F gated(int32_t epilogue, F gate, F up) {
+  return mul(epilogue == SILU_MUL ? silu(gate) : gelu_tanh(gate), up);
+}
+
+// out = epilogue(sums + bias) + residual, rounded once
+void finish(const Linear& linear, const Matrix& matrix, const LinearCall& call, int64_t b, int64_t r0, int64_t rows,
+            const float* sums, const float* up_sums) {
+  const int64_t outputs = at_most(BLOCK, matrix.out_features - b * BLOCK);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t i = 0; i < outputs; i += LANES) {
+      const int n = static_cast<int>(at_most(LANES, outputs - i));
+      F value = load(sums + r * BLOCK + i);
+      if (matrix.bias) value = add(value, load_dtype(matrix.bias, matrix.bias_dtype, b * BLOCK + i, n));
+      if (linear.epilogue != NONE) {
+        const Matrix& other = linear.matrices[1];
+        F up = load(up_sums + r * BLOCK + i);
+        if (other.bias) up = add(up, load_dtype(other.bias, other.bias_dtype, b * BLOCK + i, n));
+        value = gated(linear.epilogue, value, up);
+      }
+      const int64_t column = matrix.column + b * BLOCK + i;
+      if (call.residual)
+        value = add(value, load_dtype(call.residual, call.out_dtype, (r0 + r) * call.residual_stride + column, n));
+      store_dtype(call.out, call.out_dtype, (r0 + r) * call.out_stride + column, value, n);
+    }
+}
+
+template <int FORMAT>
+void run_block(const Linear& linear, const Matrix& matrix, const LinearCall& call, const QuantizedRows& x, int64_t b,
+               int64_t first, int64_t last) {
+  alignas(64) float sums[CHUNK * BLOCK], up_sums[CHUNK * BLOCK];
+  for (int64_t r = first; r < last; r += CHUNK) {
+    const int64_t rows = at_most(CHUNK, last - r);
+    block_chunk<FORMAT>(linear, matrix, x, b, r, rows, sums);
+    if (linear.epilogue != NONE) block_chunk<FORMAT>(linear, linear.matrices[1], x, b, r, rows, up_sums);
+    finish(linear, matrix, call, b, r, rows, sums, up_sums);
+  }
+}
+
+template <int FORMAT>
+void run(const Linear& linear, const LinearCall& call, const QuantizedRows& x) {
+  const int32_t count = linear.epilogue == NONE ? linear.count : 1;
+  int64_t blocks = 0;
+  for (int32_t m = 0; m < count; ++m) blocks += ceil_div(linear.matrices[m].out_features, BLOCK);
+  // rows are split over threads only where there are few blocks
+  const int64_t parts = blocks >= 4 * call.threads ? 1 : at_most(ceil_div(x.rows, CHUNK), 4 * call.threads);
+  const int64_t part_rows = ceil_div(ceil_div(x.rows, parts), TILE_ROWS) * TILE_ROWS;
+  parallel_for(blocks * parts, call.threads, [&](int64_t task) {
+    int64_t b = task / parts;
+    const int64_t first = task % parts * part_rows, last = at_most(x.rows, first + part_rows);
+    int32_t m = 0;
+    for (; b >= ceil_div(linear.matrices[m].out_features, BLOCK); ++m)
+      b -= ceil_div(linear.matrices[m].out_features, BLOCK);
+    if (first < last) run_block<FORMAT>(linear, linear.matrices[m], call, x, b, first, last);
+  });
+}
+
+QuantizedRows quantize_input(const Linear& linear, const LinearCall& call) {
+  const auto rows = [&](const auto* x) {
+    return quantize_rows(x, call.x_stride, call.rows, linear.in_features, linear.group, call.threads);
+  };
+  switch (call.x_dtype) {
+    case BF16: return rows(static_cast<const Bf16*>(call.x));
+    case F16: return rows(static_cast<const F16_*>(call.x));
+    default: return rows(static_cast<const float*>(call.x));
+  }
+}
+
+}  // namespace
+
+void HFA_NAMESPACE::integer_linear(const Linear& linear, const LinearCall& call) {
+  if (call.rows == 0) return;
+  const QuantizedRows x = quantize_input(linear, call);
+  if (linear.format == INT8) run<INT8>(linear, call, x);
+  else run<INT4>(linear, call, x);
+}

@@ -1,0 +1,70 @@
+// Activations rounded to int8 on the fly: a scale per row and group of inputs, so that an outlier spoils one group.
+#pragma once
+
+#include "../parallel.h"
+#include "../simd/simd.h"
+
+namespace {
+
+// Group-major, so that the rows of a group lie side by side while the kernel works through it:
+// levels [groups, rows, group] (zero beyond the inputs), scales and sums [groups, rows].
+// A group that holds NaN or infinity gets the scale NaN, which makes its row NaN and no other.
+struct QuantizedRows {
+  int8_t* levels;
+  float* scales;
+  int32_t* sums;  // of the levels
+  int64_t rows, group, groups;
+
+  const int8_t* row(int64_t g, int64_t r) const { return levels + (g * rows + r) * group; }
+};
+
+constexpr float LEAST = 1e-35f;  // a group whose largest magnitude is below this counts as zero: 127 / it overflows
+
+template <class T>
+inline F load_part(const T* p, int64_t n) {
+  return n >= LANES ? load_as(p) : load_as_n(p, static_cast<int>(n));
+}
+
+template <class T>
+inline void quantize_group(const T* x, int64_t count, int64_t group, int8_t* levels, float& scale, int32_t& sum) {
+  F largest = zero(), poison = zero();
+  for (int64_t k = 0; k < count; k += LANES) {
+    const F value = load_part(x + k, count - k);
+    largest = max(abs(value), largest);
+    poison = fmadd(value, zero(), poison);  // NaN from NaN and infinity, else zero
+  }
+  const float absmax = reduce_max(largest), broken = reduce_add(poison);
+  const bool usable = absmax >= LEAST && broken == 0.0f;
+  const F inverse = set1(usable ? 127.0f / absmax : 0.0f);
+  scale = broken == 0.0f ? (usable ? absmax / 127.0f : 0.0f) : broken;
+  for (int64_t k = 0; k < group; k += LANES) {
+    const F value = usable && k < count ? load_part(x + k, count - k) : zero();
+    store_as(levels + k, round(mul(value, inverse)));
+  }
+  int32_t total = 0;
+  for (int64_t k = 0; k < group; ++k) total += levels[k];
+  sum = total;
+}
+
+template <class T>
+inline QuantizedRows quantize_rows(const T* x, int64_t stride, int64_t rows, int64_t in_features, int64_t group,
+                                   int threads) {
+  struct Levels; struct Scales; struct Sums;
+  QuantizedRows q;
+  q.rows = rows;
+  q.group = group;
+  q.groups = ceil_div(in_features, group);
+  q.levels = static_cast<int8_t*>(scratch<Levels>(static_cast<size_t>(q.groups * rows * group)));
+  q.scales = static_cast<float*>(scratch<Scales>(static_cast<size_t>(q.groups * rows) * sizeof(float)));
+  q.sums = static_cast<int32_t*>(scratch<Sums>(static_cast<size_t>(q.groups * rows) * sizeof(int32_t)));
+  const int64_t chunk = 8;  // rows a task: below that a second thread costs more than it saves
+  parallel_for(ceil_div(rows, chunk), threads, [&](int64_t task) {
+    for (int64_t r = task * chunk; r < at_most(rows, (task + 1) * chunk); ++r)
+      for (int64_t g = 0; g < q.groups; ++g)
+        quantize_group(x + r * stride + g * group, at_most(group, in_features - g * group), group,
+                       q.levels + (g * rows + r) * group, q.scales[g * rows + r], q.sums[g * rows + r]);
+  });
+  return q;
+}
+
+}  // namespace

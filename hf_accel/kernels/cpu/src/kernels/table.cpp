@@ -1,0 +1,5 @@
+#include "declarations.h"
+
+extern const Kernels HFA_TABLE = {
+    HFA_NAMESPACE::integer_linear,
+};

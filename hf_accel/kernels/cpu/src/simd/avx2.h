@@ -1,0 +1,135 @@
+// AVX2 with FMA and F16C; HFA_AVX_VNNI adds the byte dot product.
+#pragma once
+
+#include <immintrin.h>
+
+namespace {
+
+constexpr int LANES = 8;
+typedef __m256 F;
+typedef __m256i I;
+
+inline __m256i first(int n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+inline F zero() { return _mm256_setzero_ps(); }
+inline F set1(float x) { return _mm256_set1_ps(x); }
+inline F load(const float* p) { return _mm256_loadu_ps(p); }
+inline F load_n(const float* p, int n) { return _mm256_maskload_ps(p, first(n)); }
+inline void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+inline void store_n(float* p, F x, int n) { _mm256_maskstore_ps(p, first(n), x); }
+inline F add(F a, F b) { return _mm256_add_ps(a, b); }
+inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+inline F div(F a, F b) { return _mm256_div_ps(a, b); }
+inline F min(F a, F b) { return _mm256_min_ps(a, b); }
+inline F max(F a, F b) { return _mm256_max_ps(a, b); }
+inline F abs(F a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+inline F sqrt(F a) { return _mm256_sqrt_ps(a); }
+inline F fmadd(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+inline F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline F keep_nan(F a, F x) { return _mm256_blendv_ps(a, x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q)); }
+inline F zero_below(F a, F x, float limit) { return _mm256_andnot_ps(_mm256_cmp_ps(x, set1(limit), _CMP_LT_OQ), a); }
+inline F scale_by_power_of_two(F a, F n) {  // in two steps: 2^128 is no float
+  const I whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1);
+  const I bias = _mm256_set1_epi32(127);
+  const F first_part = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
+  const F rest = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), bias), 23));
+  return mul(mul(a, first_part), rest);
+}
+inline float reduce_add(F a) {
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+inline float reduce_max(F a) {
+  __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+}
+
+inline F load_as(const float* p) { return load(p); }
+inline F load_as_n(const float* p, int n) { return load_n(p, n); }
+inline void store_as(float* p, F x) { store(p, x); }
+inline void store_as_n(float* p, F x, int n) { store_n(p, x, n); }
+
+inline F widen_bf16(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
+inline F load_as(const Bf16* p) { return widen_bf16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline __m128i narrow_bf16(F x) {
+  const I bits = _mm256_castps_si256(x);
+  const I odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  I rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+  const I quiet = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
+  rounded = _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+  return _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
+}
+inline void store_as(Bf16* p, F x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow_bf16(x)); }
+
+inline F load_as(const F16_* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline void store_as(F16_* p, F x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+inline F load_as(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+// The floats are whole numbers within -128..127 (see round).
+inline void store_as(int8_t* p, F x) {
+  const I wide = _mm256_cvtps_epi32(x);
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+}
+
+// e4m3 has half's fraction and a shorter exponent: as half bits it is the value times 2^-8, denormals included.
+inline F load_as(const Fp8* p) {
+  const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  const __m128i magnitude = _mm_and_si128(wide, _mm_set1_epi16(0x7f));
+  const __m128i sign = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x80)), 8);
+  __m128i half = _mm_or_si128(sign, _mm_slli_epi16(magnitude, 7));
+  half = _mm_blendv_epi8(half, _mm_set1_epi16(0x7e00), _mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7f)));
+  return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
+}
+
+template <class T> inline F load_as_n(const T* p, int n) {
+  T lanes[LANES] = {};
+  std::memcpy(lanes, p, sizeof(T) * static_cast<size_t>(n));
+  return load_as(lanes);
+}
+template <class T> inline void store_as_n(T* p, F x, int n) {
+  T lanes[LANES];
+  store_as(lanes, x);
+  std::memcpy(p, lanes, sizeof(T) * static_cast<size_t>(n));
+}
+
+// -- integers ---------------------------------------------------------------------------------------------
+
+inline I iset1(int32_t x) { return _mm256_set1_epi32(x); }
+inline I load_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline I broadcast4(const int8_t* p) { int32_t x; std::memcpy(&x, p, 4); return _mm256_set1_epi32(x); }
+#if defined(HFA_AVX_VNNI)
+inline I dot4(I sum, I w, I a) { return _mm256_dpbusd_avx_epi32(sum, w, a); }
+inline I dot4_nibbles(I sum, I w, I a) { return dot4(sum, w, a); }
+#else
+// The 16-bit multiply-add of bytes saturates where w > 128, so that w and a are widened to 16 bits: even bytes
+// and odd bytes each take one exact multiply-add.
+inline I dot4(I sum, I w, I a) {
+  const I bytes = _mm256_set1_epi16(255);
+  const I even = _mm256_madd_epi16(_mm256_and_si256(w, bytes), _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8));
+  const I odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(a, 8));
+  return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
+}
+inline I dot4_nibbles(I sum, I w, I a) {  // 2 * 15 * 128 fits 16 bits
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, a), _mm256_set1_epi16(1)));
+}
+#endif
+inline I low_nibbles(I x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+inline I high_nibbles(I x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
+inline I mul_i32(I a, I b) { return _mm256_mullo_epi32(a, b); }
+inline I load_u8_as_i32(const uint8_t* p) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+inline F to_f(I x) { return _mm256_cvtepi32_ps(x); }
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+}  // namespace

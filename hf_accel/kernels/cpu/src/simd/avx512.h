@@ -1,0 +1,107 @@
+// AVX-512 with VNNI; HFA_BF16 adds the bfloat16 dot product.
+#pragma once
+
+#include <immintrin.h>
+
+namespace {
+
+constexpr int LANES = 16;
+typedef __m512 F;
+typedef __m512i I;
+
+inline __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
+
+inline F zero() { return _mm512_setzero_ps(); }
+inline F set1(float x) { return _mm512_set1_ps(x); }
+inline F load(const float* p) { return _mm512_loadu_ps(p); }
+inline F load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
+inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+inline void store_n(float* p, F x, int n) { _mm512_mask_storeu_ps(p, first(n), x); }
+inline F add(F a, F b) { return _mm512_add_ps(a, b); }
+inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+inline F div(F a, F b) { return _mm512_div_ps(a, b); }
+inline F min(F a, F b) { return _mm512_min_ps(a, b); }
+inline F max(F a, F b) { return _mm512_max_ps(a, b); }
+inline F abs(F a) { return _mm512_abs_ps(a); }
+inline F sqrt(F a) { return _mm512_sqrt_ps(a); }
+inline F fmadd(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+inline F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline F keep_nan(F a, F x) { return _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x); }
+inline F zero_below(F a, F x, float limit) {
+  return _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(x, set1(limit), _CMP_LT_OQ), zero());
+}
+inline F scale_by_power_of_two(F a, F n) { return _mm512_scalef_ps(a, n); }
+inline float reduce_add(F a) { return _mm512_reduce_add_ps(a); }
+inline float reduce_max(F a) { return _mm512_reduce_max_ps(a); }
+
+inline F load_as(const float* p) { return load(p); }
+inline F load_as_n(const float* p, int n) { return load_n(p, n); }
+inline void store_as(float* p, F x) { store(p, x); }
+inline void store_as_n(float* p, F x, int n) { store_n(p, x, n); }
+
+inline F widen_bf16(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+inline F load_as(const Bf16* p) { return widen_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline F load_as_n(const Bf16* p, int n) { return widen_bf16(_mm256_maskz_loadu_epi16(first(n), p)); }
+inline __m256i narrow_bf16(F x) {
+  const I bits = _mm512_castps_si512(x);
+  const I odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  I rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
+  const I quiet = _mm512_or_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(0x40));
+  rounded = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), quiet);
+  return _mm512_cvtepi32_epi16(rounded);
+}
+inline void store_as(Bf16* p, F x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_bf16(x)); }
+inline void store_as_n(Bf16* p, F x, int n) { _mm256_mask_storeu_epi16(p, first(n), narrow_bf16(x)); }
+
+inline F load_as(const F16_* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline F load_as_n(const F16_* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p)); }
+inline void store_as(F16_* p, F x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+inline void store_as_n(F16_* p, F x, int n) {
+  _mm256_mask_storeu_epi16(p, first(n), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+inline F widen_int8(__m128i x) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x)); }
+inline F load_as(const int8_t* p) { return widen_int8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline F load_as_n(const int8_t* p, int n) { return widen_int8(_mm_maskz_loadu_epi8(first(n), p)); }
+// The floats are whole numbers within -128..127 (see round).
+inline void store_as(int8_t* p, F x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
+}
+inline void store_as_n(int8_t* p, F x, int n) {
+  _mm_mask_storeu_epi8(p, first(n), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
+}
+
+// e4m3 has half's fraction and a shorter exponent: as half bits it is the value times 2^-8, denormals included.
+inline F widen_fp8(__m128i x) {
+  const __m256i wide = _mm256_cvtepu8_epi16(x);
+  const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
+  const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
+  __m256i half = _mm256_or_si256(sign, _mm256_slli_epi16(magnitude, 7));
+  const __m256i nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x7f));
+  half = _mm256_blendv_epi8(half, _mm256_set1_epi16(0x7e00), nan);
+  return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
+}
+inline F load_as(const Fp8* p) { return widen_fp8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline F load_as_n(const Fp8* p, int n) { return widen_fp8(_mm_maskz_loadu_epi8(first(n), p)); }
+
+// -- integers ---------------------------------------------------------------------------------------------
+
+inline I iset1(int32_t x) { return _mm512_set1_epi32(x); }
+inline I load_bytes(const void* p) { return _mm512_loadu_si512(p); }
+inline I broadcast4(const int8_t* p) { int32_t x; std::memcpy(&x, p, 4); return _mm512_set1_epi32(x); }
+inline I dot4(I sum, I w, I a) { return _mm512_dpbusd_epi32(sum, w, a); }
+inline I dot4_nibbles(I sum, I w, I a) { return dot4(sum, w, a); }
+inline I low_nibbles(I x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+inline I high_nibbles(I x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
+inline I mul_i32(I a, I b) { return _mm512_mullo_epi32(a, b); }
+inline I load_u8_as_i32(const uint8_t* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline F to_f(I x) { return _mm512_cvtepi32_ps(x); }
+inline int32_t reduce_add(I a) { return _mm512_reduce_add_epi32(a); }
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+}  // namespace

@@ -1,0 +1,94 @@
+// Plain C++ in loops that a compiler turns into whatever vectors it has (SSE2, NEON, SVE).
+#pragma once
+
+#include <cmath>
+
+namespace {
+
+constexpr int LANES = 8;
+struct F { float v[LANES]; };
+struct I { int32_t v[LANES]; };
+
+#define HFA_EACH for (int i = 0; i < LANES; ++i)
+
+inline F set1(float x) { F r; HFA_EACH r.v[i] = x; return r; }
+inline F zero() { return set1(0.0f); }
+inline F add(F a, F b) { HFA_EACH a.v[i] += b.v[i]; return a; }
+inline F sub(F a, F b) { HFA_EACH a.v[i] -= b.v[i]; return a; }
+inline F mul(F a, F b) { HFA_EACH a.v[i] *= b.v[i]; return a; }
+inline F div(F a, F b) { HFA_EACH a.v[i] /= b.v[i]; return a; }
+// As the x86 instructions: the second operand where either is NaN.
+inline F min(F a, F b) { HFA_EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
+inline F max(F a, F b) { HFA_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+inline F abs(F a) { HFA_EACH a.v[i] = std::fabs(a.v[i]); return a; }
+inline F sqrt(F a) { HFA_EACH a.v[i] = std::sqrt(a.v[i]); return a; }
+inline F fmadd(F a, F b, F c) { return add(mul(a, b), c); }
+inline float round_scalar(float x) {  // adding 1.5 * 2^23 leaves no bits for a fraction; beyond 2^22 there is none
+  const float shift = std::copysign(0x1.8p23f, x), rounded = (x + shift) - shift;
+  return std::fabs(x) < 0x1p22f ? rounded : x;
+}
+inline F round(F a) { HFA_EACH a.v[i] = round_scalar(a.v[i]); return a; }
+inline F keep_nan(F a, F x) { HFA_EACH a.v[i] = x.v[i] == x.v[i] ? a.v[i] : x.v[i]; return a; }
+inline F zero_below(F a, F x, float limit) { HFA_EACH a.v[i] = x.v[i] < limit ? 0.0f : a.v[i]; return a; }
+inline F scale_by_power_of_two(F a, F n) {  // in two steps: 2^128 is no float; NaN counts as 0 and is kept by exp
+  HFA_EACH {
+    const int32_t whole = n.v[i] == n.v[i] ? static_cast<int32_t>(n.v[i]) : 0, half = whole >> 1;
+    a.v[i] *= bits_to_float(static_cast<uint32_t>(half + 127) << 23);
+    a.v[i] *= bits_to_float(static_cast<uint32_t>(whole - half + 127) << 23);
+  }
+  return a;
+}
+inline float reduce_add(F a) {
+  for (int width = LANES / 2; width; width /= 2)
+    for (int i = 0; i < width; ++i) a.v[i] += a.v[i + width];
+  return a.v[0];
+}
+inline float reduce_max(F a) {
+  for (int i = 1; i < LANES; ++i) a.v[0] = a.v[i] > a.v[0] ? a.v[i] : a.v[0];
+  return a.v[0];
+}
+
+template <class T> inline F load_as(const T* p) { F r; HFA_EACH r.v[i] = to_float(p[i]); return r; }
+template <class T> inline void store_as(T* p, F x) { HFA_EACH from_float(x.v[i], p[i]); }
+inline void store_as(int8_t* p, F x) { HFA_EACH p[i] = static_cast<int8_t>(x.v[i]); }
+template <class T> inline F load_as_n(const T* p, int n) {
+  F r = zero();
+  for (int i = 0; i < n; ++i) r.v[i] = to_float(p[i]);
+  return r;
+}
+template <class T> inline void store_as_n(T* p, F x, int n) {
+  T lanes[LANES];
+  store_as(lanes, x);
+  std::memcpy(p, lanes, sizeof(T) * static_cast<size_t>(n));
+}
+inline F load(const float* p) { return load_as(p); }
+inline F load_n(const float* p, int n) { return load_as_n(p, n); }
+inline void store(float* p, F x) { store_as(p, x); }
+inline void store_n(float* p, F x, int n) { store_as_n(p, x, n); }
+
+// -- integers: a vector of bytes is kept as LANES words of four ---------------------------------------------
+
+inline I iset1(int32_t x) { I r; HFA_EACH r.v[i] = x; return r; }
+inline I load_bytes(const void* p) { I r; std::memcpy(r.v, p, sizeof r.v); return r; }
+inline I broadcast4(const int8_t* p) { int32_t x; std::memcpy(&x, p, 4); return iset1(x); }
+inline I dot4(I sum, I w, I a) {
+  HFA_EACH {
+    const uint32_t bytes = static_cast<uint32_t>(w.v[i]), others = static_cast<uint32_t>(a.v[i]);
+    int32_t s = sum.v[i];
+    for (int shift = 0; shift < 32; shift += 8)
+      s += static_cast<int32_t>(bytes >> shift & 255u) * static_cast<int8_t>(others >> shift & 255u);
+    sum.v[i] = s;
+  }
+  return sum;
+}
+inline I dot4_nibbles(I sum, I w, I a) { return dot4(sum, w, a); }
+inline I low_nibbles(I x) { HFA_EACH x.v[i] &= 0x0f0f0f0f; return x; }
+inline I high_nibbles(I x) { HFA_EACH x.v[i] = x.v[i] >> 4 & 0x0f0f0f0f; return x; }
+inline I mul_i32(I a, I b) { HFA_EACH a.v[i] *= b.v[i]; return a; }
+inline I load_u8_as_i32(const uint8_t* p) { I r; HFA_EACH r.v[i] = p[i]; return r; }
+inline F to_f(I x) { F r; HFA_EACH r.v[i] = static_cast<float>(x.v[i]); return r; }
+inline void prefetch(const void*) {}
+
+#undef HFA_EACH
+
+}  // namespace

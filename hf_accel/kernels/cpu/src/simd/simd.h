@@ -1,0 +1,41 @@
+// One vocabulary of vector operations; each instruction set has a file that defines it.
+//
+//   F          LANES floats                       I          LANES int32
+//   fmadd      a * b + c; rounded once where the hardware can. Where results must be equal on every
+//              instruction set, write add(mul(a, b), c) instead: contraction is off.
+//   load_as    LANES numbers of a storage type as floats; store_as rounds to nearest even
+//   *_n        the first n lanes only, 0 <= n <= LANES: memory beyond them is not touched, lanes read as 0
+//   dot4       I += four unsigned bytes of w times four signed bytes of a in each lane, exactly (no saturation);
+//              dot4_nibbles the same where w <= 15
+#pragma once
+
+#include "../types.h"
+
+#if defined(HFA_AVX512)
+#include "avx512.h"
+#elif defined(HFA_AVX2)
+#include "avx2.h"
+#else
+#include "portable.h"
+#endif
+
+namespace {
+
+// exp(x), relative error below 2e-7; 0 below -87.3 (so that hidden scores of -inf vanish), NaN stays NaN.
+// Argument reduction and polynomial: Cephes expf.
+inline F exp(F x) {
+  const F clamped = min(max(x, set1(-87.33654f)), set1(88.37626f));
+  const F n = round(mul(clamped, set1(1.44269504088896341f)));
+  F r = fmadd(n, set1(-0.693359375f), clamped);
+  r = fmadd(n, set1(2.12194440e-4f), r);
+  F p = set1(1.9875691500e-4f);
+  p = fmadd(p, r, set1(1.3981999507e-3f));
+  p = fmadd(p, r, set1(8.3334519073e-3f));
+  p = fmadd(p, r, set1(4.1665795894e-2f));
+  p = fmadd(p, r, set1(1.6666665459e-1f));
+  p = fmadd(p, r, set1(5.0000001201e-1f));
+  p = add(fmadd(p, mul(r, r), r), set1(1.0f));
+  return keep_nan(zero_below(scale_by_power_of_two(p, n), x, -87.33654f), x);
+}
+
+}  // namespace

@@ -1,0 +1,87 @@
+// Storage types of tensors, and the scalar conversions that every instruction set shares.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+// The numbers are part of the C interface: see library.py.
+enum Dtype : int32_t { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, FP8 = 4, INT4 = 5 };
+
+struct Bf16 { uint16_t bits; };
+struct F16_ { uint16_t bits; };
+struct Fp8 { uint8_t bits; };  // e4m3fn
+
+// Everything below has internal linkage: each instruction set compiles its own copy, and the linker must not
+// hand one that was compiled for AVX-512 to the portable kernels.
+namespace {
+
+inline float bits_to_float(uint32_t bits) { float f; std::memcpy(&f, &bits, 4); return f; }
+inline uint32_t float_to_bits(float f) { uint32_t bits; std::memcpy(&bits, &f, 4); return bits; }
+
+inline float to_float(float x) { return x; }
+inline float to_float(int8_t x) { return static_cast<float>(x); }
+inline float to_float(Bf16 x) { return bits_to_float(static_cast<uint32_t>(x.bits) << 16); }
+
+inline float to_float(F16_ x) {
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16, magnitude = x.bits & 0x7fffu;
+  if (magnitude >= 0x7c00u) return bits_to_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
+  // half denormals become normal floats: scale by 2^112 = 2^(127 - 15), exactly
+  const float value = bits_to_float(magnitude << 13) * 0x1p112f;
+  return bits_to_float(sign | float_to_bits(value));
+}
+
+inline float to_float(Fp8 x) {
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x80u) << 24, magnitude = x.bits & 0x7fu;
+  if (magnitude == 0x7fu) return bits_to_float(sign | 0x7fc00000u);
+  const float value = bits_to_float(magnitude << 20) * 0x1p120f;
+  return bits_to_float(sign | float_to_bits(value));
+}
+
+// All roundings are to nearest, ties to even.
+inline void from_float(float x, float& out) { out = x; }
+
+inline void from_float(float x, Bf16& out) {
+  const uint32_t bits = float_to_bits(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) {
+    out.bits = static_cast<uint16_t>(bits >> 16 | 0x40u);
+  } else {
+    out.bits = static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+  }
+}
+
+inline void from_float(float x, F16_& out) {
+  const uint32_t bits = float_to_bits(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  uint32_t half;
+  if (magnitude > 0x7f800000u) {
+    half = 0x7e00u;
+  } else if (magnitude >= 0x477ff000u) {
+    half = 0x7c00u;
+  } else if (magnitude < 0x38800000u) {  // a denormal half: let the float adder round at the right bit
+    half = float_to_bits(bits_to_float(magnitude) + 0.5f) - float_to_bits(0.5f);
+  } else {
+    half = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
+  }
+  out.bits = static_cast<uint16_t>(sign | half);
+}
+
+// Saturates at 448, as torch.float8_e4m3fn is commonly used; NaN stays NaN.
+inline void from_float(float x, Fp8& out) {
+  const uint32_t bits = float_to_bits(x), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
+  uint32_t fp8;
+  if (magnitude > 0x7f800000u) {
+    fp8 = 0x7fu;
+  } else if (magnitude >= 0x43e00000u) {
+    fp8 = 0x7eu;
+  } else if (magnitude < 0x3c800000u) {  // below 2^-6: multiples of 2^-9
+    fp8 = float_to_bits(bits_to_float(magnitude) + 0x1p14f) - float_to_bits(0x1p14f);
+  } else {
+    fp8 = (magnitude - 0x3c000000u + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20;
+  }
+  out.bits = static_cast<uint8_t>(sign | fp8);
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
+
+}  // namespace
