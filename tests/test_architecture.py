@@ -17,10 +17,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 FACTS = {"errors", "config", "hardware", "journal"}
 CORE = {  # room -> the rooms before it
-    "cache": set(),
-    "attention": {"cache"},
-    "linear": {"cache"},
-    "generation": {"cache", "attention", "linear"},
+    "kernels": set(),
+    "cache": {"kernels"},
+    "attention": {"kernels", "cache"},
+    "linear": {"kernels", "cache"},
+    "fused": {"kernels", "cache", "attention", "linear"},
+    "generation": {"kernels", "cache", "attention", "linear", "fused"},
 }
 COMPOSITION = ["originals", "survey", "estimate", "explain", "plan", "patch", "verify"]  # each may use those before it
 BOOKKEEPING = {"cache.pool", "cache.prefix", "cache.table", "config", "errors"}  # and what that may use

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..config import Activations
+from ..config import Activations, WeightConfig
 from .formats import QuantizedWeight
+from .rtn import quantize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +46,15 @@ class Backend(ABC):
     """One way to multiply by a quantized weight.
 
     bits: the widths it reads. activations: "int8" if it rounds each row of the input to 8 bits.
-    row_invariant: row i of run(X) equals run(X[i:i+1]) bit for bit.
+    row_invariant: row i of run(X) equals run(X[i:i+1]) bit for bit. slow_start: a call costs so much by itself
+    that it does not pay for a small weight.
     """
 
     name: ClassVar[str]
     bits: ClassVar[tuple[int, ...]]
     activations: Literal["int8"] | None = None
     row_invariant: ClassVar[bool] = False
+    slow_start: ClassVar[bool] = False
 
     @abstractmethod
     def refuses(self, spec: LinearSpec) -> str | None:
@@ -64,6 +67,13 @@ class Backend(ABC):
     @abstractmethod
     def pack(self, weight: QuantizedWeight) -> Any:
         """The form that `run` reads; the only copy kept in memory."""
+
+    def quantize(self, weight: Tensor, config: WeightConfig) -> Any:
+        """Round a floating-point weight [out, in] to nearest and pack it: what `pack(rtn.quantize(...))` gives.
+
+        Raises UnsupportedError for NaN or infinity and for a group size that does not divide the inputs.
+        """
+        return self.pack(quantize(weight, config))
 
     @abstractmethod
     def unpack(self, packed: Any) -> QuantizedWeight:

@@ -2,7 +2,11 @@
 #pragma once
 
 #include "linear.h"
+#include "packing.h"
 
 struct Kernels {
   void (*integer_linear)(const Linear&, const LinearCall&);
+  void (*pack)(const PackCall&);
+  void (*unpack)(const PackCall&);
+  void (*quantize_weight)(QuantizeCall&);
 };

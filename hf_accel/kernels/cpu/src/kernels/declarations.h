@@ -6,5 +6,8 @@
 namespace HFA_NAMESPACE {
 
 void integer_linear(const Linear&, const LinearCall&);
+void pack(const PackCall&);
+void unpack(const PackCall&);
+void quantize_weight(QuantizeCall&);
 
 }  // namespace HFA_NAMESPACE

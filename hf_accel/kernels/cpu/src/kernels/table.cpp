@@ -2,4 +2,7 @@
 
 extern const Kernels HFA_TABLE = {
     HFA_NAMESPACE::integer_linear,
+    HFA_NAMESPACE::pack,
+    HFA_NAMESPACE::unpack,
+    HFA_NAMESPACE::quantize_weight,
 };

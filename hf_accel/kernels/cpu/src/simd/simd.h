@@ -21,6 +21,19 @@
 
 namespace {
 
+// f(0), f(1), ... f(COUNT - 1) with constants for arguments, so that arrays indexed by them stay in registers
+// (gcc keeps an array in memory if it unrolls the loop over it only late).
+template <int VALUE> struct Constant { constexpr operator int() const { return VALUE; } };
+
+template <int COUNT, class Function>
+inline __attribute__((always_inline)) void unrolled(const Function& f) {
+  if constexpr (COUNT > 0) {
+    unrolled<COUNT - 1>(f);
+    f(Constant<COUNT - 1>{});
+  }
+}
+#define HFA_INLINE __attribute__((always_inline))
+
 // exp(x), relative error below 2e-7; 0 below -87.3 (so that hidden scores of -inf vanish), NaN stays NaN.
 // Argument reduction and polynomial: Cephes expf.
 inline F exp(F x) {
