@@ -35,6 +35,11 @@ class PackedWeight:
     packed: Tensor
     scales: Tensor
 
+    @property
+    def activation_group(self) -> int:
+        """Inputs that share an activation scale."""
+        return self.group_size if self.bits == 4 else ACTIVATION_GROUP
+
 
 def pack(bits: int, stored: Tensor, scales: Tensor, in_features: int) -> PackedWeight:
     """stored: int8 [out, in], or for 4 bits bytes [out, in / 2]; scales [out, groups] in the stored dtype."""
@@ -128,9 +133,8 @@ class IntegerLinear:
                 matrix.bias, matrix.bias_dtype = bias.data_ptr(), DTYPES[bias.dtype]
             column += weight.out_features
         self.out_features = column if epilogue is None else first.out_features
-        group = first.group_size if first.bits == 4 else ACTIVATION_GROUP
         self._linear = Linear(
-            FORMATS[first.bits], group, first.in_features, len(weights), EPILOGUES[epilogue], matrices
+            FORMATS[first.bits], first.activation_group, first.in_features, len(weights), EPILOGUES[epilogue], matrices
         )
         self._address = byref(self._linear)
         self._run = _function(
