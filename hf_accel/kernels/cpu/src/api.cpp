@@ -57,7 +57,8 @@ HFA_API int hfa_select(const char* level) {
 HFA_API const char* hfa_error() { return message; }
 
 HFA_API int hfa_linear(const Linear* linear, const LinearCall* call) {
-  return guarded([&] { active->integer_linear(*linear, *call); });
+  const bool integers = linear->format == INT8 || linear->format == INT4;
+  return guarded([&] { (integers ? active->integer_linear : active->float_linear)(*linear, *call); });
 }
 
 }  // extern "C"

@@ -5,4 +5,5 @@
 
 struct Kernels {
   void (*integer_linear)(const Linear&, const LinearCall&);
+  void (*float_linear)(const Linear&, const LinearCall&);
 };

@@ -6,5 +6,6 @@
 namespace HFA_NAMESPACE {
 
 void integer_linear(const Linear&, const LinearCall&);
+void float_linear(const Linear&, const LinearCall&);
 
 }  // namespace HFA_NAMESPACE

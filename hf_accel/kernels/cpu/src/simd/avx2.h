@@ -43,6 +43,14 @@ inline float reduce_add(F a) {
   x = _mm_add_ps(x, _mm_movehl_ps(x, x));
   return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
+inline void reduce_add4(F a, F b, F c, F d, float* sums) {
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  __m128 y = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+  __m128 z = _mm_add_ps(_mm256_castps256_ps128(c), _mm256_extractf128_ps(c, 1));
+  __m128 w = _mm_add_ps(_mm256_castps256_ps128(d), _mm256_extractf128_ps(d, 1));
+  _MM_TRANSPOSE4_PS(x, y, z, w);
+  _mm_storeu_ps(sums, _mm_add_ps(_mm_add_ps(x, z), _mm_add_ps(y, w)));
+}
 inline float reduce_max(F a) {
   __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
   x = _mm_max_ps(x, _mm_movehl_ps(x, x));

@@ -43,6 +43,12 @@ inline float reduce_add(F a) {
     for (int i = 0; i < width; ++i) a.v[i] += a.v[i + width];
   return a.v[0];
 }
+inline void reduce_add4(F a, F b, F c, F d, float* sums) {
+  sums[0] = reduce_add(a);
+  sums[1] = reduce_add(b);
+  sums[2] = reduce_add(c);
+  sums[3] = reduce_add(d);
+}
 inline float reduce_max(F a) {
   for (int i = 1; i < LANES; ++i) a.v[0] = a.v[i] > a.v[0] ? a.v[i] : a.v[0];
   return a.v[0];

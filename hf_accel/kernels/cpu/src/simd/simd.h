@@ -5,6 +5,8 @@
 //              instruction set, write add(mul(a, b), c) instead: contraction is off.
 //   load_as    LANES numbers of a storage type as floats; store_as rounds to nearest even
 //   *_n        the first n lanes only, 0 <= n <= LANES: memory beyond them is not touched, lanes read as 0
+//   reduce_add4  the sums of four vectors, each added up in the same order wherever it stands
+//   dot_pairs  (HFA_BF16 only) F += two products of bf16 in each lane; denormals count as zero
 //   dot4       I += four unsigned bytes of w times four signed bytes of a in each lane, exactly (no saturation);
 //              dot4_nibbles the same where w <= 15
 #pragma once
