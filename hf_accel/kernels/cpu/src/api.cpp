@@ -61,4 +61,10 @@ HFA_API int hfa_linear(const Linear* linear, const LinearCall* call) {
   return guarded([&] { (integers ? active->integer_linear : active->float_linear)(*linear, *call); });
 }
 
+HFA_API int hfa_norm(const NormCall* call) { return guarded([&] { active->norm(*call); }); }
+HFA_API int hfa_rope(const RopeCall* call) { return guarded([&] { active->rope(*call); }); }
+HFA_API int hfa_gated(const GatedCall* call) { return guarded([&] { active->gated(*call); }); }
+HFA_API int hfa_argmax(const VocabularyCall* call) { return guarded([&] { active->argmax(*call); }); }
+HFA_API int hfa_topk(const VocabularyCall* call) { return guarded([&] { active->topk(*call); }); }
+
 }  // extern "C"

@@ -1,9 +1,15 @@
 // The kernels of one instruction set, as a table; kernels/*.cpp is compiled once for each.
 #pragma once
 
+#include "elementwise.h"
 #include "linear.h"
 
 struct Kernels {
   void (*integer_linear)(const Linear&, const LinearCall&);
   void (*float_linear)(const Linear&, const LinearCall&);
+  void (*norm)(const NormCall&);
+  void (*rope)(const RopeCall&);
+  void (*gated)(const GatedCall&);
+  void (*argmax)(const VocabularyCall&);
+  void (*topk)(const VocabularyCall&);
 };

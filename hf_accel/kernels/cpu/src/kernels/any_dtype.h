@@ -1,6 +1,8 @@
 // Numbers whose storage type is known at run time only.
 #pragma once
 
+#include <type_traits>
+
 #include "../simd/simd.h"
 
 namespace {

@@ -7,5 +7,10 @@ namespace HFA_NAMESPACE {
 
 void integer_linear(const Linear&, const LinearCall&);
 void float_linear(const Linear&, const LinearCall&);
+void norm(const NormCall&);
+void rope(const RopeCall&);
+void gated(const GatedCall&);
+void argmax(const VocabularyCall&);
+void topk(const VocabularyCall&);
 
 }  // namespace HFA_NAMESPACE

@@ -77,7 +77,7 @@ inline void tile(const typename Dot::Number* x, const T* w, int64_t w_stride, in
   int64_t k = 0;
   for (; k + Dot::STEP <= count; k += Dot::STEP) {
     const char* soon = ahead.first + k * static_cast<int64_t>(sizeof(T));
-    for (int i = 0; i < ahead.rows; ++i, soon += ahead.stride) prefetch(soon);
+    for (int i = 0; i < ahead.rows; ++i, soon += ahead.stride) prefetch_l2(soon);
     for (int n = 0; n < WIDE; ++n) {
       const auto weights = Dot::load(w + n * w_stride + k);
       for (int r = 0; r < ROWS; ++r)

@@ -3,4 +3,9 @@
 extern const Kernels HFA_TABLE = {
     HFA_NAMESPACE::integer_linear,
     HFA_NAMESPACE::float_linear,
+    HFA_NAMESPACE::norm,
+    HFA_NAMESPACE::rope,
+    HFA_NAMESPACE::gated,
+    HFA_NAMESPACE::argmax,
+    HFA_NAMESPACE::topk,
 };

@@ -31,6 +31,9 @@ inline F keep_nan(F a, F x) { return _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(x,
 inline F zero_below(F a, F x, float limit) {
   return _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(x, set1(limit), _CMP_LT_OQ), zero());
 }
+inline F select_below(F x, float limit, F yes, F no) {
+  return _mm512_mask_mov_ps(no, _mm512_cmp_ps_mask(x, set1(limit), _CMP_LT_OQ), yes);
+}
 inline F scale_by_power_of_two(F a, F n) { return _mm512_scalef_ps(a, n); }
 inline float reduce_add(F a) { return _mm512_reduce_add_ps(a); }
 inline float reduce_max(F a) { return _mm512_reduce_max_ps(a); }
@@ -70,6 +73,12 @@ inline void store_as(F16_* p, F x) {
 }
 inline void store_as_n(F16_* p, F x, int n) {
   _mm256_mask_storeu_epi16(p, first(n), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+inline F round_as(F x, const float*) { return x; }
+inline F round_as(F x, const Bf16*) { return widen_bf16(narrow_bf16(x)); }
+inline F round_as(F x, const F16_*) {
+  return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 inline F widen_int8(__m128i x) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x)); }
@@ -117,5 +126,6 @@ inline I load_pairs_n(const Bf16* p, int n) { return _mm512_maskz_loadu_epi16((1
 inline F dot_pairs(F sum, I a, I b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 #endif
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 }  // namespace
