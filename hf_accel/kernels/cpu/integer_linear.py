@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_int32, c_int64, c_void_p
+from ctypes import POINTER, byref, c_char_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,12 @@ import torch
 from torch import Tensor
 
 from .library import DTYPES, function
-from .structs import Linear, Matrix, PackCall, QuantizeCall
+from .structs import EPILOGUES, Linear, Matrix, PackCall, QuantizeCall
 
 BLOCK = 64  # outputs that are packed together
 ACTIVATION_GROUP = 128  # inputs that share an activation scale where the weight has no groups of its own
 FORMATS = {8: 3, 4: 5}  # bits -> Dtype of types.h
-EPILOGUES = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
+CALL = struct.Struct("=7q3i4x")  # LinearCall of src/linear.h: packed in one step, whatever the number of fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,17 +138,17 @@ class IntegerLinear:
             FORMATS[first.bits], first.activation_group, first.in_features, len(weights), EPILOGUES[epilogue], matrices
         )
         self._address = byref(self._linear)
-        self._run = _function(
-            "linear", POINTER(Linear), c_void_p, c_int64, c_int32, c_int64, c_void_p, c_int64, c_int32, c_void_p,
-            c_int64, c_int32,
-        )  # fmt: skip
+        self._run = _function("linear", POINTER(Linear), c_char_p)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         rows, dtype = x.shape[0], DTYPES[x.dtype]
         out = x.new_empty(rows, self.out_features)
-        added = (None, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
+        added = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
         self._run(
-            self._address, x.data_ptr(), x.stride(0), dtype, rows, out.data_ptr(), self.out_features, dtype, *added,
-            torch.get_num_threads(),
+            self._address,
+            CALL.pack(
+                x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.out_features, *added, dtype, dtype,
+                torch.get_num_threads(),
+            ),
         )  # fmt: skip
         return out

@@ -56,12 +56,9 @@ HFA_API int hfa_select(const char* level) {
 
 HFA_API const char* hfa_error() { return message; }
 
-// Plain arguments, not a LinearCall: ctypes takes half the time to pass them.
-HFA_API int hfa_linear(const Linear* linear, const void* x, int64_t x_stride, int32_t x_dtype, int64_t rows, void* out,
-                       int64_t out_stride, int32_t out_dtype, const void* residual, int64_t residual_stride,
-                       int32_t threads) {
-  const LinearCall call{x, x_stride, rows, out, out_stride, residual, residual_stride, x_dtype, out_dtype, threads};
-  return guarded([&] { active->integer_linear(*linear, call); });
+HFA_API int hfa_linear(const Linear* linear, const LinearCall* call) {
+  const bool integers = linear->format == INT8 || linear->format == INT4;
+  return guarded([&] { (integers ? active->integer_linear : active->float_linear)(*linear, *call); });
 }
 
 HFA_API int hfa_pack(const PackCall* call) {
@@ -75,5 +72,11 @@ HFA_API int hfa_unpack(const PackCall* call) {
 HFA_API int hfa_quantize_weight(QuantizeCall* call) {
   return guarded([&] { active->quantize_weight(*call); });
 }
+
+HFA_API int hfa_norm(const NormCall* call) { return guarded([&] { active->norm(*call); }); }
+HFA_API int hfa_rope(const RopeCall* call) { return guarded([&] { active->rope(*call); }); }
+HFA_API int hfa_gated(const GatedCall* call) { return guarded([&] { active->gated(*call); }); }
+HFA_API int hfa_argmax(const VocabularyCall* call) { return guarded([&] { active->argmax(*call); }); }
+HFA_API int hfa_topk(const VocabularyCall* call) { return guarded([&] { active->topk(*call); }); }
 
 }  // extern "C"

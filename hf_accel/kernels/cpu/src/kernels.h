@@ -1,6 +1,7 @@
 // The kernels of one instruction set, as a table; kernels/*.cpp is compiled once for each.
 #pragma once
 
+#include "elementwise.h"
 #include "linear.h"
 #include "packing.h"
 
@@ -9,4 +10,10 @@ struct Kernels {
   void (*pack)(const PackCall&);
   void (*unpack)(const PackCall&);
   void (*quantize_weight)(QuantizeCall&);
+  void (*float_linear)(const Linear&, const LinearCall&);
+  void (*norm)(const NormCall&);
+  void (*rope)(const RopeCall&);
+  void (*gated)(const GatedCall&);
+  void (*argmax)(const VocabularyCall&);
+  void (*topk)(const VocabularyCall&);
 };

@@ -9,5 +9,11 @@ void integer_linear(const Linear&, const LinearCall&);
 void pack(const PackCall&);
 void unpack(const PackCall&);
 void quantize_weight(QuantizeCall&);
+void float_linear(const Linear&, const LinearCall&);
+void norm(const NormCall&);
+void rope(const RopeCall&);
+void gated(const GatedCall&);
+void argmax(const VocabularyCall&);
+void topk(const VocabularyCall&);
 
 }  // namespace HFA_NAMESPACE

@@ -6,6 +6,7 @@
 // the first-level cache while all rows of the chunk pass by, and so do the chunk's float sums.
 #include "declarations.h"
 #include "activation.h"
+#include "any_dtype.h"
 #include "quantized_rows.h"
 
 namespace {
@@ -164,26 +165,6 @@ void block_chunk(const Linear& linear, const Matrix& matrix, const QuantizedRows
       for (int64_t i = r * BLOCK; i < (r + 1) * BLOCK; i += LANES)
         store(sums + i, mul(load(sums + i), load(scales + i - r * BLOCK)));
   }
-}
-
-F load_dtype(const void* p, int32_t dtype, int64_t i, int n) {
-  switch (dtype) {
-    case BF16: return load_as_n(static_cast<const Bf16*>(p) + i, n);
-    case F16: return load_as_n(static_cast<const F16_*>(p) + i, n);
-    default: return load_as_n(static_cast<const float*>(p) + i, n);
-  }
-}
-
-void store_dtype(void* p, int32_t dtype, int64_t i, F x, int n) {
-  switch (dtype) {
-    case BF16: return store_as_n(static_cast<Bf16*>(p) + i, x, n);
-    case F16: return store_as_n(static_cast<F16_*>(p) + i, x, n);
-    default: return store_as_n(static_cast<float*>(p) + i, x, n);
-  }
-}
-
-inline F gated(int32_t epilogue, F gate, F up) {
-  return mul(epilogue == SILU_MUL ? silu(gate) : gelu_tanh(gate), up);
 }
 
 // out = epilogue(sums + bias) + residual, rounded once

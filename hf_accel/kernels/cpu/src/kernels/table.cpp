@@ -5,4 +5,10 @@ extern const Kernels HFA_TABLE = {
     HFA_NAMESPACE::pack,
     HFA_NAMESPACE::unpack,
     HFA_NAMESPACE::quantize_weight,
+    HFA_NAMESPACE::float_linear,
+    HFA_NAMESPACE::norm,
+    HFA_NAMESPACE::rope,
+    HFA_NAMESPACE::gated,
+    HFA_NAMESPACE::argmax,
+    HFA_NAMESPACE::topk,
 };

@@ -31,9 +31,21 @@ inline F keep_nan(F a, F x) { return _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(x,
 inline F zero_below(F a, F x, float limit) {
   return _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(x, set1(limit), _CMP_LT_OQ), zero());
 }
+inline F select_below(F x, float limit, F yes, F no) {
+  return _mm512_mask_mov_ps(no, _mm512_cmp_ps_mask(x, set1(limit), _CMP_LT_OQ), yes);
+}
 inline F scale_by_power_of_two(F a, F n) { return _mm512_scalef_ps(a, n); }
 inline float reduce_add(F a) { return _mm512_reduce_add_ps(a); }
 inline float reduce_max(F a) { return _mm512_reduce_max_ps(a); }
+inline void reduce_add4(F a, F b, F c, F d, float* sums) {
+  const F ab = add(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  const F cd = add(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+  F all = add(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+  all = add(all, _mm512_permute_ps(all, 0x4e));
+  all = add(all, _mm512_permute_ps(all, 0xb1));
+  const I every_fourth = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+  _mm_storeu_ps(sums, _mm512_castps512_ps128(_mm512_permutexvar_ps(every_fourth, all)));
+}
 
 inline F load_as(const float* p) { return load(p); }
 inline F load_as_n(const float* p, int n) { return load_n(p, n); }
@@ -61,6 +73,12 @@ inline void store_as(F16_* p, F x) {
 }
 inline void store_as_n(F16_* p, F x, int n) {
   _mm256_mask_storeu_epi16(p, first(n), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+inline F round_as(F x, const float*) { return x; }
+inline F round_as(F x, const Bf16*) { return widen_bf16(narrow_bf16(x)); }
+inline F round_as(F x, const F16_*) {
+  return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 inline F widen_int8(__m128i x) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x)); }
@@ -106,6 +124,12 @@ inline I load_u8_as_i32(const uint8_t* p) {
 }
 inline F to_f(I x) { return _mm512_cvtepi32_ps(x); }
 inline int32_t reduce_add(I a) { return _mm512_reduce_add_epi32(a); }
+#if defined(HFA_BF16)
+inline I load_pairs(const Bf16* p) { return _mm512_loadu_si512(p); }
+inline I load_pairs_n(const Bf16* p, int n) { return _mm512_maskz_loadu_epi16((1ull << n) - 1ull, p); }
+inline F dot_pairs(F sum, I a, I b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+#endif
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 }  // namespace

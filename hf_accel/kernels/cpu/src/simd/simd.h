@@ -4,7 +4,11 @@
 //   fmadd      a * b + c; rounded once where the hardware can. Where results must be equal on every
 //              instruction set, write add(mul(a, b), c) instead: contraction is off.
 //   load_as    LANES numbers of a storage type as floats; store_as rounds to nearest even
+//   round_as   rounded to the storage type of the pointer, and back to float
+//   select_below  yes where x < limit, else no (NaN is not below)
 //   *_n        the first n lanes only, 0 <= n <= LANES: memory beyond them is not touched, lanes read as 0
+//   reduce_add4  the sums of four vectors, each added up in the same order wherever it stands
+//   dot_pairs  (HFA_BF16 only) F += two products of bf16 in each lane; denormals count as zero
 //   dot4       I += four unsigned bytes of w times four signed bytes of a in each lane, exactly (no saturation);
 //              dot4_nibbles the same where w <= 15
 #pragma once
