@@ -76,4 +76,21 @@ HFA_API int hfa_quantize_weight(QuantizeCall* call) {
   return guarded([&] { active->quantize_weight(*call); });
 }
 
+// call: the bytes of an AttentionCall, of a WriteCall; copied, for they need not be aligned
+HFA_API int hfa_attention(const void* call) {
+  return guarded([&] {
+    AttentionCall c;
+    std::memcpy(&c, call, sizeof c);
+    active->attention(c);
+  });
+}
+
+HFA_API int hfa_write_pages(const void* call) {
+  return guarded([&] {
+    WriteCall c;
+    std::memcpy(&c, call, sizeof c);
+    active->write_pages(c);
+  });
+}
+
 }  // extern "C"

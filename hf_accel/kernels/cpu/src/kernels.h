@@ -1,6 +1,7 @@
 // The kernels of one instruction set, as a table; kernels/*.cpp is compiled once for each.
 #pragma once
 
+#include "attention.h"
 #include "linear.h"
 #include "packing.h"
 
@@ -9,4 +10,6 @@ struct Kernels {
   void (*pack)(const PackCall&);
   void (*unpack)(const PackCall&);
   void (*quantize_weight)(QuantizeCall&);
+  void (*attention)(const AttentionCall&);
+  void (*write_pages)(const WriteCall&);
 };

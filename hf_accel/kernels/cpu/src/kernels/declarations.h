@@ -9,5 +9,7 @@ void integer_linear(const Linear&, const LinearCall&);
 void pack(const PackCall&);
 void unpack(const PackCall&);
 void quantize_weight(QuantizeCall&);
+void attention(const AttentionCall&);
+void write_pages(const WriteCall&);
 
 }  // namespace HFA_NAMESPACE

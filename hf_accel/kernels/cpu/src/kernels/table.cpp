@@ -5,4 +5,6 @@ extern const Kernels HFA_TABLE = {
     HFA_NAMESPACE::pack,
     HFA_NAMESPACE::unpack,
     HFA_NAMESPACE::quantize_weight,
+    HFA_NAMESPACE::attention,
+    HFA_NAMESPACE::write_pages,
 };

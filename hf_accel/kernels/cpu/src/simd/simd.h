@@ -5,6 +5,9 @@
 //              instruction set, write add(mul(a, b), c) instead: contraction is off.
 //   load_as    LANES numbers of a storage type as floats; store_as rounds to nearest even
 //   *_n        the first n lanes only, 0 <= n <= LANES: memory beyond them is not touched, lanes read as 0
+//   zero_nan   0 where x is NaN
+//   select_range(x, other, from, to)  lanes from..to-1 of x, the others of `other`
+//   transpose  lane j of vector i becomes lane i of vector j, over LANES vectors
 //   dot4       I += four unsigned bytes of w times four signed bytes of a in each lane, exactly (no saturation);
 //              dot4_nibbles the same where w <= 15
 #pragma once
