@@ -228,7 +228,7 @@ def _on_disk(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> dict[str,
 
 
 def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[AttentionPlan]:
-    quantized_kv = config.cache is not None and config.cache.dtype == "int8"
+    quantized_kv = config.cache is not None and config.cache.dtype != "auto"
     for site in attention_sites(model, quantized_kv=quantized_kv):
         backend, refusals = attention_backends.choose(site.spec, config.attention or "auto")
         reason = "; ".join(f"{name} refused: {why}" for name, why in refusals) or "first choice"

@@ -1,6 +1,7 @@
 // The kernels of one instruction set, as a table; kernels/*.cpp is compiled once for each.
 #pragma once
 
+#include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
 #include "packing.h"
@@ -16,4 +17,6 @@ struct Kernels {
   void (*gated)(const GatedCall&);
   void (*argmax)(const VocabularyCall&);
   void (*topk)(const VocabularyCall&);
+  void (*attention)(const AttentionCall&);
+  void (*write_pages)(const WriteCall&);
 };

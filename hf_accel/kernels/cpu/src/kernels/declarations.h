@@ -15,5 +15,7 @@ void rope(const RopeCall&);
 void gated(const GatedCall&);
 void argmax(const VocabularyCall&);
 void topk(const VocabularyCall&);
+void attention(const AttentionCall&);
+void write_pages(const WriteCall&);
 
 }  // namespace HFA_NAMESPACE

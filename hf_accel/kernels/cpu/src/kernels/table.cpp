@@ -11,4 +11,6 @@ extern const Kernels HFA_TABLE = {
     HFA_NAMESPACE::gated,
     HFA_NAMESPACE::argmax,
     HFA_NAMESPACE::topk,
+    HFA_NAMESPACE::attention,
+    HFA_NAMESPACE::write_pages,
 };

@@ -30,6 +30,7 @@ inline F sqrt(F a) { return _mm256_sqrt_ps(a); }
 inline F fmadd(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 inline F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F keep_nan(F a, F x) { return _mm256_blendv_ps(a, x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q)); }
+inline F zero_nan(F x) { return _mm256_and_ps(x, _mm256_cmp_ps(x, x, _CMP_ORD_Q)); }
 inline F zero_below(F a, F x, float limit) { return _mm256_andnot_ps(_mm256_cmp_ps(x, set1(limit), _CMP_LT_OQ), a); }
 inline F select_below(F x, float limit, F yes, F no) {
   return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(x, set1(limit), _CMP_LT_OQ));
@@ -40,6 +41,26 @@ inline F scale_by_power_of_two(F a, F n) {  // in two steps: 2^128 is no float
   const F first_part = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
   const F rest = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), bias), 23));
   return mul(mul(a, first_part), rest);
+}
+inline F select_range(F x, F other, int from, int to) {
+  return _mm256_blendv_ps(other, x, _mm256_castsi256_ps(_mm256_andnot_si256(first(from), first(to))));
+}
+inline void transpose(F (&x)[LANES]) {
+  F y[LANES];
+  for (int i = 0; i < LANES; i += 2) {
+    y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+    y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < LANES; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      x[i + 2 * j] = _mm256_shuffle_ps(y[i + j], y[i + j + 2], 0x44);
+      x[i + 2 * j + 1] = _mm256_shuffle_ps(y[i + j], y[i + j + 2], 0xee);
+    }
+  for (int j = 0; j < 4; ++j) {
+    y[j] = _mm256_permute2f128_ps(x[j], x[4 + j], 0x20);
+    y[4 + j] = _mm256_permute2f128_ps(x[j], x[4 + j], 0x31);
+  }
+  for (int i = 0; i < LANES; ++i) x[i] = y[i];
 }
 inline float reduce_add(F a) {
   __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));

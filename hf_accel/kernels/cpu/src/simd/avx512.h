@@ -28,6 +28,7 @@ inline F sqrt(F a) { return _mm512_sqrt_ps(a); }
 inline F fmadd(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F keep_nan(F a, F x) { return _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x); }
+inline F zero_nan(F x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x); }
 inline F zero_below(F a, F x, float limit) {
   return _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(x, set1(limit), _CMP_LT_OQ), zero());
 }
@@ -35,6 +36,34 @@ inline F select_below(F x, float limit, F yes, F no) {
   return _mm512_mask_mov_ps(no, _mm512_cmp_ps_mask(x, set1(limit), _CMP_LT_OQ), yes);
 }
 inline F scale_by_power_of_two(F a, F n) { return _mm512_scalef_ps(a, n); }
+inline F select_range(F x, F other, int from, int to) {
+  return _mm512_mask_mov_ps(other, static_cast<__mmask16>(first(to) & ~first(from)), x);
+}
+inline void transpose(F (&x)[LANES]) {
+  F y[LANES];
+  for (int i = 0; i < LANES; i += 2) {
+    y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < LANES; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      const __m512d low = _mm512_castps_pd(y[i + j]), high = _mm512_castps_pd(y[i + j + 2]);
+      x[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+      x[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+    }
+  for (int j = 0; j < 4; ++j) {  // x[4 i + j] holds column j of each quarter for rows 4 i..4 i + 3
+    y[j] = _mm512_shuffle_f32x4(x[j], x[4 + j], 0x88);
+    y[4 + j] = _mm512_shuffle_f32x4(x[j], x[4 + j], 0xdd);
+    y[8 + j] = _mm512_shuffle_f32x4(x[8 + j], x[12 + j], 0x88);
+    y[12 + j] = _mm512_shuffle_f32x4(x[8 + j], x[12 + j], 0xdd);
+  }
+  for (int j = 0; j < 4; ++j) {
+    x[j] = _mm512_shuffle_f32x4(y[j], y[8 + j], 0x88);
+    x[8 + j] = _mm512_shuffle_f32x4(y[j], y[8 + j], 0xdd);
+    x[4 + j] = _mm512_shuffle_f32x4(y[4 + j], y[12 + j], 0x88);
+    x[12 + j] = _mm512_shuffle_f32x4(y[4 + j], y[12 + j], 0xdd);
+  }
+}
 inline float reduce_add(F a) { return _mm512_reduce_add_ps(a); }
 inline float reduce_max(F a) { return _mm512_reduce_max_ps(a); }
 inline void reduce_add4(F a, F b, F c, F d, float* sums) {

@@ -29,6 +29,7 @@ inline float round_scalar(float x) {  // adding 1.5 * 2^23 leaves no bits for a 
 }
 inline F round(F a) { HFA_EACH a.v[i] = round_scalar(a.v[i]); return a; }
 inline F keep_nan(F a, F x) { HFA_EACH a.v[i] = x.v[i] == x.v[i] ? a.v[i] : x.v[i]; return a; }
+inline F zero_nan(F x) { HFA_EACH x.v[i] = x.v[i] == x.v[i] ? x.v[i] : 0.0f; return x; }
 inline F zero_below(F a, F x, float limit) { HFA_EACH a.v[i] = x.v[i] < limit ? 0.0f : a.v[i]; return a; }
 inline F select_below(F x, float limit, F yes, F no) {
   HFA_EACH no.v[i] = x.v[i] < limit ? yes.v[i] : no.v[i];
@@ -41,6 +42,17 @@ inline F scale_by_power_of_two(F a, F n) {  // in two steps: 2^128 is no float; 
     a.v[i] *= bits_to_float(static_cast<uint32_t>(whole - half + 127) << 23);
   }
   return a;
+}
+inline F select_range(F x, F other, int from, int to) {
+  HFA_EACH if (i < from || i >= to) x.v[i] = other.v[i];
+  return x;
+}
+inline void transpose(F (&x)[LANES]) {
+  HFA_EACH for (int j = 0; j < i; ++j) {
+    const float lane = x[i].v[j];
+    x[i].v[j] = x[j].v[i];
+    x[j].v[i] = lane;
+  }
 }
 inline float reduce_add(F a) {
   for (int width = LANES / 2; width; width /= 2)

@@ -9,6 +9,9 @@
 //   *_n        the first n lanes only, 0 <= n <= LANES: memory beyond them is not touched, lanes read as 0
 //   reduce_add4  the sums of four vectors, each added up in the same order wherever it stands
 //   dot_pairs  (HFA_BF16 only) F += two products of bf16 in each lane; denormals count as zero
+//   zero_nan   0 where x is NaN
+//   select_range(x, other, from, to)  lanes from..to-1 of x, the others of `other`
+//   transpose  lane j of vector i becomes lane i of vector j, over LANES vectors
 //   dot4       I += four unsigned bytes of w times four signed bytes of a in each lane, exactly (no saturation);
 //              dot4_nibbles the same where w <= 15
 #pragma once
