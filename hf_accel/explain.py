@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ class Line:
 def explain(model: PreTrainedModel, plan: Plan) -> Iterator[Line]:
     yield from _attention_lines(plan)
     yield from _weight_lines(plan)
+    yield from _fused_lines(plan)
     yield from _cache_lines(model, plan)
     yield _undo_line(plan)
     yield from _exactness_lines(plan)
@@ -67,6 +69,31 @@ def _format(linear: LinearPlan) -> str:
 def _shapes(members: list[LinearPlan]) -> str:
     shapes = {tuple(m.site.weight.shape) for m in members}
     return f" [{'x'.join(map(str, shapes.pop()))}]" if len(shapes) == 1 else ""
+
+
+FUSED_KINDS = {
+    "norm": ("RMSNorms", "one native call each"),
+    "rotary": ("rotary embeddings", "one native call each"),
+    "mlp": ("gated MLPs", "gate, up and activation in one call"),
+}
+
+
+def _fused_lines(plan: Plan) -> Iterator[Line]:
+    fused = plan.fused
+    if fused.reason is not None:
+        yield Line("fused", "nothing", "stock", fused.reason)
+        return
+    for kind, (what, choice) in FUSED_KINDS.items():
+        count = sum(site.kind == kind for site in fused.sites)
+        if count:
+            yield Line("fused", f"{count} {what}", choice, "checked against the original on random input")
+    groups = Counter(tuple(name.rpartition(".")[2] for name in site.layers) for site in fused.shared)
+    for names, count in groups.items():
+        yield Line("fused", f"{count} x {', '.join(names)}", "one native call", "called on one tensor")
+    if fused.linears:
+        yield Line("fused", f"{len(fused.linears)} float linears", "native for few rows", "weights are read in place")
+    for (kind, reason), count in Counter((d.kind, d.reason) for d in fused.dropped).items():
+        yield Line("fused", f"{count} {FUSED_KINDS[kind][0]}", "stock", reason)
 
 
 def _cache_lines(model: PreTrainedModel, plan: Plan) -> Iterator[Line]:

@@ -102,13 +102,15 @@ class NativeLinear(Mixin):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out] in x's dtype."""
-        if native(x) and x.numel() <= FLOAT_ROWS * x.shape[-1]:
-            shared = self.__dict__.get("_hf_accel_shared")
+        own = self.__dict__
+        weight = own["_parameters"]["weight"]
+        if native(x) and x.dtype is weight.dtype and x.numel() <= FLOAT_ROWS * x.shape[-1]:
+            shared = own.get("_hf_accel_shared")
             out = None if shared is None else shared.take(self, x)
-            if out is None:
-                call = self.__dict__["_hf_accel_products"].call((self,))
-                if call is not None and x.dtype == call.weights[0].dtype:
-                    out = call(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
             if out is not None:
                 return out  # type: ignore[no-any-return]
+            call = own["_hf_accel_products"].call((self,))
+            if call is not None:
+                result: Tensor = call(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+                return result
         return super().forward(x)  # type: ignore[misc, no-any-return]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from .products import Products, fits
+from .products import Products, fits, native
 
 
 @dataclass
@@ -25,13 +25,15 @@ class SharedInput:
     or on this one after it was written to, is computed alone: the result never depends on the sharing.
     """
 
-    def __init__(self, layers: tuple[nn.Module, ...]) -> None:
+    def __init__(self, layers: list[nn.Module]) -> None:
         self.layers = layers
         self.products = Products()
         self.pending: Pending | None = None
 
     def take(self, layer: nn.Module, x: Tensor) -> Tensor | None:
-        """The layer's result on x, or None if it is to be computed alone. The caller has checked `native(x)`."""
+        """The layer's result on x, or None if it is to be computed alone."""
+        if not native(x):
+            return None
         index = next(i for i, other in enumerate(self.layers) if other is layer)
         if index == 0:
             self.pending = self._compute(x)
@@ -44,7 +46,7 @@ class SharedInput:
         return result
 
     def _compute(self, x: Tensor) -> Pending | None:
-        call = self.products.call(self.layers)
+        call = self.products.call(tuple(self.layers))
         if call is None or not fits(call, x.numel() // x.shape[-1]):
             return None
         out = call(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)

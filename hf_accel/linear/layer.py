@@ -36,6 +36,7 @@ class QuantLinear(nn.Linear):
         self.activations = activations
         self.requested_backend = backend
         self.choice: Choice | None = None
+        self.shared: Any = None  # what computes this layer together with others on the same input, see fused
         self._packed: Any = None
         self._buffers.update(state(weight))
         self.register_parameter("bias", bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias))
@@ -70,6 +71,8 @@ class QuantLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         choice = self.choice or self.pack().choice
         assert choice is not None
+        if self.shared is not None and (shared := self.shared.take(self, x)) is not None:
+            return shared  # type: ignore[no-any-return]
         rows = x.reshape(-1, self.in_features).to(choice.spec.dtype).contiguous()
         if rows.requires_grad and torch.is_grad_enabled():
             out = differentiable_linear(rows, self.bias, choice.backend, self._packed)
