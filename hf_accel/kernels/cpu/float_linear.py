@@ -29,6 +29,8 @@ class FloatLinear:
         check_weights(weights, biases, epilogue)
         self.weights = list(weights)
         self.biases = list(biases)
+        self._epilogue = epilogue
+        self._shapes = [tuple(weight.shape) for weight in weights]
         sizes = [weight.shape[0] for weight in weights]
         self.out_features = sizes[0] if epilogue else sum(sizes)
         self.in_features = weights[0].shape[1]
@@ -39,12 +41,9 @@ class FloatLinear:
         for i, matrix in enumerate(self._matrices):
             matrix.out_features = sizes[i]
             matrix.column = 0 if epilogue else sum(sizes[:i])
-            bias = self.biases[i]
-            matrix.bias_dtype = 0 if bias is None else DTYPES[bias.dtype]
         self._linear = Linear(
-            format=DTYPES[weights[0].dtype], in_features=self.in_features, count=len(sizes),
-            epilogue=EPILOGUES[epilogue], matrices=self._matrices,
-        )  # fmt: skip
+            in_features=self.in_features, count=len(sizes), epilogue=EPILOGUES[epilogue], matrices=self._matrices
+        )
         self._run = function("linear", ctypes.c_void_p, ctypes.c_void_p)
         self._address = ctypes.addressof(self._linear)
 
@@ -74,6 +73,13 @@ class FloatLinear:
         return any(tensor.requires_grad for _, _, tensor in self._sources)
 
     def _point(self, pointers: list[int]) -> None:
+        """The tensors have been given other memory, and with it perhaps another dtype or shape."""
+        check_weights(self.weights, self.biases, self._epilogue)
+        if any(w.shape != shape for w, shape in zip(self.weights, self._shapes, strict=True)):
+            raise UnsupportedError(f"float linear: weights of another shape than when it was made, {self._shapes}")
+        self._linear.format = DTYPES[self.weights[0].dtype]
+        for matrix, bias in zip(self._matrices, self.biases, strict=True):
+            matrix.bias_dtype = 0 if bias is None else DTYPES[bias.dtype]
         for (matrix, name, _), pointer in zip(self._sources, pointers, strict=True):
             setattr(matrix, name, pointer)
         self._pointers = pointers

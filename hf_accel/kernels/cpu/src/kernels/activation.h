@@ -1,46 +1,57 @@
 // Activation functions on vectors of floats.
 #pragma once
 
+#include <cmath>
+
 #include "../linear.h"
 #include "../simd/simd.h"
 
 namespace {
 
-inline F sigmoid(F x) { return div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), x)))); }
-inline F silu(F x) { return div(x, add(set1(1.0f), exp(sub(zero(), x)))); }
+// exp as torch's vectors compute it (Shibata's Sleef, expf within 1 ulp), so that silu has torch's bits.
+inline F exp_as_torch(F x) {
+  const F n = round(mul(x, set1(1.44269504088896341f)));
+  F r = fmadd(n, set1(-0.693145751953125f), x);
+  r = fmadd(n, set1(-1.428606765330187045e-6f), r);
+  F p = set1(0.000198527617612853646278381f);
+  p = fmadd(p, r, set1(0.00139304355252534151077271f));
+  p = fmadd(p, r, set1(0.00833336077630519866943359f));
+  p = fmadd(p, r, set1(0.0416664853692054748535156f));
+  p = fmadd(p, r, set1(0.166666671633720397949219f));
+  p = fmadd(p, r, set1(0.5f));
+  p = add(set1(1.0f), fmadd(mul(r, r), p, r));
+  const F bounded = min(max(n, set1(-160.0f)), set1(160.0f));  // 0 and infinity beyond
+  return keep_nan(select_below(x, -104.0f, zero(), select_below(x, 100.0f, scale_by_power_of_two(p, bounded), set1(INFINITY))), x);
+}
 
-// x * Phi(x) by the tanh formula: (1 + tanh(y)) / 2 = sigmoid(2 y), y = sqrt(2 / pi) * (x + 0.044715 x^3)
+inline F silu(F x) { return div(x, add(set1(1.0f), exp_as_torch(sub(zero(), x)))); }
+
+// x / 2 * (1 + tanh(y)), y = sqrt(2 / pi) * (x + 0.044715 x^3); tanh(|y|) = 1 - 2 e / (1 + e), e = exp(-2 |y|),
+// which is rounded once where it is near 1.
 inline F gelu_tanh(F x) {
   const F cubic = mul(mul(mul(x, x), x), set1(0.044715f));
-  return mul(x, sigmoid(mul(add(x, cubic), set1(1.5957691216057308f))));
+  const F y = mul(add(x, cubic), set1(0.7978845608028654f));
+  const F e = exp_as_torch(mul(set1(-2.0f), abs(y))), rest = div(add(e, e), add(set1(1.0f), e));
+  const F tanh = select_below(y, 0.0f, sub(rest, set1(1.0f)), sub(set1(1.0f), rest));
+  return mul(mul(set1(0.5f), x), add(set1(1.0f), tanh));
 }
 
-// erfc(x) for x >= 0, relative error about 1e-6: Cephes erfcf, one branch below 1, 2, and beyond.
-inline F polynomial(F x, const float* coefficients, int count) {
-  F p = set1(coefficients[0]);
-  for (int i = 1; i < count; ++i) p = fmadd(p, x, set1(coefficients[i]));
-  return p;
-}
-inline F erfc_of_positive(F x) {
-  static const float small[] = {7.853861353153693e-5f, -8.010193625184903e-4f, 5.188327685732524e-3f,
-                                -2.685381193529856e-2f, 1.128358514861418e-1f, -3.761262582423300e-1f,
-                                1.128379165726710e+0f};
-  static const float middle[] = {2.326819970068386e-2f, -1.387039388740657e-1f, 3.687424674597105e-1f,
-                                 -5.824733027278666e-1f, 6.210004621745983e-1f, -4.944515323274145e-1f,
-                                 3.404879937665872e-1f, -2.741127028184656e-1f, 5.638259427386472e-1f};
-  static const float large[] = {-1.047766399936249e+1f, 1.297719955372516e+1f, -7.495518717768503e+0f,
-                                2.921019019210786e+0f, -1.015265279202700e+0f, 4.218463358204948e-1f,
-                                -2.820767439740514e-1f, 5.641895067754075e-1f};
-  const F square = mul(x, x), near = sub(set1(1.0f), mul(x, polynomial(square, small, 7)));
-  const F inverse = div(set1(1.0f), x), y = mul(inverse, inverse);
-  const F tail = select_below(x, 2.0f, polynomial(y, middle, 9), polynomial(y, large, 8));
-  return select_below(x, 1.0f, near, mul(mul(exp(sub(zero(), square)), inverse), tail));
+// erf, absolute error below 2e-7: Abramowitz and Stegun 7.1.26, as torch computes it.
+inline F erf(F x) {
+  const F magnitude = abs(x), t = div(set1(1.0f), fmadd(set1(0.3275911f), magnitude, set1(1.0f)));
+  F p = set1(1.061405429f);
+  p = fmadd(p, t, set1(-1.453152027f));
+  p = fmadd(p, t, set1(1.421413741f));
+  p = fmadd(p, t, set1(-0.284496736f));
+  p = fmadd(p, t, set1(0.254829592f));
+  const F falling = sub(zero(), exp_as_torch(sub(zero(), mul(x, x))));
+  const F positive = fmadd(mul(falling, t), p, set1(1.0f));
+  return select_below(x, 0.0f, sub(zero(), positive), positive);
 }
 
-// x * Phi(x), Phi(x) = erfc(-x / sqrt(2)) / 2, or 1 less the tail on the other side
+// x Phi(x), as torch computes it: x / 2 * (1 + erf(x / sqrt(2)))
 inline F gelu(F x) {
-  const F tail = mul(set1(0.5f), erfc_of_positive(mul(abs(x), set1(0.70710678118654752f))));
-  return keep_nan(mul(x, select_below(x, 0.0f, tail, sub(set1(1.0f), tail))), x);
+  return mul(mul(set1(0.5f), x), add(set1(1.0f), erf(mul(x, set1(0.70710678118654752f)))));
 }
 
 // act(gate) * up by an Epilogue other than NONE

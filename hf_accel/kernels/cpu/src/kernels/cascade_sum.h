@@ -14,9 +14,20 @@ inline int ceil_log2(int64_t x) {
   return bits;
 }
 
+// Fewer than 8 numbers are 4 columns of one.
+template <class One>
+inline float short_sum(int64_t size, const One& one) {
+  float lanes[COLUMNS] = {};
+  for (int c = 0; size >= COLUMNS && c < COLUMNS; ++c) lanes[c] = one(c);
+  for (int64_t k = size / COLUMNS * COLUMNS; k < size; ++k) lanes[0] += one(k);
+  for (int c = 1; c < COLUMNS; ++c) lanes[0] += lanes[c];
+  return lanes[0];
+}
+
 // at(k): LANES values from k on; one(k): value k
 template <class At, class One>
 inline float cascade_sum(int64_t size, const At& at, const One& one) {
+  if (size < COLUMN) return short_sum(size, one);
   constexpr int VECTORS = SPAN / LANES;
   F levels[LEVELS][VECTORS];
   for (auto& level : levels)
