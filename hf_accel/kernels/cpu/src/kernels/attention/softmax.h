@@ -46,7 +46,7 @@ inline Partial to_weights(const AttentionCall& c, const KeyRows& rows, Range see
   const F shift = set1(part.largest);
   F total = zero();
   for (int64_t j = begin; j < seen.last; j += LANES) {
-    F x = exp(sub(load(scores + j), shift));
+    F x = exp_nonpositive(sub(load(scores + j), shift));
     const bool partly = j < seen.first || j + LANES > seen.last;
     if (partly) x = keep_lanes(x, zero(), seen.first - j, seen.last - j);
     total = add(total, x);
