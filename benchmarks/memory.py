@@ -15,7 +15,7 @@ from transformers import DynamicCache
 import hf_accel
 
 from .bench import Bench
-from .models import twin, weight_bytes
+from .models import twin
 from .settings import Settings
 from .tables import Row, Table
 from .timing import BASELINE
@@ -30,7 +30,7 @@ def measure(bench: Bench) -> list[Table]:
 
 
 def weights_table(bench: Bench) -> Table:
-    held = {name: weight_bytes(entrant.model) for name, entrant in bench.entrants.items()}
+    held = {name: entrant.setup.weight_bytes(entrant.model) for name, entrant in bench.entrants.items()}
     rows = [{"setup": n, "ratio": held[BASELINE] / size, "weight_bytes": size} for n, size in held.items()]
     return Table("weights", rows)
 

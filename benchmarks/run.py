@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from . import decode, ladder, memory, patch_time, prefill, waste
+from . import decode, generate, ladder, memory, patch_time, prefill, waste
 from .bench import Bench
 from .machine import machine, versions
 from .results_folder import FOLDER, write
@@ -29,6 +29,8 @@ from .tables import Table
 
 TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
     "decode": decode.measure,
+    "long_decode": decode.measure_long,
+    "generate": generate.measure,
     "prefill": prefill.measure,
     "memory": memory.measure,
     "waste": waste.measure,
