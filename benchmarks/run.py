@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from . import decode, generate, ladder, memory, patch_time, prefill, waste
+from . import decode, generate, ladder, memory, patch_time, prefill, rows, waste
 from .bench import Bench
 from .machine import machine, versions
 from .results_folder import FOLDER, write
@@ -32,6 +32,7 @@ TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
     "long_decode": decode.measure_long,
     "generate": generate.measure,
     "prefill": prefill.measure,
+    "rows": rows.measure,
     "memory": memory.measure,
     "waste": waste.measure,
     "ladder": ladder.measure,
