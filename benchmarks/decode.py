@@ -15,8 +15,8 @@ from .timing import BASELINE, Generation, median_ratio, take_turns, time_generat
 
 Runs = dict[str, list[Generation]]
 NOTE = (
-    "Share of the measured read bandwidth that the step's weights and KV cache come to. generate() starts from a cache "
-    "of random keys and values."
+    "Share of the measured read bandwidth that the step's weights and KV cache come to. generate() starts from a "
+    "cache of random keys and values."
 )
 
 
@@ -41,9 +41,7 @@ def attending(bench: Bench) -> list[accel.Setup]:
     return [setup for setup in bench.setups if setup.attends or setup.name == BASELINE]
 
 
-def step_table(
-    bench: Bench, entrants: Mapping[str, Entrant], *, batch: int, context: int, note: str = NOTE
-) -> Table:
+def step_table(bench: Bench, entrants: Mapping[str, Entrant], *, batch: int, context: int, note: str = NOTE) -> Table:
     print(f"  batch {batch}, context {context}", flush=True)
     candidates: dict[str, Callable[[], Generation]] = {
         name: partial(run_filled, bench, entrant, batch=batch, context=context) for name, entrant in entrants.items()

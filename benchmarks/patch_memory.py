@@ -19,7 +19,7 @@ NOTE = (
 
 
 def measure(bench: Bench) -> Table:
-    """"checkpoint": the model as from_pretrained left it, with the originals to be read back from disk."""
+    """ "checkpoint": the model as from_pretrained left it, with the originals to be read back from disk."""
     settings, model_bytes = bench.settings, weight_bytes(bench.model)
     with tempfile.TemporaryDirectory(prefix="hf_accel-checkpoint-") as folder:
         bench.model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""What more rows cost: w tokens in one pass against one, for each width of the weights. Drafts are verified for that."""
+"""What more rows cost: w tokens in one pass against one, for each width of weights, as when drafts are verified."""
 
 from __future__ import annotations
 

@@ -98,9 +98,7 @@ class LlamaCppModel:
         start()
         self.config: Any = config
         self.dtype = torch.bfloat16
-        self.model = llama_cpp.llama_model_load_from_file(
-            os.fsencode(path), llama_cpp.llama_model_default_params()
-        )
+        self.model = llama_cpp.llama_model_load_from_file(os.fsencode(path), llama_cpp.llama_model_default_params())
         if not self.model:
             raise RuntimeError(f"llama.cpp could not load {path}")
         self.nbytes = llama_cpp.llama_model_size(self.model)
