@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels while hf_accel is built or installed; everything else about the package is in pyproject.toml.
+"""Compiles the CPU kernels while hf_accel is built or installed; all else about the package is in pyproject.toml.
 
 Without a compiler the installation succeeds all the same, and leaves the reason where the plan finds it.
 """

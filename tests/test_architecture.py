@@ -17,12 +17,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 FACTS = {"errors", "config", "hardware", "journal"}
 CORE = {  # room -> the rooms before it
-    "cache": set(),
-    "attention": {"cache"},
-    "linear": {"cache"},
-    "generation": {"cache", "attention", "linear"},
+    "kernels": set(),
+    "cache": {"kernels"},
+    "attention": {"kernels", "cache"},
+    "linear": {"kernels", "cache"},
+    "generation": {"kernels", "cache", "attention", "linear"},
 }
-COMPOSITION = ["originals", "survey", "estimate", "explain", "plan", "patch", "verify"]  # each may use those before it
+COMPOSITION = [  # each may use those before it
+    "originals", "survey", "estimate", "explain", "plan", "pack", "patch", "loading", "verify",
+]  # fmt: skip
 BOOKKEEPING = {"cache.pool", "cache.prefix", "cache.table", "config", "errors"}  # and what that may use
 
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "other"}

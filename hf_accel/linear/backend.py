@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..config import Activations
+from ..config import Activations, WeightConfig
 from .formats import QuantizedWeight
+from .rtn import quantize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,20 @@ class LinearSpec:
     device_type: str = "cpu"
     activations: Activations = "auto"
     has_bias: bool = False
+
+    @classmethod
+    def of(cls, weight: Tensor, config: WeightConfig, *, has_bias: bool, device_type: str | None = None) -> LinearSpec:
+        """What `config` makes of a float weight [out, in]; device_type: where it will be, if it is on meta now."""
+        return cls(
+            in_features=weight.shape[1],
+            out_features=weight.shape[0],
+            bits=config.bits,
+            group_size=config.group_size,
+            dtype=weight.dtype,
+            device_type=device_type or weight.device.type,
+            activations=config.activations,
+            has_bias=has_bias,
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -64,6 +79,14 @@ class Backend(ABC):
     @abstractmethod
     def pack(self, weight: QuantizedWeight) -> Any:
         """The form that `run` reads; the only copy kept in memory."""
+
+    def quantize(self, weight: Tensor, config: WeightConfig) -> Any:
+        """A float weight [out, in], any strides, in the form that `run` reads: `pack` of `rtn.quantize`, bit for bit.
+
+        A backend that can do both at once overrides it. Called in several threads, each with a share of torch's
+        (`torch.get_num_threads()`). Raises UnsupportedError for NaN and infinity.
+        """
+        return self.pack(quantize(weight, config))
 
     @abstractmethod
     def unpack(self, packed: Any) -> QuantizedWeight:
