@@ -5,6 +5,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
+KERNELS = hf_accel/kernels/cpu
+SOURCES = $(KERNELS)/build.py $(shell find $(KERNELS)/src -name '*.cpp' -o -name '*.h')
 
 .PHONY: demo test test-all lint types check bench clean
 
@@ -29,11 +31,18 @@ check: lint types test-all
 bench: $(VENV)/.ready
 	$(RUN) -m benchmarks.run
 
-$(VENV)/.ready: pyproject.toml
+# What pip compiled is compiled again after a change to the C++; where it found no compiler there is nothing to do.
+$(VENV)/.ready: $(VENV)/.installed $(SOURCES)
+	@grep -qs "no compiler" $(KERNELS)/not_built.txt \
+		|| test -z "$$(find $(SOURCES) -newer $(KERNELS)/libhf_accel_cpu.so 2>&1)" \
+		|| $(RUN) $(KERNELS)/build.py
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml setup.py
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or later is needed: make PYTHON=python3.11')"
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build dist *.egg-info $(KERNELS)/libhf_accel_cpu.so $(KERNELS)/not_built.txt .pytest_cache .ruff_cache .mypy_cache

@@ -15,6 +15,7 @@ from .errors import HfAccelError, HfAccelWarning, OutOfBlocksError, UnsupportedE
 from .estimate import Estimate, estimate
 from .linear.hf import AccelConfig
 from .linear.hf import register as _register_quantizer
+from .loading import register as _register_loading
 from .patch import is_patched, patch, patched, plan, stats, unpatch
 from .plan import Plan
 from .verify import Certificate, verify
@@ -45,3 +46,4 @@ __all__ = [
 
 _register_attention()
 _register_quantizer()
+_register_loading()

@@ -47,32 +47,53 @@ def fingerprint(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-@dataclass
-class Dropped:
-    parameter: nn.Parameter
-    name: str
+@dataclass(frozen=True)
+class Source:
+    """Where a tensor can be read again, and what it must be then: in `dtype`, if it was converted when loaded."""
+
     file: Path
+    name: str
+    dtype: torch.dtype
     fingerprint: str
+
+    @classmethod
+    def of(cls, tensor: Tensor, file: Path, name: str) -> Source:
+        """`file` holds `tensor` under `name`."""
+        return cls(file, name, tensor.dtype, fingerprint(tensor))
+
+    def read(self) -> Tensor:
+        """Raises HfAccelError if the tensor is gone or not what it was."""
+        try:
+            tensor = read_tensor(self.file, self.name)
+        except Exception as error:
+            raise HfAccelError(f"{self.name!r} cannot be read from {self.file}: {error}") from error
+        tensor = tensor.to(self.dtype)
+        if fingerprint(tensor) != self.fingerprint:
+            raise HfAccelError(f"{self.name!r} in {self.file} has changed since patch()")
+        return tensor
 
 
 @dataclass
 class Originals:
-    """The weights that a patch drops, first noted and then freed together, so that a failure frees none.
+    """The weights that a patch freed.
 
-    lost: weights dropped with no way back (keep_original=False). never_there: the model was loaded quantized.
+    dropped: with the place to read them from. lost: with no way back (keep_original=False).
+    never_there: the model was loaded from a quantized checkpoint.
     """
 
-    dropped: list[Dropped] = field(default_factory=list)
+    dropped: list[tuple[nn.Parameter, Source]] = field(default_factory=list)
     lost: list[nn.Parameter] = field(default_factory=list)
     never_there: bool = False
 
-    def note(self, parameter: nn.Parameter, name: str, file: Path) -> None:
-        """This weight can be freed: `file` holds it, unchanged, under `name`."""
-        self.dropped.append(Dropped(parameter, name, file, fingerprint(parameter)))
+    def drop(self, parameter: nn.Parameter, source: Source) -> None:
+        """Free a weight that can be read back."""
+        self.dropped.append((parameter, source))  # before, so that nothing is free and forgotten
+        _free(parameter)
 
-    def free(self) -> None:
-        for parameter in [*self.lost, *(d.parameter for d in self.dropped)]:
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    def lose(self, parameter: nn.Parameter) -> None:
+        """Free a weight for good."""
+        self.lost.append(parameter)
+        _free(parameter)
 
     def restore(self) -> None:
         """Read every dropped weight back; raises, with nothing changed, if one is gone or not what it was."""
@@ -85,20 +106,37 @@ class Originals:
                 f"cannot unpatch: {len(self.lost)} original weights were dropped by keep_original=False; "
                 "load the model again, or patch with keep_original='auto'"
             )
-        tensors = [self._read(d) for d in self.dropped]
-        for entry, tensor in zip(self.dropped, tensors, strict=True):
-            entry.parameter.data = tensor.to(entry.parameter.device)
+        try:
+            self._read_back()
+        except HfAccelError as error:
+            raise HfAccelError(f"cannot unpatch: {error}") from error
+
+    def recover(self, interrupted: BaseException) -> None:
+        """Bring back what can be after an exception in patch(), and add to the exception what cannot."""
+        try:
+            self._read_back()
+        except HfAccelError as error:
+            interrupted.add_note(
+                f"hf_accel: {len(self.dropped)} original weights that patch() had freed cannot be read back, because "
+                f"{error}; load the model again"
+            )
+        if self.lost:
+            interrupted.add_note(
+                f"hf_accel: patch() had freed {len(self.lost)} original weights, as keep_original=False asks for, and "
+                "they are gone; load the model again"
+            )
+
+    def _read_back(self) -> None:
+        """All or nothing."""
+        tensors = [source.read() for _, source in self.dropped]
+        for (parameter, _), tensor in zip(self.dropped, tensors, strict=True):
+            parameter.data = tensor.to(parameter.device)
         self.dropped.clear()
 
-    @staticmethod
-    def _read(entry: Dropped) -> Tensor:
-        try:
-            tensor = read_tensor(entry.file, entry.name)
-        except Exception as error:
-            raise HfAccelError(f"cannot unpatch: {entry.name!r} cannot be read from {entry.file}: {error}") from error
-        if fingerprint(tensor) != entry.fingerprint:
-            raise HfAccelError(f"cannot unpatch: {entry.name!r} in {entry.file} has changed since patch()")
-        return tensor
+
+def _free(parameter: nn.Parameter) -> None:
+    """The Parameter stays, as does every reference to it."""
+    parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
 def readable(name: str, parameter: Tensor, files: dict[str, Path]) -> bool:

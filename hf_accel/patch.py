@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
@@ -24,15 +24,10 @@ from .journal import Journal
 from .linear import QuantLinear
 from .linear.hf import METHOD, AccelConfig, AccelQuantizer, module_settings
 from .originals import Originals
-from .plan import LinearPlan, Plan, make_plan
+from .pack import Packed, replace_linears
+from .plan import Plan, make_plan
 
 Model = TypeVar("Model", bound=nn.Module)
-HOOKS = (
-    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
-    "_backward_pre_hooks", "_backward_hooks",
-)  # fmt: skip
-
 INT8: Any = Default("int8")
 AUTO: Any = Default("auto")
 PAGED: Any = Default("paged")
@@ -151,21 +146,23 @@ def _catch_up(model: PreTrainedModel, journal: Journal) -> None:
 # -- writing -------------------------------------------------------------------------------------------
 
 
-def apply_plan(todo: Plan) -> None:
-    """Do what the plan says; on any exception the model is as it was before."""
+def apply_plan(todo: Plan, loaded: Mapping[str, Packed] | None = None) -> None:
+    """Do what the plan says; on any exception the model is as it was before.
+
+    loaded: weights that were packed while they were read, by the name of their module.
+    """
     journal, originals = Journal(), Originals()
     try:
         _replace_config(todo.model, journal)
-        _replace_linears(todo, journal)
         _mark_quantized(todo, journal)
         _switch_attention(todo, journal)
         _fuse(todo, journal)
         _enter_generation(todo, journal, originals)
-        _note_originals(todo, originals)
-    except BaseException:
+        replace_linears(todo, journal, originals, loaded)  # last: it frees weights
+    except BaseException as error:
+        originals.recover(error)
         journal.undo()
         raise
-    originals.free()
 
 
 def _replace_config(model: PreTrainedModel, journal: Journal) -> None:
@@ -178,20 +175,15 @@ def _replace_config(model: PreTrainedModel, journal: Journal) -> None:
                 journal.attribute(module, name, copies[id(value)])
 
 
-def _replace_linears(todo: Plan, journal: Journal) -> None:
-    for linear in todo.quantized:
-        parent_name, _, name = linear.site.name.rpartition(".")
-        parent = todo.model.get_submodule(parent_name)
-        journal.item(parent, "_modules", name, _quantize(linear))
-
-
 def _mark_quantized(todo: Plan, journal: Journal) -> None:
     """Tell transformers, so that save_pretrained writes a checkpoint that from_pretrained can read."""
     model = todo.model
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
+    # those of a quantized checkpoint stand in the model already
+    layers = {name: module_settings(m) for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+    layers |= {linear.site.name: module_settings(linear.config) for linear in todo.quantized}
     if not layers:
         return
-    settings = AccelConfig({name: module_settings(layer) for name, layer in layers.items()})
+    settings = AccelConfig(layers)
     settings.patch = todo.config
     journal.attribute(model, "hf_quantizer", AccelQuantizer(settings))
     journal.attribute(model, "is_quantized", True)
@@ -199,21 +191,13 @@ def _mark_quantized(todo: Plan, journal: Journal) -> None:
     # what follows goes into configs of our own
     model.config.quantization_config = settings
     model.config._is_quantized = True
-    if isinstance(model.get_output_embeddings(), QuantLinear) and model.config.tie_word_embeddings:
+    head = model.get_output_embeddings()
+    replaced = isinstance(head, QuantLinear) or any(linear.site.module is head for linear in todo.quantized)
+    if replaced and model.config.tie_word_embeddings:
         # the INT8 head is a copy: tying it again would put the float embedding over it
         model.config.tie_word_embeddings = False
         model.config.get_text_config(decoder=True).tie_word_embeddings = False
         journal.attribute(model, "all_tied_weights_keys", {})
-
-
-def _quantize(linear: LinearPlan) -> QuantLinear:
-    original = linear.site.module
-    layer = QuantLinear.from_weight(linear.site.weight.detach(), linear.site.bias, config=linear.config)
-    layer.train(original.training)
-    for hooks in HOOKS:  # the very same dicts, so that what is registered on either is there for both
-        vars(layer)[hooks] = vars(original)[hooks]
-    layer._is_full_backward_hook = original._is_full_backward_hook
-    return layer
 
 
 def _switch_attention(todo: Plan, journal: Journal) -> None:
@@ -256,38 +240,3 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
         hook_id = RemovableHandle(model._forward_pre_hooks).id
         journal.item(model, "_forward_pre_hooks_with_kwargs", hook_id, True)
         journal.item(model, "_forward_pre_hooks", hook_id, prepare_step)
-
-
-def _note_originals(todo: Plan, originals: Originals) -> None:
-    for linear in todo.quantized:
-        parameter = linear.site.parameter
-        if linear.site.is_tied or todo.config.keep_original is True:
-            continue
-        if todo.config.keep_original is False:
-            originals.lost.append(parameter)
-        elif todo.on_disk is not None:
-            name = linear.site.name + ".weight"
-            originals.note(parameter, name, todo.on_disk[name])
-
-
-# -- loading -------------------------------------------------------------------------------------------
-
-
-def finish_loading(model: PreTrainedModel, settings: AccelConfig) -> None:
-    """Patch a model that from_pretrained has just loaded with an AccelConfig."""
-    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
-        vars(model).pop(name, None)  # set again through the journal
-    del model.config.quantization_config
-    model.config._is_quantized = False
-    if not settings.modules:
-        apply_plan(make_plan(model, settings.patch))
-        return
-    for layer in model.modules():
-        if isinstance(layer, QuantLinear):
-            layer.pack()
-    todo = make_plan(model, replace(settings.patch, weights=None))
-    apply_plan(replace(todo, config=settings.patch))
-    vars(model)[STATE].originals.never_there = True
-
-
-AccelQuantizer.finish = staticmethod(finish_loading)

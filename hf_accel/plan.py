@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,9 @@ class LinearPlan:
         if self.choice is None or self.spec is None:
             return 0
         return self.spec.weight_bytes - (0 if self.site.is_tied else self.site.weight.nbytes)
+
+
+FindOriginals = Callable[[PreTrainedModel, Sequence[LinearPlan]], dict[str, Path] | None]
 
 
 @dataclass(frozen=True)
@@ -127,13 +130,17 @@ class Plan:
         return cells
 
 
-def make_plan(model: object, config: PatchConfig) -> Plan:
-    """The Plan for a model; raises UnsupportedError where an explicit request cannot be met."""
+def make_plan(model: object, config: PatchConfig, *, find_originals: FindOriginals | None = None) -> Plan:
+    """The Plan for a model; raises UnsupportedError where an explicit request cannot be met.
+
+    find_originals: says which file holds each weight that will be replaced, or None unless all can be read back;
+        without it the checkpoint that the model came from is compared.
+    """
     inner = check_model(model)
     stock_attention = _refusal("attention", config, attention_refusal(inner), wanted=config.attention is not None)
     no_cache = cache_refusal(inner) if config.attention is not None else "attention=None leaves attention stock"
     stock_cache = _refusal("cache", config, no_cache, wanted=config.cache is not None)
-    linears = tuple(_plan_linears(inner, config.weights))
+    linears = tuple(plan_linears(inner, config.weights))
     attention = () if stock_attention else tuple(_plan_attention(inner, config))
     before = parameter_bytes(list(inner.parameters()) + list(inner.buffers()))
     after = before + sum(p.bytes_held for p in linears)
@@ -154,7 +161,7 @@ def make_plan(model: object, config: PatchConfig) -> Plan:
         bandwidth=bandwidth,
         seconds_before=read_before / bandwidth,
         seconds_after=read_after / bandwidth,
-        on_disk=_on_disk(inner, linears) if config.keep_original == "auto" else None,
+        on_disk=(find_originals or _on_disk)(inner, linears) if config.keep_original == "auto" else None,
     )
     return replace(plan, lines=tuple(explain(inner, plan)))
 
@@ -178,7 +185,10 @@ def _refusal(keyword: str, config: PatchConfig, refusal: str | None, *, wanted: 
 # -- linears -------------------------------------------------------------------------------------------
 
 
-def _plan_linears(model: PreTrainedModel, config: WeightConfig | None) -> Iterable[LinearPlan]:
+def plan_linears(
+    model: PreTrainedModel, config: WeightConfig | None, *, device_type: str | None = None
+) -> Iterable[LinearPlan]:
+    """What happens to each Linear; device_type: where the weights will be, for a model that is on meta still."""
     if config is None:
         return
     for site in linear_sites(model, config.skip):
@@ -188,7 +198,7 @@ def _plan_linears(model: PreTrainedModel, config: WeightConfig | None) -> Iterab
         elif site.skip is not None:
             yield LinearPlan(site, kept, site.skip)
         else:
-            yield _plan_linear(site, kept)
+            yield _plan_linear(site, kept, device_type)
 
 
 def _head_config(config: WeightConfig) -> WeightConfig | None:
@@ -198,23 +208,14 @@ def _head_config(config: WeightConfig) -> WeightConfig | None:
     return WeightConfig(bits=8, activations=config.activations, only_if_faster=config.only_if_faster)
 
 
-def _plan_linear(site: LinearSite, config: WeightConfig) -> LinearPlan:
-    out_features, in_features = site.weight.shape
+def _plan_linear(site: LinearSite, config: WeightConfig, device_type: str | None) -> LinearPlan:
+    in_features = site.weight.shape[1]
     if config.bits == 4 and in_features % config.group_size:
         raise UnsupportedError(
             f"group_size={config.group_size} does not divide the {in_features} inputs of {site.name!r}; "
             f"use a group size that does (32 or 64), or skip=[{site.name.rsplit('.', 1)[-1]!r}]"
         )
-    spec = LinearSpec(
-        in_features=in_features,
-        out_features=out_features,
-        bits=config.bits,
-        group_size=config.group_size,
-        dtype=site.weight.dtype,
-        device_type=site.weight.device.type,
-        activations=config.activations,
-        has_bias=site.bias is not None,
-    )
+    spec = LinearSpec.of(site.weight, config, has_bias=site.bias is not None, device_type=device_type)
     choice = choose_linear(spec)
     if config.only_if_faster and choice.seconds > choice.stock_seconds:
         return LinearPlan(site, config, f"{config.label} was measured to be slower than stock")
@@ -233,7 +234,7 @@ def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
     return read + sum(linear.bytes_read for linear in linears)
 
 
-def _on_disk(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> dict[str, Path] | None:
+def _on_disk(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str, Path] | None:
     """The files that hold every weight to be replaced, bit for bit; None unless all can be read back."""
     files = checkpoint_files(model.config._name_or_path)
     sites = [p.site for p in linears if p.choice is not None and not p.site.is_tied]

@@ -24,7 +24,9 @@ CORE = {  # room -> the rooms before it
     "fused": {"kernels", "cache", "attention", "linear"},
     "generation": {"kernels", "cache", "attention", "linear", "fused"},
 }
-COMPOSITION = ["originals", "survey", "estimate", "explain", "plan", "patch", "verify"]  # each may use those before it
+COMPOSITION = [  # each may use those before it
+    "originals", "survey", "estimate", "explain", "plan", "pack", "patch", "loading", "verify",
+]  # fmt: skip
 BOOKKEEPING = {"cache.pool", "cache.prefix", "cache.table", "config", "errors"}  # and what that may use
 
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "other"}

@@ -5,6 +5,7 @@ from .formats import Int4Weight, Int8Weight, QuantizedWeight
 from .layer import QuantLinear
 from .registry import BACKENDS, Choice, choose
 from .rtn import quantize
+from .workers import Workers
 
 __all__ = [
     "BACKENDS",
@@ -15,6 +16,7 @@ __all__ = [
     "LinearSpec",
     "QuantLinear",
     "QuantizedWeight",
+    "Workers",
     "choose",
     "quantize",
 ]

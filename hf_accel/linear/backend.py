@@ -30,6 +30,20 @@ class LinearSpec:
     activations: Activations = "auto"
     has_bias: bool = False
 
+    @classmethod
+    def of(cls, weight: Tensor, config: WeightConfig, *, has_bias: bool, device_type: str | None = None) -> LinearSpec:
+        """What `config` makes of a float weight [out, in]; device_type: where it will be, if it is on meta now."""
+        return cls(
+            in_features=weight.shape[1],
+            out_features=weight.shape[0],
+            bits=config.bits,
+            group_size=config.group_size,
+            dtype=weight.dtype,
+            device_type=device_type or weight.device.type,
+            activations=config.activations,
+            has_bias=has_bias,
+        )
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of the stored integers and scales."""
@@ -69,9 +83,10 @@ class Backend(ABC):
         """The form that `run` reads; the only copy kept in memory."""
 
     def quantize(self, weight: Tensor, config: WeightConfig) -> Any:
-        """Round a floating-point weight [out, in] to nearest and pack it: what `pack(rtn.quantize(...))` gives.
+        """A float weight [out, in], any strides, in the form that `run` reads: `pack` of `rtn.quantize`, bit for bit.
 
-        Raises UnsupportedError for NaN or infinity and for a group size that does not divide the inputs.
+        A backend that can do both at once overrides it. Called in several threads, each with a share of torch's
+        (`torch.get_num_threads()`). Raises UnsupportedError for NaN and infinity.
         """
         return self.pack(quantize(weight, config))
 

@@ -1,16 +1,17 @@
 """AccelConfig and the quantizer that transformers calls while it loads and saves.
 
-A float checkpoint is loaded as it is and then patched; a checkpoint saved from a patched model lists its
-quantized modules, which are built empty before the weights arrive.
+The weights of a float checkpoint are packed one by one as transformers reads them, and the model is then patched.
+A checkpoint saved from a patched model lists its quantized modules, which are built empty before the weights arrive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -49,20 +50,45 @@ class AccelConfig(QuantizationConfigMixin):
         return f"{type(self).__name__}({self.to_dict()})"
 
 
+class Loader(Protocol):
+    """Takes float weights while transformers reads a checkpoint."""
+
+    def wants(self, name: str) -> bool:
+        """Whether the parameter `name` of the model is to be handed to `take`."""
+
+    def take(self, name: str, tensor: Tensor, stored_as: str | None) -> Tensor:
+        """What stands for the tensor in the model from now on; stored_as: its name in the checkpoint, if any."""
+
+
 class AccelQuantizer(HfQuantizer):
-    """What transformers asks about an hf_accel model. `finish` is patch.py's part, set where that is defined."""
+    """What transformers asks about an hf_accel model. `begin` and `finish` are loading.py's part, set there."""
 
     quantization_config: AccelConfig
-    finish: Callable[[PreTrainedModel, AccelConfig], None]
+    loader: Loader | None = None
+    begin: Callable[..., Loader | None]
+    finish: Callable[..., None]
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        for name, settings in self.quantization_config.modules.items():
-            replace_by_empty(model, name, settings)
-        if self.quantization_config.modules:
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, device_map: Any = None, checkpoint_files: Sequence[str] | None = None, **_: Any
+    ) -> None:
+        settings = self.quantization_config
+        for name, module in settings.modules.items():
+            replace_by_empty(model, name, module)
+        if settings.modules:
             model.all_tied_weights_keys = {}  # a quantized head is a copy, not the embedding
+        elif not self.pre_quantized:
+            self.loader = type(self).begin(model, settings, device_map=device_map, files=checkpoint_files)
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
+        return self.loader is not None and self.loader.wants(param_name)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        assert self.loader is not None
+        return HandOver(self.loader)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        type(self).finish(model, self.quantization_config)
+        loader, self.loader = self.loader, None
+        type(self).finish(model, self.quantization_config, loader)
         return model
 
     def is_serializable(self) -> bool:
@@ -72,6 +98,25 @@ class AccelQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         """Adapters on top can be trained; the quantized weights themselves cannot."""
         return True
+
+
+class HandOver(ConversionOps):
+    """The last step of reading a parameter: a loader takes those that it wants."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **_: Any
+    ) -> dict[str, Any]:
+        # one whole name on both sides is a tensor that was renamed at most
+        stored_as = source_patterns[0] if len(source_patterns) == 1 and target_patterns == list(input_dict) else None
+        return {name: self._hand_over(name, values, stored_as) for name, values in input_dict.items()}
+
+    def _hand_over(self, name: str, values: Any, stored_as: str | None) -> Any:
+        if not self.loader.wants(name):
+            return values
+        return self.loader.take(name, values[0] if isinstance(values, list) else values, stored_as)
 
 
 def replace_by_empty(model: PreTrainedModel, name: str, settings: Mapping[str, Any]) -> None:
@@ -93,8 +138,8 @@ def replace_by_empty(model: PreTrainedModel, name: str, settings: Mapping[str, A
     model.set_submodule(name, layer)
 
 
-def module_settings(layer: QuantLinear) -> dict[str, Any]:
-    """What `replace_by_empty` needs to know of a layer."""
+def module_settings(layer: QuantLinear | WeightConfig) -> dict[str, Any]:
+    """What `replace_by_empty` needs to know of a layer, or of how it will be made."""
     settings = {"bits": layer.bits, "activations": layer.activations}
     return settings | ({"group_size": layer.group_size} if layer.bits == 4 else {})
 

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from ..config import Activations, WeightConfig
 from .backend import LinearSpec
-from .formats import QuantizedWeight, from_state, state, zeros
+from .formats import QuantizedWeight, check_group_size, from_state, state, zeros
 from .reference import differentiable_linear
 from .registry import Choice, choose
-from .rtn import quantize
 
 
 class QuantLinear(nn.Linear):
@@ -30,15 +29,23 @@ class QuantLinear(nn.Linear):
     def __init__(
         self, weight: QuantizedWeight, bias: Tensor | None, *, activations: Activations, backend: str
     ) -> None:
+        self._describe(weight.shape, weight.bits, weight.group_size, activations, backend)
+        self._buffers.update(state(weight))
+        self._set_bias(bias)
+
+    def _describe(
+        self, shape: tuple[int, int], bits: int, group_size: int, activations: Activations, backend: str
+    ) -> None:
         nn.Module.__init__(self)
-        self.out_features, self.in_features = weight.shape
-        self.bits, self.group_size = weight.bits, weight.group_size
+        self.out_features, self.in_features = shape
+        self.bits, self.group_size = bits, group_size
         self.activations = activations
         self.requested_backend = backend
         self.choice: Choice | None = None
         self.shared: Any = None  # what computes this layer together with others on the same input, see fused
         self._packed: Any = None
-        self._buffers.update(state(weight))
+
+    def _set_bias(self, bias: Tensor | None) -> None:
         self.register_parameter("bias", bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias))
 
     @classmethod
@@ -47,10 +54,22 @@ class QuantLinear(nn.Linear):
     ) -> QuantLinear:
         """Quantize a floating-point weight [out, in] and pack it. A Parameter given as bias is kept as it is.
 
-        Raises UnsupportedError as `quantize` and `choose` do.
+        Raises UnsupportedError as `Backend.quantize` and `choose` do, and for groups that do not divide the inputs.
         """
-        quantized = quantize(weight, config)
-        return cls(quantized, bias, activations=config.activations, backend=backend).pack()
+        if config.bits == 4:
+            check_group_size((weight.shape[0], weight.shape[1]), config.group_size)
+        choice = choose(LinearSpec.of(weight, config, has_bias=bias is not None), backend)
+        return cls.from_packed(choice.backend.quantize(weight.detach(), config), bias, choice=choice, backend=backend)
+
+    @classmethod
+    def from_packed(cls, packed: Any, bias: Tensor | None, *, choice: Choice, backend: str = "auto") -> QuantLinear:
+        """A layer over what `choice.backend.quantize` made of a weight of `choice.spec`."""
+        layer, spec = cls.__new__(cls), choice.spec
+        group_size = spec.in_features if spec.bits == 8 else spec.group_size
+        layer._describe((spec.out_features, spec.in_features), spec.bits, group_size, spec.activations, backend)
+        layer.choice, layer._packed = choice, packed
+        layer._set_bias(bias)
+        return layer
 
     @classmethod
     def empty(

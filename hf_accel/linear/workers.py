@@ -1,0 +1,75 @@
+"""A few threads to quantize weights in. Torch, the kernels and hashlib let go of the interpreter while they work."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Generic, TypeVar
+
+import torch
+
+MOST = 4  # each holds a weight twice while it packs it
+
+Result = TypeVar("Result")
+
+
+class Workers(Generic[Result]):
+    """Runs jobs in `count` threads that share torch's threads; a context manager.
+
+    No more than `count` jobs are under way or unread at any time, so that what they hold stays small. With one
+    thread a job runs at once, in the caller's.
+    """
+
+    def __init__(self, count: int | None = None) -> None:
+        threads = torch.get_num_threads()
+        self.count = min(threads, MOST) if count is None else count
+        self._under_way: set[Future[Result]] = set()
+        self._pool = _start(self.count, max(1, threads // self.count)) if self.count > 1 else None
+
+    def put(self, job: Callable[[], Result]) -> list[Result]:
+        """Start a job as soon as a thread is free; returns what has been finished until then.
+
+        Raises what an earlier job raised.
+        """
+        if self._pool is None:
+            return [job()]
+        finished = self._collect(FIRST_COMPLETED) if len(self._under_way) == self.count else []
+        self._under_way.add(self._pool.submit(job))
+        return finished
+
+    def finish(self) -> list[Result]:
+        """Wait for all jobs; returns what has not been returned yet."""
+        return self._collect("ALL_COMPLETED")
+
+    def close(self) -> None:
+        """Drop the jobs that have not begun, wait for those that have, and end the threads."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._under_way.clear()
+
+    def _collect(self, when: str) -> list[Result]:
+        done, self._under_way = wait(self._under_way, return_when=when)
+        return [future.result() for future in done]
+
+    def __enter__(self) -> Workers[Result]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _start(count: int, threads: int) -> ThreadPoolExecutor:
+    """A pool of `count` threads, each of which has `threads` of torch's."""
+    total, ready = torch.get_num_threads(), threading.Barrier(count + 1)
+
+    def begin() -> None:
+        torch.set_num_threads(threads)  # of this thread, and of every thread that begins later
+        ready.wait()
+
+    pool = ThreadPoolExecutor(count, thread_name_prefix="hf_accel", initializer=begin)
+    for _ in range(count):
+        pool.submit(int)
+    ready.wait()
+    torch.set_num_threads(total)  # so that only ours keep the smaller number
+    return pool

@@ -1,0 +1,155 @@
+"""from_pretrained with an AccelConfig: each weight is packed as it is read, so that the float model never exists.
+
+A weight that was taken leaves a Parameter of its shape over a single number, so that the plan made afterwards is the
+one that patch() would make of the float model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from .errors import HfAccelError
+from .linear import LinearSpec, QuantLinear, Workers, choose
+from .linear.hf import AccelConfig, AccelQuantizer
+from .originals import Source, read_tensor
+from .pack import Packed, pack_weight
+from .patch import STATE, apply_plan
+from .plan import LinearPlan, make_plan, plan_linears
+
+COMPARED_ROWS = 16
+
+
+class Packer:
+    """Takes the weights that the plan quantizes, in a few threads, and gives them back packed."""
+
+    def __init__(self, linears: Sequence[LinearPlan], *, device_type: str, files: Mapping[str, Path], lose: bool):
+        """files: where tensors are stored, by their names there. lose: pack also what cannot be read back."""
+        self._linears = {f"{linear.site.name}.weight": linear for linear in linears}
+        self._device_type, self._files, self._lose = device_type, files, lose
+        self._workers = Workers[Packed]()
+        self._packed: list[Packed] = []
+
+    def wants(self, name: str) -> bool:
+        return name in self._linears
+
+    def take(self, name: str, tensor: Tensor, stored_as: str | None) -> Tensor:
+        """Pack the parameter `name`, unless it must stay: what cannot be read back, or is not where it should be."""
+        file = self._files.get(stored_as) if stored_as is not None else None
+        if tensor.device.type != self._device_type or (file is None and not self._lose):
+            return tensor
+        self._packed += self._workers.put(partial(self._pack, self._linears[name], tensor, file, stored_as))
+        return torch.empty(1, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+    def finish(self) -> dict[str, Packed]:
+        """By the names of modules. Raises UnsupportedError for a weight that cannot be quantized."""
+        with self._workers as workers:
+            self._packed += workers.finish()
+        return {packed.name: packed for packed in self._packed}
+
+    def _pack(self, linear: LinearPlan, tensor: Tensor, file: Path | None, stored_as: str | None) -> Packed:
+        source = None
+        if file is not None and stored_as is not None:
+            tensor = _own_copy(tensor, file, stored_as)
+            source = None if self._lose else Source.of(tensor, file, stored_as)
+        weight = tensor.t() if isinstance(linear.site.module, Conv1D) else tensor
+        choice = choose(LinearSpec.of(weight, linear.config, has_bias=linear.site.bias is not None))
+        return pack_weight(linear.site.name, weight, linear.config, choice, source)
+
+
+def _own_copy(tensor: Tensor, file: Path, name: str) -> Tensor:
+    """The same tensor through a mapping of its own: what is read of transformers' stays resident to the end."""
+    stored = read_tensor(file, name)
+    if stored.dtype != tensor.dtype or stored.shape != tensor.shape:
+        return tensor
+    rows = torch.linspace(0, len(stored) - 1, COMPARED_ROWS).long()
+    return stored if torch.equal(stored[rows], tensor[rows]) else tensor
+
+
+def begin_loading(
+    model: PreTrainedModel, settings: AccelConfig, *, device_map: Any, files: Sequence[str] | None
+) -> Packer | None:
+    """What packs the weights of a model on meta; None where the model has to be loaded whole and patched then."""
+    device_type, keep = _device_type(device_map), settings.patch.keep_original
+    stored = _stored_tensors(files or ())
+    if device_type is None or keep is True or (keep == "auto" and not stored):
+        return None
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    linears = [
+        linear
+        for linear in plan_linears(model, settings.patch.weights, device_type=device_type)
+        if linear.choice is not None and not linear.site.is_tied
+        if f"{linear.site.name}.weight" not in {*tied, *tied.values()}
+    ]
+    return Packer(linears, device_type=device_type, files=stored, lose=keep is False) if linears else None
+
+
+def _device_type(device_map: Any) -> str | None:
+    """The kind of the one device that all weights go to; None if there may be several."""
+    if device_map is None or (isinstance(device_map, str) and not torch.accelerator.is_available()):
+        return "cpu"
+    devices = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
+    if len(devices) != 1 or devices & {"disk", "meta"} or isinstance(device_map, str):
+        return None
+    return torch.device(devices.pop()).type
+
+
+def _stored_tensors(files: Sequence[str]) -> dict[str, Path]:
+    stored = {}
+    for file in files:
+        if str(file).endswith(".safetensors"):
+            with safe_open(file, framework="pt") as tensors:
+                stored.update(dict.fromkeys(tensors.keys(), Path(file)))
+    return stored
+
+
+def finish_loading(model: PreTrainedModel, settings: AccelConfig, packer: Packer | None) -> None:
+    """Patch a model that from_pretrained has just loaded with an AccelConfig."""
+    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+        vars(model).pop(name, None)  # set again through the journal
+    del model.config.quantization_config
+    model.config._is_quantized = False
+    if settings.modules:
+        _finish_quantized(model, settings)
+        return
+    packed = packer.finish() if packer is not None else {}
+    todo = make_plan(model, settings.patch, find_originals=partial(_originals, packed) if packed else None)
+    unplanned = packed.keys() - {linear.site.name for linear in todo.quantized}
+    if unplanned:
+        raise HfAccelError(f"{min(unplanned)!r} was packed while loading, but is not to be quantized; load without it")
+    apply_plan(todo, packed)
+
+
+def _originals(
+    packed: Mapping[str, Packed], model: PreTrainedModel, linears: Sequence[LinearPlan]
+) -> dict[str, Path] | None:
+    """The files that hold the originals; None unless that is so for all."""
+    names = [linear.site.name for linear in linears if linear.choice is not None and not linear.site.is_tied]
+    sources = {name: packed[name].source for name in names if name in packed}
+    files = {f"{name}.weight": source.file for name, source in sources.items() if source is not None}
+    return files if len(files) == len(names) else None
+
+
+def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
+    """What was saved from a patched model has its quantized layers, and no originals."""
+    for layer in model.modules():
+        if isinstance(layer, QuantLinear):
+            layer.pack()
+    todo = make_plan(model, replace(settings.patch, weights=None))
+    apply_plan(replace(todo, config=settings.patch))
+    vars(model)[STATE].originals.never_there = True
+
+
+def register() -> None:
+    """Tell the quantizer what to do around loading."""
+    AccelQuantizer.begin = staticmethod(begin_loading)
+    AccelQuantizer.finish = staticmethod(finish_loading)

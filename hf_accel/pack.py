@@ -1,0 +1,128 @@
+"""Replace the Linears of a plan by quantized layers, a few at a time, and free what they replace as it goes.
+
+No more than a few float originals outlive their quantized form, so that a model never takes much more memory than it
+did. What is freed can be read back, or was given up by keep_original=False; nothing can then refuse any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from .config import WeightConfig
+from .errors import UnsupportedError
+from .journal import Journal
+from .linear import Choice, QuantLinear, Workers
+from .originals import Originals, Source
+from .plan import LinearPlan, Plan
+
+HOOKS = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_backward_pre_hooks", "_backward_hooks",
+)  # fmt: skip
+PATIENCE = 1.0  # seconds without a progress bar
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight as `choice.backend` reads it. source: where the original can be read again, None if it is kept."""
+
+    name: str
+    choice: Choice
+    weight: Any
+    source: Source | None
+
+
+def replace_linears(
+    todo: Plan, journal: Journal, originals: Originals, loaded: Mapping[str, Packed] | None = None
+) -> None:
+    """Replace each Linear that the plan quantizes.
+
+    loaded: what was packed before, by name, while the weights were read.
+    """
+    by_name = {linear.site.name: linear for linear in todo.quantized}
+    ready = dict(loaded or {})
+    waiting = [linear for name, linear in by_name.items() if name not in ready]
+    if todo.config.keep_original is False:
+        for linear in waiting:
+            _check_finite(linear)
+    while ready:
+        _place(ready.pop(next(iter(ready))), by_name, todo, journal, originals)
+    if waiting:
+        _pack_and_place(waiting, by_name, todo, journal, originals)
+
+
+def _pack_and_place(
+    waiting: list[LinearPlan], by_name: dict[str, LinearPlan], todo: Plan, journal: Journal, originals: Originals
+) -> None:
+    count = None if todo.model.device.type == "cpu" else 1
+    # transformers' own, which logging.disable_progress_bar() turns off
+    with (
+        Workers[Packed](count) as workers,
+        logging.tqdm(total=len(waiting), desc="Quantizing weights", unit=" layers", delay=PATIENCE) as bar,
+    ):
+        for linear in waiting:
+            for packed in workers.put(partial(_pack_linear, linear, todo.on_disk)):
+                _place(packed, by_name, todo, journal, originals)
+                bar.update()
+        for packed in workers.finish():
+            _place(packed, by_name, todo, journal, originals)
+            bar.update()
+
+
+def _pack_linear(linear: LinearPlan, on_disk: Mapping[str, Path] | None) -> Packed:
+    name, choice = linear.site.name, linear.choice
+    assert choice is not None
+    source = None
+    if on_disk is not None and not linear.site.is_tied:
+        stored = f"{name}.weight"
+        source = Source.of(linear.site.parameter, on_disk[stored], stored)
+    return pack_weight(name, linear.site.weight.detach(), linear.config, choice, source)
+
+
+@torch.no_grad()
+def pack_weight(name: str, weight: Tensor, config: WeightConfig, choice: Choice, source: Source | None) -> Packed:
+    """Quantize a float weight [out, in]. Raises UnsupportedError for NaN and infinity, with the layer's name."""
+    try:
+        return Packed(name, choice, choice.backend.quantize(weight, config), source)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{name!r} cannot be quantized: {error}") from error
+
+
+def _check_finite(linear: LinearPlan) -> None:
+    """What quantizing would refuse, before the first weight is given up."""
+    low, high = linear.site.weight.detach().aminmax()
+    if not (low.isfinite() and high.isfinite()):
+        raise UnsupportedError(
+            f"{linear.site.name!r} cannot be quantized: the weight holds NaN or infinity; "
+            "repair the checkpoint or skip the layer"
+        )
+
+
+def _place(
+    packed: Packed, by_name: Mapping[str, LinearPlan], todo: Plan, journal: Journal, originals: Originals
+) -> None:
+    """Put the quantized layer where the Linear was, and free the Linear's weight if it may go."""
+    site = by_name[packed.name].site
+    layer = QuantLinear.from_packed(packed.weight, site.bias, choice=packed.choice)
+    layer.train(site.module.training)
+    for hooks in HOOKS:  # the very same dicts, so that what is registered on either is there for both
+        vars(layer)[hooks] = vars(site.module)[hooks]
+    layer._is_full_backward_hook = site.module._is_full_backward_hook
+    parent_name, _, name = packed.name.rpartition(".")
+    parameter = site.parameter
+    journal.item(todo.model.get_submodule(parent_name), "_modules", name, layer)
+    if site.is_tied or todo.config.keep_original is True:
+        return
+    if todo.config.keep_original is False:
+        originals.lose(parameter)
+    elif packed.source is not None:
+        originals.drop(parameter, packed.source)

@@ -1,0 +1,144 @@
+"""What `pip install` leaves behind: the kernels in every kind of installation, and none without a compiler."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from hf_accel.kernels.cpu.build import BuildError, build_or_note, find_compiler
+
+ROOT = Path(__file__).parent.parent
+KERNELS = Path("hf_accel", "kernels", "cpu")
+LIBRARY, REASON = KERNELS / "libhf_accel_cpu.so", KERNELS / "not_built.txt"
+
+
+def has_compiler() -> bool:
+    try:
+        return bool(find_compiler())
+    except BuildError:
+        return False
+
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
+needs_setuptools = pytest.mark.skipif(find_spec("setuptools") is None, reason="needs setuptools")
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """The sources alone, without what was built or installed from them."""
+    target = tmp_path / "tree"
+    shutil.copytree(ROOT / "hf_accel", target / "hf_accel", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        shutil.copy(ROOT / name, target / name)
+    (target / REASON).unlink(missing_ok=True)
+    return target
+
+
+def backend(tree: Path, hook: str, out: Path) -> Path:
+    """A hook of PEP 517 or 660, as pip calls it, without a network; the file that it made."""
+    out.mkdir()
+    call = f"import setuptools.build_meta as b; b.{hook}({str(out)!r})"
+    done = subprocess.run([sys.executable, "-c", call], cwd=tree, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return next(out.iterdir())
+
+
+def refusal(folder: Path) -> str:
+    """What the plan would say about the kernels of the hf_accel in `folder`."""
+    code = "from hf_accel.kernels.cpu import refusal; print(refusal())"
+    environment = {k: v for k, v in os.environ.items() if k not in ("HF_ACCEL_LIBRARY", "HF_ACCEL_ISA")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment | {"PYTHONPATH": str(folder)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+def test_no_compiler_is_noted_and_an_outdated_library_goes(tmp_path: Path, no_compiler: None) -> None:
+    (tmp_path / LIBRARY.name).write_bytes(b"of other sources")
+    build_or_note(tmp_path)
+    assert (tmp_path / REASON.name).read_text(encoding="utf-8") == "no compiler"
+    assert not (tmp_path / LIBRARY.name).exists()
+
+
+def test_a_compiler_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    build_or_note(tmp_path / "new")
+    assert (tmp_path / "new" / REASON.name).read_text(encoding="utf-8") == "no compiler 'no-such-compiler'"
+
+
+@pytest.mark.long
+@needs_compiler
+@needs_setuptools
+def test_wheel(tree: Path, tmp_path: Path) -> None:
+    wheel = backend(tree, "build_wheel", tmp_path / "dist")
+    assert "-py3-none-" in wheel.name
+    assert not wheel.name.endswith("-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        archive.extractall(tmp_path / "site")
+    sources = {str(p.relative_to(tree)) for p in (tree / KERNELS / "src").rglob("*") if p.is_file()}
+    assert sources
+    assert {str(LIBRARY), str(KERNELS / "build.py")} | sources <= names
+    assert str(REASON) not in names
+    assert not [n for n in names if n.startswith(("tests", "benchmarks")) or n == "setup.py"]
+    assert any(n.endswith("licenses/LICENSE") for n in names)
+    assert refusal(tmp_path / "site") == "None"
+
+
+@pytest.mark.long
+@needs_setuptools
+def test_wheel_without_a_compiler(tree: Path, tmp_path: Path, no_compiler: None) -> None:
+    wheel = backend(tree, "build_wheel", tmp_path / "dist")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    assert not (tmp_path / "site" / LIBRARY).exists()
+    assert refusal(tmp_path / "site") == "cpu kernels: not built (no compiler)"
+
+
+@pytest.fixture(params=["with", "without"])
+def compiler(request: pytest.FixtureRequest) -> Iterator[bool]:
+    if request.param == "without":
+        request.getfixturevalue("no_compiler")
+    elif not has_compiler():
+        pytest.skip("needs a C++ compiler")
+    yield request.param == "with"
+
+
+@pytest.mark.long
+@needs_setuptools
+def test_editable(tree: Path, tmp_path: Path, compiler: bool) -> None:
+    """The library lies beside its sources."""
+    backend(tree, "build_editable", tmp_path / "dist")
+    assert (tree / LIBRARY).exists() == compiler
+    assert (tree / REASON).exists() == (not compiler)
+    assert refusal(tree) == ("None" if compiler else "cpu kernels: not built (no compiler)")
+
+
+@pytest.mark.long
+@needs_setuptools
+def test_source_distribution(tree: Path, tmp_path: Path) -> None:
+    """It holds what a wheel is built from, and nothing that was built."""
+    (tree / LIBRARY).write_bytes(b"built here")
+    archive = backend(tree, "build_sdist", tmp_path / "dist")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    sources = {str(p.relative_to(tree)) for p in (tree / KERNELS / "src").rglob("*") if p.is_file()}
+    assert {"setup.py", "pyproject.toml", "LICENSE", "NOTICE", str(KERNELS / "build.py")} | sources <= names
+    assert str(LIBRARY) not in names
