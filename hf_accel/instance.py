@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 
@@ -16,11 +15,15 @@ class Mixin:
         return (rebuild, type(self).__bases__, *reduced[2:])
 
 
-@lru_cache(maxsize=None)
+_MIXED: dict[tuple[type, type], type] = {}
+
+
 def mixed_class(mixin: type[Mixin], original: type) -> type:
-    """A subclass of (mixin, original) that passes for the original by name: transformers looks at names."""
-    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    return type(original.__name__, (mixin, original), names)
+    """The subclass of (mixin, original), which passes for the original by name: transformers looks at names."""
+    if (mixin, original) not in _MIXED:
+        names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+        _MIXED[mixin, original] = type(original.__name__, (mixin, original), names)
+    return _MIXED[mixin, original]
 
 
 def original_class(mixed: object) -> type:

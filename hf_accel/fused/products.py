@@ -71,7 +71,7 @@ def _make(layers: tuple[nn.Module, ...], epilogue: str | None) -> NativeCall | N
     quantized = [layer for layer in layers if isinstance(layer, QuantLinear)]
     if len(quantized) == len(layers):
         return _make_integer(quantized, epilogue)
-    if quantized or not all(_is_readable(layer) for layer in layers):
+    if quantized or not all(is_readable(layer) for layer in layers):
         return None
     weights, biases = zip(*(_sources(layer) for layer in layers), strict=True)
     if len({weight.dtype for weight in weights}) > 1 or len({weight.shape[1] for weight in weights}) > 1:
@@ -88,7 +88,8 @@ def _make_integer(layers: list[QuantLinear], epilogue: str | None) -> IntegerLin
     return IntegerLinear([w.weight for w in weights], [layer.bias for layer in layers], epilogue=epilogue)
 
 
-def _is_readable(layer: nn.Module) -> bool:
+def is_readable(layer: nn.Module) -> bool:
+    """Whether the kernels can read the layer's weight where it is."""
     weight = layer._parameters.get("weight")
     return weight is not None and weight.device.type == "cpu" and weight.dtype in FLOATS and weight.is_contiguous()
 
@@ -108,9 +109,9 @@ class NativeLinear(Mixin):
             shared = own.get("_hf_accel_shared")
             out = None if shared is None else shared.take(self, x)
             if out is not None:
-                return out  # type: ignore[no-any-return]
+                return out
             call = own["_hf_accel_products"].call((self,))
             if call is not None:
                 result: Tensor = call(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
                 return result
-        return super().forward(x)  # type: ignore[misc, no-any-return]
+        return super().forward(x)  # type: ignore[misc]

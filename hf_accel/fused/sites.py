@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from ..instance import Mixin, mixed_class
-from ..kernels.cpu.library import FLOATS
 from .gated_mlp import GatedMLP, GatedNames, gated_names
 from .norm import NativeNorm, norm_form
-from .products import NativeLinear
+from .products import NativeLinear, is_readable
 from .rotary import NativeRotary, rotary_form
 from .structure import siblings
 
@@ -83,10 +82,8 @@ def _shape(module: nn.Module, gate: str) -> tuple[Any, ...]:
 def native_linears(model: nn.Module) -> Iterator[FusedSite]:
     """Plain float Linears whose weight a native call can read in place."""
     for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
-        if type(module) is nn.Linear and weight is not None and not hasattr(module, "_hf_hook"):
-            if weight.device.type == "cpu" and weight.dtype in FLOATS and weight.is_contiguous():
-                yield FusedSite(name, module, "linear", NativeLinear, None)
+        if type(module) is nn.Linear and not hasattr(module, "_hf_hook") and is_readable(module):
+            yield FusedSite(name, module, "linear", NativeLinear, None)
 
 
 def shared_sites(model: nn.Module) -> Iterator[SharedSite]:

@@ -59,10 +59,10 @@ class Cpu(Backend):
     def quantize(self, weight: Tensor, config: WeightConfig) -> CpuWeight:
         if config.bits == 4:
             check_group_size((weight.shape[0], weight.shape[1]), config.group_size)
-        packed = quantize(config.bits, weight.detach(), config.group_size)
-        if packed is None:
+        result = quantize(config.bits, weight.detach(), config.group_size)
+        if result is None:
             refuse_not_finite()
-        return CpuWeight(packed, weight.dtype)
+        return CpuWeight(result[0], weight.dtype)
 
     def unpack(self, packed: CpuWeight) -> QuantizedWeight:
         stored, scale = unpack(packed.weight), stored_scales(packed.weight, packed.dtype)

@@ -86,6 +86,7 @@ class FloatLinear:
 
 
 def check_weights(weights: Sequence[Tensor], biases: Sequence[Tensor | None], epilogue: str | None) -> None:
+    """Raise UnsupportedError for what the kernel does not take."""
     if epilogue not in EPILOGUES:
         raise UnsupportedError(f"float linear: epilogue {epilogue!r} is not known; choose one of {list(EPILOGUES)}")
     if len(weights) != len(biases) or not weights or (epilogue and len(weights) != 2):
