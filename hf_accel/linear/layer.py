@@ -92,12 +92,16 @@ class QuantLinear(nn.Linear):
         assert choice is not None
         if self.shared is not None and (shared := self.shared.take(self, x)) is not None:
             return shared  # type: ignore[no-any-return]
-        rows = x.reshape(-1, self.in_features).to(choice.spec.dtype).contiguous()
+        rows = x.reshape(-1, self.in_features)
+        if rows.dtype is not choice.spec.dtype:
+            rows = rows.to(choice.spec.dtype)
+        rows = rows.contiguous()
         if rows.requires_grad and torch.is_grad_enabled():
             out = differentiable_linear(rows, self.bias, choice.backend, self._packed)
         else:
             out = choice.backend.run(rows, self._packed, self.bias)
-        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        out = out.view(*x.shape[:-1], self.out_features)
+        return out if out.dtype is x.dtype else out.to(x.dtype)
 
     @property
     def quantized(self) -> QuantizedWeight:
