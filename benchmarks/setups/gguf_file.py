@@ -59,7 +59,7 @@ def write(model: PreTrainedModel, path: Path) -> None:
 
     config: Any = model.config
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    writer = gguf.GGUFWriter(path, "llama")
+    writer: Any = gguf.GGUFWriter(path, "llama")
     write_config(writer, config)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
