@@ -47,6 +47,9 @@ def folder_of(parameter: Tensor) -> tempfile.TemporaryDirectory[str]:
 def quantize(source: Path, target: Path, kind: str) -> None:
     import llama_cpp
 
+    from .llama_cpp_model import start
+
+    start()
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype, parameters.nthread = FILE_TYPES[kind], torch.get_num_threads()
     if llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(target), parameters):
