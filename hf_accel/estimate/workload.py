@@ -29,7 +29,9 @@ class Workload:
 
     @property
     def kv_bytes(self) -> int:
-        return self.batch * sum(layer.kv_bytes(dtype=self.dtype, quantized=self.kv_dtype is not None) for layer in self.layers)
+        return self.batch * sum(
+            layer.kv_bytes(dtype=self.dtype, quantized=self.kv_dtype is not None) for layer in self.layers
+        )
 
     @property
     def activation_bytes(self) -> int:

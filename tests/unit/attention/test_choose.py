@@ -55,7 +55,9 @@ def test_names_are_ordered_by_preference() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name, chosen", [("auto", "cpu"), ("cpu", "cpu"), ("sdpa", "sdpa"), ("reference", "reference")])
+@pytest.mark.parametrize(
+    "name, chosen", [("auto", "cpu"), ("cpu", "cpu"), ("sdpa", "sdpa"), ("reference", "reference")]
+)
 def test_every_backend_serves(changes: dict[str, Any], name: str, chosen: str) -> None:
     backend, refusals = choose(spec(**changes), name)
     assert backend.name == chosen and refusals == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -89,8 +90,10 @@ def test_a_row_does_not_know_what_stands_beside_it(isa: str, dtype: torch.dtype,
     position = 0
     for sequence, (length, _) in enumerate(lengths):
         rows = whole[position : position + length]
-        cuts = sorted({0, 1, 16, 39, length // 2, 511, 512, 513, length - 7, length - 1, length} & {*range(length + 1)})
-        for start, stop in [*zip(cuts, cuts[1:], strict=False), (0, length)]:
+        cuts = sorted(
+            {0, 1, 16, 39, length // 2, 511, 512, 513, length - 7, length - 1, length} & {*range(length + 1)}
+        )
+        for start, stop in [*pairwise(cuts), (0, length)]:
             alone = part(case, sequence, start, stop).run(BACKEND, softcap=4.0, sinks=torch.arange(6.0))
             assert same(alone, rows[start:stop]), (sequence, start, stop)
         position += length

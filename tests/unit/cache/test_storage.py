@@ -8,7 +8,9 @@ from hf_accel.cache import KVStorage
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def storage_of(dtype: torch.dtype = torch.float32, *, quantized: torch.dtype | None = None, num_blocks: int = 5) -> KVStorage:
+def storage_of(
+    dtype: torch.dtype = torch.float32, *, quantized: torch.dtype | None = None, num_blocks: int = 5
+) -> KVStorage:
     return KVStorage(
         num_blocks,
         num_kv_heads=2,
@@ -91,7 +93,14 @@ def test_non_finite_states_stay_in_their_token_and_head() -> None:
 def test_int8_takes_half_the_bytes_and_a_scale() -> None:
     plain = KVStorage(8, num_kv_heads=2, block_size=4, key_dim=64, value_dim=64, dtype=torch.bfloat16, device="cpu")
     small = KVStorage(
-        8, num_kv_heads=2, block_size=4, key_dim=64, value_dim=64, dtype=torch.bfloat16, device="cpu", quantized=torch.int8
+        8,
+        num_kv_heads=2,
+        block_size=4,
+        key_dim=64,
+        value_dim=64,
+        dtype=torch.bfloat16,
+        device="cpu",
+        quantized=torch.int8,
     )
     assert small.nbytes == plain.nbytes / 2 + 8 * 2 * 4 * 2 * 2
 
