@@ -93,6 +93,8 @@ def check_weights(weights: Sequence[Tensor], biases: Sequence[Tensor | None], ep
     first = weights[0]
     for weight in weights:
         if weight.dtype not in FLOATS or weight.dtype != first.dtype or weight.device.type != "cpu":
-            raise UnsupportedError(f"float linear: weights of {weight.dtype} on {weight.device}; it takes one of {FLOATS}")
+            raise UnsupportedError(
+                f"float linear: weights of {weight.dtype} on {weight.device}; it takes one of {FLOATS}"
+            )
         if weight.ndim != 2 or not weight.is_contiguous() or weight.shape[1] != first.shape[1]:
             raise UnsupportedError(f"float linear: a weight of shape {tuple(weight.shape)}, strides {weight.stride()}")

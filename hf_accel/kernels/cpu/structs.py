@@ -58,6 +58,4 @@ class GatedCall(ctypes.Structure):
 
 
 class VocabularyCall(ctypes.Structure):
-    _fields_ = _fields(
-        pointers="logits", sizes="stride rows size k", pointers_="values indices", ints="dtype threads"
-    )
+    _fields_ = _fields(pointers="logits", sizes="stride rows size k", pointers_="values indices", ints="dtype threads")
