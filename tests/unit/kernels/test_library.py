@@ -95,9 +95,9 @@ def test_several_python_threads_at_once() -> None:
     expected = [(linear(x), topk(x, 7)[1]) for x in inputs]
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda x: (linear(x), topk(x, 7)[1]), inputs * 5))
-    assert all(
-        torch.equal(a, b) for r, e in zip(results, expected * 5, strict=True) for a, b in zip(r, e, strict=True)
-    )
+    for (out, indices), (expected_out, expected_indices) in zip(results, expected * 5, strict=True):
+        assert torch.equal(out, expected_out)
+        assert torch.equal(indices, expected_indices)
 
 
 @built
