@@ -36,7 +36,7 @@ import os, torch
 torch.set_num_threads(1)
 from hf_accel.kernels.cpu import isa
 from hf_accel.kernels.cpu.float_linear import FloatLinear
-linear, x = FloatLinear([torch.ones(1000, 8)], [None]), torch.ones(40, 8)
+linear, x = FloatLinear([torch.ones(1000, 8)], [None]), torch.ones(4, 8)
 threads = []
 for number in (1, 3):
     torch.set_num_threads(number)

@@ -12,7 +12,7 @@ from hf_accel.kernels.cpu.norm import layer_norm, rms_norm
 
 pytestmark = pytest.mark.usefixtures("isa")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SIZES = [1, 5, 8, 31, 64, 127, 1000, 2048, 5633]
+SIZES = [1, 5, 8, 31, 64, 127, 1000, 2048, 5633, 20001]
 
 
 def normalized(x: Tensor, eps: float) -> Tensor:
