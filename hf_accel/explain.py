@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from transformers import PreTrainedModel
+
+from .kernels import cpu as cpu_kernels
 
 if TYPE_CHECKING:
     from .plan import LinearPlan, Plan
@@ -23,7 +27,28 @@ class Line:
     reason: str
 
 
+WIDTH = 100  # columns of a table
+NARROWEST = 24  # columns for a reason, however long the rest is
+
+
+def table(lines: Sequence[Line]) -> Iterator[str]:
+    """Columns that fit in WIDTH: long reasons go on below, and a topic is named once."""
+    cells = [(line.topic, line.what, line.choice) for line in lines]
+    widths = [max((len(cell) for cell in column), default=0) for column in zip(*cells, strict=True)]
+    indent = sum(widths) + 2 * len(widths)
+    last = None
+    for line, (topic, *others) in zip(lines, cells, strict=True):
+        shown = ["" if topic == last else topic, *others]
+        head = "".join(cell.ljust(width) + "  " for cell, width in zip(shown, widths, strict=True))
+        reason = textwrap.wrap(line.reason, max(NARROWEST, WIDTH - indent)) or [""]
+        yield (head + reason[0]).rstrip()
+        yield from (" " * indent + more for more in reason[1:])
+        last = topic
+
+
 def explain(model: PreTrainedModel, plan: Plan) -> Iterator[Line]:
+    if model.device.type == "cpu":
+        yield _kernels_line()
     yield from _attention_lines(plan)
     yield from _weight_lines(plan)
     yield from _fused_lines(plan)
@@ -31,6 +56,14 @@ def explain(model: PreTrainedModel, plan: Plan) -> Iterator[Line]:
     yield _undo_line(plan)
     yield from _exactness_lines(plan)
     yield from _size_lines(plan)
+
+
+def _kernels_line() -> Line:
+    refusal = cpu_kernels.refusal()
+    if refusal is not None:
+        return Line("cpu kernels", "C++", "not used", refusal.removeprefix("cpu kernels: "))
+    threads = torch.get_num_threads()
+    return Line("cpu kernels", "C++", cpu_kernels.isa(), f"{threads} thread{'s' if threads > 1 else ''}")
 
 
 def _attention_lines(plan: Plan) -> Iterator[Line]:
@@ -106,7 +139,7 @@ def _cache_lines(model: PreTrainedModel, plan: Plan) -> Iterator[Line]:
     capacity = "grows as needed" if cache.max_tokens is None else f"{cache.max_tokens} tokens"
     sharing = "prefixes shared" if cache.prefix_sharing else "prefixes not shared"
     yield Line("cache", "keys and values", f"paged, block {cache.block_size}, {dtype}", f"{capacity}; {sharing}")
-    yield Line("generate", "all modes", "stock's loops", "over the paged cache; a prompt is computed and stored once")
+    yield Line("generate", "all modes", "stock's loops", "over the paged cache; prompts stored once")
 
 
 def _undo_line(plan: Plan) -> Line:
@@ -137,6 +170,6 @@ def _size_lines(plan: Plan) -> Iterator[Line]:
     yield Line(
         "speed",
         "decode, batch 1",
-        f"{plan.seconds_before * 1e3:,.2f} -> {plan.seconds_after * 1e3:,.2f} ms a token at least",
-        f"memory-bound: weights over the measured {plan.bandwidth / 1e9:,.0f} GB/s",
+        f"{plan.seconds_before * 1e3:,.2f} -> {plan.seconds_after * 1e3:,.2f} ms a token",
+        f"at least, at the measured {plan.bandwidth / 1e9:,.0f} GB/s",
     )

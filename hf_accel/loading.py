@@ -6,7 +6,8 @@ one that patch() would make of the float model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ class Packer:
         self._device_type, self._files, self._lose = device_type, files, lose
         self._workers = Workers[Packed]()
         self._packed: list[Packed] = []
+        self._failure: Exception | None = None
 
     def wants(self, name: str) -> bool:
         return name in self._linears
@@ -47,12 +49,18 @@ class Packer:
         file = self._files.get(stored_as) if stored_as is not None else None
         if tensor.device.type != self._device_type or (file is None and not self._lose):
             return tensor
-        self._packed += self._workers.put(partial(self._pack, self._linears[name], tensor, file, stored_as))
+        if self._failure is None:
+            try:
+                self._packed += self._workers.put(partial(self._pack, self._linears[name], tensor, file, stored_as))
+            except Exception as error:  # transformers would make a report of it, and go on
+                self._failure = error
         return torch.empty(1, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
     def finish(self) -> dict[str, Packed]:
         """By the names of modules. Raises UnsupportedError for a weight that cannot be quantized."""
         with self._workers as workers:
+            if self._failure is not None:
+                raise self._failure
             self._packed += workers.finish()
         return {packed.name: packed for packed in self._packed}
 
@@ -84,13 +92,26 @@ def begin_loading(
     if device_type is None or keep is True or (keep == "auto" and not stored):
         return None
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    linears = [
-        linear
-        for linear in plan_linears(model, settings.patch.weights, device_type=device_type)
-        if linear.choice is not None and not linear.site.is_tied
-        if f"{linear.site.name}.weight" not in {*tied, *tied.values()}
-    ]
+    with _torch_as_ever():
+        linears = [
+            linear
+            for linear in plan_linears(model, settings.patch.weights, device_type=device_type)
+            if linear.choice is not None and not linear.site.is_tied
+            if f"{linear.site.name}.weight" not in {*tied, *tied.values()}
+        ]
     return Packer(linears, device_type=device_type, files=stored, lose=keep is False) if linears else None
+
+
+@contextmanager
+def _torch_as_ever() -> Iterator[None]:
+    """Out of the dtype and the meta device in which transformers builds the model: backends try themselves out."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def _device_type(device_map: Any) -> str | None:

@@ -16,7 +16,7 @@ from . import attention as attention_backends
 from .attention import AttentionBackend
 from .config import PatchConfig, WeightConfig
 from .errors import UnsupportedError
-from .explain import Line, explain
+from .explain import Line, explain, table
 from .fused.sites import Dropped, FusedSite, SharedSite, fused_sites, native_linears, shared_sites
 from .hardware import detect, read_bandwidth
 from .kernels import cpu as kernels
@@ -118,16 +118,7 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        widths = [max((len(cell) for cell in column), default=0) for column in zip(*self._cells(), strict=True)]
-        rows = ["  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip() for cells in self._cells()]
-        return "\n".join([f"hf_accel plan: {self.title}", *rows])
-
-    def _cells(self) -> list[tuple[str, str, str, str]]:
-        cells, last = [], None
-        for line in self.lines:
-            cells.append(("" if line.topic == last else line.topic, line.what, line.choice, line.reason))
-            last = line.topic
-        return cells
+        return "\n".join([f"hf_accel plan: {self.title}", *table(self.lines)])
 
 
 def make_plan(model: object, config: PatchConfig, *, find_originals: FindOriginals | None = None) -> Plan:

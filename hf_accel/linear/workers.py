@@ -65,6 +65,7 @@ def _start(count: int, threads: int) -> ThreadPoolExecutor:
 
     def begin() -> None:
         torch.set_num_threads(threads)  # of this thread, and of every thread that begins later
+        torch.get_num_threads()  # a thread takes over the number of the process the first time it is asked for
         ready.wait()
 
     pool = ThreadPoolExecutor(count, thread_name_prefix="hf_accel", initializer=begin)

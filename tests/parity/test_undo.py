@@ -177,16 +177,13 @@ def fail_at(call: int) -> Callable[..., Any]:
 
 POINTS = [
     ("_replace_config", 0),
-    ("_quantize", 0),
-    ("_quantize", 1),
-    ("_quantize", 8),
     ("module_settings", 3),
     ("AccelQuantizer", 0),
     ("_switch_attention", 0),
     ("GenerationState", 0),
     ("accelerated_class", 0),
     ("RemovableHandle", 0),
-    ("_note_originals", 0),
+    ("replace_linears", 0),
 ]
 
 

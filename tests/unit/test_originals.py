@@ -9,7 +9,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hf_accel import HfAccelError, UnsupportedError
-from hf_accel.originals import Originals, checkpoint_files, fingerprint, parameter_bytes, read_tensor, readable
+from hf_accel.originals import (
+    Originals,
+    Source,
+    checkpoint_files,
+    fingerprint,
+    parameter_bytes,
+    read_tensor,
+    readable,
+)
 
 
 def parameter(*values: float) -> nn.Parameter:
@@ -86,14 +94,12 @@ def dropped(tmp_path: Path) -> tuple[Originals, list[nn.Parameter], Path]:
     save_file({str(i): p.detach() for i, p in enumerate(parameters)}, file)
     originals = Originals()
     for i, p in enumerate(parameters):
-        originals.note(p, str(i), file)
+        originals.drop(p, Source.of(p, file, str(i)))
     return originals, parameters, file
 
 
 def test_dropped_and_read_back(dropped: tuple[Originals, list[nn.Parameter], Path]) -> None:
     originals, parameters, _ = dropped
-    assert [p.numel() for p in parameters] == [2, 2]  # noted, not yet freed
-    originals.free()
     assert [p.numel() for p in parameters] == [0, 0]
     originals.restore()
     assert [p.tolist() for p in parameters] == [[1, 2], [3, 4]]
@@ -113,7 +119,6 @@ def test_nothing_is_read_back_unless_all_can_be(
     dropped: tuple[Originals, list[nn.Parameter], Path], tensors: dict[str, Tensor] | None, text: str
 ) -> None:
     originals, parameters, file = dropped
-    originals.free()
     file.unlink()
     if tensors is not None:
         save_file(tensors, file)
@@ -127,11 +132,36 @@ def test_nothing_is_read_back_unless_all_can_be(
 
 def test_lost() -> None:
     kept, lost = parameter(1.0), parameter(2.0)
-    originals = Originals(lost=[lost])
-    originals.free()
+    originals = Originals()
+    originals.lose(lost)
     assert (kept.numel(), lost.numel()) == (1, 0)
     with pytest.raises(UnsupportedError, match="1 original weights were dropped by keep_original=False"):
         originals.restore()
+
+
+def test_read_back_in_the_dtype_it_was_loaded_in(tmp_path: Path) -> None:
+    stored = torch.randn(5)
+    save_file({"a": stored}, tmp_path / "model.safetensors")
+    loaded = nn.Parameter(stored.bfloat16())
+    originals = Originals()
+    originals.drop(loaded, Source.of(loaded, tmp_path / "model.safetensors", "a"))
+    originals.restore()
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(loaded, stored.bfloat16())
+
+
+def test_recover_says_what_is_gone(dropped: tuple[Originals, list[nn.Parameter], Path]) -> None:
+    originals, parameters, file = dropped
+    originals.lose(parameter(1.0))
+    interrupted = KeyboardInterrupt()
+    originals.recover(interrupted)
+    assert [p.tolist() for p in parameters] == [[1, 2], [3, 4]]
+    assert len(interrupted.__notes__) == 1
+    assert "1 original weights, as keep_original=False asks for, and they are gone; load" in interrupted.__notes__[0]
+    originals.drop(parameters[0], Source.of(parameters[0], file, "0"))
+    file.unlink()
+    originals.recover(interrupted)
+    assert "1 original weights that patch() had freed cannot be read back, because '0'" in interrupted.__notes__[1]
 
 
 def test_never_there() -> None:

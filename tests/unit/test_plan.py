@@ -94,7 +94,17 @@ def test_every_choice_has_a_reason() -> None:
         assert hf_accel.PatchConfig.build(again["config"]) == hf_accel.PatchConfig.build(**keywords)
         assert [c["topic"] for c in data["choices"]] == sorted(
             (c["topic"] for c in data["choices"]),
-            key=["attention", "weights", "cache", "generate", "undo", "exactness", "bytes", "speed"].index,
+            key=[
+                "cpu kernels",
+                "attention",
+                "weights",
+                "cache",
+                "generate",
+                "undo",
+                "exactness",
+                "bytes",
+                "speed",
+            ].index,
         )
         assert all(choice["reason"] and choice["choice"] for choice in data["choices"])
 
@@ -165,3 +175,35 @@ def test_model_without_linears() -> None:
             if type(child) is nn.Linear:
                 setattr(parent, name, nn.Identity())
     assert lines(hf_accel.plan(model), "weights")[0]["reason"] == "the model has no Linear modules"
+
+
+@pytest.mark.parametrize("keywords", KEYWORDS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_fits_the_screen(family: str, keywords: dict[str, Any]) -> None:
+    """And says everything: wrapped, not cut."""
+    plan = hf_accel.plan(build(family), **keywords)
+    assert max(map(len, str(plan).splitlines())) <= 100
+    words = str(plan).split()
+    for line in plan.lines:
+        assert set(line.reason.split()) | set(line.choice.split()) <= set(words)
+
+
+def test_a_word_longer_than_the_column_is_shown_whole(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 50)
+    build("llama").save_pretrained(folder)
+    text = str(hf_accel.plan(AutoModelForCausalLM.from_pretrained(folder)))
+    assert max(map(len, text.splitlines())) <= 100
+    assert str(folder) in text.replace("\n", "").replace(" ", "")
+
+
+def test_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_accel.explain import cpu_kernels
+
+    monkeypatch.setattr(cpu_kernels, "refusal", lambda: None)
+    monkeypatch.setattr(cpu_kernels, "isa", lambda: "avx2")
+    assert lines(hf_accel.plan(build("llama")), "cpu kernels") == [
+        {"topic": "cpu kernels", "what": "C++", "choice": "avx2", "reason": "1 thread"}
+    ]
+    monkeypatch.setattr(cpu_kernels, "refusal", lambda: "cpu kernels: not built (no compiler)")
+    (line,) = lines(hf_accel.plan(build("llama")), "cpu kernels")
+    assert (line["choice"], line["reason"]) == ("not used", "not built (no compiler)")
