@@ -37,8 +37,9 @@ def positive_int(name: str, value: object) -> None:
 class WeightConfig:
     """How Linear weights are stored and multiplied.
 
-    bits: 8 (symmetric, one scale per output channel) or 4 (symmetric, one scale per group).
+    bits: 8 (one scale per output channel) or 4 (one scale per group).
     group_size: inputs that share a scale, for 4 bits: 32, 64 or 128.
+    symmetric: False, for 4 bits, gives each group a zero point too, so that no level is lost on a lopsided range.
     activations: "int8" quantizes each row of the input on the fly, None keeps it in floating point,
         "auto" takes what the chosen backend is both accurate and fast at (the plan says which).
     skip: names, or ends of names, of Linear modules that stay as they are.
@@ -60,11 +61,12 @@ class WeightConfig:
         object.__setattr__(self, "skip", (self.skip,) if isinstance(self.skip, str) else tuple(self.skip))
         one_of("bits", self.bits, (8, 4))
         one_of("group_size", self.group_size, GROUP_SIZES)
+        one_of("symmetric", self.symmetric, (True, False))
         one_of("activations", self.activations, ("auto", None, "int8"))
         one_of("head", self.head, ("int8", None))
         one_of("only_if_faster", self.only_if_faster, (True, False))
-        if self.symmetric is not True:
-            raise UnsupportedError(f"symmetric={self.symmetric!r} is not supported yet; leave it True")
+        if self.bits == 8 and not self.symmetric:
+            raise UnsupportedError("symmetric=False is for bits=4; INT8 weights have no zero points, leave it True")
         if self.method != "rtn":
             raise UnsupportedError(f"method={self.method!r} is not supported yet; use method='rtn'")
         if self.calibration is not None:
@@ -74,7 +76,7 @@ class WeightConfig:
 
     @property
     def label(self) -> str:
-        return f"int{self.bits}"
+        return f"int{self.bits}" if self.symmetric else f"int{self.bits} asymmetric"
 
 
 @dataclass(frozen=True, kw_only=True)

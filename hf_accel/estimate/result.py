@@ -27,7 +27,7 @@ class Estimate:
 
     weights, kv_dtype: how both are quantized, None if they are not.
     weights_by_kind: weights_bytes split into linears, experts, head (a tied one holds the embeddings too unless it is
-        quantized), embeddings, scales, and other (norms, biases, routers).
+        quantized), embeddings, scales (with zero points), and other (norms, biases, routers).
     kv_bytes: of the tokens themselves; what stays empty of a sequence's last block is not counted.
     activation_bytes: hidden states of one layer in a prefill of the whole context at once, roughly.
     total_bytes: weights, KV cache, tiled attention and activations.

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..config import WeightConfig
 from ..errors import UnsupportedError
+from ..linear.formats import zero_point_bytes
 from ..survey import LinearSite, linear_sites
 from .source import decoder_config
 
@@ -51,8 +52,14 @@ class WeightTensor:
             table = self.numel * self.itemsize if self.tied else 0  # looked up by token, so it stays as it is
             return Counter(head=self.numel, scales=self.shape[0] * self.itemsize, embeddings=table)
         if self.kind == "linears":
-            return Counter(linears=self.numel * recipe.bits // 8, scales=self._num_scales(recipe) * self.itemsize)
+            return Counter(linears=self.numel * recipe.bits // 8, scales=self._scale_bytes(recipe))
         return plain
+
+    def _scale_bytes(self, recipe: WeightConfig) -> int:
+        """Of a linear's scales and zero points."""
+        scales = self._num_scales(recipe)
+        zero_points = 0 if recipe.symmetric else zero_point_bytes(self.shape[0], scales // self.shape[0])
+        return scales * self.itemsize + zero_points
 
     def _num_scales(self, recipe: WeightConfig) -> int:
         outputs, inputs = self.shape

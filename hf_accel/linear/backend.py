@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config import Activations, WeightConfig
-from .formats import QuantizedWeight
+from .formats import QuantizedWeight, zero_point_bytes
 from .rtn import quantize
 
 
@@ -18,7 +18,7 @@ from .rtn import quantize
 class LinearSpec:
     """Everything a backend may decide by.
 
-    dtype: of the activations and scales. group_size: read for 4 bits only.
+    dtype: of the activations and scales. group_size, symmetric: read for 4 bits only.
     """
 
     in_features: int
@@ -26,6 +26,7 @@ class LinearSpec:
     bits: int
     dtype: torch.dtype
     group_size: int = 128
+    symmetric: bool = True
     device_type: str = "cpu"
     activations: Activations = "auto"
     has_bias: bool = False
@@ -38,6 +39,7 @@ class LinearSpec:
             out_features=weight.shape[0],
             bits=config.bits,
             group_size=config.group_size,
+            symmetric=config.symmetric,
             dtype=weight.dtype,
             device_type=device_type or weight.device.type,
             activations=config.activations,
@@ -46,9 +48,11 @@ class LinearSpec:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the stored integers and scales."""
-        scales = self.out_features * (1 if self.bits == 8 else self.in_features // self.group_size)
-        return self.in_features * self.out_features * self.bits // 8 + scales * self.dtype.itemsize
+        """Bytes of the stored integers, scales and zero points."""
+        groups = 1 if self.bits == 8 else self.in_features // self.group_size
+        zero_points = 0 if self.bits == 8 or self.symmetric else zero_point_bytes(self.out_features, groups)
+        integers = self.in_features * self.out_features * self.bits // 8
+        return integers + self.out_features * groups * self.dtype.itemsize + zero_points
 
     @property
     def stock_bytes(self) -> int:

@@ -9,9 +9,17 @@ from torch import Tensor
 
 from ..config import WeightConfig
 from ..kernels import cpu as kernels
-from ..kernels.cpu.integer_linear import IntegerLinear, PackedWeight, pack, quantize, stored_scales, unpack
+from ..kernels.cpu.integer_linear import (
+    IntegerLinear,
+    PackedWeight,
+    pack,
+    quantize,
+    stored_scales,
+    stored_zeros,
+    unpack,
+)
 from .backend import Backend, LinearSpec
-from .formats import Int4Weight, Int8Weight, QuantizedWeight, check_group_size
+from .formats import Int4Weight, Int8Weight, QuantizedWeight, check_group_size, pack_zero_points
 from .rtn import refuse_not_finite
 
 
@@ -52,14 +60,18 @@ class Cpu(Backend):
         return kernels.refusal()
 
     def pack(self, weight: QuantizedWeight) -> CpuWeight:
-        stored = weight.weight if isinstance(weight, Int8Weight) else weight.weight_packed.view(torch.uint8)
-        packed = pack(weight.bits, stored, weight.weight_scale, weight.shape[1])
-        return CpuWeight(packed, weight.weight_scale.dtype)
+        scale = weight.weight_scale
+        if isinstance(weight, Int8Weight):
+            return CpuWeight(pack(8, weight.weight, scale, weight.shape[1]), scale.dtype)
+        zero_point = weight.zero_points()
+        zeros = None if zero_point is None else zero_point.add_(8).view(torch.uint8)
+        packed = pack(4, weight.weight_packed.view(torch.uint8), scale, weight.shape[1], zeros)
+        return CpuWeight(packed, scale.dtype)
 
     def quantize(self, weight: Tensor, config: WeightConfig) -> CpuWeight:
         if config.bits == 4:
             check_group_size((weight.shape[0], weight.shape[1]), config.group_size)
-        result = quantize(config.bits, weight.detach(), config.group_size)
+        result = quantize(config.bits, weight.detach(), config.group_size, symmetric=config.symmetric)
         if result is None:
             refuse_not_finite()
         return CpuWeight(result[0], weight.dtype)
@@ -69,7 +81,9 @@ class Cpu(Backend):
         if packed.weight.bits == 8:
             return Int8Weight(stored, scale)
         shape = torch.tensor([packed.weight.out_features, packed.weight.in_features])
-        return Int4Weight(stored.view(torch.int32), scale, shape)
+        zeros = stored_zeros(packed.weight)
+        zero_point = None if zeros is None else pack_zero_points(zeros.view(torch.int8).sub_(8))
+        return Int4Weight(stored.view(torch.int32), scale, shape, zero_point)
 
     def run(self, x: Tensor, packed: CpuWeight, bias: Tensor | None) -> Tensor:
         return packed.call(bias)(x)

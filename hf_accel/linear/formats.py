@@ -6,10 +6,11 @@ Source: compressed-tensors `int-quantized` (int8) and `pack-quantized` (int4).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import GROUP_SIZES
@@ -24,6 +25,7 @@ class Int8Weight:
     """Symmetric INT8, one scale per output channel: w = q * scale."""
 
     bits: ClassVar[int] = 8
+    symmetric: ClassVar[bool] = True
     weight: Tensor  # int8 [out, in], -127..127
     weight_scale: Tensor  # [out, 1], the model's dtype
 
@@ -51,19 +53,24 @@ class Int8Weight:
 
 @dataclass(frozen=True, eq=False)
 class Int4Weight:
-    """Symmetric INT4, one scale per output and group of inputs: w = q * scale."""
+    """INT4, one scale and maybe one zero point per output and group of inputs: w = (q - zero_point) * scale.
+
+    Symmetric without zero points: w = q * scale. Outputs in weight_zero_point are padded to whole words with -8.
+    """
 
     bits: ClassVar[int] = 4
     weight_packed: Tensor  # int32 [out, in / 8], q + 8, the first input in the lowest bits
     weight_scale: Tensor  # [out, in / group], the model's dtype
     weight_shape: Tensor  # int64 [2]: out, in
+    weight_zero_point: Tensor | None = (
+        None  # int32 [ceil(out / 8), in / group], zero_point + 8, the first output lowest
+    )
 
     @classmethod
-    def from_integers(cls, integers: Tensor, scale: Tensor) -> Int4Weight:
-        """Pack int8 [out, in] of -8..7."""
-        unsigned = (integers + 8).view(torch.uint8)
-        packed = (unsigned[:, ::2] | unsigned[:, 1::2] << 4).view(torch.int32)
-        return cls(packed, scale, torch.tensor(integers.shape, device=integers.device))
+    def from_integers(cls, integers: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Int4Weight:
+        """Pack int8 [out, in] of -8..7, and int8 [out, in / group] of -8..7."""
+        shape = torch.tensor(integers.shape, device=integers.device)
+        return cls(_to_words(integers), scale, shape, None if zero_point is None else pack_zero_points(zero_point))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -74,17 +81,54 @@ class Int4Weight:
     def group_size(self) -> int:
         return self.shape[1] // self.weight_scale.shape[1]
 
+    @property
+    def symmetric(self) -> bool:
+        return self.weight_zero_point is None
+
     def integers(self, outputs: slice = slice(None)) -> Tensor:
-        """int8 [outputs, in], -8..7."""
-        pairs = self.weight_packed[outputs].view(torch.uint8)
-        unsigned = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
-        return unsigned.view(torch.int8).sub_(8)
+        """q, int8 [outputs, in], -8..7, as stored: zero points are not taken off."""
+        return _from_words(self.weight_packed[outputs])
+
+    def zero_points(self, outputs: slice = slice(None)) -> Tensor | None:
+        """int8 [outputs, in / group], -8..7; None if symmetric."""
+        if self.weight_zero_point is None:
+            return None
+        start, stop, step = outputs.indices(self.shape[0])
+        first = start // NIBBLES
+        words = self.weight_zero_point[first : -(-stop // NIBBLES)]
+        first *= NIBBLES
+        return _from_words(words.t().contiguous()).t()[start - first : stop - first : step].contiguous()
 
     def dequantize(self, dtype: torch.dtype, *, outputs: slice = slice(None)) -> Tensor:
         """The weight in floating point, [outputs, in], rounded once."""
         scale = self.weight_scale[outputs].unsqueeze(-1)  # [outputs, groups, 1]
         groups = self.integers(outputs).view(*scale.shape[:2], self.group_size)
+        zero_point = self.zero_points(outputs)
+        if zero_point is not None:
+            groups -= zero_point.unsqueeze(-1)  # -15..15
         return scaled(groups, scale, dtype).flatten(-2)
+
+
+def pack_zero_points(zero_point: Tensor) -> Tensor:
+    """int8 [out, groups] of -8..7 -> int32 [ceil(out / 8), groups]."""
+    padded = F.pad(zero_point, (0, 0, 0, -len(zero_point) % NIBBLES), value=-8)
+    return _to_words(padded.t().contiguous()).t().contiguous()
+
+
+def _to_words(integers: Tensor) -> Tensor:
+    """int8 [rows, n] of -8..7 -> int32 [rows, n / 8], q + 8, the first of eight in the lowest bits."""
+    rows, columns = integers.shape
+    unsigned = (integers + 8).view(torch.uint8)
+    pairs = unsigned[:, ::2] | unsigned[:, 1::2] << 4
+    return pairs.flatten().view(torch.int32).view(rows, columns // NIBBLES)  # one row may have any stride
+
+
+def _from_words(words: Tensor) -> Tensor:
+    """The way back."""
+    rows, columns = words.shape
+    pairs = words.flatten().view(torch.uint8)
+    unsigned = torch.stack((pairs & 15, pairs >> 4), dim=-1)
+    return unsigned.view(torch.int8).sub_(8).view(rows, columns * NIBBLES)
 
 
 QuantizedWeight = Int8Weight | Int4Weight
@@ -92,22 +136,38 @@ FORMATS: dict[int, type[Int8Weight] | type[Int4Weight]] = {8: Int8Weight, 4: Int
 
 
 def state(weight: QuantizedWeight) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, by name."""
-    return {field.name: getattr(weight, field.name) for field in fields(weight)}
+    """The tensors of a checkpoint, by name; no weight_zero_point for a symmetric weight."""
+    tensors = {field.name: getattr(weight, field.name) for field in fields(weight)}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def from_state(bits: int, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
     """The weight of `bits` whose `state` is among `tensors`."""
-    return FORMATS[bits](**{field.name: tensors[field.name] for field in fields(FORMATS[bits])})
+    names = [f.name for f in fields(FORMATS[bits]) if f.default is MISSING or f.name in tensors]
+    return FORMATS[bits](**{name: tensors[name] for name in names})
 
 
 def zeros(
-    bits: int, shape: tuple[int, int], group_size: int, *, dtype: torch.dtype, device: torch.device | str
+    bits: int,
+    shape: tuple[int, int],
+    group_size: int,
+    *,
+    symmetric: bool = True,
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> QuantizedWeight:
-    """A weight [out, in] of zeros; group_size is read for 4 bits only."""
+    """A weight [out, in] of zeros; group_size and symmetric are read for 4 bits only."""
     groups = 1 if bits == 8 else check_group_size(shape, group_size)
     scale = torch.zeros(shape[0], groups, dtype=dtype, device=device)
-    return FORMATS[bits].from_integers(torch.zeros(shape, dtype=torch.int8, device=device), scale)
+    integers = torch.zeros(shape, dtype=torch.int8, device=device)
+    if bits == 8:
+        return Int8Weight.from_integers(integers, scale)
+    return Int4Weight.from_integers(integers, scale, None if symmetric else torch.zeros_like(scale, dtype=torch.int8))
+
+
+def zero_point_bytes(out_features: int, groups: int) -> int:
+    """Bytes of a stored weight_zero_point."""
+    return -(-out_features // NIBBLES) * groups * 4
 
 
 def scaled(integers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

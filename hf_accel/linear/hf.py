@@ -141,7 +141,7 @@ def replace_by_empty(model: PreTrainedModel, name: str, settings: Mapping[str, A
 def module_settings(layer: QuantLinear | WeightConfig) -> dict[str, Any]:
     """What `replace_by_empty` needs to know of a layer, or of how it will be made."""
     settings = {"bits": layer.bits, "activations": layer.activations}
-    return settings | ({"group_size": layer.group_size} if layer.bits == 4 else {})
+    return settings | ({"group_size": layer.group_size, "symmetric": layer.symmetric} if layer.bits == 4 else {})
 
 
 def register() -> None:

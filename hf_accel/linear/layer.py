@@ -29,16 +29,22 @@ class QuantLinear(nn.Linear):
     def __init__(
         self, weight: QuantizedWeight, bias: Tensor | None, *, activations: Activations, backend: str
     ) -> None:
-        self._describe(weight.shape, weight.bits, weight.group_size, activations, backend)
+        self._describe(weight.shape, weight.bits, weight.group_size, weight.symmetric, activations, backend)
         self._buffers.update(state(weight))
         self._set_bias(bias)
 
     def _describe(
-        self, shape: tuple[int, int], bits: int, group_size: int, activations: Activations, backend: str
+        self,
+        shape: tuple[int, int],
+        bits: int,
+        group_size: int,
+        symmetric: bool,
+        activations: Activations,
+        backend: str,
     ) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = shape
-        self.bits, self.group_size = bits, group_size
+        self.bits, self.group_size, self.symmetric = bits, group_size, symmetric
         self.activations = activations
         self.requested_backend = backend
         self.choice: Choice | None = None
@@ -66,7 +72,8 @@ class QuantLinear(nn.Linear):
         """A layer over what `choice.backend.quantize` made of a weight of `choice.spec`."""
         layer, spec = cls.__new__(cls), choice.spec
         group_size = spec.in_features if spec.bits == 8 else spec.group_size
-        layer._describe((spec.out_features, spec.in_features), spec.bits, group_size, spec.activations, backend)
+        shape = (spec.out_features, spec.in_features)
+        layer._describe(shape, spec.bits, group_size, spec.symmetric, spec.activations, backend)
         layer.choice, layer._packed = choice, packed
         layer._set_bias(bias)
         return layer
@@ -83,7 +90,7 @@ class QuantLinear(nn.Linear):
         backend: str = "auto",
     ) -> QuantLinear:
         """A layer [out, in] of zeros, unpacked, to load a checkpoint into; `device` may be "meta"."""
-        weight = zeros(config.bits, shape, config.group_size, dtype=dtype, device=device)
+        weight = zeros(config.bits, shape, config.group_size, symmetric=config.symmetric, dtype=dtype, device=device)
         biases = torch.zeros(shape[0], dtype=dtype, device=device) if bias else None
         return cls(weight, biases, activations=config.activations, backend=backend)
 
@@ -121,7 +128,7 @@ class QuantLinear(nn.Linear):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the stored integers and scales."""
+        """Bytes of the stored integers, scales and zero points."""
         return self.spec.weight_bytes
 
     @property
@@ -135,6 +142,7 @@ class QuantLinear(nn.Linear):
             out_features=self.out_features,
             bits=self.bits,
             group_size=self.group_size,
+            symmetric=self.symmetric,
             dtype=scale.dtype,
             device_type=scale.device.type,
             activations=self.activations,
@@ -209,4 +217,5 @@ class QuantLinear(nn.Linear):
     def extra_repr(self) -> str:
         backend = self.choice.backend.name if self.choice else "not packed"
         group = f", group_size={self.group_size}" if self.bits == 4 else ""
+        group += "" if self.symmetric else ", symmetric=False"
         return f"{super().extra_repr()}, bits={self.bits}{group}, backend={backend}"

@@ -33,7 +33,8 @@ def measure(spec: LinearSpec, backend: Backend) -> tuple[float, float]:
 
 def _example(spec: LinearSpec, outputs: int) -> QuantizedWeight:
     device = torch.device(spec.device_type)
-    weight = zeros(spec.bits, (outputs, spec.in_features), spec.group_size, dtype=spec.dtype, device=device)
+    shape = (outputs, spec.in_features)
+    weight = zeros(spec.bits, shape, spec.group_size, symmetric=spec.symmetric, dtype=spec.dtype, device=device)
     for values in state(weight).values():
         values.add_(0)  # pages that were never written all map to one page of zeros, which stays in cache
     return weight

@@ -15,7 +15,9 @@ from .formats import Int4Weight, Int8Weight, QuantizedWeight, check_group_size, 
 def quantize(weight: Tensor, config: WeightConfig) -> QuantizedWeight:
     """Quantize a floating-point weight [out, in] as `config` says; scales get the weight's dtype.
 
-    The largest magnitude of an output channel (8 bits) or group of inputs (4 bits) becomes 127 or 7.
+    Symmetric: the largest magnitude of an output channel (8 bits) or group of inputs (4 bits) becomes 127 or 7.
+    Asymmetric (4 bits): the range of a group, widened to hold 0, is cut into 15 steps, and a zero point says which
+    level is 0, exactly. The error is at most half a step, but for what rounding the scale to its dtype cuts off.
     Raises UnsupportedError for NaN or infinity and for a group size that does not divide the inputs.
     """
     weight = weight.detach()
@@ -23,6 +25,8 @@ def quantize(weight: Tensor, config: WeightConfig) -> QuantizedWeight:
     if config.bits == 8:
         return Int8Weight.from_integers(*_round(weight, in_features, largest=127, lowest=-127))
     check_group_size((out_features, in_features), config.group_size)
+    if not config.symmetric:
+        return Int4Weight.from_integers(*_round_asymmetric(weight, config.group_size))
     return Int4Weight.from_integers(*_round(weight, config.group_size, largest=7, lowest=-8))
 
 
@@ -41,6 +45,26 @@ def _round(weight: Tensor, group_size: int, *, largest: int, lowest: int) -> tup
         levels = (_wide(groups) / divisor).round_().clamp_(lowest, largest)
         integers[outputs] = levels.flatten(-2).to(torch.int8)
     return integers, scale
+
+
+def _round_asymmetric(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """int8 [out, in], scales and int8 zero points [out, groups], integers and zero points both less 8."""
+    integers = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
+    scale = weight.new_empty(len(weight), weight.shape[1] // group_size)
+    zero_point = torch.empty_like(scale, dtype=torch.int8)
+    for outputs in chunks(len(weight)):
+        groups = _wide(weight[outputs]).reshape(-1, scale.shape[1], group_size)  # [outputs, groups, group]
+        low, high = groups.aminmax(dim=-1)
+        if not (low.isfinite().all() and high.isfinite().all()):
+            refuse_not_finite()
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        scale[outputs] = (high / 2 - low / 2) / 7.5  # by halves: the range may overflow
+        divisor = _wide(scale[outputs]).masked_fill(scale[outputs] == 0, 1)
+        zero = (-low / divisor).round_().clamp_(0, 15)
+        levels = (groups / divisor.unsqueeze(-1)).round_().add_(zero.unsqueeze(-1)).clamp_(0, 15)
+        integers[outputs] = levels.sub_(8).flatten(-2).to(torch.int8)
+        zero_point[outputs] = zero.sub_(8).to(torch.int8)
+    return integers, scale, zero_point
 
 
 def refuse_not_finite() -> NoReturn:

@@ -44,6 +44,8 @@ class TorchInt4(Backend):
             return "it keeps activations in floating point"
         if spec.dtype not in (torch.bfloat16, torch.float32):
             return f"it takes bfloat16 and float32, not {spec.dtype}"
+        if not spec.symmetric:
+            return "it takes symmetric weights only"
         if spec.out_features % MULTIPLE:
             return f"it needs outputs in multiples of {MULTIPLE}, not {spec.out_features}"
         return None if block_size() else "torch's INT4 matmul is not available in this build"

@@ -26,6 +26,7 @@ def test_defaults() -> None:
         ("int4", WeightConfig(bits=4, group_size=128)),
         ("auto", WeightConfig(only_if_faster=True)),
         ({"bits": 4, "group_size": 32}, WeightConfig(bits=4, group_size=32)),
+        ({"bits": 4, "symmetric": False}, WeightConfig(bits=4, symmetric=False)),
         (WeightConfig(skip="lm_head"), WeightConfig(skip=("lm_head",))),
     ],
 )
@@ -59,7 +60,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"weights": {"bits": 4, "group_size": 48}}, "group_size=48 is not known; choose one of 32, 64, 128"),
     ({"weights": {"activations": "fp8"}}, "activations='fp8' is not known"),
     ({"weights": {"head": "int4"}}, "head='int4' is not known"),
-    ({"weights": {"symmetric": False}}, "symmetric=False is not supported yet; leave it True"),
+    ({"weights": {"symmetric": False}}, r"symmetric=False is for bits=4; INT8 .* leave it True"),
+    ({"weights": {"bits": 4, "symmetric": 0}}, "symmetric=0 is not known; choose one of True, False"),
     ({"weights": {"method": "gptq"}}, "method='gptq' is not supported yet; use method='rtn'"),
     ({"weights": {"calibration": ["text"]}}, "calibration= is only read by methods"),
     ({"weights": {"skip": [3]}}, "must hold module names"),
@@ -113,7 +115,7 @@ def test_keywords_override_config() -> None:
 
 def test_to_dict_is_json_and_comes_back() -> None:
     config = PatchConfig.build(
-        weights=WeightConfig(bits=4, skip=["a", "b"]), cache={"dtype": "int8"}, attention="sdpa"
+        weights=WeightConfig(bits=4, symmetric=False, skip=["a", "b"]), cache={"dtype": "int8"}, attention="sdpa"
     )
     keywords = json.loads(json.dumps(config.to_dict()))
     assert PatchConfig.build(**keywords) == config

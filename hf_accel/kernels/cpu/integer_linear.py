@@ -26,7 +26,7 @@ class PackedWeight:
     """A weight [out_features, in_features] in blocks of 64 outputs (the last one padded).
 
     packed: uint8, see packing.h. scales: float32 [blocks * 64] for 8 bits; [blocks, groups, 64] in the stored dtype
-    for 4 bits.
+    for 4 bits. zeros: uint8 [blocks, groups, 64], 0..15, w = (level - zero) * scale; None where it is 8 (4 bits).
     """
 
     bits: int
@@ -35,6 +35,7 @@ class PackedWeight:
     group_size: int
     packed: Tensor
     scales: Tensor
+    zeros: Tensor | None = None
 
     @property
     def activation_group(self) -> int:
@@ -42,11 +43,14 @@ class PackedWeight:
         return self.group_size if self.bits == 4 else ACTIVATION_GROUP
 
 
-def pack(bits: int, stored: Tensor, scales: Tensor, in_features: int) -> PackedWeight:
-    """stored: int8 [out, in], or for 4 bits bytes [out, in / 2]; scales [out, groups] in the stored dtype."""
+def pack(bits: int, stored: Tensor, scales: Tensor, in_features: int, zeros: Tensor | None = None) -> PackedWeight:
+    """stored: int8 [out, in], or for 4 bits bytes [out, in / 2]; scales [out, groups] in the stored dtype.
+
+    zeros: uint8 [out, groups], the level 0..15 that stands for 0; for 4 bits only.
+    """
     packed = _packed_bytes(bits, len(stored), in_features)
     _pack("pack", bits, stored.contiguous(), packed, in_features)
-    return _weight(bits, packed, scales, in_features)
+    return _weight(bits, packed, scales, zeros, in_features)
 
 
 def unpack(weight: PackedWeight) -> Tensor:
@@ -57,22 +61,27 @@ def unpack(weight: PackedWeight) -> Tensor:
     return stored
 
 
-def quantize(bits: int, weight: Tensor, group_size: int) -> tuple[PackedWeight, Tensor] | None:
+def quantize(
+    bits: int, weight: Tensor, group_size: int, *, symmetric: bool = True
+) -> tuple[PackedWeight, Tensor] | None:
     """Round a weight [out, in] to nearest and pack it; also the scales [out, groups]. None for NaN or infinity.
 
-    The same levels and scales, bit for bit, as linear.rtn gives. group_size is read for 4 bits only.
+    The same levels, scales and zero points, bit for bit, as linear.rtn gives. group_size and symmetric are read for
+    4 bits only.
     """
     out_features, in_features = weight.shape
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     group = in_features if bits == 8 else group_size
     packed = _packed_bytes(bits, out_features, in_features)
     scales = torch.empty(out_features, in_features // group, dtype=weight.dtype)
+    zeros = None if symmetric or bits == 8 else torch.empty(scales.shape, dtype=torch.uint8)
     call = QuantizeCall(
         FORMATS[bits], DTYPES[weight.dtype], torch.get_num_threads(), out_features, in_features, group,
-        weight.data_ptr(), weight.stride(0), scales.data_ptr(), packed.data_ptr(), 0,
+        weight.data_ptr(), weight.stride(0), scales.data_ptr(), None if zeros is None else zeros.data_ptr(),
+        packed.data_ptr(), 0,
     )  # fmt: skip
     _function("quantize_weight", POINTER(QuantizeCall))(byref(call))
-    return (_weight(bits, packed, scales, in_features), scales) if call.finite else None
+    return (_weight(bits, packed, scales, zeros, in_features), scales) if call.finite else None
 
 
 def _packed_bytes(bits: int, out_features: int, in_features: int) -> Tensor:
@@ -80,23 +89,40 @@ def _packed_bytes(bits: int, out_features: int, in_features: int) -> Tensor:
     return torch.empty(outputs * inputs * bits // 8, dtype=torch.uint8)
 
 
-def _weight(bits: int, packed: Tensor, scales: Tensor, in_features: int) -> PackedWeight:
+def _weight(bits: int, packed: Tensor, scales: Tensor, zeros: Tensor | None, in_features: int) -> PackedWeight:
     out_features, groups = scales.shape
+    scales = _by_block(scales)
+    return PackedWeight(
+        bits, out_features, in_features, in_features // groups, packed,
+        scales.float().flatten() if bits == 8 else scales,
+        None if zeros is None else _by_block(zeros),
+    )  # fmt: skip
+
+
+def _by_block(values: Tensor) -> Tensor:
+    """[out, groups] -> [blocks, groups, 64], the last block padded with zeros."""
+    out_features, groups = values.shape
     blocks = -(-out_features // BLOCK)
-    padded = scales.new_zeros(blocks * BLOCK, groups)
-    padded[:out_features] = scales
-    if bits == 8:
-        by_block = padded.float().flatten()
-    else:
-        by_block = padded.view(blocks, BLOCK, groups).transpose(1, 2).contiguous()
-    return PackedWeight(bits, out_features, in_features, in_features // groups, packed, by_block)
+    padded = values.new_zeros(blocks * BLOCK, groups)
+    padded[:out_features] = values
+    return padded.view(blocks, BLOCK, groups).transpose(1, 2).contiguous()
+
+
+def _by_output(values: Tensor, out_features: int) -> Tensor:
+    """The way back."""
+    return values.transpose(1, 2).reshape(-1, values.shape[1])[:out_features].contiguous()
 
 
 def stored_scales(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """The scales [out, groups] that `pack` was given, which were of this dtype."""
     if weight.bits == 8:
         return weight.scales[: weight.out_features].to(dtype).unsqueeze(1)
-    return weight.scales.transpose(1, 2).reshape(-1, weight.scales.shape[1])[: weight.out_features].contiguous()
+    return _by_output(weight.scales, weight.out_features)
+
+
+def stored_zeros(weight: PackedWeight) -> Tensor | None:
+    """The zero points [out, groups] that `pack` was given."""
+    return None if weight.zeros is None else _by_output(weight.zeros, weight.out_features)
 
 
 def _pack(name: str, bits: int, stored: Tensor, packed: Tensor, in_features: int) -> None:
@@ -130,6 +156,7 @@ class IntegerLinear:
             matrix.out_features, matrix.column = weight.out_features, column
             matrix.weight, matrix.scales = weight.packed.data_ptr(), weight.scales.data_ptr()
             matrix.scale_dtype = DTYPES[weight.scales.dtype]
+            matrix.zeros = None if weight.zeros is None else weight.zeros.data_ptr()
             if bias is not None:
                 matrix.bias, matrix.bias_dtype = bias.data_ptr(), DTYPES[bias.dtype]
             column += weight.out_features

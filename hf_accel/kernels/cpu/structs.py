@@ -68,5 +68,5 @@ class PackCall(ctypes.Structure):
 class QuantizeCall(ctypes.Structure):
     _fields_ = _fields(
         ints="format dtype threads", sizes="out_features in_features group", pointers="weight",
-        sizes_="weight_stride", pointers_="scales packed", ints_="finite",
+        sizes_="weight_stride", pointers_="scales zeros packed", ints_="finite",
     )  # fmt: skip

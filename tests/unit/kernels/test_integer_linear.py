@@ -9,12 +9,21 @@ import pytest
 import torch
 
 from hf_accel.config import WeightConfig
-from hf_accel.kernels.cpu.integer_linear import IntegerLinear, PackedWeight, pack, quantize, stored_scales, unpack
+from hf_accel.kernels.cpu.integer_linear import (
+    IntegerLinear,
+    PackedWeight,
+    pack,
+    quantize,
+    stored_scales,
+    stored_zeros,
+    unpack,
+)
 from hf_accel.linear import rtn
 from hf_accel.linear.formats import Int8Weight
 
 SHAPES = [(8, 1, 1, 128), (8, 37, 100, 128), (8, 64, 128, 128), (8, 130, 300, 128), (8, 200, 640, 128)]
 SHAPES += [(4, 1, 32, 32), (4, 64, 96, 32), (4, 100, 192, 64), (4, 130, 384, 128)]
+ASYMMETRIC = [(1, 32, 32), (64, 96, 32), (100, 192, 64), (130, 384, 128)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -50,6 +59,65 @@ def test_as_documented_on_every_instruction_set(isa, bits, outputs, inputs, grou
     for rows in (1, 2, 3, 4, 5, 6, 7, 13, 48, 49, 100):
         x = torch.randn(rows, inputs) * torch.logspace(-3, 3, rows)[:, None]
         np.testing.assert_array_equal(linear(x).numpy(), oracle(x, integers, scales, bits, group))
+
+
+def make_asymmetric(outputs: int, inputs: int, group: int, dtype: torch.dtype = torch.float32):
+    """A packed weight of any levels and zero points, level - zero as int64, and its scales."""
+    levels = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+    zeros = torch.randint(0, 16, (outputs, inputs // group), dtype=torch.uint8)
+    zeros[0, 0], zeros[-1, -1] = 0, 15
+    scales = (torch.rand(zeros.shape) * 0.01).to(dtype)
+    packed = pack(4, levels[:, ::2] | levels[:, 1::2] << 4, scales, inputs, zeros)
+    integers = levels.long() - zeros.long().repeat_interleave(group, dim=1)
+    return packed, integers.numpy(), scales.float().numpy()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("outputs", "inputs", "group"), ASYMMETRIC)
+def test_zero_points_on_every_instruction_set(isa, outputs, inputs, group, dtype):
+    packed, integers, scales = make_asymmetric(outputs, inputs, group, dtype)
+    linear = IntegerLinear([packed], [None])
+    for rows in (1, 2, 3, 5, 6, 7, 13, 49, 100):
+        x = torch.randn(rows, inputs) * torch.logspace(-3, 3, rows)[:, None]
+        np.testing.assert_array_equal(linear(x).numpy(), oracle(x, integers, scales, 4, group))
+
+
+def test_zero_points_at_the_ends_of_their_range(isa):
+    levels = torch.full((64, 64), 0xFF, dtype=torch.uint8)
+    levels[32:] = 0
+    zeros = torch.zeros(64, 1, dtype=torch.uint8)
+    zeros[32:] = 15
+    packed = pack(4, levels, torch.ones(64, 1), 128, zeros)
+    got = IntegerLinear([packed], [None])(torch.full((1, 128), 127.0))
+    assert got.tolist() == [[127.0 * 15 * 128] * 32 + [-127.0 * 15 * 128] * 32]
+
+
+def test_weights_with_and_without_zero_points_share_a_call(isa):
+    weights = [make_asymmetric(70, 128, 32)[0], make(4, 130, 128, 32)[0], make_asymmetric(3, 128, 32)[0]]
+    x = torch.randn(10, 128).bfloat16()
+    together = IntegerLinear(weights, [None] * 3)(x)
+    assert torch.equal(together, torch.cat([IntegerLinear([w], [None])(x) for w in weights], dim=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("outputs", "inputs", "group"), ASYMMETRIC)
+def test_quantize_asymmetric_as_round_to_nearest(isa, outputs, inputs, group, dtype):
+    weight = torch.randn(inputs, outputs).to(dtype).t()
+    weight[0, :group] = 0  # scale 0
+    if outputs > 1:
+        weight[1, :group] = weight[1, :group].abs()
+        weight[2, :group] = -weight[2, :group].abs()
+        weight[3, :group] *= torch.finfo(dtype).max / weight[3, :group].abs().max()  # a range that overflows
+        weight[4, :group] *= torch.finfo(dtype).tiny / 8
+    expected = rtn.quantize(weight, WeightConfig(bits=4, group_size=group, symmetric=False))
+    result = quantize(4, weight, group, symmetric=False)
+    assert result is not None
+    packed, scales = result
+    assert scales.isfinite().all()
+    assert torch.equal(scales, expected.weight_scale)
+    assert torch.equal(stored_scales(packed, dtype), expected.weight_scale)
+    assert torch.equal(stored_zeros(packed).to(torch.int8) - 8, expected.zero_points())
+    assert torch.equal(unpack(packed), expected.weight_packed.view(torch.uint8))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -174,11 +242,11 @@ def test_quantize_and_pack_in_one_as_round_to_nearest(isa, bits, outputs, inputs
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_weight_that_is_not_finite_is_told(isa, bits, value):
+@pytest.mark.parametrize(("bits", "symmetric"), [(8, True), (4, True), (4, False)])
+def test_a_weight_that_is_not_finite_is_told(isa, bits, symmetric, value):
     weight = torch.randn(70, 64)
     weight[69, 63] = value
-    assert quantize(bits, weight, 32) is None
+    assert quantize(bits, weight, 32, symmetric=symmetric) is None
 
 
 def test_zeros_have_scale_zero(isa):
@@ -192,3 +260,8 @@ def test_packed_weights_know_their_activation_group():
     assert make(8, 3, 256, 32)[0].activation_group == 128
     assert make(4, 3, 256, 32)[0].activation_group == 32
     assert isinstance(make(4, 3, 256, 32)[0], PackedWeight)
+
+
+def test_symmetric_weights_hold_no_zero_points():
+    assert make(4, 3, 64, 32)[0].zeros is None
+    assert stored_zeros(make(8, 3, 64, 32)[0]) is None

@@ -26,6 +26,12 @@ def test_bytes_of_a_layer(bits, group_size, dtype, weight_bytes, stock_bytes):
     assert spec.stock_bytes == stock_bytes
 
 
+def test_bytes_of_zero_points():
+    sizes = {"in_features": 256, "out_features": 100, "bits": 4, "group_size": 32, "dtype": torch.float16}
+    both = [LinearSpec(**sizes, symmetric=symmetric).weight_bytes for symmetric in (True, False)]
+    assert both[1] - both[0] == 13 * 8 * 4  # 100 outputs take 13 words
+
+
 def test_most_backends_have_nothing_to_note():
     spec = LinearSpec(in_features=64, out_features=64, bits=8, dtype=torch.float32)
     assert [backend.note(spec) for backend in BACKENDS if spec.bits in backend.bits] == [None] * 5

@@ -5,7 +5,7 @@ import torch
 
 from hf_accel.errors import UnsupportedError
 from hf_accel.linear import Int4Weight, Int8Weight
-from hf_accel.linear.formats import CHUNK, check_group_size, chunks, from_state, state, zeros
+from hf_accel.linear.formats import CHUNK, check_group_size, chunks, from_state, state, zero_point_bytes, zeros
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,56 @@ def test_int4_words_are_those_of_compressed_tensors(integers, words):
     assert weight.integers().tolist() == [integers]
     assert weight.weight_shape.tolist() == [1, len(integers)]
     assert weight.weight_shape.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        ([-8, -1, 0, 7], [0xF870]),  # compressed-tensors' own packing, a word padded with zeros
+        ([1, 2, 3, 4, 5, 6, 7, -1], [0x7FEDCBA9]),
+        ([0] * 8 + [-7], [0x88888888 - 2**32, 1]),
+    ],
+)
+def test_zero_points_are_packed_along_the_outputs(column, words):
+    zero_point = torch.tensor(column, dtype=torch.int8)
+    zero_point = torch.stack((zero_point, torch.full_like(zero_point, -8), zero_point.flip(0)), dim=1)
+    integers = torch.zeros(len(column), 24, dtype=torch.int8)
+    weight = Int4Weight.from_integers(integers, torch.ones(len(column), 3), zero_point)
+    assert weight.weight_zero_point.dtype == torch.int32
+    assert weight.weight_zero_point.is_contiguous()
+    assert weight.weight_zero_point[:, :2].tolist() == [[word, 0] for word in words]
+    assert torch.equal(weight.zero_points(), zero_point)
+    single = Int4Weight.from_integers(integers[:, :8], torch.ones(len(column), 1), zero_point[:, :1])
+    assert single.weight_zero_point.tolist() == [[word] for word in words]
+
+
+@pytest.mark.parametrize(
+    "outputs", [slice(None), slice(0, 7), slice(9, 21), slice(30, 35), slice(3, 34, 5), slice(8, 8)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_zero_points_are_taken_off(outputs, dtype):
+    integers = torch.randint(-8, 8, (35, 96), dtype=torch.int8)
+    zero_point = torch.randint(-8, 8, (35, 3), dtype=torch.int8)
+    scale = torch.rand(35, 3).to(dtype)
+    weight = Int4Weight.from_integers(integers, scale, zero_point)
+    assert torch.equal(weight.zero_points(outputs), zero_point[outputs])
+    exact = integers.double().view(35, 3, 32) - zero_point.double()[..., None]
+    expected = (exact * scale.double()[..., None]).flatten(1).to(dtype)[outputs]
+    assert torch.equal(weight.dequantize(dtype, outputs=outputs), expected)
+    assert torch.equal(weight.integers(outputs), integers[outputs])
+
+
+def test_a_state_has_zero_points_only_where_the_weight_has():
+    integers, scale = torch.zeros(3, 32, dtype=torch.int8), torch.ones(3, 1)
+    symmetric = Int4Weight.from_integers(integers, scale)
+    assert symmetric.symmetric
+    assert symmetric.zero_points() is None
+    assert list(state(symmetric)) == ["weight_packed", "weight_scale", "weight_shape"]
+    assert from_state(4, state(symmetric)).symmetric
+    asymmetric = Int4Weight.from_integers(integers, scale, torch.tensor([[3], [-8], [7]], dtype=torch.int8))
+    assert not asymmetric.symmetric
+    assert list(state(asymmetric)) == ["weight_packed", "weight_scale", "weight_shape", "weight_zero_point"]
+    assert from_state(4, state(asymmetric)).zero_points().tolist() == [[3], [-8], [7]]
 
 
 @pytest.mark.parametrize(("bits", "shape"), [(8, (1, 1)), (8, (3, 33)), (8, (64, 37)), (4, (1, 32)), (4, (33, 96))])
@@ -67,6 +117,18 @@ def test_zeros_have_the_stored_shapes(bits, shape, scales, device):
     assert {tensor.device.type for tensor in state(weight).values()} == {device}
     if device == "cpu":
         assert not weight.dequantize(torch.float32).any()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_asymmetric_zeros_have_the_stored_shapes(device):
+    weight = zeros(4, (11, 128), 32, symmetric=False, dtype=torch.bfloat16, device=device)
+    assert {name: (t.dtype, tuple(t.shape), t.device.type) for name, t in state(weight).items()} == {
+        "weight_packed": (torch.int32, (11, 16), device),
+        "weight_scale": (torch.bfloat16, (11, 4), device),
+        "weight_shape": (torch.int64, (2,), device),
+        "weight_zero_point": (torch.int32, (2, 4), device),
+    }
+    assert zero_point_bytes(11, 4) == weight.weight_zero_point.nbytes
 
 
 @pytest.mark.parametrize(

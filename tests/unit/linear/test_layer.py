@@ -15,6 +15,7 @@ from hf_accel.linear import LinearSpec, QuantLinear, choose, quantize
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPE = (48, 128)  # [out, in]
 INT8, INT4 = WeightConfig(), WeightConfig(bits=4, group_size=32)
+ASYMMETRIC = WeightConfig(bits=4, group_size=32, symmetric=False)
 STORED = {
     8: {"weight": (torch.int8, (48, 128)), "weight_scale": (BF16, (48, 1))},
     4: {
@@ -25,8 +26,14 @@ STORED = {
 }
 
 
-def possible(bits: int, backend: str) -> bool:
-    spec = LinearSpec(in_features=128, out_features=48, bits=bits, group_size=32, dtype=BF16)
+def stored_form(layer: QuantLinear) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    return STORED[layer.bits] | ({} if layer.symmetric else {"weight_zero_point": (torch.int32, (6, 4))})
+
+
+def possible(config: WeightConfig, backend: str) -> bool:
+    spec = LinearSpec(
+        in_features=128, out_features=48, bits=config.bits, group_size=32, symmetric=config.symmetric, dtype=BF16
+    )
     try:
         return choose(spec, backend) is not None
     except UnsupportedError:
@@ -34,11 +41,12 @@ def possible(bits: int, backend: str) -> bool:
 
 
 KINDS = [
-    pytest.param((config, backend), id=f"int{config.bits}-{backend}")
+    pytest.param((config, backend), id=f"{config.label}-{backend}")
     for config, backend in [
         (INT8, "onednn"), (INT8, "torch"), (INT8, "reference"), (INT4, "torch"), (INT4, "reference"),
+        (ASYMMETRIC, "reference"), (ASYMMETRIC, "cpu"),
     ]
-    if possible(config.bits, backend)
+    if possible(config, backend)
 ]  # fmt: skip
 
 
@@ -81,6 +89,7 @@ def test_is_a_linear_without_a_float_parameter(make_layer):
     assert f"bits={layer.bits}" in repr(layer)
     assert f"backend={make_layer.backend}" in repr(layer)
     assert ("group_size=32" in repr(layer)) == (layer.bits == 4)
+    assert ("symmetric=False" in repr(layer)) == (not layer.symmetric)
 
 
 def test_computes_with_its_dequantized_weight(make_layer, x):
@@ -150,7 +159,7 @@ def test_state_dict_holds_the_stored_form(make_layer, unpacked):
     if unpacked:
         layer.unpack()
     state = nn.ModuleDict({"proj": layer}).state_dict()
-    stored = {f"proj.{name}": kind for name, kind in STORED[layer.bits].items()}
+    stored = {f"proj.{name}": kind for name, kind in stored_form(layer).items()}
     assert {name: (t.dtype, tuple(t.shape)) for name, t in state.items() if name != "proj.bias"} == stored
     assert all(tensor.is_contiguous() for tensor in state.values())
     assert torch.equal(state["proj.bias"], layer.bias)
@@ -161,7 +170,7 @@ def test_the_weight_is_held_once(make_layer):
     assert not layer._buffers
     layer.unpack()
     assert layer._packed is None
-    assert set(layer._buffers) == set(STORED[layer.bits])
+    assert set(layer._buffers) == set(stored_form(layer))
     assert layer.pack() is layer
     assert not layer._buffers
 
@@ -211,6 +220,20 @@ def test_what_does_not_fit_is_reported_as_torch_does(make_layer, spoil, message)
     with pytest.raises(RuntimeError, match=message):
         layer.load_state_dict(state)
     assert layer.choice is not None
+
+
+@pytest.mark.parametrize(
+    ("config", "other", "message"),
+    [
+        (ASYMMETRIC, INT4, "Unexpected key.*weight_zero_point"),
+        (INT4, ASYMMETRIC, "Missing key.*weight_zero_point"),
+    ],
+)
+def test_zero_points_are_neither_dropped_nor_made_up(config, other, message):
+    saved = QuantLinear.from_weight(torch.randn(SHAPE), config=config).state_dict()
+    layer = QuantLinear.from_weight(torch.randn(SHAPE), config=other)
+    with pytest.raises(RuntimeError, match=message):
+        layer.load_state_dict(saved)
 
 
 def test_a_float_weight_is_not_cut_off_to_integers(x):
@@ -274,7 +297,7 @@ def test_the_backend_is_chosen_again_for_a_new_dtype(x):
 def test_to_meta_keeps_shapes(make_layer):
     layer = make_layer(backend="auto").to("meta")
     assert {name: (t.dtype, tuple(t.shape)) for name, t in layer.state_dict().items() if name != "bias"} == (
-        STORED[layer.bits]
+        stored_form(layer)
     )
     assert {tensor.device.type for tensor in layer.state_dict().values()} == {"meta"}
 
@@ -290,6 +313,10 @@ def test_an_unpacked_layer_stays_unpacked_under_to(make_layer):
     [
         ({"backend": "cublas"}, "linear backend 'cublas' is not known"),
         ({"config": WeightConfig(activations=None), "backend": "onednn"}, "it rounds activations to INT8"),
+        (
+            {"config": ASYMMETRIC, "backend": "torch"},
+            r"'torch' refuses .*: it takes symmetric weights only; use 'auto'",
+        ),
         ({"config": WeightConfig(bits=4, group_size=64)}, r"group_size=64 .* \[48, 96\]; use group_size=32"),
     ],
 )

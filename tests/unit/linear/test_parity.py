@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_accel.linear import BACKENDS, LinearSpec
+from hf_accel.linear import BACKENDS, Int4Weight, LinearSpec
+from hf_accel.linear.formats import state
 
 # A few roundings of the dtype.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
@@ -80,10 +81,38 @@ def test_unpack_returns_what_was_packed(make_weight, backend, bits, outputs, inp
     if reason := backend.refuses(spec):
         pytest.skip(reason)
     weight, _ = make_weight(bits, outputs, inputs, group_size=group_size, dtype=dtype)
-    restored = backend.unpack(backend.pack(weight))
-    assert vars(restored).keys() == vars(weight).keys()
-    for name, tensor in vars(weight).items():
-        got = vars(restored)[name]
+    assert_same_state(backend.unpack(backend.pack(weight)), weight)
+
+
+def assert_same_state(restored, weight):
+    assert type(restored) is type(weight)
+    assert state(restored).keys() == state(weight).keys()
+    for name, tensor in state(weight).items():
+        got = state(restored)[name]
         assert got.dtype == tensor.dtype
         assert got.is_contiguous()
         assert torch.equal(got, tensor), name
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("outputs", "inputs", "group_size"), [(1, 32, 32), (33, 128, 64), (272, 256, 128)])
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if 4 in b.bits], ids=lambda b: f"{b.name}-{b.activations}")
+def test_zero_points(backend, outputs, inputs, group_size, dtype):
+    sizes = {"in_features": inputs, "out_features": outputs, "bits": 4, "group_size": group_size}
+    if reason := backend.refuses(LinearSpec(**sizes, symmetric=False, dtype=dtype)):
+        pytest.skip(reason)
+    groups = inputs // group_size
+    integers = torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8)
+    zero_point = torch.randint(-8, 8, (outputs, groups), dtype=torch.int8)
+    scale = (torch.rand(outputs, groups) * 0.01 + 0.001).to(dtype)
+    weight = Int4Weight.from_integers(integers, scale, zero_point)
+    packed = backend.pack(weight)
+    assert_same_state(backend.unpack(packed), weight)
+    dense = integers.numpy() - np.repeat(zero_point.numpy().astype(np.float64), group_size, axis=1)
+    dense *= np.repeat(scale.double().numpy(), group_size, axis=1)
+    for rows in (0, 1, 3, 17):
+        x = torch.randn(rows, inputs).to(dtype)
+        exact = as_rounded(backend, x.double().numpy(), 4, group_size) @ dense.T
+        size = np.sqrt(x.double().numpy() ** 2 @ dense.T**2) + np.abs(exact)
+        # the kernels sum (q - zero) exactly in integers; the reference rounds every product of the weight and scale
+        assert (np.abs(backend.run(x, packed, None).double().numpy() - exact) <= TOLERANCE[dtype] * size).all()

@@ -69,6 +69,20 @@ def test_auto_without_the_kernels(no_kernels, shape, bits, dtype, keywords, chos
     assert (choice.backend.name, choice.backend.activations) == (chosen, activations)
 
 
+@pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_zero_points_are_native_too(dtype):
+    choice = choose(LinearSpec(**LARGE, bits=4, symmetric=False, dtype=dtype))
+    assert (choice.backend.name, choice.refusals) == ("cpu", ())
+
+
+@pytest.mark.parametrize("activations", [None, "int8"])
+def test_torch_refuses_zero_points(no_kernels, activations):
+    choice = choose(LinearSpec(**LARGE, bits=4, symmetric=False, dtype=BF16, activations=activations))
+    assert (choice.backend.name, choice.backend.activations) == ("reference", activations)
+    assert activations == "int8" or ("torch", "it takes symmetric weights only") in choice.refusals
+
+
 def test_refusals_name_the_backends_that_were_asked_before():
     choice = choose(LinearSpec(**LARGE, bits=8, dtype=FP32, activations=None))
     assert choice.refusals == (

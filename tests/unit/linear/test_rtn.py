@@ -56,6 +56,62 @@ def test_every_number_is_within_half_a_stored_scale(dtype, bits, group_size, lar
     assert (np.abs(groups - integers * scale[..., None]) <= 0.5 * scale[..., None] * (1 + 1e-6)).all()
 
 
+def test_worked_numbers_in_asymmetric_int4():
+    row = torch.zeros(1, 96)
+    row[0, :4] = torch.tensor([10.0, -5.0, 2.5, 3.5])  # scale 1, zero 5; half to even before the zero point is added
+    row[0, 32:64] = torch.linspace(30, 60, 32)  # scale 4: the range holds 0
+    row[0, 64:66] = torch.tensor([-7.5, -3.0])  # scale 0.5, zero 15
+    weight = quantize(row, WeightConfig(bits=4, group_size=32, symmetric=False))
+    assert weight.weight_scale.tolist() == [[1.0, 4.0, 0.5]]
+    assert weight.zero_points().tolist() == [[5 - 8, -8, 7]]
+    assert (weight.integers()[0, :5] + 8).tolist() == [15, 0, 7, 9, 5]
+    assert (weight.integers()[0, 64:67] + 8).tolist() == [0, 9, 15]
+    assert weight.dequantize(torch.float32)[0, [0, 1, 4, 63, 64, 65, 95]].tolist() == [10, -5, 0, 60, -7.5, -3, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("shift", [-3.0, -0.5, 0.0, 0.7, 5.0])
+def test_asymmetric_is_within_half_a_stored_step(dtype, group_size, shift):
+    dense = (torch.randn(300, 384) + shift).to(dtype)
+    weight = quantize(dense, WeightConfig(bits=4, group_size=group_size, symmetric=False))
+    groups = dense.double().numpy().reshape(300, -1, group_size)
+    span = np.maximum(groups.max(axis=-1), 0) - np.minimum(groups.min(axis=-1), 0)
+    scale = weight.weight_scale.double().numpy()
+    eps = torch.finfo(dtype).eps
+    assert weight.weight_scale.dtype == dtype
+    np.testing.assert_allclose(scale, span / 15, rtol=eps)
+    zeros = weight.zero_points().double().numpy()[..., None]
+    integers = weight.integers().double().numpy().reshape(groups.shape)
+    error = np.abs(groups - (integers - zeros) * scale[..., None])
+    lost = np.maximum(span - 15 * scale, 0)  # what rounding the scale took off the range
+    assert (error <= (0.5 * scale + lost)[..., None] * (1 + 1e-6)).all()
+    assert (lost <= 15 * scale * eps).all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_asymmetric_is_better_on_one_sided_groups(sign):
+    dense = sign * torch.rand(64, 256)
+    errors = [
+        (quantize(dense, WeightConfig(bits=4, group_size=32, symmetric=s)).dequantize(torch.float32) - dense).norm()
+        for s in (True, False)
+    ]
+    assert errors[1] < 0.6 * errors[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_asymmetric_extremes_stay_finite(dtype):
+    largest = torch.finfo(dtype).max
+    dense = torch.zeros(4, 32, dtype=dtype)
+    dense[0, 0], dense[0, 1] = largest, -largest
+    dense[1] = torch.finfo(dtype).tiny * torch.finfo(dtype).eps  # its step is too small to store
+    weight = quantize(dense, WeightConfig(bits=4, group_size=32, symmetric=False))
+    assert weight.weight_scale.isfinite().all()
+    assert weight.weight_scale.tolist()[1:] == [[0.0]] * 3
+    assert not weight.dequantize(torch.float32)[1:].any()
+    assert weight.dequantize(torch.float32)[0, 2:].tolist() == [0.0] * 30  # zeros stay zeros
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_divisor_is_the_scale_as_stored(dtype, bits):
@@ -81,13 +137,13 @@ def test_what_came_out_goes_in_again_unchanged(bits):
     assert torch.equal(once.integers(), twice.integers())
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("bits", "symmetric"), [(8, True), (4, True), (4, False)])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_numbers_that_are_not_finite_are_refused(bits, value):
+def test_numbers_that_are_not_finite_are_refused(bits, symmetric, value):
     dense = torch.randn(300, 128)
     dense[299, 3] = value
     with pytest.raises(UnsupportedError, match="the weight holds NaN or infinity; repair the checkpoint or skip"):
-        quantize(dense, WeightConfig(bits=bits))
+        quantize(dense, WeightConfig(bits=bits, symmetric=symmetric))
 
 
 def test_a_group_that_does_not_divide_is_refused():
@@ -95,12 +151,12 @@ def test_a_group_that_does_not_divide_is_refused():
         quantize(torch.randn(3, 96), WeightConfig(bits=4))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_transposed_parameter_is_read_and_not_written(bits):
+@pytest.mark.parametrize(("bits", "symmetric"), [(8, True), (4, True), (4, False)])
+def test_a_transposed_parameter_is_read_and_not_written(bits, symmetric):
     stored = torch.nn.Parameter(torch.randn(128, 6))
     before = stored.detach().clone()
-    got = quantize(stored.t(), WeightConfig(bits=bits))
-    expected = quantize(before.t().contiguous(), WeightConfig(bits=bits))
+    got = quantize(stored.t(), WeightConfig(bits=bits, symmetric=symmetric))
+    expected = quantize(before.t().contiguous(), WeightConfig(bits=bits, symmetric=symmetric))
     assert torch.equal(got.integers(), expected.integers())
     assert got.integers().is_contiguous()
     assert not got.weight_scale.requires_grad

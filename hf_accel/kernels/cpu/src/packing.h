@@ -17,13 +17,15 @@ struct PackCall {
   void* packed;
 };
 
-// Round to nearest, symmetric: the largest magnitude of a group becomes 127 or 7.
+// Round to nearest: the largest magnitude of a group becomes 127 or 7. With zeros (INT4 only), a group's range,
+// widened to hold 0, is cut into 15 steps.
 struct QuantizeCall {
   int32_t format, dtype, threads;  // dtype: of the weight and the scales
   int64_t out_features, in_features, group;  // INT8: one group, all inputs
   const void* weight;                        // [out, in]
   int64_t weight_stride;
-  void* scales;  // [out, in / group], written
-  void* packed;  // written
+  void* scales;   // [out, in / group], written
+  uint8_t* zeros;  // likewise, written: 0..15; or null
+  void* packed;    // written
   int32_t finite;  // written: 0 if the weight holds NaN or infinity, and then nothing else is of use
 };

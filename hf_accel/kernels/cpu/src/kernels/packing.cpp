@@ -64,6 +64,30 @@ bool quantize_group(const T* weight, int64_t count, int32_t format, T& stored_sc
   return reduce_add(poison) == 0.0f;
 }
 
+// Levels 0..15, of which `zero_point` stands for 0.
+template <class T>
+bool quantize_asymmetric(const T* weight, int64_t count, T& stored_scale, uint8_t& zero_point, uint8_t* levels) {
+  F high = zero(), negated_low = zero(), poison = zero();  // the range holds 0
+  for (int64_t k = 0; k < count; k += LANES) {
+    const F value = load_as_n(weight + k, static_cast<int>(at_most(LANES, count - k)));
+    high = max(value, high);
+    negated_low = max(sub(zero(), value), negated_low);
+    poison = fmadd(value, zero(), poison);
+  }
+  const float below = reduce_max(negated_low);
+  from_float((reduce_max(high) * 0.5f + below * 0.5f) / 7.5f, stored_scale);  // by halves: the range may overflow
+  const float scale = to_float(stored_scale), step = scale == 0.0f ? 1.0f : scale;
+  const bool finite = reduce_add(poison) == 0.0f;
+  const float offset = finite ? reduce_max(min(round(set1(below / step)), set1(15.0f))) : 0.0f;
+  zero_point = static_cast<uint8_t>(offset);
+  for (int64_t k = 0; k < count; k += LANES) {
+    const int n = static_cast<int>(at_most(LANES, count - k));
+    const F level = add(round(div(load_as_n(weight + k, n), set1(step))), set1(offset));
+    store_as_n(reinterpret_cast<int8_t*>(levels) + k, min(max(level, zero()), set1(15.0f)), n);
+  }
+  return finite;
+}
+
 template <class T>
 void quantize(QuantizeCall& call) {
   const int64_t groups = call.in_features / call.group;
@@ -78,9 +102,14 @@ void quantize(QuantizeCall& call) {
       } else {
         const T* row = static_cast<const T*>(call.weight) + output * call.weight_stride;
         T* scales = static_cast<T*>(call.scales) + output * groups;
-        for (int64_t g = 0; g < groups; ++g)
-          if (!quantize_group(row + g * call.group, call.group, call.format, scales[g], levels + g * call.group))
-            finite = false;
+        for (int64_t g = 0; g < groups; ++g) {
+          const T* group = row + g * call.group;
+          uint8_t* to = levels + g * call.group;
+          const bool good = call.zeros
+              ? quantize_asymmetric(group, call.group, scales[g], call.zeros[output * groups + g], to)
+              : quantize_group(group, call.group, call.format, scales[g], to);
+          if (!good) finite = false;
+        }
       }
       place(call.format, levels, call.in_features, block, i);
     }

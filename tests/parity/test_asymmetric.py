@@ -1,0 +1,113 @@
+"""INT4 weights with zero points through a whole model: planned, patched, copied, saved, loaded and taken out."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import hf_accel
+from hf_accel.linear import Int4Weight, QuantLinear
+
+from .snapshot import snapshot
+from .test_quantized import INT4_TOLERANCE, dequantized, relative_error
+
+SHIPPED = Path(__file__).parents[2] / "examples" / "stdlib-tiny"
+CONFIGS = [hf_accel.WeightConfig(bits=4, group_size=size, symmetric=False) for size in (32, 128)]
+
+
+@pytest.fixture(params=CONFIGS, ids=lambda config: f"g{config.group_size}")
+def config(request: pytest.FixtureRequest) -> hf_accel.WeightConfig:
+    return request.param
+
+
+def load(folder: Path = SHIPPED, **keywords: object) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, **keywords).eval()
+
+
+def ids() -> Tensor:
+    return torch.arange(2, 42).view(2, 20)
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> Tensor:
+    return model(ids()).logits
+
+
+def quant_layers(model: PreTrainedModel) -> dict[str, QuantLinear]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantLinear) and layer.bits == 4}
+
+
+def test_patched_computes_with_its_dequantized_weights(config: hf_accel.WeightConfig) -> None:
+    stock = load()
+    before = snapshot(stock)
+    expected = copy.deepcopy(stock)
+    hf_accel.patch(stock, weights=config)
+    layers = quant_layers(stock)
+    assert len(layers) == 7 * stock.config.num_hidden_layers
+    zero_points = torch.cat([layer.quantized.zero_points().flatten() for layer in layers.values()])
+    assert len(zero_points.unique()) > 4
+    assert relative_error(logits(stock), logits(dequantized(expected, stock))) < INT4_TOLERANCE
+    hf_accel.unpatch(stock)
+    assert snapshot(stock) == before
+
+
+def test_fused_and_unfused_agree(config: hf_accel.WeightConfig) -> None:
+    fused, plain = (logits(hf_accel.patch(load(), weights=config, fuse=fuse)) for fuse in (True, False))
+    torch.testing.assert_close(fused, plain, rtol=1e-3, atol=1e-2)
+
+
+def test_saved_and_loaded_bit_for_bit(config: hf_accel.WeightConfig, tmp_path: Path) -> None:
+    model = hf_accel.patch(load(), weights=config)
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["modules"]
+    assert all(saved[name]["symmetric"] is False for name in quant_layers(model))
+    again = load(tmp_path)
+    assert quant_layers(again).keys() == quant_layers(model).keys()
+    for name, layer in quant_layers(again).items():
+        weight, other = layer.quantized, model.get_submodule(name).quantized
+        assert isinstance(weight, Int4Weight)
+        assert torch.equal(weight.weight_zero_point, other.weight_zero_point)
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_packed_while_loading_as_patched_afterwards(config: hf_accel.WeightConfig) -> None:
+    loaded = load(quantization_config=hf_accel.AccelConfig(weights=config))
+    assert torch.equal(logits(loaded), logits(hf_accel.patch(load(), weights=config)))
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_compute_the_same(copier: object) -> None:
+    model = hf_accel.patch(load(), weights=CONFIGS[0])
+    assert torch.equal(logits(copier(model)), logits(model))
+
+
+def test_to_another_dtype_and_back() -> None:
+    model = hf_accel.patch(load(dtype=torch.bfloat16), weights=CONFIGS[0])
+    expected = logits(model)
+    stored = {name: layer.quantized.zero_points() for name, layer in quant_layers(model).items()}
+    model.float()
+    assert all(torch.equal(layer.quantized.zero_points(), stored[n]) for n, layer in quant_layers(model).items())
+    assert torch.equal(logits(model.bfloat16()), expected)
+
+
+def test_the_plan_and_the_estimate_count_zero_points(config: hf_accel.WeightConfig) -> None:
+    model = load()
+    symmetric = hf_accel.WeightConfig(bits=4, group_size=config.group_size)
+    plans = [hf_accel.plan(model, weights=weights) for weights in (symmetric, config)]
+    shapes = [p.site.weight.shape for p in plans[1].quantized if not p.site.is_head]
+    zero_points = sum(-(-out // 8) * 4 * (inputs // config.group_size) for out, inputs in shapes)
+    assert plans[1].bytes_after - plans[0].bytes_after == zero_points > 0
+    assert f"int4 asymmetric group {config.group_size} by " in str(plans[1])
+    assert "asymmetric" not in str(plans[0])
+    machine = {"context": 1, "bandwidth": 1e9, "compute": 1e12}
+    estimates = [hf_accel.estimate(model.config, weights=weights, **machine) for weights in (symmetric, config)]
+    assert estimates[1].weights == "int4 asymmetric"
+    scales = [e.weights_by_kind["scales"] for e in estimates]
+    assert scales[1] - scales[0] == estimates[1].weights_bytes - estimates[0].weights_bytes == zero_points
