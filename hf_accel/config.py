@@ -149,10 +149,6 @@ class PatchConfig:
                 f"speculative={self.speculative!r} is not supported yet; leave it None and pass "
                 "assistant_model= to generate() for stock's own assisted decoding"
             )
-        if self.deterministic:
-            raise UnsupportedError(
-                "deterministic=True is not supported yet: torch's float linear is not row-invariant"
-            )
         if self.attention is not None and not isinstance(self.attention, str):
             raise UnsupportedError(f"attention={self.attention!r} must be 'auto', a backend's name or None")
 

@@ -105,9 +105,9 @@ def _shapes(members: list[LinearPlan]) -> str:
 
 
 FUSED_KINDS = {
-    "norm": ("RMSNorms", "one native call each"),
-    "rotary": ("rotary embeddings", "one native call each"),
-    "mlp": ("gated MLPs", "gate, up and activation in one call"),
+    "norm": ("RMSNorms", "one native call"),
+    "rotary": ("rotary embeddings", "one native call"),
+    "mlp": ("gated MLPs", "one call but for down"),
 }
 
 
@@ -119,8 +119,10 @@ def _fused_lines(plan: Plan) -> Iterator[Line]:
     for kind, (what, choice) in FUSED_KINDS.items():
         count = sum(site.kind == kind for site in fused.sites)
         if count:
-            yield Line("fused", f"{count} {what}", choice, "checked against the original on random input")
-    groups = Counter(tuple(name.rpartition(".")[2] for name in site.layers) for site in fused.shared)
+            yield Line("fused", f"{count} {what}", choice, "checked on random input")
+    covered = {site.name for site in fused.sites if site.kind == "mlp"}
+    shared = [site.layers for site in fused.shared if site.parent not in covered]
+    groups = Counter(tuple(name.rpartition(".")[2] for name in names) for names in shared)
     for names, count in groups.items():
         yield Line("fused", f"{count} x {', '.join(names)}", "one native call", "called on one tensor")
     if fused.linears:
@@ -157,11 +159,9 @@ def _undo_line(plan: Plan) -> Line:
 
 
 def _exactness_lines(plan: Plan) -> Iterator[Line]:
-    invariant = {p.choice.backend.row_invariant for p in plan.quantized if p.choice is not None}
-    parts = [] if invariant == {True} and len(plan.quantized) == len(plan.linears) else ["torch's float linear"]
-    if not plan.stock_attention:
-        parts.append("torch's attention")
-    yield Line("exactness", "row-invariant", "no", f"{' and '.join(parts) or 'attention'} may round by batch size")
+    variant = plan.variant
+    reason = "; ".join(variant) or "a request's tokens do not depend on what runs beside it"
+    yield Line("exactness", "row-invariant", "no" if variant else "yes", reason)
 
 
 def _size_lines(plan: Plan) -> Iterator[Line]:

@@ -71,6 +71,8 @@ def patch(
     cache: "paged" (default), None for stock, or a CacheConfig.
     keep_original: "auto" (default) frees the replaced weights if the model's own checkpoint holds the very same
         ones, True keeps them in memory, False frees them for good.
+    deterministic: a request's tokens then never depend on what runs beside it, nor on how its prompt is cut; refused
+        where some part cannot promise that, and slower for many rows of float weights.
     config: a PatchConfig or a dict of these keywords, which the keywords given override.
 
     Raises UnsupportedError, with the model as it was, for what cannot be done.
@@ -218,10 +220,10 @@ def _fuse(todo: Plan, journal: Journal) -> None:
         journal.attribute(site.module, "_hf_accel_fused", site.state)
     for site in todo.fused.linears:
         journal.attribute(site.module, "__class__", mixed_class(site.mixin, type(site.module)))
-        journal.attribute(site.module, "_hf_accel_products", Products())
+        journal.attribute(site.module, "_hf_accel_products", Products(todo.fused.float_rows))
     for shared_site in todo.fused.shared:
         layers = [todo.model.get_submodule(name) for name in shared_site.layers]
-        shared = SharedInput(layers)
+        shared = SharedInput(layers, todo.fused.float_rows)
         for layer in layers:
             if isinstance(layer, QuantLinear):
                 layer.shared = shared  # a module of ours, which unpatch takes out whole

@@ -10,13 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from . import attention as attention_backends
 from .attention import AttentionBackend
 from .config import PatchConfig, WeightConfig
 from .errors import UnsupportedError
 from .explain import Line, explain, table
+from .fused.products import FLOAT_ROWS, UNLIMITED
 from .fused.sites import Dropped, FusedSite, SharedSite, fused_sites, native_linears, shared_sites
 from .hardware import detect, read_bandwidth
 from .kernels import cpu as kernels
@@ -71,13 +74,14 @@ class AttentionPlan:
 class FusedPlan:
     """Modules that get a native forward, float Linears read in place, and layers that share their input.
 
-    reason: why there are none.
+    float_rows: the most rows that float weights are multiplied by natively. reason: why there are none.
     """
 
     sites: tuple[FusedSite, ...] = ()
     linears: tuple[FusedSite, ...] = ()
     shared: tuple[SharedSite, ...] = ()
     dropped: tuple[Dropped, ...] = ()
+    float_rows: int = 0
     reason: str | None = None
 
 
@@ -105,6 +109,25 @@ class Plan:
     def quantized(self) -> tuple[LinearPlan, ...]:
         return tuple(p for p in self.linears if p.choice is not None)
 
+    @property
+    def variant(self) -> list[str]:
+        """What may round a row differently beside other rows, as clauses; empty if the model is row-invariant."""
+        chosen = {(p.choice.backend, p.config.bits) for p in self.quantized if p.choice is not None}
+        clauses = {f"{b.name}'s INT{bits} linear rounds by batch size" for b, bits in chosen if not b.row_invariant}
+        if self.stock_attention:
+            clauses.add("stock attention rounds by batch size")
+        clauses |= {
+            f"{p.backend.name}'s attention rounds by batch size" for p in self.attention if not p.backend.row_invariant
+        }
+        if any(p.site.spec.window is not None for p in self.attention):
+            clauses.add("attention within a window rounds by what the cache has dropped")
+        replaced = {id(p.site.module) for p in self.quantized} | {id(site.module) for site in self.fused.linears}
+        if any(_is_float_linear(module) and id(module) not in replaced for module in self.model.modules()):
+            clauses.add("torch's float linear rounds by batch size")
+        elif self.fused.linears and self.fused.float_rows < UNLIMITED:
+            clauses.add(f"float linears of more than {self.fused.float_rows} rows go to torch, which rounds otherwise")
+        return sorted(clauses)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-able: the choices, bytes, and the least seconds per token the measured bandwidth allows."""
         return {
@@ -119,6 +142,10 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join([f"hf_accel plan: {self.title}", *table(self.lines)])
+
+
+def _is_float_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Conv1D) and not isinstance(module, QuantLinear)
 
 
 def make_plan(model: object, config: PatchConfig, *, find_originals: FindOriginals | None = None) -> Plan:
@@ -154,6 +181,8 @@ def make_plan(model: object, config: PatchConfig, *, find_originals: FindOrigina
         seconds_after=read_after / bandwidth,
         on_disk=(find_originals or _on_disk)(inner, linears) if config.keep_original == "auto" else None,
     )
+    if config.deterministic and plan.variant:
+        raise UnsupportedError(f"deterministic=True cannot be met: {'; '.join(plan.variant)}; leave it False")
     return replace(plan, lines=tuple(explain(inner, plan)))
 
 
@@ -254,7 +283,8 @@ def _plan_fused(model: PreTrainedModel, config: PatchConfig, linears: Iterable[L
     reason = kernels.refusal() if model.device.type == "cpu" else f"there are none for {model.device.type} yet"
     if reason is not None:
         return FusedPlan(reason=reason)
-    sites, dropped = fused_sites(model, model.dtype)
+    float_rows = UNLIMITED if config.deterministic else FLOAT_ROWS.get(model.dtype, 0)
+    sites, dropped = fused_sites(model, model.dtype, float_rows)
     replaced = {id(linear.site.module) for linear in linears if linear.choice is not None}
     floats = [site for site in native_linears(model) if id(site.module) not in replaced]
     native = replaced | {id(site.module) for site in floats}
@@ -262,4 +292,4 @@ def _plan_fused(model: PreTrainedModel, config: PatchConfig, linears: Iterable[L
     shared = [
         site for site in shared_sites(model) if all(id(model.get_submodule(name)) in native for name in site.layers)
     ]
-    return FusedPlan(tuple(sites), tuple(floats), tuple(shared), tuple(dropped))
+    return FusedPlan(tuple(sites), tuple(floats), tuple(shared), tuple(dropped), float_rows)

@@ -42,6 +42,7 @@ class AttentionBackend(ABC):
     """
 
     name: str
+    row_invariant: bool = False  # a query's bits do not depend on the batch, the chunk or the threads
 
     @abstractmethod
     def refuses(self, spec: AttentionSpec) -> str | None:

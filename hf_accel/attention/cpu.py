@@ -23,6 +23,7 @@ class CpuBackend(AttentionBackend):
     """Native attention on a CPU; what is rare there (a mask, dropout, gradients, tracing) goes through torch."""
 
     name = "cpu"
+    row_invariant = True
 
     def __init__(self) -> None:
         self.torch = SdpaBackend()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..instance import Mixin
-from .products import Products, fits, is_plain, native
+from .products import Products, is_plain, native
 from .structure import own_names, siblings
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -27,14 +27,10 @@ class GatedNames:
     gate: str
     up: str
     down: str
-    epilogue: str
-    products: Products = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.products = Products(self.epilogue)
+    products: Products
 
 
-def gated_names(module: nn.Module) -> GatedNames | None:
+def gated_names(module: nn.Module, float_rows: int) -> GatedNames | None:
     """The parts of a module whose code is down(act(gate(x)) * up(x)) and nothing else; None for any other."""
     forward = type(module).forward
     names, pairs = own_names(forward), siblings(forward)
@@ -49,7 +45,7 @@ def gated_names(module: nn.Module) -> GatedNames | None:
     if not all(isinstance(getattr(module, name, None), nn.Linear) for name in (gate, up)):
         return None
     epilogue = _epilogue(getattr(module, activation))
-    return None if epilogue is None else GatedNames(gate, up, down, epilogue)
+    return None if epilogue is None else GatedNames(gate, up, down, Products(float_rows, epilogue))
 
 
 def _epilogue(activation: object) -> str | None:
@@ -74,8 +70,8 @@ class GatedMLP(Mixin):
         modules: dict[str, nn.Module] = self.__dict__["_modules"]
         gate, up = modules[parts.gate], modules[parts.up]
         if native(x) and is_plain(gate) and is_plain(up):
-            call = parts.products.call((gate, up))
-            if call is not None and fits(call, x.numel() // x.shape[-1]):
+            call = parts.products.call((gate, up), x)
+            if call is not None:
                 hidden = call(x.reshape(-1, x.shape[-1]))
                 result: Tensor = modules[parts.down](hidden.view(*x.shape[:-1], -1))
                 return result

@@ -14,8 +14,9 @@ from ..kernels.cpu.library import FLOATS
 from ..linear import QuantLinear
 from ..linear.cpu import Cpu, CpuWeight
 
-# Rows above which torch's blocked matmul of float weights is faster than reading them in place.
-FLOAT_ROWS = 64
+# Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place.
+FLOAT_ROWS = {torch.bfloat16: 16, torch.float16: 128, torch.float32: 128}
+UNLIMITED = 2**62
 
 NativeCall = IntegerLinear | FloatLinear
 
@@ -42,23 +43,29 @@ def is_plain(layer: nn.Module) -> bool:
 class Products:
     """One native call for several layers, made again when one of them was packed or replaced since.
 
-    epilogue: as IntegerLinear's. A copy or a pickle starts without the call, which holds addresses.
+    epilogue: as IntegerLinear's. float_rows: the most rows that float weights are multiplied by natively.
+    A copy or a pickle starts without the call, which holds addresses.
     """
 
-    def __init__(self, epilogue: str | None = None) -> None:
-        self.epilogue = epilogue
+    def __init__(self, float_rows: int, epilogue: str | None = None) -> None:
+        self.float_rows, self.epilogue = float_rows, epilogue
         self._sources: list[Any] = []
         self._call: NativeCall | None = None
 
-    def call(self, layers: tuple[nn.Module, ...]) -> NativeCall | None:
-        """The call for these layers, or None where they have no common one."""
+    def call(self, layers: tuple[nn.Module, ...], x: Tensor) -> NativeCall | None:
+        """The call for these layers on x [..., in]; None where they have no common one, or torch's is faster."""
         sources = [source for layer in layers for source in _sources(layer)]
         if len(sources) != len(self._sources) or any(a is not b for a, b in zip(sources, self._sources, strict=True)):
             self._call, self._sources = _make(layers, self.epilogue), sources
+        if isinstance(self._call, FloatLinear) and not self._takes(self._call, x):
+            return None
         return self._call
 
+    def _takes(self, call: FloatLinear, x: Tensor) -> bool:
+        return x.dtype is call.weights[0].dtype and x.numel() <= self.float_rows * x.shape[-1]
+
     def __reduce__(self) -> Any:
-        return Products, (self.epilogue,)
+        return Products, (self.float_rows, self.epilogue)
 
 
 def _sources(layer: nn.Module) -> tuple[Any, Any]:
@@ -94,23 +101,18 @@ def is_readable(layer: nn.Module) -> bool:
     return weight is not None and weight.device.type == "cpu" and weight.dtype in FLOATS and weight.is_contiguous()
 
 
-def fits(call: NativeCall, rows: int) -> bool:
-    return rows <= FLOAT_ROWS or isinstance(call, IntegerLinear)
-
-
 class NativeLinear(Mixin):
     """Mixed into an nn.Linear: few rows are multiplied natively by the weight where it is."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out] in x's dtype."""
-        own = self.__dict__
-        weight = own["_parameters"]["weight"]
-        if native(x) and x.dtype is weight.dtype and x.numel() <= FLOAT_ROWS * x.shape[-1]:
+        if native(x):
+            own = self.__dict__
             shared = own.get("_hf_accel_shared")
             out = None if shared is None else shared.take(self, x)
             if out is not None:
                 return out
-            call = own["_hf_accel_products"].call((self,))
+            call = own["_hf_accel_products"].call((self,), x)
             if call is not None:
                 result: Tensor = call(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
                 return result

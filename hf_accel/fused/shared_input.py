@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from .products import Products, fits, native
+from .products import Products, native
 
 
 @dataclass
@@ -25,9 +25,9 @@ class SharedInput:
     or on this one after it was written to, is computed alone: the result never depends on the sharing.
     """
 
-    def __init__(self, layers: list[nn.Module]) -> None:
+    def __init__(self, layers: list[nn.Module], float_rows: int) -> None:
         self.layers = layers
-        self.products = Products()
+        self.products = Products(float_rows)
         self.pending: Pending | None = None
 
     def take(self, layer: nn.Module, x: Tensor) -> Tensor | None:
@@ -46,8 +46,8 @@ class SharedInput:
         return result
 
     def _compute(self, x: Tensor) -> Pending | None:
-        call = self.products.call(tuple(self.layers))
-        if call is None or not fits(call, x.numel() // x.shape[-1]):
+        call = self.products.call(tuple(self.layers), x)
+        if call is None:
             return None
         out = call(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
         parts = out.split([int(layer.out_features) for layer in self.layers], dim=-1)  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ class Dropped:
     reason: str
 
 
-def fused_sites(model: nn.Module, dtype: torch.dtype) -> tuple[list[FusedSite], list[Dropped]]:
+def fused_sites(model: nn.Module, dtype: torch.dtype, float_rows: int) -> tuple[list[FusedSite], list[Dropped]]:
     """Norms, rotary embeddings and gated MLPs that a native call can compute; checked on random input of `dtype`."""
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
@@ -62,8 +62,8 @@ def fused_sites(model: nn.Module, dtype: torch.dtype) -> tuple[list[FusedSite], 
                 sites.append(FusedSite(name, module, "norm", NativeNorm, form))
         elif (rotary := rotary_form(module, dtype)) is not None:
             sites.append(FusedSite(name, module, "rotary", NativeRotary, rotary))
-        elif (parts := gated_names(module)) is not None:
-            signature = (type(module), parts.epilogue, _shape(module, parts.gate))
+        elif (parts := gated_names(module, float_rows)) is not None:
+            signature = (type(module), parts.products.epilogue, _shape(module, parts.gate))
             if signature not in checked:
                 checked[signature] = _agrees(module, parts, dtype)
             if checked[signature]:

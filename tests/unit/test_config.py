@@ -78,7 +78,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"attention": 3}, "attention=3 must be 'auto', a backend's name or None"),
     ({"fuse": 1}, "fuse=1 is not known"),
     ({"keep_original": "yes"}, "keep_original='yes' is not known; choose one of 'auto', True, False"),
-    ({"deterministic": True}, "deterministic=True is not supported yet"),
     ({"speculative": "ngram"}, "pass assistant_model= to generate"),
     ({"config": "int8"}, "config='int8' must be a hf_accel.PatchConfig or a dict"),
     ({"config": {"weight": None}}, "did you mean 'weights'"),

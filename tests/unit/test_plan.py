@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_accel
+from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
 
 from ..parity.families import FAMILIES, build, inputs
@@ -98,6 +99,7 @@ def test_every_choice_has_a_reason() -> None:
                 "cpu kernels",
                 "attention",
                 "weights",
+                "fused",
                 "cache",
                 "generate",
                 "undo",
@@ -207,3 +209,27 @@ def test_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_kernels, "refusal", lambda: "cpu kernels: not built (no compiler)")
     (line,) = lines(hf_accel.plan(build("llama")), "cpu kernels")
     assert (line["choice"], line["reason"]) == ("not used", "not built (no compiler)")
+
+
+@pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
+@pytest.mark.parametrize(
+    ("family", "keywords", "why"),
+    [
+        ("llama", {}, None),
+        ("llama", {"weights": None, "deterministic": True}, None),
+        ("llama", {"weights": None}, "float linears of more than 128 rows go to torch"),
+        ("llama", {"weights": None, "fuse": False}, "torch's float linear"),
+        ("llama", {"attention": "sdpa"}, "sdpa's attention"),
+        ("llama", {"weights": {"activations": None}}, "linear rounds by batch size"),
+        ("gemma2", {}, "attention within a window"),
+        ("gpt2", {"weights": None}, "torch's float linear"),
+    ],
+)
+def test_row_invariance_is_claimed_where_it_holds(family, keywords, why) -> None:
+    model = build(family)
+    line = next(c for c in hf_accel.plan(model, **keywords).to_dict()["choices"] if c["topic"] == "exactness")
+    assert line["choice"] == ("yes" if why is None else "no")
+    if why is not None:
+        assert why in line["reason"]
+        with pytest.raises(hf_accel.UnsupportedError, match="deterministic=True cannot be met"):
+            hf_accel.plan(model, weights=None, fuse=False, deterministic=True)

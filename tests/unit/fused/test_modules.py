@@ -54,7 +54,7 @@ def test_what_only_looks_like_a_norm_is_left_alone():
     unlike = LlamaRMSNorm(48)
     unlike.variance_epsilon = 1  # type: ignore[assignment]  # no float
     assert norm_form(unlike) is None
-    _, dropped = fused_sites(nn.Sequential(ClampedRMSNorm(48)), torch.float32)
+    _, dropped = fused_sites(nn.Sequential(ClampedRMSNorm(48)), torch.float32, 64)
     assert [(d.name, d.kind) for d in dropped] == [("0", "norm")]
     assert "differs" in dropped[0].reason
 
@@ -100,10 +100,10 @@ def test_a_forward_without_a_rotation_has_no_form():
 )
 def test_a_gated_mlp_is_recognized_and_close(act, epilogue, dtype):
     module = GatedMLP(40, 70, act, bias=True).to(dtype)
-    sites, dropped = fused_sites(nn.ModuleList([module]), dtype)
+    sites, dropped = fused_sites(nn.ModuleList([module]), dtype, 64)
     assert [site.kind for site in sites] == ["mlp"]
     assert not dropped
-    assert sites[0].state.epilogue == epilogue
+    assert sites[0].state.products.epilogue == epilogue
     native = mixed(module, NativeMLP, sites[0].state)
     x = torch.randn(2, 3, 40).to(dtype)
     with torch.no_grad():
@@ -117,17 +117,17 @@ def test_a_gated_mlp_is_recognized_and_close(act, epilogue, dtype):
     "module", [ClampedMLP(8, 8), GatedMLP(8, 8, F.relu), GatedMLP(8, 8, nn.PReLU()), Attention(8)]
 )
 def test_other_modules_are_no_gated_mlp(module):
-    assert gated_names(module) is None
+    assert gated_names(module, 64) is None
 
 
 def test_a_gate_in_the_wrong_place_is_dropped():
-    sites, dropped = fused_sites(nn.Sequential(SwappedMLP(8, 8)), torch.float32)
+    sites, dropped = fused_sites(nn.Sequential(SwappedMLP(8, 8)), torch.float32, 64)
     assert (sites, [d.kind for d in dropped]) == ([], ["mlp"])
 
 
 def test_gradients_hooks_and_autocast_bring_the_original_back():
     module = GatedMLP(16, 24)
-    native = mixed(module, NativeMLP, gated_names(module))
+    native = mixed(module, NativeMLP, gated_names(module, 64))
     module.load_state_dict(native.state_dict())
     x = torch.randn(3, 16)
     native(x).sum().backward()
@@ -145,7 +145,7 @@ def test_gradients_hooks_and_autocast_bring_the_original_back():
 
 def test_new_weights_are_seen():
     module = GatedMLP(16, 24)
-    native = mixed(module, NativeMLP, gated_names(module))
+    native = mixed(module, NativeMLP, gated_names(module, 64))
     x = torch.randn(3, 16)
     with torch.no_grad():
         native(x)
@@ -161,7 +161,7 @@ def test_new_weights_are_seen():
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
 def test_a_copy_reads_its_own_weights(clone):
     module = GatedMLP(16, 24)
-    native = mixed(module, NativeMLP, gated_names(module))
+    native = mixed(module, NativeMLP, gated_names(module, 64))
     x = torch.randn(3, 16)
     with torch.no_grad():
         expected = native(x)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_accel.config import WeightConfig
-from hf_accel.fused.products import FLOAT_ROWS, NativeLinear, Products, is_plain
+from hf_accel.fused.products import NativeLinear, Products, is_plain
 from hf_accel.fused.shared_input import SharedInput
 from hf_accel.instance import mixed_class
 from hf_accel.kernels import cpu as kernels
@@ -18,6 +18,7 @@ from hf_accel.linear import QuantLinear
 
 from .models import Attention
 
+FLOAT_ROWS = 16
 pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 
 
@@ -33,12 +34,12 @@ def floating() -> Attention:
     module = Attention(64)
     for layer in module.children():
         layer.__class__ = mixed_class(NativeLinear, nn.Linear)
-        vars(layer)["_hf_accel_products"] = Products()
+        vars(layer)["_hf_accel_products"] = Products(FLOAT_ROWS)
     return module
 
 
 def share(module: Attention) -> SharedInput:
-    shared = SharedInput(list(module.children()))
+    shared = SharedInput(list(module.children()), FLOAT_ROWS)
     for layer in module.children():
         if isinstance(layer, QuantLinear):
             layer.shared = shared
