@@ -1,55 +1,100 @@
-"""Scratch memory of one layer's causal attention over a whole prompt, in a process of its own.
+"""Scratch memory and time of one layer over a whole prompt, in a process of its own.
 
 python -m benchmarks.attention_peak HEADS KV_HEADS HEAD_DIM LENGTH...
+
+The layer is a model's only one, its MLP and vocabulary are tiny: what grows is attention, and keys and values.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
+from typing import Any
 
 import torch
-from torch import Tensor
-from transformers.models.llama.modeling_llama import eager_attention_forward
+from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
-from hf_accel.attention import BACKENDS, AttentionBackend
+import hf_accel
 
+from .models import random_model
 from .peak import peak_bytes
 
-
-def eager(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """As transformers does with attn_implementation="eager": mask and scores as matrices."""
-    module = SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], training=False)
-    length = q.shape[2]
-    mask = torch.full((length, length), torch.finfo(q.dtype).min, dtype=q.dtype).triu_(1)
-    eager_attention_forward(module, q, k, v, mask[None, None], scaling=q.shape[-1] ** -0.5)
+MOST_BYTES = 4e9  # a length that would take more than this, if memory grew with its square, is left out
+NewCache = Callable[[Any], Any]
 
 
-def stock_sdpa(q: Tensor, k: Tensor, v: Tensor) -> None:
-    torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+@dataclass
+class Candidate:
+    """peaks: bytes by length; seconds likewise; None where the length was left out."""
+
+    model: PreTrainedModel
+    new_cache: NewCache
+    peaks: list[int | None] = field(default_factory=list)
+    seconds: list[float | None] = field(default_factory=list)
 
 
-def ours(backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    backend.dense(q, k, v, mask=None, causal=True, scale=q.shape[-1] ** -0.5)
+def candidates(config: LlamaConfig) -> dict[str, Candidate]:
+    def paged(config: Any, dtype: str = "auto") -> hf_accel.PagedCache:
+        return hf_accel.PagedCache(config, dtype=dtype)
+
+    eager = random_model(config)
+    eager.set_attn_implementation("eager")
+    return {
+        "eager": Candidate(eager, lambda config: DynamicCache(config=config)),
+        "stock": Candidate(random_model(config), lambda config: DynamicCache(config=config)),
+        "hf_accel": Candidate(hf_accel.patch(random_model(config), weights=None), paged),
+        "hf_accel with int8 KV": Candidate(
+            hf_accel.patch(random_model(config), weights=None), partial(paged, dtype="int8")
+        ),
+    }
 
 
-def candidates() -> dict[str, Callable[[Tensor, Tensor, Tensor], None]]:
-    backends = {f"hf_accel {backend.name}": partial(ours, backend) for backend in BACKENDS}
-    return {"eager": eager, "stock": stock_sdpa, **backends}
+def measure(candidate: Candidate, length: int, shorter: int | None) -> None:
+    if not fits(candidate.peaks, length, shorter):
+        candidate.peaks.append(None)
+        candidate.seconds.append(None)
+        return
+    ids = torch.arange(length)[None] % candidate.model.config.vocab_size
+    run(candidate, ids[:, :16])  # loads what is loaded at the first call
+    seconds: list[float] = []
+    candidate.peaks.append(peak_bytes(lambda: seconds.append(run(candidate, ids))))
+    candidate.seconds.append(seconds[0])
+
+
+def fits(peaks: list[int | None], length: int, shorter: int | None) -> bool:
+    if not peaks or shorter is None:
+        return True
+    return peaks[-1] is not None and peaks[-1] * (length / shorter) ** 2 < MOST_BYTES
+
+
+def run(candidate: Candidate, ids: torch.Tensor) -> float:
+    cache = candidate.new_cache(candidate.model.config)
+    start = time.perf_counter()
+    candidate.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return time.perf_counter() - start
 
 
 @torch.no_grad()
 def main(heads: int, kv_heads: int, head_dim: int, *lengths: int) -> None:
-    peaks: dict[str, list[int | None]] = {name: [] for name in candidates()}
-    for length in lengths:
-        q, k, v = (torch.randn(1, h, length, head_dim).bfloat16() for h in (heads, kv_heads, kv_heads))
-        for name, run in candidates().items():
-            run(q[:, :, :16], k[:, :, :16], v[:, :, :16])  # loads what is loaded at the first call
-            peaks[name].append(peak_bytes(partial(run, q, k, v)))
-    print(json.dumps(peaks))
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=heads * head_dim,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max(lengths),
+    )
+    found = candidates(config)
+    for shorter, length in zip([None, *lengths], lengths, strict=False):
+        for candidate in found.values():
+            measure(candidate, length, shorter)
+    print(json.dumps({name: {"bytes": c.peaks, "seconds": c.seconds} for name, c in found.items()}))
 
 
 if __name__ == "__main__":

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_accel.hardware import detect, read_bandwidth
+from hf_accel.hardware import detect, float_peak, integer_peak, read_bandwidth
 
 from .checks import check, random_tokens
 from .models import load_model, twin
@@ -49,6 +48,10 @@ class Bench:
         """Bytes per second."""
         return read_bandwidth(detect())
 
+    def peak(self, kind: str) -> float | None:
+        """Operations per second of torch's matrix product: "integer", or "float" in the model's dtype."""
+        return integer_peak(detect()) if kind == "integer" else float_peak(detect(), self.model.dtype)
+
     @property
     def description(self) -> str:
         cut = f" cut to {self.settings.layers} layers" if self.settings.layers else ""
@@ -64,7 +67,9 @@ class Bench:
     def refusal(self, setup: Setup) -> str | None:
         if setup.is_peer and self.settings.quick and not self.settings.setups:
             return "a quick run leaves other libraries out"
-        return setup.refuses()
+        if setup.only_named and setup.name not in self.settings.setups:
+            return setup.only_named
+        return setup.refuses(self.model.config)
 
     @property
     def entrants(self) -> dict[str, Entrant]:
@@ -90,13 +95,6 @@ class Bench:
         return random_tokens(self.model, batch=batch, length=length, seed=self.settings.seed)
 
     def filled_cache(self, entrant: Entrant, *, batch: int, tokens: int) -> Any:
-        """A cache of random keys and values: a decode step costs the same with them, and a prefill takes long."""
-        config = self.model.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        generator = torch.Generator().manual_seed(self.settings.seed)
-        shape = (batch, config.num_key_value_heads, tokens, head_dim)
-        keys = torch.randn(shape, generator=generator).to(self.model.dtype)
-        cache = entrant.setup.new_cache(entrant.model)
-        for layer in range(config.num_hidden_layers):
-            cache.update(keys, keys, layer)
-        return cache
+        """Of random keys and values, with room for the steps that are timed."""
+        room, seed = self.settings.batch_tokens + 1, self.settings.seed
+        return entrant.setup.filled_cache(entrant.model, batch=batch, tokens=tokens, room=room, seed=seed)

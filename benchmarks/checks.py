@@ -26,10 +26,10 @@ def check(
     tolerance: of the logits' difference, relative to their norm; logits that have nothing in common differ by 1.41.
     """
     prompt = random_tokens(stock, batch=1, length=PROMPT_TOKENS)
-    error = logits_error(model, stock, prompt)
+    error, correlation = compare_logits(model, stock, prompt)
     if not error <= tolerance:
         raise WrongResultError(f"{name}: logits differ from stock's by {error:.3f} of their norm, above {tolerance}")
-    result = {"setup": name, "logits_error": error, "tolerance": tolerance}
+    result = {"setup": name, "logits_error": error, "correlation": correlation, "tolerance": tolerance}
     if not exact:
         return result
     certificate = hf_accel.verify(model, [prompt[0]], reference=stock, max_new_tokens=NEW_TOKENS)
@@ -39,10 +39,11 @@ def check(
 
 
 @torch.no_grad()
-def logits_error(model: PreTrainedModel, stock: PreTrainedModel, prompt: Tensor) -> float:
-    """Norm of the difference, relative to the norm of stock's logits."""
+def compare_logits(model: PreTrainedModel, stock: PreTrainedModel, prompt: Tensor) -> tuple[float, float]:
+    """Norm of the difference, relative to the norm of stock's logits; and their correlation (Pearson)."""
     expected, actual = (m(input_ids=prompt).logits.float() for m in (stock, model))
-    return float((actual - expected).norm() / expected.norm())
+    correlation = torch.corrcoef(torch.stack([expected.flatten(), actual.flatten()]))[0, 1]
+    return float((actual - expected).norm() / expected.norm()), float(correlation)
 
 
 def random_tokens(model: PreTrainedModel, *, batch: int, length: int, seed: int = 0) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_accel.hardware import detect, read_bandwidth
 
-PACKAGES = ("hf_accel", "torch", "transformers", "bitsandbytes", "torchao")
+PACKAGES = ("hf_accel", "torch", "transformers", "bitsandbytes", "torchao", "llama_cpp_python")
 
 
 def machine() -> dict[str, Any]:

@@ -1,11 +1,9 @@
-"""Memory: weights, keys and values, patch() itself, and attention over long prompts."""
+"""Memory: weights, keys and values, and attention over long prompts."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,22 +13,22 @@ from transformers import DynamicCache
 import hf_accel
 
 from .bench import Bench
-from .models import twin, weight_bytes
-from .settings import Settings
+from .models import twin
+from .processes import call
 from .tables import Row, Table
 from .timing import BASELINE
 
-PATCHED_WEIGHTS = ("int8", "int4")
 PAGED_CACHES = {"paged": "auto", "paged int8": "int8"}
 ATTENTION_HEADS = 4  # enough to see the growth; all heads of a model would take several GB without tiling
+NOTE = "Peak above the memory before; keys and values, and what else grows with the prompt, included."
 
 
 def measure(bench: Bench) -> list[Table]:
-    return [weights_table(bench), kv_table(bench), patch_table(bench.settings), attention_table(bench)]
+    return [weights_table(bench), kv_table(bench), *attention_tables(bench)]
 
 
 def weights_table(bench: Bench) -> Table:
-    held = {name: weight_bytes(entrant.model) for name, entrant in bench.entrants.items()}
+    held = {name: entrant.setup.weight_bytes(entrant.model) for name, entrant in bench.entrants.items()}
     rows = [{"setup": n, "ratio": held[BASELINE] / size, "weight_bytes": size} for n, size in held.items()]
     return Table("weights", rows)
 
@@ -69,36 +67,36 @@ def run(model: Any, ids: Tensor, mask: Tensor, cache: Any) -> None:
     model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
-# -- in processes of their own -------------------------------------------------------------------------
+# -- in a process of its own ---------------------------------------------------------------------------
 
 
-def patch_table(settings: Settings) -> Table:
-    rows: list[Row] = []
-    for weights in PATCHED_WEIGHTS:
-        print(f"    patch to {weights} in a new process", flush=True)
-        sizes = call("patch_peak", settings.model, settings.layers or 0, weights)
-        peak = sizes["patch_peak_bytes"]
-        highest = None if peak is None else (sizes["model_bytes"] + peak) / sizes["model_bytes"]
-        rows.append({"weights": weights, "peak_to_model_ratio": highest, **sizes})
-    return Table("patch(keep_original=False)", rows, "The peak is what patch() adds to the memory that it found.")
-
-
-def attention_table(bench: Bench) -> Table:
+def attention_tables(bench: Bench) -> list[Table]:
     config, lengths = bench.model.config, bench.settings.attention_lengths
     print("    attention in a new process", flush=True)
     heads = min(ATTENTION_HEADS, config.num_attention_heads)
     kv_heads = max(1, heads * config.num_key_value_heads // config.num_attention_heads)
     head_dim = config.hidden_size // config.num_attention_heads
-    peaks = call("attention_peak", heads, kv_heads, head_dim, *lengths)
-    rows = [
-        {"attention": name, **{f"{length}_bytes": peak for length, peak in zip(lengths, values, strict=True)}}
-        for name, values in peaks.items()
+    found = call("attention_peak", heads, kv_heads, head_dim, *lengths)
+    peaks = [
+        {"attention": name, "growth_exponent": growth(lengths, values["bytes"]), **by_length(lengths, values, "bytes")}
+        for name, values in found.items()
     ]
-    title = f"scratch memory of attention, {heads} heads of one layer, by tokens of the prompt"
-    return Table(title, rows, "Peak above the memory before, the result included.")
+    seconds = [{"attention": name, **by_length(lengths, values, "seconds")} for name, values in found.items()]
+    what = f"one layer with {heads} heads, by tokens of the prompt"
+    return [
+        Table(f"scratch memory of {what}", peaks, NOTE),
+        Table(f"time of {what}", seconds, "One pass each, in turns."),
+    ]
 
 
-def call(module: str, *arguments: object) -> Any:
-    """The JSON that `python -m benchmarks.<module>` prints last."""
-    command = [sys.executable, "-m", f"{__package__}.{module}", *map(str, arguments)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+def by_length(lengths: Sequence[int], values: dict[str, list[float]], what: str) -> Row:
+    return {f"{length}_{what}": value for length, value in zip(lengths, values[what], strict=True)}
+
+
+def growth(lengths: Sequence[int], peaks: Sequence[float | None]) -> float | None:
+    """Of the peaks from one length to the next, over all: 1 is linear, 2 quadratic."""
+    known = [(length, peak) for length, peak in zip(lengths, peaks, strict=True) if peak]
+    if len(known) < 2:
+        return None
+    (short, low), (long, high) = known[0], known[-1]
+    return math.log(high / low) / math.log(long / short)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 import hf_accel
 
+from . import patch_memory
 from .bench import Bench
 from .checks import WrongResultError
 from .models import twin
@@ -27,7 +28,8 @@ def measure(bench: Bench) -> list[Table]:
     results = take_turns(ours, rounds=bench.settings.rounds, warm_up=False)
     rows = [row(name, seconds) for name, seconds in results.items()]
     rows += [row(s.name, [(bench.entrant(s).prepare_seconds, None)]) for s in bench.setups if s.is_peer]
-    return [Table("patch and unpatch", rows, "Other libraries: from_pretrained with the weights in memory, once.")]
+    note = "Other libraries: from_pretrained with the weights in memory, once."
+    return [Table("patch and unpatch", rows, note), patch_memory.measure(bench)]
 
 
 def patch_and_unpatch(bench: Bench, setup: Setup) -> Seconds:

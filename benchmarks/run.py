@@ -1,6 +1,6 @@
 """Measure topics and write what came out to benchmarks/results.
 
-python -m benchmarks.run                        everything, about ten minutes on two cores
+python -m benchmarks.run                        everything, about twenty minutes on two cores
 python -m benchmarks.run decode --quick         one topic, fewer repetitions
 python -m benchmarks.run decode --layers 2      a model cut to two layers, to try the benchmark itself
 """
@@ -19,7 +19,20 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from . import decode, ladder, memory, patch_time, prefill, waste
+from . import (
+    decode,
+    generate,
+    isa,
+    ladder,
+    memory,
+    patch_time,
+    prefill,
+    profile_step,
+    quality,
+    rows,
+    small_model,
+    waste,
+)
 from .bench import Bench
 from .machine import machine, versions
 from .results_folder import FOLDER, write
@@ -28,8 +41,15 @@ from .setups import SETUPS
 from .tables import Table
 
 TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
+    "isa": isa.measure,  # first: its processes need several GB, which later the models have
+    "quality": quality.measure,
+    "small_model": small_model.measure,
     "decode": decode.measure,
+    "long_decode": decode.measure_long,
+    "generate": generate.measure,
     "prefill": prefill.measure,
+    "rows": rows.measure,
+    "profile": profile_step.measure,
     "memory": memory.measure,
     "waste": waste.measure,
     "ladder": ladder.measure,
@@ -57,7 +77,7 @@ def record(topic: str, tables: list[Table], bench: Bench, where: dict[str, Any],
         "topic": topic,
         "date": datetime.date.today().isoformat(),
         "command": command,
-        "model": bench.description,
+        "model": model_of(topic, bench),
         "settings": dataclasses.asdict(bench.settings),
         "machine": where,
         "versions": versions(),
@@ -65,6 +85,12 @@ def record(topic: str, tables: list[Table], bench: Bench, where: dict[str, Any],
         "refused": bench.refused,
         "tables": [dataclasses.asdict(table) for table in tables],
     }
+
+
+def model_of(topic: str, bench: Bench) -> str:
+    """What a topic measured: some have a model of their own."""
+    own = {"small_model": str(small_model.SHIPPED), "quality": quality.checkpoint(bench.settings)}
+    return Path(own[topic]).name if topic in own else bench.description
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -77,6 +103,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default=defaults.model, help="bench-1b, tiny, or what from_pretrained takes")
     parser.add_argument("--layers", type=int, help="of a named model: cut it to so many")
     parser.add_argument("--context", type=int, default=defaults.context, help="tokens of the prompt")
+    parser.add_argument("--text", help="file to measure perplexity on, of a model that is a checkpoint")
+    parser.add_argument("--tokens", type=int, help="tokens of it")
     parser.add_argument("--rounds", type=int, help="repetitions")
     parser.add_argument("--setups", default="", help=f"comma-separated, of {', '.join(s.name for s in SETUPS)}")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the JSON files and the README")
@@ -102,10 +130,12 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         model=arguments.model,
         layers=arguments.layers,
         context=arguments.context,
+        text=arguments.text,
         setups=tuple(filter(None, arguments.setups.split(","))),
     )
     settings = settings.quicker() if arguments.quick else settings
-    return dataclasses.replace(settings, rounds=arguments.rounds or settings.rounds)
+    rounds, tokens = arguments.rounds or settings.rounds, arguments.tokens or settings.quality_tokens
+    return dataclasses.replace(settings, rounds=rounds, quality_tokens=tokens)
 
 
 if __name__ == "__main__":

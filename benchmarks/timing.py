@@ -27,21 +27,31 @@ class Generation:
 
 
 class Stopwatch(BaseStreamer):
-    """Notes when generate hands out the prompt and then each token."""
+    """Notes when generate hands out the prompt and then each token; calls `after_first` after the first token."""
 
-    def __init__(self) -> None:
+    def __init__(self, after_first: Callable[[], object] | None = None) -> None:
         self.times: list[float] = []
+        self.after_first = after_first
 
     def put(self, value: Tensor) -> None:
         self.times.append(time.perf_counter())
+        if self.after_first and len(self.times) == 2:
+            self.after_first()
 
     def end(self) -> None:
         pass
 
 
-def time_generate(model: PreTrainedModel, prompt: Tensor, *, num_new: int, **keywords: Any) -> Generation:
+def time_generate(
+    model: PreTrainedModel,
+    prompt: Tensor,
+    *,
+    num_new: int,
+    after_first: Callable[[], object] | None = None,
+    **keywords: Any,
+) -> Generation:
     """Greedy generate() of exactly `num_new` tokens per row, as a user calls it. prompt: [B, T]."""
-    stopwatch = Stopwatch()
+    stopwatch = Stopwatch(after_first)
     length = {"max_new_tokens": num_new, "min_new_tokens": num_new}
     start = time.perf_counter()
     output = model.generate(

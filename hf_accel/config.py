@@ -82,7 +82,8 @@ class CacheConfig:
     """The paged KV cache.
 
     block_size: tokens in a block.
-    dtype: "auto" stores K and V as the model computes them, "int8" with a scale per token and head.
+    dtype: "auto" stores K and V as the model computes them, "int8" or "fp8" (e4m3) with a scale per
+        token and head.
     max_tokens: a fixed capacity in tokens over all sequences; None grows as needed.
     prefix_sharing: keep one copy of blocks whose tokens and history are equal.
     """
@@ -95,8 +96,8 @@ class CacheConfig:
     def __post_init__(self) -> None:
         positive_int("block_size", self.block_size)
         one_of("cache dtype", self.dtype, ("auto", "int8", "fp8", "int4"))
-        if self.dtype in ("fp8", "int4"):
-            raise UnsupportedError(f"cache dtype {self.dtype!r} is not supported yet; use 'auto' or 'int8'")
+        if self.dtype == "int4":
+            raise UnsupportedError("cache dtype 'int4' is not supported yet; use 'auto', 'int8' or 'fp8'")
         if self.max_tokens is not None:
             positive_int("max_tokens", self.max_tokens)
         one_of("prefix_sharing", self.prefix_sharing, (True, False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -39,7 +40,7 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
     for line, (topic, *others) in zip(lines, cells, strict=True):
         shown = ["" if topic == last else topic, *others]
         head = "".join(cell.ljust(width) + "  " for cell, width in zip(shown, widths, strict=True))
-        reason = textwrap.wrap(line.reason, max(NARROWEST, WIDTH - indent)) or [""]
+        reason = textwrap.wrap(line.reason, max(NARROWEST, WIDTH - indent), break_on_hyphens=False) or [""]
         yield (head + reason[0]).rstrip()
         yield from (" " * indent + more for more in reason[1:])
         last = topic
@@ -50,6 +51,7 @@ def explain(model: PreTrainedModel, plan: Plan) -> Iterator[Line]:
         yield _kernels_line()
     yield from _attention_lines(plan)
     yield from _weight_lines(plan)
+    yield from _fused_lines(plan)
     yield from _cache_lines(model, plan)
     yield _undo_line(plan)
     yield from _exactness_lines(plan)
@@ -100,6 +102,31 @@ def _format(linear: LinearPlan) -> str:
 def _shapes(members: list[LinearPlan]) -> str:
     shapes = {tuple(m.site.weight.shape) for m in members}
     return f" [{'x'.join(map(str, shapes.pop()))}]" if len(shapes) == 1 else ""
+
+
+FUSED_KINDS = {
+    "norm": ("RMSNorms", "one native call each"),
+    "rotary": ("rotary embeddings", "one native call each"),
+    "mlp": ("gated MLPs", "gate and up in one call"),
+}
+
+
+def _fused_lines(plan: Plan) -> Iterator[Line]:
+    fused = plan.fused
+    if fused.reason is not None:
+        yield Line("fused", "nothing", "stock", fused.reason)
+        return
+    for kind, (what, choice) in FUSED_KINDS.items():
+        count = sum(site.kind == kind for site in fused.sites)
+        if count:
+            yield Line("fused", f"{count} {what}", choice, "checked on random input")
+    groups = Counter(tuple(name.rpartition(".")[2] for name in site.layers) for site in fused.shared)
+    for names, count in groups.items():
+        yield Line("fused", f"{count} x {', '.join(names)}", "one native call", "called on one tensor")
+    if fused.linears:
+        yield Line("fused", f"{len(fused.linears)} float linears", "native for few rows", "weights are read in place")
+    for (kind, reason), count in Counter((d.kind, d.reason) for d in fused.dropped).items():
+        yield Line("fused", f"{count} {FUSED_KINDS[kind][0]}", "stock", reason)
 
 
 def _cache_lines(model: PreTrainedModel, plan: Plan) -> Iterator[Line]:

@@ -16,7 +16,10 @@ from .attention.hf import BACKEND_ATTRIBUTE
 from .attention.hf import NAME as ATTENTION_NAME
 from .config import Default, PatchConfig
 from .errors import UnsupportedError
-from .generation.hf import STATE, GenerationState, accelerated_class, prepare_step
+from .fused.products import Products
+from .fused.shared_input import SharedInput
+from .generation.hf import STATE, AcceleratedGeneration, GenerationState, prepare_step
+from .instance import mixed_class
 from .journal import Journal
 from .linear import QuantLinear
 from .linear.hf import METHOD, AccelConfig, AccelQuantizer, module_settings
@@ -153,8 +156,10 @@ def apply_plan(todo: Plan, loaded: Mapping[str, Packed] | None = None) -> None:
         _replace_config(todo.model, journal)
         _mark_quantized(todo, journal)
         _switch_attention(todo, journal)
+        _fuse(todo, journal)
         _enter_generation(todo, journal, originals)
-        replace_linears(todo, journal, originals, loaded)  # last: it frees weights
+        replace_linears(todo, journal, originals, loaded)  # when nothing can refuse any more: it frees weights
+        _share_inputs(todo, journal)
     except BaseException as error:
         originals.recover(error)
         journal.undo()
@@ -207,13 +212,35 @@ def _switch_attention(todo: Plan, journal: Journal) -> None:
         journal.attribute(attention.site.module, BACKEND_ATTRIBUTE, attention.backend.name)
 
 
+def _fuse(todo: Plan, journal: Journal) -> None:
+    """Give modules a class of their own."""
+    for site in todo.fused.sites:
+        journal.attribute(site.module, "__class__", mixed_class(site.mixin, type(site.module)))
+        journal.attribute(site.module, "_hf_accel_fused", site.state)
+    for site in todo.fused.linears:
+        journal.attribute(site.module, "__class__", mixed_class(site.mixin, type(site.module)))
+        journal.attribute(site.module, "_hf_accel_products", Products())
+
+
+def _share_inputs(todo: Plan, journal: Journal) -> None:
+    """Let layers that are called on one tensor know each other, those that replace others included."""
+    for shared_site in todo.fused.shared:
+        layers = [todo.model.get_submodule(name) for name in shared_site.layers]
+        shared = SharedInput(layers)
+        for layer in layers:
+            if isinstance(layer, QuantLinear):
+                layer.shared = shared  # a module of ours, which unpatch takes out whole
+            else:
+                journal.attribute(layer, "_hf_accel_shared", shared)
+
+
 def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> None:
     model = todo.model
     generation = GenerationState(None if todo.stock_cache else todo.config.cache)
     state = PatchState(todo.config, todo.to_dict(), journal, originals, generation)
     journal.attribute(model, STATE, state)
     if not todo.stock_cache:
-        journal.attribute(model, "__class__", accelerated_class(type(model)))
+        journal.attribute(model, "__class__", mixed_class(AcceleratedGeneration, type(model)))
         # the journal writes the entries itself; the handle only gives out an id that no other hook has
         hook_id = RemovableHandle(model._forward_pre_hooks).id
         journal.item(model, "_forward_pre_hooks_with_kwargs", hook_id, True)

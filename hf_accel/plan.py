@@ -17,8 +17,10 @@ from .attention import AttentionBackend
 from .config import PatchConfig, WeightConfig
 from .errors import UnsupportedError
 from .explain import Line, explain, table
+from .fused.sites import Dropped, FusedSite, SharedSite, fused_sites, native_linears, shared_sites
 from .hardware import detect, read_bandwidth
-from .linear import Choice, LinearSpec
+from .kernels import cpu as kernels
+from .linear import Choice, LinearSpec, QuantLinear
 from .linear import choose as choose_linear
 from .originals import checkpoint_files, parameter_bytes, readable
 from .survey import (
@@ -66,6 +68,20 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True)
+class FusedPlan:
+    """Modules that get a native forward, float Linears read in place, and layers that share their input.
+
+    reason: why there are none.
+    """
+
+    sites: tuple[FusedSite, ...] = ()
+    linears: tuple[FusedSite, ...] = ()
+    shared: tuple[SharedSite, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """What patch() will do to a model and why. print() it, or read to_dict()."""
 
@@ -74,6 +90,7 @@ class Plan:
     config: PatchConfig
     linears: tuple[LinearPlan, ...]
     attention: tuple[AttentionPlan, ...]
+    fused: FusedPlan
     stock_attention: str | None
     stock_cache: str | None
     lines: tuple[Line, ...]
@@ -126,6 +143,7 @@ def make_plan(model: object, config: PatchConfig, *, find_originals: FindOrigina
         config=config,
         linears=linears,
         attention=attention,
+        fused=_plan_fused(inner, config, linears),
         stock_attention=stock_attention,
         stock_cache=stock_cache,
         lines=(),
@@ -220,8 +238,28 @@ def _on_disk(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str,
 
 
 def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[AttentionPlan]:
-    quantized_kv = config.cache is not None and config.cache.dtype == "int8"
+    quantized_kv = config.cache is not None and config.cache.dtype != "auto"
     for site in attention_sites(model, quantized_kv=quantized_kv):
         backend, refusals = attention_backends.choose(site.spec, config.attention or "auto")
         reason = "; ".join(f"{name} refused: {why}" for name, why in refusals) or "first choice"
         yield AttentionPlan(site, backend, reason)
+
+
+# -- fused ---------------------------------------------------------------------------------------------
+
+
+def _plan_fused(model: PreTrainedModel, config: PatchConfig, linears: Iterable[LinearPlan]) -> FusedPlan:
+    if not config.fuse:
+        return FusedPlan(reason="fuse=False")
+    reason = kernels.refusal() if model.device.type == "cpu" else f"there are none for {model.device.type} yet"
+    if reason is not None:
+        return FusedPlan(reason=reason)
+    sites, dropped = fused_sites(model, model.dtype)
+    replaced = {id(linear.site.module) for linear in linears if linear.choice is not None}
+    floats = [site for site in native_linears(model) if id(site.module) not in replaced]
+    native = replaced | {id(site.module) for site in floats}
+    native |= {id(module) for module in model.modules() if isinstance(module, QuantLinear)}
+    shared = [
+        site for site in shared_sites(model) if all(id(model.get_submodule(name)) in native for name in site.layers)
+    ]
+    return FusedPlan(tuple(sites), tuple(floats), tuple(shared), tuple(dropped))

@@ -15,13 +15,14 @@ import hf_accel
 PACKAGE = Path(hf_accel.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-FACTS = {"errors", "config", "hardware", "journal"}
+FACTS = {"errors", "config", "hardware", "instance", "journal"}
 CORE = {  # room -> the rooms before it
     "kernels": set(),
     "cache": {"kernels"},
     "attention": {"kernels", "cache"},
     "linear": {"kernels", "cache"},
-    "generation": {"kernels", "cache", "attention", "linear"},
+    "fused": {"kernels", "cache", "attention", "linear"},
+    "generation": {"kernels", "cache", "attention", "linear", "fused"},
 }
 COMPOSITION = [  # each may use those before it
     "originals", "survey", "estimate", "explain", "plan", "pack", "patch", "loading", "verify",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_accel
-from benchmarks import decode, ladder, run, timing
+from benchmarks import decode, isa, ladder, memory, patch_memory, run, timing
 from benchmarks.bench import Bench
 from benchmarks.checks import WrongResultError, check
 from benchmarks.machine import machine
@@ -44,11 +47,45 @@ def bench_of(**settings: Any) -> Bench:
 # -- end to end ----------------------------------------------------------------------------------------
 
 
+TABLES = {  # topic -> rows of each of its tables
+    "decode": [4, 4],
+    "long_decode": [5, 5],
+    "generate": [4],
+    "prefill": [4],
+    "rows": [4, 4, 4, 4, 4, 4],
+    "profile": [13, 13, 13, 13],
+    "memory": [4, 3, 4, 4],
+    "patch": [3, 7],
+    "ladder": [7],
+    "waste": [3],
+    "isa": [5],
+    "quality": [6],
+    "small_model": [5],
+}
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The results of all topics; processes of their own are calls here, to save their seconds of imports."""
     out = tmp_path_factory.mktemp("results")
-    run.main(["decode", "prefill", "ladder", "waste", "patch", *SMALL, "--setups", OURS, "--out", str(out)])
-    return out
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (memory, patch_memory, isa):
+            patch.setattr(module, "call", call_here)
+        patch.setattr(isa, "levels", lambda: ["avx2"])
+        run.main([*run.TOPICS, *SMALL, "--tokens", "100", "--setups", OURS, "--out", str(out)])
+        yield out
+
+
+def call_here(module: str, *arguments: object, environment: Mapping[str, str] | None = None) -> Any:
+    """processes.call without the process and the environment."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        importlib.import_module(f"benchmarks.{module}").main(*map(type_of(module), arguments))
+    return json.loads(printed.getvalue().splitlines()[-1])
+
+
+def type_of(module: str) -> type:
+    return int if module == "attention_peak" else str
 
 
 @pytest.fixture
@@ -56,33 +93,35 @@ def read(folder: Path) -> Callable[[str], dict[str, Any]]:
     return lambda topic: json.loads((folder / f"{topic}.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("topic", "tables", "rows"),
-    [("decode", 3, 4), ("prefill", 1, 4), ("ladder", 1, 7), ("waste", 1, 3), ("patch", 1, 3)],
-)
-def test_every_topic_writes_rows_for_every_setup(
-    read: Callable[[str], dict[str, Any]], topic: str, tables: int, rows: int
-) -> None:
+def test_every_topic_is_tested() -> None:
+    assert set(TABLES) == set(run.TOPICS)
+
+
+@pytest.mark.parametrize("topic", run.TOPICS)
+def test_every_topic_writes_rows_for_every_setup(read: Callable[[str], dict[str, Any]], topic: str) -> None:
     result = read(topic)
-    assert [len(table["rows"]) for table in result["tables"]] == [rows] * tables
+    assert [len(table["rows"]) for table in result["tables"]] == TABLES[topic]
     for row in (row for table in result["tables"] for row in table["rows"]):
-        assert all(value > 0 for value in row.values() if isinstance(value, (int, float)))
+        assert all(math.isfinite(value) for value in row.values() if isinstance(value, (int, float)))
+        assert all(value > 0 for name, value in row.items() if isinstance(value, float) and name.endswith("seconds"))
 
 
 def test_stock_is_its_own_baseline(read: Callable[[str], dict[str, Any]]) -> None:
-    for table in read("decode")["tables"] + read("prefill")["tables"]:
+    for table in [
+        table for topic in ("decode", "long_decode", "generate", "prefill") for table in read(topic)["tables"]
+    ]:
         assert table["rows"][0]["setup"] == "stock"
         assert table["rows"][0]["ratio"] == 1
 
 
 def test_a_result_says_where_and_how_it_came_about(read: Callable[[str], dict[str, Any]]) -> None:
     result = read("decode")
-    assert result["command"].startswith("python -m benchmarks.run decode prefill")
+    assert result["command"].startswith(f"python -m benchmarks.run {' '.join(run.TOPICS)} --model tiny")
     assert result["settings"]["context"] == 20
     assert result["machine"]["threads"] == torch.get_num_threads()
     assert result["machine"]["read_bytes_per_second"] > 1e8
     assert result["versions"]["torch"] == torch.__version__
-    assert {row["setup"] for row in result["verified"]} == {"stock", *OURS.split(",")}
+    assert [row["setup"] for row in result["verified"]] == ["stock", *OURS.split(",")]
     assert all(row["logits_error"] <= row["tolerance"] for row in result["verified"])
 
 
@@ -101,26 +140,49 @@ def ladder_end_to_end(result: dict[str, Any]) -> float:
 
 def test_the_readme_is_made_from_all_files(folder: Path, read: Callable[[str], dict[str, Any]]) -> None:
     text = (folder / "README.md").read_text()
-    for topic in ("decode", "prefill", "ladder", "waste", "patch"):
+    for topic in run.TOPICS:
         assert f"\n## {topic}\n" in text
     for row in read("decode")["tables"][0]["rows"]:
         assert f"| {row['setup']} | {row['ratio']:,.2f}x |" in text
     assert not list(folder.glob("*.new"))
 
 
-@pytest.mark.long
-def test_memory_topic(tmp_path: Path) -> None:
-    run.main(["memory", *SMALL, "--setups", OURS, "--out", str(tmp_path)])
-    weights, kv, patch, attention = json.loads((tmp_path / "memory.json").read_text())["tables"]
+def test_sizes_of_the_memory_topic(read: Callable[[str], dict[str, Any]]) -> None:
+    weights, kv, _, _ = read("memory")["tables"]
     size = {row["setup"]: row["weight_bytes"] for row in weights["rows"]}
     assert size["hf_accel int4"] < size["hf_accel int8"] < size["stock"] == size["hf_accel exact"]
     assert [row["cache"] for row in kv["rows"]] == ["stock", "paged", "paged int8"]
     assert kv["rows"][1]["kv_bytes"] / kv["rows"][2]["kv_bytes"] == pytest.approx(2 * 64 / (64 + 2))  # head_dim 64
-    assert [row["patched_bytes"] < row["model_bytes"] for row in patch["rows"]] == [True, True]
-    naive = attention["rows"][0]
-    if naive["1024_bytes"] is not None:  # quadratic without tiling, about linear with it
-        assert naive["4096_bytes"] / naive["1024_bytes"] > 10
-        assert attention["rows"][2]["4096_bytes"] < naive["4096_bytes"] / 50
+
+
+def test_every_way_to_a_quantized_model_ends_at_the_same_bytes(read: Callable[[str], dict[str, Any]]) -> None:
+    stock, *ways = read("patch")["tables"][1]["rows"]
+    sizes = {row["weights"]: {w["result_bytes"] for w in ways if w["weights"] == row["weights"]} for row in ways}
+    assert [len(values) for values in sizes.values()] == [1, 1]
+    assert max(sizes["int4"]) < max(sizes["int8"]) < stock["result_bytes"]
+
+
+def test_perplexity_of_the_shipped_model(read: Callable[[str], dict[str, Any]]) -> None:
+    result = read("quality")
+    assert result["model"] == "stdlib-tiny"
+    rows = {row["weights"]: row for row in result["tables"][0]["rows"]}
+    assert rows["stock"]["kl_nats"] == rows["stock"]["change_percent"] == 0
+    assert 0 < rows["int8"]["kl_nats"] < rows["int4, groups of 32"]["kl_nats"] < rows["int4, groups of 128"]["kl_nats"]
+    assert rows["int8"]["kl_nats"] != rows["int8 with int8 KV"]["kl_nats"]  # the cache is read, and rounded
+    for row in rows.values():
+        assert math.log(row["perplexity"] / rows["stock"]["perplexity"]) == pytest.approx(
+            math.log1p(row["change_percent"] / 100)
+        )
+
+
+@pytest.mark.long
+def test_topics_in_processes_of_their_own(tmp_path: Path) -> None:
+    run.main(["memory", "patch", "isa", *SMALL[:3], "64", *SMALL[4:], "--setups", OURS, "--out", str(tmp_path)])
+    attention = json.loads((tmp_path / "memory.json").read_text())["tables"][2]["rows"]
+    if attention[0]["growth_exponent"] is not None:  # quadratic without tiling, about linear with it
+        assert attention[0]["growth_exponent"] > 1.5
+    in_memory = json.loads((tmp_path / "patch.json").read_text())["tables"][1]["rows"][1]
+    assert in_memory["result_bytes"] < in_memory["peak_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -243,7 +305,7 @@ def test_the_stock_model_stays_stock() -> None:
 
 def test_a_setup_that_refuses_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = next(s for s in SETUPS if s.name == "hf_accel int8")
-    monkeypatch.setattr(setup, "refuses", lambda: "it rains")
+    monkeypatch.setattr(setup, "refuses", lambda config: "it rains")
     bench = bench_of()
     assert "hf_accel int8" not in [s.name for s in bench.setups]
     assert bench.refused == {"hf_accel int8": "it rains"}
@@ -257,7 +319,7 @@ def test_generate_goes_on_from_a_filled_cache(name: str, monkeypatch: pytest.Mon
     filled_cache = bench.filled_cache
     monkeypatch.setattr(bench, "filled_cache", lambda *a, **k: caches.append(filled_cache(*a, **k)) or caches[-1])
     entrant.model.model.embed_tokens.register_forward_hook(lambda _, inputs, __: forwards.append(inputs[0].shape))
-    assert decode.run_filled(bench, entrant, 3).per_step > 0
+    assert decode.run_filled(bench, entrant, batch=3, context=20).per_step > 0
     assert forwards == [(3, 1)] * 4
     assert caches[0].get_seq_length() == 24
 
@@ -312,6 +374,9 @@ def test_ladder_rows() -> None:
 @pytest.mark.parametrize(
     ("column", "value", "text"),
     [
+        ("change_percent", -0.01, "-0.010 %"),
+        ("perplexity", 10.4, "10.40000"),
+        ("kl_nats", 0.0007, "0.00070"),
         ("setup", "stock", "stock"),
         ("ratio", 2.5, "2.50x"),
         ("product", 1234.0, "1,234.00x"),
@@ -408,21 +473,21 @@ def test_quick_runs_leave_other_libraries_out() -> None:
     assert not peers & {setup.name for setup in bench.setups}
     assert bench.refused == dict.fromkeys(peers, "a quick run leaves other libraries out")
     named = bench_of(setups=tuple(peers), quick=True)
-    assert all(named.refusal(setup) == setup.refuses() for setup in SETUPS)
+    assert all(named.refusal(setup) == setup.refuses(named.model.config) for setup in SETUPS)
 
 
 def test_stock_takes_part_whatever_is_asked_for() -> None:
     assert [setup.name for setup in bench_of(setups=("hf_accel int8",)).setups] == ["stock", "hf_accel int8"]
-    assert Stock().refuses() is None
+    assert Stock().refuses(load_model("tiny").config) is None
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # theirs, not ours
-@pytest.mark.parametrize("name", [s.name for s in SETUPS if s.name.startswith(("bitsandbytes", "torchao"))])
+@pytest.mark.parametrize("name", [s.name for s in SETUPS if s.is_peer and s.name != "llama.cpp bf16"])
 def test_peers_are_verified_too(name: str) -> None:
     bench = bench_of(setups=(name,))
     setup = next(s for s in SETUPS if s.name == name)
-    if setup.refuses():
-        pytest.skip(str(setup.refuses()))
-    model = bench.entrants[name].model
-    assert weight_bytes(model) < weight_bytes(bench.model)
+    if reason := bench.refusal(setup):
+        pytest.skip(reason)
+    entrant = bench.entrants[name]
+    assert setup.read_bytes(entrant.model) < setup.weight_bytes(entrant.model) < weight_bytes(bench.model)

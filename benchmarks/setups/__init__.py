@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from . import accel, bitsandbytes, stock, torchao
+from . import accel, bitsandbytes, llama_cpp, stock, torchao
 from .base import Setup
 
-SETUPS: tuple[Setup, ...] = (*stock.SETUPS, *accel.SETUPS, *bitsandbytes.SETUPS, *torchao.SETUPS)
+SETUPS: tuple[Setup, ...] = (
+    *stock.SETUPS,
+    *accel.SETUPS,
+    *llama_cpp.SETUPS,
+    *bitsandbytes.SETUPS,
+    *torchao.SETUPS,
+)
 
 __all__ = ["SETUPS", "Setup"]

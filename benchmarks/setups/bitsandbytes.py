@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
 from ..models import reload
 from .base import Setup, missing
@@ -19,7 +19,7 @@ class BitsAndBytes(Setup):
         self.config = config
         self.tolerance = tolerance
 
-    def refuses(self) -> str | None:
+    def refuses(self, config: PreTrainedConfig) -> str | None:
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a cast at every call of every layer
         return missing("bitsandbytes")
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from ..errors import UnsupportedError
 from .base import AttentionBackend, AttentionSpec
+from .cpu import CpuBackend
 from .reference import ReferenceBackend
 from .sdpa import SdpaBackend
 
-BACKENDS: tuple[AttentionBackend, ...] = (SdpaBackend(), ReferenceBackend())
+BACKENDS: tuple[AttentionBackend, ...] = (CpuBackend(), SdpaBackend(), ReferenceBackend())
 
 
 def choose(spec: AttentionSpec, name: str = "auto") -> tuple[AttentionBackend, list[tuple[str, str]]]:
@@ -30,4 +31,4 @@ def choose(spec: AttentionSpec, name: str = "auto") -> tuple[AttentionBackend, l
     raise UnsupportedError(f"attention={name!r} cannot serve this model ({reasons}); use attention='auto'")
 
 
-__all__ = ["BACKENDS", "AttentionBackend", "AttentionSpec", "ReferenceBackend", "SdpaBackend", "choose"]
+__all__ = ["BACKENDS", "AttentionBackend", "AttentionSpec", "CpuBackend", "ReferenceBackend", "SdpaBackend", "choose"]

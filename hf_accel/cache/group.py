@@ -28,7 +28,7 @@ class PageGroup:
         block_size: int,
         growable: bool,
         prefix_sharing: bool,
-        quantized: bool,
+        quantized: torch.dtype | None,
     ) -> None:
         self.window = window
         self.quantized = quantized

@@ -21,6 +21,7 @@ from .step import GroupStep, Step
 from .storage import KVStorage
 
 FIRST_TOKENS = 1024  # where a cache that grows begins, over all sequences
+QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 PAGED_HANDLE = "_hf_accel_paged"  # the attribute of a K tensor that carries its PagedKV to the attention function
 
 
@@ -176,7 +177,7 @@ class PagedCache(Cache):
                 block_size=settings.block_size,
                 growable=settings.max_tokens is None,
                 prefix_sharing=settings.prefix_sharing,
-                quantized=settings.dtype == "int8",
+                quantized=QUANTIZED.get(settings.dtype),
             )
             for window in kinds
         ]

@@ -1,4 +1,4 @@
-"""The tensors behind the blocks of one layer, in the model's dtype or in INT8."""
+"""The tensors behind the blocks of one layer, in the model's dtype, in INT8 or in FP8."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-INT8_MAX = 127
+from ..kernels import cpu as kernels
+from ..kernels.cpu.attention import write_pages
+from ..kernels.cpu.library import FLOATS
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # level of each dtype that quantized pages may have
 
 
 class KVStorage:
     """K and V pages of one layer.
 
-    k_pages [num_blocks, num_kv_heads, block_size, key_dim], v_pages likewise with value_dim. quantized: int8
-    with k_scales, v_scales [num_blocks, num_kv_heads, block_size], a scale per token and head (symmetric
-    absmax, rounded to `dtype` before it is used). Non-finite K or V make that token's head NaN.
+    k_pages [num_blocks, num_kv_heads, block_size, key_dim], v_pages likewise with value_dim. quantized: a
+    dtype of LARGEST, with k_scales, v_scales [num_blocks, num_kv_heads, block_size], a scale per token and head
+    (symmetric absmax, rounded to `dtype` before it is used). Non-finite K or V make that token's head NaN.
     """
 
     def __init__(
@@ -28,12 +32,12 @@ class KVStorage:
         value_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
-        quantized: bool = False,
+        quantized: torch.dtype | None = None,
     ) -> None:
         self.block_size = block_size
         self.dtype = dtype
         page = (num_blocks, num_kv_heads, block_size)
-        stored = torch.int8 if quantized else dtype
+        stored = quantized or dtype
         self.k_pages = _empty((*page, key_dim), dtype=stored, device=device)
         self.v_pages = _empty((*page, value_dim), dtype=stored, device=device)
         self.k_scales = _empty(page, dtype=dtype, device=device) if quantized else None
@@ -54,17 +58,30 @@ class KVStorage:
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """keys [N, H, Dk] and values [N, H, Dv] into slots [N] int64, in place."""
+        if self._is_native(keys, values):
+            write_pages(keys, values, self.k_pages, self.v_pages, self.k_scales, self.v_scales, slots)
+            return
         blocks = torch.div(slots, self.block_size, rounding_mode="floor")
         place = (blocks, slice(None), slots - blocks * self.block_size)
         self._write(self.k_pages, self.k_scales, keys.detach(), place)
         self._write(self.v_pages, self.v_scales, values.detach(), place)
+
+    def _is_native(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether the kernel can write this; it gives the bits of the torch path below."""
+        return (
+            keys.dtype == values.dtype == self.dtype
+            and self.dtype in FLOATS
+            and keys.device.type == self.k_pages.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+            and kernels.refusal() is None
+        )
 
     @staticmethod
     def _write(pages: Tensor, scales: Tensor | None, states: Tensor, place: tuple[Tensor | slice, ...]) -> None:
         if scales is None:
             pages[place] = states
         else:
-            pages[place], scales[place] = quantize(states)
+            pages[place], scales[place] = quantize(states, pages.dtype)
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of slots [...], dequantized: [..., H, Dk] and [..., H, Dv]."""
@@ -73,7 +90,8 @@ class KVStorage:
         keys, values = self.k_pages[place], self.v_pages[place]
         if self.k_scales is None or self.v_scales is None:
             return keys, values
-        return keys * self.k_scales[place].unsqueeze(-1), values * self.v_scales[place].unsqueeze(-1)
+        scales = self.k_scales[place].unsqueeze(-1), self.v_scales[place].unsqueeze(-1)
+        return keys.to(self.dtype) * scales[0], values.to(self.dtype) * scales[1]
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination)."""
@@ -96,9 +114,11 @@ def _empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device |
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-def quantize(states: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, H, D] to int8 [N, H, D] and scales [N, H] in the dtype of `states`; zeros have scale 0."""
-    scales = (states.abs().amax(-1).float() / INT8_MAX).to(states.dtype)
+def quantize(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[N, H, D] to [N, H, D] of `dtype` (of LARGEST) and scales [N, H] in that of `states`; zeros have scale 0."""
+    largest = LARGEST[dtype]
+    scales = (states.abs().amax(-1).float() / largest).to(states.dtype)
     divisors = scales.float().masked_fill(scales == 0, 1).unsqueeze(-1)
-    integers = (states.float() / divisors).round().clamp(-INT8_MAX, INT8_MAX)
-    return integers.nan_to_num(0).to(torch.int8), scales
+    levels = states.float() / divisors
+    levels = levels.round() if dtype == torch.int8 else levels
+    return levels.clamp(-largest, largest).nan_to_num(0).to(dtype), scales

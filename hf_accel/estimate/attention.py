@@ -40,9 +40,9 @@ class AttentionLayer:
     head_dim: int
     tokens: int
 
-    def kv_bytes(self, *, dtype: torch.dtype, int8: bool) -> int:
-        """Keys and values of one sequence; int8 has a scale in `dtype` per token and head."""
-        vector = self.head_dim + dtype.itemsize if int8 else self.head_dim * dtype.itemsize
+    def kv_bytes(self, *, dtype: torch.dtype, quantized: bool) -> int:
+        """Keys and values of one sequence; quantized ones a byte per number and a scale in `dtype` per token and head."""
+        vector = self.head_dim + dtype.itemsize if quantized else self.head_dim * dtype.itemsize
         return 2 * self.kv_heads * self.tokens * vector
 
     @property

@@ -34,7 +34,7 @@ def estimate(
     model: a config, a path or name of one, or a model (counted as it stands).
     context: tokens of each sequence; batch: sequences.
     weights: as in `patch`. Linears take 8 or 4 bits and scales, the head 8; embeddings and fused experts stay.
-    kv_dtype: None or "auto" for the model's dtype, "int8" for a byte per number and a scale per token and head.
+    kv_dtype: None or "auto" for the model's dtype, "int8" or "fp8" for a byte per number and a scale per token and head.
     dtype: of a model built from a config; None takes the config's, else float32.
     bandwidth, compute: bytes and operations per second of the machine. With neither, both are measured on `device`;
         with one, TYPICAL_BALANCE gives the other.
@@ -45,7 +45,7 @@ def estimate(
     """
     positive_int("context", context)
     positive_int("batch", batch)
-    one_of("kv_dtype", kv_dtype, (None, "auto", "int8"))
+    one_of("kv_dtype", kv_dtype, (None, "auto", "int8", "fp8"))
     for name, value in (("bandwidth", bandwidth), ("compute", compute), ("price_per_hour", price_per_hour)):
         _positive_number(name, value)
     recipe = parse_weights(weights)
@@ -56,7 +56,7 @@ def estimate(
         layers=tuple(attention_layers(decoder_config(shapes), context=context)),
         recipe=recipe,
         dtype=shapes.dtype,
-        int8_cache=kv_dtype == "int8",
+        kv_dtype=None if kv_dtype == "auto" else kv_dtype,
         context=context,
         batch=batch,
     )
@@ -74,7 +74,7 @@ def _evaluate(workload: Workload, machine: Machine, *, name: str, price_per_hour
         model=name,
         dtype=str(workload.dtype).removeprefix("torch."),
         weights=workload.recipe.label if workload.recipe else None,
-        kv_dtype="int8" if workload.int8_cache else None,
+        kv_dtype=workload.kv_dtype,
         context=workload.context,
         batch=workload.batch,
         parameters=sum(tensor.numel for tensor in workload.tensors),

@@ -19,7 +19,7 @@ class Workload:
     layers: tuple[AttentionLayer, ...]
     recipe: WeightConfig | None
     dtype: torch.dtype
-    int8_cache: bool
+    kv_dtype: str | None  # of a quantized cache, a byte per number
     context: int
     batch: int
 
@@ -29,7 +29,9 @@ class Workload:
 
     @property
     def kv_bytes(self) -> int:
-        return self.batch * sum(layer.kv_bytes(dtype=self.dtype, int8=self.int8_cache) for layer in self.layers)
+        return self.batch * sum(
+            layer.kv_bytes(dtype=self.dtype, quantized=self.kv_dtype is not None) for layer in self.layers
+        )
 
     @property
     def activation_bytes(self) -> int:

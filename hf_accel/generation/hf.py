@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..cache.hf import PagedCache
 from ..config import CacheConfig
 from ..errors import UnsupportedError
+from ..instance import Mixin
 
 STATE = "_hf_accel"  # where patch() keeps its GenerationState on the model
 MAX_FIRST_TOKENS = 65536  # a cache makes room for at most this many tokens before any is written
@@ -127,7 +128,7 @@ def _positions_depend_on_length(config: Any) -> bool:
     return any(kind in ("dynamic", "longrope") for kind in kinds)
 
 
-class AcceleratedGeneration:
+class AcceleratedGeneration(Mixin):
     """Mixed into a patched model's class, in front of the original class."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -190,12 +191,6 @@ class AcceleratedGeneration:
         if shareable and cache.has_prefixes and _positions_count_tokens(model_kwargs.get("position_ids"), mask):
             cache.adopt_prefix(input_ids, mask, weights_salt(self))  # type: ignore[arg-type]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle by the original class, since this one exists in this process alone."""
-        reduced = super().__reduce_ex__(protocol)
-        assert isinstance(reduced, tuple)
-        return (rebuild_instance, (type(self).__mro__[2],), *reduced[2:])
-
 
 def _is_text(model_kwargs: dict[str, Any]) -> bool:
     return not any(isinstance(value, Tensor) and name not in TEXT_INPUTS for name, value in model_kwargs.items())
@@ -203,13 +198,3 @@ def _is_text(model_kwargs: dict[str, Any]) -> bool:
 
 def _every(value: Any, repeats: int, rows: int) -> Any:
     return value[::repeats] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
-
-
-def accelerated_class(original: type) -> type:
-    """A subclass of `original` with the mixin, that passes for it by name (transformers looks at names)."""
-    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    return type(original.__name__, (AcceleratedGeneration, original), names)
-
-
-def rebuild_instance(original: type) -> Any:
-    return object.__new__(accelerated_class(original))

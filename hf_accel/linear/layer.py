@@ -42,6 +42,7 @@ class QuantLinear(nn.Linear):
         self.activations = activations
         self.requested_backend = backend
         self.choice: Choice | None = None
+        self.shared: Any = None  # what computes this layer together with others on the same input, see fused
         self._packed: Any = None
 
     def _set_bias(self, bias: Tensor | None) -> None:
@@ -89,12 +90,18 @@ class QuantLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         choice = self.choice or self.pack().choice
         assert choice is not None
-        rows = x.reshape(-1, self.in_features).to(choice.spec.dtype).contiguous()
+        if self.shared is not None and (shared := self.shared.take(self, x)) is not None:
+            return shared  # type: ignore[no-any-return]
+        rows = x.reshape(-1, self.in_features)
+        if rows.dtype is not choice.spec.dtype:
+            rows = rows.to(choice.spec.dtype)
+        rows = rows.contiguous()
         if rows.requires_grad and torch.is_grad_enabled():
             out = differentiable_linear(rows, self.bias, choice.backend, self._packed)
         else:
             out = choice.backend.run(rows, self._packed, self.bias)
-        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        out = out.view(*x.shape[:-1], self.out_features)
+        return out if out.dtype is x.dtype else out.to(x.dtype)
 
     @property
     def quantized(self) -> QuantizedWeight:

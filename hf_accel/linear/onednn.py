@@ -31,6 +31,7 @@ class OneDNN(Backend):
     bits = (8,)
     activations = "int8"
     row_invariant = True
+    slow_start = True  # about 60 microseconds
 
     def refuses(self, spec: LinearSpec) -> str | None:
         if spec.device_type != "cpu":

@@ -9,13 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .activations import quantize_rows
+from .activations import round_groups
 from .backend import Backend, LinearSpec
 from .formats import QuantizedWeight, chunks
 
+ACTIVATION_GROUP = 128  # inputs that share an activation scale where the weight has no groups
+
 
 class Reference(Backend):
-    """Dequantizes a chunk of outputs at a time and multiplies in floating point."""
+    """Dequantizes a chunk of outputs at a time and multiplies in floating point.
+
+    activations "int8": rounded per row and group of inputs, which are the weight's for 4 bits and 128 for 8.
+    """
 
     name = "reference"
     bits = (8, 4)
@@ -37,8 +42,7 @@ class Reference(Backend):
     def run(self, x: Tensor, packed: QuantizedWeight, bias: Tensor | None) -> Tensor:
         rows = x
         if self.activations:
-            levels, scale = quantize_rows(x)
-            rows = levels * scale
+            rows = round_groups(x, packed.group_size if packed.bits == 4 else ACTIVATION_GROUP)
         biases = rows.new_zeros(packed.shape[0]) if bias is None else bias.to(rows.dtype)
         pieces = (F.linear(rows, packed.dequantize(rows.dtype, outputs=o), biases[o]) for o in chunks(len(biases)))
         return torch.cat(list(pieces), dim=-1).to(x.dtype)

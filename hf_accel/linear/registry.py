@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 from ..errors import UnsupportedError
 from .backend import Backend, LinearSpec
+from .cpu import Cpu
 from .measure import measure
 from .onednn import OneDNN
 from .reference import REFERENCES
 from .torch_int4 import TorchInt4
 from .torch_int8 import TorchInt8
 
-BACKENDS: tuple[Backend, ...] = (OneDNN(), TorchInt8(), TorchInt4(), REFERENCES[None], REFERENCES["int8"])
+BACKENDS: tuple[Backend, ...] = (Cpu(), OneDNN(), TorchInt8(), TorchInt4(), REFERENCES[None], REFERENCES["int8"])
 
-# Below this many weights oneDNN's fixed cost of a call, about 60 microseconds, is more than it saves.
+# Weights below which a backend that is slow to start comes last but for the reference.
 # A rule and not a stopwatch: the choice decides the numbers that a layer computes.
 SMALL = 2**22
 
@@ -67,5 +68,5 @@ def choose(spec: LinearSpec, name: str = "auto") -> Choice:
 def _candidates(spec: LinearSpec, name: str) -> list[Backend]:
     able = [backend for backend in BACKENDS if spec.bits in backend.bits and name in ("auto", backend.name)]
     if spec.in_features * spec.out_features < SMALL:
-        able.sort(key=lambda backend: (backend.name == "reference", backend.activations is not None))
+        able.sort(key=lambda backend: (backend.name == "reference", backend.slow_start))
     return able

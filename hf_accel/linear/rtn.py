@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -32,13 +34,17 @@ def _round(weight: Tensor, group_size: int, *, largest: int, lowest: int) -> tup
         groups = weight[outputs].reshape(-1, scale.shape[1], group_size)  # [outputs, groups, group]
         absmax = groups.abs().amax(dim=-1)
         if not absmax.isfinite().all():
-            raise UnsupportedError("the weight holds NaN or infinity; repair the checkpoint or skip the layer")
+            refuse_not_finite()
         scale[outputs] = _wide(absmax) / largest
         # The stored scale is the divisor: what is rounded here is what dequantize multiplies back.
         divisor = _wide(scale[outputs]).masked_fill(scale[outputs] == 0, 1).unsqueeze(-1)
         levels = (_wide(groups) / divisor).round_().clamp_(lowest, largest)
         integers[outputs] = levels.flatten(-2).to(torch.int8)
     return integers, scale
+
+
+def refuse_not_finite() -> NoReturn:
+    raise UnsupportedError("the weight holds NaN or infinity; repair the checkpoint or skip the layer")
 
 
 def _wide(values: Tensor) -> Tensor:

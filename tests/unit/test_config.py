@@ -70,7 +70,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"cache": {"block_size": True}}, "block_size=True must be an integer"),
     ({"cache": {"block_size": 16.0}}, "block_size=16.0 must be an integer"),
     ({"cache": {"max_tokens": -5}}, "max_tokens=-5 must be an integer of at least 1"),
-    ({"cache": {"dtype": "fp8"}}, "'fp8' is not supported yet; use 'auto' or 'int8'"),
+    ({"cache": {"dtype": "int4"}}, "'int4' is not supported yet; use 'auto', 'int8' or 'fp8'"),
     ({"cache": {"dtype": "int2"}}, "cache dtype='int2' is not known"),
     ({"cache": {"prefix_sharing": None}}, "prefix_sharing=None is not known"),
     ({"attention": 3}, "attention=3 must be 'auto', a backend's name or None"),

@@ -98,6 +98,7 @@ def test_every_choice_has_a_reason() -> None:
                 "cpu kernels",
                 "attention",
                 "weights",
+                "fused",
                 "cache",
                 "generate",
                 "undo",

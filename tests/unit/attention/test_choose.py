@@ -8,6 +8,7 @@ import torch
 from hf_accel import attention
 from hf_accel.attention import BACKENDS, AttentionSpec, ReferenceBackend, choose
 from hf_accel.errors import UnsupportedError
+from hf_accel.kernels import cpu as kernels
 
 
 def spec(**changes: Any) -> AttentionSpec:
@@ -31,8 +32,14 @@ def picky(monkeypatch: pytest.MonkeyPatch) -> Picky:
     return backend
 
 
+@pytest.fixture(autouse=True)
+def built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the kernels were compiled here makes no difference to these tests."""
+    monkeypatch.setattr(kernels, "refusal", lambda: None)
+
+
 def test_names_are_ordered_by_preference() -> None:
-    assert [backend.name for backend in BACKENDS] == ["sdpa", "reference"]
+    assert [backend.name for backend in BACKENDS] == ["cpu", "sdpa", "reference"]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +55,9 @@ def test_names_are_ordered_by_preference() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name, chosen", [("auto", "sdpa"), ("sdpa", "sdpa"), ("reference", "reference")])
+@pytest.mark.parametrize(
+    "name, chosen", [("auto", "cpu"), ("cpu", "cpu"), ("sdpa", "sdpa"), ("reference", "reference")]
+)
 def test_every_backend_serves(changes: dict[str, Any], name: str, chosen: str) -> None:
     backend, refusals = choose(spec(**changes), name)
     assert backend.name == chosen and refusals == []
@@ -56,7 +65,7 @@ def test_every_backend_serves(changes: dict[str, Any], name: str, chosen: str) -
 
 def test_auto_passes_over_a_refusal_and_says_why(picky: Picky) -> None:
     backend, refusals = choose(spec(sinks=True))
-    assert backend.name == "sdpa"
+    assert backend.name == "cpu"
     assert refusals == [("picky", "its kernel has no attention sinks")]
 
 
@@ -70,5 +79,24 @@ def test_explicit_refusal_is_an_error_with_the_way_out(picky: Picky) -> None:
 
 
 def test_unknown_name_lists_the_known() -> None:
-    with pytest.raises(UnsupportedError, match=r"'flash' is not known; choose 'auto' or one of 'sdpa', 'reference'"):
+    with pytest.raises(UnsupportedError, match=r"'flash' is not known; choose 'auto' or one of 'cpu', 'sdpa', 'ref"):
         choose(spec(), "flash")
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"device_type": "cuda"}, "it runs on a CPU, not on cuda"),
+        ({"dtype": torch.float64}, "it computes in float32, bfloat16 and float16, not in float64"),
+        ({"head_dim": 576}, "heads of 576 numbers are larger than its 512"),
+    ],
+    ids=str,
+)
+def test_the_native_backend_says_what_it_cannot_serve(changes: dict[str, Any], reason: str) -> None:
+    backend, refusals = choose(spec(**changes))
+    assert backend.name == "sdpa" and refusals == [("cpu", reason)]
+
+
+def test_without_the_library_the_reason_is_that_of_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "refusal", lambda: "cpu kernels: not built (no compiler)")
+    assert choose(spec())[1] == [("cpu", "cpu kernels: not built (no compiler)")]

@@ -8,7 +8,9 @@ from hf_accel.cache import KVStorage
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def storage_of(dtype: torch.dtype = torch.float32, *, quantized: bool = False, num_blocks: int = 5) -> KVStorage:
+def storage_of(
+    dtype: torch.dtype = torch.float32, *, quantized: torch.dtype | None = None, num_blocks: int = 5
+) -> KVStorage:
     return KVStorage(
         num_blocks,
         num_kv_heads=2,
@@ -45,8 +47,8 @@ def test_a_write_touches_its_slots_alone() -> None:
     assert not storage.k_pages[1, :, [0, 1, 3]].any()
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-def test_blocks_are_copied_whole_and_survive_growth(quantized: bool) -> None:
+@pytest.mark.parametrize("quantized", [None, torch.int8, torch.float8_e4m3fn])
+def test_blocks_are_copied_whole_and_survive_growth(quantized: torch.dtype | None) -> None:
     storage, (keys, values) = storage_of(quantized=quantized), states(4)
     storage.write(keys, values, torch.arange(4, 8))
     before = storage.read(torch.arange(4, 8))
@@ -59,7 +61,7 @@ def test_blocks_are_copied_whole_and_survive_growth(quantized: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int8_error_is_half_a_step_of_each_head(dtype: torch.dtype) -> None:
-    storage, (keys, values) = storage_of(dtype, quantized=True), states(5, dtype)
+    storage, (keys, values) = storage_of(dtype, quantized=torch.int8), states(5, dtype)
     keys[2, 0] *= 100  # an outlier spoils its own head only
     slots = torch.arange(5)
     storage.write(keys, values, slots)
@@ -71,7 +73,7 @@ def test_int8_error_is_half_a_step_of_each_head(dtype: torch.dtype) -> None:
 
 
 def test_int8_scale_by_hand() -> None:
-    storage = storage_of(quantized=True)
+    storage = storage_of(quantized=torch.int8)
     keys, values = torch.zeros(1, 2, 8), torch.zeros(1, 2, 6)
     keys[0, 1, :3] = torch.tensor([1.27, -0.635, 0.005])
     storage.write(keys, values, torch.tensor([2]))
@@ -81,7 +83,7 @@ def test_int8_scale_by_hand() -> None:
 
 
 def test_non_finite_states_stay_in_their_token_and_head() -> None:
-    storage, (keys, values) = storage_of(quantized=True), states(2)
+    storage, (keys, values) = storage_of(quantized=torch.int8), states(2)
     keys[0, 0, 3] = float("nan")
     storage.write(keys, values, torch.tensor([0, 1]))
     read, _ = storage.read(torch.tensor([0, 1]))
@@ -91,7 +93,14 @@ def test_non_finite_states_stay_in_their_token_and_head() -> None:
 def test_int8_takes_half_the_bytes_and_a_scale() -> None:
     plain = KVStorage(8, num_kv_heads=2, block_size=4, key_dim=64, value_dim=64, dtype=torch.bfloat16, device="cpu")
     small = KVStorage(
-        8, num_kv_heads=2, block_size=4, key_dim=64, value_dim=64, dtype=torch.bfloat16, device="cpu", quantized=True
+        8,
+        num_kv_heads=2,
+        block_size=4,
+        key_dim=64,
+        value_dim=64,
+        dtype=torch.bfloat16,
+        device="cpu",
+        quantized=torch.int8,
     )
     assert small.nbytes == plain.nbytes / 2 + 8 * 2 * 4 * 2 * 2
 

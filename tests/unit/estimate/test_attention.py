@@ -27,7 +27,7 @@ def test_decode_multiplies_every_head_with_every_kept_token_twice():
 )
 def test_kv_bytes(dtype, int8, per_vector):
     layer = AttentionLayer(heads=8, kv_heads=2, head_dim=64, tokens=10)
-    assert layer.kv_bytes(dtype=dtype, int8=int8) == 2 * 2 * 10 * per_vector
+    assert layer.kv_bytes(dtype=dtype, quantized=int8) == 2 * 2 * 10 * per_vector
 
 
 def test_layers_with_and_without_a_window():

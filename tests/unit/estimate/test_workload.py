@@ -21,7 +21,7 @@ WORKLOAD = Workload(
     layers=(AttentionLayer(heads=2, kv_heads=1, head_dim=4, tokens=6),) * 2,
     recipe=None,
     dtype=torch.bfloat16,
-    int8_cache=False,
+    kv_dtype=None,
     context=6,
     batch=3,
 )
@@ -48,5 +48,5 @@ def test_bytes_at_rest():
 
 
 def test_an_int8_cache_is_read_in_int8():
-    quantized = dataclasses.replace(WORKLOAD, int8_cache=True)
+    quantized = dataclasses.replace(WORKLOAD, kv_dtype="int8")
     assert WORKLOAD.decode.nbytes - quantized.decode.nbytes == 3 * 2 * 2 * 6 * (4 * 2 - (4 + 2))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_accel.linear.activations import quantize_rows
+from hf_accel.linear.activations import quantize_rows, round_groups
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -44,3 +44,29 @@ def test_no_rows():
     levels, scale = quantize_rows(torch.empty(0, 8))
     assert levels.shape == (0, 8)
     assert scale.shape == (0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inputs", [1, 31, 32, 100])
+def test_an_outlier_spoils_its_group_only(dtype, inputs):
+    x = torch.randn(4, inputs).to(dtype)
+    x[:, 0] = 1000
+    rounded = round_groups(x, 32)
+    for start in range(0, inputs, 32):
+        part = x[:, start : start + 32].float()
+        step = part.abs().amax(dim=1, keepdim=True) / 127
+        error = (rounded[:, start : start + 32] - part).abs()
+        assert (error <= step * 0.5001).all()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_group_that_is_not_finite_says_so(value):
+    x = torch.randn(2, 64)
+    x[1, 40] = value
+    rounded = round_groups(x, 32)
+    assert rounded.isnan().tolist() == [[False] * 64, [False] * 32 + [True] * 32]
+
+
+def test_tiny_groups_and_no_rows():
+    assert torch.equal(round_groups(torch.tensor([[1e-36, 0.0]]), 32), torch.zeros(1, 2))
+    assert round_groups(torch.empty(0, 8), 32).shape == (0, 8)

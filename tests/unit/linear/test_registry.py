@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_accel.errors import UnsupportedError
+from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import LinearSpec, choose
 from hf_accel.linear import registry as module
 from hf_accel.linear.onednn import is_exact
@@ -16,6 +17,30 @@ pytestmark = pytest.mark.skipif(
 LARGE = {"in_features": 2048, "out_features": 2048}
 SMALL = {"in_features": 256, "out_features": 2048}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture
+def no_kernels(monkeypatch):
+    """As on a machine that had no compiler."""
+    monkeypatch.setattr(kernels, "refusal", lambda: "cpu kernels: not built (no compiler)")
+    choose.cache_clear()
+    yield
+    choose.cache_clear()
+
+
+@pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
+@pytest.mark.parametrize("shape", [LARGE, SMALL])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("activations", ["auto", "int8"])
+def test_the_native_kernels_come_first(shape, bits, dtype, activations):
+    choice = choose(LinearSpec(**shape, bits=bits, dtype=dtype, activations=activations))
+    assert (choice.backend.name, choice.refusals) == ("cpu", ())
+
+
+def test_without_the_kernels_their_reason_is_told(no_kernels):
+    choice = choose(LinearSpec(**LARGE, bits=8, dtype=BF16))
+    assert choice.refusals == (("cpu", "cpu kernels: not built (no compiler)"),)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +64,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
         (LARGE, 4, BF16, {"activations": "int8"}, "reference", "int8"),
     ],
 )
-def test_auto(shape, bits, dtype, keywords, chosen, activations):
+def test_auto_without_the_kernels(no_kernels, shape, bits, dtype, keywords, chosen, activations):
     choice = choose(LinearSpec(**shape, bits=bits, dtype=dtype, **keywords))
     assert (choice.backend.name, choice.backend.activations) == (chosen, activations)
 
@@ -47,6 +72,7 @@ def test_auto(shape, bits, dtype, keywords, chosen, activations):
 def test_refusals_name_the_backends_that_were_asked_before():
     choice = choose(LinearSpec(**LARGE, bits=8, dtype=FP32, activations=None))
     assert choice.refusals == (
+        ("cpu", "it rounds activations to INT8"),
         ("onednn", "it rounds activations to INT8"),
         ("torch", "it takes bfloat16, not torch.float32"),
     )
@@ -62,7 +88,12 @@ def test_a_named_backend_is_taken_where_auto_would_not():
 @pytest.mark.parametrize(
     ("name", "bits", "keywords", "message"),
     [
-        ("cublas", 8, {}, "backend 'cublas' is not known; choose one of 'auto', 'onednn', 'torch', 'reference'$"),
+        (
+            "cublas",
+            8,
+            {},
+            "backend 'cublas' is not known; choose one of 'auto', 'cpu', 'onednn', 'torch', 'reference'$",
+        ),
         ("onednn", 4, {}, r"backend 'onednn' refuses a layer \[2048, 2048\]: it has no 4-bit weights; use 'auto'$"),
         ("onednn", 8, {"activations": None}, "refuses .*: it rounds activations to INT8; use 'auto'$"),
     ],
@@ -74,7 +105,7 @@ def test_a_named_backend_that_refuses_is_an_error(name, bits, keywords, message)
 
 def test_a_choice_tells_its_note_and_its_cost(monkeypatch):
     monkeypatch.setattr(module, "measure", lambda spec, backend: (2.0, 1.0) if backend.name == "torch" else None)
-    choice = choose(LinearSpec(**SMALL, bits=4, dtype=FP32))
+    choice = choose(LinearSpec(**SMALL, bits=4, dtype=FP32), "torch")
     assert "rounded to bfloat16" in choice.note
     assert (choice.stock_seconds, choice.seconds) == (2.0, 1.0)
-    assert choose(LinearSpec(**SMALL, bits=4, dtype=BF16)).note is None
+    assert choose(LinearSpec(**SMALL, bits=4, dtype=BF16), "torch").note is None

@@ -56,8 +56,48 @@ HFA_API int hfa_select(const char* level) {
 
 HFA_API const char* hfa_error() { return message; }
 
-HFA_API int hfa_linear(const Linear* linear, const LinearCall* call) {
-  return guarded([&] { active->integer_linear(*linear, *call); });
+// call: the bytes of a LinearCall; copied, for they need not be aligned.
+HFA_API int hfa_linear(const Linear* linear, const void* call) {
+  const bool integers = linear->format == INT8 || linear->format == INT4;
+  return guarded([&] {
+    LinearCall c;
+    std::memcpy(&c, call, sizeof c);
+    (integers ? active->integer_linear : active->float_linear)(*linear, c);
+  });
+}
+
+HFA_API int hfa_pack(const PackCall* call) {
+  return guarded([&] { active->pack(*call); });
+}
+
+HFA_API int hfa_unpack(const PackCall* call) {
+  return guarded([&] { active->unpack(*call); });
+}
+
+HFA_API int hfa_quantize_weight(QuantizeCall* call) {
+  return guarded([&] { active->quantize_weight(*call); });
+}
+
+HFA_API int hfa_norm(const NormCall* call) { return guarded([&] { active->norm(*call); }); }
+HFA_API int hfa_rope(const RopeCall* call) { return guarded([&] { active->rope(*call); }); }
+HFA_API int hfa_gated(const GatedCall* call) { return guarded([&] { active->gated(*call); }); }
+HFA_API int hfa_argmax(const VocabularyCall* call) { return guarded([&] { active->argmax(*call); }); }
+HFA_API int hfa_topk(const VocabularyCall* call) { return guarded([&] { active->topk(*call); }); }
+// call: the bytes of an AttentionCall, of a WriteCall; copied, for they need not be aligned
+HFA_API int hfa_attention(const void* call) {
+  return guarded([&] {
+    AttentionCall c;
+    std::memcpy(&c, call, sizeof c);
+    active->attention(c);
+  });
+}
+
+HFA_API int hfa_write_pages(const void* call) {
+  return guarded([&] {
+    WriteCall c;
+    std::memcpy(&c, call, sizeof c);
+    active->write_pages(c);
+  });
 }
 
 }  // extern "C"

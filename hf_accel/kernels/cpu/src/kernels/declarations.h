@@ -6,5 +6,16 @@
 namespace HFA_NAMESPACE {
 
 void integer_linear(const Linear&, const LinearCall&);
+void pack(const PackCall&);
+void unpack(const PackCall&);
+void quantize_weight(QuantizeCall&);
+void float_linear(const Linear&, const LinearCall&);
+void norm(const NormCall&);
+void rope(const RopeCall&);
+void gated(const GatedCall&);
+void argmax(const VocabularyCall&);
+void topk(const VocabularyCall&);
+void attention(const AttentionCall&);
+void write_pages(const WriteCall&);
 
 }  // namespace HFA_NAMESPACE

@@ -6,13 +6,15 @@
 // the first-level cache while all rows of the chunk pass by, and so do the chunk's float sums.
 #include "declarations.h"
 #include "activation.h"
+#include "any_dtype.h"
 #include "quantized_rows.h"
 
 namespace {
 
-constexpr int VECTORS = BLOCK / LANES;    // that hold a block of outputs
 constexpr int64_t CHUNK = 48;             // rows whose float sums (12 KB) stay in the first-level cache
-constexpr int64_t AHEAD = 2048;           // bytes to prefetch ahead where weights come from memory
+// Bytes to prefetch ahead. A small batch streams through the weights; a larger one spends longer on each group, and
+// its first tile fetches the next group.
+constexpr int FEW_AHEAD = 2048, MANY_AHEAD = 4096;
 constexpr int64_t STEP = BLOCK * 4;       // bytes of a block's weights that one dot4 of all lanes consumes
 
 // Rows and vectors whose sums are held in registers at once.
@@ -41,99 +43,100 @@ inline F weight_scales(const GroupTask& task, int64_t i) {
   }
 }
 
-template <int ROWS, int WIDE, bool PREFETCH>
-inline void sum_int8(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride, I (&sums)[ROWS][WIDE]) {
+template <int WIDE, int AHEAD>
+inline HFA_INLINE void prefetch_weights(const uint8_t* weight) {
+  if constexpr (AHEAD != 0)
+    for (int v = 0; v < WIDE * LANES * 4; v += 64) prefetch(weight + AHEAD + v);
+}
+
+template <int ROWS, int WIDE, int AHEAD>
+inline HFA_INLINE void sum_int8(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride,
+                                I (&sums)[ROWS][WIDE]) {
   for (int64_t k = 0; k < steps; ++k, weight += STEP, x += 4) {
     I w[WIDE];
-    for (int v = 0; v < WIDE; ++v) w[v] = load_bytes(weight + v * LANES * 4);
-    if (PREFETCH)
-      for (int v = 0; v < WIDE * LANES * 4; v += 64) prefetch(weight + AHEAD + v);
-    for (int r = 0; r < ROWS; ++r) {
+    unrolled<WIDE>([&](auto v) HFA_INLINE { w[v] = load_bytes(weight + v * LANES * 4); });
+    prefetch_weights<WIDE, AHEAD>(weight);
+    unrolled<ROWS>([&](auto r) HFA_INLINE {
       const I a = broadcast4(x + r * x_stride);
-      for (int v = 0; v < WIDE; ++v) sums[r][v] = dot4(sums[r][v], w[v], a);
-    }
+      unrolled<WIDE>([&](auto v) HFA_INLINE { sums[r][v] = dot4(sums[r][v], w[v], a); });
+    });
   }
 }
 
-template <int ROWS, int WIDE, bool PREFETCH>
-inline void sum_int4(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride, I (&sums)[ROWS][WIDE]) {
+template <int ROWS, int WIDE, int AHEAD>
+inline HFA_INLINE void sum_int4(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride,
+                                I (&sums)[ROWS][WIDE]) {
   for (int64_t k = 0; k < steps; k += 2, weight += STEP, x += 8) {
-    if (PREFETCH)
-      for (int v = 0; v < WIDE * LANES * 4; v += 64) prefetch(weight + AHEAD + v);
-    for (int v = 0; v < WIDE; ++v) {
+    prefetch_weights<WIDE, AHEAD>(weight);
+    unrolled<WIDE>([&](auto v) HFA_INLINE {
       const I both = load_bytes(weight + v * LANES * 4), low = low_nibbles(both), high = high_nibbles(both);
-      for (int r = 0; r < ROWS; ++r) {
+      unrolled<ROWS>([&](auto r) HFA_INLINE {
         sums[r][v] = dot4_nibbles(sums[r][v], low, broadcast4(x + r * x_stride));
         sums[r][v] = dot4_nibbles(sums[r][v], high, broadcast4(x + r * x_stride + 4));
-      }
-    }
+      });
+    });
   }
 }
 
 // Adds one group's share to the sums of ROWS rows, outputs [start, start + WIDE * LANES) of the block.
-template <int FORMAT, int ROWS, int WIDE, bool PREFETCH>
+template <int FORMAT, int ROWS, int WIDE, int AHEAD>
 inline void group_tile(const GroupTask& task, int start, const QuantizedRows& x, int64_t g, int64_t r0, float* out) {
   I sums[ROWS][WIDE];
   const int32_t* x_sums = x.sums + g * x.rows + r0;
   const float* x_scales = x.scales + g * x.rows + r0;
-  for (int r = 0; r < ROWS; ++r)
-    for (int v = 0; v < WIDE; ++v) {
-      // the weights are stored with an offset: take offset * sum(x) off beforehand
-      if (FORMAT == INT8) sums[r][v] = iset1(-128 * x_sums[r]);
+  // the weights are stored with an offset: take offset * sum(x) off beforehand
+  unrolled<ROWS>([&](auto r) HFA_INLINE {
+    unrolled<WIDE>([&](auto v) HFA_INLINE {
+      if constexpr (FORMAT == INT8) sums[r][v] = iset1(-128 * x_sums[r]);
       else if (!task.zeros) sums[r][v] = iset1(-8 * x_sums[r]);
       else sums[r][v] = mul_i32(load_u8_as_i32(task.zeros + start + v * LANES), iset1(-x_sums[r]));
-    }
+    });
+  });
   const uint8_t* weight = task.weight + start * 4;
-  if (FORMAT == INT8) sum_int8<ROWS, WIDE, PREFETCH>(weight, task.steps, x.row(g, r0), x.group, sums);
-  else sum_int4<ROWS, WIDE, PREFETCH>(weight, task.steps, x.row(g, r0), x.group, sums);
-  for (int v = 0; v < WIDE; ++v) {
+  if constexpr (FORMAT == INT8) sum_int8<ROWS, WIDE, AHEAD>(weight, task.steps, x.row(g, r0), x.group, sums);
+  else sum_int4<ROWS, WIDE, AHEAD>(weight, task.steps, x.row(g, r0), x.group, sums);
+  unrolled<WIDE>([&](auto v) HFA_INLINE {
     const F w_scale = FORMAT == INT8 ? zero() : weight_scales(task, start + v * LANES);
-    for (int r = 0; r < ROWS; ++r) {
+    unrolled<ROWS>([&](auto r) HFA_INLINE {
       float* sum = out + r * BLOCK + start + v * LANES;
       F share = to_f(sums[r][v]);
-      if (FORMAT != INT8) share = mul(share, w_scale);
+      if constexpr (FORMAT != INT8) share = mul(share, w_scale);
       store(sum, add(load(sum), mul(share, set1(x_scales[r]))));
-    }
-  }
+    });
+  });
 }
 
-template <int FORMAT, int ROWS, bool PREFETCH>
+template <int FORMAT, int ROWS, int AHEAD>
 inline void group_rows(const GroupTask& task, const QuantizedRows& x, int64_t g, int64_t r0, float* out) {
   constexpr int WIDE = wide_for(ROWS);
   for (int start = 0; start < BLOCK; start += WIDE * LANES)
-    group_tile<FORMAT, ROWS, WIDE, PREFETCH>(task, start, x, g, r0, out);
+    group_tile<FORMAT, ROWS, WIDE, AHEAD>(task, start, x, g, r0, out);
+}
+
+template <int FORMAT, int AHEAD>
+inline void group_tile_of(int64_t rows, const GroupTask& task, const QuantizedRows& x, int64_t g, int64_t r0,
+                          float* out) {
+  switch (rows) {
+    case 1: return group_rows<FORMAT, 1, AHEAD>(task, x, g, r0, out);
+    case 2: return group_rows<FORMAT, 2, AHEAD>(task, x, g, r0, out);
+    case 3: return group_rows<FORMAT, 3, AHEAD>(task, x, g, r0, out);
+    case 4: return group_rows<FORMAT, 4, AHEAD>(task, x, g, r0, out);
+#if defined(HFA_AVX512)
+    case 5: return group_rows<FORMAT, 5, AHEAD>(task, x, g, r0, out);
+    case 6: return group_rows<FORMAT, 6, AHEAD>(task, x, g, r0, out);
+#endif
+  }
 }
 
 template <int FORMAT>
 void group_chunk(const GroupTask& task, const QuantizedRows& x, int64_t g, int64_t r0, int64_t rows, float* out) {
-  // all rows of a small batch fit one tile: its weights are used once, and come from memory
-  if (rows <= TILE_ROWS) {
-    switch (rows) {
-      case 1: return group_rows<FORMAT, 1, true>(task, x, g, r0, out);
-      case 2: return group_rows<FORMAT, 2, true>(task, x, g, r0, out);
-      case 3: return group_rows<FORMAT, 3, true>(task, x, g, r0, out);
-      case 4: return group_rows<FORMAT, 4, true>(task, x, g, r0, out);
-#if defined(HFA_AVX512)
-      case 5: return group_rows<FORMAT, 5, true>(task, x, g, r0, out);
-      case 6: return group_rows<FORMAT, 6, true>(task, x, g, r0, out);
-#endif
-    }
-  }
+  if (rows <= TILE_ROWS) return group_tile_of<FORMAT, FEW_AHEAD>(rows, task, x, g, r0, out);
   // tiles of nearly equal height: 7 rows are 4 + 3, not 6 + 1
   const int64_t tiles = ceil_div(rows, TILE_ROWS);
   for (int64_t tile = 0, r = 0; tile < tiles; ++tile) {
-    const int64_t height = (rows - r) / (tiles - tile) + ((rows - r) % (tiles - tile) != 0);
-    float* sums = out + r * BLOCK;
-    switch (height) {
-      case 1: group_rows<FORMAT, 1, false>(task, x, g, r0 + r, sums); break;
-      case 2: group_rows<FORMAT, 2, false>(task, x, g, r0 + r, sums); break;
-      case 3: group_rows<FORMAT, 3, false>(task, x, g, r0 + r, sums); break;
-      case 4: group_rows<FORMAT, 4, false>(task, x, g, r0 + r, sums); break;
-#if defined(HFA_AVX512)
-      case 5: group_rows<FORMAT, 5, false>(task, x, g, r0 + r, sums); break;
-      case 6: group_rows<FORMAT, 6, false>(task, x, g, r0 + r, sums); break;
-#endif
-    }
+    const int64_t height = ceil_div(rows - r, tiles - tile);
+    if (tile == 0) group_tile_of<FORMAT, MANY_AHEAD>(height, task, x, g, r0, out);
+    else group_tile_of<FORMAT, 0>(height, task, x, g, r0 + r, out + r * BLOCK);
     r += height;
   }
 }
@@ -162,26 +165,6 @@ void block_chunk(const Linear& linear, const Matrix& matrix, const QuantizedRows
       for (int64_t i = r * BLOCK; i < (r + 1) * BLOCK; i += LANES)
         store(sums + i, mul(load(sums + i), load(scales + i - r * BLOCK)));
   }
-}
-
-F load_dtype(const void* p, int32_t dtype, int64_t i, int n) {
-  switch (dtype) {
-    case BF16: return load_as_n(static_cast<const Bf16*>(p) + i, n);
-    case F16: return load_as_n(static_cast<const F16_*>(p) + i, n);
-    default: return load_as_n(static_cast<const float*>(p) + i, n);
-  }
-}
-
-void store_dtype(void* p, int32_t dtype, int64_t i, F x, int n) {
-  switch (dtype) {
-    case BF16: return store_as_n(static_cast<Bf16*>(p) + i, x, n);
-    case F16: return store_as_n(static_cast<F16_*>(p) + i, x, n);
-    default: return store_as_n(static_cast<float*>(p) + i, x, n);
-  }
-}
-
-inline F gated(int32_t epilogue, F gate, F up) {
-  return mul(epilogue == SILU_MUL ? silu(gate) : gelu_tanh(gate), up);
 }
 
 // out = epilogue(sums + bias) + residual, rounded once

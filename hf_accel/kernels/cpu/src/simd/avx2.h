@@ -30,7 +30,11 @@ inline F sqrt(F a) { return _mm256_sqrt_ps(a); }
 inline F fmadd(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 inline F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F keep_nan(F a, F x) { return _mm256_blendv_ps(a, x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q)); }
+inline F zero_nan(F x) { return _mm256_and_ps(x, _mm256_cmp_ps(x, x, _CMP_ORD_Q)); }
 inline F zero_below(F a, F x, float limit) { return _mm256_andnot_ps(_mm256_cmp_ps(x, set1(limit), _CMP_LT_OQ), a); }
+inline F select_below(F x, float limit, F yes, F no) {
+  return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(x, set1(limit), _CMP_LT_OQ));
+}
 inline F scale_by_power_of_two(F a, F n) {  // in two steps: 2^128 is no float
   const I whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1);
   const I bias = _mm256_set1_epi32(127);
@@ -38,10 +42,38 @@ inline F scale_by_power_of_two(F a, F n) {  // in two steps: 2^128 is no float
   const F rest = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), bias), 23));
   return mul(mul(a, first_part), rest);
 }
+inline F select_range(F x, F other, int from, int to) {
+  return _mm256_blendv_ps(other, x, _mm256_castsi256_ps(_mm256_andnot_si256(first(from), first(to))));
+}
+inline void transpose(F (&x)[LANES]) {
+  F y[LANES];
+  for (int i = 0; i < LANES; i += 2) {
+    y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+    y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < LANES; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      x[i + 2 * j] = _mm256_shuffle_ps(y[i + j], y[i + j + 2], 0x44);
+      x[i + 2 * j + 1] = _mm256_shuffle_ps(y[i + j], y[i + j + 2], 0xee);
+    }
+  for (int j = 0; j < 4; ++j) {
+    y[j] = _mm256_permute2f128_ps(x[j], x[4 + j], 0x20);
+    y[4 + j] = _mm256_permute2f128_ps(x[j], x[4 + j], 0x31);
+  }
+  for (int i = 0; i < LANES; ++i) x[i] = y[i];
+}
 inline float reduce_add(F a) {
   __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
   x = _mm_add_ps(x, _mm_movehl_ps(x, x));
   return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+inline void reduce_add4(F a, F b, F c, F d, float* sums) {
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  __m128 y = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+  __m128 z = _mm_add_ps(_mm256_castps256_ps128(c), _mm256_extractf128_ps(c, 1));
+  __m128 w = _mm_add_ps(_mm256_castps256_ps128(d), _mm256_extractf128_ps(d, 1));
+  _MM_TRANSPOSE4_PS(x, y, z, w);
+  _mm_storeu_ps(sums, _mm_add_ps(_mm_add_ps(x, z), _mm_add_ps(y, w)));
 }
 inline float reduce_max(F a) {
   __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -69,6 +101,12 @@ inline void store_as(Bf16* p, F x) { _mm_storeu_si128(reinterpret_cast<__m128i*>
 inline F load_as(const F16_* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline void store_as(F16_* p, F x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+inline F round_as(F x, const float*) { return x; }
+inline F round_as(F x, const Bf16*) { return widen_bf16(narrow_bf16(x)); }
+inline F round_as(F x, const F16_*) {
+  return _mm256_cvtph_ps(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 inline F load_as(const int8_t* p) {
@@ -131,5 +169,6 @@ inline I load_u8_as_i32(const uint8_t* p) {
 }
 inline F to_f(I x) { return _mm256_cvtepi32_ps(x); }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 }  // namespace

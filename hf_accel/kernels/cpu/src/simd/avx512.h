@@ -28,12 +28,53 @@ inline F sqrt(F a) { return _mm512_sqrt_ps(a); }
 inline F fmadd(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F keep_nan(F a, F x) { return _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x); }
+inline F zero_nan(F x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x); }
 inline F zero_below(F a, F x, float limit) {
   return _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(x, set1(limit), _CMP_LT_OQ), zero());
 }
+inline F select_below(F x, float limit, F yes, F no) {
+  return _mm512_mask_mov_ps(no, _mm512_cmp_ps_mask(x, set1(limit), _CMP_LT_OQ), yes);
+}
 inline F scale_by_power_of_two(F a, F n) { return _mm512_scalef_ps(a, n); }
+inline F select_range(F x, F other, int from, int to) {
+  return _mm512_mask_mov_ps(other, static_cast<__mmask16>(first(to) & ~first(from)), x);
+}
+inline void transpose(F (&x)[LANES]) {
+  F y[LANES];
+  for (int i = 0; i < LANES; i += 2) {
+    y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < LANES; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      const __m512d low = _mm512_castps_pd(y[i + j]), high = _mm512_castps_pd(y[i + j + 2]);
+      x[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+      x[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+    }
+  for (int j = 0; j < 4; ++j) {  // x[4 i + j] holds column j of each quarter for rows 4 i..4 i + 3
+    y[j] = _mm512_shuffle_f32x4(x[j], x[4 + j], 0x88);
+    y[4 + j] = _mm512_shuffle_f32x4(x[j], x[4 + j], 0xdd);
+    y[8 + j] = _mm512_shuffle_f32x4(x[8 + j], x[12 + j], 0x88);
+    y[12 + j] = _mm512_shuffle_f32x4(x[8 + j], x[12 + j], 0xdd);
+  }
+  for (int j = 0; j < 4; ++j) {
+    x[j] = _mm512_shuffle_f32x4(y[j], y[8 + j], 0x88);
+    x[8 + j] = _mm512_shuffle_f32x4(y[j], y[8 + j], 0xdd);
+    x[4 + j] = _mm512_shuffle_f32x4(y[4 + j], y[12 + j], 0x88);
+    x[12 + j] = _mm512_shuffle_f32x4(y[4 + j], y[12 + j], 0xdd);
+  }
+}
 inline float reduce_add(F a) { return _mm512_reduce_add_ps(a); }
 inline float reduce_max(F a) { return _mm512_reduce_max_ps(a); }
+inline void reduce_add4(F a, F b, F c, F d, float* sums) {
+  const F ab = add(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  const F cd = add(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+  F all = add(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+  all = add(all, _mm512_permute_ps(all, 0x4e));
+  all = add(all, _mm512_permute_ps(all, 0xb1));
+  const I every_fourth = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+  _mm_storeu_ps(sums, _mm512_castps512_ps128(_mm512_permutexvar_ps(every_fourth, all)));
+}
 
 inline F load_as(const float* p) { return load(p); }
 inline F load_as_n(const float* p, int n) { return load_n(p, n); }
@@ -61,6 +102,12 @@ inline void store_as(F16_* p, F x) {
 }
 inline void store_as_n(F16_* p, F x, int n) {
   _mm256_mask_storeu_epi16(p, first(n), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+inline F round_as(F x, const float*) { return x; }
+inline F round_as(F x, const Bf16*) { return widen_bf16(narrow_bf16(x)); }
+inline F round_as(F x, const F16_*) {
+  return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 inline F widen_int8(__m128i x) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x)); }
@@ -92,7 +139,11 @@ inline F load_as_n(const Fp8* p, int n) { return widen_fp8(_mm_maskz_loadu_epi8(
 inline I iset1(int32_t x) { return _mm512_set1_epi32(x); }
 inline I load_bytes(const void* p) { return _mm512_loadu_si512(p); }
 inline I broadcast4(const int8_t* p) { int32_t x; std::memcpy(&x, p, 4); return _mm512_set1_epi32(x); }
-inline I dot4(I sum, I w, I a) { return _mm512_dpbusd_epi32(sum, w, a); }
+// Not the intrinsic: gcc 12 copies the sums around it until they no longer fit the registers, at a third of the speed.
+inline I dot4(I sum, I w, I a) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(a));
+  return sum;
+}
 inline I dot4_nibbles(I sum, I w, I a) { return dot4(sum, w, a); }
 inline I low_nibbles(I x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline I high_nibbles(I x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
@@ -102,6 +153,12 @@ inline I load_u8_as_i32(const uint8_t* p) {
 }
 inline F to_f(I x) { return _mm512_cvtepi32_ps(x); }
 inline int32_t reduce_add(I a) { return _mm512_reduce_add_epi32(a); }
+#if defined(HFA_BF16)
+inline I load_pairs(const Bf16* p) { return _mm512_loadu_si512(p); }
+inline I load_pairs_n(const Bf16* p, int n) { return _mm512_maskz_loadu_epi16((1ull << n) - 1ull, p); }
+inline F dot_pairs(F sum, I a, I b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+#endif
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 }  // namespace

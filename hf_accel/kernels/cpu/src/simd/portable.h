@@ -29,7 +29,12 @@ inline float round_scalar(float x) {  // adding 1.5 * 2^23 leaves no bits for a 
 }
 inline F round(F a) { HFA_EACH a.v[i] = round_scalar(a.v[i]); return a; }
 inline F keep_nan(F a, F x) { HFA_EACH a.v[i] = x.v[i] == x.v[i] ? a.v[i] : x.v[i]; return a; }
+inline F zero_nan(F x) { HFA_EACH x.v[i] = x.v[i] == x.v[i] ? x.v[i] : 0.0f; return x; }
 inline F zero_below(F a, F x, float limit) { HFA_EACH a.v[i] = x.v[i] < limit ? 0.0f : a.v[i]; return a; }
+inline F select_below(F x, float limit, F yes, F no) {
+  HFA_EACH no.v[i] = x.v[i] < limit ? yes.v[i] : no.v[i];
+  return no;
+}
 inline F scale_by_power_of_two(F a, F n) {  // in two steps: 2^128 is no float; NaN counts as 0 and is kept by exp
   HFA_EACH {
     const int32_t whole = n.v[i] == n.v[i] ? static_cast<int32_t>(n.v[i]) : 0, half = whole >> 1;
@@ -38,10 +43,27 @@ inline F scale_by_power_of_two(F a, F n) {  // in two steps: 2^128 is no float; 
   }
   return a;
 }
+inline F select_range(F x, F other, int from, int to) {
+  HFA_EACH if (i < from || i >= to) x.v[i] = other.v[i];
+  return x;
+}
+inline void transpose(F (&x)[LANES]) {
+  HFA_EACH for (int j = 0; j < i; ++j) {
+    const float lane = x[i].v[j];
+    x[i].v[j] = x[j].v[i];
+    x[j].v[i] = lane;
+  }
+}
 inline float reduce_add(F a) {
   for (int width = LANES / 2; width; width /= 2)
     for (int i = 0; i < width; ++i) a.v[i] += a.v[i + width];
   return a.v[0];
+}
+inline void reduce_add4(F a, F b, F c, F d, float* sums) {
+  sums[0] = reduce_add(a);
+  sums[1] = reduce_add(b);
+  sums[2] = reduce_add(c);
+  sums[3] = reduce_add(d);
 }
 inline float reduce_max(F a) {
   for (int i = 1; i < LANES; ++i) a.v[0] = a.v[i] > a.v[0] ? a.v[i] : a.v[0];
@@ -50,6 +72,10 @@ inline float reduce_max(F a) {
 
 template <class T> inline F load_as(const T* p) { F r; HFA_EACH r.v[i] = to_float(p[i]); return r; }
 template <class T> inline void store_as(T* p, F x) { HFA_EACH from_float(x.v[i], p[i]); }
+template <class T> inline F round_as(F x, const T*) {
+  HFA_EACH { T rounded; from_float(x.v[i], rounded); x.v[i] = to_float(rounded); }
+  return x;
+}
 inline void store_as(int8_t* p, F x) { HFA_EACH p[i] = static_cast<int8_t>(x.v[i]); }
 template <class T> inline F load_as_n(const T* p, int n) {
   F r = zero();
@@ -88,6 +114,7 @@ inline I mul_i32(I a, I b) { HFA_EACH a.v[i] *= b.v[i]; return a; }
 inline I load_u8_as_i32(const uint8_t* p) { I r; HFA_EACH r.v[i] = p[i]; return r; }
 inline F to_f(I x) { F r; HFA_EACH r.v[i] = static_cast<float>(x.v[i]); return r; }
 inline void prefetch(const void*) {}
+inline void prefetch_l2(const void*) {}
 
 #undef HFA_EACH
 

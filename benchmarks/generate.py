@@ -1,0 +1,45 @@
+"""A whole generate() at batch 1, prompt included, as a user calls it."""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+
+from .bench import Bench, Entrant
+from .decode import kv_bytes
+from .tables import Row, Table
+from .timing import BASELINE, Generation, median_ratio, take_turns, time_generate
+
+NOTE = (
+    "Ratio: of the whole call to stock's; step ratio: of the tokens after the first. Share of the measured read "
+    "bandwidth that a step's weights and KV cache come to."
+)
+
+
+def measure(bench: Bench) -> list[Table]:
+    candidates = {name: partial(run, bench, entrant) for name, entrant in bench.entrants.items()}
+    runs = take_turns(candidates, rounds=bench.settings.rounds, warm_up=False)
+    rows = [row(bench, bench.entrants[name], runs) for name in runs]
+    title = f"generate(): {bench.settings.new_tokens} tokens after {bench.settings.context}, batch 1"
+    return [Table(title, rows, NOTE)]
+
+
+def run(bench: Bench, entrant: Entrant) -> Generation:
+    prompt = bench.tokens(batch=1, length=bench.settings.context)
+    return time_generate(entrant.model, prompt, num_new=bench.settings.new_tokens)
+
+
+def row(bench: Bench, entrant: Entrant, runs: dict[str, list[Generation]]) -> Row:
+    results, stock = runs[entrant.setup.name], runs[BASELINE]
+    step = statistics.median(result.per_step for result in results)
+    step_bytes = entrant.setup.read_bytes(entrant.model)
+    step_bytes += kv_bytes(bench, entrant, batch=1, context=bench.settings.context)
+    return {
+        "setup": entrant.setup.name,
+        "ratio": median_ratio([r.total for r in stock], [r.total for r in results]),
+        "step_ratio": median_ratio([r.per_step for r in stock], [r.per_step for r in results]),
+        "generate_seconds": statistics.median(result.total for result in results),
+        "first_token_seconds": statistics.median(result.first_token for result in results),
+        "step_seconds": step,
+        "bandwidth_share": step_bytes / step / bench.bandwidth,
+    }

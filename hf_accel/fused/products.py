@@ -1,0 +1,117 @@
+"""Matrix products that share their input as one native call, whatever the weights are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..instance import Mixin
+from ..kernels.cpu.float_linear import FloatLinear
+from ..kernels.cpu.integer_linear import IntegerLinear
+from ..kernels.cpu.library import FLOATS
+from ..linear import QuantLinear
+from ..linear.cpu import Cpu, CpuWeight
+
+# Rows above which torch's blocked matmul of float weights is faster than reading them in place.
+FLOAT_ROWS = 64
+
+NativeCall = IntegerLinear | FloatLinear
+
+
+def native(x: Tensor) -> bool:
+    """Whether a native call may take the place of torch's operators on x."""
+    return (
+        not torch.is_grad_enabled()
+        and x.device.type == "cpu"
+        and x.dtype in FLOATS
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+    )
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether calling `layer` does nothing but its product: no adapter around it, and no hooks."""
+    kind = type(layer)
+    if kind is not QuantLinear and kind is not nn.Linear and not isinstance(layer, NativeLinear):
+        return False
+    return not (layer._forward_hooks or layer._forward_pre_hooks)
+
+
+class Products:
+    """One native call for several layers, made again when one of them was packed or replaced since.
+
+    epilogue: as IntegerLinear's. A copy or a pickle starts without the call, which holds addresses.
+    """
+
+    def __init__(self, epilogue: str | None = None) -> None:
+        self.epilogue = epilogue
+        self._sources: list[Any] = []
+        self._call: NativeCall | None = None
+
+    def call(self, layers: tuple[nn.Module, ...]) -> NativeCall | None:
+        """The call for these layers, or None where they have no common one."""
+        sources = [source for layer in layers for source in _sources(layer)]
+        if len(sources) != len(self._sources) or any(a is not b for a, b in zip(sources, self._sources, strict=True)):
+            self._call, self._sources = _make(layers, self.epilogue), sources
+        return self._call
+
+    def __reduce__(self) -> Any:
+        return Products, (self.epilogue,)
+
+
+def _sources(layer: nn.Module) -> tuple[Any, Any]:
+    """What a call's addresses are those of."""
+    weight = layer._packed if isinstance(layer, QuantLinear) else layer._parameters.get("weight")
+    return weight, layer._parameters.get("bias")
+
+
+def _make(layers: tuple[nn.Module, ...], epilogue: str | None) -> NativeCall | None:
+    quantized = [layer for layer in layers if isinstance(layer, QuantLinear)]
+    if len(quantized) == len(layers):
+        return _make_integer(quantized, epilogue)
+    if quantized or not all(is_readable(layer) for layer in layers):
+        return None
+    weights, biases = zip(*(_sources(layer) for layer in layers), strict=True)
+    if len({weight.dtype for weight in weights}) > 1 or len({weight.shape[1] for weight in weights}) > 1:
+        return None
+    return FloatLinear(weights, biases, epilogue)
+
+
+def _make_integer(layers: list[QuantLinear], epilogue: str | None) -> IntegerLinear | None:
+    if not all(layer.choice is not None and isinstance(layer.choice.backend, Cpu) for layer in layers):
+        return None
+    weights: list[CpuWeight] = [layer._packed for layer in layers]
+    if len({(w.weight.bits, w.weight.in_features, w.weight.activation_group) for w in weights}) > 1:
+        return None
+    return IntegerLinear([w.weight for w in weights], [layer.bias for layer in layers], epilogue=epilogue)
+
+
+def is_readable(layer: nn.Module) -> bool:
+    """Whether the kernels can read the layer's weight where it is."""
+    weight = layer._parameters.get("weight")
+    return weight is not None and weight.device.type == "cpu" and weight.dtype in FLOATS and weight.is_contiguous()
+
+
+def fits(call: NativeCall, rows: int) -> bool:
+    return rows <= FLOAT_ROWS or isinstance(call, IntegerLinear)
+
+
+class NativeLinear(Mixin):
+    """Mixed into an nn.Linear: few rows are multiplied natively by the weight where it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out] in x's dtype."""
+        own = self.__dict__
+        weight = own["_parameters"]["weight"]
+        if native(x) and x.dtype is weight.dtype and x.numel() <= FLOAT_ROWS * x.shape[-1]:
+            shared = own.get("_hf_accel_shared")
+            out = None if shared is None else shared.take(self, x)
+            if out is not None:
+                return out
+            call = own["_hf_accel_products"].call((self,))
+            if call is not None:
+                result: Tensor = call(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+                return result
+        return super().forward(x)  # type: ignore[misc]

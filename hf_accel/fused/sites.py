@@ -1,0 +1,111 @@
+"""Where in a model the native calls go, and where not and why. Reads, never writes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..instance import Mixin, mixed_class
+from .gated_mlp import GatedMLP, GatedNames, gated_names
+from .norm import NativeNorm, norm_form
+from .products import NativeLinear, is_readable
+from .rotary import NativeRotary, rotary_form
+from .structure import siblings
+
+DIFFERS = "the native call differs from the module's own result on random input"
+
+
+@dataclass(frozen=True)
+class FusedSite:
+    """A module that gets a class of its own. kind: for the plan. state: what the mixin reads, by attribute."""
+
+    name: str
+    module: nn.Module
+    kind: str
+    mixin: type[Mixin]
+    state: Any
+
+
+@dataclass(frozen=True)
+class SharedSite:
+    """Linear layers of one parent that are called on one tensor."""
+
+    parent: str
+    layers: tuple[str, ...]  # names within the model
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A module that looked the part, and why it keeps its own forward."""
+
+    name: str
+    kind: str
+    reason: str
+
+
+def fused_sites(model: nn.Module, dtype: torch.dtype) -> tuple[list[FusedSite], list[Dropped]]:
+    """Norms, rotary embeddings and gated MLPs that a native call can compute; checked on random input of `dtype`."""
+    sites: list[FusedSite] = []
+    dropped: list[Dropped] = []
+    checked: dict[Any, bool] = {}
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            form = norm_form(module)
+            if form is None:
+                dropped.append(Dropped(name, "norm", DIFFERS))
+            else:
+                sites.append(FusedSite(name, module, "norm", NativeNorm, form))
+        elif (rotary := rotary_form(module, dtype)) is not None:
+            sites.append(FusedSite(name, module, "rotary", NativeRotary, rotary))
+        elif (parts := gated_names(module)) is not None:
+            signature = (type(module), parts.epilogue, _shape(module, parts.gate))
+            if signature not in checked:
+                checked[signature] = _agrees(module, parts, dtype)
+            if checked[signature]:
+                sites.append(FusedSite(name, module, "mlp", GatedMLP, parts))
+            else:
+                dropped.append(Dropped(name, "mlp", DIFFERS))
+    return sites, dropped
+
+
+def _shape(module: nn.Module, gate: str) -> tuple[Any, ...]:
+    layer = module._modules[gate]
+    assert isinstance(layer, nn.Linear)
+    return type(layer), layer.in_features, layer.out_features
+
+
+def native_linears(model: nn.Module) -> Iterator[FusedSite]:
+    """Plain float Linears whose weight a native call can read in place."""
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and not hasattr(module, "_hf_hook") and is_readable(module):
+            yield FusedSite(name, module, "linear", NativeLinear, None)
+
+
+def shared_sites(model: nn.Module) -> Iterator[SharedSite]:
+    """Linear layers that their parent calls on one and the same tensor."""
+    for name, module in model.named_modules():
+        for names in siblings(type(module).forward):
+            layers = [getattr(module, child, None) for child in names]
+            if all(isinstance(layer, nn.Linear) for layer in layers):
+                prefix = f"{name}." if name else ""
+                yield SharedSite(name, tuple(prefix + child for child in names))
+
+
+@torch.no_grad()
+def _agrees(module: nn.Module, parts: GatedNames, dtype: torch.dtype) -> bool:
+    """Whether the fused forward gives what the original gives, but for rounding, on random input."""
+    gate = module._modules[parts.gate]
+    assert isinstance(gate, nn.Linear)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, gate.in_features, generator=generator).to(dtype)
+    twin = copy.copy(module)
+    vars(twin)["_hf_accel_fused"] = parts
+    twin.__class__ = mixed_class(GatedMLP, type(module))
+    expected, got = type(module).forward(module, x).double(), twin(x).double()
+    size = expected.abs().max().item()
+    return bool((got - expected).abs().max() <= 8 * torch.finfo(x.dtype).eps * max(size, 1e-6))

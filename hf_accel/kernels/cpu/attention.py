@@ -1,0 +1,137 @@
+"""Attention over pages or rows, and writing into pages: tensors to pointers.
+
+A call is packed into the bytes of its C struct (src/attention.h): one step in Python, whatever the number of fields.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .library import DTYPES, FLOATS, function
+
+CALL = struct.Struct("=4q4q4q 2q 3q 4q 7q 2q 2q ff iiiiii")  # AttentionCall, without padding
+WRITE = struct.Struct("=4q2qq 4q2qq qqqq iiii")  # WriteCall
+PAGE_DTYPES = (*FLOATS, torch.int8, torch.float8_e4m3fn)
+
+
+@functools.cache
+def _functions() -> tuple[Any, Any]:
+    return function("attention", ctypes.c_char_p), function("write_pages", ctypes.c_char_p)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    cu_q: Tensor | None = None,
+    cu_k: Tensor | None = None,
+) -> Tensor:
+    """q [B, Hq, Q, D], k, v [B, Hkv, T, D] -> [B, Q, Hq, Dv]; with cu_q and cu_k [N, Hq, D] and [M, Hkv, D].
+
+    Any strides outside the last dimension; dtypes of FLOATS; the semantics of attention/base.py.
+    """
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    if cu_q is None:
+        batch, num_heads, num_queries, dim = q.shape
+        num_keys, sequences, q_stride = k.shape[2], batch, q.stride()
+        out = torch.empty(batch, num_queries, num_heads, v.shape[3], dtype=q.dtype)
+        (k_batch, k_head, k_token, _), (v_batch, v_head, v_token, _) = k.stride(), v.stride()
+        q_batch, q_head, q_token, _ = q_stride
+    else:
+        (_, num_heads, dim), num_queries, num_keys, sequences = q.shape, 0, 0, len(cu_q) - 1
+        out = torch.empty(q.shape[0], num_heads, v.shape[2], dtype=q.dtype)
+        (q_token, q_head, _), (k_token, k_head, _), (v_token, v_head, _) = q.stride(), k.stride(), v.stride()
+        q_batch = k_batch = v_batch = 0
+    sinks = sinks if sinks is None else sinks.contiguous()
+    _functions()[0](
+        CALL.pack(
+            q.data_ptr(), q_batch, q_head, q_token, k.data_ptr(), k_batch, k_head, k_token,
+            v.data_ptr(), v_batch, v_head, v_token, 0, 0, out.data_ptr(), 0, 0 if sinks is None else sinks.data_ptr(),
+            0, 0 if cu_q is None else cu_q.data_ptr(), 0 if cu_k is None else cu_k.data_ptr(), 0,
+            sequences, num_heads, k.shape[1], dim, v.shape[-1], num_queries, num_keys, 0, 0, window or 0, causal,
+            scale, softcap or 0.0, DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[v.dtype], 0,
+            0 if sinks is None else DTYPES[sinks.dtype], torch.get_num_threads(),
+        )
+    )  # fmt: skip
+    return out
+
+
+def attend_pages(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
+    block_table: Tensor,
+    cu_q: Tensor,
+    kv_len: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The contract of AttentionBackend.paged; pages of PAGE_DTYPES, contiguous."""
+    q = q if q.stride(2) == 1 else q.contiguous()
+    num_tokens, num_heads, dim = q.shape
+    _, kv_heads, block_size, value_dim = v_pages.shape
+    out = torch.empty((num_tokens, num_heads, value_dim), dtype=q.dtype)
+    lse = torch.empty((num_tokens, num_heads), dtype=torch.float32) if return_lse else None
+    sinks = sinks if sinks is None else sinks.contiguous()
+    k_block, k_head, k_token, _ = k_pages.stride()
+    v_block, v_head, v_token, _ = v_pages.stride()
+    q_token, q_head, _ = q.stride()
+    _functions()[0](
+        CALL.pack(
+            q.data_ptr(), 0, q_head, q_token, k_pages.data_ptr(), k_block, k_head, k_token,
+            v_pages.data_ptr(), v_block, v_head, v_token,
+            0 if k_scales is None else k_scales.data_ptr(), 0 if v_scales is None else v_scales.data_ptr(),
+            out.data_ptr(), 0 if lse is None else lse.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
+            block_table.data_ptr(), cu_q.data_ptr(), 0, kv_len.data_ptr(),
+            len(kv_len), num_heads, kv_heads, dim, value_dim, 0, 0, block_table.stride(0), block_size, window or 0, 1,
+            scale, softcap or 0.0, DTYPES[q.dtype], DTYPES[k_pages.dtype], DTYPES[v_pages.dtype],
+            0 if k_scales is None else DTYPES[k_scales.dtype], 0 if sinks is None else DTYPES[sinks.dtype],
+            torch.get_num_threads(),
+        )
+    )  # fmt: skip
+    return out, lse
+
+
+def write_pages(
+    keys: Tensor,
+    values: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
+    slots: Tensor,
+) -> None:
+    """keys [N, H, Dk], values [N, H, Dv] of FLOATS into slots [N] int64 of contiguous pages, as KVStorage.write.
+
+    Pages in the dtype of keys, or int8 or float8_e4m3fn with scales in the dtype of keys.
+    """
+    keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
+    (k_token, k_head, _), (v_token, v_head, _) = keys.stride(), values.stride()
+    num_tokens, heads, key_dim = keys.shape
+    _functions()[1](
+        WRITE.pack(
+            keys.data_ptr(), 0, k_head, k_token, k_pages.data_ptr(), 0 if k_scales is None else k_scales.data_ptr(),
+            key_dim, values.data_ptr(), 0, v_head, v_token, v_pages.data_ptr(),
+            0 if v_scales is None else v_scales.data_ptr(), values.shape[2],
+            slots.data_ptr(), num_tokens, heads, k_pages.shape[2],
+            DTYPES[keys.dtype], DTYPES[k_pages.dtype], torch.get_num_threads(), 0,
+        )
+    )  # fmt: skip

@@ -1,0 +1,101 @@
+"""Linear layers with float weights, read in place: q, k and v, or gate and up with their activation, in one call."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import UnsupportedError
+from .library import DTYPES, FLOATS, function
+from .structs import EPILOGUES, Linear, LinearCall, Matrix
+
+
+class FloatLinear:
+    """out[r] = x[r] @ W.T + b of every weight, side by side; or with an `epilogue` act(gate) * up of the two weights.
+
+    weights: [N, K] each, of one float dtype, rows contiguous; biases: [N] of any float dtype, or None.
+    epilogue: None, "silu", "gelu" (erf) or "gelu_tanh". Sums are float32; the result is rounded once, to x's dtype.
+    A row of the result does not depend on the other rows or on the number of threads, bit for bit.
+
+    The weights are read where they are at each call. Raises UnsupportedError for what the kernel does not take.
+    """
+
+    def __init__(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], epilogue: str | None = None
+    ) -> None:
+        check_weights(weights, biases, epilogue)
+        self.weights = list(weights)
+        self.biases = list(biases)
+        self._epilogue = epilogue
+        self._shapes = [tuple(weight.shape) for weight in weights]
+        sizes = [weight.shape[0] for weight in weights]
+        self.out_features = sizes[0] if epilogue else sum(sizes)
+        self.in_features = weights[0].shape[1]
+        self._matrices = (Matrix * len(sizes))()
+        self._sources = [(m, "weight", t) for m, t in zip(self._matrices, self.weights, strict=True)]
+        self._sources += [(m, "bias", t) for m, t in zip(self._matrices, self.biases, strict=True) if t is not None]
+        self._pointers: list[int] = []
+        for i, matrix in enumerate(self._matrices):
+            matrix.out_features = sizes[i]
+            matrix.column = 0 if epilogue else sum(sizes[:i])
+        self._linear = Linear(
+            in_features=self.in_features, count=len(sizes), epilogue=EPILOGUES[epilogue], matrices=self._matrices
+        )
+        self._run = function("linear", ctypes.c_void_p, ctypes.c_void_p)
+        self._address = ctypes.addressof(self._linear)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x: [rows, K] of a float dtype. residual: [rows, N] of x's dtype, added before rounding. -> [rows, N]"""
+        if torch.is_grad_enabled() and (x.requires_grad or self._trains()):
+            raise UnsupportedError("float linear: the kernel has no gradient; run it under torch.no_grad()")
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        pointers = [tensor.data_ptr() for _, _, tensor in self._sources]
+        if pointers != self._pointers:
+            self._point(pointers)
+        out = x.new_empty(x.shape[0], self.out_features)
+        dtype = DTYPES[x.dtype]
+        call = LinearCall(
+            x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr(), self.out_features,
+            None, 0, dtype, dtype, torch.get_num_threads(),
+        )  # fmt: skip
+        if residual is not None:
+            if residual.stride(1) != 1:
+                residual = residual.contiguous()
+            call.residual, call.residual_stride = residual.data_ptr(), residual.stride(0)
+        self._run(self._address, ctypes.byref(call))
+        return out
+
+    def _trains(self) -> bool:
+        return any(tensor.requires_grad for _, _, tensor in self._sources)
+
+    def _point(self, pointers: list[int]) -> None:
+        """The tensors have been given other memory, and with it perhaps another dtype or shape."""
+        check_weights(self.weights, self.biases, self._epilogue)
+        if any(w.shape != shape for w, shape in zip(self.weights, self._shapes, strict=True)):
+            raise UnsupportedError(f"float linear: weights of another shape than when it was made, {self._shapes}")
+        self._linear.format = DTYPES[self.weights[0].dtype]
+        for matrix, bias in zip(self._matrices, self.biases, strict=True):
+            matrix.bias_dtype = 0 if bias is None else DTYPES[bias.dtype]
+        for (matrix, name, _), pointer in zip(self._sources, pointers, strict=True):
+            setattr(matrix, name, pointer)
+        self._pointers = pointers
+
+
+def check_weights(weights: Sequence[Tensor], biases: Sequence[Tensor | None], epilogue: str | None) -> None:
+    """Raise UnsupportedError for what the kernel does not take."""
+    if epilogue not in EPILOGUES:
+        raise UnsupportedError(f"float linear: epilogue {epilogue!r} is not known; choose one of {list(EPILOGUES)}")
+    if len(weights) != len(biases) or not weights or (epilogue and len(weights) != 2):
+        raise UnsupportedError(f"float linear: {len(weights)} weights and {len(biases)} biases for {epilogue=}")
+    first = weights[0]
+    for weight in weights:
+        if weight.dtype not in FLOATS or weight.dtype != first.dtype or weight.device.type != "cpu":
+            raise UnsupportedError(
+                f"float linear: weights of {weight.dtype} on {weight.device}; it takes one of {FLOATS}"
+            )
+        if weight.ndim != 2 or not weight.is_contiguous() or weight.shape[1] != first.shape[1]:
+            raise UnsupportedError(f"float linear: a weight of shape {tuple(weight.shape)}, strides {weight.stride()}")

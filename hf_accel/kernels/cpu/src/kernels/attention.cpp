@@ -1,0 +1,287 @@
+// Attention by splits of the keys: each is one term (largest score, sum of weights, weighted sum of values) of a merge
+// in the order of the keys (Dao 2023, arXiv 2307.08691; the splits are those of Flash-Decoding). A row's result does
+// not depend on the rows beside it: prefill and decode, any batch, any number of threads give the same bits.
+//
+// A tile is a few tokens of a sequence and the query heads of one key head. Its task packs the keys and values of a
+// split once (they stay in the second-level cache) for all of its rows, which pass by in groups whose scores stay in
+// the first-level cache.
+#include "declarations.h"
+
+#include "../parallel.h"
+#include "attention/products.h"
+#include "attention/softmax.h"
+
+namespace {
+
+constexpr int64_t TILE_ROWS = 128;
+constexpr int64_t GROUP = 8;                  // rows
+constexpr int64_t SCORE_STRIDE = SPLIT + 16;  // a power of two would map all rows to the same cache sets
+
+typedef void (*PackKeys)(const KeyRows&, int64_t, int64_t, int64_t, float*);
+typedef void (*PackValues)(const KeyRows&, Range, int64_t, int64_t, float*);
+
+// Tokens [first, last) of sequence b, and the query heads of one key head. part: where in the partial results of the
+// call those of this split go (its tile's other splits are other tasks), or -1: the task does all splits.
+struct Tile {
+  int64_t b, head, first, last, split, part;
+};
+
+template <class W>
+struct Attention {
+  const AttentionCall& c;
+  PackKeys pack_k;
+  PackValues pack_v;
+  int64_t group, words, padded;  // query heads of a key head, words of a query row, floats of an output row
+
+  int64_t queries(int64_t b) const { return c.cu_q ? c.cu_q[b + 1] - c.cu_q[b] : c.num_queries; }
+  int64_t first_query(int64_t b) const { return c.cu_q ? c.cu_q[b] : b * c.num_queries; }
+  int64_t keys(int64_t b) const {
+    return c.kv_len ? c.kv_len[b] : c.cu_k ? c.cu_k[b + 1] - c.cu_k[b] : c.num_keys;
+  }
+  int64_t tokens_in_tile() const { return at_least(TILE_ROWS / group, 1); }
+
+  // Keys that token i of sequence b sees: bottom-right causal, and a window.
+  Range seen(int64_t b, int64_t i) const {
+    const int64_t count = keys(b), position = count - queries(b) + i;
+    const int64_t last = c.causal ? at_least(at_most(position + 1, count), 0) : count;
+    return {c.window ? at_most(at_least(position - c.window + 1, 0), last) : 0, last};
+  }
+  Range seen(const Tile& t) const { return {seen(t.b, t.first).first, seen(t.b, t.last - 1).last}; }
+  static Range splits(Range keys) {
+    return keys.empty() ? Range{0, 0} : Range{keys.first / SPLIT, ceil_div(keys.last, SPLIT)};
+  }
+
+  // -- one task -----------------------------------------------------------------------------------------------
+
+  float* pack_queries(const Tile& t) const {
+    struct Queries;
+    typedef typename W::Number Number;
+    float* const out = static_cast<float*>(
+        scratch<Queries>(static_cast<size_t>((t.last - t.first) * group * (words + LANES)) * sizeof(float)));
+    const int64_t start = c.cu_q ? c.cu_q[t.b] * c.q.token : t.b * c.q.batch;
+    for (int64_t r = 0; r < (t.last - t.first) * group; ++r) {
+      const int64_t at = start + (t.first + r / group) * c.q.token + (t.head * group + r % group) * c.q.head;
+      Number* const to = reinterpret_cast<Number*>(out + r * words);
+      for (int64_t i = 0; i < c.head_dim; i += LANES) copy_query(at + i, c.head_dim - i, to + i);
+      if (c.head_dim % W::STEP) to[c.head_dim] = Number();
+    }
+    return out;
+  }
+  void copy_query(int64_t at, int64_t n, float* to) const {
+    F x;
+    switch (c.q_dtype) {
+      case BF16: x = FloatWords::load(static_cast<const Bf16*>(c.q.data) + at, n); break;
+      case F16: x = FloatWords::load(static_cast<const F16_*>(c.q.data) + at, n); break;
+      default: x = FloatWords::load(static_cast<const float*>(c.q.data) + at, n);
+    }
+    store(to, x);
+  }
+  void copy_query(int64_t at, int64_t n, Bf16* to) const {
+    std::memcpy(to, static_cast<const Bf16*>(c.q.data) + at, sizeof(Bf16) * static_cast<size_t>(at_most(n, LANES)));
+  }
+
+  // The result of `count` rows of the tile over one split, into parts and sums [GROUP, padded]; false where they
+  // see none of its keys. `visible` [GROUP]: what each row sees of it, counted from its start.
+  bool group_of_rows(const Tile& t, int64_t r0, int64_t count, int64_t start, const float* q, const KeyRows& rows,
+                     const float* k, const float* v, Range* visible, Partial* parts, float* sums) const {
+    alignas(64) float scores[GROUP * SCORE_STRIDE];
+    Range any = {SPLIT, 0};
+    for (int64_t r = 0; r < count; ++r) {
+      const Range all = seen(t.b, t.first + (r0 + r) / group);
+      visible[r] = Range{all.first - start, all.last - start}.within({0, SPLIT});
+      if (!visible[r].empty()) any = {at_most(any.first, visible[r].first), at_least(any.last, visible[r].last)};
+    }
+    if (any.empty()) return false;
+    const int64_t from = any.first / LANES, to = ceil_div(any.last, LANES);
+    product<W>(count, {q + r0 * words, words}, k + from * words * LANES, LANES, words * LANES, 0, words, to - from,
+               scores + from * LANES, SCORE_STRIDE);
+    for (int64_t r = 0; r < count; ++r) {
+      const Range all = {from * LANES, to * LANES};
+      const Range mine = visible[r].empty() ? Range{all.first, all.first} : visible[r];
+      parts[r] = to_weights<W>(c, rows, mine, all, scores + r * SCORE_STRIDE);
+    }
+    product<W>(count, {scores, SCORE_STRIDE}, v, padded, LANES, any.first / W::STEP, ceil_div(any.last, W::STEP),
+               padded / LANES, sums, padded);
+    return true;
+  }
+
+  void pack_split(const Tile& t, int64_t start, KeyRows& rows, float*& k, float*& v) const {
+    struct Keys; struct Values;
+    k = static_cast<float*>(scratch<Keys>(static_cast<size_t>(SPLIT * words) * sizeof(float)));
+    v = static_cast<float*>(scratch<Values>(static_cast<size_t>(SPLIT / W::STEP * padded) * sizeof(float)));
+    const Range keys = seen(t).within({start, start + SPLIT}), mine = {keys.first - start, keys.last - start};
+    find_rows(c, t.b, t.head, start, keys, rows);
+    pack_k(rows, mine.first / LANES, ceil_div(mine.last, LANES), c.head_dim, k);
+    pack_v(rows, mine, c.value_dim, padded, v);
+  }
+
+  // All rows of a tile over one split, merged into states and sums [rows, padded].
+  void add_split(const Tile& t, int64_t split, const float* q, Partial* states, float* sums) const {
+    struct Part;
+    float* const part_sums = static_cast<float*>(scratch<Part>(static_cast<size_t>(GROUP * padded) * sizeof(float)));
+    const int64_t count = (t.last - t.first) * group, start = split * SPLIT;
+    KeyRows rows;
+    float *k, *v;
+    pack_split(t, start, rows, k, v);
+    for (int64_t r0 = 0; r0 < count; r0 += GROUP) {
+      Partial parts[GROUP];
+      Range visible[GROUP];
+      const int64_t height = at_most(GROUP, count - r0);
+      if (!group_of_rows(t, r0, height, start, q, rows, k, v, visible, parts, part_sums)) continue;
+      for (int64_t r = 0; r < height; ++r)
+        if (!visible[r].empty())
+          merge(states[r0 + r], sums + (r0 + r) * padded, parts[r], part_sums + r * padded, padded);
+    }
+  }
+
+  void finish(const Tile& t, const Partial* states, const float* sums) const {
+    for (int64_t r = 0; r < (t.last - t.first) * group; ++r)
+      finish_row(c, first_query(t.b) + t.first + r / group, t.head * group + r % group, states[r], sums + r * padded);
+  }
+
+  void run_whole(const Tile& t) const {
+    struct States; struct Sums;
+    const size_t count = static_cast<size_t>((t.last - t.first) * group);
+    Partial* const states = static_cast<Partial*>(scratch<States>(count * sizeof(Partial)));
+    float* const sums = static_cast<float*>(scratch<Sums>(count * static_cast<size_t>(padded) * sizeof(float)));
+    clear(states, sums, count);
+    const float* const q = pack_queries(t);
+    const Range all = splits(seen(t));
+    for (int64_t split = all.first; split < all.last; ++split) add_split(t, split, q, states, sums);
+    finish(t, states, sums);
+  }
+
+  void clear(Partial* states, float* sums, size_t count) const {
+    for (size_t r = 0; r < count; ++r) states[r] = Partial();
+    std::memset(sums, 0, count * static_cast<size_t>(padded) * sizeof(float));
+  }
+
+  // -- the call -----------------------------------------------------------------------------------------------
+
+  // The parts of a tile whose splits are tasks of their own stand one after the other, each its states and its sums.
+  size_t part_bytes() const {
+    return static_cast<size_t>(tokens_in_tile() * group) * (sizeof(Partial) + static_cast<size_t>(padded) * sizeof(float));
+  }
+  Partial* part_states(uint8_t* parts, int64_t part) const {
+    return reinterpret_cast<Partial*>(parts + static_cast<size_t>(part) * part_bytes());
+  }
+  float* part_sums(uint8_t* parts, int64_t part) const {
+    return reinterpret_cast<float*>(part_states(parts, part) + tokens_in_tile() * group);
+  }
+
+  void run_part(const Tile& t, uint8_t* parts) const {
+    Partial* const states = part_states(parts, t.part);
+    float* const sums = part_sums(parts, t.part);
+    clear(states, sums, static_cast<size_t>((t.last - t.first) * group));
+    add_split(t, t.split, pack_queries(t), states, sums);
+  }
+
+  // The parts of a tile, of which `t` is the first, as run_whole would have merged them.
+  void merge_parts(const Tile& t, uint8_t* parts) const {
+    struct States; struct Sums;
+    const size_t count = static_cast<size_t>((t.last - t.first) * group);
+    Partial* const states = static_cast<Partial*>(scratch<States>(count * sizeof(Partial)));
+    float* const sums = static_cast<float*>(scratch<Sums>(count * static_cast<size_t>(padded) * sizeof(float)));
+    clear(states, sums, count);
+    const Range all = splits(seen(t));
+    for (int64_t split = all.first; split < all.last; ++split)
+      for (size_t r = 0; r < count; ++r) {
+        const Range keys = seen(t.b, t.first + static_cast<int64_t>(r) / group);
+        if (keys.within({split * SPLIT, (split + 1) * SPLIT}).empty()) continue;
+        const int64_t part = t.part + split - all.first;
+        merge(states[r], sums + r * static_cast<size_t>(padded), part_states(parts, part)[r],
+              part_sums(parts, part) + r * static_cast<size_t>(padded), padded);
+      }
+    finish(t, states, sums);
+  }
+
+  // Only a tile that is all there is of its sequence is split: other sequences have tiles enough for the threads.
+  bool is_split(int64_t b) const {
+    if (queries(b) > tokens_in_tile()) return false;
+    const Range all = splits(seen(Tile{b, 0, 0, queries(b), 0, -1}));
+    return all.last - all.first > 1;
+  }
+
+  int64_t count_tasks(int64_t b) const {
+    if (queries(b) == 0) return 0;
+    const Range all = is_split(b) ? splits(seen(Tile{b, 0, 0, queries(b), 0, -1})) : Range{0, 1};
+    return c.kv_heads * ceil_div(queries(b), tokens_in_tile()) * (all.last - all.first);
+  }
+
+  // Tasks of a sequence; of a prompt the last tiles, which see the most keys, come first.
+  Tile* add_tasks(int64_t b, int64_t& parts, Tile* task) const {
+    const int64_t height = tokens_in_tile(), count = queries(b);
+    for (int64_t i = ceil_div(count, height) - 1; i >= 0; --i)
+      for (int64_t h = 0; h < c.kv_heads; ++h) {
+        Tile tile = {b, h, i * height, at_most(count, (i + 1) * height), 0, -1};
+        const Range all = is_split(b) ? splits(seen(tile)) : Range{0, 1};
+        for (tile.split = all.first; tile.split < all.last; ++tile.split) {
+          if (is_split(b)) tile.part = parts++;
+          *task++ = tile;
+        }
+      }
+    return task;
+  }
+
+  void run() const {
+    struct Tasks; struct Parts;
+    int64_t count = 0, num_parts = 0;
+    for (int64_t b = 0; b < c.sequences; ++b) count += count_tasks(b);
+    Tile* const tasks = static_cast<Tile*>(scratch<Tasks>(static_cast<size_t>(count) * sizeof(Tile)));
+    Tile* end = tasks;
+    for (int64_t b = 0; b < c.sequences; ++b) end = add_tasks(b, num_parts, end);
+    uint8_t* const parts = static_cast<uint8_t*>(scratch<Parts>(static_cast<size_t>(num_parts) * part_bytes()));
+    parallel_for(count, c.threads, [&](int64_t i) {
+      if (tasks[i].part < 0) run_whole(tasks[i]);
+      else run_part(tasks[i], parts);
+    });
+    if (num_parts)
+      parallel_for(count, c.threads, [&](int64_t i) {
+        const Tile& t = tasks[i];
+        if (t.part >= 0 && t.split == splits(seen(t)).first) merge_parts(t, parts);
+      });
+  }
+};
+
+template <class W>
+PackKeys choose_pack_keys(int32_t dtype) {
+  switch (dtype) {
+    case BF16: return pack_keys<W, Bf16>;
+    case INT8: return pack_keys<W, int8_t>;
+    case FP8: return pack_keys<W, Fp8>;
+  }
+  if constexpr (W::STEP == 1) return dtype == F16 ? pack_keys<W, F16_> : pack_keys<W, float>;
+  return nullptr;
+}
+
+template <class W>
+PackValues choose_pack_values(int32_t dtype) {
+  switch (dtype) {
+    case BF16: return pack_values<W, Bf16>;
+    case INT8: return pack_values<W, int8_t>;
+    case FP8: return pack_values<W, Fp8>;
+  }
+  if constexpr (W::STEP == 1) return dtype == F16 ? pack_values<W, F16_> : pack_values<W, float>;
+  return nullptr;
+}
+
+template <class W>
+void run(const AttentionCall& c) {
+  const int64_t vector = LANES * W::STEP;
+  Attention<W>{c, choose_pack_keys<W>(c.k_dtype), choose_pack_values<W>(c.v_dtype), c.heads / c.kv_heads,
+               ceil_div(c.head_dim, W::STEP), ceil_div(c.value_dim, vector) * vector}
+      .run();
+}
+
+#if defined(HFA_BF16)
+bool fits_pairs(int32_t dtype) { return dtype == BF16 || dtype == INT8 || dtype == FP8; }
+#endif
+
+}  // namespace
+
+void HFA_NAMESPACE::attention(const AttentionCall& c) {
+#if defined(HFA_BF16)
+  if (c.q_dtype == BF16 && fits_pairs(c.k_dtype) && fits_pairs(c.v_dtype)) return run<PairWords>(c);
+#endif
+  run<FloatWords>(c);
+}

@@ -1,0 +1,109 @@
+// The keys and values of a split, converted and laid out for the products.
+#pragma once
+
+#include "../../attention.h"
+#include "words.h"
+
+namespace {
+
+constexpr int64_t SPLIT = 512;  // keys whose partial result is one term of the merge: fixed, so that sums are too
+constexpr int64_t AHEAD = 48;   // keys to prefetch ahead
+
+struct Range {
+  int64_t first, last;  // the last is not in it
+  bool empty() const { return first >= last; }
+  Range within(Range r) const { return {at_least(first, r.first), at_most(last, r.last)}; }
+};
+
+// Where the keys of a split stand, counted from its start; null for those that no query of the tile sees.
+struct KeyRows {
+  const uint8_t *k[SPLIT + 16], *v[SPLIT + 16];
+  alignas(64) float k_scales[SPLIT + 16], v_scales[SPLIT + 16];
+};
+
+inline int64_t dtype_bytes(int32_t dtype) { return dtype == F32 ? 4 : dtype == BF16 || dtype == F16 ? 2 : 1; }
+
+inline float load_scalar(const void* p, int32_t dtype, int64_t i) {
+  switch (dtype) {
+    case BF16: return to_float(static_cast<const Bf16*>(p)[i]);
+    case F16: return to_float(static_cast<const F16_*>(p)[i]);
+    default: return static_cast<const float*>(p)[i];
+  }
+}
+
+// keys: those to find, within [start, start + SPLIT) of sequence b.
+inline void find_rows(const AttentionCall& c, int64_t b, int64_t head, int64_t start, Range keys, KeyRows& rows) {
+  const int64_t k_bytes = dtype_bytes(c.k_dtype), v_bytes = dtype_bytes(c.v_dtype);
+  const uint8_t* k = static_cast<const uint8_t*>(c.k.data) + head * c.k.head * k_bytes;
+  const uint8_t* v = static_cast<const uint8_t*>(c.v.data) + head * c.v.head * v_bytes;
+  const int64_t k_step = c.k.token * k_bytes, v_step = c.v.token * v_bytes;
+  int64_t i = keys.first - start;
+  const int64_t end = keys.last - start;
+  for (int64_t j = i / 16 * 16; j < i; ++j) rows.k[j] = rows.v[j] = nullptr;
+  for (int64_t j = end; j < ceil_div(end, 16) * 16; ++j) rows.k[j] = rows.v[j] = nullptr;
+  if (!c.block_table) {
+    const int64_t first = keys.first + (c.cu_k ? c.cu_k[b] : 0);
+    k += (b * c.k.batch + first * c.k.token) * k_bytes;
+    v += (b * c.v.batch + first * c.v.token) * v_bytes;
+    for (; i < end; ++i, k += k_step, v += v_step) rows.k[i] = k, rows.v[i] = v;
+    return;
+  }
+  int64_t number = keys.first / c.block_size, offset = keys.first % c.block_size;
+  for (; i < end; ++number, offset = 0) {
+    const int64_t block = c.block_table[b * c.table_stride + number];
+    const uint8_t* k_row = k + block * c.k.batch * k_bytes + offset * k_step;
+    const uint8_t* v_row = v + block * c.v.batch * v_bytes + offset * v_step;
+    const int64_t scale = (block * c.kv_heads + head) * c.block_size + offset;
+    const int64_t count = at_most(c.block_size - offset, end - i);
+    for (int64_t n = 0; n < count; ++n, k_row += k_step, v_row += v_step)
+      rows.k[i + n] = k_row, rows.v[i + n] = v_row;
+    if (c.k_scales)
+      for (int64_t n = 0; n < count; ++n) {
+        rows.k_scales[i + n] = load_scalar(c.k_scales, c.scale_dtype, scale + n);
+        rows.v_scales[i + n] = load_scalar(c.v_scales, c.scale_dtype, scale + n);
+      }
+    i += count;
+  }
+}
+
+inline void prefetch_row(const uint8_t* row, int64_t bytes) {
+  if (row)
+    for (int64_t i = 0; i < bytes; i += 64) prefetch(row + i);
+}
+
+// Keys of vectors [first, last) as words [vector][word][lane]: a lane is a key.
+template <class W, class T>
+void pack_keys(const KeyRows& rows, int64_t first, int64_t last, int64_t dim, float* out) {
+  const int64_t words = ceil_div(dim, W::STEP), end = last * LANES;
+  for (int64_t vector = first; vector < last; ++vector) {
+    const uint8_t* const* row = rows.k + vector * LANES;
+    for (int64_t i = 0; i < LANES && vector * LANES + AHEAD + i < end; ++i)
+      prefetch_row(row[AHEAD + i], dim * static_cast<int64_t>(sizeof(T)));
+    for (int64_t word = 0; word < words; word += LANES) {
+      F x[LANES];
+      for (int i = 0; i < LANES; ++i)
+        x[i] = row[i] ? W::load(reinterpret_cast<const T*>(row[i]) + word * W::STEP, dim - word * W::STEP) : zero();
+      transpose(x);
+      float* to = out + (vector * words + word) * LANES;
+      if (words - word >= LANES)
+        for (int i = 0; i < LANES; ++i) store(to + i * LANES, x[i]);
+      else
+        for (int i = 0; i < words - word; ++i) store(to + i * LANES, x[i]);
+    }
+  }
+}
+
+// Values of keys as words [key / STEP][padded value_dim].
+template <class W, class T>
+void pack_values(const KeyRows& rows, Range keys, int64_t dim, int64_t padded, float* out) {
+  for (int64_t word = keys.first / W::STEP; word * W::STEP < keys.last; ++word) {
+    const uint8_t* const* row = rows.v + word * W::STEP;
+    for (int i = 0; i < W::STEP; ++i)
+      if (word * W::STEP + AHEAD + i < keys.last) prefetch_row(row[AHEAD + i], dim * static_cast<int64_t>(sizeof(T)));
+    const T* const* typed = reinterpret_cast<const T* const*>(row);
+    for (int64_t column = 0; column < dim; column += W::STEP * LANES)
+      W::interleave(typed, column, dim - column, out + word * padded + column);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,238 @@
+// Linear layers with float weights, read where the model keeps them.
+//
+// The inputs are summed in blocks (BLOCK_BYTES), each in vector accumulators (float_tile.h), and the blocks' sums are
+// added in order: nothing depends on the number of rows or threads. Few rows: memory is the limit, the weights are
+// read in place once and the next ones prefetched. Many rows: a block of weights is copied to rows that do not
+// compete for cache sets, and stays in the second-level cache while all rows pass by.
+#include "../parallel.h"
+#include "activation.h"
+#include "any_dtype.h"
+#include "declarations.h"
+#include "float_tile.h"
+
+namespace {
+
+constexpr int64_t CHUNK = 48;         // outputs of a task: a multiple of every tile's width
+constexpr int64_t PACKED_ROWS = 32;   // from here on packing the weights pays
+constexpr int64_t MOST_ROWS = 512;    // rows packed at once
+
+// Rows [first, first + rows) of the input, packed: [blocks][rows][packed_stride]
+template <class Dot>
+struct Input {
+  typedef typename Dot::Number Number;
+  Number* packed;
+  int64_t first, rows, in_features;
+
+  int64_t blocks() const { return ceil_div(in_features, block_inputs<Dot>()); }
+  int64_t count(int64_t b) const { return at_most(block_inputs<Dot>(), in_features - b * block_inputs<Dot>()); }
+  Number* row(int64_t b, int64_t r) const { return packed + (b * rows + r) * packed_stride<Dot>(); }
+};
+
+inline void copy_numbers(const float* from, int64_t n, float* to) { std::memcpy(to, from, static_cast<size_t>(n) * 4); }
+inline void copy_numbers(const Bf16* from, int64_t n, Bf16* to) { std::memcpy(to, from, static_cast<size_t>(n) * 2); }
+template <class T>
+inline void copy_numbers(const T* from, int64_t n, float* to) {
+  for (int64_t i = 0; i < n; i += LANES) store_upto(to + i, load_upto(from + i, n - i), n - i);
+}
+
+// One row of a block, with zeros up to a whole vector
+template <class Dot, class T>
+inline void pack_row(const T* from, int64_t count, typename Dot::Number* to) {
+  copy_numbers(from, count, to);
+  const int64_t whole = ceil_div(count, Dot::STEP) * Dot::STEP;
+  std::memset(static_cast<void*>(to + count), 0, static_cast<size_t>(whole - count) * sizeof *to);
+}
+
+template <class Dot, class X>
+Input<Dot> pack_input(const Linear& linear, const LinearCall& call, const X* x, int64_t first) {
+  struct Packed;
+  Input<Dot> input{nullptr, first, at_most(MOST_ROWS, call.rows - first), linear.in_features};
+  const int64_t size = input.blocks() * input.rows * packed_stride<Dot>();
+  input.packed = static_cast<typename Dot::Number*>(scratch<Packed>(static_cast<size_t>(size) * sizeof *input.packed));
+  const int64_t part = 16;
+  parallel_for(ceil_div(input.rows, part), call.threads, [&](int64_t task) {
+    for (int64_t r = task * part; r < at_most(input.rows, (task + 1) * part); ++r)
+      for (int64_t b = 0; b < input.blocks(); ++b)
+        pack_row<Dot>(x + (first + r) * call.x_stride + b * block_inputs<Dot>(), input.count(b), input.row(b, r));
+  });
+  return input;
+}
+
+// Weights of some outputs and one block of inputs, in place or packed
+template <class T>
+struct Panel {
+  const T* weight;
+  int64_t stride, outputs, count;
+};
+
+// Rows [r, r + ROWS) times all outputs of a panel
+template <class Dot, class T, int ROWS>
+void row_tile(const typename Dot::Number* x, const Panel<T>& panel, float* sums, Ahead ahead) {
+  constexpr int WIDE = wide_for(ROWS);
+  const int most = ahead.rows;
+  int64_t n = 0;
+  for (; n + WIDE <= panel.outputs; n += WIDE) {
+    tile<Dot, T, ROWS, WIDE>(x, panel.weight + n * panel.stride, panel.stride, panel.count, sums + n, CHUNK, ahead);
+    ahead.first += most * ahead.stride;
+  }
+  for (; n < panel.outputs; ++n)
+    tile<Dot, T, ROWS, 1>(x, panel.weight + n * panel.stride, panel.stride, panel.count, sums + n, CHUNK, {});
+}
+
+template <class Dot, class T>
+void row_tile_of(int64_t rows, const typename Dot::Number* x, const Panel<T>& panel, float* sums, const Ahead& ahead) {
+  switch (rows) {
+    case 1: return row_tile<Dot, T, 1>(x, panel, sums, ahead);
+    case 2: return row_tile<Dot, T, 2>(x, panel, sums, ahead);
+#if defined(HFA_AVX2)
+    case 3: return row_tile<Dot, T, 3>(x, panel, sums, ahead);
+    case 4: return row_tile<Dot, T, 4>(x, panel, sums, ahead);
+#endif
+#if defined(HFA_AVX512)
+    case 5: return row_tile<Dot, T, 5>(x, panel, sums, ahead);
+    case 6: return row_tile<Dot, T, 6>(x, panel, sums, ahead);
+#endif
+  }
+}
+
+// f(first row, rows) for tiles of nearly equal height: 7 rows are 4 + 3, not 6 + 1
+template <class Function>
+inline void for_row_tiles(int64_t first, int64_t last, const Function& f) {
+  const int64_t tiles = ceil_div(last - first, TILE_ROWS);
+  for (int64_t t = 0, r = first; t < tiles; ++t) {
+    const int64_t rows = ceil_div(last - r, tiles - t);
+    f(t, r, rows);
+    r += rows;
+  }
+}
+
+// A task: outputs [n, n + outputs) of a matrix for rows [first, last) of the packed input.
+struct Chunk {
+  const Matrix* matrix;
+  int64_t n, outputs, first, last;
+};
+
+// Few rows. The weights pass by once; while the row tiles use a strip of them, the next strip is on its way.
+template <class Dot, class T>
+void sum_in_place(const Input<Dot>& input, const Chunk& chunk, float* sums) {
+  const int64_t K = input.in_features, tiles = ceil_div(chunk.last - chunk.first, TILE_ROWS);
+  const int64_t wide = wide_for(static_cast<int>(ceil_div(chunk.last - chunk.first, tiles)));
+  const T* weight = static_cast<const T*>(chunk.matrix->weight);
+  for (int64_t n = 0; n < chunk.outputs; n += wide) {
+    const T* strip = weight + (chunk.n + n) * K;
+    for (int64_t b = 0; b < input.blocks(); ++b) {
+      const Panel<T> panel{strip + b * block_inputs<Dot>(), K, at_most(wide, chunk.outputs - n), input.count(b)};
+      const T* next = b + 1 < input.blocks() ? panel.weight + block_inputs<Dot>() : strip + wide * K;
+      const int64_t share = ceil_div(wide, tiles);  // rows of the next strip that each row tile prefetches
+      for_row_tiles(chunk.first, chunk.last, [&](int64_t t, int64_t r, int64_t rows) {
+        const Ahead ahead{reinterpret_cast<const char*>(next + t * share * K), K * static_cast<int64_t>(sizeof(T)),
+                          static_cast<int>(at_least(0, at_most(share, wide - t * share)))};
+        row_tile_of<Dot, T>(rows, input.row(b, r), panel, sums + (r - chunk.first) * CHUNK + n, ahead);
+      });
+    }
+  }
+}
+
+// Many rows. Each block of the chunk's weights is packed, then used by all rows.
+template <class Dot, class T>
+void sum_packed(const Input<Dot>& input, const Chunk& chunk, float* sums) {
+  typedef typename Dot::Number Number;
+  struct Packed;
+  Number* packed = static_cast<Number*>(scratch<Packed>(CHUNK * packed_stride<Dot>() * sizeof(Number)));
+  const T* weight = static_cast<const T*>(chunk.matrix->weight) + chunk.n * input.in_features;
+  for (int64_t b = 0; b < input.blocks(); ++b) {
+    for (int64_t n = 0; n < chunk.outputs; ++n)
+      pack_row<Dot>(weight + n * input.in_features + b * block_inputs<Dot>(), input.count(b),
+                    packed + n * packed_stride<Dot>());
+    const Panel<Number> panel{packed, packed_stride<Dot>(), chunk.outputs, ceil_div(input.count(b), Dot::STEP) * Dot::STEP};
+    for_row_tiles(chunk.first, chunk.last, [&](int64_t, int64_t r, int64_t rows) {
+      row_tile_of<Dot, Number>(rows, input.row(b, r), panel, sums + (r - chunk.first) * CHUNK, {});
+    });
+  }
+}
+
+template <class Dot, class T>
+void sum_chunk(const Input<Dot>& input, const Chunk& chunk, float* sums) {
+  const int64_t rows = chunk.last - chunk.first;
+  std::memset(sums, 0, static_cast<size_t>(rows * CHUNK) * sizeof(float));
+  if (rows < PACKED_ROWS) sum_in_place<Dot, T>(input, chunk, sums);
+  else sum_packed<Dot, T>(input, chunk, sums);
+}
+
+// out = epilogue(sums + bias) + residual, rounded once
+void finish(const Linear& linear, const LinearCall& call, const Chunk& chunk, int64_t row, const float* sums,
+            const float* up_sums) {
+  const Matrix& matrix = *chunk.matrix;
+  for (int64_t r = 0; r < chunk.last - chunk.first; ++r)
+    for (int64_t i = 0; i < chunk.outputs; i += LANES) {
+      const int n = static_cast<int>(at_most(LANES, chunk.outputs - i));
+      F value = load_n(sums + r * CHUNK + i, n);
+      if (matrix.bias) value = add(value, load_dtype(matrix.bias, matrix.bias_dtype, chunk.n + i, n));
+      if (linear.epilogue != NONE) {
+        const Matrix& other = linear.matrices[1];
+        F up = load_n(up_sums + r * CHUNK + i, n);
+        if (other.bias) up = add(up, load_dtype(other.bias, other.bias_dtype, chunk.n + i, n));
+        value = gated(linear.epilogue, value, up);
+      }
+      const int64_t column = matrix.column + chunk.n + i;
+      if (call.residual)
+        value = add(value, load_dtype(call.residual, call.out_dtype, (row + r) * call.residual_stride + column, n));
+      store_dtype(call.out, call.out_dtype, (row + r) * call.out_stride + column, value, n);
+    }
+}
+
+template <class Dot, class T>
+void run_chunk(const Linear& linear, const LinearCall& call, const Input<Dot>& input, Chunk chunk) {
+  struct Sums; struct UpSums;
+  const size_t bytes = static_cast<size_t>((chunk.last - chunk.first) * CHUNK) * sizeof(float);
+  float* sums = static_cast<float*>(scratch<Sums>(bytes));
+  sum_chunk<Dot, T>(input, chunk, sums);
+  float* up_sums = nullptr;
+  if (linear.epilogue != NONE) {
+    up_sums = static_cast<float*>(scratch<UpSums>(bytes));
+    Chunk up = chunk;
+    up.matrix = linear.matrices + 1;
+    sum_chunk<Dot, T>(input, up, up_sums);
+  }
+  finish(linear, call, chunk, input.first + chunk.first, sums, up_sums);
+}
+
+template <class Dot, class T>
+void run_rows(const Linear& linear, const LinearCall& call, const Input<Dot>& input) {
+  const int32_t count = linear.epilogue == NONE ? linear.count : 1;
+  int64_t chunks = 0;
+  for (int32_t m = 0; m < count; ++m) chunks += ceil_div(linear.matrices[m].out_features, CHUNK);
+  // rows are split over threads only where there are few chunks
+  const int64_t parts = chunks >= 4 * call.threads ? 1 : at_most(ceil_div(input.rows, PACKED_ROWS), 4 * call.threads);
+  const int64_t part_rows = ceil_div(input.rows, parts);
+  parallel_for(chunks * parts, call.threads, [&](int64_t task) {
+    int64_t c = task / parts;
+    const int64_t first = task % parts * part_rows, last = at_most(input.rows, first + part_rows);
+    int32_t m = 0;
+    for (; c >= ceil_div(linear.matrices[m].out_features, CHUNK); ++m)
+      c -= ceil_div(linear.matrices[m].out_features, CHUNK);
+    const int64_t outputs = at_most(CHUNK, linear.matrices[m].out_features - c * CHUNK);
+    if (first < last) run_chunk<Dot, T>(linear, call, input, {linear.matrices + m, c * CHUNK, outputs, first, last});
+  });
+}
+
+template <class Dot, class T>
+void run(const Linear& linear, const LinearCall& call) {
+  for (int64_t first = 0; first < call.rows; first += MOST_ROWS)
+    for_dtype(call.x_dtype, [&](auto* null) {
+      const auto* x = static_cast<decltype(null)>(const_cast<void*>(call.x));
+      if constexpr (sizeof(typename Dot::Number) == 4)
+        run_rows<Dot, T>(linear, call, pack_input<Dot>(linear, call, x, first));
+      else if constexpr (sizeof *null == 2)  // both bf16
+        run_rows<Dot, T>(linear, call, pack_input<Dot>(linear, call, static_cast<const Bf16*>(call.x), first));
+    });
+}
+
+}  // namespace
+
+void HFA_NAMESPACE::float_linear(const Linear& linear, const LinearCall& call) {
+#if defined(HFA_BF16)
+  if (linear.format == BF16 && call.x_dtype == BF16) return run<PairDot, Bf16>(linear, call);
+#endif
+  for_dtype(linear.format, [&](auto* null) { run<FloatDot, std::remove_pointer_t<decltype(null)>>(linear, call); });
+}

@@ -1,0 +1,96 @@
+// The innermost part of linear layers with float weights: rows times outputs, both held in registers.
+//
+// Lanes lie along the inputs, so that weights are read in place, and a sum over a block of inputs is one vector
+// accumulator per row and output, its lanes added in a fixed order at the end. Tiles of any size, and packed and
+// unpacked weights, therefore give the same bits.
+#pragma once
+
+#include "../simd/simd.h"
+
+namespace {
+
+// How a vector of weights meets a vector of inputs. `Number` is what inputs, and packed weights, are stored as.
+struct FloatDot {
+  typedef float Number;
+  static constexpr int STEP = LANES;  // inputs per vector
+  template <class T> static F load(const T* p) { return load_as(p); }
+  template <class T> static F load_n(const T* p, int n) { return load_as_n(p, n); }
+  static F dot(F sum, F w, F x) { return fmadd(w, x, sum); }
+};
+
+#if defined(HFA_BF16)
+struct PairDot {
+  typedef Bf16 Number;
+  static constexpr int STEP = 2 * LANES;
+  static I load(const Bf16* p) { return load_pairs(p); }
+  static I load_n(const Bf16* p, int n) { return load_pairs_n(p, n); }
+  static F dot(F sum, I w, I x) { return dot_pairs(sum, w, x); }
+};
+#endif
+
+// Rows of a tile, and the outputs beside each number of rows, so that the sums fill the registers.
+#if defined(HFA_AVX512)
+constexpr int TILE_ROWS = 6;
+constexpr int wide_for(int rows) { return rows <= 3 ? 8 : rows == 4 ? 6 : 4; }
+#elif defined(HFA_AVX2)
+constexpr int TILE_ROWS = 4;
+constexpr int wide_for(int rows) { return rows == 1 ? 8 : rows == 2 ? 6 : rows == 3 ? 4 : 3; }
+#else
+constexpr int TILE_ROWS = 2;
+constexpr int wide_for(int) { return 2; }
+#endif
+
+constexpr int64_t BLOCK_BYTES = 4096;  // of a row's inputs that are summed into one accumulator
+
+template <class Dot>
+constexpr int64_t block_inputs() { return BLOCK_BYTES / static_cast<int64_t>(sizeof(typename Dot::Number)); }
+
+// Between rows of a packed block: a cache line more, so that they do not compete for the same cache sets.
+template <class Dot>
+constexpr int64_t packed_stride() { return block_inputs<Dot>() + 64 / static_cast<int64_t>(sizeof(typename Dot::Number)); }
+
+// Memory that is needed soon: `rows` rows from `first` on, `stride` bytes apart.
+struct Ahead {
+  const char* first;
+  int64_t stride;
+  int rows;
+};
+
+template <int ROWS, int WIDE>
+inline void add_sums(const F (&acc)[ROWS * WIDE], float* sums, int64_t sums_stride) {
+  constexpr int COUNT = ROWS * WIDE;
+  float total[(COUNT + 3) / 4 * 4];
+  for (int i = 0; i < COUNT; i += 4)
+    reduce_add4(acc[i], i + 1 < COUNT ? acc[i + 1] : zero(), i + 2 < COUNT ? acc[i + 2] : zero(),
+                i + 3 < COUNT ? acc[i + 3] : zero(), total + i);
+  for (int r = 0; r < ROWS; ++r)
+    for (int n = 0; n < WIDE; ++n) sums[r * sums_stride + n] += total[r * WIDE + n];
+}
+
+// sums[r, n] += x[r] . w[n] over `count` inputs of a block; x rows are packed and zero beyond `count`.
+template <class Dot, class T, int ROWS, int WIDE>
+inline void tile(const typename Dot::Number* x, const T* w, int64_t w_stride, int64_t count, float* sums,
+                 int64_t sums_stride, const Ahead& ahead) {
+  constexpr int64_t X = packed_stride<Dot>();
+  F acc[ROWS * WIDE];
+  for (int i = 0; i < ROWS * WIDE; ++i) acc[i] = zero();
+  int64_t k = 0;
+  for (; k + Dot::STEP <= count; k += Dot::STEP) {
+    const char* soon = ahead.first + k * static_cast<int64_t>(sizeof(T));
+    for (int i = 0; i < ahead.rows; ++i, soon += ahead.stride) prefetch_l2(soon);
+    for (int n = 0; n < WIDE; ++n) {
+      const auto weights = Dot::load(w + n * w_stride + k);
+      for (int r = 0; r < ROWS; ++r)
+        acc[r * WIDE + n] = Dot::dot(acc[r * WIDE + n], weights, Dot::load(x + r * X + k));
+    }
+  }
+  if (k < count)
+    for (int n = 0; n < WIDE; ++n) {
+      const auto weights = Dot::load_n(w + n * w_stride + k, static_cast<int>(count - k));
+      for (int r = 0; r < ROWS; ++r)
+        acc[r * WIDE + n] = Dot::dot(acc[r * WIDE + n], weights, Dot::load(x + r * X + k));
+    }
+  add_sums<ROWS, WIDE>(acc, sums, sums_stride);
+}
+
+}  // namespace

@@ -1,0 +1,89 @@
+// K and V of new tokens into the slots of pages: as they are, or quantized with a scale per token and head.
+// The arithmetic is cache/storage.py's, bit for bit: the scale is rounded to its stored dtype before it is used.
+#include "declarations.h"
+
+#include "../parallel.h"
+#include "../simd/simd.h"
+
+namespace {
+
+template <class T>
+inline F load_part(const T* p, int64_t n) { return n >= LANES ? load_as(p) : load_as_n(p, static_cast<int>(n)); }
+
+inline void store_part(int8_t* p, F x, int64_t n) {
+  if (n >= LANES) store_as(p, x);
+  else store_as_n(p, x, static_cast<int>(n));
+}
+inline void store_part(Fp8* p, F x, int64_t n) {
+  float lanes[LANES];
+  store(lanes, x);
+  for (int64_t i = 0; i < at_most(n, LANES); ++i) from_float(lanes[i], p[i]);
+}
+
+template <class P> constexpr float LARGEST = 127.0f;
+template <> constexpr float LARGEST<Fp8> = 448.0f;
+
+inline F to_level(F x, const int8_t*) { return round(x); }
+inline F to_level(F x, const Fp8*) { return x; }  // rounded when it is stored
+
+// A row of a head and its scale. A scale that is NaN or infinite makes the row NaN when it is read: levels of NaN are 0.
+template <class T, class P>
+inline void quantize(const T* x, int64_t dim, P* levels, T* scale) {
+  F largest = zero(), poison = zero();
+  for (int64_t i = 0; i < dim; i += LANES) {
+    const F value = abs(load_part(x + i, dim - i));
+    largest = max(value, largest);
+    poison = add(poison, value);  // NaN if any is: no infinities of both signs are left
+  }
+  const float sum = reduce_add(poison);
+  from_float(sum == sum ? reduce_max(largest) / LARGEST<P> : sum, *scale);
+  const float rounded = to_float(*scale);
+  const F divisor = set1(rounded == 0.0f ? 1.0f : rounded), limit = set1(LARGEST<P>);
+  for (int64_t i = 0; i < dim; i += LANES) {
+    const F level = zero_nan(to_level(div(load_part(x + i, dim - i), divisor), levels));
+    store_part(levels + i, max(min(level, limit), sub(zero(), limit)), dim - i);
+  }
+}
+
+template <class T, class P>
+void write(const WriteCall& c, const PageWrite& w, int64_t token, int64_t slot) {
+  const int64_t block = slot / c.block_size, offset = slot % c.block_size;
+  for (int64_t h = 0; h < c.heads; ++h) {
+    const T* const from = static_cast<const T*>(w.states.data) + token * w.states.token + h * w.states.head;
+    const int64_t row = (block * c.heads + h) * c.block_size + offset;
+    if constexpr (sizeof(P) == 1)
+      quantize(from, w.dim, static_cast<P*>(w.pages) + row * w.dim, static_cast<T*>(w.scales) + row);
+    else
+      std::memcpy(static_cast<T*>(w.pages) + row * w.dim, from, sizeof(T) * static_cast<size_t>(w.dim));
+  }
+}
+
+template <class T, class P>
+void write_all(const WriteCall& c) {
+  const int64_t chunk = 16;  // tokens a task
+  parallel_for(ceil_div(c.tokens, chunk), c.threads, [&](int64_t task) {
+    for (int64_t i = task * chunk; i < at_most(c.tokens, (task + 1) * chunk); ++i) {
+      write<T, P>(c, c.keys, i, c.slots[i]);
+      write<T, P>(c, c.values, i, c.slots[i]);
+    }
+  });
+}
+
+template <class T>
+void write_as(const WriteCall& c) {
+  switch (c.page_dtype) {
+    case INT8: return write_all<T, int8_t>(c);
+    case FP8: return write_all<T, Fp8>(c);
+    default: return write_all<T, T>(c);
+  }
+}
+
+}  // namespace
+
+void HFA_NAMESPACE::write_pages(const WriteCall& c) {
+  switch (c.dtype) {
+    case BF16: return write_as<Bf16>(c);
+    case F16: return write_as<F16_>(c);
+    default: return write_as<float>(c);
+  }
+}

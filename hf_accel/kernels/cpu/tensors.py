@@ -1,0 +1,23 @@
+"""What every wrapper asks of its tensors, in as few Python calls as can be."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import UnsupportedError
+
+
+def as_rows(x: Tensor) -> tuple[Tensor, int]:
+    """x [..., size] as rows one stride apart, and that stride in elements; a copy where it has none."""
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    if x.ndim == 2 and x.stride(1) == 1:
+        return x, x.stride(0)
+    return x.contiguous(), x.shape[-1]
+
+
+def refuse_gradients(kernel: str, *tensors: Tensor | None) -> None:
+    """Raises UnsupportedError if autograd would have to go through a kernel, which has no backward."""
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise UnsupportedError(f"{kernel}: the cpu kernel has no gradient; call it under torch.no_grad()")

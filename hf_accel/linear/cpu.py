@@ -1,0 +1,75 @@
+"""INT8 and INT4 weights times INT8 activations through the native CPU kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import WeightConfig
+from ..kernels import cpu as kernels
+from ..kernels.cpu.integer_linear import IntegerLinear, PackedWeight, pack, quantize, stored_scales, unpack
+from .backend import Backend, LinearSpec
+from .formats import Int4Weight, Int8Weight, QuantizedWeight, check_group_size
+from .rtn import refuse_not_finite
+
+
+@dataclass(eq=False)
+class CpuWeight:
+    """dtype: of the stored scales. linear: the call, made for the bias that it was last run with."""
+
+    weight: PackedWeight
+    dtype: torch.dtype
+    bias: Tensor | None = None
+    linear: IntegerLinear | None = None
+
+    def call(self, bias: Tensor | None) -> IntegerLinear:
+        if self.linear is None or self.bias is not bias:
+            self.bias, self.linear = bias, IntegerLinear([self.weight], [bias])
+        return self.linear
+
+
+class Cpu(Backend):
+    """Rounds activations to INT8 with a scale per row and group of inputs, and sums each group in int32.
+
+    Groups are those of the weight (4 bits) or 128 inputs (8 bits), so that an outlier channel spoils its own group
+    only. A row's result depends neither on its neighbours, nor on threads, nor on the instruction set.
+    """
+
+    name = "cpu"
+    bits = (8, 4)
+    activations = "int8"
+    row_invariant = True
+
+    def refuses(self, spec: LinearSpec) -> str | None:
+        if spec.device_type != "cpu":
+            return f"it runs on the CPU, not on {spec.device_type}"
+        if spec.activations is None:
+            return "it rounds activations to INT8"
+        if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"it takes float32, bfloat16 and float16, not {spec.dtype}"
+        return kernels.refusal()
+
+    def pack(self, weight: QuantizedWeight) -> CpuWeight:
+        stored = weight.weight if isinstance(weight, Int8Weight) else weight.weight_packed.view(torch.uint8)
+        packed = pack(weight.bits, stored, weight.weight_scale, weight.shape[1])
+        return CpuWeight(packed, weight.weight_scale.dtype)
+
+    def quantize(self, weight: Tensor, config: WeightConfig) -> CpuWeight:
+        if config.bits == 4:
+            check_group_size((weight.shape[0], weight.shape[1]), config.group_size)
+        result = quantize(config.bits, weight.detach(), config.group_size)
+        if result is None:
+            refuse_not_finite()
+        return CpuWeight(result[0], weight.dtype)
+
+    def unpack(self, packed: CpuWeight) -> QuantizedWeight:
+        stored, scale = unpack(packed.weight), stored_scales(packed.weight, packed.dtype)
+        if packed.weight.bits == 8:
+            return Int8Weight(stored, scale)
+        shape = torch.tensor([packed.weight.out_features, packed.weight.in_features])
+        return Int4Weight(stored.view(torch.int32), scale, shape)
+
+    def run(self, x: Tensor, packed: CpuWeight, bias: Tensor | None) -> Tensor:
+        return packed.call(bias)(x)

@@ -1,0 +1,261 @@
+"""Pieces of the benchmarks: llama.cpp on the same weights, quality, profiles, processes. No clock, no network."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, PreTrainedModel
+
+import hf_accel
+from benchmarks import attention_peak, isa, memory, prefill, profile_step, quality, rows
+from benchmarks.bench import Bench
+from benchmarks.models import load_model
+from benchmarks.processes import ProcessError, call
+from benchmarks.profile_step import SelfTimes
+from benchmarks.quality import Variant, joined, make_variants, predictions, score
+from benchmarks.settings import Settings
+from benchmarks.setups import SETUPS, accel
+from benchmarks.setups.gguf_file import gguf_refuses, rotary_order
+from benchmarks.setups.llama_cpp import LlamaCpp
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return load_model("tiny")
+
+
+def bench_of(**settings: Any) -> Bench:
+    return Bench(Settings(**{"model": "tiny", "context": 20, "setups": ("hf_accel int8",), **settings}))
+
+
+# -- llama.cpp -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama(model: PreTrainedModel) -> Any:
+    setup = LlamaCpp("bf16", tolerance=0.1)
+    if reason := setup.refuses(model.config):
+        pytest.skip(reason)
+    return setup.prepare(model)
+
+
+@torch.no_grad()
+def test_llama_cpp_runs_the_same_model(llama: Any, model: PreTrainedModel) -> None:
+    ids = bench_of().tokens(batch=3, length=9)
+    torch.testing.assert_close(llama(input_ids=ids).logits, model(input_ids=ids).logits.float(), atol=0.03, rtol=0.03)
+    last = llama(input_ids=ids, logits_to_keep=1).logits
+    assert last.shape == (3, 1, 512)
+    assert torch.allclose(last, llama(input_ids=ids).logits[:, -1:], atol=1e-3)
+
+
+@torch.no_grad()
+def test_llama_cpp_reads_the_keys_and_values_it_was_filled_with(llama: Any, model: PreTrainedModel) -> None:
+    setup = LlamaCpp("bf16", tolerance=0.1)
+    cache = setup.filled_cache(llama, batch=2, tokens=21, room=4, seed=3)
+    ids = bench_of().tokens(batch=2, length=1)
+    logits = llama(input_ids=ids, past_key_values=cache).logits
+    values = torch.randn(21, 128, generator=torch.Generator().manual_seed(3)).bfloat16().view(21, 2, 64)
+    values = values.transpose(0, 1).expand(2, -1, -1, -1)
+    keys = torch.cat([values[..., 0::2], values[..., 1::2]], dim=-1)  # llama.cpp's order of a rotated head
+    same = DynamicCache(config=model.config)
+    for layer in range(2):
+        same.update(keys, values, layer)
+    expected = model(input_ids=ids, past_key_values=same).logits.float()
+    torch.testing.assert_close(logits, expected, atol=0.03, rtol=0.03)
+
+
+class Tokens:
+    """A streamer that keeps what it is handed."""
+
+    def __init__(self) -> None:
+        self.put_calls: list[torch.Tensor] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.put_calls.append(value)
+
+
+def test_llama_cpp_generates_greedily_from_where_the_cache_ends(llama: Any, model: PreTrainedModel) -> None:
+    prompt, streamer = bench_of().tokens(batch=2, length=6), Tokens()
+    output = llama.generate(prompt, max_new_tokens=3, streamer=streamer)
+    for column in range(6, 9):
+        assert torch.equal(output[:, column], llama(input_ids=output[:, :column]).logits[:, -1].argmax(-1))
+    assert [call.shape for call in streamer.put_calls] == [(2, 6), (2, 1), (2, 1), (2, 1)]
+    cache = LlamaCpp("bf16", tolerance=0.1).new_cache(llama, batch=2, tokens=20)
+    llama(input_ids=prompt[:, :5], past_key_values=cache)
+    assert torch.equal(llama.generate(prompt, max_new_tokens=3, streamer=streamer, past_key_values=cache), output)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_llama_cpp_quantized_is_smaller_and_near(llama: Any, model: PreTrainedModel, kind: str) -> None:
+    entrant = bench_of(setups=(f"llama.cpp {kind}",)).entrants[f"llama.cpp {kind}"]  # verified by its tolerance
+    assert entrant.setup.read_bytes(entrant.model) < entrant.setup.weight_bytes(entrant.model) < llama.nbytes
+    assert entrant.verified["correlation"] > {"Q8_0": 0.99, "Q4_0": 0.6}[kind]
+
+
+def test_rotary_order_brings_halves_of_a_head_side_by_side() -> None:
+    config = LlamaConfig(hidden_size=8, num_attention_heads=2, num_key_value_heads=1)
+    rows_of = torch.arange(8.0).view(8, 1)
+    assert rotary_order("model.layers.0.self_attn.q_proj.weight", rows_of, config).flatten().tolist() == [
+        0, 2, 1, 3, 4, 6, 5, 7,
+    ]  # fmt: skip
+    assert rotary_order("model.layers.0.self_attn.v_proj.weight", rows_of, config) is rows_of
+
+
+@pytest.mark.parametrize(
+    ("keywords", "reason"),
+    [
+        ({"attention_bias": True}, "biases"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "scaled rotary"),
+        ({"model_type": "qwen3"}, "only llama models are written as GGUF here, this is qwen3"),
+        ({}, None),
+    ],
+)
+def test_models_that_are_not_written_are_refused(keywords: dict[str, Any], reason: str | None) -> None:
+    config = LlamaConfig(**{name: value for name, value in keywords.items() if name != "model_type"})
+    config.model_type = keywords.get("model_type", "llama")
+    refusal = gguf_refuses(config)
+    assert refusal is None if reason is None else reason in str(refusal)
+
+
+def test_competitors_that_do_not_take_part_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    bench = bench_of(setups=())
+    assert [setup.name for setup in bench.setups if setup.is_peer] == []
+    assert set(bench.refused) == {setup.name for setup in SETUPS if setup.is_peer}
+    assert bench.refused["llama.cpp Q4_0"] == "llama_cpp is not installed"
+    assert "name it in --setups" in bench.refused["torchao int8 compiled"]
+
+
+# -- prefill, rows, memory -----------------------------------------------------------------------------
+
+
+def test_operations_of_a_prefill() -> None:
+    layer = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512
+    assert prefill.operations(bench_of()) == 2 * (20 * 2 * layer + 512 * 256)
+
+
+def test_linears_of_all_layers_and_small_ones_in_pairs() -> None:
+    entrant = bench_of().entrants["hf_accel int8"]
+    assert len(rows.linears_of(entrant, "mlp.down_proj")) == len(rows.linears_of(entrant, "lm_head")) + 1 == 2
+    assert len(rows.linears_of(entrant, "self_attn.k_proj")) == 4
+
+
+def test_rows_are_compared_with_one() -> None:
+    medians = {("stock", 1): 3.0, ("int8", 1): 1.0, ("int8", 4): 1.5}
+    row = rows.row("int8", medians, 3.0, (1, 4))
+    assert row == {"setup": "int8", "ratio": 3.0, "one_row_seconds": 1.0, "4_rows_ratio": 1.5}
+
+
+def test_growth_of_peaks() -> None:
+    assert memory.growth((1024, 4096), (10, 40)) == pytest.approx(1)
+    assert memory.growth((1024, 4096, 8192), (10, 160, None)) == pytest.approx(2)
+    assert memory.growth((1024, 4096), (10, None)) is None
+
+
+def test_a_length_that_would_not_fit_is_left_out() -> None:
+    assert attention_peak.fits([], 8192, None)
+    assert attention_peak.fits([10**8], 8192, 2048)
+    assert not attention_peak.fits([10**8, 16 * 10**8], 32768, 8192)
+    assert not attention_peak.fits([None], 32768, 8192)
+
+
+# -- quality -------------------------------------------------------------------------------------------
+
+
+def test_predictions_in_chunks_are_those_of_one_pass(model: PreTrainedModel) -> None:
+    ids = bench_of().tokens(batch=1, length=130)
+    chunks = list(predictions(Variant(model, None), ids))
+    assert [len(chunk) for chunk in chunks] == [64, 64, 1]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+    torch.testing.assert_close(torch.cat(chunks), expected, atol=0.02, rtol=0.02)
+
+
+def test_scores_against_their_definitions(model: PreTrainedModel) -> None:
+    ids = bench_of().tokens(batch=1, length=70)
+    actual, expected = torch.randn(2, 5, 7).log_softmax(-1)
+    scores = quality.compare(actual, expected, torch.tensor([[1, 2, 3, 4, 5]]))
+    assert scores.losses.tolist() == pytest.approx([-float(actual[i, i + 1]) for i in range(5)])
+    by_torch = torch.nn.functional.kl_div(actual, expected, log_target=True, reduction="none").sum(-1)
+    torch.testing.assert_close(scores.divergences, by_torch)
+    assert joined([scores, scores]).same_top.shape == (10,)
+    variants = {"stock": Variant(model, None)}
+    loss = float(score(variants, ids)["stock"].losses.mean())
+    with torch.no_grad():
+        assert loss == pytest.approx(float(model(input_ids=ids, labels=ids).loss), rel=1e-2)
+
+
+def test_variants_share_no_patch(model: PreTrainedModel) -> None:
+    variants = make_variants(model)
+    assert not hf_accel.is_patched(model)
+    assert isinstance(variants["int8 with int8 KV"].new_cache(), hf_accel.PagedCache)
+    assert variants["int8 with int8 KV"].new_cache().settings.dtype == "int8"
+    assert variants["int8"].model is variants["int8 with int8 KV"].model
+
+
+def test_a_model_of_random_weights_has_no_perplexity() -> None:
+    assert quality.checkpoint(Settings()).endswith("stdlib-tiny")
+    assert quality.checkpoint(Settings(model="some/model")) == "some/model"
+
+
+# -- profiles ------------------------------------------------------------------------------------------
+
+
+def test_own_time_leaves_out_what_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(profile_step.time, "perf_counter", lambda: now[0])
+    times = SelfTimes()
+
+    def work(seconds: float, *inner: Any) -> None:
+        now[0] += seconds
+        for run in inner:
+            run()
+
+    leaf = times.wrap("leaf", lambda: work(2.0))
+    layer = times.wrap("layer", lambda: work(1.0, leaf, leaf))
+    times.wrap("model", lambda: work(0.5, layer, leaf))()
+    assert times.seconds == {"leaf": 6.0, "layer": 1.0, "model": 0.5}
+
+
+def test_profiling_leaves_no_trace() -> None:
+    bench = bench_of(batch_tokens=3)
+    entrant = bench.entrants["hf_accel int8"]
+    before = {name: dict(vars(module)) for name, module in entrant.model.named_modules()}
+    times = SelfTimes()
+    profile_step.run(bench, entrant, times)
+    assert {"attention", "cache: update", "linear: layers", "linear: head", "norms"} <= set(times.seconds)
+    assert all(seconds > 0 for seconds in times.seconds.values())
+    after = {name: dict(vars(module)) for name, module in entrant.model.named_modules()}
+    assert [n for n in after if after[n].get("forward") is not before[n].get("forward")] == []
+
+
+# -- processes and instruction sets --------------------------------------------------------------------
+
+
+def test_a_process_that_fails_says_why() -> None:
+    with pytest.raises(ProcessError, match="no_such_measurement"):
+        call("no_such_measurement", 1)
+
+
+def test_levels_are_those_of_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old:
+        instruction_sets = ("avx2", "fma3")
+
+    monkeypatch.setattr(isa, "detect", Old)
+    assert isa.levels() == ["avx2"]
+    monkeypatch.setattr(Old, "instruction_sets", ("avx2", "fma3", "avx_vnni"))
+    assert isa.levels() == ["avx_vnni", "avx2"]
+
+
+def test_int8_keys_and_values_count_half() -> None:
+    from benchmarks.bench import Entrant
+    from benchmarks.decode import kv_bytes
+
+    bench = bench_of()
+    wide, narrow = (
+        kv_bytes(bench, Entrant(s, bench.model, 0.0, {}), batch=2, context=20) for s in (accel.INT8, accel.INT8_KV)
+    )
+    assert math.isclose(wide / narrow, 2 * 64 / (64 + 2), rel_tol=0.02)

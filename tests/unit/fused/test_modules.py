@@ -1,0 +1,173 @@
+"""Norms, rotations, gated MLPs: recognized by what they do, and equal to the original."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hf_accel.fused.gated_mlp import GatedMLP as NativeMLP
+from hf_accel.fused.gated_mlp import gated_names
+from hf_accel.fused.norm import NativeNorm, NormForm, norm_form
+from hf_accel.fused.rotary import NativeRotary, RotaryForm, rotary_form
+from hf_accel.fused.sites import fused_sites
+from hf_accel.instance import mixed_class
+from hf_accel.kernels import cpu as kernels
+
+from . import models
+from .models import Attention, ClampedMLP, ClampedRMSNorm, GatedMLP, GemmaRMSNorm, LlamaRMSNorm, Rotating, SwappedMLP
+
+pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def mixed(module: nn.Module, mixin: type, state: object) -> nn.Module:
+    twin = copy.deepcopy(module)
+    twin.__class__ = mixed_class(mixin, type(module))
+    vars(twin)["_hf_accel_fused"] = state
+    return twin
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("build", "offset", "round_first"), [(LlamaRMSNorm, 0.0, True), (GemmaRMSNorm, 1.0, False)])
+def test_a_norm_is_recognized_and_equal(build, offset, round_first, dtype):
+    module = build(48).to(dtype)
+    form = norm_form(module)
+    assert form is not None
+    assert form.offset == offset
+    assert dtype == torch.float32 or form.round_first == round_first
+    native = mixed(module, NativeNorm, form)
+    x = torch.randn(2, 3, 4, 48).to(dtype).transpose(1, 2)  # as a norm of heads gets it
+    with torch.no_grad():
+        got, expected = native(x), module(x)
+    assert torch.equal(got, expected) or (dtype == torch.float32 and torch.allclose(got, expected, rtol=3e-7))
+
+
+def test_what_only_looks_like_a_norm_is_left_alone():
+    assert norm_form(ClampedRMSNorm(48)) is None
+    assert norm_form(nn.LayerNorm(48)) is None
+    assert norm_form(nn.Linear(4, 4)) is None
+    unlike = LlamaRMSNorm(48)
+    unlike.variance_epsilon = 1  # type: ignore[assignment]  # no float
+    assert norm_form(unlike) is None
+    _, dropped = fused_sites(nn.Sequential(ClampedRMSNorm(48)), torch.float32)
+    assert [(d.name, d.kind) for d in dropped] == [("0", "norm")]
+    assert "differs" in dropped[0].reason
+
+
+def test_eps_is_the_modules_own():
+    small, large = LlamaRMSNorm(48, eps=1e-6), LlamaRMSNorm(48, eps=1e-2)
+    assert (norm_form(small), norm_form(large)) == (NormForm(1e-6, 0.0, True), NormForm(1e-2, 0.0, True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_rotation_is_recognized_and_equal(dtype):
+    module = Rotating().to(dtype)
+    form = rotary_form(module, dtype)
+    assert form == RotaryForm(interleaved=False, round_each=True)
+    native = mixed(module, NativeRotary, form)
+    q, k = torch.randn(2, 5, 4, 16).to(dtype).transpose(1, 2), torch.randn(2, 5, 2, 16).to(dtype).transpose(1, 2)
+    angles = torch.randn(2, 5, 16)
+    tables = angles.cos().to(dtype), angles.sin().to(dtype)
+    with torch.no_grad():
+        for got, expected in zip(native(q, k, tables=tables), module(q, k, tables=tables), strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_the_rotation_of_the_module_file_is_not_touched():
+    stock = models.apply_rotary_pos_emb
+    native = mixed(Rotating(), NativeRotary, rotary_form(Rotating(), torch.float32))
+    q, tables = torch.randn(1, 2, 3, 8), (torch.randn(1, 3, 8), torch.randn(1, 3, 8))
+    with torch.no_grad():
+        native(q, q, tables=tables)
+    assert models.apply_rotary_pos_emb is stock
+    assert Rotating.forward.__globals__["apply_rotary_pos_emb"] is stock
+
+
+def test_a_forward_without_a_rotation_has_no_form():
+    assert rotary_form(nn.Linear(4, 4), torch.float32) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("act", "epilogue"),
+    [(F.silu, "silu"), (nn.GELU(), "gelu"), (nn.GELU(approximate="tanh"), "gelu_tanh")],
+    ids=["silu", "gelu", "gelu_tanh"],
+)
+def test_a_gated_mlp_is_recognized_and_close(act, epilogue, dtype):
+    module = GatedMLP(40, 70, act, bias=True).to(dtype)
+    sites, dropped = fused_sites(nn.ModuleList([module]), dtype)
+    assert [site.kind for site in sites] == ["mlp"]
+    assert not dropped
+    assert sites[0].state.epilogue == epilogue
+    native = mixed(module, NativeMLP, sites[0].state)
+    x = torch.randn(2, 3, 40).to(dtype)
+    with torch.no_grad():
+        expected, got = module(x), native(x)
+    eps = torch.finfo(dtype).eps
+    assert got.shape == expected.shape
+    torch.testing.assert_close(got, expected, rtol=4 * eps, atol=4 * eps)
+
+
+@pytest.mark.parametrize(
+    "module", [ClampedMLP(8, 8), GatedMLP(8, 8, F.relu), GatedMLP(8, 8, nn.PReLU()), Attention(8)]
+)
+def test_other_modules_are_no_gated_mlp(module):
+    assert gated_names(module) is None
+
+
+def test_a_gate_in_the_wrong_place_is_dropped():
+    sites, dropped = fused_sites(nn.Sequential(SwappedMLP(8, 8)), torch.float32)
+    assert (sites, [d.kind for d in dropped]) == ([], ["mlp"])
+
+
+def test_gradients_hooks_and_autocast_bring_the_original_back():
+    module = GatedMLP(16, 24)
+    native = mixed(module, NativeMLP, gated_names(module))
+    module.load_state_dict(native.state_dict())
+    x = torch.randn(3, 16)
+    native(x).sum().backward()
+    module(x).sum().backward()
+    for ours, theirs in zip(native.parameters(), module.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    seen = []
+    native.gate_proj.register_forward_hook(lambda *args: seen.append(1))
+    with torch.no_grad():
+        assert torch.equal(native(x), module(x))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert native(x).dtype == torch.bfloat16
+    assert len(seen) == 2
+
+
+def test_new_weights_are_seen():
+    module = GatedMLP(16, 24)
+    native = mixed(module, NativeMLP, gated_names(module))
+    x = torch.randn(3, 16)
+    with torch.no_grad():
+        native(x)
+        for change in (
+            lambda: native.up_proj.weight.mul_(2),
+            lambda: setattr(native.gate_proj.weight, "data", native.gate_proj.weight * 3),
+            lambda: setattr(native, "up_proj", nn.Linear(16, 24, bias=False)),
+        ):
+            change()
+            torch.testing.assert_close(native(x), GatedMLP.forward(native, x))
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_a_copy_reads_its_own_weights(clone):
+    module = GatedMLP(16, 24)
+    native = mixed(module, NativeMLP, gated_names(module))
+    x = torch.randn(3, 16)
+    with torch.no_grad():
+        expected = native(x)
+        twin = clone(native)
+        for parameter in native.parameters():
+            parameter.zero_()
+        assert torch.equal(twin(x), expected)
+        assert type(twin).__name__ == "GatedMLP"
+        assert isinstance(twin, NativeMLP)

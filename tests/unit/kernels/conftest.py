@@ -1,0 +1,24 @@
+"""Every kernel is tested on every instruction set that this machine and build have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hf_accel.errors import UnsupportedError
+from hf_accel.hardware.cpu import ISA_LEVELS
+from hf_accel.kernels.cpu import refusal, using_isa
+
+
+@pytest.fixture(params=list(ISA_LEVELS))
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    if reason := refusal():
+        pytest.skip(reason)
+    try:
+        context = using_isa(request.param)
+        context.__enter__()
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    yield request.param
+    context.__exit__(None, None, None)

@@ -1,0 +1,194 @@
+"""INT8 and INT4 products: exact integers in a group, groups added in order; the same bits everywhere."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hf_accel.config import WeightConfig
+from hf_accel.kernels.cpu.integer_linear import IntegerLinear, PackedWeight, pack, quantize, stored_scales, unpack
+from hf_accel.linear import rtn
+from hf_accel.linear.formats import Int8Weight
+
+SHAPES = [(8, 1, 1, 128), (8, 37, 100, 128), (8, 64, 128, 128), (8, 130, 300, 128), (8, 200, 640, 128)]
+SHAPES += [(4, 1, 32, 32), (4, 64, 96, 32), (4, 100, 192, 64), (4, 130, 384, 128)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def make(bits: int, outputs: int, inputs: int, group: int, dtype: torch.dtype = torch.float32):
+    """A packed weight, its integers and its scales [out, groups]."""
+    quantized = rtn.quantize(torch.randn(outputs, inputs).to(dtype), WeightConfig(bits=bits, group_size=group))
+    stored = quantized.weight if isinstance(quantized, Int8Weight) else quantized.weight_packed.view(torch.uint8)
+    packed = pack(bits, stored, quantized.weight_scale, inputs)
+    return packed, quantized.integers().numpy().astype(np.int64), quantized.weight_scale.float().numpy()
+
+
+def oracle(x: torch.Tensor, integers: np.ndarray, scales: np.ndarray, bits: int, group: int) -> np.ndarray:
+    """The documented arithmetic in numpy: each operation rounded to float32 on its own."""
+    values, f32 = x.float().numpy(), np.float32
+    out = np.zeros((len(values), len(integers)), f32)
+    for g, start in enumerate(range(0, integers.shape[1], group)):
+        part = values[:, start : start + group]
+        absmax = np.abs(part).max(axis=1, keepdims=True)
+        usable = absmax >= f32(1e-35)
+        inverse = np.where(usable, f32(127) / np.where(usable, absmax, f32(1)), f32(0))
+        levels = np.rint(part * inverse).astype(np.int64)
+        share = (levels @ integers[:, start : start + group].T).astype(f32)
+        if bits == 4:
+            share = share * scales[:, g]
+        out = out + share * np.where(usable, absmax / f32(127), f32(0))
+    return out * scales[:, 0] if bits == 8 else out
+
+
+@pytest.mark.parametrize(("bits", "outputs", "inputs", "group"), SHAPES)
+def test_as_documented_on_every_instruction_set(isa, bits, outputs, inputs, group):
+    packed, integers, scales = make(bits, outputs, inputs, group)
+    linear = IntegerLinear([packed], [None])
+    for rows in (1, 2, 3, 4, 5, 6, 7, 13, 48, 49, 100):
+        x = torch.randn(rows, inputs) * torch.logspace(-3, 3, rows)[:, None]
+        np.testing.assert_array_equal(linear(x).numpy(), oracle(x, integers, scales, bits, group))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("bits", "group"), [(8, 128), (4, 32), (4, 128)])
+def test_a_row_does_not_depend_on_the_others(isa, bits, group, threads):
+    packed, *_ = make(bits, 150, 256, group)
+    linear = IntegerLinear([packed], [torch.randn(150)])
+    x = torch.randn(64, 256).bfloat16()
+    alone = torch.cat([linear(row) for row in x.split(1)])
+    torch.set_num_threads(threads)
+    try:
+        for rows in range(1, 65):
+            assert torch.equal(linear(x[:rows]), alone[:rows])
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_saturating_instructions_would_be_wrong_here(isa, bits):
+    largest = 127 if bits == 8 else 7
+    integers = torch.full((64, 128), -largest, dtype=torch.int8)
+    integers[:, ::2] = largest
+    stored = integers if bits == 8 else ((integers[:, ::2] + 8) | (integers[:, 1::2] + 8) << 4).view(torch.uint8)
+    packed = pack(bits, stored, torch.ones(64, 1), 128)
+    x = torch.where(torch.arange(128) % 2 == 0, 127.0, -127.0)[None]
+    assert IntegerLinear([packed], [None])(x).tolist() == [[127.0 * largest * 128] * 64]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_is_not_finite_makes_its_row_nan(isa, bits, value):
+    packed, *_ = make(bits, 70, 256, 64)
+    linear = IntegerLinear([packed], [None])
+    x = torch.randn(9, 256)
+    expected = linear(x)
+    x[4, 200] = value
+    got = linear(x)
+    assert got[4].isnan().all()
+    rest = torch.arange(9) != 4
+    assert torch.equal(got[rest], expected[rest])
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-45, 1e-36, 1e-34, 1e30])
+def test_extreme_magnitudes(isa, scale):
+    packed, integers, scales = make(8, 70, 256, 128)
+    x = torch.randn(3, 256) * scale
+    got = IntegerLinear([packed], [None])(x)
+    np.testing.assert_array_equal(got.numpy(), oracle(x, integers, scales, 8, 128))
+    assert got.isfinite().all()
+
+
+def test_an_outlier_channel_spoils_one_group_only(isa):
+    packed, integers, scales = make(8, 64, 1024, 128)
+    x = torch.randn(1, 1024)
+    x[0, 0] = 1000
+    exact = x.double().numpy() @ (integers * scales).T
+    error = np.abs(IntegerLinear([packed], [None])(x).numpy() - exact).max()
+    rows = torch.round(x / x.abs().max() * 127) * x.abs().max() / 127  # one scale for the whole row
+    assert error < 0.6 * np.abs(rows.double().numpy() @ (integers * scales).T - exact).max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_dtypes_bias_residual_and_views(isa, bits, dtype):
+    packed, *_ = make(bits, 90, 128, 64, dtype)
+    bias, residual = torch.randn(90).to(dtype), torch.randn(7, 200).to(dtype)[:, 3:93]
+    wide = torch.randn(7, 300).to(dtype)
+    x = wide[:, 1:129]  # rows one stride apart, not aligned
+    plain = IntegerLinear([packed], [None])(x.float())
+    got = IntegerLinear([packed], [bias])(x, residual)
+    assert got.dtype == dtype
+    assert torch.equal(got, (plain + bias.float() + residual.float()).to(dtype))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weights_that_share_their_input_as_each_alone(isa, bits):
+    weights = [make(bits, outputs, 128, 32)[0] for outputs in (64, 3, 130)]
+    biases = [None, torch.randn(3), None]
+    x = torch.randn(10, 128).bfloat16()
+    together = IntegerLinear(weights, biases)(x)
+    alone = [IntegerLinear([w], [b])(x) for w, b in zip(weights, biases, strict=True)]
+    assert torch.equal(together, torch.cat(alone, dim=1))
+
+
+@pytest.mark.parametrize("epilogue", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_epilogues(isa, bits, epilogue):
+    gate, up = (make(bits, 70, 128, 32)[0] for _ in range(2))
+    biases = [torch.randn(70), torch.randn(70)]
+    x = torch.randn(5, 128)
+    g, u = (IntegerLinear([w], [b])(x) for w, b in zip((gate, up), biases, strict=True))
+    act = {
+        "silu": torch.nn.functional.silu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda v: torch.nn.functional.gelu(v, approximate="tanh"),
+    }[epilogue]
+    got = IntegerLinear([gate, up], biases, epilogue=epilogue)(x)
+    torch.testing.assert_close(got, act(g) * u, rtol=2e-6, atol=2e-6 * float((g * u).abs().max()))
+
+
+def test_no_rows(isa):
+    packed, *_ = make(8, 70, 256, 128)
+    assert IntegerLinear([packed], [None])(torch.empty(0, 256)).shape == (0, 70)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("bits", "outputs", "inputs", "group"), SHAPES)
+def test_quantize_and_pack_in_one_as_round_to_nearest(isa, bits, outputs, inputs, group, dtype):
+    weight = torch.randn(inputs, outputs).to(dtype).t()  # rows are not contiguous
+    weight[0, 0] = 0
+    expected = rtn.quantize(weight, WeightConfig(bits=bits, group_size=group))
+    result = quantize(bits, weight, group)
+    assert result is not None
+    packed, scales = result
+    assert torch.equal(scales, expected.weight_scale)
+    stored = unpack(packed)
+    assert torch.equal(stored, expected.weight if bits == 8 else expected.weight_packed.view(torch.uint8))
+    assert torch.equal(stored_scales(packed, dtype), expected.weight_scale)
+    again = pack(bits, stored, scales, inputs)
+    assert torch.equal(again.packed, packed.packed)
+    assert torch.equal(again.scales, packed.scales)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_weight_that_is_not_finite_is_told(isa, bits, value):
+    weight = torch.randn(70, 64)
+    weight[69, 63] = value
+    assert quantize(bits, weight, 32) is None
+
+
+def test_zeros_have_scale_zero(isa):
+    result = quantize(4, torch.zeros(3, 64), 32)
+    assert result is not None
+    assert torch.equal(result[1], torch.zeros(3, 2))
+    assert torch.equal(IntegerLinear([result[0]], [None])(torch.randn(2, 64)), torch.zeros(2, 3))
+
+
+def test_packed_weights_know_their_activation_group():
+    assert make(8, 3, 256, 32)[0].activation_group == 128
+    assert make(4, 3, 256, 32)[0].activation_group == 32
+    assert isinstance(make(4, 3, 256, 32)[0], PackedWeight)
