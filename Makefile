@@ -1,6 +1,7 @@
 # make demo      set up, then stock against patched on a small real model and on one larger than the caches
 # make test      set up, then the tests; make test-all adds the long statistical and random programmes
 # make check     lint, types and all tests; .ci/run does the same in a fresh virtual environment
+# make sanitize  the C++ kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make bench     the measurements behind benchmarks/results
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,7 +9,7 @@ RUN = $(VENV)/bin/python
 KERNELS = hf_accel/kernels/cpu
 SOURCES = $(KERNELS)/build.py $(shell find $(KERNELS)/src -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-all lint types check bench clean
+.PHONY: demo test test-all lint types check sanitize bench clean
 
 demo: $(VENV)/.ready
 	$(RUN) examples/quickstart.py
@@ -27,6 +28,13 @@ types: $(VENV)/.ready
 	$(RUN) -m mypy
 
 check: lint types test-all
+
+SANITIZED = build/libhf_accel_cpu_sanitized.so
+sanitize: $(VENV)/.ready
+	CXX=$(CXX) $(RUN) hf_accel/kernels/cpu/build.py $(SANITIZED) --sanitize
+	HF_ACCEL_LIBRARY=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	$(RUN) -m pytest tests/unit/kernels
 
 bench: $(VENV)/.ready
 	$(RUN) -m benchmarks.run

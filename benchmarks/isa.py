@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 from hf_accel.hardware import ISA_LEVELS, detect
 
@@ -44,7 +45,7 @@ def table(bench: Bench, level: str) -> Table:
     return Table(f"decode step, batch 1, context {settings.context}, {level} only", rows, NOTE)
 
 
-def row(name: str, found: dict[str, dict[str, list[float]]]) -> Row:
+def row(name: str, found: dict[str, Any]) -> Row:
     seconds = found["seconds"]
     median = statistics.median(seconds[name])
     return {

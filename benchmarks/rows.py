@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ def takes_part(bench: Bench, setup: accel.Setup) -> bool:
     return setup.name in [s.name for s in bench.setups]
 
 
-def table(bench: Bench, what: str, runs: dict[str, Callable[[int], float]]) -> Table:
+def table(bench: Bench, what: str, runs: Mapping[str, Callable[[int], float]]) -> Table:
     print(f"  {what}", flush=True)
     candidates = {(name, width): partial(run, width) for name, run in runs.items() for width in bench.settings.widths}
     seconds = take_turns(candidates, rounds=bench.settings.rounds)
@@ -51,10 +52,10 @@ def row(name: str, medians: dict[tuple[str, int], float], stock_seconds: float, 
     return {"setup": name, "ratio": stock_seconds / one, "one_row_seconds": one, **times}
 
 
-def linears_of(entrant: Entrant, suffix: str) -> list[nn.Linear]:
+def linears_of(entrant: Entrant, suffix: str) -> list[Any]:
     """One of each layer, so that none finds its weights in a cache; two of k_proj and v_proj, which are small."""
     suffixes = (suffix, suffix.replace("k_proj", "v_proj"))
-    return [module for name, module in entrant.model.named_modules() if name.endswith(suffixes)]  # type: ignore[misc]
+    return [module for name, module in entrant.model.named_modules() if name.endswith(suffixes)]
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 BASELINE = "stock"
+Name = TypeVar("Name")
 Result = TypeVar("Result")
 
 
@@ -64,10 +65,10 @@ def time_generate(
 
 
 def take_turns(
-    candidates: Mapping[str, Callable[[], Result]], *, rounds: int, warm_up: bool = True
-) -> dict[str, list[Result]]:
+    candidates: Mapping[Name, Callable[[], Result]], *, rounds: int, warm_up: bool = True
+) -> dict[Name, list[Result]]:
     """The results of `rounds` calls of each candidate: all of them once, then again; a warm-up round is dropped."""
-    results: dict[str, list[Result]] = {name: [] for name in candidates}
+    results: dict[Name, list[Result]] = {name: [] for name in candidates}
     for number in range(0 if warm_up else 1, rounds + 1):
         for name, run in candidates.items():
             print(f"    {f'round {number} of {rounds}' if number else 'warm-up'}: {name}", flush=True)

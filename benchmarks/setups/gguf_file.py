@@ -47,6 +47,9 @@ def folder_of(parameter: Tensor) -> tempfile.TemporaryDirectory[str]:
 def quantize(source: Path, target: Path, kind: str) -> None:
     import llama_cpp
 
+    from .llama_cpp_model import start
+
+    start()
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype, parameters.nthread = FILE_TYPES[kind], torch.get_num_threads()
     if llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(target), parameters):
@@ -59,7 +62,7 @@ def write(model: PreTrainedModel, path: Path) -> None:
 
     config: Any = model.config
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    writer = gguf.GGUFWriter(path, "llama")
+    writer: Any = gguf.GGUFWriter(path, "llama")
     write_config(writer, config)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:

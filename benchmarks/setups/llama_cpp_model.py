@@ -28,7 +28,7 @@ class LlamaCppCache:
 
     def __init__(self, model: LlamaCppModel, *, batch: int, tokens: int) -> None:
         self.model, self.batch, self.length = model, batch, 0
-        parameters = llama_cpp.llama_context_default_params()
+        parameters: Any = llama_cpp.llama_context_default_params()
         parameters.n_ctx = batch * (-(-tokens // 256) * 256)
         parameters.n_seq_max = batch
         parameters.n_batch = max(512, min(2048, batch * tokens))
@@ -101,7 +101,7 @@ class LlamaCppModel:
         self.model = llama_cpp.llama_model_load_from_file(os.fsencode(path), llama_cpp.llama_model_default_params())
         if not self.model:
             raise RuntimeError(f"llama.cpp could not load {path}")
-        self.nbytes = llama_cpp.llama_model_size(self.model)
+        self.nbytes = int(llama_cpp.llama_model_size(self.model))
         self.num_parameters = llama_cpp.llama_model_n_params(self.model)
 
     def __call__(

@@ -127,8 +127,9 @@ class AttentionBackend(ABC):
     ) -> Any:  # Tensor, or (Tensor, Tensor) with return_lse
         """Ragged queries [N, Hq, D] over a paged cache, causal -> [N, Hq, Dv] (, lse [N, Hq] float32).
 
-        k_pages [blocks, Hkv, block_size, D], v_pages [.., Dv]: contiguous, in q's dtype, or int8 or float8_e4m3fn
-        with k_scales and v_scales [blocks, Hkv, block_size]. Slots that hold no visible key are never used, whatever is in them.
+        k_pages [blocks, Hkv, block_size, D], v_pages [.., Dv]: contiguous, in q's dtype, or int8 or float8_e4m3fn with
+        k_scales and v_scales [blocks, Hkv, block_size]. Slots that hold no visible key are never used, whatever is in
+        them.
         block_table [B, max_blocks] int32: entries that hold no visible key are never read.
         cu_q [B + 1] int32: where each sequence's queries start; kv_len [B] int32: its keys, those of the queries
         included; both may be 0. max_q, max_kv: the largest of each (bounds for kernels; not checked).

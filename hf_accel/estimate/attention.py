@@ -41,7 +41,7 @@ class AttentionLayer:
     tokens: int
 
     def kv_bytes(self, *, dtype: torch.dtype, quantized: bool) -> int:
-        """Keys and values of one sequence; quantized ones a byte per number and a scale in `dtype` per token and head."""
+        """Keys and values of one sequence; quantized ones take a byte per number, a scale per token and head."""
         vector = self.head_dim + dtype.itemsize if quantized else self.head_dim * dtype.itemsize
         return 2 * self.kv_heads * self.tokens * vector
 

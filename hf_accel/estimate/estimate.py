@@ -34,7 +34,7 @@ def estimate(
     model: a config, a path or name of one, or a model (counted as it stands).
     context: tokens of each sequence; batch: sequences.
     weights: as in `patch`. Linears take 8 or 4 bits and scales, the head 8; embeddings and fused experts stay.
-    kv_dtype: None or "auto" for the model's dtype, "int8" or "fp8" for a byte per number and a scale per token and head.
+    kv_dtype: None or "auto" for the model's dtype, "int8" or "fp8" for a byte per number and a scale per token, head.
     dtype: of a model built from a config; None takes the config's, else float32.
     bandwidth, compute: bytes and operations per second of the machine. With neither, both are measured on `device`;
         with one, TYPICAL_BALANCE gives the other.

@@ -86,7 +86,7 @@ class FloatLinear:
 
 
 def check_weights(weights: Sequence[Tensor], biases: Sequence[Tensor | None], epilogue: str | None) -> None:
-    """Raise UnsupportedError for what the kernel does not take."""
+    """Raises UnsupportedError, with what is wrong, for tensors that the kernel cannot read."""
     if epilogue not in EPILOGUES:
         raise UnsupportedError(f"float linear: epilogue {epilogue!r} is not known; choose one of {list(EPILOGUES)}")
     if len(weights) != len(biases) or not weights or (epilogue and len(weights) != 2):
@@ -99,3 +99,12 @@ def check_weights(weights: Sequence[Tensor], biases: Sequence[Tensor | None], ep
             )
         if weight.ndim != 2 or not weight.is_contiguous() or weight.shape[1] != first.shape[1]:
             raise UnsupportedError(f"float linear: a weight of shape {tuple(weight.shape)}, strides {weight.stride()}")
+    if epilogue and weights[1].shape != first.shape:
+        raise UnsupportedError(f"float linear: gate {tuple(first.shape)} and up {tuple(weights[1].shape)} differ")
+    for weight, bias in zip(weights, biases, strict=True):
+        if bias is not None and (
+            bias.dtype not in FLOATS or bias.shape != weight.shape[:1] or not bias.is_contiguous()
+        ):
+            raise UnsupportedError(
+                f"float linear: a bias of {bias.dtype} {tuple(bias.shape)} for {weight.shape[0]} outputs"
+            )

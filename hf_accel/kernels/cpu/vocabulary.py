@@ -26,7 +26,7 @@ def _topk() -> Callable[..., None]:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The index of the largest of each row [..., V] -> int64 [...]; the lowest of equals, NaN first."""
+    """The index of each row's largest, [..., V] -> int64 [...]; of equals the lowest; NaN counts as the largest."""
     if not logits.shape[-1]:
         raise UnsupportedError("argmax: a row of no logits has no largest")
     logits, stride = as_rows(logits)

@@ -52,23 +52,25 @@ class Case:
         parts = [oracle(q[None], k[None], v[None], **options) for q, k, v in zip(self.q, self.k, self.v, strict=True)]
         return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts])
 
-    def quantized(self) -> Case:
-        """int8 pages with a scale per token and head; k and v become what they decode to."""
-        k_pages, k_scales = quantize(self.k_pages)
-        v_pages, v_scales = quantize(self.v_pages)
-        k, v = ([decoded(x) for x in xs] for xs in (self.k, self.v))
+    def quantized(self, dtype: torch.dtype = torch.int8) -> Case:
+        """int8 or fp8 pages with a scale per token and head; k and v become what they decode to."""
+        k_pages, k_scales = quantize(self.k_pages, dtype)
+        v_pages, v_scales = quantize(self.v_pages, dtype)
+        k, v = ([decoded(x, dtype) for x in xs] for xs in (self.k, self.v))
         return replace(self, k=k, v=v, k_pages=k_pages, v_pages=v_pages, k_scales=k_scales, v_scales=v_scales)
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """NaN stays as int8 noise with a NaN scale."""
-    scales = x.abs().amax(-1) / 127
-    return torch.where(x.isnan(), 99.0, torch.round(x / scales.unsqueeze(-1))).to(torch.int8), scales
+def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """NaN stays as noise with a NaN scale."""
+    scales = x.abs().amax(-1) / (127 if dtype == torch.int8 else 448)
+    levels = torch.where(x.isnan(), 99.0, (x / scales.unsqueeze(-1)).float())
+    return (levels.round() if dtype == torch.int8 else levels).to(dtype), scales
 
 
-def decoded(x: Tensor) -> Tensor:
-    values, scales = quantize(x) if x.numel() else (x, x.new_zeros(x.shape[:-1]))
-    return values.to(x.dtype) * scales.unsqueeze(-1)
+def decoded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """In float64, for the product of a level and its scale need not be a number of x's dtype."""
+    values, scales = quantize(x, dtype) if x.numel() else (x, x.new_zeros(x.shape[:-1]))
+    return values.double() * scales.double().unsqueeze(-1)
 
 
 def make_case(

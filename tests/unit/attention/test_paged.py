@@ -77,9 +77,12 @@ def test_dtypes_groups_and_layouts(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("lengths", ["decode", "decode of similar lengths", "verify, ragged", "mixed", "zero lengths"])
-def test_quantized_pages(backend: AttentionBackend, lengths: str, window: int | None, dtype: torch.dtype) -> None:
-    case = make_case(LENGTHS[lengths], window=window, dtype=dtype).quantized()
-    assert case.k_pages.dtype == torch.int8
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_quantized_pages(
+    backend: AttentionBackend, stored: torch.dtype, lengths: str, window: int | None, dtype: torch.dtype
+) -> None:
+    case = make_case(LENGTHS[lengths], window=window, dtype=dtype).quantized(stored)
+    assert case.k_pages.dtype == stored
     assert_close(case.run(backend), case.expected()[0], dtype=dtype)
 
 

@@ -166,6 +166,9 @@ def test_refuses_gradients_and_strange_weights() -> None:
         ([weight, weight.half()], [None, None], None),
         ([weight], [None], "silu"),
         ([weight], [None], "relu"),
+        ([weight, weight[:3]], [None, None], "silu"),
+        ([weight], [torch.randn(3)], None),
+        ([weight], [torch.randn(4).double()], None),
         ([], [], None),
     ]:
         with pytest.raises(UnsupportedError):

@@ -21,7 +21,8 @@ inline F exp_as_torch(F x) {
   p = fmadd(p, r, set1(0.5f));
   p = add(set1(1.0f), fmadd(mul(r, r), p, r));
   const F bounded = min(max(n, set1(-160.0f)), set1(160.0f));  // 0 and infinity beyond
-  return keep_nan(select_below(x, -104.0f, zero(), select_below(x, 100.0f, scale_by_power_of_two(p, bounded), set1(INFINITY))), x);
+  const F usual = select_below(x, 100.0f, scale_by_power_of_two(p, bounded), set1(INFINITY));
+  return keep_nan(select_below(x, -104.0f, zero(), usual), x);
 }
 
 inline F silu(F x) { return div(x, add(set1(1.0f), exp_as_torch(sub(zero(), x)))); }

@@ -32,7 +32,8 @@ inline float cascade_sum(int64_t size, const At& at, const One& one) {
   F levels[LEVELS][VECTORS];
   for (auto& level : levels)
     for (F& sum : level) sum = zero();
-  const int64_t steps = size / COLUMN / COLUMNS, power = at_least(4, ceil_log2(steps) / LEVELS), mask = (1 << power) - 1;
+  const int64_t steps = size / SPAN, power = at_least(4, ceil_log2(steps) / LEVELS);
+  const int64_t mask = (int64_t{1} << power) - 1;
   for (int64_t i = 0; i < steps;) {
     for (int v = 0; v < VECTORS; ++v) levels[0][v] = add(levels[0][v], at(i * SPAN + v * LANES));
     ++i;

@@ -28,8 +28,12 @@ struct Input {
   Number* row(int64_t b, int64_t r) const { return packed + (b * rows + r) * packed_stride<Dot>(); }
 };
 
-inline void copy_numbers(const float* from, int64_t n, float* to) { std::memcpy(to, from, static_cast<size_t>(n) * 4); }
-inline void copy_numbers(const Bf16* from, int64_t n, Bf16* to) { std::memcpy(to, from, static_cast<size_t>(n) * 2); }
+inline void copy_numbers(const float* from, int64_t n, float* to) {
+  std::memcpy(to, from, static_cast<size_t>(n) * sizeof *to);
+}
+inline void copy_numbers(const Bf16* from, int64_t n, Bf16* to) {
+  std::memcpy(to, from, static_cast<size_t>(n) * sizeof *to);
+}
 template <class T>
 inline void copy_numbers(const T* from, int64_t n, float* to) {
   for (int64_t i = 0; i < n; i += LANES) store_upto(to + i, load_upto(from + i, n - i), n - i);
@@ -144,7 +148,8 @@ void sum_packed(const Input<Dot>& input, const Chunk& chunk, float* sums) {
     for (int64_t n = 0; n < chunk.outputs; ++n)
       pack_row<Dot>(weight + n * input.in_features + b * block_inputs<Dot>(), input.count(b),
                     packed + n * packed_stride<Dot>());
-    const Panel<Number> panel{packed, packed_stride<Dot>(), chunk.outputs, ceil_div(input.count(b), Dot::STEP) * Dot::STEP};
+    const int64_t count = ceil_div(input.count(b), Dot::STEP) * Dot::STEP;
+    const Panel<Number> panel{packed, packed_stride<Dot>(), chunk.outputs, count};
     for_row_tiles(chunk.first, chunk.last, [&](int64_t, int64_t r, int64_t rows) {
       row_tile_of<Dot, Number>(rows, input.row(b, r), panel, sums + (r - chunk.first) * CHUNK, {});
     });

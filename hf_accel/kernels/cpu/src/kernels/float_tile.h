@@ -47,7 +47,9 @@ constexpr int64_t block_inputs() { return BLOCK_BYTES / static_cast<int64_t>(siz
 
 // Between rows of a packed block: a cache line more, so that they do not compete for the same cache sets.
 template <class Dot>
-constexpr int64_t packed_stride() { return block_inputs<Dot>() + 64 / static_cast<int64_t>(sizeof(typename Dot::Number)); }
+constexpr int64_t packed_stride() {
+  return block_inputs<Dot>() + 64 / static_cast<int64_t>(sizeof(typename Dot::Number));
+}
 
 // Memory that is needed soon: `rows` rows from `first` on, `stride` bytes apart.
 struct Ahead {

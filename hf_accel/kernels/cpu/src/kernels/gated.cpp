@@ -33,7 +33,7 @@ void gate_part_of(const GatedCall& call, const T* gate, const T* up, T* out, int
 void HFA_NAMESPACE::gated(const GatedCall& call) {
   for_dtype(call.dtype, [&](auto* null) {
     typedef std::remove_pointer_t<decltype(null)> T;
-    const int64_t part = 4096, parts = ceil_div(call.size, part);  // numbers a task
+    const int64_t part = 8192, parts = ceil_div(call.size, part);  // numbers a task
     parallel_for(call.rows * parts, call.threads, [&](int64_t task) {
       const int64_t r = task / parts, first = task % parts * part;
       gate_part_of(call, static_cast<const T*>(call.gate) + r * call.gate_stride + first,

@@ -28,8 +28,8 @@ void norm_row(const NormCall& call, int64_t r) {
   const float count = static_cast<float>(call.size);
   float mean = 0.0f;
   if (call.kind == LAYER)
-    mean = cascade_sum(call.size, [&](int64_t k) { return load_as(x + k); }, [&](int64_t k) { return to_float(x[k]); }) /
-           count;
+    mean = cascade_sum(call.size, [&](int64_t k) { return load_as(x + k); },
+                       [&](int64_t k) { return to_float(x[k]); }) / count;
   const F shift = set1(mean);
   const auto centred = [&](F value) { return call.kind == LAYER ? sub(value, shift) : value; };
   const float squares = cascade_sum(

@@ -1,0 +1,101 @@
+"""The native kernel that writes pages: the bits of the torch path, on every instruction set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_accel.cache import KVStorage
+from hf_accel.errors import UnsupportedError
+from hf_accel.hardware.cpu import ISA_LEVELS, instruction_sets
+from hf_accel.kernels import cpu as kernels
+
+LEVELS = [level for level, needed in ISA_LEVELS.items() if needed <= instruction_sets()]
+
+pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
+
+
+@pytest.fixture(params=LEVELS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    try:
+        with kernels.using_isa(request.param):
+            yield request.param
+    except UnsupportedError as error:  # this compiler does not know the level
+        pytest.skip(str(error))
+
+
+def written(
+    keys: Tensor, values: Tensor, slots: Tensor, *, quantized: torch.dtype | None, native: bool
+) -> dict[str, Tensor]:
+    """What all of the pages hold afterwards; zero where nothing was written."""
+    storage = KVStorage(
+        9, num_kv_heads=keys.shape[1], block_size=4, key_dim=keys.shape[2], value_dim=values.shape[2],
+        dtype=keys.dtype, device="cpu", quantized=quantized,
+    )  # fmt: skip
+    for tensor in storage._tensors().values():
+        tensor.view(torch.uint8).zero_()
+    if not native:
+        storage._is_native = lambda *_: False  # type: ignore[method-assign]
+    storage.write(keys, values, slots)
+    return storage._tensors()
+
+
+def assert_same(keys: Tensor, values: Tensor, quantized: torch.dtype | None) -> None:
+    slots = torch.randperm(36, generator=torch.Generator().manual_seed(0))[: len(keys)]
+    expected = written(keys, values, slots, quantized=quantized, native=False)
+    for name, actual in written(keys, values, slots, quantized=quantized, native=True).items():
+        if actual.dtype.itemsize == 1:  # levels are never NaN
+            actual, expected[name] = actual.view(torch.uint8), expected[name].view(torch.uint8)
+        assert torch.equal(actual.isnan(), expected[name].isnan())
+        assert torch.equal(actual.nan_to_num(0), expected[name].nan_to_num(0)), name
+
+
+@pytest.mark.parametrize("quantized", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_bits_of_the_torch_path(isa: str, dtype: torch.dtype, quantized: torch.dtype | None) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for dims in ((64, 64), (8, 6), (33, 17), (1, 100)):
+        keys, values = (torch.randn(35, 3, dim, generator=generator) for dim in dims)
+        sizes = torch.logspace(-9, 4.5, 35).view(-1, 1, 1)  # denormal in float16, and near its largest
+        assert_same((keys * sizes).clamp(-6e4, 6e4).to(dtype), values.to(dtype), quantized)
+
+
+@pytest.mark.parametrize("quantized", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_numbers_that_are_none(isa: str, dtype: torch.dtype, quantized: torch.dtype | None) -> None:
+    keys, values = torch.randn(8, 2, 20), torch.zeros(8, 2, 24)
+    for token, number in enumerate([float("nan"), float("inf"), -float("inf"), -0.0, 1e-45, 3e38, 0.0]):
+        keys[token, 0, token] = number
+    keys[6, 0, 1:3] = torch.tensor([float("inf"), float("nan")])
+    keys[7] = 0
+    assert_same(keys.to(dtype), values.to(dtype), quantized)
+
+
+def test_ties_round_to_even(isa: str) -> None:
+    levels = torch.arange(-127, 128) / 2  # halves, and a largest of 127 that makes the scale 1
+    keys = torch.cat([levels, torch.tensor([127.0])]).view(1, 1, -1)
+    assert_same(keys, keys, torch.int8)
+    finer = torch.cat([torch.linspace(-448, 448, 3585), torch.linspace(-0.02, 0.02, 2049)]).view(1, 1, -1)
+    assert_same(finer, finer, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("quantized", [None, torch.int8], ids=str)
+def test_strided_views_and_no_tokens(quantized: torch.dtype | None) -> None:
+    wide = torch.randn(2, 12, 5, 40)  # [B, H, Q, ...], as transformers hands it over
+    keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (wide[:, :4, :, 3:19], wide[:, 4:8, :, 20:28]))
+    assert_same(keys, values, quantized)
+    assert_same(wide[0].transpose(0, 1)[:, :3, ::2], wide[0].transpose(0, 1)[:, 5:8, :7], quantized)
+    assert_same(keys[:0], values[:0], quantized)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_change_nothing(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert_same(torch.randn(36, 4, 64).bfloat16(), torch.randn(36, 4, 64).bfloat16(), torch.int8)
+    finally:
+        torch.set_num_threads(before)

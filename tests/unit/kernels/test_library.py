@@ -1,0 +1,127 @@
+"""The library itself: how it is found and chosen, and what threads and processes may do to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_accel.errors import UnsupportedError
+from hf_accel.kernels.cpu import build, library, refusal
+from hf_accel.kernels.cpu.float_linear import FloatLinear
+from hf_accel.kernels.cpu.vocabulary import topk
+
+built = pytest.mark.skipif(refusal() is not None, reason=str(refusal()))
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+IN_A_FRESH_PROCESS = """
+import os, torch
+torch.set_num_threads(1)
+from hf_accel.kernels.cpu import isa
+from hf_accel.kernels.cpu.float_linear import FloatLinear
+linear, x = FloatLinear([torch.ones(1000, 8)], [None]), torch.ones(40, 8)
+threads = []
+for number in (1, 3):
+    torch.set_num_threads(number)
+    assert (linear(x) == 8).all()
+    threads.append(len(os.listdir("/proc/self/task")))
+print(isa(), threads[1] - threads[0])
+"""
+
+
+@built
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="threads are counted in /proc")
+def test_environment_chooses_the_instruction_set_and_torch_the_threads() -> None:
+    environment = {**os.environ, "HF_ACCEL_ISA": "portable"}
+    command = [sys.executable, "-c", IN_A_FRESH_PROCESS]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.stdout == "portable 2\n", result.stderr
+
+
+@built
+def test_unknown_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ACCEL_ISA", "sse9")
+    with pytest.raises(UnsupportedError, match=r"HF_ACCEL_ISA='sse9' is not known; choose one of .*portable"):
+        library._library.__wrapped__()
+
+
+def test_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_ACCEL_LIBRARY", str(tmp_path / "nowhere.so"))
+    monkeypatch.setattr(library, "HERE", tmp_path)
+    with pytest.raises(UnsupportedError, match=r"not built \(run python -m hf_accel.kernels.cpu.build\)"):
+        library._library.__wrapped__()
+    (tmp_path / build.REASON).write_text("no compiler")
+    with pytest.raises(UnsupportedError, match=r"not built \(no compiler\)"):
+        library._library.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"), [("/nonexistent", "no compiler '/nonexistent'"), ("", "no compiler"), ("false", "failed")]
+)
+def test_installation_without_a_compiler(
+    compiler: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / build.LIBRARY).write_text("an older one")
+    monkeypatch.setenv("CXX", compiler)
+    if compiler != "false":
+        monkeypatch.setenv("PATH", "")
+    build.build_or_note(tmp_path)
+    assert reason in (tmp_path / build.REASON).read_text()
+    assert (tmp_path / build.LIBRARY).read_text() == "an older one"
+
+
+@built
+@pytest.mark.usefixtures("two_threads")
+def test_several_python_threads_at_once() -> None:
+    linear = FloatLinear([torch.randn(300, 200)], [None])
+    inputs = [torch.randn(rows, 200) for rows in range(1, 41)]
+    expected = [(linear(x), topk(x, 7)[1]) for x in inputs]
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda x: (linear(x), topk(x, 7)[1]), inputs * 5))
+    for (out, indices), (expected_out, expected_indices) in zip(results, expected * 5, strict=True):
+        assert torch.equal(out, expected_out)
+        assert torch.equal(indices, expected_indices)
+
+
+@built
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_child_computes_alone() -> None:
+    linear, x = FloatLinear([torch.randn(300, 64)], [None]), torch.randn(8, 64)
+    expected = linear(x)  # the pool of threads exists now, and the child will not have it
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of threads; they are the point here
+        child = os.fork()
+    if child == 0:
+        os._exit(0 if linear(x).tolist() == expected.tolist() else 3)
+    assert exit_status(child, seconds=20) == 0
+
+
+def exit_status(child: int, *, seconds: float) -> int | None:
+    """Of a process, or None if it had to be killed."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
