@@ -40,7 +40,7 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
     for line, (topic, *others) in zip(lines, cells, strict=True):
         shown = ["" if topic == last else topic, *others]
         head = "".join(cell.ljust(width) + "  " for cell, width in zip(shown, widths, strict=True))
-        reason = textwrap.wrap(line.reason, max(NARROWEST, WIDTH - indent)) or [""]
+        reason = textwrap.wrap(line.reason, max(NARROWEST, WIDTH - indent), break_on_hyphens=False) or [""]
         yield (head + reason[0]).rstrip()
         yield from (" " * indent + more for more in reason[1:])
         last = topic

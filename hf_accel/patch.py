@@ -160,7 +160,8 @@ def apply_plan(todo: Plan, loaded: Mapping[str, Packed] | None = None) -> None:
         _switch_attention(todo, journal)
         _fuse(todo, journal)
         _enter_generation(todo, journal, originals)
-        replace_linears(todo, journal, originals, loaded)  # last: it frees weights
+        replace_linears(todo, journal, originals, loaded)  # when nothing can refuse any more: it frees weights
+        _share_inputs(todo, journal)
     except BaseException as error:
         originals.recover(error)
         journal.undo()
@@ -214,13 +215,17 @@ def _switch_attention(todo: Plan, journal: Journal) -> None:
 
 
 def _fuse(todo: Plan, journal: Journal) -> None:
-    """Give modules a class of their own, and let layers that are called on one tensor know each other."""
+    """Give modules a class of their own."""
     for site in todo.fused.sites:
         journal.attribute(site.module, "__class__", mixed_class(site.mixin, type(site.module)))
         journal.attribute(site.module, "_hf_accel_fused", site.state)
     for site in todo.fused.linears:
         journal.attribute(site.module, "__class__", mixed_class(site.mixin, type(site.module)))
         journal.attribute(site.module, "_hf_accel_products", Products(todo.fused.float_rows))
+
+
+def _share_inputs(todo: Plan, journal: Journal) -> None:
+    """Let layers that are called on one tensor know each other, those that replace others included."""
     for shared_site in todo.fused.shared:
         layers = [todo.model.get_submodule(name) for name in shared_site.layers]
         shared = SharedInput(layers, todo.fused.float_rows)

@@ -181,7 +181,7 @@ POINTS = [
     ("AccelQuantizer", 0),
     ("_switch_attention", 0),
     ("GenerationState", 0),
-    ("accelerated_class", 0),
+    ("mixed_class", 0),
     ("RemovableHandle", 0),
     ("replace_linears", 0),
 ]

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 import hf_accel
 from hf_accel import pack
-from hf_accel.linear import Backend, QuantLinear
+from hf_accel.linear import QuantLinear
 
 from ..parity.families import build
 from ..parity.snapshot import snapshot
@@ -48,22 +48,22 @@ def originals(model: PreTrainedModel) -> list[nn.Parameter]:
 
 
 class Spy:
-    """In the place of Backend.quantize: counts float originals alive at each call, and may fail at one."""
+    """In the place of pack_weight: counts float originals alive at each call, and may fail at one."""
 
     def __init__(self, weights: list[nn.Parameter], fail_at: int | None = None, error: type = Broken) -> None:
         self.weights, self.fail_at, self.error = weights, fail_at, error
         self.alive: list[int] = []
-        self.quantize = Backend.quantize
+        self.pack_weight = pack.pack_weight
 
-    def __call__(self, backend: Backend, weight: Tensor, config: hf_accel.WeightConfig) -> Any:
+    def __call__(self, *args: Any) -> Any:
         call = len(self.alive)
         self.alive.append(sum(w.numel() > 0 for w in self.weights))
         if call == self.fail_at:
             raise self.error
-        return self.quantize(backend, weight, config)
+        return self.pack_weight(*args)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Spy:
-        monkeypatch.setattr(Backend, "quantize", lambda *args: self(*args))
+        monkeypatch.setattr(pack, "pack_weight", self)
         return self
 
 
