@@ -100,7 +100,8 @@ class QuantLinear(nn.Linear):
         if self.shared is not None and (shared := self.shared.take(self, x)) is not None:
             return shared  # type: ignore[no-any-return]
         rows = x.reshape(-1, self.in_features).to(choice.spec.dtype).contiguous()
-        if rows.requires_grad and torch.is_grad_enabled():
+        learns = rows.requires_grad or (self.bias is not None and self.bias.requires_grad)
+        if learns and torch.is_grad_enabled():
             out = differentiable_linear(rows, self.bias, choice.backend, self._packed)
         else:
             out = choice.backend.run(rows, self._packed, self.bias)
