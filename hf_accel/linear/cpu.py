@@ -64,7 +64,7 @@ class Cpu(Backend):
         if isinstance(weight, Int8Weight):
             return CpuWeight(pack(8, weight.weight, scale, weight.shape[1]), scale.dtype)
         zero_point = weight.zero_points()
-        zeros = None if zero_point is None else zero_point.add_(8).view(torch.uint8)
+        zeros = None if zero_point is None else (zero_point + 8).view(torch.uint8)
         packed = pack(4, weight.weight_packed.view(torch.uint8), scale, weight.shape[1], zeros)
         return CpuWeight(packed, scale.dtype)
 
@@ -82,7 +82,7 @@ class Cpu(Backend):
             return Int8Weight(stored, scale)
         shape = torch.tensor([packed.weight.out_features, packed.weight.in_features])
         zeros = stored_zeros(packed.weight)
-        zero_point = None if zeros is None else pack_zero_points(zeros.view(torch.int8).sub_(8))
+        zero_point = None if zeros is None else pack_zero_points(zeros.view(torch.int8) - 8)
         return Int4Weight(stored.view(torch.int32), scale, shape, zero_point)
 
     def run(self, x: Tensor, packed: CpuWeight, bias: Tensor | None) -> Tensor:

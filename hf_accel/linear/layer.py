@@ -103,7 +103,8 @@ class QuantLinear(nn.Linear):
         if rows.dtype is not choice.spec.dtype:
             rows = rows.to(choice.spec.dtype)
         rows = rows.contiguous()
-        if rows.requires_grad and torch.is_grad_enabled():
+        learns = rows.requires_grad or (self.bias is not None and self.bias.requires_grad)
+        if learns and torch.is_grad_enabled():
             out = differentiable_linear(rows, self.bias, choice.backend, self._packed)
         else:
             out = choice.backend.run(rows, self._packed, self.bias)

@@ -59,8 +59,10 @@ def test_patched_computes_with_its_dequantized_weights(config: hf_accel.WeightCo
 
 
 def test_fused_and_unfused_agree(config: hf_accel.WeightConfig) -> None:
-    fused, plain = (logits(hf_accel.patch(load(), weights=config, fuse=fuse)) for fuse in (True, False))
-    torch.testing.assert_close(fused, plain, rtol=1e-3, atol=1e-2)
+    fused, plain = (
+        logits(hf_accel.patch(load(dtype=torch.float32), weights=config, fuse=fuse)) for fuse in (True, False)
+    )
+    assert relative_error(fused, plain) < 1e-3
 
 
 def test_saved_and_loaded_bit_for_bit(config: hf_accel.WeightConfig, tmp_path: Path) -> None:
@@ -86,15 +88,6 @@ def test_packed_while_loading_as_patched_afterwards(config: hf_accel.WeightConfi
 def test_copies_compute_the_same(copier: object) -> None:
     model = hf_accel.patch(load(), weights=CONFIGS[0])
     assert torch.equal(logits(copier(model)), logits(model))
-
-
-def test_to_another_dtype_and_back() -> None:
-    model = hf_accel.patch(load(dtype=torch.bfloat16), weights=CONFIGS[0])
-    expected = logits(model)
-    stored = {name: layer.quantized.zero_points() for name, layer in quant_layers(model).items()}
-    model.float()
-    assert all(torch.equal(layer.quantized.zero_points(), stored[n]) for n, layer in quant_layers(model).items())
-    assert torch.equal(logits(model.bfloat16()), expected)
 
 
 def test_the_plan_and_the_estimate_count_zero_points(config: hf_accel.WeightConfig) -> None:

@@ -37,6 +37,14 @@ def test_operations_are_two_for_each_weight_that_a_token_meets():
     assert operations("experts", top_k=1) == 12
 
 
+@pytest.mark.parametrize(("outputs", "words"), [(16, 2), (11, 2), (1, 1)])
+def test_zero_points_are_counted_with_the_scales(outputs, words):
+    tensor = WeightTensor(kind="linears", shape=(outputs, 128), itemsize=2, quantizable=True)
+    stored = tensor.bytes_by_kind(WeightConfig(bits=4, group_size=32, symmetric=False))
+    assert stored == {"linears": outputs * 64, "scales": outputs * 4 * 2 + words * 4 * 4}
+    assert tensor.bytes_by_kind(WeightConfig(bits=4, group_size=32))["scales"] == outputs * 4 * 2
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_linears_are_all_that_two_dimensional_linears_hold(name):
     model = shapes_of(TINY[name], dtype=None)

@@ -44,7 +44,7 @@ KINDS = [
     pytest.param((config, backend), id=f"{config.label}-{backend}")
     for config, backend in [
         (INT8, "onednn"), (INT8, "torch"), (INT8, "reference"), (INT4, "torch"), (INT4, "reference"),
-        (ASYMMETRIC, "reference"), (ASYMMETRIC, "cpu"),
+        (ASYMMETRIC, "reference"), (INT8, "cpu"), (INT4, "cpu"), (ASYMMETRIC, "cpu"),
     ]
     if possible(config, backend)
 ]  # fmt: skip

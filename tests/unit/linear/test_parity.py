@@ -114,5 +114,4 @@ def test_zero_points(backend, outputs, inputs, group_size, dtype):
         x = torch.randn(rows, inputs).to(dtype)
         exact = as_rounded(backend, x.double().numpy(), 4, group_size) @ dense.T
         size = np.sqrt(x.double().numpy() ** 2 @ dense.T**2) + np.abs(exact)
-        # the kernels sum (q - zero) exactly in integers; the reference rounds every product of the weight and scale
         assert (np.abs(backend.run(x, packed, None).double().numpy() - exact) <= TOLERANCE[dtype] * size).all()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_accel.linear import BACKENDS, LinearSpec
+from hf_accel.linear.formats import from_state, state, zeros
 from hf_accel.linear.reference import REFERENCES, Reference, differentiable_linear
 
 
@@ -25,9 +26,14 @@ def test_refuses_other_activations_only(own, asked, reason):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_on_the_meta_device(make_weight, bits):
     weight, _ = make_weight(bits, 300, 64)
-    meta = type(weight)(**{name: tensor.to("meta") for name, tensor in vars(weight).items()})
+    meta = from_state(bits, {name: tensor.to("meta") for name, tensor in state(weight).items()})
     got = REFERENCES[None].run(torch.empty(2, 64, device="meta"), meta, None)
     assert got.shape == (2, 300)
+
+
+def test_zero_points_on_the_meta_device():
+    meta = zeros(4, (300, 64), 32, symmetric=False, dtype=torch.float32, device="meta")
+    assert REFERENCES[None].run(torch.empty(2, 64, device="meta"), meta, None).shape == (2, 300)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: f"{backend.name}-{backend.bits[0]}")
