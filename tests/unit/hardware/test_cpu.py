@@ -10,14 +10,15 @@ from hf_accel.hardware import cpu
 
 AVX2 = frozenset({"avx2", "fma3", "sse4_2"})
 AVX_VNNI = AVX2 | {"avx_vnni"}
-AVX512 = AVX2 | {"avx512_f", "avx512_bw", "avx512_vl", "avx512_vnni", "avx512_bf16"}
+AVX512 = AVX2 | {"avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni", "avx512_bf16"}
 
 
 @pytest.mark.parametrize(
     ("features", "level"),
     [
         (AVX512, "avx512_vnni_bf16"),
-        (AVX512 - {"avx512_bf16"}, "avx2"),
+        (AVX512 - {"avx512_bf16"}, "avx512_vnni"),
+        (AVX512 - {"avx512_dq"}, "avx2"),
         (AVX512 | AVX_VNNI, "avx512_vnni_bf16"),
         (AVX_VNNI, "avx_vnni"),
         (AVX2, "avx2"),
@@ -38,7 +39,10 @@ def test_a_lower_level_may_be_requested(requested):
 @pytest.mark.parametrize(
     ("requested", "message"),
     [
-        ("sse9", "HF_ACCEL_ISA='sse9' is not known; choose one of avx512_vnni_bf16, avx_vnni, avx2, portable"),
+        (
+            "sse9",
+            "HF_ACCEL_ISA='sse9' is not known; choose one of avx512_vnni_bf16, avx512_vnni, avx_vnni, avx2, portable",
+        ),
         ("avx_vnni", "HF_ACCEL_ISA='avx_vnni' is not in this CPU; choose one of avx2, portable"),
     ],
 )

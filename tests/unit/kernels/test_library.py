@@ -84,7 +84,7 @@ def test_installation_without_a_compiler(
         monkeypatch.setenv("PATH", "")
     build.build_or_note(tmp_path)
     assert reason in (tmp_path / build.REASON).read_text()
-    assert (tmp_path / build.LIBRARY).read_text() == "an older one"
+    assert not (tmp_path / build.LIBRARY).exists()  # it may have another interface than the sources
 
 
 @built
