@@ -14,7 +14,7 @@ from torch import nn
 from ..instance import Mixin, mixed_class
 from .gated_mlp import GatedMLP, GatedNames, gated_names
 from .norm import NativeNorm, norm_form
-from .products import NativeLinear, is_readable
+from .products import NativeLinear, Products, is_readable
 from .rotary import NativeRotary, rotary_form
 from .structure import siblings
 
@@ -53,7 +53,7 @@ def fused_sites(model: nn.Module, dtype: torch.dtype, float_rows: int) -> tuple[
     """Norms, rotary embeddings and gated MLPs that a native call can compute; checked on random input of `dtype`."""
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
-    checked: dict[Any, bool] = {}
+    checked: dict[Any, bool] = {}  # by what the check depends on
     for name, module in model.named_modules():
         if type(module).__name__.endswith("RMSNorm"):
             form = norm_form(module)
@@ -64,7 +64,7 @@ def fused_sites(model: nn.Module, dtype: torch.dtype, float_rows: int) -> tuple[
         elif (rotary := rotary_form(module, dtype)) is not None:
             sites.append(FusedSite(name, module, "rotary", NativeRotary, rotary))
         elif (parts := gated_names(module, float_rows)) is not None:
-            signature = (type(module), parts.products.epilogue, _shape(module, parts.gate))
+            signature = (type(module), parts.gate, parts.up, parts.down, parts.products.epilogue)
             if signature not in checked:
                 checked[signature] = _agrees(module, parts, dtype)
             if checked[signature]:
@@ -72,12 +72,6 @@ def fused_sites(model: nn.Module, dtype: torch.dtype, float_rows: int) -> tuple[
             else:
                 dropped.append(Dropped(name, "mlp", DIFFERS))
     return sites, dropped
-
-
-def _shape(module: nn.Module, gate: str) -> tuple[Any, ...]:
-    layer = module._modules[gate]
-    assert isinstance(layer, nn.Linear)
-    return type(layer), layer.in_features, layer.out_features
 
 
 def native_linears(model: nn.Module) -> Iterator[FusedSite]:
@@ -99,23 +93,27 @@ def shared_sites(model: nn.Module) -> Iterator[SharedSite]:
 
 @torch.no_grad()
 def _agrees(module: nn.Module, parts: GatedNames, dtype: torch.dtype) -> bool:
-    """Whether the fused forward gives what the original gives, but for rounding, on random input."""
-    gate = module._modules[parts.gate]
-    assert isinstance(gate, nn.Linear)
+    """Whether the fused forward gives what the original gives, but for rounding, on random input.
+
+    Tried on a copy with small weights of its own: the module's may be many, or not loaded yet, and calling its layers
+    would call what a user has registered on them.
+    """
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, gate.in_features, generator=generator).to(dtype)
-    twin = _without_hooks(module)
-    expected = type(module).forward(twin, x).double()
-    vars(twin)["_hf_accel_fused"] = parts
-    twin.__class__ = mixed_class(GatedMLP, type(module))
-    got = twin(x).double()
-    size = expected.abs().max().item()
-    return bool((got - expected).abs().max() <= 8 * torch.finfo(x.dtype).eps * max(size, 1e-6))
-
-
-def _without_hooks(module: nn.Module) -> nn.Module:
-    """A copy that shares the weights: trying it out must not call what a user has registered."""
     twin = copy.copy(module)
     twin._forward_hooks, twin._forward_pre_hooks = OrderedDict(), OrderedDict()
-    twin._modules = {name: None if child is None else _without_hooks(child) for name, child in module._modules.items()}
-    return twin
+    twin._modules = {**module._modules}
+    for name, (outputs, inputs) in {parts.gate: (48, 32), parts.up: (48, 32), parts.down: (32, 48)}.items():
+        twin._modules[name] = _small_linear(outputs, inputs, generator).to(dtype)
+    x = torch.randn(3, 32, generator=generator).to(dtype)
+    expected = type(module).forward(twin, x).double()
+    vars(twin)["_hf_accel_fused"] = GatedNames(parts.gate, parts.up, parts.down, Products(1, parts.products.epilogue))
+    twin.__class__ = mixed_class(GatedMLP, type(module))
+    got = torch.cat([twin(row).double() for row in x.split(1)])
+    return bool((got - expected).abs().max() <= 8 * torch.finfo(dtype).eps * expected.abs().max())
+
+
+def _small_linear(outputs: int, inputs: int, generator: torch.Generator) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs)
+    for parameter in layer.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * inputs**-0.5)
+    return layer
