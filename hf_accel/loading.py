@@ -91,13 +91,11 @@ def begin_loading(
     stored = _stored_tensors(files or ())
     if device_type is None or keep is True or (keep == "auto" and not stored):
         return None
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
     with _torch_as_ever():
         linears = [
             linear
             for linear in plan_linears(model, settings.patch.weights, device_type=device_type)
             if linear.choice is not None and not linear.site.is_tied
-            if f"{linear.site.name}.weight" not in {*tied, *tied.values()}
         ]
     return Packer(linears, device_type=device_type, files=stored, lose=keep is False) if linears else None
 

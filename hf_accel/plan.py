@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from .fused.products import FLOAT_ROWS, UNLIMITED
 from .fused.sites import Dropped, FusedSite, SharedSite, fused_sites, native_linears, shared_sites
 from .hardware import detect, read_bandwidth
 from .kernels import cpu as kernels
-from .linear import Choice, LinearSpec, QuantLinear
+from .linear import Choice, LinearSpec, QuantLinear, Workers
 from .linear import choose as choose_linear
 from .originals import checkpoint_files, parameter_bytes, readable
 from .survey import (
@@ -258,9 +259,13 @@ def _on_disk(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str,
     """The files that hold every weight to be replaced, bit for bit; None unless all can be read back."""
     files = checkpoint_files(model.config._name_or_path)
     sites = [p.site for p in linears if p.choice is not None and not p.site.is_tied]
-    if files and sites and all(readable(f"{s.name}.weight", s.parameter, files) for s in sites):
-        return files
-    return None
+    if not files or not sites:
+        return None
+    with Workers[bool]() as workers:
+        for site in sites:
+            if not all(workers.put(partial(readable, f"{site.name}.weight", site.parameter, files))):
+                return None
+        return files if all(workers.finish()) else None
 
 
 # -- attention -----------------------------------------------------------------------------------------

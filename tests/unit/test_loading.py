@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 import hf_accel
 from hf_accel import loading
-from hf_accel.linear import QuantLinear
+from hf_accel.linear import QuantLinear, choose, onednn, torch_int4
 from hf_accel.loading import Packer
 
 from ..parity.families import DECODER, FAMILIES, build, inputs
@@ -267,6 +267,18 @@ def test_backends_are_tried_out_of_the_meta_device() -> None:
         assert torch.ones(1).dtype == torch.bfloat16
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_a_backend_that_is_first_tried_while_loading(tmp_path: Path) -> None:
+    for probe in (choose, torch_int4.block_size, onednn.is_exact):
+        probe.cache_clear()
+    weights = {**INT4, "activations": None}
+    save("llama", tmp_path)
+    model = load(tmp_path, {"weights": weights}, dtype=torch.bfloat16)
+    for probe in (choose, torch_int4.block_size, onednn.is_exact):
+        probe.cache_clear()
+    expected = hf_accel.patch(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), weights=weights)
+    assert repr(model) == repr(expected)  # it names the backends
 
 
 def test_a_tensor_that_was_changed_on_the_way_is_packed_as_it_is(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -10,8 +11,11 @@ from torch import Tensor, nn
 
 from hf_accel import HfAccelError, UnsupportedError
 from hf_accel.originals import (
+    CHAIN,
+    CHUNK,
     Originals,
     Source,
+    _multipliers,
     checkpoint_files,
     fingerprint,
     parameter_bytes,
@@ -67,6 +71,34 @@ def test_fingerprint_sees_bits_and_not_layout() -> None:
     assert fingerprint(torch.tensor([torch.nan])) == fingerprint(torch.tensor([torch.nan]))
     square = torch.arange(6.0).view(2, 3)
     assert fingerprint(square.t()) == fingerprint(square.t().contiguous())
+
+
+def test_fingerprint_is_the_sum_that_it_says() -> None:
+    """In Python's integers, over several chunks and a last word that is not whole."""
+    tensor = torch.randint(-128, 128, (3, 8 * CHUNK + 9), dtype=torch.int8)[1:]  # starts at an odd byte
+    data = bytes(tensor.numpy().tobytes())
+    words = np.frombuffer(data + bytes(-len(data) % 8), dtype="<i8").tolist()
+    factors, total = _multipliers().tolist(), 0
+    for start in range(0, len(words), CHUNK):
+        chunk = words[start : start + CHUNK]
+        total = (total * CHAIN + sum(w * f for w, f in zip(chunk, factors, strict=False))) % 2**64
+    assert all(factor % 2 for factor in factors)
+    assert len(set(factors)) == CHUNK
+    assert fingerprint(tensor) == f"torch.int8 {tuple(tensor.shape)} {total:016x}"
+
+
+@pytest.mark.parametrize("numel", [1, 3, 4, 2**17 + 1])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_fingerprint_sees_one_bit_anywhere(numel: int, offset: int) -> None:
+    tensor = torch.randn(numel + offset).to(torch.bfloat16)[offset:]
+    before = fingerprint(tensor)
+    for place in {0, numel // 2, numel - 1}:
+        changed = tensor.clone()
+        changed.view(torch.int16)[place] ^= 1
+        assert fingerprint(changed) != before
+    swapped = tensor.roll(numel // 2)
+    assert (fingerprint(swapped) == before) == torch.equal(swapped, tensor)
+    assert fingerprint(tensor.clone()) == before
 
 
 @pytest.mark.parametrize("other", UNLIKE, ids=str)
