@@ -27,8 +27,11 @@ class BuildKernels(Command):
         self.set_undefined_options("build_py", ("build_lib", "build_lib"))
 
     def run(self) -> None:
-        root = ROOT if self.editable_mode else Path(self.build_lib or "build/lib")
-        compile_kernels(root / KERNELS)
+        folder = (ROOT if self.editable_mode else Path(self.build_lib or "build/lib")) / KERNELS
+        if not self.editable_mode:  # what an earlier build left is not of these sources
+            for left in ("libhf_accel_cpu.so", "not_built.txt"):
+                (folder / left).unlink(missing_ok=True)
+        compile_kernels(folder)
 
     def get_source_files(self) -> list[str]:
         """Those of a source distribution: package-data lists them already."""
