@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import product
 
@@ -30,25 +31,29 @@ def norm_form(module: nn.Module) -> NormForm | None:
     eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
     if len(list(module.parameters())) != 1 or weight is None or weight.ndim != 1 or not isinstance(eps, float):
         return None
-    forms = (NormForm(eps, offset, first) for offset, first in product((0.0, 1.0), (True, False)))
-    return next((form for form in forms if _agrees(module, weight, form)), None)
+    forms = [NormForm(eps, offset, first) for offset, first in product((0.0, 1.0), (True, False))]
+    differences = [_difference(module, weight, form) for form in forms]
+    least = min(differences)
+    return None if least == math.inf else forms[differences.index(least)]
 
 
 @torch.no_grad()
-def _agrees(module: nn.Module, weight: Tensor, form: NormForm) -> bool:
+def _difference(module: nn.Module, weight: Tensor, form: NormForm) -> float:
+    """The share of numbers that differ from the module's own; infinite where one does by more than a rounding.
+
+    torch's own sums differ in the last bit by how memory is aligned, so that equality cannot be asked for.
+    """
     generator = torch.Generator().manual_seed(0)
+    different = 0.0
     for magnitude in MAGNITUDES:
         x = (torch.randn(4, weight.shape[0], generator=generator) * magnitude).to(weight.dtype)
-        expected = type(module).forward(module, x)
-        if not isinstance(expected, Tensor) or not _equal(_run(x, weight, form), expected):
-            return False
-    return True
-
-
-def _equal(got: Tensor, expected: Tensor) -> bool:
-    if got.dtype != expected.dtype or got.shape != expected.shape:
-        return False
-    return torch.equal(got, expected) or (got.dtype == torch.float32 and torch.allclose(got, expected, rtol=3e-7))
+        got, expected = _run(x, weight, form), type(module).forward(module, x)
+        if not isinstance(expected, Tensor) or got.dtype != expected.dtype or got.shape != expected.shape:
+            return math.inf
+        if not torch.allclose(got, expected, rtol=2 * torch.finfo(got.dtype).eps, atol=0):
+            return math.inf
+        different += float((got != expected).float().mean())
+    return different
 
 
 def _run(x: Tensor, weight: Tensor, form: NormForm) -> Tensor:

@@ -74,13 +74,17 @@ def build(target: Path = HERE / LIBRARY, *, sanitize: bool = False) -> list[str]
 
 
 def build_or_note(folder: Path = HERE) -> None:
-    """Build into `folder`; without success leave the reason there instead, so that an installation never fails."""
+    """Build into `folder`; without success leave the reason there instead, so that an installation never fails.
+
+    A library of an earlier build goes then: its interface may not be that of these sources.
+    """
     reason = folder / REASON
     try:
         build(folder / LIBRARY)
         reason.unlink(missing_ok=True)
     except BuildError as error:
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / LIBRARY).unlink(missing_ok=True)
         reason.write_text(str(error), encoding="utf-8")
 
 
