@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_char_p
+from ctypes import POINTER, byref, c_char_p, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,9 @@ def quantize(
 
 def _packed_bytes(bits: int, out_features: int, in_features: int) -> Tensor:
     outputs, inputs = -(-out_features // BLOCK) * BLOCK, -(-in_features // 4) * 4
-    return torch.empty(outputs * inputs * bits // 8, dtype=torch.uint8)
+    packed = torch.empty(outputs * inputs * bits // 8, dtype=torch.uint8)
+    _function("large_pages", c_void_p, c_int64)(packed.data_ptr(), packed.nbytes)
+    return packed
 
 
 def _weight(bits: int, packed: Tensor, scales: Tensor, zeros: Tensor | None, in_features: int) -> PackedWeight:

@@ -7,6 +7,9 @@
 #if !defined(_WIN32)
 #include <pthread.h>
 #endif
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include "kernels.h"
 
@@ -64,6 +67,19 @@ HFA_API int hfa_linear(const Linear* linear, const void* call) {
     std::memcpy(&c, call, sizeof c);
     (integers ? active->integer_linear : active->float_linear)(*linear, c);
   });
+}
+
+// Ask for large pages under memory that was not touched yet: streaming through weights then misses the address cache
+// (TLB) once every 2 MB instead of every 4 KB. Advice only: without it all works the same.
+HFA_API int hfa_large_pages(void* memory, int64_t bytes) {
+#if defined(__linux__)
+  const uintptr_t page = 1u << 21, first = (reinterpret_cast<uintptr_t>(memory) + page - 1) / page * page;
+  const uintptr_t last = (reinterpret_cast<uintptr_t>(memory) + static_cast<uintptr_t>(bytes)) / page * page;
+  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+  (void)memory, (void)bytes;
+#endif
+  return 0;
 }
 
 HFA_API int hfa_pack(const PackCall* call) {
