@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -33,7 +32,7 @@ def integer_peak(hardware: Hardware) -> float | None:
 @lru_cache
 def _read_bandwidth(device: str, nbytes: int, threads: int) -> float:
     buffer = torch.ones(nbytes // 4, dtype=torch.float32, device=device)  # ones: pages of zeros may be one page
-    return buffer.nbytes / statistics.median(_seconds(buffer.sum, device))
+    return buffer.nbytes / min(_seconds(buffer.sum, device))
 
 
 def _buffer_bytes(hardware: Hardware) -> int:
