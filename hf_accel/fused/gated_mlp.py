@@ -75,4 +75,5 @@ class GatedMLP(Mixin):
                 hidden = call(x.reshape(-1, x.shape[-1]))
                 result: Tensor = modules[parts.down](hidden.view(*x.shape[:-1], -1))
                 return result
-        return super().forward(x)  # type: ignore[misc]
+        stock: Tensor = super().forward(x)  # type: ignore[misc]
+        return stock

@@ -66,4 +66,5 @@ class NativeNorm(Mixin):
     def forward(self, x: Tensor) -> Tensor:
         if native(x):
             return _run(x, self.__dict__["_parameters"]["weight"], self.__dict__["_hf_accel_fused"])
-        return super().forward(x)  # type: ignore[misc]
+        stock: Tensor = super().forward(x)  # type: ignore[misc]
+        return stock

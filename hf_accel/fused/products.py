@@ -109,11 +109,12 @@ class NativeLinear(Mixin):
         if native(x):
             own = self.__dict__
             shared = own.get("_hf_accel_shared")
-            out = None if shared is None else shared.take(self, x)
+            out: Tensor | None = None if shared is None else shared.take(self, x)
             if out is not None:
                 return out
             call = own["_hf_accel_products"].call((self,), x)
             if call is not None:
                 result: Tensor = call(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
                 return result
-        return super().forward(x)  # type: ignore[misc]
+        stock: Tensor = super().forward(x)  # type: ignore[misc]
+        return stock

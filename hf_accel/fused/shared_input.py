@@ -50,7 +50,7 @@ class SharedInput:
         if call is None:
             return None
         out = call(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
-        parts = out.split([int(layer.out_features) for layer in self.layers], dim=-1)  # type: ignore[arg-type]
+        parts = out.split([int(layer.out_features) for layer in self.layers], dim=-1)  # type: ignore[arg-type,no-untyped-call]
         return Pending(x, _version(x), dict(enumerate(parts)))
 
     def __getstate__(self) -> dict[str, object]:

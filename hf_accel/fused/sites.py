@@ -108,7 +108,7 @@ def _agrees(module: nn.Module, parts: GatedNames, dtype: torch.dtype) -> bool:
     expected = type(module).forward(twin, x).double()
     vars(twin)["_hf_accel_fused"] = GatedNames(parts.gate, parts.up, parts.down, Products(1, parts.products.epilogue))
     twin.__class__ = mixed_class(GatedMLP, type(module))
-    got = torch.cat([twin(row).double() for row in x.split(1)])
+    got = torch.cat([twin(row[None]).double() for row in x])
     return bool((got - expected).abs().max() <= 8 * torch.finfo(dtype).eps * expected.abs().max())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,7 +93,7 @@ def using_isa(level: str) -> Iterator[None]:
         _selected.append(previous)
 
 
-def function(name: str, *argtypes: Any) -> Any:
+def function(name: str, *argtypes: Any) -> Callable[..., None]:
     """The C function hfa_`name` as a callable that raises HfAccelError when it fails; resolved once by the caller."""
     raw = getattr(_library(), f"hfa_{name}")
     raw.argtypes = argtypes
