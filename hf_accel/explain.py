@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from transformers import PreTrainedModel
 
 from .kernels import cpu as cpu_kernels
@@ -62,7 +61,7 @@ def _kernels_line() -> Line:
     refusal = cpu_kernels.refusal()
     if refusal is not None:
         return Line("cpu kernels", "C++", "not used", refusal.removeprefix("cpu kernels: "))
-    threads = torch.get_num_threads()
+    threads = cpu_kernels.threads()
     return Line("cpu kernels", "C++", cpu_kernels.isa(), f"{threads} thread{'s' if threads > 1 else ''}")
 
 

@@ -4,6 +4,6 @@ src/ holds the sources, build.py compiles them (on `pip install`), library.py lo
 instruction set; the other files turn tensors into pointers, one for each family of kernels.
 """
 
-from .library import isa, refusal, using_isa
+from .library import isa, refusal, threads, using_isa
 
-__all__ = ["isa", "refusal", "using_isa"]
+__all__ = ["isa", "refusal", "threads", "using_isa"]

@@ -9,7 +9,7 @@ from ctypes import byref, c_void_p
 import torch
 from torch import Tensor
 
-from .library import DTYPES, function
+from .library import DTYPES, function, threads
 from .structs import EPILOGUES, GatedCall
 from .tensors import as_rows, refuse_gradients
 
@@ -37,7 +37,7 @@ def gated(activation: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
     out = torch.empty((*gate.shape[:-1], size), dtype=gate.dtype)
     call = GatedCall(
         gate.data_ptr(), up.data_ptr() + size * itemsize, out.data_ptr(), gate_stride, up_stride,
-        out.numel() // size if size else 0, size, EPILOGUES[activation], DTYPES[gate.dtype], torch.get_num_threads(),
+        out.numel() // size if size else 0, size, EPILOGUES[activation], DTYPES[gate.dtype], threads(),
     )  # fmt: skip
     _gated()(byref(call))
     return out

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .library import DTYPES, FLOATS, function
+from .library import DTYPES, FLOATS, function, threads
 
 CALL = struct.Struct("=4q4q4q 2q 3q 4q 7q 2q 2q ff iiiiii")  # AttentionCall, without padding
 WRITE = struct.Struct("=4q2qq 4q2qq qqqq iiii")  # WriteCall
@@ -62,7 +62,7 @@ def attend(
             0, 0 if cu_q is None else cu_q.data_ptr(), 0 if cu_k is None else cu_k.data_ptr(), 0,
             sequences, num_heads, k.shape[1], dim, v.shape[-1], num_queries, num_keys, 0, 0, window or 0, causal,
             scale, softcap or 0.0, DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[v.dtype], 0,
-            0 if sinks is None else DTYPES[sinks.dtype], torch.get_num_threads(),
+            0 if sinks is None else DTYPES[sinks.dtype], threads(),
         )
     )  # fmt: skip
     return out
@@ -104,7 +104,7 @@ def attend_pages(
             len(kv_len), num_heads, kv_heads, dim, value_dim, 0, 0, block_table.stride(0), block_size, window or 0, 1,
             scale, softcap or 0.0, DTYPES[q.dtype], DTYPES[k_pages.dtype], DTYPES[v_pages.dtype],
             0 if k_scales is None else DTYPES[k_scales.dtype], 0 if sinks is None else DTYPES[sinks.dtype],
-            torch.get_num_threads(),
+            threads(),
         )
     )  # fmt: skip
     return out, lse
@@ -132,6 +132,6 @@ def write_pages(
             key_dim, values.data_ptr(), 0, v_head, v_token, v_pages.data_ptr(),
             0 if v_scales is None else v_scales.data_ptr(), values.shape[2],
             slots.data_ptr(), num_tokens, heads, k_pages.shape[2],
-            DTYPES[keys.dtype], DTYPES[k_pages.dtype], torch.get_num_threads(), 0,
+            DTYPES[keys.dtype], DTYPES[k_pages.dtype], threads(), 0,
         )
     )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
-from .library import DTYPES, FLOATS, function
+from .library import DTYPES, FLOATS, function, threads
 from .structs import EPILOGUES, Linear, LinearCall, Matrix
 
 
@@ -60,7 +60,7 @@ class FloatLinear:
         dtype = DTYPES[x.dtype]
         call = LinearCall(
             x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr(), self.out_features,
-            None, 0, dtype, dtype, torch.get_num_threads(),
+            None, 0, dtype, dtype, threads(),
         )  # fmt: skip
         if residual is not None:
             if residual.stride(1) != 1:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .library import DTYPES, function
+from .library import DTYPES, function, threads
 from .structs import EPILOGUES, Linear, Matrix, PackCall, QuantizeCall
 
 BLOCK = 64  # outputs that are packed together
@@ -76,7 +76,7 @@ def quantize(
     scales = torch.empty(out_features, in_features // group, dtype=weight.dtype)
     zeros = None if symmetric or bits == 8 else torch.empty(scales.shape, dtype=torch.uint8)
     call = QuantizeCall(
-        FORMATS[bits], DTYPES[weight.dtype], torch.get_num_threads(), out_features, in_features, group,
+        FORMATS[bits], DTYPES[weight.dtype], threads(), out_features, in_features, group,
         weight.data_ptr(), weight.stride(0), scales.data_ptr(), None if zeros is None else zeros.data_ptr(),
         packed.data_ptr(), 0,
     )  # fmt: skip
@@ -128,9 +128,7 @@ def stored_zeros(weight: PackedWeight) -> Tensor | None:
 
 
 def _pack(name: str, bits: int, stored: Tensor, packed: Tensor, in_features: int) -> None:
-    call = PackCall(
-        FORMATS[bits], torch.get_num_threads(), len(stored), in_features, stored.data_ptr(), packed.data_ptr()
-    )
+    call = PackCall(FORMATS[bits], threads(), len(stored), in_features, stored.data_ptr(), packed.data_ptr())
     _function(name, POINTER(PackCall))(byref(call))
 
 
@@ -177,7 +175,7 @@ class IntegerLinear:
             self._address,
             CALL.pack(
                 x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.out_features, *added, dtype, dtype,
-                torch.get_num_threads(),
+                threads(),
             ),
         )  # fmt: skip
         return out

@@ -12,7 +12,7 @@ from typing import Any
 import torch  # first: torch brings the OpenMP runtime that the kernels share
 
 from ...errors import HfAccelError, UnsupportedError
-from ...hardware.cpu import choose_isa, instruction_sets
+from ...hardware.cpu import ISA_LEVELS, choose_isa, instruction_sets, usable_cores
 from .build import HERE, LIBRARY, REASON
 
 # The numbers of types.h.
@@ -63,8 +63,6 @@ def _below(level: str) -> list[str]:
 
 
 def _possible() -> list[str]:
-    from ...hardware.cpu import ISA_LEVELS
-
     return [level for level, needed in ISA_LEVELS.items() if needed <= instruction_sets()]
 
 
@@ -91,6 +89,14 @@ def using_isa(level: str) -> Iterator[None]:
     finally:
         _library().hfa_select(previous.encode())
         _selected.append(previous)
+
+
+_usable_cores = functools.cache(usable_cores)
+
+
+def threads() -> int:
+    """Threads of a kernel: torch's, and no more than affinity and the container's quota leave cores."""
+    return min(torch.get_num_threads(), _usable_cores())
 
 
 def function(name: str, *argtypes: Any) -> Callable[..., None]:

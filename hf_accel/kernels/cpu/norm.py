@@ -9,7 +9,7 @@ from ctypes import byref, c_void_p
 import torch
 from torch import Tensor
 
-from .library import DTYPES, function
+from .library import DTYPES, function, threads
 from .structs import NormCall
 from .tensors import as_rows, refuse_gradients
 
@@ -74,7 +74,7 @@ def _run(
         weight if weight is None else weight.data_ptr(), bias if bias is None else bias.data_ptr(),
         stride, residual_stride, x.numel() // size if size else 0, size, eps, offset,
         kind, round_first, code, 0 if weight is None else DTYPES[weight.dtype],
-        0 if bias is None else DTYPES[bias.dtype], DTYPES[out_dtype], torch.get_num_threads(),
+        0 if bias is None else DTYPES[bias.dtype], DTYPES[out_dtype], threads(),
     )  # fmt: skip
     _norm()(byref(call))
     return out, total

@@ -9,7 +9,7 @@ from ctypes import byref, c_void_p
 import torch
 from torch import Tensor
 
-from .library import DTYPES, function
+from .library import DTYPES, function, threads
 from .structs import RopeCall
 from .tensors import refuse_gradients
 
@@ -72,7 +72,7 @@ def _run(
         q.data_ptr(), q_out.data_ptr(), *_strides(q), *_strides(q_out), q.shape[1], q.shape[-1],
         k.data_ptr(), k_out.data_ptr(), *_strides(k), *_strides(k_out), k.shape[1], k.shape[-1],
         cos.data_ptr(), sin.data_ptr(), table_batch, cos.stride(-2), batch, tokens, rotary_dim,
-        columns < rotary_dim, interleaved, round_each, DTYPES[dtype], DTYPES[table_dtype], torch.get_num_threads(),
+        columns < rotary_dim, interleaved, round_each, DTYPES[dtype], DTYPES[table_dtype], threads(),
     )  # fmt: skip
     _rope()(byref(call))
     return q_out, k_out

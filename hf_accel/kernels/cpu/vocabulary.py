@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
-from .library import DTYPES, function
+from .library import DTYPES, function, threads
 from .structs import VocabularyCall
 from .tensors import as_rows, refuse_gradients
 
@@ -34,7 +34,7 @@ def argmax(logits: Tensor) -> Tensor:
     indices = torch.empty(logits.shape[:-1], dtype=torch.int64)
     call = VocabularyCall(
         logits.data_ptr(), stride, indices.numel(), size, 1, None, indices.data_ptr(), DTYPES[logits.dtype],
-        torch.get_num_threads(),
+        threads(),
     )  # fmt: skip
     _argmax()(byref(call))
     return indices
@@ -53,7 +53,7 @@ def topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     indices = torch.empty(values.shape, dtype=torch.int64)
     call = VocabularyCall(
         logits.data_ptr(), stride, indices.numel() // k if k else 0, logits.shape[-1], k, values.data_ptr(),
-        indices.data_ptr(), DTYPES[logits.dtype], torch.get_num_threads(),
+        indices.data_ptr(), DTYPES[logits.dtype], threads(),
     )  # fmt: skip
     _topk()(byref(call))
     return values, indices

@@ -34,8 +34,9 @@ def two_threads() -> Iterator[None]:
 IN_A_FRESH_PROCESS = """
 import os, torch
 torch.set_num_threads(1)
-from hf_accel.kernels.cpu import isa
+from hf_accel.kernels.cpu import isa, library
 from hf_accel.kernels.cpu.float_linear import FloatLinear
+library._usable_cores = lambda: 8
 linear, x = FloatLinear([torch.ones(1000, 8)], [None]), torch.ones(4, 8)
 threads = []
 for number in (1, 3):
@@ -125,3 +126,14 @@ def exit_status(child: int, *, seconds: float) -> int | None:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return None
+
+
+def test_threads_are_torchs_and_no_more_than_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        for cores, expected in ((1, 1), (2, 2), (64, 3)):
+            monkeypatch.setattr(library, "_usable_cores", lambda cores=cores: cores)
+            assert library.threads() == expected
+    finally:
+        torch.set_num_threads(before)
