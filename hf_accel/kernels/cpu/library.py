@@ -51,6 +51,8 @@ def _library() -> ctypes.CDLL:
             raise UnsupportedError(f"cpu kernels: HF_ACCEL_ISA={level!r} was not compiled; unset it, or build again")
         level = next(lower for lower in _below(level) if not library.hfa_select(lower.encode()))
     _selected.append(level)
+    global _cores
+    _cores = usable_cores()
     return library
 
 
@@ -91,12 +93,12 @@ def using_isa(level: str) -> Iterator[None]:
         _selected.append(previous)
 
 
-_usable_cores = functools.cache(usable_cores)
+_cores = 1  # that affinity and the container's quota leave, once the library is loaded
 
 
 def threads() -> int:
-    """Threads of a kernel: torch's, and no more than affinity and the container's quota leave cores."""
-    return min(torch.get_num_threads(), _usable_cores())
+    """Threads of a kernel: torch's, and no more than there are cores to use."""
+    return min(torch.get_num_threads(), _cores)
 
 
 def function(name: str, *argtypes: Any) -> Callable[..., None]:

@@ -36,7 +36,8 @@ import os, torch
 torch.set_num_threads(1)
 from hf_accel.kernels.cpu import isa, library
 from hf_accel.kernels.cpu.float_linear import FloatLinear
-library._usable_cores = lambda: 8
+library._library()
+library._cores = 8
 linear, x = FloatLinear([torch.ones(1000, 8)], [None]), torch.ones(4, 8)
 threads = []
 for number in (1, 3):
@@ -133,7 +134,7 @@ def test_threads_are_torchs_and_no_more_than_the_quota(monkeypatch: pytest.Monke
     try:
         torch.set_num_threads(3)
         for cores, expected in ((1, 1), (2, 2), (64, 3)):
-            monkeypatch.setattr(library, "_usable_cores", lambda cores=cores: cores)
+            monkeypatch.setattr(library, "_cores", cores)
             assert library.threads() == expected
     finally:
         torch.set_num_threads(before)
