@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from hf_accel.kernels import cpu as kernels
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
@@ -27,6 +29,7 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 def test_snippets_run_in_order_and_print_what_is_shown(clone: Path) -> None:
     namespace: dict[str, Any] = {}
     blocks = BLOCK.findall(README)

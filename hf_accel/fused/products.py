@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..instance import Mixin
 from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.integer_linear import IntegerLinear
-from ..kernels.cpu.library import FLOATS
+from ..kernels.cpu.library import FLOATS, refusal
 from ..linear import QuantLinear
 from ..linear.cpu import Cpu, CpuWeight
 
@@ -75,6 +75,8 @@ def _sources(layer: nn.Module) -> tuple[Any, Any]:
 
 
 def _make(layers: tuple[nn.Module, ...], epilogue: str | None) -> NativeCall | None:
+    if refusal() is not None:  # a pickled model may arrive where no kernels were built
+        return None
     quantized = [layer for layer in layers if isinstance(layer, QuantLinear)]
     if len(quantized) == len(layers):
         return _make_integer(quantized, epilogue)

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 import hf_accel
+from hf_accel.kernels import cpu as kernels
 
 from .families import DECODER, PADDING, VOCABULARY, inputs
 from .snapshot import snapshot
@@ -74,6 +75,7 @@ STOCK = {  # topic -> what the reason must say
 }
 
 
+@pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 @pytest.mark.parametrize("make", STOCK)
 def test_plan_says_why(make: Callable[[], PreTrainedModel]) -> None:
     choices = hf_accel.plan(build(make)).to_dict()["choices"]

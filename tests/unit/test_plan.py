@@ -198,6 +198,7 @@ def test_a_word_longer_than_the_column_is_shown_whole(tmp_path: Path) -> None:
     assert str(folder) in text.replace("\n", "").replace(" ", "")
 
 
+@pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 def test_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_accel.explain import cpu_kernels
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_accel.config import WeightConfig
+from hf_accel.kernels import cpu as kernels
 from hf_accel.kernels.cpu.integer_linear import (
     IntegerLinear,
     PackedWeight,
@@ -256,12 +257,14 @@ def test_zeros_have_scale_zero(isa):
     assert torch.equal(IntegerLinear([result[0]], [None])(torch.randn(2, 64)), torch.zeros(2, 3))
 
 
+@pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 def test_packed_weights_know_their_activation_group():
     assert make(8, 3, 256, 32)[0].activation_group == 128
     assert make(4, 3, 256, 32)[0].activation_group == 32
     assert isinstance(make(4, 3, 256, 32)[0], PackedWeight)
 
 
+@pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 def test_symmetric_weights_hold_no_zero_points():
     assert make(4, 3, 64, 32)[0].zeros is None
     assert stored_zeros(make(8, 3, 64, 32)[0]) is None
