@@ -106,6 +106,52 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Speculative decoding: a drafter proposes tokens, one pass of the model verifies them all; the output's law stays.
+
+    drafter: "auto" (looked up in the text so far), "ngram", "suffix" (longest repeated ending), "self-int4" (the
+        model's own weights in INT4, for a model that is not quantized), a draft model with the same tokenizer, a
+        transformers CandidateGenerator, a hf_accel Drafter, or a list of these, of which the first that has a proposal
+        is taken.
+    num_draft: tokens to draft; "auto" finds out what pays for each sequence, none included.
+    max_draft: the most that "auto" takes.
+    verify: "token" (Leviathan et al. 2023, Chen et al. 2023), "block" (Sun et al. 2025), or "seeded" (Daliri et al.
+        2024): sampled tokens then depend on the seed and the model alone, not on the drafter.
+    ngram: fewest and most tokens that an n-gram lookup matches.
+    """
+
+    drafter: Any = "auto"
+    num_draft: int | Literal["auto"] = "auto"
+    max_draft: int = 8
+    verify: Literal["token", "block", "seeded"] = "token"
+    ngram: tuple[int, int] = (2, 5)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.drafter, str):
+            one_of("drafter", self.drafter, DRAFTERS)
+        if self.drafter is None or (isinstance(self.drafter, list | tuple) and not self.drafter):
+            raise UnsupportedError(f"drafter={self.drafter!r} names none; leave speculative=None for no speculation")
+        if self.num_draft != "auto" and self.num_draft != 0:
+            positive_int("num_draft", self.num_draft)
+        positive_int("max_draft", self.max_draft)
+        one_of("verify", self.verify, ("token", "block", "seeded"))
+        if len(self.ngram) != 2 or not 1 <= self.ngram[0] <= self.ngram[1]:
+            raise UnsupportedError(f"ngram={self.ngram!r} must be the fewest and the most tokens, as (2, 5)")
+
+
+DRAFTERS = ("auto", "ngram", "suffix", "self-int4")
+
+
+def parse_speculative(speculative: object) -> SpeculativeConfig | None:
+    """None, a name of DRAFTERS, a SpeculativeConfig or a mapping of its keywords, or anything that can draft."""
+    if speculative is None or isinstance(speculative, SpeculativeConfig):
+        return speculative
+    if isinstance(speculative, Mapping):
+        return SpeculativeConfig(**speculative)
+    return SpeculativeConfig(drafter=speculative)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PatchConfig:
     """Every keyword of `patch`, resolved to its config object.
 

@@ -7,34 +7,15 @@ is not padding. Only tokens have a slot.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..errors import OutOfBlocksError, UnsupportedError
 from .group import PageGroup
+from .rows import Row
 from .step import GroupStep, Step, offsets
 from .table import BlockTable
-
-
-@dataclass
-class Row:
-    """One sequence: a block table per group, and its token ids where they are known (for prefix sharing)."""
-
-    tables: list[BlockTable]
-    token_ids: list[int] | None = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.tables[0].num_tokens
-
-    def fork(self) -> Row:
-        return Row([t.fork() for t in self.tables], None if self.token_ids is None else list(self.token_ids))
-
-    def release(self) -> None:
-        for table in self.tables:
-            table.release()
 
 
 class Sequences:
@@ -149,7 +130,7 @@ class Sequences:
                     group.append(first)
         except OutOfBlocksError:
             for row, start in zip(self.rows, before, strict=True):
-                self._truncate(row, start)
+                row.truncate(start)
             raise
         return first_written
 
@@ -282,7 +263,7 @@ class Sequences:
         for row, num_tokens in zip(self.rows, kept, strict=True):
             self._check_window(row, num_tokens)
         for row, num_tokens in zip(self.rows, kept, strict=True):
-            self._truncate(row, num_tokens)
+            row.truncate(num_tokens)
         self.num_columns = keep
         self.real = None if self.real is None else self.real[:, :keep]
 
@@ -295,16 +276,6 @@ class Sequences:
                     f"cannot go back to {num_tokens} tokens: a sliding window of {group.window} needs those from "
                     f"{needed} on, and the cache holds those from {held} on; crop less, or reset() the cache"
                 )
-
-    @staticmethod
-    def _truncate(row: Row, num_tokens: int) -> None:
-        for table in row.tables:
-            if num_tokens:
-                table.truncate(min(num_tokens, table.num_tokens))
-            else:
-                table.release()
-        if row.token_ids is not None:
-            del row.token_ids[num_tokens:]
 
     def select(self, indices: Sequence[int]) -> None:
         """Keep the rows `indices`, in that order, repeated where an index is repeated (beams, n-best)."""

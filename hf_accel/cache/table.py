@@ -24,15 +24,24 @@ class BlockTable:
     def num_held_tokens(self) -> int:
         return self.num_tokens - self.num_dropped_blocks * self.pool.block_size
 
+    def blocks_needed(self, num_tokens: int) -> int:
+        """Blocks that `append` takes from the pool."""
+        return self._num_new(num_tokens) + self._copies_last(num_tokens)
+
+    def _num_new(self, num_tokens: int) -> int:
+        return max(0, -(-(self.num_held_tokens + num_tokens) // self.pool.block_size) - len(self.blocks))
+
+    def _copies_last(self, num_tokens: int) -> bool:
+        """Whether the last block is partly filled and others read it (copy-on-write)."""
+        filled = self.num_held_tokens % self.pool.block_size
+        return num_tokens > 0 and filled > 0 and not self.pool.is_writable(self.blocks[-1])
+
     def append(self, num_tokens: int) -> list[tuple[int, int]]:
         """Room for more tokens; returns the (source, destination) block copies to make before they are written.
 
-        A partly filled last block that others read is replaced by a copy (copy-on-write).
         Raises OutOfBlocksError with nothing changed.
         """
-        size = self.pool.block_size
-        copies_last = num_tokens > 0 and self.num_held_tokens % size > 0 and not self.pool.is_writable(self.blocks[-1])
-        num_new = max(0, -(-(self.num_held_tokens + num_tokens) // size) - len(self.blocks))
+        num_new, copies_last = self._num_new(num_tokens), self._copies_last(num_tokens)
         self.pool.require(num_new + copies_last)
         fresh = [self.pool.allocate() for _ in range(num_new + copies_last)]
         copies = []

@@ -1,0 +1,1 @@
+"""Verification of drafts: by token, by block, or with shared random numbers."""

@@ -1,0 +1,48 @@
+"""What proposes the tokens that a pass of the model then verifies."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import abc
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ..sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed continuation of a sequence.
+
+    probabilities: [len(tokens), V] float32, the law that each token was drawn from, after all processing; None for
+    tokens that were not drawn but looked up or taken greedily.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    probabilities: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class Drafter(ABC):
+    """Proposes tokens for many sequences at once. What it knows of a sequence it learns from `sequence.tokens`, which
+    only ever grow; rejected drafts never stand there.
+
+    cost: of one drafted token, in passes of the model for one sequence: about 0 for what is looked up.
+    """
+
+    name: str
+    is_free: bool = False  # costs no pass of any model
+
+    @abstractmethod
+    def propose(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> list[Draft]:
+        """A Draft for each sequence, of at most lengths[i] tokens; fewer, or none, where nothing is known.
+
+        How long a draft is may depend on distributions and on earlier tokens, never on the value of a token drawn
+        (Draft.probabilities): dropping it would change the law of the output.
+        """
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended: free what is held for it. Unknown sequences are ignored."""
