@@ -15,7 +15,7 @@ import hf_accel
 PACKAGE = Path(hf_accel.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-FACTS = {"errors", "config", "hardware", "instance", "journal"}
+FACTS = {"errors", "config", "hardware", "instance", "journal", "twin"}
 CORE = {  # room -> the rooms before it
     "kernels": set(),
     "cache": {"kernels"},
@@ -27,7 +27,10 @@ CORE = {  # room -> the rooms before it
 COMPOSITION = [  # each may use those before it
     "originals", "survey", "estimate", "explain", "plan", "pack", "patch", "loading", "verify",
 ]  # fmt: skip
-BOOKKEEPING = {"cache.pool", "cache.prefix", "cache.table", "config", "errors"}  # and what that may use
+BOOKKEEPING = {
+    "cache.pool", "cache.prefix", "cache.table", "config", "errors", "generation.sequence", "generation.scheduler",
+    "generation.controller", "generation.drafters.ngram", "generation.drafters.suffix",
+}  # and what that may use
 
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "other"}
 LONGEST_FILE = 360
@@ -116,7 +119,8 @@ def outer(names: set[str]) -> set[str]:
 
 
 def is_seam(module: str) -> bool:
-    return module.rpartition(".")[2] == "hf"
+    """hf.py, or a file in a folder hf/."""
+    return "hf" in module.split(".")
 
 
 def each_file(*rooms: str) -> list[object]:
