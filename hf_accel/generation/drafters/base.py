@@ -46,5 +46,5 @@ class Drafter(ABC):
         (Draft.probabilities): dropping it would change the law of the output.
         """
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: Sequence) -> None:  # noqa: B027 - most have nothing to free
         """The sequence has ended: free what is held for it. Unknown sequences are ignored."""
