@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -51,11 +52,17 @@ class Span:
     count: int
 
 
+def _rolls(group: PageGroup) -> bool:
+    """Whether a row of any length fits, because a new block never comes before the window has left an old one."""
+    return group.window is not None and group.pool.num_blocks > -(-(group.window - 1) // group.pool.block_size)
+
+
 class Pages:
     """What a scheduler asks of the groups of pages: room, known beginnings, going back."""
 
     def __init__(self, groups: list[PageGroup]) -> None:
         self.groups = groups
+        self.shares_prefixes = all(group.index is not None for group in groups)
 
     @property
     def block_size(self) -> int:
@@ -63,46 +70,79 @@ class Pages:
 
     @property
     def capacity(self) -> int | None:
-        """Tokens that one sequence alone can have; None if the pools grow."""
-        pools = [group.pool for group in self.groups]
-        if all(pool.growable for pool in pools):
-            return None
-        return min(pool.num_blocks * pool.block_size for pool in pools if not pool.growable)
+        """Tokens that one sequence alone can have; None if nothing bounds them."""
+        bounded = [g.pool.num_blocks * self.block_size for g in self.groups if not g.pool.growable and not _rolls(g)]
+        return min(bounded, default=None)
 
     # -- rows ------------------------------------------------------------------------------------------
 
     def open(self, token_ids: Sequence[int]) -> Row:
-        """A row that begins with what is known of these tokens; at least the last is left to compute."""
+        """A row that begins with what is known of these tokens; at least the last is left to compute.
+
+        Only whole blocks are taken. A part of one would be copied before it is written to, and blocks that are
+        published by the pass that computes them hold nothing yet.
+        """
         row = Row([BlockTable(group.pool) for group in self.groups], None)
-        if any(group.index is None for group in self.groups):
+        if not self.shares_prefixes:
             return row
         matches = [group.index.match(token_ids) for group in self.groups if group.index is not None]
-        known = min(min(map(len, matches)) * self.block_size, len(token_ids) - 1)
+        known = min(min(map(len, matches)), (len(token_ids) - 1) // self.block_size)
         if known > 0:
             for table, blocks in zip(row.tables, matches, strict=True):
-                table.adopt(blocks[: -(-known // self.block_size)], known)
+                table.adopt(blocks[:known], known * self.block_size)
         return row
 
-    def can_append(self, row: Row, count: int) -> bool:
-        tables = zip(self.groups, row.tables, strict=True)
-        return all(group.pool.can_allocate(table.blocks_needed(count)) for group, table in tables)
+    def free_blocks(self) -> list[int]:
+        """For each group, the blocks that can be given out; sys.maxsize where the pool grows."""
+        return [sys.maxsize if group.pool.growable else group.pool.num_free for group in self.groups]
 
-    def append(self, row: Row, count: int) -> None:
-        """Slots for `count` more tokens. Raises OutOfBlocksError, with the row as it was."""
-        if not self.can_append(row, count):
+    def blocks_for(self, row: Row, count: int) -> list[int]:
+        """For each group, the blocks that `count` more tokens of a row take; at most those in a sliding window."""
+        return [
+            table.blocks_needed(count if group.window is None else min(count, group.window))
+            for group, table in zip(self.groups, row.tables, strict=True)
+        ]
+
+    def room(self, row: Row, most: int, *, start: int | None = None) -> int:
+        """How many tokens can be appended, at most `most`. start: as for `append`."""
+        for group, table in zip(self.groups, row.tables, strict=True):
+            self._slide(group, table, start)
+            if not group.pool.growable:
+                most = min(most, table.slots_with(group.pool.num_free))
+        return most
+
+    def can_append(self, row: Row, count: int, *, start: int | None = None) -> bool:
+        return self.room(row, count, start=start) == count
+
+    def append(self, row: Row, count: int, *, start: int | None = None) -> None:
+        """Slots for `count` more tokens. Raises OutOfBlocksError, with the row's tokens as they were.
+
+        start: the first token that the coming pass computes, if the row has slots for it already. Blocks behind
+        its sliding window are let go when a new one is needed, and the row cannot go back further than to it.
+        """
+        if all([table.has_slots(count) for table in row.tables]):
+            for table in row.tables:
+                table.num_tokens += count
+            return
+        if not self.can_append(row, count, start=start):
             for group, table in zip(self.groups, row.tables, strict=True):
                 group.pool.require(table.blocks_needed(count))
             raise OutOfBlocksError(f"no blocks for {count} more tokens")
         for group, table in zip(self.groups, row.tables, strict=True):
-            if group.window is not None:  # here, and not earlier, so that a row can go back
-                table.drop_before(table.num_tokens - group.window + 1)
             group.copy(table.append(count))
+
+    @staticmethod
+    def _slide(group: PageGroup, table: BlockTable, start: int | None) -> None:
+        if group.window is not None:  # here, and not when tokens are taken back, so that a row can go back
+            first = table.num_tokens if start is None else start
+            table.drop_before(first - group.window + 1)
 
     def publish(self, row: Row, token_ids: Sequence[int]) -> None:
         """Let others find the full blocks of `token_ids`, which the row begins with and will not take back."""
-        for group, table in zip(self.groups, row.tables, strict=True):
-            if group.index is not None:
-                group.index.insert(token_ids, table.blocks)
+        if self.shares_prefixes:
+            for group, table in zip(self.groups, row.tables, strict=True):
+                if group.index is not None:
+                    group.index.insert(token_ids, table.blocks)
 
     def forget(self) -> None:
         """Let nobody find any block: after a pass that failed they may hold anything."""
