@@ -19,10 +19,12 @@ class Draft:
 
     probabilities: [len(tokens), V] float32, the law that each token was drawn from, after all processing; None for
     tokens that were not drawn but looked up or taken greedily.
+    source: what proposed it, where several could have.
     """
 
     tokens: list[int] = field(default_factory=list)
     probabilities: Tensor | None = None
+    source: str = ""
 
     def __len__(self) -> int:
         return len(self.tokens)
