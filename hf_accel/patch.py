@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .attention.hf import BACKEND_ATTRIBUTE
 from .attention.hf import NAME as ATTENTION_NAME
-from .config import Default, PatchConfig
+from .config import Default, PatchConfig, WeightConfig
 from .errors import UnsupportedError
 from .fused.products import Products
 from .fused.shared_input import SharedInput
@@ -26,6 +26,7 @@ from .linear.hf import METHOD, AccelConfig, AccelQuantizer, module_settings
 from .originals import Originals
 from .pack import Packed, replace_linears
 from .plan import Plan, make_plan
+from .survey import common_group_size
 from .twin import twin
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -143,7 +144,8 @@ def make_draft(model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
     draft = twin(model)
     if is_patched(draft):
         unpatch(draft)
-    return patch(draft, weights=weights, keep_original=True)
+    wanted = WeightConfig(bits=4, group_size=common_group_size(draft)) if weights == "int4" else weights
+    return patch(draft, weights=wanted, keep_original=True)
 
 
 def _catch_up(model: PreTrainedModel, journal: Journal) -> None:

@@ -11,9 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..cache.rows import Pages, Span
+from ..cache.rows import Pages, Row, Span
 from ..cache.step import Step
 from .choice import Chosen, choose
+from .logprobs import TokenLogprobs
 from .scheduler import Scheduler
 from .sequence import Chunk, Sequence
 from .speculation import Speculation
@@ -34,7 +35,7 @@ class Progress:
 
     sequence: Sequence
     tokens: list[int]
-    logprobs: list[dict[int, float]] | None = None
+    logprobs: list[TokenLogprobs] | None = None
     error: BaseException | None = None
 
 
@@ -42,7 +43,6 @@ class Batcher:
     """Sequences of any length and age over one model and its pages (continuous batching, Yu et al. 2022, Orca).
 
     A sequence's tokens do not depend on the others, as far as the model's kernels are row-invariant.
-    speculation: None for one token a pass.
     """
 
     def __init__(
@@ -63,6 +63,10 @@ class Batcher:
         """Raises OutOfBlocksError for a sequence that the pages could never hold."""
         self.scheduler.add(sequence)
 
+    def enter(self, sequence: Sequence, row: Row) -> None:
+        """Add a sequence that begins with what `row` holds of it already."""
+        self.scheduler.enter(sequence, row)
+
     def remove(self, sequence: Sequence, reason: str, error: BaseException | None = None) -> None:
         """End a sequence now: its blocks are free, and it is in no later pass."""
         self.speculation.forget(sequence)
@@ -76,7 +80,7 @@ class Batcher:
     def step(self) -> list[Progress]:
         """One pass; what it brought each sequence that it brought something.
 
-        An exception of the model itself leaves every sequence as it was before the pass.
+        After an exception of the model itself every sequence is as it was before the pass, but computed anew.
         """
         chunks = self.scheduler.schedule()
         if not chunks:
@@ -86,12 +90,11 @@ class Batcher:
             drafts = self.speculation.propose(chunks, self._room(chunks), self.pages)
             logits = self._forward(chunks, drafts)
         except BaseException:
-            self._go_back(chunks)
+            self.scheduler.restart()
             raise
         progress = self._choose(chunks, drafts, logits)
         rows = sum(chunk.count + len(draft) for chunk, draft in zip(chunks, drafts, strict=True))
-        decodes = all(chunk.count == 1 for chunk in chunks)
-        self.speculation.observe_pass(rows, time.perf_counter() - start, decodes=decodes)
+        self.speculation.observe_pass(rows, time.perf_counter() - start)
         self.num_passes, self.num_computed = self.num_passes + 1, self.num_computed + rows
         return self._failed() + progress
 
@@ -102,12 +105,6 @@ class Batcher:
     def _failed(self) -> list[Progress]:
         """Sequences that the scheduler itself had to give up."""
         return [Progress(s, [], error=s.error) for s in self.scheduler.take_failed()]
-
-    def _go_back(self, chunks: abc.Sequence[Chunk]) -> None:
-        self.pages.forget()  # blocks were promised that may never have been written
-        for chunk in chunks:
-            if chunk.sequence.row is not None:
-                chunk.sequence.row.truncate(chunk.sequence.num_computed)
 
     # -- the pass --------------------------------------------------------------------------------------
 
@@ -160,7 +157,7 @@ class Batcher:
         except Exception as error:  # the user's own rule for stopping
             self.remove(sequence, "error", error)
             return Progress(sequence, [], error=error)
-        self.speculation.observe(sequence, chosen.num_accepted)
+        self.speculation.observe(sequence, chosen.num_accepted, len(tokens))
         before, sequence.num_computed = sequence.num_computed, len(sequence.tokens) - 1
         assert sequence.row is not None
         sequence.row.truncate(sequence.num_computed)

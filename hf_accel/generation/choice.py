@@ -45,7 +45,7 @@ class Member:
 
     def prefixes(self) -> list[Prefix]:
         committed, count = self.sequence.tokens, self.sequence.num_prompt
-        return [Prefix(committed, count, self.draft.tokens[:j]) for j in range(len(self.rows))]
+        return [Prefix(committed, count, self.draft.tokens[:j], self.sequence) for j in range(len(self.rows))]
 
     @property
     def place(self) -> Place:
@@ -88,7 +88,7 @@ def processed(logits: Tensor, rows: abc.Sequence[tuple[Sequence, list[int]]]) ->
     laws = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     for members in groups.values():
         sampling = rows[members[0]][0].sampling
-        prefixes = [Prefix(rows[row][0].tokens, rows[row][0].num_prompt, rows[row][1]) for row in members]
+        prefixes = [Prefix(rows[row][0].tokens, rows[row][0].num_prompt, rows[row][1], rows[row][0]) for row in members]
         scores, _ = processed_scores(sampling, logits[members], prefixes)
         laws[members] = _one_hot(scores) if sampling.greedy else scores.softmax(-1)
     return laws

@@ -9,18 +9,21 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .sequence import Sequence
+
 
 @dataclass(frozen=True)
 class Prefix:
     """Everything before the token that is chosen, drafted tokens included.
 
     committed: the sequence's own final tokens, shared and not to be written to. num_prompt: of them, the prompt's.
-    drafted: what a draft puts after them.
+    drafted: what a draft puts after them. owner: the sequence.
     """
 
     committed: list[int]
     num_prompt: int
     drafted: abc.Sequence[int] = ()
+    owner: Sequence | None = None
 
     def __len__(self) -> int:
         return len(self.committed) + len(self.drafted)

@@ -94,6 +94,16 @@ class Scheduler:
             self._num_arrived += 1
         self._wait(sequence)
 
+    def enter(self, sequence: Sequence, row: Row) -> None:
+        """Run a sequence at once that begins with the tokens of `row`, which is the scheduler's from now on.
+
+        Raises as `add` does.
+        """
+        self.require_room(sequence)
+        sequence.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._run(sequence, row)
+
     def _wait(self, leader: Sequence) -> None:
         self._waiting.add(leader)
         for follower in leader.followers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import abc
+from dataclasses import replace
 
 from ..cache.rows import Pages
 from .acceptance.base import Verifier
@@ -16,69 +17,101 @@ NO_DRAFT = Draft()
 
 
 class Speculation:
-    """A drafter with the controller of its lengths and the verifier of its drafts; without a drafter, none of it."""
+    """Drafters, the controller of how much each drafts, and the verifier of what they drafted.
 
-    def __init__(self, verifier: Verifier, drafter: Drafter | None = None, controller: Controller | None = None) -> None:
-        self.verifier, self.drafter, self.controller = verifier, drafter, controller
+    A sequence takes the draft of the first drafter that has one for it. Those that cost nothing go first, in the order
+    given: after a model, which always has a proposal, they would never be asked. No drafters: plain decoding.
+    """
+
+    def __init__(
+        self, verifier: Verifier, drafters: abc.Sequence[Drafter] = (), controller: Controller | None = None
+    ) -> None:
+        self.verifier = verifier
+        self.drafters = sorted(drafters, key=lambda drafter: not drafter.is_free)
+        self.controller = controller or Controller()
         self.statistics = SpeculationStatistics()
         self._drafts: dict[Sequence, Draft] = {}
+        self._seconds = 0.0  # of drafting, in this pass
+
+    # -- before the pass -------------------------------------------------------------------------------
 
     def propose(self, chunks: abc.Sequence[Chunk], room: int | None, pages: Pages) -> list[list[int]]:
         """Drafted tokens for each chunk, with slots for them in its row. room: tokens there may be in all."""
-        self._drafts = {}
-        decoding = [chunk.sequence for chunk in chunks if chunk.sequence.decodes and chunk.sequence.num_left > 1]
-        if self.drafter is None or self.controller is None or not decoding:
-            return [[] for _ in chunks]
-        others = sum(chunk.count for chunk in chunks) - len(decoding)
-        limits = [sequence.num_left - 1 for sequence in decoding]
-        lengths = self.controller.lengths(decoding, limits, other_rows=others, is_free=self.drafter.is_free)
-        wanted = [(s, k) for s, k in zip(decoding, self._reserve(decoding, lengths, room, pages), strict=True) if k]
-        if wanted:
-            self._draft([s for s, _ in wanted], [k for _, k in wanted])
+        self._drafts, self._seconds = {}, 0.0
+        rows = sum(chunk.count for chunk in chunks)
+        waiting = [chunk.sequence for chunk in chunks if chunk.sequence.decodes and chunk.sequence.num_left > 1]
+        for drafter in self.drafters:
+            if not waiting:
+                break
+            drafted = sum(map(len, self._drafts.values()))
+            left = None if room is None else room - drafted
+            self._ask(drafter, waiting, rows - len(waiting) + drafted, left, pages)
+            waiting = [sequence for sequence in waiting if sequence not in self._drafts]
         return [self.draft_of(chunk.sequence).tokens for chunk in chunks]
 
-    @staticmethod
-    def _reserve(sequences: list[Sequence], lengths: list[int], room: int | None, pages: Pages) -> list[int]:
-        """Slots for drafts as far as there are blocks and budget: nobody is preempted for them."""
-        granted = []
-        left = sum(lengths) if room is None else room
-        for sequence, length in zip(sequences, lengths, strict=True):
-            assert sequence.row is not None
-            count = min(length, left)
-            while count and not pages.can_append(sequence.row, count):
-                count -= 1
-            if count:
-                pages.append(sequence.row, count)
-            granted.append(count)
-            left -= count
-        return granted
-
-    def _draft(self, sequences: list[Sequence], lengths: list[int]) -> None:
-        assert self.drafter is not None and self.controller is not None
+    def _ask(
+        self, drafter: Drafter, sequences: list[Sequence], other_rows: int, room: int | None, pages: Pages
+    ) -> None:
+        lengths = self.controller.lengths(
+            sequences,
+            [sequence.num_left - 1 for sequence in sequences],
+            other_rows=other_rows,
+            is_free=drafter.is_free,
+            source=drafter.name,
+        )
+        granted = reserve(sequences, lengths, room, pages)
+        asked = [(sequence, count) for sequence, count in zip(sequences, granted, strict=True) if count]
+        if not asked:
+            return
         start = time.perf_counter()
-        drafts = self.drafter.propose(sequences, lengths)
+        drafts = drafter.propose([sequence for sequence, _ in asked], [count for _, count in asked])
         seconds = time.perf_counter() - start
-        for sequence, draft in zip(sequences, drafts, strict=True):
+        for (sequence, _), draft in zip(asked, drafts, strict=True):
             assert sequence.row is not None
             sequence.row.truncate(sequence.num_computed + 1 + len(draft))
-            self._drafts[sequence] = draft
-        self.controller.observe_drafting(sum(map(len, drafts)), max(map(len, drafts)), seconds)
-        self.statistics.draft_seconds += seconds
+            if len(draft):
+                self._drafts[sequence] = draft if draft.source else replace(draft, source=drafter.name)
+        if not drafter.is_free:
+            tokens = sum(map(len, drafts))
+            self.controller.observe_drafting(tokens, max(map(len, drafts)), seconds, source=drafter.name)
+        self._seconds += seconds
 
     def draft_of(self, sequence: Sequence) -> Draft:
         return self._drafts.get(sequence, NO_DRAFT)
 
-    def observe(self, sequence: Sequence, accepted: int) -> None:
-        """A draft was verified, and so many of its tokens were right."""
-        drafted = len(self.draft_of(sequence))
-        if self.controller is not None:
-            self.controller.observe_drafts(sequence, drafted, accepted)
-            self.statistics.observe(drafted, accepted)
+    # -- after it --------------------------------------------------------------------------------------
 
-    def observe_pass(self, rows: int, seconds: float, *, decodes: bool) -> None:
-        if self.controller is not None and decodes:
-            self.controller.observe_pass(rows, seconds)
+    def observe(self, sequence: Sequence, accepted: int, tokens: int) -> None:
+        """`accepted` of the sequence's drafted tokens were right; the pass brought it `tokens`."""
+        if not self.drafters:
+            return
+        draft = self.draft_of(sequence)
+        self.controller.observe_drafts(sequence, len(draft), accepted, source=draft.source or "")
+        self.statistics.record_step(len(draft), accepted, tokens)
+
+    def observe_pass(self, rows: int, seconds: float) -> None:
+        """seconds: of the whole pass, drafting included."""
+        if self.drafters:
+            self.controller.observe_pass(rows, seconds - self._seconds)
+            self.statistics.record_pass(self._seconds, seconds - self._seconds)
 
     def forget(self, sequence: Sequence) -> None:
-        if self.drafter is not None:
-            self.drafter.forget(sequence)
+        for drafter in self.drafters:
+            drafter.forget(sequence)
+
+
+def reserve(
+    sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int], room: int | None, pages: Pages
+) -> list[int]:
+    """Slots for drafts as far as there are blocks and budget: nobody is preempted for them."""
+    granted = []
+    left = sum(lengths) if room is None else room
+    for sequence, length in zip(sequences, lengths, strict=True):
+        assert sequence.row is not None
+        start = sequence.num_computed
+        count = pages.room(sequence.row, max(0, min(length, left)), start=start)
+        if count:
+            pages.append(sequence.row, count, start=start)
+        granted.append(count)
+        left -= count
+    return granted

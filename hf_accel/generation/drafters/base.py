@@ -34,11 +34,11 @@ class Drafter(ABC):
     """Proposes tokens for many sequences at once. What it knows of a sequence it learns from `sequence.tokens`, which
     only ever grow; rejected drafts never stand there.
 
-    cost: of one drafted token, in passes of the model for one sequence: about 0 for what is looked up.
+    name: of the source, of which acceptance and cost are learnt. is_free: it costs no pass of any model.
     """
 
     name: str
-    is_free: bool = False  # costs no pass of any model
+    is_free: bool = False
 
     @abstractmethod
     def propose(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> list[Draft]:

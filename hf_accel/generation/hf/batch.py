@@ -187,7 +187,7 @@ class _Batch:
 
     def statistics(self) -> dict[str, Any]:
         indices = [group.index for group in self.groups if group.index is not None]
-        speculation = {} if self.speculation.drafter is None else self.speculation.statistics.to_dict()
+        speculation = {} if not self.speculation.drafters else self.speculation.statistics.to_dict()
         return {
             "loop": "ragged",
             "passes": self.batcher.num_passes,

@@ -16,7 +16,6 @@ from ..acceptance import verifier
 from ..acceptance.base import Verifier
 from ..controller import Controller
 from ..drafters.base import Drafter
-from ..drafters.cascade import Cascade
 from ..drafters.model import ModelDrafter
 from ..drafters.ngram import NgramDrafter
 from ..drafters.suffix import SuffixDrafter
@@ -31,8 +30,9 @@ def make_speculation(config: SpeculativeConfig | None, runner: ModelRunner, page
     if config is None:
         return Speculation(verifier("token"))
     rule = verifier(config.verify)
-    drafter = _Drafters(config, rule, runner, pages).make(config.drafter)
-    return Speculation(rule, drafter, Controller(config.num_draft, config.max_draft))
+    drafters = _Drafters(config, rule, runner, pages)
+    wanted = config.drafter if isinstance(config.drafter, list | tuple) else [config.drafter]
+    return Speculation(rule, [drafters.make(one) for one in wanted], Controller(config.num_draft, config.max_draft))
 
 
 class _Drafters:
@@ -48,8 +48,6 @@ class _Drafters:
             return self._named(wanted)
         if isinstance(wanted, Drafter):
             return wanted
-        if isinstance(wanted, list | tuple):
-            return Cascade([self.make(one) for one in wanted])
         if isinstance(wanted, CandidateGenerator) or (callable(wanted) and not isinstance(wanted, PreTrainedModel)):
             return CandidateDrafter(wanted)
         model = wanted.get_base_model() if hasattr(wanted, "get_base_model") else wanted
@@ -131,11 +129,3 @@ def _vocabulary(model: Any) -> int:
 
 
 
-
-def refuse_stateful(processor: Any, size: int) -> None:
-    """Raise UnsupportedError for a processor that remembers its calls: drafts make more of them than there are tokens."""
-    if is_stateful(processor, size):
-        raise UnsupportedError(
-            f"the processor {type(processor).__name__} remembers its calls, which drafts make more of than there are "
-            "tokens; use speculative=None, or a processor that looks at its arguments alone"
-        )

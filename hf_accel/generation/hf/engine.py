@@ -18,12 +18,13 @@ from ...config import CacheConfig, Default, parse_speculative
 from ...errors import OutOfBlocksError, UnsupportedError
 from ..batcher import Batcher
 from ..engine import EngineLoop
+from ..purity import refuse_stateful
 from ..sampling import SamplingParams
 from ..sequence import Sequence
 from ..stopping import StopRules
 from ..stream import Request
 from .defaults import default_new_tokens, sampling_defaults, stop_token_ids
-from .drafting import make_speculation, refuse_stateful
+from .drafting import make_speculation
 from .runner import ModelRunner
 from .state import STATE, GenerationState
 from .step import weights_salt
@@ -171,9 +172,8 @@ class Engine:
                 hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(known))}"
                 raise UnsupportedError(f"submit() got an unknown keyword {name!r}; {hint}")
         params = SamplingParams(**{**sampling_defaults(self.model, given), "stop_token_ids": ends})
-        if self.speculation.drafter is not None:
-            for processor in params.processors:
-                refuse_stateful(processor, self.model.config.get_text_config(decoder=True).vocab_size)
+        if self.speculation.drafters:
+            refuse_stateful(params, self.model.config.get_text_config(decoder=True).vocab_size)
         return params
 
     @staticmethod
@@ -194,7 +194,7 @@ class Engine:
         totals, batcher = self.loop.totals, self.loop.batcher
         pools = [group.pool for group in self.pages.groups]
         indices = [group.index for group in self.pages.groups if group.index is not None]
-        speculation = {} if self.speculation.drafter is None else self.speculation.statistics.to_dict()
+        speculation = {} if not self.speculation.drafters else self.speculation.statistics.to_dict()
         return {
             **dataclasses.asdict(totals),
             "tokens_per_second": totals.new_tokens / totals.busy_seconds if totals.busy_seconds else 0.0,

@@ -60,7 +60,6 @@ def run(call: Call) -> tuple[Any, dict[str, Any]]:
     batcher = Batcher(runner, pages, speculation, token_budget=call.config.prefill_chunk_size)
     sequences = _sequences(call)
     try:
-        _go_on(call, sequences)
         _loop(call, batcher, sequences)
         result = _result(call, sequences)
     finally:
@@ -104,18 +103,15 @@ def _sequences(call: Call) -> list[Sequence]:
     return sequences
 
 
-def _go_on(call: Call, sequences: list[Sequence]) -> None:
-    """Go on from what a cache that was passed along holds of the one row."""
-    rows = call.cache.sequences.rows
-    if rows:
-        sequences[0].row = Row(rows[0].fork().tables, None)
-        sequences[0].num_computed = rows[0].num_tokens
-
-
 def _loop(call: Call, batcher: Batcher, sequences: list[Sequence]) -> None:
-    for sequence in sequences:
-        if not any(sequence in leader.followers for leader in sequences):
-            batcher.add(sequence)
+    past = call.cache.sequences.rows
+    if past:  # a cache that was passed along holds what the one row begins with
+        row = Row(past[0].fork().tables, None)
+        row.truncate(min(row.num_tokens, len(sequences[0].tokens) - 1))
+        batcher.enter(sequences[0], row)
+    else:
+        for leader in sequences[:: call.repeats]:
+            batcher.add(leader)
     row_of = {sequence: row for row, sequence in enumerate(sequences)}
     while batcher.has_work:
         for progress in batcher.step():
