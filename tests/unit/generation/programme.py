@@ -148,9 +148,7 @@ class Programme:
         length = self.random.choice([1, 4, 8, self.random.randint(1, 40)])
         prompt = [int(self.random.random() < 0.1) for _ in range(length)]
         samples = self.random.choice([1, 1, 1, 3])
-        family = [
-            sequence_of(list(prompt), self.random.randint(1, 20), priority=priority) for _ in range(samples)
-        ]
+        family = [sequence_of(list(prompt), self.random.randint(1, 20), priority=priority) for _ in range(samples)]
         leader = family[0]
         leader.followers = family[1:]
         capacity = self.pages.capacity

@@ -36,4 +36,13 @@ def run(seed: int, steps: int, kind: str, options: dict[str, int]) -> Programme:
 def test_random_programmes(kind: str, options: dict[str, int]) -> None:
     for seed in range(3):
         programme = run(seed, 150, kind, options)
-        print(kind, options, programme.ended, programme.forked, programme.restarted, programme.shared, programme.scheduler.num_preempted, programme.refused)
+        print(
+            kind,
+            options,
+            programme.ended,
+            programme.forked,
+            programme.restarted,
+            programme.shared,
+            programme.scheduler.num_preempted,
+            programme.refused,
+        )
