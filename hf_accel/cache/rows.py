@@ -103,10 +103,16 @@ class Pages:
             for group, table in zip(self.groups, row.tables, strict=True)
         ]
 
+    def slide(self, row: Row, start: int) -> None:
+        """Let go of what lies behind the windows of the token `start`; the row cannot go back further than to it."""
+        for group, table in zip(self.groups, row.tables, strict=True):
+            if group.window is not None:
+                table.drop_before(start - group.window + 1)
+
     def room(self, row: Row, most: int, *, start: int | None = None) -> int:
         """How many tokens can be appended, at most `most`. start: as for `append`."""
+        self.slide(row, row.num_tokens if start is None else start)
         for group, table in zip(self.groups, row.tables, strict=True):
-            self._slide(group, table, start)
             if not group.pool.growable:
                 most = min(most, table.slots_with(group.pool.num_free))
         return most
@@ -117,10 +123,13 @@ class Pages:
     def append(self, row: Row, count: int, *, start: int | None = None) -> None:
         """Slots for `count` more tokens. Raises OutOfBlocksError, with the row's tokens as they were.
 
-        start: the first token that the coming pass computes, if the row has slots for it already. Blocks behind
-        its sliding window are let go when a new one is needed, and the row cannot go back further than to it.
+        start: the first token that the coming pass computes, if the row has slots for it already. The row slides
+        to it when a new block is needed, and not when tokens are taken back, so that it can go back.
         """
-        if all([table.has_slots(count) for table in row.tables]):
+        for table in row.tables:
+            if not table.has_slots(count):
+                break
+        else:
             for table in row.tables:
                 table.num_tokens += count
             return
@@ -130,12 +139,6 @@ class Pages:
             raise OutOfBlocksError(f"no blocks for {count} more tokens")
         for group, table in zip(self.groups, row.tables, strict=True):
             group.copy(table.append(count))
-
-    @staticmethod
-    def _slide(group: PageGroup, table: BlockTable, start: int | None) -> None:
-        if group.window is not None:  # here, and not when tokens are taken back, so that a row can go back
-            first = table.num_tokens if start is None else start
-            table.drop_before(first - group.window + 1)
 
     def publish(self, row: Row, token_ids: Sequence[int]) -> None:
         """Let others find the full blocks of `token_ids`, which the row begins with and will not take back."""

@@ -75,7 +75,7 @@ class Scheduler:
         if capacity is not None and wanted > capacity:
             raise OutOfBlocksError(
                 f"a prompt of {sequence.num_prompt} tokens and max_new_tokens={sequence.max_new_tokens} make {wanted} "
-                f"tokens, but the cache holds {capacity}; lower max_new_tokens, shorten the prompt, or raise max_tokens"
+                f"tokens, the cache holds {capacity}; lower max_new_tokens, shorten the prompt, or raise max_tokens"
             )
 
     def add(self, sequence: Sequence) -> None:
@@ -258,7 +258,7 @@ class Scheduler:
             left = len(head.tokens) - row.num_tokens
             taken = zip(slack, free, self.pages.free_blocks(), self.pages.blocks_for(row, left), strict=True)
             rest = [had - (before - after) - needed - size for had, before, after, needed in taken]
-            if self.running and min(rest) < 0:
+            if self.running and (min(rest) < 0 or not self.pages.can_append(row, 1)):
                 row.release()
                 self._refused = (head, slack, self._num_passes)
                 return
@@ -277,13 +277,23 @@ class Scheduler:
 
     def _slack(self) -> list[int]:
         """For each group, the free blocks that nobody who runs is about to need (see Admission)."""
+        self._slide()
         slack = self.pages.free_blocks()
+        size = 0
         for sequence in self.running:
             assert sequence.row is not None
+            size += 1 + len(sequence.followers)
             left = len(sequence.tokens) - sequence.row.num_tokens
-            needed = self.pages.blocks_for(sequence.row, left) if left > 0 else [0] * len(slack)
-            slack = [have - need - 1 - len(sequence.followers) for have, need in zip(slack, needed, strict=True)]
-        return slack
+            if left > 0:
+                slack = [h - n for h, n in zip(slack, self.pages.blocks_for(sequence.row, left), strict=True)]
+        return [have - size for have in slack]
+
+    def _slide(self) -> None:
+        """Free what lies behind the windows of all that run."""
+        if any(group.window is not None for group in self.pages.groups):
+            for sequence in self.running:
+                assert sequence.row is not None
+                self.pages.slide(sequence.row, sequence.num_computed)
 
     def _was_refused(self, head: Sequence, slack: list[int]) -> bool:
         """Not long ago, and no block has become free since: opening its row costs a digest of the prompt."""
@@ -301,6 +311,7 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, row: Row) -> bool:
         """Preempt others until it can have one slot. False if it had to give way itself."""
+        self._slide()
         while not self.pages.can_append(row, 1):
             victim = self.running[-1]
             if victim is not sequence:

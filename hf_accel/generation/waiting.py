@@ -25,7 +25,7 @@ class WaitingQueue:
         self._ranked: list[Sequence] = []
         self._by_arrival: list[Sequence] = []
         self._promoted: set[Sequence] = set()
-        self._overtaken = 0  # how often the oldest was
+        self._overtaken: dict[Sequence, int] = {}  # how often each was, while it was the oldest
 
     def __len__(self) -> int:
         return len(self._ranked)
@@ -47,19 +47,17 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         del self._ranked[bisect_left(self._ranked, self.rank(sequence), key=self.rank)]
-        place = bisect_left(self._by_arrival, sequence.arrival, key=_arrival)
-        del self._by_arrival[place]
-        if place == 0:
-            self._overtaken = 0
+        del self._by_arrival[bisect_left(self._by_arrival, sequence.arrival, key=_arrival)]
+        self._overtaken.pop(sequence, None)
 
     def admit_head(self) -> Sequence:
         """Take the first one out."""
-        sequence = self.head
+        sequence, oldest = self.head, self._by_arrival[0]
         self.remove(sequence)
-        if self._by_arrival and self._by_arrival[0].arrival < sequence.arrival:
-            self._overtaken += 1
-            if self._overtaken >= self.patience:
-                self._promote(self._by_arrival[0])
+        if oldest is not sequence:
+            self._overtaken[oldest] = self._overtaken.get(oldest, 0) + 1
+            if self._overtaken[oldest] >= self.patience:
+                self._promote(oldest)
         return sequence
 
     def _promote(self, sequence: Sequence) -> None:
