@@ -33,6 +33,10 @@ class Prices:
     draft: Seconds = no_time
     alone: bool = True
 
+    @property
+    def rows(self) -> int:
+        return self.sequences + self.other_rows
+
     def drafting(self, lengths: Sequence[int]) -> float:
         """One pass of the drafter for each position, over the sequences that are drafted that far."""
         depths = range(max(lengths, default=0))
@@ -40,8 +44,7 @@ class Prices:
 
     def extra(self, lengths: Sequence[int]) -> float:
         """Seconds more than without drafts."""
-        rows = self.sequences + self.other_rows
-        return self.verify(rows + sum(lengths)) - self.verify(rows) + self.drafting(lengths)
+        return self.verify(self.rows + sum(lengths)) - self.verify(self.rows) + self.drafting(lengths)
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,7 @@ def allocate(gains: Sequence[Sequence[float]], prices: Prices) -> Allocation:
     for depth in [deepest] if free else range(1, deepest + 1):
         options += options_to_depth(entries, depth, prices.draft)
 
-    rows = prices.sequences + prices.other_rows
-    decoding = prices.sequences if prices.alone else rows
+    decoding = prices.sequences if prices.alone else prices.rows
 
     def rate(option: Option) -> float:
         seconds = prices.verify(decoding + option.count) + option.drafting
@@ -79,8 +81,8 @@ def allocate(gains: Sequence[Sequence[float]], prices: Prices) -> Allocation:
 
     best = max(options, key=rate)  # the first of equals: fewest rows
     highest = rate(best)
-    if decoding != rows:
-        best = max(options, key=lambda o: o.tokens - highest * (prices.verify(rows + o.count) + o.drafting))
+    if decoding != prices.rows:
+        best = max(options, key=lambda o: o.tokens - highest * (prices.verify(prices.rows + o.count) + o.drafting))
     lengths = [0] * len(gains)
     for _, _, i in [entry for entry in entries if entry[1] < best.depth][: best.count]:
         lengths[i] += 1

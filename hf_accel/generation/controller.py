@@ -19,7 +19,7 @@ from .break_even import gains
 from .cost_table import CostTable
 from .sequence import Sequence
 
-CREDIT = 0.5  # passes that drafting may lose before it has earned any
+CREDIT = 0.4  # passes that drafting may lose before it has earned any
 SURPLUS = 16.0  # most passes of past gains that later losses are set against
 PROBING = 0.01  # part of the time that goes into finding out whether drafts pay by now
 MOST_PROBING = 2.0  # most passes that are saved up for it
@@ -128,10 +128,11 @@ class Controller:
     def _refresh(
         self, best: Allocation, bounds: list[int], chains: list[list[float]], prices: Prices
     ) -> list[int]:
-        """The best lengths; once in a while none or all instead, if that is not much worse, to see what it costs now."""
+        """The best lengths; once in a while none or twice as many, if that is not much worse, to see what it costs now."""
         if self.num_passes - self._refreshed < REFRESH or not any(best.lengths):
             return best.lengths
-        other = bounds if self._refresh_up else [0] * len(bounds)
+        more = [min(2 * length + 1, bound) for length, bound in zip(best.lengths, bounds, strict=True)]
+        other = more if self._refresh_up else [0] * len(bounds)
         loss = self._loss(best.lengths, other, chains, prices, best.rate)
         self._refreshed = self.num_passes
         self._refresh_up = not self._refresh_up
@@ -163,7 +164,7 @@ class Controller:
         if not idle or self.probing <= 0:
             return lengths
         probed = list(lengths)
-        before = prices.extra(lengths)
+        before = prices.extra(lengths) - self._doubt(prices.rows + sum(lengths), 1)
         for i in sorted(idle, key=lambda i: rates[i].last_pass):
             probed[i] = 1
             if prices.extra(probed) - before > self.probing:
@@ -179,8 +180,10 @@ class Controller:
         what was accepted (a prompt) belong to neither."""
         if passes < 1:
             return
-        self.draft_costs.setdefault(source, CostTable()).observe(max(1, round(tokens / passes)), seconds / passes)
-        self._pass.drafting_seconds += seconds
+        width = max(1, round(tokens / passes))
+        table = self.draft_costs.setdefault(source, CostTable())
+        table.observe(width, seconds / passes)
+        self._pass.drafting_seconds += passes * table.seconds(width)
 
     def observe_drafts(self, sequence: Sequence, drafted: int, accepted: int, source: str = "") -> None:
         """Of `drafted` tokens the first `accepted` were right. Nothing drafted is no news."""
@@ -207,11 +210,17 @@ class Controller:
         self.probing = min(self.probing + PROBING * bare, MOST_PROBING * one)
         if self.balance is None or not record.drafted:
             return
-        cost = costs.seconds(rows) - bare + record.drafting_seconds
+        cost = costs.seconds(rows) - bare + self._doubt(rows - record.drafted, record.drafted) + record.drafting_seconds
         paid = cost * record.probed / record.drafted
         self.probing -= paid
         self.balance += record.accepted * one / record.sequences - (cost - paid)
         self.balance = min(self.balance, SURPLUS * one)
+
+    def _doubt(self, rows: int, more: int) -> float:
+        """Seconds that `more` rows on top may cost beyond what the table says: it may call them free by chance, and
+        would go on to do so for long, as passes without them become rare."""
+        costs = self.verify_costs
+        return costs.seconds(rows) * costs.uncertainty(rows) + costs.seconds(rows + more) * costs.uncertainty(rows + more)
 
     def statistics(self) -> dict[str, Any]:
         """JSON-able: seconds over rows, drafting seconds, acceptance by source and position, lengths chosen."""

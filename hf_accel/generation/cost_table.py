@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median
+from math import inf, sqrt
+from statistics import median_low
 
 FIRST = 5  # observations of a width whose median is its estimate; later ones move it
 FORGET = 0.05  # how far at most one later observation moves it
@@ -14,10 +15,16 @@ FLAT = 0.05  # beyond what was seen, a row is taken to cost this part of the pas
 SHARE = 0.5  # or this part of a row's share of it, whichever is less
 
 
+DOUBT = 2  # observations that may both be outliers: until there are more,
+SURPRISE = 2.0  # a width is not taken to cost more than this much over what was expected
+NOISE = 0.1  # mean relative deviation of an observation, before any was seen
+
+
 @dataclass
 class Width:
-    """What is known of passes over one number of rows."""
+    """What is known of passes over one number of rows. expected: seconds, before any was seen."""
 
+    expected: float = inf
     first: deque[float] = field(default_factory=lambda: deque(maxlen=FIRST))
     seconds: float = 0.0
     count: int = 0
@@ -26,7 +33,9 @@ class Width:
         self.count += 1
         if self.count <= FIRST:
             self.first.append(seconds)
-            self.seconds = median(self.first)
+            self.seconds = median_low(self.first)  # outliers are slow ones
+            if self.count <= DOUBT:
+                self.seconds = min(self.seconds, SURPRISE * self.expected)
         else:
             clipped = min(max(seconds, self.seconds / CLIP), self.seconds * CLIP)
             self.seconds += max(FORGET, 1 / self.count) * (clipped - self.seconds)
@@ -36,7 +45,7 @@ class CostTable:
     """Seconds over rows: a curve that never falls, through what was measured at each width.
 
     Each width keeps the median of its first observations and then a moving average of clipped ones, so that neither
-    noise nor an outlier moves it far. Where more rows were measured to take less, the two are averaged by their
+    noise nor an outlier moves it far; at first it is not believed to be much dearer than its neighbours promise. Where more rows were measured to take less, the two are averaged by their
     counts (isotonic regression). Between widths it is linear. Beyond the widest it rises little, even where it rose
     much before: kernels have steps (one row is often a case of its own), and a width that looks cheap gets tried and is
     then known, while one that looks dear never would be.
@@ -44,6 +53,8 @@ class CostTable:
 
     def __init__(self) -> None:
         self.widths: dict[int, Width] = {}
+        self.noise = NOISE
+        self._deviations = 0
         self._curve: tuple[list[int], list[float]] | None = None
 
     def observe(self, rows: int, seconds: float) -> None:
@@ -51,12 +62,25 @@ class CostTable:
             return
         step = 1 << max(0, rows.bit_length() - 6)  # wide ones are like their neighbours: so there are few to look after
         rows = round(rows / step) * step
-        self.widths.setdefault(rows, Width()).observe(seconds)
+        if rows not in self.widths:
+            self.widths[rows] = Width(self.seconds(rows) if self.widths else inf)
+        width = self.widths[rows]
+        if width.count > DOUBT:
+            deviation = min(abs(seconds / width.seconds - 1), CLIP - 1)
+            self._deviations += 1
+            self.noise += max(FORGET, 1 / (self._deviations + DOUBT)) * (deviation - self.noise)
+        width.observe(seconds)
         self._curve = None
 
     def knows(self, rows: int) -> bool:
-        """Whether a width was seen that is near enough to tell what this one costs."""
-        return any(rows <= 2 * seen and seen <= 2 * rows for seen in self.widths)
+        """Whether widths near enough to tell what this one costs were seen, twice: the first pass is often slow."""
+        near = (width.count for seen, width in self.widths.items() if rows <= 2 * seen and seen <= 2 * rows)
+        return sum(near) >= 2
+
+    def uncertainty(self, rows: int) -> float:
+        """Relative standard error of the seconds of a pass over so many rows."""
+        nearest = min(self.widths, key=lambda seen: abs(seen - rows))
+        return self.noise / sqrt(min(self.widths[nearest].count, 1 / FORGET))
 
     def curve(self) -> tuple[list[int], list[float]]:
         """The widths seen, in order, and the seconds of each."""
