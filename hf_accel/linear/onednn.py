@@ -30,6 +30,7 @@ class OneDNN(Backend):
     name = "onednn"
     bits = (8,)
     activations = "int8"
+    reference = "reference by row"
     row_invariant = True
     slow_start = True  # about 60 microseconds
 

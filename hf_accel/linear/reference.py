@@ -42,10 +42,26 @@ class Reference(Backend):
     def run(self, x: Tensor, packed: QuantizedWeight, bias: Tensor | None) -> Tensor:
         rows = x
         if self.activations:
-            rows = round_groups(x, packed.group_size if packed.bits == 4 else ACTIVATION_GROUP)
+            rows = round_groups(x, self.activation_group(packed))
         biases = rows.new_zeros(packed.shape[0]) if bias is None else bias.to(rows.dtype)
         pieces = (F.linear(rows, packed.dequantize(rows.dtype, outputs=o), biases[o]) for o in chunks(len(biases)))
         return torch.cat(list(pieces), dim=-1).to(x.dtype)
+
+    def activation_group(self, weight: QuantizedWeight) -> int:
+        """Inputs of a row that share a scale."""
+        return weight.group_size if weight.bits == 4 else ACTIVATION_GROUP
+
+
+class ReferenceByRow(Reference):
+    """The reference of backends that round each row of activations as a whole."""
+
+    name = "reference by row"
+
+    def __init__(self) -> None:
+        super().__init__("int8")
+
+    def activation_group(self, weight: QuantizedWeight) -> int:
+        return weight.shape[1]
 
 
 REFERENCES = {activations: Reference(activations) for activations in (None, "int8")}

@@ -10,11 +10,13 @@ from .backend import Backend, LinearSpec
 from .cpu import Cpu
 from .measure import measure
 from .onednn import OneDNN
-from .reference import REFERENCES
+from .reference import REFERENCES, Reference, ReferenceByRow
 from .torch_int4 import TorchInt4
 from .torch_int8 import TorchInt8
 
-BACKENDS: tuple[Backend, ...] = (Cpu(), OneDNN(), TorchInt8(), TorchInt4(), REFERENCES[None], REFERENCES["int8"])
+BACKENDS: tuple[Backend, ...] = (
+    Cpu(), OneDNN(), TorchInt8(), TorchInt4(), REFERENCES[None], REFERENCES["int8"], ReferenceByRow(),
+)  # fmt: skip
 
 # Weights below which a backend that is slow to start comes last but for the reference.
 # A rule and not a stopwatch: the choice decides the numbers that a layer computes.
@@ -68,5 +70,5 @@ def choose(spec: LinearSpec, name: str = "auto") -> Choice:
 def _candidates(spec: LinearSpec, name: str) -> list[Backend]:
     able = [backend for backend in BACKENDS if spec.bits in backend.bits and name in ("auto", backend.name)]
     if spec.in_features * spec.out_features < SMALL:
-        able.sort(key=lambda backend: (backend.name == "reference", backend.slow_start))
+        able.sort(key=lambda backend: (isinstance(backend, Reference), backend.slow_start))
     return able

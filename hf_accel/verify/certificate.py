@@ -1,0 +1,151 @@
+"""What verify() found, in numbers and in words."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from dataclasses import asdict, dataclass
+from typing import Any
+
+COLUMNS = 100
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One prompt: the same tokens, or the first difference and whether rounding explains it.
+
+    position counts generated tokens. Pairs of logits are those of the reference's token and of the model's, after
+    the generation config's processors; margin is how far apart the reference's are, computed in `arbiter`, a dtype.
+    rounding: the largest margin that rounding alone can turn over, measured on the reference (see rounding.py).
+    """
+
+    identical: bool
+    tokens: int
+    position: int | None = None
+    reference_token: int | None = None
+    model_token: int | None = None
+    reference_logits: tuple[float, float] | None = None
+    model_logits: tuple[float, float] | None = None
+    margin: float | None = None
+    rounding: float | None = None
+    arbiter: str | None = None
+
+    @property
+    def explained(self) -> bool:
+        """Whether a difference lies inside the rounding of the logits it hangs on (a near-tie)."""
+        return self.identical or (
+            self.margin is not None and self.rounding is not None and self.margin <= self.rounding
+        )
+
+    def __str__(self) -> str:
+        if self.identical:
+            return f"identical, {self.tokens} tokens"
+        if self.position is None or self.margin is None:
+            return f"identical for {self.tokens} tokens, where one of the two ends"
+        kind = "inside rounding" if self.explained else "beyond rounding"
+        pairs = (_pair(self.reference_logits), _pair(self.model_logits))
+        return (
+            f"token {self.position} is {self.model_token} instead of {self.reference_token}, {kind}\n"
+            f"logits {pairs[0]} (the model's {pairs[1]}): {self.margin:.3g} apart, rounding {self.rounding:.3g}, "
+            f"in {self.arbiter}"
+        )
+
+
+def _pair(logits: tuple[float, float] | None) -> str:
+    return "unknown" if logits is None else f"{logits[0]:.5g} and {logits[1]:.5g}"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What quantization costs in quality, teacher-forced: losses and divergences are means over the tokens, in nats.
+
+    error: standard error of loss - reference_loss over the tokens. kl: KL(reference || model).
+    same_top: share of tokens where both find the same one likeliest. text: what it was measured on.
+    """
+
+    reference: str
+    text: str
+    tokens: int
+    reference_loss: float
+    loss: float
+    error: float
+    kl: float
+    same_top: float
+
+    @property
+    def reference_perplexity(self) -> float:
+        return math.exp(self.reference_loss)
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+    @property
+    def change(self) -> float:
+        """Of the perplexity, relative to the reference's."""
+        return math.expm1(self.loss - self.reference_loss)
+
+    def to_dict(self) -> dict[str, Any]:
+        perplexities = {"reference_perplexity": self.reference_perplexity, "perplexity": self.perplexity}
+        return asdict(self) | perplexities | {"change": self.change}
+
+    def __str__(self) -> str:
+        return (
+            f"against float: perplexity {self.reference_perplexity:.4g} -> {self.perplexity:.4g} "
+            f"({100 * self.change:+.2f} %), KL {self.kl:.2g} nats a token, same top token {100 * self.same_top:.1f} %\n"
+            f"  of {self.reference}, on {self.tokens:,} tokens: {self.text}; "
+            f"standard error of the change {100 * self.error:.2g} %"
+        )
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The verdict for every prompt, against which reference, and what quantization costs against float.
+
+    reference: where weights or the KV cache are quantized, the same quantized weights in plain torch; else the
+        float model. exact: all prompts identical to it. explained: every difference is a near-tie of its own logits.
+    cost: None for a model that is not quantized, and where it could not be measured, for the reason `no_cost`.
+    """
+
+    reference: str
+    verdicts: tuple[Verdict, ...]
+    cost: Cost | None = None
+    no_cost: str | None = None
+
+    @property
+    def exact(self) -> bool:
+        return all(v.identical for v in self.verdicts)
+
+    @property
+    def explained(self) -> bool:
+        return all(v.explained for v in self.verdicts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        verdicts = [asdict(v) | {"explained": v.explained} for v in self.verdicts]
+        cost = None if self.cost is None else self.cost.to_dict()
+        return {
+            "reference": self.reference,
+            "exact": self.exact,
+            "explained": self.explained,
+            "verdicts": verdicts,
+            "cost": cost,
+            "no_cost": self.no_cost,
+        }
+
+    def __str__(self) -> str:
+        same = sum(v.identical for v in self.verdicts)
+        lines = [f"certificate: {same} of {len(self.verdicts)} prompts identical to {self.reference}, greedy"]
+        for number, verdict in enumerate(self.verdicts):
+            first, *rest = str(verdict).splitlines()
+            lines += [f"  prompt {number}: {first}", *(f"    {line}" for line in rest)]
+        if self.cost is not None:
+            lines += str(self.cost).splitlines()
+        elif self.no_cost is not None:
+            lines.append(f"against float: not measured, {self.no_cost}")
+        return "\n".join(wrapped for line in lines for wrapped in _wrapped(line))
+
+
+def _wrapped(line: str) -> list[str]:
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.wrap(line, COLUMNS, subsequent_indent=indent, break_on_hyphens=False)

@@ -1,0 +1,115 @@
+"""Second models over the same numbers: what verify() compares a model with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..attention.hf import NAME as ATTENTION_NAME
+from ..config import CacheConfig
+from ..linear import QuantLinear
+from ..pack import HOOKS
+from ..patch import STATE, PatchState, is_patched, patch, unpatch
+from ..survey import check_model
+
+WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+
+
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A deep copy with Parameters of its own over the same storage, and quantized layers over the same packed weights.
+
+    Converting or patching the one leaves the other as it is; writing into a tensor in place changes both.
+    """
+    modules = list(_modules(model))
+    parameters = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
+    memo: dict[int, Any] = {key: _alias(parameter) for key, parameter in parameters.items()}
+    for module in modules:
+        if isinstance(module, QuantLinear) and module.choice is not None:
+            memo[id(module)] = _sibling(module, memo)
+    return copy.deepcopy(model, memo)
+
+
+def _modules(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Those of the model, and those that a patch has put aside."""
+    yield from model.modules()
+    for write in state_of(model).journal.writes if is_patched(model) else ():
+        if isinstance(write.old, nn.Module):
+            yield from write.old.modules()
+
+
+def _alias(parameter: Tensor) -> Tensor:
+    if type(parameter) is not nn.Parameter:
+        return parameter  # other libraries' packed weights
+    return nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+
+
+def _sibling(layer: QuantLinear, memo: dict[int, Any]) -> QuantLinear:
+    """A second layer over the same packed weight, to which neither ever writes."""
+    assert layer.choice is not None
+    bias = copy.deepcopy(layer.bias, memo)
+    sibling = QuantLinear.from_packed(layer._packed, bias, choice=layer.choice, backend=layer.requested_backend)
+    sibling.activations = layer.activations
+    sibling.train(layer.training)
+    for hooks in HOOKS:
+        vars(sibling)[hooks] = copy.deepcopy(vars(layer)[hooks], memo)
+    sibling._is_full_backward_hook = layer._is_full_backward_hook
+    return sibling
+
+
+def state_of(model: PreTrainedModel) -> PatchState:
+    state: PatchState = vars(check_model(model))[STATE]
+    return state
+
+
+def kv_config(model: PreTrainedModel) -> CacheConfig | None:
+    """The cache of a patched model whose keys and values are quantized."""
+    settings = state_of(model).generation.cache if is_patched(model) else None
+    return None if settings is None or settings.dtype == "auto" else settings
+
+
+def is_quantized(model: PreTrainedModel) -> bool:
+    """Whether weights, or keys and values, are."""
+    return kv_config(model) is not None or any(isinstance(m, QuantLinear) for m in model.modules())
+
+
+def float_reference(model: PreTrainedModel) -> PreTrainedModel:
+    """The unpatched model, over the same storage where the originals are in memory. Raises as `unpatch` does."""
+    return unpatch(twin(model))
+
+
+def quantized_reference(model: PreTrainedModel) -> PreTrainedModel:
+    """The same quantized weights in plain torch: reference linears and attention, stock's modules, loop and cache.
+
+    Only if keys and values are quantized does the paged cache stay, which is what quantizes them. Takes one copy of
+    the quantized weights, in the form in which they are stored.
+    """
+    reference = twin(model)
+    inner = check_model(reference)
+    layers = {name: layer for name, layer in inner.named_modules() if isinstance(layer, QuantLinear)}
+    attention = inner.config.get_text_config(decoder=True)._attn_implementation
+    cache = kv_config(model)
+    state_of(reference).journal.undo()  # puts the float Linears back, whose weights may be gone
+    for name, layer in layers.items():
+        inner.set_submodule(name, _in_plain_torch(layer))
+    own_attention = attention == ATTENTION_NAME
+    return patch(reference, weights=None, attention="reference" if own_attention else None, cache=cache, fuse=False)
+
+
+def _in_plain_torch(layer: QuantLinear) -> QuantLinear:
+    """The layer through the reference that rounds activations as its backend does."""
+    assert layer.choice is not None
+    layer.activations = layer.choice.backend.activations
+    layer.requested_backend = layer.choice.backend.reference
+    return layer.unpack().pack()
+
+
+def widened(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in the next wider dtype; quantized weights stay the same integers, and share them."""
+    wide = twin(model)
+    nn.Module.to(wide, WIDER[model.dtype])  # transformers' own refuses for quantized models
+    return wide

@@ -1,0 +1,181 @@
+"""verify(model, prompts) -> Certificate: does the patched model write what the reference writes, token for token?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from ..errors import HfAccelError, UnsupportedError
+from ..pack import PATIENCE
+from ..patch import is_patched
+from .certificate import Certificate, Cost, Verdict
+from .cost import measure_cost, windows_of
+from .rounding import Reference, greedy, last_logits
+from .twin import float_reference, is_quantized, kv_config, quantized_reference, state_of
+
+# Keywords of generate() that may change how the model finds its tokens, and never which: not for the reference.
+OF_THE_MODEL = ("speculative", "assistant_model", "prompt_lookup_num_tokens")
+OURS = ("do_sample", "num_beams", "num_return_sequences", "return_dict_in_generate", "output_scores")
+NO_ORIGINALS = "the model has no original weights to compare with; pass reference="
+
+
+def verify(
+    model: PreTrainedModel,
+    prompts: Sequence[Any],
+    *,
+    reference: PreTrainedModel | str | Path | None = None,
+    tokenizer: Any = None,
+    max_new_tokens: int = 32,
+    text: Any = None,
+    **generate: Any,
+) -> Certificate:
+    """Compare greedy generation of a patched model with a reference, prompt by prompt; and lower bits with float.
+
+    Weights as they are: the reference is the float model. Quantized weights, keys or values: the reference has the
+    same ones, in plain torch on stock's loop, and the certificate also says what they cost against the float model.
+
+    prompts: lists or 1-D tensors of token ids, or texts if a tokenizer is given.
+    reference: the float model, or a path to load it from; None for an unpatched copy of this model, which shares
+        what weights it has in memory.
+    text: what the cost is measured on: a text, token ids, or a list of these; windows of 512 tokens. None for the
+        prompts with the float model's continuations.
+    generate: keywords for generate() of both models; speculative= and assistant_model= for the model alone.
+
+    Raises UnsupportedError without anything to compare with, and HfAccelError if original weights cannot be read back.
+    """
+    ids = [_token_ids(prompt, tokenizer).to(model.device) for prompt in prompts]
+    if not ids:
+        raise UnsupportedError("verify() needs at least one prompt")
+    _refuse_ours(generate)
+    texts = None if text is None else windows_of([_token_ids(t, tokenizer)[0] for t in _texts(text)])
+    run = Run(model, ids, max_new_tokens, generate)
+    if is_quantized(model):
+        exact = Reference(quantized_reference(model), _quantized_name(model))
+        verdicts = run.verdicts(exact)
+        del exact  # before the float model is there
+        return Certificate(_quantized_name(model), verdicts, *_cost(run, reference, texts))
+    given = _float_reference(model, reference)
+    return Certificate(given.name, run.verdicts(given))
+
+
+@dataclass
+class Run:
+    """A model and its prompts, [1, n] each."""
+
+    model: PreTrainedModel
+    prompts: list[Tensor]
+    max_new_tokens: int
+    settings: dict[str, Any]
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """The keywords of generate() that hold for the reference too."""
+        return {name: value for name, value in self.settings.items() if name not in OF_THE_MODEL}
+
+    @torch.no_grad()
+    def verdicts(self, reference: Reference) -> tuple[Verdict, ...]:
+        with logging.tqdm(total=len(self.prompts), desc="Verifying", unit=" prompts", delay=PATIENCE) as bar:
+            found = []
+            for prompt in self.prompts:
+                found.append(self._compare(reference, prompt))
+                bar.update()
+        return tuple(found)
+
+    def _compare(self, reference: Reference, prompt: Tensor) -> Verdict:
+        expected = continuation(reference.model, prompt, self.max_new_tokens, self.common)
+        actual = continuation(self.model, prompt, self.max_new_tokens, self.settings)
+        shared = min(len(expected), len(actual))
+        differs = (expected[:shared] != actual[:shared]).nonzero()
+        if not len(differs):
+            return Verdict(identical=len(expected) == len(actual), tokens=shared)
+        position = int(differs[0])
+        pair = torch.stack([expected[position], actual[position]])
+        history = torch.cat([prompt[0], expected[:position]])[None]
+        theirs, rounding, arbiter = reference.judge(history, prompt.shape[1], self.common)
+        ours = last_logits(self.model, prompt, num_new=position + 1, **self.settings)
+        return Verdict(
+            identical=False,
+            tokens=position,
+            position=position,
+            reference_token=int(pair[0]),
+            model_token=int(pair[1]),
+            reference_logits=tuple(theirs[pair].tolist()),
+            model_logits=tuple(ours[pair].tolist()),
+            margin=float((theirs[pair[0]] - theirs[pair[1]]).abs()),
+            rounding=rounding,
+            arbiter=arbiter,
+        )
+
+
+def continuation(model: PreTrainedModel, prompt: Tensor, num_new: int, settings: dict[str, Any]) -> Tensor:
+    """The tokens that greedy generate() adds to prompt [1, n]."""
+    output: Tensor = greedy(model, prompt, num_new, **settings)
+    return output[0, prompt.shape[1] :].to(prompt.device)
+
+
+def _cost(run: Run, reference: Any, windows: list[Tensor] | None) -> tuple[Cost | None, str | None]:
+    """The cost, or why there is none."""
+    try:
+        given = _float_reference(run.model, reference)
+    except HfAccelError as error:
+        if reference is not None:
+            raise
+        return None, str(error)
+    source = "the text given"
+    if windows is None:
+        source = "the prompts and its continuations"
+        new = [continuation(given.model, prompt, run.max_new_tokens, run.common) for prompt in run.prompts]
+        windows = windows_of([torch.cat([p[0], n]) for p, n in zip(run.prompts, new, strict=True)])
+    return measure_cost(run.model, given.model, windows, name=given.name, text=source), None
+
+
+def _float_reference(model: PreTrainedModel, reference: PreTrainedModel | str | Path | None) -> Reference:
+    if isinstance(reference, str | Path):
+        loaded = AutoModelForCausalLM.from_pretrained(reference, dtype=model.dtype).eval()
+        return Reference(loaded.to(model.device), str(reference))
+    if reference is not None:
+        return Reference(reference, f"the given {type(reference).__name__}")
+    if not is_patched(model):
+        raise UnsupportedError("the model is not patched; patch it, or pass reference= to compare two models")
+    originals = state_of(model).originals
+    if originals.lost or originals.never_there:
+        raise UnsupportedError(NO_ORIGINALS)
+    return Reference(float_reference(model), "the unpatched model")
+
+
+def _refuse_ours(generate: dict[str, Any]) -> None:
+    for name in OURS:
+        if name in generate:
+            raise UnsupportedError(f"verify() compares the greedy tokens of one row at a time; leave {name}= out")
+
+
+def _quantized_name(model: PreTrainedModel) -> str:
+    cache = kv_config(model)
+    return "the quantized reference" + ("" if cache is None else f" with {cache.dtype} keys and values")
+
+
+def _token_ids(prompt: Any, tokenizer: Any) -> Tensor:
+    """[1, n]"""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise UnsupportedError("verify() got a text; pass tokenizer=, or token ids")
+        prompt = tokenizer(prompt)["input_ids"]
+    ids = torch.as_tensor(prompt, dtype=torch.int64).flatten()
+    if not len(ids):
+        raise UnsupportedError("verify() got an empty prompt; each needs at least one token")
+    return ids[None]
+
+
+def _texts(text: Any) -> list[Any]:
+    """One text, or a list of them: strings or token ids."""
+    if isinstance(text, str) or (isinstance(text, Tensor) and text.ndim == 1):
+        return [text]
+    several = list(text)
+    return [several] if several and isinstance(several[0], int) else several
