@@ -28,9 +28,12 @@ COMPOSITION = [  # each may use those before it
     "originals", "survey", "estimate", "explain", "plan", "pack", "patch", "loading", "verify",
 ]  # fmt: skip
 BOOKKEEPING = {
-    "cache.pool", "cache.prefix", "cache.table", "config", "errors", "generation.sequence", "generation.scheduler",
-    "generation.controller", "generation.drafters.ngram", "generation.drafters.suffix",
-}  # and what that may use
+    "config", "errors", "cache.pool", "cache.prefix", "cache.table", "generation.acceptance_rates",
+    "generation.allocation", "generation.break_even", "generation.controller", "generation.cost_table",
+    "generation.drafters.base", "generation.drafters.copying", "generation.drafters.ngram",
+    "generation.drafters.suffix", "generation.scheduler", "generation.sequence", "generation.statistics",
+    "generation.stopping", "generation.stream", "generation.waiting",
+}  # fmt: skip; and what that may use
 
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "other"}
 LONGEST_FILE = 360
@@ -39,6 +42,9 @@ PUBLIC_NAMES = [
     "AccelConfig",
     "CacheConfig",
     "Certificate",
+    "Draft",
+    "Drafter",
+    "Engine",
     "Estimate",
     "HfAccelError",
     "HfAccelWarning",
@@ -46,6 +52,9 @@ PUBLIC_NAMES = [
     "PagedCache",
     "PatchConfig",
     "Plan",
+    "Request",
+    "SamplingParams",
+    "SpeculativeConfig",
     "UnsupportedError",
     "WeightConfig",
     "estimate",
@@ -59,7 +68,7 @@ PUBLIC_NAMES = [
 ]
 KEYWORDS = {
     "patch": ["weights", "attention", "cache", "fuse", "speculative", "keep_original", "deterministic", "config"],
-    "verify": ["reference", "tokenizer", "max_new_tokens"],
+    "verify": ["reference", "tokenizer", "max_new_tokens", "text"],
     "estimate": [
         "context", "batch", "weights", "kv_dtype", "dtype", "bandwidth", "compute", "price_per_hour", "device",
     ],
@@ -67,6 +76,8 @@ KEYWORDS = {
         "bits", "group_size", "symmetric", "activations", "method", "calibration", "skip", "head", "only_if_faster",
     ],
     "CacheConfig": ["block_size", "dtype", "max_tokens", "prefix_sharing"],
+    "SpeculativeConfig": ["drafter", "num_draft", "max_draft", "verify", "ngram"],
+    "Engine": ["max_tokens", "tokenizer", "token_budget", "max_running", "speculative"],
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import HfAccelError
 from .batcher import Batcher, Progress
 from .sequence import Sequence
-from .stream import Request
+from .stream import Sample
 
 
 @dataclass
@@ -42,14 +42,14 @@ class EngineLoop:
 
     def __post_init__(self) -> None:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._handles: dict[Sequence, weakref.ref[Request]] = {}
+        self._handles: dict[Sequence, weakref.ref[Sample]] = {}
         self._closing = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     # -- from any thread -------------------------------------------------------------------------------
 
-    def submit(self, leader: Sequence, handles: dict[Sequence, Request]) -> None:
+    def submit(self, leader: Sequence, handles: dict[Sequence, Sample]) -> None:
         """Take on a sequence with its followers; what happens to each is told to its handle."""
         with self._lock:
             if self._closing:
@@ -100,7 +100,7 @@ class EngineLoop:
             command()
         return command
 
-    def _add(self, leader: Sequence, handles: dict[Sequence, weakref.ref[Request]]) -> None:
+    def _add(self, leader: Sequence, handles: dict[Sequence, weakref.ref[Sample]]) -> None:
         self._handles |= handles
         self.totals.requests += len(handles)
         try:

@@ -48,6 +48,7 @@ class Sequence:
     followers: list[Sequence] = field(default_factory=list)
     keeps_row: bool = False
     kept_row: Row | None = None
+    notes: dict[str, object] = field(default_factory=dict)  # what its stop rule remembers
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)

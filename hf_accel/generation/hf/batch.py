@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from transformers.utils import logging
 
 from ...cache.hf import page_groups
 from ...cache.rows import Pages
@@ -146,7 +146,7 @@ class _Batch:
         for sequence in sequences:
             if sequence not in followers:
                 self._add(sequence)
-        with tqdm(total=len(sequences), disable=not progress_bar, desc="generate_batch", unit="request") as bar:
+        with logging.tqdm(total=len(sequences), disable=not progress_bar, desc="generate_batch", unit="request") as bar:
             while self.batcher.has_work:
                 for progress in self.batcher.step():
                     self._note(progress)

@@ -22,7 +22,7 @@ from ..purity import refuse_stateful
 from ..sampling import SamplingParams
 from ..sequence import Sequence
 from ..stopping import StopRules
-from ..stream import Request
+from ..stream import Request, Sample
 from .defaults import default_new_tokens, sampling_defaults, stop_token_ids
 from .drafting import make_speculation
 from .runner import ModelRunner
@@ -78,7 +78,6 @@ class Engine:
         batcher = Batcher(runner, self.pages, self.speculation, token_budget=token_budget, max_running=max_running)
         self.loop = EngineLoop(batcher, before_work=self._use_weights)
         self._seeds = itertools.count(torch.initial_seed() % 2**62)
-        self._numbers = itertools.count()
 
     def _use_weights(self) -> None:
         """Prefixes that were computed with other weights or adapters are not found any more."""
@@ -113,7 +112,7 @@ class Engine:
         ids = self._ids(prompt)
         limits = self._limit(max_new_tokens, len(ids))
         ends = tuple(self._ends() if stop_token_ids is None else stop_token_ids)
-        rules = StopRules(ends, (stop,) if isinstance(stop, str) else tuple(stop), decode=self._decode)
+        rules = StopRules(ends, stop, decode=self._decode)
         params = self._sampling(sampling, ends)
         first = next(self._seeds) * 2654435761 % 2**62 if seed is None else seed
         sequences = [
@@ -124,17 +123,16 @@ class Engine:
         return self._hand_over(sequences, rules)
 
     def _hand_over(self, sequences: list[Sequence], rules: StopRules) -> Request:
-        number = next(self._numbers)
-        samples = [
-            Request(
-                f"{number}" if len(sequences) == 1 else f"{number}.{i}",
-                cancel=lambda s=sequence: self.loop.cancel(s),
-                decode=self._decode,
-            )
-            for i, sequence in enumerate(sequences)
-        ]
-        self.loop.submit(sequences[0], dict(zip(sequences, samples, strict=True)))
-        return samples[0] if len(samples) == 1 else Request.of_samples(f"{number}", samples)
+        of_sample: dict[Sample, Sequence] = {}
+        decode = self._decode
+        request = Request(
+            num_samples=len(sequences),
+            decode=None if decode is None else lambda tokens: rules.cut(decode(tokens)),
+            on_cancel=lambda sample: self.loop.cancel(of_sample[sample]),
+        )
+        of_sample.update(zip(request.samples, sequences, strict=True))
+        self.loop.submit(sequences[0], dict(zip(sequences, request.samples, strict=True)))
+        return request
 
     def _ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):

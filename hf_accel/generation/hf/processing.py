@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -107,8 +108,23 @@ class StockSampling(Sampling):
         out = torch.empty_like(scores)
         for rows in by_length.values():
             ids = torch.tensor([columns[row] for row in rows], dtype=torch.int64, device=scores.device)
-            out[rows] = self.processors(ids, scores[rows])
+            out[rows] = self._for([prefixes[row].owner for row in rows])(ids, scores[rows])
         return out
+
+    def _for(self, sequences: abc.Sequence[Sequence | None]) -> LogitsProcessorList:
+        """The processors with their settings by row, if they have some, for the rows of these sequences."""
+        name = "prompt_ignore_length"
+        if not any(isinstance(getattr(processor, name, None), Tensor) for processor in self.processors):
+            return self.processors
+        rows = [self.row_of.get(sequence, 0) for sequence in sequences if sequence is not None]
+        chosen = LogitsProcessorList()
+        for processor in self.processors:
+            lengths = getattr(processor, name, None)
+            if isinstance(lengths, Tensor):
+                processor = copy.copy(processor)
+                setattr(processor, name, lengths[rows])
+            chosen.append(processor)
+        return chosen
 
     def _draw(self, probabilities: Tensor, sequences: abc.Sequence[Sequence]) -> list[int]:
         """One torch.multinomial for all rows of the call, which takes as many random numbers as stock's does."""

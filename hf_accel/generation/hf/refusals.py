@@ -46,7 +46,7 @@ def call_refusal(
         return "a cache that is passed along holds columns, padding included"
     if synced:
         return "synced_gpus=True keeps all ranks in step"
-    if not input_ids.shape[1] or not is_text(inputs) or inputs.get("encoder_outputs") is not None:
+    if not input_ids.numel() or not is_text(inputs) or inputs.get("encoder_outputs") is not None:
         return "its inputs are more than token ids"
     wanted = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
     asked = [name for name in wanted if getattr(generation_config, name) and generation_config.return_dict_in_generate]
