@@ -28,11 +28,26 @@ COMPOSITION = [  # each may use those before it
     "originals", "survey", "estimate", "explain", "plan", "pack", "patch", "loading", "verify",
 ]  # fmt: skip
 BOOKKEEPING = {
-    "config", "errors", "cache.pool", "cache.prefix", "cache.table", "generation.acceptance_rates",
-    "generation.allocation", "generation.break_even", "generation.controller", "generation.cost_table",
-    "generation.drafters.base", "generation.drafters.copying", "generation.drafters.ngram",
-    "generation.drafters.suffix", "generation.scheduler", "generation.sequence", "generation.statistics",
-    "generation.stopping", "generation.stream", "generation.waiting",
+    "config",
+    "errors",
+    "cache.pool",
+    "cache.prefix",
+    "cache.table",
+    "generation.acceptance_rates",
+    "generation.allocation",
+    "generation.break_even",
+    "generation.controller",
+    "generation.cost_table",
+    "generation.drafters.base",
+    "generation.drafters.copying",
+    "generation.drafters.ngram",
+    "generation.drafters.suffix",
+    "generation.scheduler",
+    "generation.sequence",
+    "generation.statistics",
+    "generation.stopping",
+    "generation.stream",
+    "generation.waiting",
 }  # fmt: skip; and what that may use
 
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "other"}

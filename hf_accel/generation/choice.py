@@ -88,7 +88,9 @@ def processed(logits: Tensor, rows: abc.Sequence[tuple[Sequence, list[int]]]) ->
     laws = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     for members in groups.values():
         sampling = rows[members[0]][0].sampling
-        prefixes = [Prefix(rows[row][0].tokens, rows[row][0].num_prompt, rows[row][1], rows[row][0]) for row in members]
+        prefixes = [
+            Prefix(rows[row][0].tokens, rows[row][0].num_prompt, rows[row][1], rows[row][0]) for row in members
+        ]
         scores, _ = processed_scores(sampling, logits[members], prefixes)
         laws[members] = _one_hot(scores) if sampling.greedy else scores.softmax(-1)
     return laws

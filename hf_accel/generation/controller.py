@@ -125,9 +125,7 @@ class Controller:
         unknown = UNKNOWN_DRAFTING * self.verify_costs.seconds(sequences)
         return lambda rows: unknown
 
-    def _refresh(
-        self, best: Allocation, bounds: list[int], chains: list[list[float]], prices: Prices
-    ) -> list[int]:
+    def _refresh(self, best: Allocation, bounds: list[int], chains: list[list[float]], prices: Prices) -> list[int]:
         """The best lengths; once in a while none or twice as many, if that is not much worse, to see what it costs now."""
         if self.num_passes - self._refreshed < REFRESH or not any(best.lengths):
             return best.lengths
@@ -210,7 +208,9 @@ class Controller:
         self.probing = min(self.probing + PROBING * bare, MOST_PROBING * one)
         if self.balance is None or not record.drafted:
             return
-        cost = costs.seconds(rows) - bare + self._doubt(rows - record.drafted, record.drafted) + record.drafting_seconds
+        cost = (
+            costs.seconds(rows) - bare + self._doubt(rows - record.drafted, record.drafted) + record.drafting_seconds
+        )
         paid = cost * record.probed / record.drafted
         self.probing -= paid
         self.balance += record.accepted * one / record.sequences - (cost - paid)
@@ -220,7 +220,9 @@ class Controller:
         """Seconds that `more` rows on top may cost beyond what the table says: it may call them free by chance, and
         would go on to do so for long, as passes without them become rare."""
         costs = self.verify_costs
-        return costs.seconds(rows) * costs.uncertainty(rows) + costs.seconds(rows + more) * costs.uncertainty(rows + more)
+        return costs.seconds(rows) * costs.uncertainty(rows) + costs.seconds(rows + more) * costs.uncertainty(
+            rows + more
+        )
 
     def statistics(self) -> dict[str, Any]:
         """JSON-able: seconds over rows, drafting seconds, acceptance by source and position, lengths chosen."""

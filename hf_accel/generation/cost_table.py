@@ -60,7 +60,9 @@ class CostTable:
     def observe(self, rows: int, seconds: float) -> None:
         if rows < 1 or not seconds > 0:
             return
-        step = 1 << max(0, rows.bit_length() - 6)  # wide ones are like their neighbours: so there are few to look after
+        step = 1 << max(
+            0, rows.bit_length() - 6
+        )  # wide ones are like their neighbours: so there are few to look after
         rows = round(rows / step) * step
         if rows not in self.widths:
             self.widths[rows] = Width(self.seconds(rows) if self.widths else inf)

@@ -56,7 +56,14 @@ class ModelDrafter(Drafter):
     name = "draft model"
 
     def __init__(
-        self, runner: Any, pages: Pages | None, verifier: Verifier, *, target_pages: Pages, num_tokens: int, target_tokens: int
+        self,
+        runner: Any,
+        pages: Pages | None,
+        verifier: Verifier,
+        *,
+        target_pages: Pages,
+        num_tokens: int,
+        target_tokens: int,
     ) -> None:
         self.runner, self.verifier = runner, verifier
         self.is_shared = pages is None
@@ -66,7 +73,8 @@ class ModelDrafter(Drafter):
 
     def propose(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> list[Draft]:
         drafts = [
-            Growing(sequence, self._past(sequence), length) for sequence, length in zip(sequences, lengths, strict=True)
+            Growing(sequence, self._past(sequence), length)
+            for sequence, length in zip(sequences, lengths, strict=True)
         ]
         for number in range(max(lengths, default=0)):
             growing = [draft for draft in drafts if draft.length > number]

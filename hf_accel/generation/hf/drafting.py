@@ -32,7 +32,26 @@ def make_speculation(config: SpeculativeConfig | None, runner: ModelRunner, page
     rule = verifier(config.verify)
     drafters = _Drafters(config, rule, runner, pages)
     wanted = config.drafter if isinstance(config.drafter, list | tuple) else [config.drafter]
-    return Speculation(rule, [drafters.make(one) for one in wanted], Controller(config.num_draft, config.max_draft))
+    return Speculation(rule, [drafters.make(one) for one in wanted], _controller(config, drafters.state))
+
+
+def _controller(config: SpeculativeConfig, state: GenerationState) -> Controller:
+    """With what the last call like this one has learnt, unless another thread is using it."""
+    known = state.controllers.pop(_kind(config), None)
+    return Controller(config.num_draft, config.max_draft) if known is None else known
+
+
+def keep_learnt(config: SpeculativeConfig | None, speculation: Speculation, model: Any) -> None:
+    """At the end of a call, for the next."""
+    if config is not None:
+        vars(model)[STATE].generation.controllers[_kind(config)] = speculation.controller
+
+
+def _kind(config: SpeculativeConfig) -> tuple[Any, ...]:
+    """What a controller has learnt about: a drafter that was handed over is known by its place in memory."""
+    wanted = config.drafter if isinstance(config.drafter, list | tuple) else [config.drafter]
+    names = tuple(one if isinstance(one, str) else id(one) for one in wanted)
+    return names, config.num_draft, config.max_draft
 
 
 class _Drafters:
@@ -126,6 +145,3 @@ class _Drafters:
 def _vocabulary(model: Any) -> int:
     size: int = model.config.get_text_config(decoder=True).vocab_size
     return size
-
-
-

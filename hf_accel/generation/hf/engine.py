@@ -144,7 +144,9 @@ class Engine:
             raise UnsupportedError(f"prompt must be a list of at least one token id, not {prompt!r}")
         size = self.model.config.get_text_config(decoder=True).vocab_size
         if min(ids) < 0 or max(ids) >= size:
-            raise UnsupportedError(f"prompt holds token ids from {min(ids)} to {max(ids)}; the model has 0 to {size - 1}")
+            raise UnsupportedError(
+                f"prompt holds token ids from {min(ids)} to {max(ids)}; the model has 0 to {size - 1}"
+            )
         return ids
 
     def _limit(self, max_new_tokens: int | None, num_prompt: int) -> int:

@@ -63,7 +63,12 @@ class StockSampling(Sampling):
     """
 
     def __init__(
-        self, processors: LogitsProcessorList, *, greedy: bool, rows: int | None = None, num_logprobs: int | None = None
+        self,
+        processors: LogitsProcessorList,
+        *,
+        greedy: bool,
+        rows: int | None = None,
+        num_logprobs: int | None = None,
     ) -> None:
         self.processors, self.rows = processors, rows
         self._greedy, self._num_logprobs = greedy, num_logprobs

@@ -15,7 +15,7 @@ from ...cache.rows import Pages, Row
 from ...config import SpeculativeConfig
 from ..batcher import Batcher
 from ..sequence import Sequence
-from .drafting import make_speculation
+from .drafting import keep_learnt, make_speculation
 from .processing import StockSampling, StockStop
 from .runner import ModelRunner
 from .step import weights_salt
@@ -66,6 +66,7 @@ def run(call: Call) -> tuple[Any, dict[str, Any]]:
         for sequence in sequences:
             if not sequence.is_finished:
                 batcher.remove(sequence, "cancelled")
+        keep_learnt(call.speculative, speculation, model)
     statistics = {} if call.speculative is None else speculation.statistics.to_dict()
     if sequences[0].keeps_row:
         _keep(call, sequences)

@@ -82,4 +82,3 @@ class RowStreams:
     def end(self) -> None:
         if self.one is not None:
             self.one.end()
-
