@@ -105,7 +105,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 def _kind(sampling: Sampling) -> Hashable:
     """What is done together: all that take the largest logit as it is, and otherwise those of one key."""
-    return True if sampling.greedy and sampling.plain else (type(sampling), sampling.key)
+    return True if sampling.plain else (type(sampling), sampling.key)
 
 
 def _lined_up(sequences: abc.Sequence[Sequence], drafts: abc.Sequence[Draft]) -> list[Member]:
@@ -127,7 +127,7 @@ def _rows(tensor: Tensor, members: list[Member]) -> Tensor:
 def _decide(logits: Tensor, members: list[Member], verifier: Verifier) -> list[Chosen | Exception]:
     """For members of one kind whose rows are all of `logits`."""
     sampling = members[0].sequence.sampling
-    if sampling.greedy and sampling.plain:
+    if sampling.plain:
         return _kept(members, argmax(logits))
     scores, errors = processed_scores(sampling, logits, [prefix for member in members for prefix in member.prefixes()])
     results = _kept(members, argmax(scores)) if sampling.greedy else _sampled(scores.softmax(-1), members, verifier)
