@@ -27,7 +27,12 @@ CORE = {  # room -> the rooms before it
 COMPOSITION = [  # each may use those before it
     "originals", "survey", "estimate", "explain", "plan", "pack", "patch", "loading", "verify",
 ]  # fmt: skip
-BOOKKEEPING = {"cache.pool", "cache.prefix", "cache.table", "config", "errors"}  # and what that may use
+BOOKKEEPING = {  # and what that may use
+    "cache.pool", "cache.prefix", "cache.table", "config", "errors", "generation.acceptance_rates",
+    "generation.allocation", "generation.break_even", "generation.controller", "generation.cost_table",
+    "generation.drafters.base", "generation.drafters.cascade", "generation.drafters.copying",
+    "generation.drafters.ngram", "generation.drafters.suffix", "generation.sequence", "generation.statistics",
+}  # fmt: skip
 
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "other"}
 LONGEST_FILE = 360

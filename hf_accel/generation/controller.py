@@ -19,7 +19,7 @@ from .break_even import gains
 from .cost_table import CostTable
 from .sequence import Sequence
 
-CREDIT = 0.4  # passes that drafting may lose before it has earned any
+CREDIT = 0.25  # passes that drafting may lose before it has earned any
 SURPLUS = 16.0  # most passes of past gains that later losses are set against
 PROBING = 0.01  # part of the time that goes into finding out whether drafts pay by now
 MOST_PROBING = 2.0  # most passes that are saved up for it
