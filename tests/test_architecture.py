@@ -31,7 +31,8 @@ BOOKKEEPING = {  # and what that may use
     "cache.pool", "cache.prefix", "cache.table", "config", "errors", "generation.acceptance_rates",
     "generation.allocation", "generation.break_even", "generation.controller", "generation.cost_table",
     "generation.drafters.base", "generation.drafters.cascade", "generation.drafters.copying",
-    "generation.drafters.ngram", "generation.drafters.suffix", "generation.sequence", "generation.statistics",
+    "generation.drafters.ngram", "generation.drafters.suffix", "generation.drafting", "generation.sequence",
+    "generation.statistics",
 }  # fmt: skip
 
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "other"}

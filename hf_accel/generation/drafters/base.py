@@ -48,5 +48,9 @@ class Drafter(ABC):
         (Draft.probabilities): dropping it would change the law of the output.
         """
 
-    def forget(self, sequence: Sequence) -> None:
+    def catch_up(self, sequences: abc.Sequence[Sequence]) -> None:  # noqa: B027
+        """Called before `propose`: take in what the sequences have grown by (the K and V of a prompt, say). It need
+        not be done here, but then it counts as time spent on drafting."""
+
+    def forget(self, sequence: Sequence) -> None:  # noqa: B027
         """The sequence has ended: free what is held for it. Unknown sequences are ignored."""

@@ -14,7 +14,7 @@ class Cascade(Drafter):
     """Asks each drafter, in one call, for the sequences that no drafter before it had a proposal for.
 
     Those that cost nothing go first, in the order given: after a model, which always has a proposal, they would never
-    be asked. Draft.source says whose a draft is.
+    be asked. Draft.source says whose a draft is. `Drafting` asks them one by one, with lengths for each.
     """
 
     name = "cascade"
