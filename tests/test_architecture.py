@@ -27,28 +27,13 @@ CORE = {  # room -> the rooms before it
 COMPOSITION = [  # each may use those before it
     "originals", "survey", "estimate", "explain", "plan", "pack", "patch", "loading", "verify",
 ]  # fmt: skip
-BOOKKEEPING = {
-    "config",
-    "errors",
-    "cache.pool",
-    "cache.prefix",
-    "cache.table",
-    "generation.acceptance_rates",
-    "generation.allocation",
-    "generation.break_even",
-    "generation.controller",
-    "generation.cost_table",
-    "generation.drafters.base",
-    "generation.drafters.copying",
-    "generation.drafters.ngram",
-    "generation.drafters.suffix",
-    "generation.scheduler",
-    "generation.sequence",
-    "generation.statistics",
-    "generation.stopping",
-    "generation.stream",
-    "generation.waiting",
-}  # fmt: skip; and what that may use
+BOOKKEEPING = {  # and what that may use
+    "config", "errors", "cache.pool", "cache.prefix", "cache.table", "generation.acceptance_rates",
+    "generation.allocation", "generation.break_even", "generation.controller", "generation.cost_table",
+    "generation.drafters.base", "generation.drafters.copying", "generation.drafters.ngram",
+    "generation.drafters.suffix", "generation.scheduler", "generation.sequence", "generation.statistics",
+    "generation.stopping", "generation.stream", "generation.waiting",
+}  # fmt: skip
 
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "other"}
 LONGEST_FILE = 360

@@ -6,27 +6,17 @@ import time
 from collections import abc
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..cache.rows import Pages, Row, Span
-from ..cache.step import Step
 from .choice import Chosen, choose
 from .logprobs import TokenLogprobs
+from .runner import Runner
 from .scheduler import Scheduler
 from .sequence import Chunk, Sequence
 from .speculation import Speculation
-
-
-class Runner(Protocol):
-    """A model on pages."""
-
-    device: torch.device
-
-    def __call__(self, ids: list[int], positions: list[int], step: Step, keep: list[int]) -> Tensor:
-        """Compute N tokens, end to end; logits [len(keep), V] of those numbered in `keep`."""
 
 
 @dataclass(frozen=True)
