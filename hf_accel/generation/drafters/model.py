@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,11 +11,9 @@ from torch import Tensor
 from ...cache.rows import Pages, Row, Span
 from ..acceptance.base import Place, Verifier
 from ..choice import argmax, processed
+from ..runner import Runner
 from ..sequence import Sequence
 from .base import Draft, Drafter
-
-if TYPE_CHECKING:
-    from ..runner import Runner
 
 MAX_CHUNK = 512  # tokens of one sequence that a pass of the draft model catches up on
 
@@ -158,7 +155,7 @@ class ModelDrafter(Drafter):
     def _grow(self, drafts: list[Growing], logits: Tensor) -> None:
         """Greedy sequences get the likeliest token; others draw from the law that they sample the target's from."""
         logits = self._widened(logits)
-        if all(draft.sequence.sampling.greedy and draft.sequence.sampling.plain for draft in drafts):
+        if all(draft.sequence.sampling.plain for draft in drafts):
             tokens = argmax(logits).tolist()
         else:
             tokens = self._drawn(drafts, processed(logits, [(draft.sequence, draft.tokens) for draft in drafts]))

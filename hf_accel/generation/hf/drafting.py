@@ -108,8 +108,7 @@ class _Drafters:
                 "or use 'suffix', 'ngram' or a draft model"
             )
         draft = self._twin(self.target, "int4")
-        layers = [layer.group_index for layer in self.runner.cache.layers]
-        return self._drafter(ModelRunner(draft, self.pages.groups, layers), None)
+        return self._drafter(ModelRunner(draft, self.pages.groups, self.runner.group_of_layer), None)
 
     def _twin(self, model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
         """A patched model over the same Parameters; one that is patched already serves as it is."""

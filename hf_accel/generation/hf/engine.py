@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...cache.hf import page_groups
-from ...cache.rows import Pages
+from ...cache.rows import Pages, num_live_tokens
 from ...config import CacheConfig, Default, parse_speculative
 from ...errors import OutOfBlocksError, UnsupportedError
 from ..batcher import Batcher
@@ -215,7 +215,8 @@ class Engine:
         """The share of held slots without a token, now."""
         pool = self.pages.groups[0].pool
         held = pool.num_used * pool.block_size
-        return 1 - self.pages.num_live_tokens(self.loop.batcher.scheduler.running) / held if held else 0.0
+        rows = [sequence.row for sequence in list(self.loop.batcher.scheduler.running)]
+        return 1 - num_live_tokens([row for row in rows if row is not None], 0) / held if held else 0.0
 
     def close(self, *, wait: bool = True) -> None:
         """Take on nothing more, and return when all has ended. wait: let requests finish instead of cancelling them."""

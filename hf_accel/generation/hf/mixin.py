@@ -53,7 +53,7 @@ class AcceleratedGeneration(Mixin):
     def _record(self, sequences: Tensor, seconds: float) -> None:
         state = self._generation_state
         rows, columns = sequences.shape
-        more = dict(state.call.statistics)
+        more = {} if state.call is None else dict(state.call.statistics)
         new_tokens = more.pop("new_tokens", rows * (columns - state.prompt_columns))
         cache = {} if state.last_cache is None else state.last_cache.statistics()
         state.record(new_tokens, rows, seconds, {**cache, **more})
@@ -159,7 +159,8 @@ class AcceleratedGeneration(Mixin):
             repeats=config.num_return_sequences or 1,
         )
         output, statistics = run(call)
-        state.call.statistics |= {"loop": "ragged", **statistics}
+        if state.call is not None:
+            state.call.statistics |= {"loop": "ragged", **statistics}
         return output
 
     def generate_batch(

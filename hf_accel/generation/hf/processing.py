@@ -70,7 +70,8 @@ class StockSampling(Sampling):
         rows: int | None = None,
         num_logprobs: int | None = None,
     ) -> None:
-        self.processors, self.rows = processors, rows
+        self.processors: Any = processors
+        self.rows = rows
         self._greedy, self._num_logprobs = greedy, num_logprobs
         self._uses_prefix = any(not isinstance(processor, BLIND) for processor in processors)
         self.padding: dict[Sequence, list[int]] = {}
@@ -82,7 +83,7 @@ class StockSampling(Sampling):
 
     @property
     def plain(self) -> bool:
-        return not self.processors
+        return self._greedy and not self.processors
 
     @property
     def uses_prefix(self) -> bool:
@@ -106,28 +107,31 @@ class StockSampling(Sampling):
         if not self.uses_prefix or prefixes is None:
             empty = torch.empty((len(scores), 0), dtype=torch.int64, device=scores.device)
             return self.processors(empty, scores)
-        columns = [self.padding.get(prefix.owner, []) + list(prefix.tokens) for prefix in prefixes]
+        columns = [self._before(prefix.owner) + prefix.tokens for prefix in prefixes]
         by_length: dict[int, list[int]] = {}
         for row, ids in enumerate(columns):
             by_length.setdefault(len(ids), []).append(row)
         out = torch.empty_like(scores)
         for rows in by_length.values():
-            ids = torch.tensor([columns[row] for row in rows], dtype=torch.int64, device=scores.device)
-            out[rows] = self._for([prefixes[row].owner for row in rows])(ids, scores[rows])
+            same_length = torch.tensor([columns[row] for row in rows], dtype=torch.int64, device=scores.device)
+            out[rows] = self._for([prefixes[row].owner for row in rows])(same_length, scores[rows])
         return out
 
-    def _for(self, sequences: abc.Sequence[Sequence | None]) -> LogitsProcessorList:
+    def _before(self, sequence: Sequence | None) -> list[int]:
+        return [] if sequence is None else self.padding.get(sequence, [])
+
+    def _for(self, sequences: abc.Sequence[Sequence | None]) -> Any:
         """The processors with their settings by row, if they have some, for the rows of these sequences."""
         name = "prompt_ignore_length"
         if not any(isinstance(getattr(processor, name, None), Tensor) for processor in self.processors):
             return self.processors
-        rows = [self.row_of.get(sequence, 0) for sequence in sequences if sequence is not None]
+        numbers = [0 if sequence is None else self.row_of.get(sequence, 0) for sequence in sequences]
         chosen = LogitsProcessorList()
         for processor in self.processors:
             lengths = getattr(processor, name, None)
             if isinstance(lengths, Tensor):
                 processor = copy.copy(processor)
-                setattr(processor, name, lengths[rows])
+                setattr(processor, name, lengths[numbers])
             chosen.append(processor)
         return chosen
 

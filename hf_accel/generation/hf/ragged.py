@@ -61,7 +61,7 @@ def run(call: Call) -> tuple[Any, dict[str, Any]]:
     sequences = _sequences(call)
     try:
         _loop(call, batcher, sequences)
-        result = _result(call, sequences)
+        result: Any = _result(call, sequences)
     finally:
         for sequence in sequences:
             if not sequence.is_finished:

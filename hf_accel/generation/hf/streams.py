@@ -20,9 +20,9 @@ class RowStreams:
     """
 
     def __init__(self, streamer: Any) -> None:
-        self.each = list(streamer) if isinstance(streamer, list | tuple) else None
-        self.one = None if self.each is not None else streamer
-        self.takes_row = self.one is not None and "row" in inspect.signature(self.one.put).parameters
+        self.each: list[Any] | None = list(streamer) if isinstance(streamer, list | tuple) else None
+        self.one: Any = streamer
+        self.takes_row = self.each is None and "row" in inspect.signature(self.one.put).parameters
         self.columns: list[list[int]] = []  # what a plain streamer is still owed
         self.finished: set[int] = set()
         self.num_put = 0
@@ -80,5 +80,5 @@ class RowStreams:
             self.one.put(tokens, row=row)
 
     def end(self) -> None:
-        if self.one is not None:
+        if self.each is None:
             self.one.end()
