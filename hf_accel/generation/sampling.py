@@ -184,9 +184,11 @@ class SamplingParams(Sampling):
     def _filter(self, scores: Tensor) -> Tensor:
         if self.temperature != 1:
             scores = scores / self.temperature
-        if self.top_k:
+        if self.top_k and self.top_p is not None:
+            scores = filters.top_k_top_p(scores, self.top_k, self.top_p)
+        elif self.top_k:
             scores = filters.top_k(scores, self.top_k)
-        if self.top_p is not None:
+        elif self.top_p is not None:
             scores = filters.top_p(scores, self.top_p)
         return scores if self.min_p is None else filters.min_p(scores, self.min_p)
 

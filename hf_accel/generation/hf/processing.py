@@ -107,14 +107,14 @@ class StockSampling(Sampling):
         if not self.uses_prefix or prefixes is None:
             empty = torch.empty((len(scores), 0), dtype=torch.int64, device=scores.device)
             return self.processors(empty, scores)
-        columns = [self._before(prefix.owner) + prefix.tokens for prefix in prefixes]
+        columns = [self._before(prefix.sequence) + prefix.tokens for prefix in prefixes]
         by_length: dict[int, list[int]] = {}
         for row, ids in enumerate(columns):
             by_length.setdefault(len(ids), []).append(row)
         out = torch.empty_like(scores)
         for rows in by_length.values():
             same_length = torch.tensor([columns[row] for row in rows], dtype=torch.int64, device=scores.device)
-            out[rows] = self._for([prefixes[row].owner for row in rows])(same_length, scores[rows])
+            out[rows] = self._for([prefixes[row].sequence for row in rows])(same_length, scores[rows])
         return out
 
     def _before(self, sequence: Sequence | None) -> list[int]:

@@ -263,8 +263,8 @@ def test_a_drafter_gets_some_law_even_where_processing_fails() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_law_of_two_tokens_under_processing(name: str) -> None:
-    """6000 sequences with drafts drawn from a rough law, against the product of what process() says."""
-    count, judge = 6000, verifier(name)
+    """3000 sequences with drafts drawn from a rough law, against the product of what process() says."""
+    count, judge = 3000, verifier(name)
     params = SamplingParams(temperature=0.9, top_k=4, repetition_penalty=1.3)
     sequences = [sequence(params, seed) for seed in range(count)]
     q = [(model([1, 2, 1]) + torch.linspace(0, 1, V)).softmax(0)]
@@ -304,6 +304,6 @@ def test_law_of_two_tokens_under_processing(name: str) -> None:
         expected[V * a + b] = count * float(one[a] * law[b])
     assert all(seen == 0 for seen, e in zip(observed, expected, strict=True) if e == 0)
     large = [n for n, e in enumerate(expected) if e >= 5]
-    assert sum(expected[n] for n in large) > 0.98 * count
+    assert sum(expected[n] for n in large) > 0.95 * count
     statistic = chi_square([observed[n] for n in large], [expected[n] for n in large])
     assert statistic < critical(len(large) - 1)

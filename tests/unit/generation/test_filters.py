@@ -60,6 +60,16 @@ def test_top_k_and_min_p(kind: str, size: int) -> None:
         torch.testing.assert_close(filters.min_p(given, p), MinPLogitsWarper(p)(None, given), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("size", [5, 300, 5000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_top_k_and_top_p(kind: str, size: int) -> None:
+    given = scores(kind, size)
+    for k in (1, 2, 50, 299):
+        for p in (0.0, 0.1, 0.5, 0.9, 0.999, 1.0):
+            expected = TopPLogitsWarper(p)(None, TopKLogitsWarper(k)(None, given))
+            torch.testing.assert_close(filters.top_k_top_p(given, k, p), expected, rtol=0, atol=0)
+
+
 def test_top_p_whose_bound_is_hit_exactly() -> None:
     """Masses of .5, .25, .125, ... make every sum a bound to the last bit."""
     given = torch.tensor([[0.5**n for n in range(1, 400)]], dtype=torch.float64).log().float().clamp(min=-80)

@@ -9,6 +9,7 @@ import torch
 
 from hf_accel.generation.acceptance import Place, SeededVerifier
 from hf_accel.generation.drafters.base import Draft
+from hf_accel.generation.noise import gumbel
 from tests.unit.generation.chi_square import chi_square, critical
 
 P, Q = [0.5, 0.3, 0.2], [0.2, 0.5, 0.3]
@@ -72,6 +73,15 @@ def test_output_depends_on_the_seed_alone(length: int) -> None:
         outputs[kind] = tokens[:41]
     assert all(tokens == outputs["none"] for tokens in outputs.values())
     assert passes["oracle"] == math.ceil(40 / (length + 1)) < passes["rough"] < passes["none"] == 40
+
+
+def test_rows_of_any_support_are_raced_alike() -> None:
+    """The winner among few possible tokens is that of a race over all of them, and rows keep their order."""
+    laws = torch.rand(6, 5000, generator=torch.Generator().manual_seed(0))
+    laws[1, 40:], laws[3, :4990], laws[4, 100:4500] = 0, 0, 0
+    places = [Place(seed, 9) for seed in range(6)]
+    noise = torch.stack([gumbel(seed, 9, 5000) for seed in range(6)])
+    assert SeededVerifier().draw(laws, places) == (laws.double().log() + noise).argmax(-1).tolist()
 
 
 def test_equal_times_go_to_the_lowest_token(monkeypatch: pytest.MonkeyPatch) -> None:
