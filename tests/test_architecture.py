@@ -27,7 +27,10 @@ CORE = {  # room -> the rooms before it
 COMPOSITION = [  # each may use those before it
     "originals", "survey", "estimate", "explain", "plan", "pack", "patch", "loading", "verify",
 ]  # fmt: skip
-BOOKKEEPING = {"cache.pool", "cache.prefix", "cache.table", "config", "errors"}  # and what that may use
+BOOKKEEPING = {  # and what that may use
+    "cache.pool", "cache.prefix", "cache.table", "config", "errors", "generation.scheduler", "generation.sequence",
+    "generation.stopping", "generation.stream", "generation.waiting",
+}  # fmt: skip
 
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "other"}
 LONGEST_FILE = 360

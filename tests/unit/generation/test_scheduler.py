@@ -401,7 +401,9 @@ def test_random_programmes(kind: str, options: dict[str, int | None]) -> None:
 
 
 def test_random_programmes_meet_what_they_are_for() -> None:
-    programmes = [run(seed, 150, kind, {"token_budget": 16}) for seed, kind in enumerate(["tight", "blocks of one"] * 2)]
+    programmes = [
+        run(seed, 150, kind, {"token_budget": 16}) for seed, kind in enumerate(["tight", "blocks of one"] * 2)
+    ]
     for name in ("ended", "refused", "forked", "restarted", "shared"):
         assert sum(getattr(p, name) for p in programmes) > 0, name
     assert sum(p.scheduler.num_preempted for p in programmes) > 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -139,7 +140,9 @@ def test_only_a_few_tokens_are_decoded_at_a_time() -> None:
         lengths = []
         decode = ByteLevel("prompt", *pieces)
 
-        def counted(tokens: list[int], decode: Callable[[list[int]], str] = decode, lengths: list[int] = lengths) -> str:
+        def counted(
+            tokens: list[int], decode: Callable[[list[int]], str] = decode, lengths: list[int] = lengths
+        ) -> str:
             lengths.append(len(tokens))
             return decode(tokens)
 
@@ -155,7 +158,7 @@ def random_case(generator: random.Random) -> tuple[Callable[[list[int]], str], l
     if generator.random() < 0.5:
         data = text(60).encode()
         cuts = sorted({0, len(data), *(generator.randrange(len(data) + 1) for _ in range(40))})
-        decode: Callable[[list[int]], str] = ByteLevel(*(data[a:b] for a, b in zip(cuts, cuts[1:], strict=False)))
+        decode: Callable[[list[int]], str] = ByteLevel(*(data[a:b] for a, b in pairwise(cuts)))
         count = len(cuts) - 1
     else:
         pieces: list[str | bytes] = []
