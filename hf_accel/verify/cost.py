@@ -14,7 +14,7 @@ from transformers.utils import logging
 from ..errors import UnsupportedError
 from ..pack import PATIENCE
 from .certificate import Cost
-from .rounding import new_cache
+from .passes import new_cache
 
 WINDOW = 512  # tokens that are predicted from one another
 CHUNK = 64  # tokens of a pass, so that what attention reads has been through the cache
