@@ -182,7 +182,9 @@ def test_topics_in_processes_of_their_own(tmp_path: Path) -> None:
     if attention[0]["growth_exponent"] is not None:  # quadratic without tiling, about linear with it
         assert attention[0]["growth_exponent"] > 1.5
     in_memory = json.loads((tmp_path / "patch.json").read_text())["tables"][1]["rows"][1]
-    assert in_memory["result_bytes"] < weight_bytes(load_model("tiny"))  # the peak is the system's word: no bound on it
+    assert in_memory["result_bytes"] < weight_bytes(
+        load_model("tiny")
+    )  # the peak is the system's word: no bound on it
 
 
 @pytest.mark.parametrize(

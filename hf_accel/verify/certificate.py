@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 COLUMNS = 100
+LARGEST = 700.0  # nats whose exponential is a number
 
 
 @dataclass(frozen=True)
@@ -80,16 +81,16 @@ class Cost:
 
     @property
     def reference_perplexity(self) -> float:
-        return math.exp(self.reference_loss)
+        return math.exp(min(self.reference_loss, LARGEST))
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        return math.exp(min(self.loss, LARGEST))
 
     @property
     def change(self) -> float:
         """Of the perplexity, relative to the reference's."""
-        return math.expm1(self.loss - self.reference_loss)
+        return math.expm1(min(self.loss - self.reference_loss, LARGEST))
 
     def to_dict(self) -> dict[str, Any]:
         perplexities = {"reference_perplexity": self.reference_perplexity, "perplexity": self.perplexity}

@@ -4,8 +4,8 @@ The same history is computed in several ways that are equally valid:
 
 * in one pass, where every product has many rows;
 * the prompt in one pass and the rest token by token over the cache, as generate does it: one row;
-* where activations are rounded to INT8: with the closest decision of each row the other way. A change in the last bit
-  of a float is enough for that, and what it sets off in later layers is far larger than the bit;
+* where activations, keys or values are rounded to INT8: with the closest decision of each row turned. A change in the
+  last bit of a float is enough for that, and what it sets off in later layers is far larger than the bit;
 * in the next wider dtype (float32 for bfloat16), of which the others are roundings. This is the arbiter, whose logits
   margins are taken from. It needs a wide copy of the float weights. Where that is too large, a pass in which the
   result of each product is moved by up to half a unit in the last place stands in (Monte Carlo arithmetic: Parker
@@ -19,12 +19,14 @@ places only if the exact logits have them within 2 d. The model is not among the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -59,12 +61,11 @@ class Reference:
         largest = float(ways[0].nan_to_num(0, 0, 0).abs().max())
         if history.shape[1] > 1 and not getattr(self.model, "_is_stateful", False):
             ways.append(self._step_by_step(history, num_prompt, settings))
-        rounding = [m for m in self.model.modules() if isinstance(m, QuantLinear) and m.activations]
-        if rounding:
-            ways.append(self._hooked(flip_nearest, rounding, history, settings))
+        flipped = self._flipped(history, settings)
+        if flipped is not None:
+            ways.append(flipped)
         if self.arbiter is None:
-            products = [m for m in self.model.modules() if isinstance(m, nn.Linear | Conv1D)]
-            ways.append(self._hooked(Jitter(self.model.dtype), products, history, settings))
+            ways.append(self._jittered(history, settings))
             judged, dtype = ways[0], self.model.dtype
         else:
             judged, dtype = last_logits(self.arbiter, history, **settings), self.arbiter.dtype
@@ -80,34 +81,59 @@ class Reference:
                 cache = self.model(input_ids=part, past_key_values=cache, use_cache=True).past_key_values
         return last_logits(self.model, history, past_key_values=cache, **settings)
 
-    def _hooked(
-        self, hook: Callable[..., Any], modules: Iterable[nn.Module], history: Tensor, settings: Mapping[str, Any]
-    ) -> Tensor:
-        handles = [
-            m.register_forward_hook(hook) if isinstance(hook, Jitter) else m.register_forward_pre_hook(hook)
-            for m in modules
-        ]
-        try:
+    def _flipped(self, history: Tensor, settings: Mapping[str, Any]) -> Tensor | None:
+        """One pass with the closest decisions of INT8 activations, keys and values turned; None if there are none."""
+        layers = [m for m in self.model.modules() if isinstance(m, QuantLinear) and m.activations]
+        cache = new_cache(self.model)
+        if cache is not None and cache.settings.dtype == "int8":
+            for layer in cache.paged_layers:
+                layer.update = functools.partial(_update_flipped, layer.update)
+        elif not layers:
+            return None
+        handles = [layer.register_forward_pre_hook(_flip_input) for layer in layers]
+        with _removing(handles):
+            return last_logits(self.model, history, past_key_values=cache, **settings)
+
+    def _jittered(self, history: Tensor, settings: Mapping[str, Any]) -> Tensor:
+        jitter = Jitter(self.model.dtype)
+        products = [m for m in self.model.modules() if isinstance(m, nn.Linear | Conv1D)]
+        with _removing([product.register_forward_hook(jitter) for product in products]):
             return last_logits(self.model, history, **settings)
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
-def flip_nearest(layer: QuantLinear, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Forward pre-hook: in each row, the input nearest the middle between two INT8 levels goes to the other one."""
-    x, *rest = args
-    rows = x.reshape(-1, layer.in_features)
-    assert layer.choice is not None and isinstance(layer.choice.backend, PlainTorch)
-    size = layer.choice.backend.activation_group(layer.quantized)
-    groups = F.pad(rows.float(), (0, -layer.in_features % size)).unflatten(-1, (-1, size))
+@contextmanager
+def _removing(handles: list[RemovableHandle]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def flip_nearest(x: Tensor, size: int) -> Tensor:
+    """In each row [..., n], the number nearest the middle between two INT8 levels goes to the one that it misses.
+
+    size: numbers that share a scale.
+    """
+    groups = F.pad(x.float(), (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
     step = groups.abs().amax(-1, keepdim=True) / 127
     levels = groups / step  # NaN in a group of zeros
     below = levels.floor()
-    distance = (levels - below - 0.5).abs().nan_to_num(nan=torch.inf).flatten(1)[:, : layer.in_features]
+    distance = (levels - below - 0.5).abs().nan_to_num(nan=torch.inf).flatten(-2)[..., : x.shape[-1]]
     nearest = distance.argmin(-1, keepdim=True)
-    other = ((2 * below + 1 - levels.round()) * step).flatten(1).gather(-1, nearest).nan_to_num()
-    return (rows.scatter(-1, nearest, other.to(rows.dtype)).view(x.shape), *rest)
+    other = ((2 * below + 1 - levels.round()) * step).flatten(-2).gather(-1, nearest).nan_to_num()
+    return x.scatter(-1, nearest, other.to(x.dtype))
+
+
+def _flip_input(layer: QuantLinear, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    assert layer.choice is not None and isinstance(layer.choice.backend, PlainTorch)
+    size = layer.choice.backend.activation_group(layer.quantized)
+    return (flip_nearest(args[0], size), *args[1:])
+
+
+def _update_flipped(update: Callable[..., Any], keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+    keys, values = (flip_nearest(states, states.shape[-1]) for states in (keys, values))
+    return update(keys, values, *args, **kwargs)
 
 
 class Jitter:
