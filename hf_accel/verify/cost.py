@@ -14,7 +14,7 @@ from transformers.utils import logging
 from ..errors import UnsupportedError
 from ..pack import PATIENCE
 from .certificate import Cost
-from .rounding import new_cache
+from .passes import new_cache
 
 WINDOW = 512  # tokens that are predicted from one another
 CHUNK = 64  # tokens of a pass, so that what attention reads has been through the cache
@@ -73,8 +73,7 @@ class Totals:
         self.reference_loss += float(reference_loss.sum())
         self.squares += float((loss - reference_loss).square().sum())
         self.same_top += float((actual.argmax(-1) == expected.argmax(-1)).sum())
-        # in place, as these are the largest tensors there are; xlogy's rule: what has probability 0 counts 0
-        divergence = (expected - actual).mul_(expected.exp()).nan_to_num_(nan=0.0)
+        divergence = (expected - actual).mul_(expected.exp()).masked_fill_(expected == -torch.inf, 0)  # 0 log 0 is 0
         self.kl += float(divergence.sum(dtype=torch.float64))
 
     def cost(self, name: str, text: str) -> Cost:

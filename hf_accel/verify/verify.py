@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ from ..pack import PATIENCE
 from ..patch import is_patched
 from .certificate import Certificate, Cost, Verdict
 from .cost import measure_cost, windows_of
-from .rounding import Reference, greedy, last_logits
+from .passes import continuation, last_logits
+from .rounding import Reference
 from .twin import float_reference, is_quantized, kv_config, quantized_reference, state_of
 
 # Keywords of generate() that may change how the model finds its tokens, and never which: not for the reference.
@@ -59,8 +61,10 @@ def verify(
     if is_quantized(model):
         exact = Reference(quantized_reference(model), _quantized_name(model))
         verdicts = run.verdicts(exact)
-        del exact  # before the float model is there
-        return Certificate(_quantized_name(model), verdicts, *_cost(run, reference, texts))
+        del exact
+        gc.collect()  # a patched model is a cycle; it shall go before the float model is there
+        cost, no_cost = _cost(run, reference, texts)
+        return Certificate(_quantized_name(model), verdicts, cost, no_cost)
     given = _float_reference(model, reference)
     return Certificate(given.name, run.verdicts(given))
 
@@ -111,13 +115,8 @@ class Run:
             margin=float((theirs[pair[0]] - theirs[pair[1]]).abs()),
             rounding=rounding,
             arbiter=arbiter,
+            distance=float(torch.where(ours == theirs, 0, (ours - theirs).abs()).max()),  # -inf is far from nothing
         )
-
-
-def continuation(model: PreTrainedModel, prompt: Tensor, num_new: int, settings: dict[str, Any]) -> Tensor:
-    """The tokens that greedy generate() adds to prompt [1, n]."""
-    output: Tensor = greedy(model, prompt, num_new, **settings)
-    return output[0, prompt.shape[1] :].to(prompt.device)
 
 
 def _cost(run: Run, reference: Any, windows: list[Tensor] | None) -> tuple[Cost | None, str | None]:
@@ -130,7 +129,7 @@ def _cost(run: Run, reference: Any, windows: list[Tensor] | None) -> tuple[Cost 
         return None, str(error)
     source = "the text given"
     if windows is None:
-        source = "the prompts and its continuations"
+        source = "the prompts and how the float model goes on"
         new = [continuation(given.model, prompt, run.max_new_tokens, run.common) for prompt in run.prompts]
         windows = windows_of([torch.cat([p[0], n]) for p, n in zip(run.prompts, new, strict=True)])
     return measure_cost(run.model, given.model, windows, name=given.name, text=source), None
