@@ -29,7 +29,9 @@ def prompts() -> list[str]:
     return [f"{head}class {name}:\n    def __init__(self, {', '.join(FIELDS)}):\n" for name in names]
 
 
-def run(model: PreTrainedModel, inputs: Any, speculative: Any) -> tuple[torch.Tensor, dict[str, Any], float]:
+def run(
+    model: PreTrainedModel, inputs: Any, speculative: hf_accel.SpeculativeConfig | None
+) -> tuple[torch.Tensor, dict[str, Any], float]:
     start = time.perf_counter()
     output = model.generate(**inputs, max_new_tokens=96, do_sample=False, speculative=speculative)
     return output, hf_accel.stats(model), time.perf_counter() - start
@@ -39,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(SHIPPED))
     parser.add_argument("--draft", help="a smaller model with the same tokenizer")
+    parser.add_argument("--num-draft", default=4, type=int, help="'auto' in SpeculativeConfig: what pays")
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -51,8 +54,9 @@ def main() -> None:
     plain, _, seconds = run(model, inputs, None)
     rows = [["none", "1.00", "", "", f"{seconds:.2f} s", ""]]
     for name, drafter in drafters.items():
-        run(model, inputs, drafter)  # the first call may build a draft model
-        output, stats, seconds = run(model, inputs, drafter)
+        config = hf_accel.SpeculativeConfig(drafter=drafter, num_draft=arguments.num_draft)
+        run(model, inputs, config)  # the first call may build a draft model
+        output, stats, seconds = run(model, inputs, config)
         same = "same" if torch.equal(output, plain) else "DIFFER (see hf_accel.verify)"
         acceptance = f"{stats['acceptance']:.0%}" if stats["acceptance"] is not None else "-"
         rows.append(
