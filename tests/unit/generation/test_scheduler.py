@@ -141,6 +141,19 @@ def test_a_fork_before_the_prompt_is_computed_is_refused() -> None:
         scheduler.fork(leader)
 
 
+def test_a_late_fork_begins_where_the_prompt_ends() -> None:
+    leader = family_of(numbered(0, 10), 2)
+    (follower,) = leader.followers
+    scheduler = scheduler_of(leader)
+    for _ in range(2):
+        for chunk in scheduler.schedule():
+            leader.num_computed += chunk.count
+        leader.tokens.append(7)
+    scheduler.fork(leader)
+    assert leader.num_computed == 11 and follower.num_computed == 10
+    check_blocks(scheduler.pages, scheduler.running)
+
+
 def test_more_decoding_sequences_than_the_budget_take_turns() -> None:
     leader = family_of([1, 2, 3], 5, max_new_tokens=11)
     family = [leader, *leader.followers]

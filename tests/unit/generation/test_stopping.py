@@ -105,6 +105,22 @@ def numbers(pieces: list[str | bytes]) -> list[int]:
     return list(range(1, len(pieces) + 1))
 
 
+def test_a_prompt_that_ends_in_a_run_of_byte_tokens_is_decoded_from_a_whole_character() -> None:
+    prompt = [bytes([b]) for b in "你好é".encode()]
+    decode = SentencePiece("▁prompt", *prompt, b"\xc3", b"\xa9")
+    rules = StopRules(stop_strings=["é"], decode=decode)
+    assert first_stop(rules, list(range(len(prompt) + 1)), [len(prompt) + 1, len(prompt) + 2]) == 2
+
+
+def test_a_tokenizer_may_change_what_came_before() -> None:
+    """As clean_up_tokenization_spaces does."""
+
+    def decode(tokens: list[int]) -> str:
+        return "".join(["prompt ", "a", " ", "."][token] for token in tokens).replace(" .", ".")
+
+    assert first_stop(StopRules(stop_strings=["a."], decode=decode), [0], [1, 2, 3]) == 3
+
+
 def test_a_stop_string_may_begin_in_the_prompt_only_if_asked() -> None:
     decode = ByteLevel("one\n", "\n", "END", "x")
     for across, count in ((False, 2), (True, 1)):
