@@ -56,7 +56,7 @@ PUBLIC_NAMES = [
 ]
 KEYWORDS = {
     "patch": ["weights", "attention", "cache", "fuse", "speculative", "keep_original", "deterministic", "config"],
-    "verify": ["reference", "tokenizer", "max_new_tokens"],
+    "verify": ["reference", "tokenizer", "max_new_tokens", "text"],
     "estimate": [
         "context", "batch", "weights", "kv_dtype", "dtype", "bandwidth", "compute", "price_per_hour", "device",
     ],
