@@ -9,8 +9,10 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
+from hf_accel.verify import twin
+
 from .bench import Bench, Entrant
-from .models import reload, twin
+from .models import reload
 from .setups import accel, stock
 from .tables import Row, Table
 from .timing import take_turns, time_generate

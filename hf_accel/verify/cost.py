@@ -50,9 +50,12 @@ def measure_cost(
 
 def predictions(model: PreTrainedModel, ids: Tensor) -> Iterator[Tensor]:
     """Log-probabilities [chunk, V], float32, of the token after each of ids [1, T] but the last."""
-    cache, ids = new_cache(model), ids[:, :-1].to(model.device)
-    # recurrent models want to be told where in the text they are; one pass needs no cache
-    for chunk in (ids,) if getattr(model, "_is_stateful", False) else ids.split(CHUNK, dim=1):
+    ids = ids[:, :-1].to(model.device)
+    if getattr(model, "_is_stateful", False):  # recurrent: not in parts
+        yield model(input_ids=ids).logits[0].float().log_softmax(-1)
+        return
+    cache = new_cache(model)
+    for chunk in ids.split(CHUNK, dim=1):
         output: Any = model(input_ids=chunk, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         yield output.logits[0].float().log_softmax(-1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from ..errors import HfAccelError, UnsupportedError
@@ -57,6 +57,8 @@ def verify(
         raise UnsupportedError("verify() needs at least one prompt")
     _refuse_ours(generate)
     texts = None if text is None else windows_of([_token_ids(t, tokenizer)[0] for t in _texts(text)])
+    if isinstance(reference, str | Path):
+        AutoConfig.from_pretrained(reference)  # to fail now, and not after the prompts
     run = Run(model, ids, max_new_tokens, generate)
     if is_quantized(model):
         exact = Reference(quantized_reference(model), _quantized_name(model))
