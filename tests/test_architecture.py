@@ -15,7 +15,7 @@ import hf_accel
 PACKAGE = Path(hf_accel.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-FACTS = {"errors", "config", "hardware", "instance", "journal", "twin"}
+FACTS = {"errors", "config", "hardware", "instance", "journal"}
 CORE = {  # room -> the rooms before it
     "kernels": set(),
     "cache": {"kernels"},
@@ -25,7 +25,7 @@ CORE = {  # room -> the rooms before it
     "generation": {"kernels", "cache", "attention", "linear", "fused"},
 }
 COMPOSITION = [  # each may use those before it
-    "originals", "survey", "estimate", "explain", "plan", "pack", "patch", "loading", "verify",
+    "originals", "survey", "estimate", "explain", "plan", "pack", "twin", "patch", "loading", "verify",
 ]  # fmt: skip
 BOOKKEEPING = {  # and what that may use
     "config", "errors", "cache.pool", "cache.prefix", "cache.table", "generation.acceptance_rates",

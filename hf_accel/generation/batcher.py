@@ -66,7 +66,7 @@ class Batcher:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def step(self) -> list[Progress]:
         """One pass; what it brought each sequence that it brought something.
 

@@ -65,7 +65,7 @@ class EngineLoop:
         self._commands.put(lambda: self._cancel(sequence))
 
     def close(self, *, wait: bool) -> None:
-        """Take on nothing more, and return when all has ended. wait: let requests finish instead of cancelling them."""
+        """Take on nothing more, and return when all has ended. wait: let requests finish, else cancel them."""
         with self._lock:
             self._closing = True
             thread, self._thread = self._thread, None

@@ -215,8 +215,8 @@ def _honoured(settings: ContinuousBatchingConfig | None) -> dict[str, Any]:
         value = getattr(settings, field.name)
         if field.name not in HONOURED and value != getattr(plain, field.name):
             raise UnsupportedError(
-                f"continuous_batching_config.{field.name}={value!r} has no meaning in hf_accel's generate_batch; leave "
-                f"it at its default ({', '.join(HONOURED)} are honoured)"
+                f"continuous_batching_config.{field.name}={value!r} has no meaning in hf_accel's generate_batch; "
+                f"leave it at its default ({', '.join(HONOURED)} are honoured)"
             )
     tokens = None if settings.num_blocks is None else settings.num_blocks * (settings.page_size or 1)
     return {"tokens": tokens, "budget": settings.max_batch_tokens, "logprobs": settings.return_logprobs}

@@ -73,8 +73,8 @@ class _Drafters:
         if isinstance(model, PreTrainedModel):
             return self._model(model)
         raise UnsupportedError(
-            f"speculative drafter {wanted!r} is not known; give a name ('ngram', 'suffix', 'self-int4'), a draft model, "
-            "a CandidateGenerator, or a list of these"
+            f"speculative drafter {wanted!r} is not known; give a name ('ngram', 'suffix', 'self-int4'), a draft "
+            "model, a CandidateGenerator, a hf_accel.Drafter, or a list of these"
         )
 
     def _named(self, name: str) -> Drafter:
@@ -104,8 +104,8 @@ class _Drafters:
         """The target's own linears in INT4, over its own pages."""
         if getattr(self.target, "is_quantized", False):
             raise UnsupportedError(
-                "drafter='self-int4' is for a model that is not quantized, and this one is; patch it with weights=None, "
-                "or use 'suffix', 'ngram' or a draft model"
+                "drafter='self-int4' is for a model that is not quantized, and this one is; patch it with "
+                "weights=None, or use 'suffix', 'ngram' or a draft model"
             )
         draft = self._twin(self.target, "int4")
         return self._drafter(ModelRunner(draft, self.pages.groups, self.runner.group_of_layer), None)

@@ -190,7 +190,7 @@ class Engine:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Since the engine began: requests, tokens per second of busy time, blocks, prefix hits, preemptions, drafts."""
+        """Since the engine began: requests, tokens per second while busy, blocks, prefix hits, preemptions, drafts."""
         totals, batcher = self.loop.totals, self.loop.batcher
         pools = [group.pool for group in self.pages.groups]
         indices = [group.index for group in self.pages.groups if group.index is not None]
@@ -219,7 +219,7 @@ class Engine:
         return 1 - num_live_tokens([row for row in rows if row is not None], 0) / held if held else 0.0
 
     def close(self, *, wait: bool = True) -> None:
-        """Take on nothing more, and return when all has ended. wait: let requests finish instead of cancelling them."""
+        """Take on nothing more, and return when all has ended. wait: let requests finish, else cancel them."""
         self.loop.close(wait=wait)
 
     def __enter__(self) -> Engine:

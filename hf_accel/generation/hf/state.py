@@ -34,7 +34,7 @@ class GenerationState:
     """What generate() of one patched model needs to know, and what it last did.
 
     patch_id: tells this patch from an earlier one of the same Parameters, whose quantized weights were others.
-    speculative: for calls that do not say. ragged_refusal: why this model's tokens cannot be computed in one ragged row.
+    speculative: for calls that do not say. ragged_refusal: why this model cannot compute all tokens in one ragged row.
     make_draft: makes draft models; drafts: those made, by what they were made of. controllers: what earlier calls have
     learnt, while no call uses it.
     """
