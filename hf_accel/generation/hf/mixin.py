@@ -62,6 +62,12 @@ class AcceleratedGeneration(Mixin):
 
     def _validate_generation_mode(self, mode: Any, generation_config: Any, arguments: dict[str, Any]) -> None:
         """Ragged speculation knows no limit of one row, nor of equal padding of the vocabularies."""
+        call = self._generation_state.call
+        if call is not None and call.insists and mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise UnsupportedError(
+                f"speculative= is for greedy search and sampling, and this call is {mode.value} (num_beams=, "
+                "assistant_model=, prompt_lookup_num_tokens=, ...): leave one of them out"
+            )
         if mode == GenerationMode.ASSISTED_GENERATION and self._takes_assistant(arguments):
             return
         super()._validate_generation_mode(mode, generation_config, arguments)  # type: ignore[misc]
