@@ -127,7 +127,7 @@ class Scheduler:
         sequence.status, sequence.finish_reason, sequence.error = Status.FINISHED, reason, error
         self._waiting.forget(sequence)
         self._served.pop(sequence, None)
-        if sequence.followers:
+        if sequence.followers and sequence.arrival >= 0:
             first, *others = sequence.followers
             sequence.followers = []
             del self._leaders[first]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
@@ -123,7 +124,8 @@ class Engine:
         return self._hand_over(sequences, rules)
 
     def _hand_over(self, sequences: list[Sequence], rules: StopRules) -> Request:
-        of_sample: dict[Sample, Sequence] = {}
+        # weak: in a cycle a handle that was dropped would live, and its request run, until the garbage collector comes
+        of_sample: weakref.WeakKeyDictionary[Sample, Sequence] = weakref.WeakKeyDictionary()
         decode = self._decode
         request = Request(
             num_samples=len(sequences),

@@ -14,6 +14,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process, stopping_criteria
 
 from ..prefix import Prefix
+from ..purity import is_stateful
 from ..sampling import Sampling
 from ..sequence import Sequence
 
@@ -50,6 +51,15 @@ def processors_refusal(
     return None
 
 
+def stateful_refusal(processors: LogitsProcessorList, input_ids: Tensor) -> str | None:
+    """Why drafts cannot be verified with these; None if no state was found (see purity.is_stateful)."""
+    size = max(int(input_ids.max()) + 1, 8)
+    for processor in processors:
+        if not _is_stock(processor) and is_stateful(processor, size):
+            return f"{type(processor).__name__} answers the same input differently when asked again"
+    return None
+
+
 def _is_stock(thing: object) -> bool:
     return type(thing).__module__ in (logits_process.__name__, stopping_criteria.__name__)
 
@@ -76,6 +86,8 @@ class StockSampling(Sampling):
         self._uses_prefix = any(not isinstance(processor, BLIND) for processor in processors)
         self.padding: dict[Sequence, list[int]] = {}
         self.row_of: dict[Sequence, int] = {}
+        self._noise: dict[int, Tensor] = {}  # of each step that a row may still be at
+        self._num_steps = 0
 
     @property
     def greedy(self) -> bool:
@@ -136,14 +148,20 @@ class StockSampling(Sampling):
         return chosen
 
     def _draw(self, probabilities: Tensor, sequences: abc.Sequence[Sequence]) -> list[int]:
-        """One torch.multinomial for all rows of the call, which takes as many random numbers as stock's does."""
-        rows = [self.row_of[sequence] for sequence in sequences]
+        """What torch.multinomial over all rows of the call would give these: the largest of p / e, e exponential.
+
+        Each step takes numbers for all rows, as in stock's loop, and a row those of its own step: chunks of prompts
+        and preemption bring rows out of step.
+        """
         assert self.rows is not None
-        if rows == list(range(self.rows)):
-            return torch.multinomial(probabilities, num_samples=1).squeeze(1).tolist()
-        everyone = probabilities.new_ones(self.rows, probabilities.shape[1])
-        everyone[rows] = probabilities
-        return torch.multinomial(everyone, num_samples=1).squeeze(1)[rows].tolist()
+        steps = [sequence.num_new for sequence in sequences]
+        behind = min(sequence.num_new for sequence in self.row_of if not sequence.is_finished)
+        self._noise = {step: noise for step, noise in self._noise.items() if step >= behind}
+        while self._num_steps <= max(steps):
+            self._noise[self._num_steps] = probabilities.new_empty(self.rows, probabilities.shape[1]).exponential_()
+            self._num_steps += 1
+        noise = [self._noise[step][self.row_of[sequence]] for step, sequence in zip(steps, sequences, strict=True)]
+        return (probabilities / torch.stack(noise)).argmax(-1).tolist()
 
 
 @dataclass
