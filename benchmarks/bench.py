@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_accel.hardware import detect, float_peak, integer_peak, read_bandwidth
-from hf_accel.verify import twin
+from hf_accel.twin import twin
 
 from .checks import check, random_tokens
 from .models import load_model

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from hf_accel.verify import twin
+from hf_accel.twin import twin
 
 from .bench import Bench, Entrant
 from .models import reload

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import hf_accel
-from hf_accel.verify import twin
+from hf_accel.twin import twin
 
 from .bench import Bench
 from .processes import call

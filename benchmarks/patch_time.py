@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_accel
-from hf_accel.verify import twin
+from hf_accel.twin import twin
 
 from . import patch_memory
 from .bench import Bench

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
 import hf_accel
-from hf_accel.verify import twin
+from hf_accel.twin import twin
 
 from .bench import Bench
 from .models import MODELS, load_model, weight_bytes

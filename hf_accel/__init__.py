@@ -10,9 +10,13 @@ Importing registers the attention "hf_accel" and the quantization method "hf_acc
 
 from .attention.hf import register as _register_attention
 from .cache.hf import PagedCache
-from .config import CacheConfig, PatchConfig, WeightConfig
+from .config import CacheConfig, PatchConfig, SpeculativeConfig, WeightConfig
 from .errors import HfAccelError, HfAccelWarning, OutOfBlocksError, UnsupportedError
 from .estimate import Estimate, estimate
+from .generation.drafters.base import Draft, Drafter
+from .generation.hf import Engine
+from .generation.sampling import SamplingParams
+from .generation.stream import Request
 from .linear.hf import AccelConfig
 from .linear.hf import register as _register_quantizer
 from .loading import register as _register_loading
@@ -25,6 +29,9 @@ __all__ = [
     "AccelConfig",
     "CacheConfig",
     "Certificate",
+    "Draft",
+    "Drafter",
+    "Engine",
     "Estimate",
     "HfAccelError",
     "HfAccelWarning",
@@ -32,6 +39,9 @@ __all__ = [
     "PagedCache",
     "PatchConfig",
     "Plan",
+    "Request",
+    "SamplingParams",
+    "SpeculativeConfig",
     "UnsupportedError",
     "WeightConfig",
     "estimate",

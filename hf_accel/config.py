@@ -107,7 +107,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """Speculative decoding: a drafter proposes tokens, one pass of the model verifies them all; the output's law stays.
+    """Speculative decoding: a drafter proposes tokens, one pass of the model verifies them; the output's law stays.
 
     drafter: "auto" (looked up in the text so far), "ngram", "suffix" (longest repeated ending), "self-int4" (the
         model's own weights in INT4, for a model that is not quantized), a draft model with the same tokenizer, a
@@ -127,16 +127,28 @@ class SpeculativeConfig:
     ngram: tuple[int, int] = (2, 5)
 
     def __post_init__(self) -> None:
-        if isinstance(self.drafter, str):
-            one_of("drafter", self.drafter, DRAFTERS)
+        for drafter in self.drafter if isinstance(self.drafter, list | tuple) else [self.drafter]:
+            if isinstance(drafter, str):
+                one_of("drafter", drafter, DRAFTERS)
         if self.drafter is None or (isinstance(self.drafter, list | tuple) and not self.drafter):
             raise UnsupportedError(f"drafter={self.drafter!r} names none; leave speculative=None for no speculation")
         if self.num_draft != "auto" and self.num_draft != 0:
             positive_int("num_draft", self.num_draft)
         positive_int("max_draft", self.max_draft)
         one_of("verify", self.verify, ("token", "block", "seeded"))
+        object.__setattr__(self, "ngram", tuple(self.ngram))
         if len(self.ngram) != 2 or not 1 <= self.ngram[0] <= self.ngram[1]:
             raise UnsupportedError(f"ngram={self.ngram!r} must be the fewest and the most tokens, as (2, 5)")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it can be written down: the drafter is named, not handed over."""
+        drafters = self.drafter if isinstance(self.drafter, list | tuple) else [self.drafter]
+        return all(isinstance(drafter, str) for drafter in drafters)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SpeculativeConfig:
+        """Frozen, and a copy of a model can draft with the same draft model."""
+        return self
 
 
 DRAFTERS = ("auto", "ngram", "suffix", "self-int4")
@@ -162,7 +174,7 @@ class PatchConfig:
     attention: str | None = "auto"
     cache: CacheConfig | None = CacheConfig()
     fuse: bool = True
-    speculative: None = None
+    speculative: SpeculativeConfig | None = None
     keep_original: KeepOriginal = "auto"
     deterministic: bool = False
     explicit: frozenset[str] = field(default=frozenset(), compare=False)
@@ -187,21 +199,19 @@ class PatchConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", parse_weights(self.weights))
         object.__setattr__(self, "cache", parse_cache(self.cache))
+        object.__setattr__(self, "speculative", parse_speculative(self.speculative))
         one_of("fuse", self.fuse, (True, False))
         one_of("keep_original", self.keep_original, ("auto", True, False))
         one_of("deterministic", self.deterministic, (True, False))
-        if self.speculative is not None:
-            raise UnsupportedError(
-                f"speculative={self.speculative!r} is not supported yet; leave it None and pass "
-                "assistant_model= to generate() for stock's own assisted decoding"
-            )
         if self.attention is not None and not isinstance(self.attention, str):
             raise UnsupportedError(f"attention={self.attention!r} must be 'auto', a backend's name or None")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able keywords that `build` turns into an equal config."""
-        keywords = dataclasses.asdict(self)
+        keywords = dataclasses.asdict(dataclasses.replace(self, speculative=None))
         del keywords["explicit"]
+        if self.speculative is not None and self.speculative.is_plain:  # a draft model is not part of this one
+            keywords["speculative"] = dataclasses.asdict(self.speculative)
         return keywords
 
 

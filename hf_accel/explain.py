@@ -140,7 +140,22 @@ def _cache_lines(model: PreTrainedModel, plan: Plan) -> Iterator[Line]:
     capacity = "grows as needed" if cache.max_tokens is None else f"{cache.max_tokens} tokens"
     sharing = "prefixes shared" if cache.prefix_sharing else "prefixes not shared"
     yield Line("cache", "keys and values", f"paged, block {cache.block_size}, {dtype}", f"{capacity}; {sharing}")
-    yield Line("generate", "all modes", "stock's loops", "over the paged cache; prompts stored once")
+    if plan.stock_loop is not None:
+        yield Line("generate", "all modes", "stock's loops", f"over the paged cache: {plan.stock_loop}")
+        return
+    yield Line("generate", "greedy, sampling", "ragged", "no padding; a row that has ended costs nothing")
+    yield Line("generate", "beams", "stock's loop", "over the paged cache; prompts stored once")
+    yield _speculation_line(plan)
+
+
+def _speculation_line(plan: Plan) -> Line:
+    config = plan.config.speculative
+    if config is None:
+        return Line("generate", "speculation", "off", "unless a call asks for it")
+    drafters = config.drafter if isinstance(config.drafter, list | tuple) else [config.drafter]
+    names = ", ".join(drafter if isinstance(drafter, str) else type(drafter).__name__ for drafter in drafters)
+    length = f"up to {config.max_draft} tokens" if config.num_draft == "auto" else f"{config.num_draft} tokens"
+    return Line("generate", "speculation", names, f"{length} a pass, verified by {config.verify}")
 
 
 def _undo_line(plan: Plan) -> Line:

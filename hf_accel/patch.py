@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .attention.hf import BACKEND_ATTRIBUTE
 from .attention.hf import NAME as ATTENTION_NAME
-from .config import Default, PatchConfig
+from .config import Default, PatchConfig, WeightConfig
 from .errors import UnsupportedError
 from .fused.products import Products
 from .fused.shared_input import SharedInput
@@ -26,6 +26,8 @@ from .linear.hf import METHOD, AccelConfig, AccelQuantizer, module_settings
 from .originals import Originals
 from .pack import Packed, replace_linears
 from .plan import Plan, make_plan
+from .survey import common_group_size
+from .twin import twin
 
 Model = TypeVar("Model", bound=nn.Module)
 INT8: Any = Default("int8")
@@ -73,6 +75,8 @@ def patch(
         ones, True keeps them in memory, False frees them for good.
     deterministic: a request's tokens then never depend on what runs beside it, nor on how its prompt is cut; refused
         where some part cannot promise that, and slower for many rows of float weights.
+    speculative: how generate drafts tokens where a call does not say: None (default), "auto", "ngram", "suffix",
+        "self-int4", a draft model, or a SpeculativeConfig.
     config: a PatchConfig or a dict of these keywords, which the keywords given override.
 
     Raises UnsupportedError, with the model as it was, for what cannot be done.
@@ -133,6 +137,16 @@ def stats(model: nn.Module) -> dict[str, Any]:
 
 def _inner(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def make_draft(model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
+    """A patched model over the same Parameters, with its linears in `weights`; the model given does not notice."""
+    draft: Any = twin(model)
+    if is_patched(draft):
+        unpatch(draft)
+    wanted = WeightConfig(bits=4, group_size=common_group_size(draft)) if weights == "int4" else weights
+    made: PreTrainedModel = patch(draft, weights=wanted, keep_original=True)
+    return made
 
 
 def _catch_up(model: PreTrainedModel, journal: Journal) -> None:
@@ -238,7 +252,12 @@ def _share_inputs(todo: Plan, journal: Journal) -> None:
 
 def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> None:
     model = todo.model
-    generation = GenerationState(None if todo.stock_cache else todo.config.cache)
+    generation = GenerationState(
+        None if todo.stock_cache else todo.config.cache,
+        speculative=todo.config.speculative,
+        ragged_refusal=todo.stock_loop,
+        make_draft=make_draft,
+    )
     state = PatchState(todo.config, todo.to_dict(), journal, originals, generation)
     journal.attribute(model, STATE, state)
     if not todo.stock_cache:

@@ -22,6 +22,7 @@ from .errors import UnsupportedError
 from .explain import Line, explain, table
 from .fused.products import FLOAT_ROWS, UNLIMITED
 from .fused.sites import Dropped, FusedSite, SharedSite, fused_sites, native_linears, shared_sites
+from .generation.hf import model_refusal
 from .hardware import detect, read_bandwidth
 from .kernels import cpu as kernels
 from .linear import Choice, LinearSpec, QuantLinear, Workers
@@ -98,6 +99,7 @@ class Plan:
     fused: FusedPlan
     stock_attention: str | None
     stock_cache: str | None
+    stock_loop: str | None
     lines: tuple[Line, ...]
     bytes_before: int
     bytes_after: int
@@ -174,6 +176,7 @@ def make_plan(model: object, config: PatchConfig, *, find_originals: FindOrigina
         fused=_plan_fused(inner, config, linears),
         stock_attention=stock_attention,
         stock_cache=stock_cache,
+        stock_loop=_stock_loop(inner, config, stock_cache),
         lines=(),
         bytes_before=before,
         bytes_after=after,
@@ -200,6 +203,14 @@ def _refusal(keyword: str, config: PatchConfig, refusal: str | None, *, wanted: 
         raise UnsupportedError(
             f"{keyword}= was asked for, but {refusal}; leave {keyword}= out, or pass {keyword}=None"
         )
+    return refusal
+
+
+def _stock_loop(model: PreTrainedModel, config: PatchConfig, stock_cache: str | None) -> str | None:
+    """Why generate stays on transformers' loops; raises if speculation was asked for, which they do not have."""
+    refusal = stock_cache or model_refusal(model)
+    if refusal is not None and config.speculative is not None:
+        raise UnsupportedError(f"speculative= was asked for, but {refusal}; leave speculative= out")
     return refusal
 
 

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .attention import AttentionSpec
 from .cache.hf import layer_windows
+from .config import GROUP_SIZES
 from .errors import UnsupportedError
 
 
@@ -75,6 +76,13 @@ def linear_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[Line
             tied = any(isinstance(owner, nn.Embedding) for owner in owners[id(module.weight)])
             reason = _reason_to_skip(model, name, module, owners, skip, head)
             yield LinearSite(name, module, is_head=module is head, is_tied=tied, skip=reason)
+
+
+def common_group_size(model: PreTrainedModel) -> int:
+    """The largest group of inputs that divides those of every Linear; the smallest known if none does."""
+    widths = [site.weight.shape[1] for site in linear_sites(model, ()) if not site.is_head and site.skip is None]
+    fitting = [size for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
+    return max(fitting, default=min(GROUP_SIZES))
 
 
 def _weight_owners(model: PreTrainedModel) -> dict[int, list[nn.Module]]:

@@ -25,9 +25,15 @@ CORE = {  # room -> the rooms before it
     "generation": {"kernels", "cache", "attention", "linear", "fused"},
 }
 COMPOSITION = [  # each may use those before it
-    "originals", "survey", "estimate", "explain", "plan", "pack", "patch", "loading", "verify",
+    "originals", "survey", "estimate", "explain", "plan", "pack", "twin", "patch", "loading", "verify",
 ]  # fmt: skip
-BOOKKEEPING = {"cache.pool", "cache.prefix", "cache.table", "config", "errors"}  # and what that may use
+BOOKKEEPING = {  # and what that may use
+    "config", "errors", "cache.pool", "cache.prefix", "cache.table", "generation.acceptance_rates",
+    "generation.allocation", "generation.break_even", "generation.controller", "generation.cost_table",
+    "generation.drafters.base", "generation.drafters.copying", "generation.drafters.ngram",
+    "generation.drafters.suffix", "generation.scheduler", "generation.sequence", "generation.statistics",
+    "generation.stopping", "generation.stream", "generation.waiting",
+}  # fmt: skip
 
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "other"}
 LONGEST_FILE = 360
@@ -36,6 +42,9 @@ PUBLIC_NAMES = [
     "AccelConfig",
     "CacheConfig",
     "Certificate",
+    "Draft",
+    "Drafter",
+    "Engine",
     "Estimate",
     "HfAccelError",
     "HfAccelWarning",
@@ -43,6 +52,9 @@ PUBLIC_NAMES = [
     "PagedCache",
     "PatchConfig",
     "Plan",
+    "Request",
+    "SamplingParams",
+    "SpeculativeConfig",
     "UnsupportedError",
     "WeightConfig",
     "estimate",
@@ -64,6 +76,8 @@ KEYWORDS = {
         "bits", "group_size", "symmetric", "activations", "method", "calibration", "skip", "head", "only_if_faster",
     ],
     "CacheConfig": ["block_size", "dtype", "max_tokens", "prefix_sharing"],
+    "SpeculativeConfig": ["drafter", "num_draft", "max_draft", "verify", "ngram"],
+    "Engine": ["max_tokens", "tokenizer", "token_budget", "max_running", "speculative"],
 }  # fmt: skip
 
 
@@ -116,7 +130,8 @@ def outer(names: set[str]) -> set[str]:
 
 
 def is_seam(module: str) -> bool:
-    return module.rpartition(".")[2] == "hf"
+    """hf.py, or a file in a folder hf/."""
+    return "hf" in module.split(".")
 
 
 def each_file(*rooms: str) -> list[object]:

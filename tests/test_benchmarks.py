@@ -30,7 +30,7 @@ from benchmarks.tables import Table, cell
 from benchmarks.timing import Generation, median_ratio, take_turns, time_generate
 from benchmarks.waste import admit, lengths, waste
 from hf_accel.cache import BlockPool, BlockTable
-from hf_accel.verify import twin
+from hf_accel.twin import twin
 
 SMALL = ["--model", "tiny", "--context", "20", "--rounds", "1", "--quick"]
 OURS = "hf_accel exact,hf_accel int8,hf_accel int4"

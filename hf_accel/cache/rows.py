@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -51,11 +52,17 @@ class Span:
     count: int
 
 
+def _rolls(group: PageGroup) -> bool:
+    """Whether a row of any length fits, because a new block never comes before the window has left an old one."""
+    return group.window is not None and group.pool.num_blocks > -(-(group.window - 1) // group.pool.block_size)
+
+
 class Pages:
     """What a scheduler asks of the groups of pages: room, known beginnings, going back."""
 
     def __init__(self, groups: list[PageGroup]) -> None:
         self.groups = groups
+        self.shares_prefixes = all(group.index is not None for group in groups)
 
     @property
     def block_size(self) -> int:
@@ -63,46 +70,82 @@ class Pages:
 
     @property
     def capacity(self) -> int | None:
-        """Tokens that one sequence alone can have; None if the pools grow."""
-        pools = [group.pool for group in self.groups]
-        if all(pool.growable for pool in pools):
-            return None
-        return min(pool.num_blocks * pool.block_size for pool in pools if not pool.growable)
+        """Tokens that one sequence alone can have; None if nothing bounds them."""
+        bounded = [g.pool.num_blocks * self.block_size for g in self.groups if not g.pool.growable and not _rolls(g)]
+        return min(bounded, default=None)
 
     # -- rows ------------------------------------------------------------------------------------------
 
     def open(self, token_ids: Sequence[int]) -> Row:
-        """A row that begins with what is known of these tokens; at least the last is left to compute."""
+        """A row that begins with what is known of these tokens; at least the last is left to compute.
+
+        Only whole blocks are taken. A part of one would be copied before it is written to, and blocks that are
+        published by the pass that computes them hold nothing yet.
+        """
         row = Row([BlockTable(group.pool) for group in self.groups], None)
-        if any(group.index is None for group in self.groups):
+        if not self.shares_prefixes:
             return row
         matches = [group.index.match(token_ids) for group in self.groups if group.index is not None]
-        known = min(min(map(len, matches)) * self.block_size, len(token_ids) - 1)
+        known = min(min(map(len, matches)), (len(token_ids) - 1) // self.block_size)
         if known > 0:
             for table, blocks in zip(row.tables, matches, strict=True):
-                table.adopt(blocks[: -(-known // self.block_size)], known)
+                table.adopt(blocks[:known], known * self.block_size)
         return row
 
-    def can_append(self, row: Row, count: int) -> bool:
-        tables = zip(self.groups, row.tables, strict=True)
-        return all(group.pool.can_allocate(table.blocks_needed(count)) for group, table in tables)
+    def free_blocks(self) -> list[int]:
+        """For each group, the blocks that can be given out; sys.maxsize where the pool grows."""
+        return [sys.maxsize if group.pool.growable else group.pool.num_free for group in self.groups]
 
-    def append(self, row: Row, count: int) -> None:
-        """Slots for `count` more tokens. Raises OutOfBlocksError, with the row as it was."""
-        if not self.can_append(row, count):
+    def blocks_for(self, row: Row, count: int) -> list[int]:
+        """For each group, the blocks that `count` more tokens of a row take; at most those in a sliding window."""
+        return [
+            table.blocks_needed(count if group.window is None else min(count, group.window))
+            for group, table in zip(self.groups, row.tables, strict=True)
+        ]
+
+    def slide(self, row: Row, start: int) -> None:
+        """Let go of what lies behind the windows of the token `start`; the row cannot go back further than to it."""
+        for group, table in zip(self.groups, row.tables, strict=True):
+            if group.window is not None:
+                table.drop_before(start - group.window + 1)
+
+    def room(self, row: Row, most: int, *, start: int | None = None) -> int:
+        """How many tokens can be appended, at most `most`. start: as for `append`."""
+        self.slide(row, row.num_tokens if start is None else start)
+        for group, table in zip(self.groups, row.tables, strict=True):
+            if not group.pool.growable:
+                most = min(most, table.slots_with(group.pool.num_free))
+        return most
+
+    def can_append(self, row: Row, count: int, *, start: int | None = None) -> bool:
+        return self.room(row, count, start=start) == count
+
+    def append(self, row: Row, count: int, *, start: int | None = None) -> None:
+        """Slots for `count` more tokens. Raises OutOfBlocksError, with the row's tokens as they were.
+
+        start: the first token that the coming pass computes, if the row has slots for it already. The row slides
+        to it when a new block is needed, and not when tokens are taken back, so that it can go back.
+        """
+        for table in row.tables:
+            if not table.has_slots(count):
+                break
+        else:
+            for table in row.tables:
+                table.num_tokens += count
+            return
+        if not self.can_append(row, count, start=start):
             for group, table in zip(self.groups, row.tables, strict=True):
                 group.pool.require(table.blocks_needed(count))
             raise OutOfBlocksError(f"no blocks for {count} more tokens")
         for group, table in zip(self.groups, row.tables, strict=True):
-            if group.window is not None:  # here, and not earlier, so that a row can go back
-                table.drop_before(table.num_tokens - group.window + 1)
             group.copy(table.append(count))
 
     def publish(self, row: Row, token_ids: Sequence[int]) -> None:
         """Let others find the full blocks of `token_ids`, which the row begins with and will not take back."""
-        for group, table in zip(self.groups, row.tables, strict=True):
-            if group.index is not None:
-                group.index.insert(token_ids, table.blocks)
+        if self.shares_prefixes:
+            for group, table in zip(self.groups, row.tables, strict=True):
+                if group.index is not None:
+                    group.index.insert(token_ids, table.blocks)
 
     def forget(self) -> None:
         """Let nobody find any block: after a pass that failed they may hold anything."""
@@ -124,6 +167,18 @@ class Pages:
             fresh=False,
             contiguous=[True] * len(self.groups),
         )
+
+
+def num_live_tokens(rows: Iterable[Row], index: int) -> int:
+    """Tokens that rows hold in the pages of a group, those of a shared block counted once."""
+    tokens_in_block: dict[int, int] = {}
+    for row in rows:
+        table = row.tables[index]
+        size = table.pool.block_size
+        for number, block in enumerate(table.blocks):
+            filled = min(size, table.num_held_tokens - number * size)
+            tokens_in_block[block] = max(filled, tokens_in_block.get(block, 0))
+    return sum(tokens_in_block.values())
 
 
 def group_step(group: PageGroup, index: int, spans: Sequence[Span], device: torch.device) -> GroupStep:

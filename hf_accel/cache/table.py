@@ -36,6 +36,17 @@ class BlockTable:
         filled = self.num_held_tokens % self.pool.block_size
         return num_tokens > 0 and filled > 0 and not self.pool.is_writable(self.blocks[-1])
 
+    def has_slots(self, num_tokens: int) -> bool:
+        """Whether `append` only counts: the last block has the slots, and this table alone may write to it."""
+        size = self.pool.block_size
+        filled = self.num_tokens % size
+        return 0 < filled <= size - num_tokens and self.pool.is_writable(self.blocks[-1])
+
+    def slots_with(self, num_blocks: int) -> int:
+        """Tokens that can be appended if the pool gives so many blocks."""
+        num_blocks -= self._copies_last(1)
+        return -self.num_tokens % self.pool.block_size + num_blocks * self.pool.block_size if num_blocks >= 0 else 0
+
     def append(self, num_tokens: int) -> list[tuple[int, int]]:
         """Room for more tokens; returns the (source, destination) block copies to make before they are written.
 

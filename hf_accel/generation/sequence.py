@@ -27,6 +27,8 @@ class Sequence:
     sampling: how the next token is chosen. seed: of the sequence's own random numbers.
     stop: called with the sequence after each new token; a reason ends it there ("stop", "length").
     priority: higher goes first. arrival: the order among equals, given by the scheduler.
+    followers: other samples of the same prompt, which begin from this one's pages.
+    keeps_row: whether the pages outlive the sequence, in kept_row.
     """
 
     tokens: list[int]
@@ -44,7 +46,9 @@ class Sequence:
     arrival: int = -1
     num_preemptions: int = 0
     followers: list[Sequence] = field(default_factory=list)
-    notes: dict[str, Any] = field(default_factory=dict)  # of those who run it: a drafter, a controller, a stream
+    keeps_row: bool = False
+    kept_row: Row | None = None
+    notes: dict[str, Any] = field(default_factory=dict)  # what its stop rule remembers
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..cache.hf import PagedCache
 from ..patch import is_patched
-from .twin import state_of
+from .references import state_of
 
 
 def greedy(model: PreTrainedModel, prompt: Tensor, num_new: int, **settings: Any) -> Any:

@@ -34,7 +34,7 @@ from ..hardware import detect
 from ..linear import QuantLinear
 from ..linear.reference import Reference as PlainTorch
 from .passes import last_logits, new_cache
-from .twin import WIDER, widened
+from .references import WIDER, widened
 
 LARGEST_ARBITER = 8 * 2**30  # bytes of its float weights
 SINGLE_STEPS = 8  # tokens at the end of a history that are computed one by one, at the least

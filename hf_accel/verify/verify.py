@@ -19,8 +19,8 @@ from ..patch import is_patched
 from .certificate import Certificate, Cost, Verdict
 from .cost import measure_cost, windows_of
 from .passes import continuation, last_logits
+from .references import float_reference, is_quantized, kv_config, quantized_reference, state_of
 from .rounding import Reference
-from .twin import float_reference, is_quantized, kv_config, quantized_reference, state_of
 
 # Keywords of generate() that may change how the model finds its tokens, and never which: not for the reference.
 OF_THE_MODEL = ("speculative", "assistant_model", "prompt_lookup_num_tokens")

@@ -264,4 +264,6 @@ def test_stats() -> None:
 def test_stats_of_a_stock_cache() -> None:
     model = hf_accel.patch(build("llama"), weights=None)
     generate(model, cache_implementation="static")
-    assert hf_accel.stats(model).keys() == {"seconds", "sequences", "new_tokens", "tokens_per_second"}
+    stats = hf_accel.stats(model)
+    assert stats.keys() == {"seconds", "sequences", "new_tokens", "tokens_per_second", "loop"}
+    assert stats["loop"] == "stock: it has no paged cache"

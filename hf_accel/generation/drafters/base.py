@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import abc
 from dataclasses import dataclass, field
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ..sequence import Sequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -17,10 +19,12 @@ class Draft:
 
     probabilities: [len(tokens), V] float32, the law that each token was drawn from, after all processing; None for
     tokens that were not drawn but looked up or taken greedily.
+    source: what proposed it, where several could have.
     """
 
     tokens: list[int] = field(default_factory=list)
     probabilities: Tensor | None = None
+    source: str = ""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -30,11 +34,11 @@ class Drafter(ABC):
     """Proposes tokens for many sequences at once. What it knows of a sequence it learns from `sequence.tokens`, which
     only ever grow; rejected drafts never stand there.
 
-    cost: of one drafted token, in passes of the model for one sequence: about 0 for what is looked up.
+    name: of the source, of which acceptance and cost are learnt. is_free: it costs no pass of any model.
     """
 
     name: str
-    is_free: bool = False  # costs no pass of any model
+    is_free: bool = False
 
     @abstractmethod
     def propose(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> list[Draft]:
@@ -44,5 +48,9 @@ class Drafter(ABC):
         (Draft.probabilities): dropping it would change the law of the output.
         """
 
-    def forget(self, sequence: Sequence) -> None:
+    def catch_up(self, sequences: abc.Sequence[Sequence]) -> None:  # noqa: B027 - most have nothing to catch up with
+        """Called before `propose`: take in what the sequences have grown by (the K and V of a prompt, say). What is
+        done here instead of there does not count as the cost of a drafted token."""
+
+    def forget(self, sequence: Sequence) -> None:  # noqa: B027 - most have nothing to free
         """The sequence has ended: free what is held for it. Unknown sequences are ignored."""

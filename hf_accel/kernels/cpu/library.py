@@ -103,7 +103,7 @@ def threads() -> int:
 
 def function(name: str, *argtypes: Any) -> Callable[..., None]:
     """The C function hfa_`name` as a callable that raises HfAccelError when it fails; resolved once by the caller."""
-    raw = getattr(_library(), f"hfa_{name}")
+    raw = _library()[f"hfa_{name}"]  # not an attribute, which all callers would share with its argtypes
     raw.argtypes = argtypes
 
     def call(*args: Any) -> None:

@@ -11,8 +11,8 @@ import hf_accel
 from hf_accel.linear import QuantLinear
 from hf_accel.linear.activations import round_groups
 from hf_accel.verify import rounding as module
+from hf_accel.verify.references import quantized_reference
 from hf_accel.verify.rounding import Jitter, Reference, flip_nearest, spread
-from hf_accel.verify.twin import quantized_reference
 
 from ...parity.families import FAMILIES, build, prompts
 from ...parity.snapshot import snapshot

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +12,16 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..config import CacheConfig
-from ..errors import UnsupportedError
-from .group import PageGroup
-from .sequences import Sequences
-from .step import GroupStep, Step
-from .storage import KVStorage
+from ...config import CacheConfig
+from ...errors import UnsupportedError
+from ..group import PageGroup
+from ..rows import Row
+from ..sequences import Sequences
+from ..step import Step
+from .handle import PagedKV, bypassed
 
 FIRST_TOKENS = 1024  # where a cache that grows begins, over all sequences
 QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-PAGED_HANDLE = "_hf_accel_paged"  # the attribute of a K tensor that carries its PagedKV to the attention function
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
@@ -46,19 +45,25 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     return windows
 
 
-@dataclass
-class PagedKV:
-    """What an attention function needs to read a layer's pages during one forward pass."""
-
-    layer: PagedLayer
-    storage: KVStorage
-    step: Step
-    group_step: GroupStep
-    contiguous: bool
-
-    def columns(self) -> tuple[Tensor, Tensor]:
-        """K and V of all columns, [B, Hkv, T, D], zero in the padding."""
-        return self.layer.columns()
+def page_groups(
+    config: PreTrainedConfig, settings: CacheConfig, *, capacity: int = FIRST_TOKENS
+) -> tuple[list[PageGroup], list[int]]:
+    """A PageGroup for each kind of layer, and the number of each layer's group. capacity: tokens to begin with."""
+    windows = layer_windows(config)
+    tokens = capacity if settings.max_tokens is None else settings.max_tokens
+    kinds = list(dict.fromkeys(windows))
+    groups = [
+        PageGroup(
+            window=window,
+            num_blocks=max(1, -(-tokens // settings.block_size)),
+            block_size=settings.block_size,
+            growable=settings.max_tokens is None,
+            prefix_sharing=settings.prefix_sharing,
+            quantized=QUANTIZED.get(settings.dtype),
+        )
+        for window in kinds
+    ]
+    return groups, [kinds.index(window) for window in windows]
 
 
 class PagedLayer(CacheLayerMixin):
@@ -114,10 +119,7 @@ class PagedLayer(CacheLayerMixin):
         if step.gathers:
             return self.columns()
         handle = PagedKV(self, storage, step, group_step, step.contiguous[self.group_index])
-        key_states = key_states.view_as(key_states)
-        setattr(key_states, PAGED_HANDLE, handle)
-        self.cache.unread = self
-        return key_states, value_states
+        return handle.attach(key_states), value_states
 
     def columns(self) -> tuple[Tensor, Tensor]:
         """K and V of all columns, [B, Hkv, T, D], gathered; zero in the padding and behind the window."""
@@ -167,21 +169,8 @@ class PagedCache(Cache):
         if cache_config is not None and keywords:
             raise UnsupportedError("give PagedCache a CacheConfig or its keywords, not both")
         settings = CacheConfig(**keywords) if cache_config is None else cache_config
-        windows = layer_windows(config)
-        tokens = capacity if settings.max_tokens is None else settings.max_tokens
-        kinds = list(dict.fromkeys(windows))
-        groups = [
-            PageGroup(
-                window=window,
-                num_blocks=max(1, -(-tokens // settings.block_size)),
-                block_size=settings.block_size,
-                growable=settings.max_tokens is None,
-                prefix_sharing=settings.prefix_sharing,
-                quantized=QUANTIZED.get(settings.dtype),
-            )
-            for window in kinds
-        ]
-        self._bind(settings, Sequences(groups), [kinds.index(w) for w in windows])
+        groups, group_of_layer = page_groups(config, settings, capacity=capacity)
+        self._bind(settings, Sequences(groups), group_of_layer)
 
     def _bind(self, settings: CacheConfig, sequences: Sequences, group_of_layer: list[int]) -> None:
         self.settings = settings
@@ -233,10 +222,7 @@ class PagedCache(Cache):
     def _check_read(self) -> None:
         if self.unread is not None:
             layer, self.unread = self.unread, None
-            raise UnsupportedError(
-                f"the attention of layer {layer.layer_idx} did not read the paged cache (the model changes K on the "
-                "way to its attention function); patch this model with cache=None"
-            )
+            raise UnsupportedError(bypassed(layer.layer_idx))
 
     def step_for(self, layer: PagedLayer, keys: Tensor) -> Step:
         """The Step of this layer's update: as a patched model prepared it, or one where every column is a token."""
@@ -261,6 +247,13 @@ class PagedCache(Cache):
         skipped = self.sequences.adopt_prefix(token_ids, mask)
         self._set_columns()
         return skipped
+
+    def take_rows(self, rows: list[Row], real: Tensor | None, num_columns: int) -> None:
+        """Hold these rows, and no others, as the sequences of [B, num_columns] columns; real: as in Sequences."""
+        self._settle()
+        self.sequences.reset()
+        self.sequences.rows, self.sequences.real, self.sequences.num_columns = rows, real, num_columns
+        self._set_columns()
 
     @property
     def has_prefixes(self) -> bool:

@@ -14,9 +14,9 @@ from hf_accel.generation.hf import AcceleratedGeneration
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear, choose
 from hf_accel.linear.onednn import is_exact
-from hf_accel.verify import twin
+from hf_accel.twin import twin
 from hf_accel.verify.passes import new_cache
-from hf_accel.verify.twin import float_reference, quantized_reference, widened
+from hf_accel.verify.references import float_reference, quantized_reference, widened
 
 from ...parity.families import DECODER, FAMILIES, build, inputs
 from ...parity.snapshot import snapshot

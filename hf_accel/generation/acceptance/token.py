@@ -1,0 +1,25 @@
+"""Verification token by token (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318)."""
+
+from __future__ import annotations
+
+from collections import abc
+
+from .rejection import Drawn, RejectionVerifier
+
+
+class TokenVerifier(RejectionVerifier):
+    """A drafted token x stays with probability min(1, p(x) / q(x)); the first that does not ends the draft."""
+
+    name = "token"
+
+    def accept(self, drawn: abc.Sequence[Drawn]) -> list[tuple[int, float]]:
+        return [(num_accepted(draft), 1.0) for draft in drawn]
+
+
+def num_accepted(draft: Drawn) -> int:
+    count = 0
+    for p, q, u in zip(draft.p_drafted, draft.q_drafted, draft.uniforms, strict=True):
+        if not u * q < p:  # strictly: u may be 0, and a token of probability 0 must not stay
+            break
+        count += 1
+    return count

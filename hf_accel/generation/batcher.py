@@ -1,0 +1,172 @@
+"""One pass after the other over whatever sequences there are: decode, verification and prefill in the same call."""
+
+from __future__ import annotations
+
+import time
+from collections import abc
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ..cache.rows import Pages, Row, Span
+from .choice import Chosen, choose
+from .logprobs import TokenLogprobs
+from .runner import Runner
+from .scheduler import Scheduler
+from .sequence import Chunk, Sequence
+from .speculation import Speculation
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a pass brought a sequence: new tokens, their log-probabilities where asked for; error: why it failed."""
+
+    sequence: Sequence
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    error: BaseException | None = None
+
+
+class Batcher:
+    """Sequences of any length and age over one model and its pages (continuous batching, Yu et al. 2022, Orca).
+
+    A sequence's tokens do not depend on the others, as far as the model's kernels are row-invariant.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        pages: Pages,
+        speculation: Speculation,
+        *,
+        token_budget: int | None = None,
+        max_running: int | None = None,
+    ) -> None:
+        self.runner, self.pages, self.speculation = runner, pages, speculation
+        self.scheduler = Scheduler(pages, token_budget=token_budget, max_running=max_running)
+        self.token_budget = token_budget
+        self.num_passes = self.num_computed = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Raises OutOfBlocksError for a sequence that the pages could never hold."""
+        self.scheduler.add(sequence)
+
+    def enter(self, sequence: Sequence, row: Row) -> None:
+        """Add a sequence that begins with what `row` holds of it already."""
+        self.scheduler.enter(sequence, row)
+
+    def remove(self, sequence: Sequence, reason: str, error: BaseException | None = None) -> None:
+        """End a sequence now: its blocks are free, and it is in no later pass."""
+        self.speculation.forget(sequence)
+        self.scheduler.remove(sequence, reason, error)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @torch.no_grad()
+    def step(self) -> list[Progress]:
+        """One pass; what it brought each sequence that it brought something.
+
+        After an exception of the model itself every sequence is as it was before the pass, but computed anew.
+        """
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return self._failed()
+        start = time.perf_counter()
+        try:
+            drafts = self.speculation.propose(chunks, self._room(chunks), self.pages)
+            logits = self._forward(chunks, drafts)
+        except BaseException:
+            self.scheduler.restart()
+            raise
+        progress = self._choose(chunks, drafts, logits)
+        rows = sum(chunk.count + len(draft) for chunk, draft in zip(chunks, drafts, strict=True))
+        self.speculation.observe_pass(rows, time.perf_counter() - start)
+        self.num_passes, self.num_computed = self.num_passes + 1, self.num_computed + rows
+        return self._failed() + progress
+
+    def _room(self, chunks: abc.Sequence[Chunk]) -> int | None:
+        """Tokens of the budget that are left for drafts."""
+        return None if self.token_budget is None else self.token_budget - sum(chunk.count for chunk in chunks)
+
+    def _failed(self) -> list[Progress]:
+        """Sequences that the scheduler itself had to give up."""
+        return [Progress(s, [], error=s.error) for s in self.scheduler.take_failed()]
+
+    # -- the pass --------------------------------------------------------------------------------------
+
+    def _forward(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[list[int]]) -> Tensor:
+        """Logits of every chunk that reaches its sequence's end: of its last token, and of each drafted one."""
+        ids: list[int] = []
+        positions: list[int] = []
+        keep: list[int] = []
+        spans = []
+        for chunk, draft in zip(chunks, drafts, strict=True):
+            sequence, start = chunk.sequence, chunk.sequence.num_computed
+            assert sequence.row is not None
+            count = chunk.count + len(draft)
+            ids += sequence.tokens[start : start + chunk.count]
+            ids += draft
+            positions += range(start, start + count)
+            spans.append(Span(sequence.row, start, count))
+            if chunk.reaches_end:
+                keep += range(len(ids) - len(draft) - 1, len(ids))
+        return self.runner(ids, positions, self.pages.step(spans, self.runner.device), keep)
+
+    def _choose(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[list[int]], logits: Tensor) -> list[Progress]:
+        ends = [(c.sequence, d) for c, d in zip(chunks, drafts, strict=True) if c.reaches_end]
+        for chunk in chunks:
+            chunk.sequence.num_computed += chunk.count
+        sequences, rows = self._with_followers([s for s, _ in ends], [len(d) + 1 for _, d in ends])
+        if len(rows) != len(logits):
+            logits = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
+        proposed = [self.speculation.draft_of(sequence) for sequence in sequences]
+        chosen = choose(logits, sequences, proposed, self.speculation.verifier)
+        return [self._commit(*pair) for pair in zip(sequences, chosen, strict=True)]
+
+    def _with_followers(self, sequences: list[Sequence], counts: list[int]) -> tuple[list[Sequence], list[int]]:
+        """Samples of one prompt begin from the same logits, each after its leader: sequences, and logits rows."""
+        all_sequences: list[Sequence] = []
+        rows: list[int] = []
+        ends = list(accumulate(counts))
+        for sequence, count, end in zip(sequences, counts, ends, strict=True):
+            group = [sequence, *(self.scheduler.fork(sequence) if sequence.followers else [])]
+            all_sequences += group
+            rows += list(range(end - count, end)) * len(group)
+        return all_sequences, rows
+
+    def _commit(self, sequence: Sequence, chosen: Chosen | BaseException) -> Progress:
+        if isinstance(chosen, BaseException):
+            self.remove(sequence, "error", chosen)
+            return Progress(sequence, [], error=chosen)
+        try:
+            tokens, reason = self._append(sequence, chosen.tokens)
+        except Exception as error:  # the user's own rule for stopping
+            self.remove(sequence, "error", error)
+            return Progress(sequence, [], error=error)
+        self.speculation.observe(sequence, chosen.num_accepted, len(tokens))
+        before, sequence.num_computed = sequence.num_computed, len(sequence.tokens) - 1
+        assert sequence.row is not None
+        sequence.row.truncate(sequence.num_computed)
+        if sequence.num_computed // self.pages.block_size > (before - 1) // self.pages.block_size:
+            self.pages.publish(sequence.row, sequence.tokens[: sequence.num_computed])
+        if reason is not None:
+            if sequence.keeps_row:
+                sequence.kept_row = sequence.row.fork()
+            self.remove(sequence, reason)
+        return Progress(sequence, tokens, chosen.logprobs and chosen.logprobs[: len(tokens)])
+
+    @staticmethod
+    def _append(sequence: Sequence, tokens: list[int]) -> tuple[list[int], str | None]:
+        """Tokens up to the first at which the sequence ends, and why it does; stops are looked for token by token."""
+        for number, token in enumerate(tokens, start=1):
+            sequence.tokens.append(token)
+            reason = sequence.stop(sequence) if sequence.stop is not None else None
+            if reason is None and sequence.num_left <= 0:
+                reason = "length"
+            if reason is not None:
+                return tokens[:number], reason
+        return tokens, None

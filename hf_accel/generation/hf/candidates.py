@@ -1,0 +1,54 @@
+"""transformers' CandidateGenerators as a Drafter."""
+
+from __future__ import annotations
+
+import copy
+from collections import abc
+from typing import Any
+
+import torch
+
+from ..drafters.base import Draft, Drafter
+from ..sequence import Sequence
+
+
+class CandidateDrafter(Drafter):
+    """A CandidateGenerator for each sequence: a copy of the one given, or what a function without arguments makes.
+
+    Its candidates count as looked up, whatever scores come with them: keeping each with the probability that the
+    model itself gives it is exact for any candidate, drawn from whatever law, and some generators hand out the scores
+    of a law that they did not draw from.
+    """
+
+    name = "candidates"
+
+    def __init__(self, generator: Any) -> None:
+        self.make = (lambda: copy.deepcopy(generator)) if hasattr(generator, "get_candidates") else generator
+        self._generators: dict[Sequence, Any] = {}
+        self._proposed: dict[Sequence, tuple[int, int]] = {}
+
+    def propose(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> list[Draft]:
+        return [self._one(sequence, length) for sequence, length in zip(sequences, lengths, strict=True)]
+
+    def _one(self, sequence: Sequence, length: int) -> Draft:
+        if not length:
+            return Draft()
+        generator = self._generators.get(sequence)
+        if generator is None:
+            generator = self._generators[sequence] = self.make()
+        ids = torch.tensor([sequence.tokens], dtype=torch.int64)
+        self._tell(generator, sequence, ids)
+        candidates = generator.get_candidates(ids)[0][0, len(sequence.tokens) :].tolist()[:length]
+        self._proposed[sequence] = len(sequence.tokens), len(candidates)
+        return Draft(candidates)
+
+    def _tell(self, generator: Any, sequence: Sequence, ids: torch.Tensor) -> None:
+        """Some adapt to how many of their last candidates were right."""
+        start, count = self._proposed.pop(sequence, (0, 0))
+        if count:
+            matches = min(count, len(sequence.tokens) - start - 1)
+            generator.update_candidate_strategy(ids, None, matches)
+
+    def forget(self, sequence: Sequence) -> None:
+        self._generators.pop(sequence, None)
+        self._proposed.pop(sequence, None)

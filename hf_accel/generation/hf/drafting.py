@@ -1,0 +1,146 @@
+"""From what a user asks of speculation to a drafter, a controller and a verifier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from ...cache.hf import page_groups
+from ...cache.rows import Pages
+from ...config import CacheConfig, SpeculativeConfig
+from ...errors import UnsupportedError
+from ..acceptance import verifier
+from ..acceptance.base import Verifier
+from ..controller import Controller
+from ..drafters.base import Drafter
+from ..drafters.model import ModelDrafter
+from ..drafters.ngram import NgramDrafter
+from ..drafters.suffix import SuffixDrafter
+from ..speculation import Speculation
+from .candidates import CandidateDrafter
+from .runner import ModelRunner
+from .state import STATE, GenerationState
+
+
+def make_speculation(config: SpeculativeConfig | None, runner: ModelRunner, pages: Pages) -> Speculation:
+    """runner, pages: the target's. Raises UnsupportedError for a drafter that cannot serve this model."""
+    if config is None:
+        return Speculation(verifier("token"))
+    rule = verifier(config.verify)
+    drafters = _Drafters(config, rule, runner, pages)
+    wanted = config.drafter if isinstance(config.drafter, list | tuple) else [config.drafter]
+    return Speculation(rule, [drafters.make(one) for one in wanted], _controller(config, drafters.state))
+
+
+def _controller(config: SpeculativeConfig, state: GenerationState) -> Controller:
+    """With what the last call like this one has learnt, unless another thread is using it."""
+    known = state.controllers.pop(_kind(config), None)
+    return Controller(config.num_draft, config.max_draft) if known is None else known
+
+
+def keep_learnt(config: SpeculativeConfig | None, speculation: Speculation, model: Any) -> None:
+    """At the end of a call, for the next."""
+    if config is not None:
+        vars(model)[STATE].generation.controllers[_kind(config)] = speculation.controller
+
+
+def _kind(config: SpeculativeConfig) -> tuple[Any, ...]:
+    """What a controller has learnt about: a drafter that was handed over is known by its place in memory."""
+    wanted = config.drafter if isinstance(config.drafter, list | tuple) else [config.drafter]
+    names = tuple(one if isinstance(one, str) else id(one) for one in wanted)
+    return names, config.num_draft, config.max_draft
+
+
+class _Drafters:
+    """Makes drafters for one target."""
+
+    def __init__(self, config: SpeculativeConfig, rule: Verifier, runner: ModelRunner, pages: Pages) -> None:
+        self.config, self.rule, self.runner, self.pages = config, rule, runner, pages
+        self.target: Any = runner.model
+        self.state: GenerationState = vars(self.target)[STATE].generation
+
+    def make(self, wanted: Any) -> Drafter:
+        if isinstance(wanted, str):
+            return self._named(wanted)
+        if isinstance(wanted, Drafter):
+            return wanted
+        if isinstance(wanted, CandidateGenerator) or (callable(wanted) and not isinstance(wanted, PreTrainedModel)):
+            return CandidateDrafter(wanted)
+        model = wanted.get_base_model() if hasattr(wanted, "get_base_model") else wanted
+        if isinstance(model, PreTrainedModel):
+            return self._model(model)
+        raise UnsupportedError(
+            f"speculative drafter {wanted!r} is not known; give a name ('ngram', 'suffix', 'self-int4'), a draft "
+            "model, a CandidateGenerator, a hf_accel.Drafter, or a list of these"
+        )
+
+    def _named(self, name: str) -> Drafter:
+        fewest, most = self.config.ngram
+        makers: dict[str, Callable[[], Drafter]] = {
+            "auto": SuffixDrafter,
+            "suffix": SuffixDrafter,
+            "ngram": lambda: NgramDrafter(fewest, most),
+            "self-int4": self._self_int4,
+        }
+        return makers[name]()
+
+    # -- models ----------------------------------------------------------------------------------------
+
+    def _model(self, model: PreTrainedModel) -> ModelDrafter:
+        if model is self.target:
+            raise UnsupportedError("the draft model is the model itself; use drafter='self-int4' for a coarser form")
+        self._check_vocabulary(model)
+        draft = self._twin(model, None)
+        refusal = vars(draft)[STATE].generation.ragged_refusal
+        if refusal is not None:
+            raise UnsupportedError(f"the draft model {type(model).__name__} cannot run on pages: {refusal}")
+        groups, group_of_layer = page_groups(draft.config, CacheConfig(prefix_sharing=False))
+        return self._drafter(ModelRunner(draft, groups, group_of_layer), Pages(groups))
+
+    def _self_int4(self) -> ModelDrafter:
+        """The target's own linears in INT4, over its own pages."""
+        if getattr(self.target, "is_quantized", False):
+            raise UnsupportedError(
+                "drafter='self-int4' is for a model that is not quantized, and this one is; patch it with "
+                "weights=None, or use 'suffix', 'ngram' or a draft model"
+            )
+        draft = self._twin(self.target, "int4")
+        return self._drafter(ModelRunner(draft, self.pages.groups, self.runner.group_of_layer), None)
+
+    def _twin(self, model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
+        """A patched model over the same Parameters; one that is patched already serves as it is."""
+        if weights is None and STATE in vars(model):
+            return model
+        assert self.state.make_draft is not None
+        known = self.state.drafts.get(weights)
+        if known is None or known[0] is not model:
+            known = self.state.drafts[weights] = (model, self.state.make_draft(model, weights))
+        draft: PreTrainedModel = known[1]
+        return draft
+
+    def _drafter(self, runner: ModelRunner, pages: Pages | None) -> ModelDrafter:
+        return ModelDrafter(
+            runner,
+            pages,
+            self.rule,
+            target_pages=self.pages,
+            num_tokens=_vocabulary(runner.model),
+            target_tokens=_vocabulary(self.target),
+        )
+
+    def _check_vocabulary(self, model: PreTrainedModel) -> None:
+        """Padded vocabularies of one tokenizer differ a little; those of two tokenizers mostly a lot."""
+        ours, theirs = _vocabulary(self.target), _vocabulary(model)
+        if abs(ours - theirs) > max(1024, ours // 50):
+            raise UnsupportedError(
+                f"the draft model has {theirs} tokens and the model {ours}: not the same tokenizer; use a draft model "
+                "with the same one, or pass tokenizer= and assistant_tokenizer= for transformers' own loop"
+            )
+
+
+def _vocabulary(model: Any) -> int:
+    size: int = model.config.get_text_config(decoder=True).vocab_size
+    return size

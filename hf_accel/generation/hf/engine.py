@@ -1,0 +1,240 @@
+"""Engine: continuous batching for a program that serves."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...cache.hf import page_groups
+from ...cache.rows import Pages, num_live_tokens
+from ...config import CacheConfig, Default, parse_speculative
+from ...errors import OutOfBlocksError, UnsupportedError
+from ..batcher import Batcher
+from ..engine import EngineLoop
+from ..purity import refuse_stateful
+from ..sampling import SamplingParams
+from ..sequence import Sequence
+from ..stopping import StopRules
+from ..stream import Request, Sample
+from .defaults import default_new_tokens, sampling_defaults, stop_token_ids
+from .drafting import make_speculation
+from .runner import ModelRunner
+from .state import STATE, GenerationState
+from .step import weights_salt
+
+UNSAID: Any = Default("unsaid")
+TOKEN_BUDGET = 256  # of a pass: what a prompt may delay those who are decoding
+
+
+class Engine:
+    """Serves requests as they come, each at its own pace, in a thread of its own.
+
+        with hf_accel.Engine(model, tokenizer=tokenizer) as engine:
+            request = engine.submit(prompt_ids, max_new_tokens=64, temperature=0.8, seed=1)
+            for token in request: ...
+
+    model: patched by hf_accel. max_tokens: of K and V over all requests; None grows as needed. When there are no more
+    blocks, the request that came last, of the lowest priority, gives up its own and is computed again later.
+    token_budget: most tokens of a pass, prompts included: smaller keeps those who are decoding moving, larger is more
+    per second. max_running: most requests that are under way at once. speculative: as SpeculativeConfig has it; left
+    out, as the model was patched. tokenizer: for prompts and stops that are text.
+
+    Prompts that begin alike are stored and computed once. With seed= a request's tokens do not depend on what runs
+    beside it (as far as the plan calls the model row-invariant). Leaving the `with` block waits for what is under way.
+
+    Raises UnsupportedError for a model that is not patched, or cannot run ragged.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_tokens: int | None = None,
+        tokenizer: Any = None,
+        token_budget: int | None = TOKEN_BUDGET,
+        max_running: int | None = None,
+        speculative: Any = UNSAID,
+    ) -> None:
+        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.tokenizer = tokenizer
+        state = _state(self.model)
+        settings = state.cache or CacheConfig()
+        if max_tokens is not None:
+            settings = CacheConfig(
+                block_size=settings.block_size, dtype=settings.dtype, max_tokens=max_tokens,
+                prefix_sharing=settings.prefix_sharing,
+            )  # fmt: skip
+        groups, group_of_layer = page_groups(self.model.config, settings)
+        runner, self.pages = ModelRunner(self.model, groups, group_of_layer), Pages(groups)
+        config = state.speculative if isinstance(speculative, Default) else parse_speculative(speculative)
+        self.speculation = make_speculation(config, runner, self.pages)
+        batcher = Batcher(runner, self.pages, self.speculation, token_budget=token_budget, max_running=max_running)
+        self.loop = EngineLoop(batcher, before_work=self._use_weights)
+        self._seeds = itertools.count(torch.initial_seed() % 2**62)
+
+    def _use_weights(self) -> None:
+        """Prefixes that were computed with other weights or adapters are not found any more."""
+        salt = weights_salt(self.model)
+        for group in self.pages.groups:
+            if group.index is not None:
+                group.index.use_salt(salt)
+
+    # -- requests --------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: str | Iterable[int] | Tensor,
+        *,
+        max_new_tokens: int | None = None,
+        stop: str | Iterable[str] = (),
+        stop_token_ids: Iterable[int] | None = None,
+        seed: int | None = None,
+        priority: int = 0,
+        n: int = 1,
+        **sampling: Any,
+    ) -> Request:
+        """Take on a request and return at once; the Request streams, waits and cancels.
+
+        prompt: token ids, or text if the engine has a tokenizer. max_new_tokens: the model's own default if left out.
+        stop: strings that end the text; stop_token_ids: instead of the model's end-of-sequence ids. priority: higher
+        goes first. n: samples, which share the prompt's pages. sampling: as SamplingParams; what is left out is as in
+        model.generation_config. From any thread.
+
+        Raises UnsupportedError for what cannot be met, OutOfBlocksError for a request that max_tokens can never hold.
+        """
+        ids = self._ids(prompt)
+        limits = self._limit(max_new_tokens, len(ids))
+        ends = tuple(self._ends() if stop_token_ids is None else stop_token_ids)
+        rules = StopRules(ends, stop, decode=self._decode)
+        params = self._sampling(sampling, ends)
+        first = next(self._seeds) * 2654435761 % 2**62 if seed is None else seed
+        sequences = [
+            Sequence(list(ids), limits, params, stop=rules, seed=first + number, priority=priority)
+            for number in range(self._samples(n))
+        ]
+        sequences[0].followers = sequences[1:]
+        return self._hand_over(sequences, rules)
+
+    def _hand_over(self, sequences: list[Sequence], rules: StopRules) -> Request:
+        of_sample: dict[Sample, Sequence] = {}
+        decode = self._decode
+        request = Request(
+            num_samples=len(sequences),
+            decode=None if decode is None else lambda tokens: rules.cut(decode(tokens)),
+            on_cancel=lambda sample: self.loop.cancel(of_sample[sample]),
+        )
+        of_sample.update(zip(request.samples, sequences, strict=True))
+        self.loop.submit(sequences[0], dict(zip(sequences, request.samples, strict=True)))
+        return request
+
+    def _ids(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise UnsupportedError("prompt is text; give the Engine a tokenizer=, or submit token ids")
+            prompt = self.tokenizer(prompt)["input_ids"]
+        ids = torch.as_tensor(prompt).flatten().tolist()
+        if not ids or not all(isinstance(token, int) for token in ids):
+            raise UnsupportedError(f"prompt must be a list of at least one token id, not {prompt!r}")
+        size = self.model.config.get_text_config(decoder=True).vocab_size
+        if min(ids) < 0 or max(ids) >= size:
+            raise UnsupportedError(
+                f"prompt holds token ids from {min(ids)} to {max(ids)}; the model has 0 to {size - 1}"
+            )
+        return ids
+
+    def _limit(self, max_new_tokens: int | None, num_prompt: int) -> int:
+        most = max_new_tokens if max_new_tokens is not None else default_new_tokens(self.model, num_prompt)
+        if not isinstance(most, int) or most < 1:
+            raise UnsupportedError(f"max_new_tokens={most!r} must be an integer of at least 1")
+        capacity = self.pages.capacity
+        if capacity is not None and num_prompt + most > capacity:
+            raise OutOfBlocksError(
+                f"the prompt's {num_prompt} tokens and max_new_tokens={most} need {num_prompt + most} slots, and the "
+                f"engine has {capacity}; raise max_tokens=, or ask for fewer tokens"
+            )
+        return most
+
+    def _ends(self) -> Iterable[int]:
+        return stop_token_ids(self.model)
+
+    def _sampling(self, given: dict[str, Any], ends: tuple[int, ...]) -> SamplingParams:
+        known = {field.name for field in dataclasses.fields(SamplingParams)}
+        for name in given:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(known))}"
+                raise UnsupportedError(f"submit() got an unknown keyword {name!r}; {hint}")
+        params = SamplingParams(**{**sampling_defaults(self.model, given), "stop_token_ids": ends})
+        if self.speculation.drafters:
+            refuse_stateful(params, self.model.config.get_text_config(decoder=True).vocab_size)
+        return params
+
+    @staticmethod
+    def _samples(n: int) -> int:
+        if not isinstance(n, int) or n < 1:
+            raise UnsupportedError(f"n={n!r} must be an integer of at least 1")
+        return n
+
+    @property
+    def _decode(self) -> Callable[[list[int]], str] | None:
+        return None if self.tokenizer is None else self.tokenizer.decode
+
+    # -- the engine itself -----------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Since the engine began: requests, tokens per second while busy, blocks, prefix hits, preemptions, drafts."""
+        totals, batcher = self.loop.totals, self.loop.batcher
+        pools = [group.pool for group in self.pages.groups]
+        indices = [group.index for group in self.pages.groups if group.index is not None]
+        speculation = {} if not self.speculation.drafters else self.speculation.statistics.to_dict()
+        return {
+            **dataclasses.asdict(totals),
+            "tokens_per_second": totals.new_tokens / totals.busy_seconds if totals.busy_seconds else 0.0,
+            "passes": batcher.num_passes,
+            "computed_tokens": batcher.num_computed,
+            "running": len(batcher.scheduler.running),
+            "waiting": len(batcher.scheduler.waiting),
+            "preemptions": batcher.scheduler.num_preempted,
+            "blocks_used": sum(pool.num_used for pool in pools),
+            "blocks_allocated": sum(pool.num_blocks for pool in pools),
+            "waste": self._waste(),
+            "prefix_lookups": sum(index.lookups for index in indices),
+            "prefix_hits": sum(index.hits for index in indices),
+            "speculation": speculation,
+        }
+
+    def _waste(self) -> float:
+        """The share of held slots without a token, now."""
+        pool = self.pages.groups[0].pool
+        held = pool.num_used * pool.block_size
+        rows = [sequence.row for sequence in list(self.loop.batcher.scheduler.running)]
+        return 1 - num_live_tokens([row for row in rows if row is not None], 0) / held if held else 0.0
+
+    def close(self, *, wait: bool = True) -> None:
+        """Take on nothing more, and return when all has ended. wait: let requests finish, else cancel them."""
+        self.loop.close(wait=wait)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(wait=kind is None)
+
+
+def _state(model: Any) -> GenerationState:
+    if STATE not in getattr(model, "__dict__", {}):
+        raise UnsupportedError("the model is not patched; call hf_accel.patch(model) first")
+    state: GenerationState = vars(model)[STATE].generation
+    if state.ragged_refusal is not None:
+        raise UnsupportedError(f"an Engine cannot serve this model: {state.ragged_refusal}; use model.generate()")
+    return state

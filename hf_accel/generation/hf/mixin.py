@@ -1,0 +1,268 @@
+"""The mixin that a patched model's class gets: generate over the paged cache, ragged where that can be."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch import Tensor
+from transformers.generation.configuration_utils import GenerationMode
+
+from ...cache.hf import PagedCache
+from ...config import Default, SpeculativeConfig, parse_speculative
+from ...errors import UnsupportedError
+from ...instance import Mixin
+from .assisted import assisted
+from .batch import complete_configs, generate_batch
+from .ragged import Call, run
+from .refusals import call_refusal
+from .state import STATE, CallState, GenerationState
+from .step import is_text, positions_count_tokens, positions_depend_on_length, weights_salt
+from .streams import RowStreams
+
+UNSAID = Default("unsaid")
+MAX_FIRST_TOKENS = 65536  # a cache makes room for at most this many tokens before any is written
+
+
+class AcceleratedGeneration(Mixin):
+    """Mixed into a patched model's class, in front of the original class."""
+
+    def generate(self, *args: Any, speculative: Any = UNSAID, streamer: Any = None, **kwargs: Any) -> Any:
+        """transformers' generate, and: speculative= as SpeculativeConfig has it; streamer= for any number of rows, a
+        list with one for each or one whose put() takes row=."""
+        state = self._generation_state
+        outer, state.call = state.call, CallState()
+        state.call.speculative = state.speculative if speculative is UNSAID else parse_speculative(speculative)
+        state.call.insists = speculative is not UNSAID and state.call.speculative is not None
+        state.call.streams = None if streamer is None else RowStreams(streamer)
+        if streamer is not None:
+            kwargs["streamer"] = state.call.streams
+        start = time.perf_counter()
+        try:
+            output = super().generate(*args, **kwargs)  # type: ignore[misc]
+            self._record(output if isinstance(output, Tensor) else output.sequences, time.perf_counter() - start)
+        finally:
+            state.last_cache, state.call = None, outer
+        return output
+
+    @property
+    def _generation_state(self) -> GenerationState:
+        state: GenerationState = vars(self)[STATE].generation
+        return state
+
+    def _record(self, sequences: Tensor, seconds: float) -> None:
+        state = self._generation_state
+        rows, columns = sequences.shape
+        more = {} if state.call is None else dict(state.call.statistics)
+        new_tokens = more.pop("new_tokens", rows * (columns - state.prompt_columns))
+        cache = {} if state.last_cache is None else state.last_cache.statistics()
+        state.record(new_tokens, rows, seconds, {**cache, **more})
+
+    # -- stock's modes ---------------------------------------------------------------------------------
+
+    def _validate_generation_mode(self, mode: Any, generation_config: Any, arguments: dict[str, Any]) -> None:
+        """Ragged speculation knows no limit of one row, nor of equal padding of the vocabularies."""
+        if mode == GenerationMode.ASSISTED_GENERATION and self._takes_assistant(arguments):
+            return
+        super()._validate_generation_mode(mode, generation_config, arguments)  # type: ignore[misc]
+
+    def _takes_assistant(self, arguments: dict[str, Any]) -> bool:
+        return self._generation_state.ragged_refusal is None and "assistant_tokenizer" not in arguments
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        call = self._generation_state.call
+        config = None if call is None else call.speculative
+        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+        refusal = self._refusal(*arguments, synced_gpus, model_kwargs)
+        if refusal is None:
+            return self._ragged(*arguments, streamer, config, model_kwargs)
+        if call is not None and call.insists:
+            raise UnsupportedError(f"speculative= cannot be used in this call: {refusal}; leave speculative= out")
+        self._stay_stock(refusal)
+        return super()._sample(  # type: ignore[misc]
+            *arguments, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
+        )
+
+    def _assisted_decoding(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        inputs_tensor: Any = None,
+        assistant_model: Any = None,
+        assistant_tokenizer: Any = None,
+        tokenizer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """assistant_model= and prompt_lookup_num_tokens= as speculation; other kinds on stock's loop."""
+        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+        config, refusal = assisted(generation_config, assistant_model, assistant_tokenizer)
+        refusal = refusal or self._refusal(*arguments, synced_gpus, model_kwargs)
+        if refusal is None:
+            return self._ragged(*arguments, streamer, config, model_kwargs)
+        self._stay_stock(refusal)
+        return super()._assisted_decoding(  # type: ignore[misc]
+            *arguments, synced_gpus=synced_gpus, streamer=streamer, inputs_tensor=inputs_tensor,
+            assistant_model=assistant_model, assistant_tokenizer=assistant_tokenizer, tokenizer=tokenizer,
+            **model_kwargs,
+        )  # fmt: skip
+
+    def _refusal(
+        self, input_ids: Tensor, processors: Any, criteria: Any, config: Any, synced: bool, inputs: dict[str, Any]
+    ) -> str | None:
+        state = self._generation_state
+        if state.call is None:
+            return "it was not called by generate()"
+        return state.ragged_refusal or call_refusal(
+            input_ids, processors, criteria, config, inputs, synced=synced, own_cache=state.own_cache
+        )
+
+    def _stay_stock(self, refusal: str) -> None:
+        call = self._generation_state.call
+        if call is not None:
+            call.statistics["loop"] = f"stock: {refusal}"
+
+    def _ragged(
+        self,
+        input_ids: Tensor,
+        processors: Any,
+        criteria: Any,
+        config: Any,
+        streamer: Any,
+        speculative: SpeculativeConfig | None,
+        inputs: dict[str, Any],
+    ) -> Any:
+        state = self._generation_state
+        state.prompt_columns = input_ids.shape[1]
+        call = Call(
+            model=self,  # type: ignore[arg-type]
+            input_ids=input_ids,
+            mask=inputs.get("attention_mask"),
+            processors=processors,
+            criteria=criteria,
+            config=config,
+            cache=inputs["past_key_values"],
+            streams=streamer,
+            speculative=speculative,
+            repeats=config.num_return_sequences or 1,
+        )
+        output, statistics = run(call)
+        if state.call is not None:
+            state.call.statistics |= {"loop": "ragged", **statistics}
+        return output
+
+    def generate_batch(
+        self,
+        inputs: Any,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        record_timestamps: bool = False,
+        progress_bar: bool = False,
+        persistent_manager: bool = False,
+        warmup: bool = True,
+        speculative: Any = UNSAID,
+        **kwargs: Any,
+    ) -> Any:
+        """transformers' generate_batch, ragged and unpadded: generation_config may be a list with one for each prompt;
+        kwargs are those of GenerationConfig; speculative= as SpeculativeConfig has it.
+
+        Returns stock's dict of GenerationOutput, in the order of the prompts. persistent_manager and warmup are for
+        stock's own, which nothing here needs.
+        """
+        state = self._generation_state
+        if not len(inputs):
+            return {}
+        if state.ragged_refusal is not None:
+            self._refuse_batch(generation_config, speculative, state.ragged_refusal)
+            return super().generate_batch(  # type: ignore[misc]
+                inputs, generation_config, continuous_batching_config, record_timestamps=record_timestamps,
+                progress_bar=progress_bar, persistent_manager=persistent_manager, warmup=warmup, **kwargs,
+            )  # fmt: skip
+        start = time.perf_counter()
+        outputs, statistics = generate_batch(
+            self,  # type: ignore[arg-type]
+            inputs,
+            complete_configs(self, generation_config, len(inputs), kwargs),
+            settings=continuous_batching_config,
+            speculative=state.speculative if speculative is UNSAID else parse_speculative(speculative),
+            timestamps=record_timestamps,
+            progress_bar=progress_bar,
+        )
+        new_tokens = sum(len(output.generated_tokens) for output in outputs.values())
+        state.record(new_tokens, len(outputs), time.perf_counter() - start, statistics)
+        return outputs
+
+    @staticmethod
+    def _refuse_batch(generation_config: Any, speculative: Any, refusal: str) -> None:
+        if isinstance(generation_config, list | tuple) or (speculative is not UNSAID and speculative is not None):
+            raise UnsupportedError(
+                f"generate_batch with speculative= or a list of configs is hf_accel's own, and cannot serve this "
+                f"model: {refusal}; give one generation_config, and no speculative="
+            )
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, *rest: Any
+    ) -> None:
+        state: GenerationState = vars(self)[STATE].generation
+        given = model_kwargs.get("past_key_values")
+        wanted = state.cache is not None and generation_config.use_cache is not False
+        if wanted and given is None and generation_config.cache_implementation is None:
+            rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+            model_kwargs["past_key_values"] = PagedCache(
+                self.config,  # type: ignore[attr-defined]
+                state.cache,
+                capacity=min(rows * generation_config.max_length, MAX_FIRST_TOKENS),
+            )
+        else:
+            super()._prepare_cache_for_generation(  # type: ignore[misc]
+                generation_config, model_kwargs, generation_mode, batch_size, *rest
+            )
+        cache = model_kwargs.get("past_key_values")
+        state.last_cache = cache if isinstance(cache, PagedCache) else None
+        state.own_cache = given is None
+
+    def _prefill(
+        self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Skip what the cache holds of the prompts, and compute a prompt that stock has repeated only once."""
+        vars(self)[STATE].generation.prompt_columns = input_ids.shape[1]
+        cache = model_kwargs.get("past_key_values")
+        if isinstance(cache, PagedCache) and cache.get_seq_length():
+            cache.sequences.use_salt(weights_salt(self))  # type: ignore[arg-type]
+        if not isinstance(cache, PagedCache) or cache.get_seq_length() or not is_text(model_kwargs):
+            return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        if generation_config.output_hidden_states or generation_config.output_attentions:
+            repeats = 1
+        once = {name: _every(value, repeats, len(input_ids)) for name, value in model_kwargs.items()}
+        self._adopt_prefix(cache, input_ids[::repeats], once)
+        outputs = super()._prefill(  # type: ignore[misc]
+            input_ids[::repeats], generation_config, once, *args, **kwargs
+        )
+        if repeats > 1:
+            cache.batch_repeat_interleave(repeats)
+            outputs.logits = outputs.logits.repeat_interleave(repeats, dim=0)
+        return outputs
+
+    def _adopt_prefix(self, cache: PagedCache, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
+        mask = model_kwargs.get("attention_mask")
+        mask = None if mask is None else mask.bool()
+        shareable = cache.settings.prefix_sharing and not positions_depend_on_length(self.config)  # type: ignore[attr-defined]
+        if shareable and cache.has_prefixes and positions_count_tokens(model_kwargs.get("position_ids"), mask):
+            cache.adopt_prefix(input_ids, mask, weights_salt(self))  # type: ignore[arg-type]
+
+
+def _every(value: Any, repeats: int, rows: int) -> Any:
+    return value[::repeats] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value

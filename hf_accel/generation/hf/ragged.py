@@ -1,0 +1,150 @@
+"""One call of generate() as sequences in a Batcher: nothing is padded, and a row that has ended costs nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from ...cache.hf import PagedCache
+from ...cache.rows import Pages, Row
+from ...config import SpeculativeConfig
+from ..batcher import Batcher
+from ..sequence import Sequence
+from .drafting import keep_learnt, make_speculation
+from .processing import StockSampling, StockStop
+from .runner import ModelRunner
+from .step import weights_salt
+from .streams import RowStreams
+
+
+@dataclass
+class Call:
+    """What stock's generate prepared for its loop. input_ids: [B, T], left-padded where mask [B, T] is 0.
+
+    repeats: how many rows in a row are samples of one prompt.
+    """
+
+    model: PreTrainedModel
+    input_ids: Tensor
+    mask: Tensor | None
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: Any
+    cache: PagedCache
+    streams: RowStreams | None
+    speculative: SpeculativeConfig | None
+    repeats: int
+
+    @property
+    def num_columns(self) -> int:
+        return self.input_ids.shape[1]
+
+    @property
+    def pad_token(self) -> int:
+        pad = self.config._pad_token_tensor
+        return 0 if pad is None else int(pad)
+
+
+def run(call: Call) -> tuple[Any, dict[str, Any]]:
+    """Stock's result, and statistics of the speculation."""
+    cache, model = call.cache, call.model
+    groups = cache.sequences.groups
+    cache.sequences.use_salt(weights_salt(model))
+    runner, pages = ModelRunner(model, groups, cache.group_of_layer), Pages(groups)
+    speculation = make_speculation(call.speculative, runner, pages)
+    batcher = Batcher(runner, pages, speculation, token_budget=call.config.prefill_chunk_size)
+    sequences = _sequences(call)
+    try:
+        _loop(call, batcher, sequences)
+        result: Any = _result(call, sequences)
+    finally:
+        for sequence in sequences:
+            if not sequence.is_finished:
+                batcher.remove(sequence, "cancelled")
+        keep_learnt(call.speculative, speculation, model)
+    statistics = {} if call.speculative is None else speculation.statistics.to_dict()
+    if sequences[0].keeps_row:
+        _keep(call, sequences)
+    if call.config.return_dict_in_generate:
+        result = GenerateDecoderOnlyOutput(sequences=result, past_key_values=cache)
+        if call.speculative is not None:
+            result.spec_stats = statistics
+    return result, statistics
+
+
+def _sequences(call: Call) -> list[Sequence]:
+    """A sequence for each row; samples of one prompt follow the first of them."""
+    draws = call.speculative is None
+    greedy = not call.config.do_sample
+    sampling = StockSampling(call.processors, greedy=greedy, rows=len(call.input_ids) if draws else None)
+    stop = StockStop.of(call.criteria, sampling.padding)
+    # pages of a fixed number are needed by the rows that go on
+    keeps = call.cache.settings.max_tokens is None or call.config.return_dict_in_generate or len(call.input_ids) == 1
+    seeds = [0] * len(call.input_ids) if greedy or draws else torch.randint(2**62, (len(call.input_ids),)).tolist()
+    sequences: list[Sequence] = []
+    for row, ids in enumerate(call.input_ids.tolist()):
+        padding = 0 if call.mask is None else int((call.mask[row] == 0).sum())
+        sequence = Sequence(
+            ids[padding:],
+            max_new_tokens=max(1, call.config.max_length - call.num_columns),
+            sampling=sampling,
+            stop=stop,
+            seed=seeds[row],
+            keeps_row=keeps,
+        )
+        sampling.padding[sequence], sampling.row_of[sequence] = ids[:padding], row
+        if row % call.repeats:
+            sequences[row - row % call.repeats].followers.append(sequence)
+        sequences.append(sequence)
+    return sequences
+
+
+def _loop(call: Call, batcher: Batcher, sequences: list[Sequence]) -> None:
+    past = call.cache.sequences.rows
+    if past:  # a cache that was passed along holds what the one row begins with
+        row = Row(past[0].fork().tables, None)
+        row.truncate(min(row.num_tokens, len(sequences[0].tokens) - 1))
+        batcher.enter(sequences[0], row)
+    else:
+        for leader in sequences[:: call.repeats]:
+            batcher.add(leader)
+    row_of = {sequence: row for row, sequence in enumerate(sequences)}
+    while batcher.has_work:
+        for progress in batcher.step():
+            if progress.error is not None:
+                raise progress.error
+            if call.streams is not None:
+                finished = progress.sequence.is_finished
+                call.streams.tokens(row_of[progress.sequence], progress.tokens, finished)
+        if call.streams is not None:
+            call.streams.flush()
+    if call.streams is not None:
+        call.streams.end()
+
+
+def _result(call: Call, sequences: list[Sequence]) -> Tensor:
+    """[B, T + longest], padded on the right as stock does."""
+    longest = max(sequence.num_new for sequence in sequences)
+    new = torch.full((len(sequences), longest), call.pad_token, dtype=call.input_ids.dtype)
+    for row, sequence in enumerate(sequences):
+        new[row, : sequence.num_new] = torch.tensor(sequence.tokens[sequence.num_prompt :])
+    return torch.cat([call.input_ids, new.to(call.input_ids.device)], dim=1)
+
+
+def _keep(call: Call, sequences: list[Sequence]) -> None:
+    """Leave in the cache what stock leaves: all columns but the last, padding behind rows that ended early."""
+    rows = [Row(sequence.kept_row.tables, list(sequence.tokens[:-1])) for sequence in sequences if sequence.kept_row]
+    longest = max(sequence.num_new for sequence in sequences) - 1
+    ends = [sequence.num_new - 1 for sequence in sequences]
+    real = None
+    if call.mask is not None or min(ends) < longest:
+        before = torch.ones_like(call.input_ids) if call.mask is None else call.mask
+        after = torch.arange(longest)[None] < torch.tensor(ends)[:, None]
+        real = torch.cat([before.bool().cpu(), after], dim=1)
+        real = None if bool(real.all()) else real
+    call.cache.take_rows(rows, real, call.num_columns + longest)

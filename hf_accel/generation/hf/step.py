@@ -1,0 +1,96 @@
+"""A forward pass over a PagedCache has one contract, whoever drives it: `PagedCache.prepare` first, then the model
+with `past_key_values=cache`. In a patched model a forward pre-hook does the first part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...cache.hf import PagedCache
+from ...errors import UnsupportedError
+from .state import STATE, GenerationState
+
+# With any other input (images, audio, ...) equal token ids do not mean equal keys and values.
+TEXT_INPUTS = {
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict", "logits_to_keep",
+    "labels", "output_attentions", "output_hidden_states", "is_causal",
+}  # fmt: skip
+
+
+def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a patched model: plan the pass on the PagedCache it was given, if any.
+
+    Raises UnsupportedError for an empty input.
+    """
+    cache = kwargs.get("past_key_values")
+    ids = args[0] if args else kwargs.get("input_ids")
+    source = kwargs.get("inputs_embeds") if ids is None else ids
+    if source is not None and 0 in source.shape[:2]:
+        raise UnsupportedError(
+            f"the input has {source.shape[0]} rows of {source.shape[1]} tokens; give at least one token in one row"
+        )
+    mask = kwargs.get("attention_mask")
+    if not isinstance(cache, PagedCache) or source is None or not (mask is None or _is_columns(mask)):
+        return
+    mask = None if mask is None else mask.bool()
+    fresh = cache.get_seq_length() == 0
+    shareable = ids is not None and is_text(kwargs)
+    if fresh and shareable:
+        shareable = not positions_depend_on_length(model.config) and positions_count_tokens(
+            kwargs.get("position_ids"), mask
+        )
+    cache.prepare(
+        source.shape[0],
+        source.shape[1],
+        device=source.device,
+        mask=mask,
+        token_ids=ids if shareable and cache.settings.prefix_sharing else None,
+        salt=weights_salt(model) if fresh and shareable else None,
+    )
+
+
+def _is_columns(mask: object) -> bool:
+    return isinstance(mask, Tensor) and mask.ndim == 2
+
+
+def positions_count_tokens(position_ids: Tensor | None, mask: Tensor | None) -> bool:
+    """Whether each token's position is its number in the row, so that rows with equal tokens have equal keys."""
+    if position_ids is None:
+        return mask is None or bool(mask.all())
+    if position_ids.ndim != 2:
+        return False
+    if mask is None or bool(mask.all()):
+        return bool((position_ids == torch.arange(position_ids.shape[1], device=position_ids.device)).all())
+    expected = mask.long().cumsum(1) - 1
+    return bool(((position_ids == expected) | ~mask).all())
+
+
+def weights_salt(model: nn.Module) -> bytes:
+    """A digest that changes with the patch, and when a Parameter is written to or replaced or an adapter switched."""
+    state: GenerationState = vars(model)[STATE].generation
+    digest = hashlib.blake2b(state.patch_id, digest_size=16)
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                version = 0 if parameter.is_inference() else parameter._version
+                digest.update(f"{parameter.data_ptr()}:{version};".encode())
+        if "_active_adapter" in vars(module):
+            switches = (vars(module).get(name) for name in ("_active_adapter", "_disable_adapters", "merged_adapters"))
+            digest.update(repr(tuple(switches)).encode())
+    return digest.digest()
+
+
+def positions_depend_on_length(config: Any) -> bool:
+    """Rotary scaling that looks at the prompt's length gives equal prefixes of unequal prompts different keys."""
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = [rope.get("rope_type"), *(v.get("rope_type") for v in rope.values() if isinstance(v, dict))]
+    return any(kind in ("dynamic", "longrope") for kind in kinds)
+
+
+def is_text(inputs: dict[str, Any]) -> bool:
+    """Whether token ids are all that keys and values depend on."""
+    return not any(isinstance(value, Tensor) and name not in TEXT_INPUTS for name, value in inputs.items())

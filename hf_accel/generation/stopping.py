@@ -1,0 +1,136 @@
+"""When a sequence ends by what was generated: stop tokens, runs of tokens, and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+from ..errors import UnsupportedError
+from .sequence import Sequence
+
+REPLACEMENT = "\ufffd"  # what tokenizers write for bytes that are not, or not yet, a character
+CONTEXT_TOKENS = 6  # before the first new token, so that it is decoded as inside a text and not as its beginning
+CHANGEABLE = 16  # characters at the end that a tokenizer may still change, as when it removes spaces before a "."
+MAX_PENDING = 16  # tokens that may wait for the rest of a character
+
+
+@dataclass
+class StopRules:
+    """Called with a sequence after each new token: "stop" if it ends there, else None.
+
+    stop_token_ids: tokens, and runs of tokens that must all be generated. stop_strings: found in the text of the
+    generated tokens; they may begin and end inside a token. decode: token ids -> text; whether special tokens have
+    text is its own affair. across_prompt: a stop string or run may begin in the prompt, as in transformers.
+
+    The tokens of what was found stay in the sequence, as in transformers; `cut` takes the text before it.
+
+    Cost of a call: two decodes of a few tokens, whatever the length of the sequence. A tail of tokens does not decode
+    to the tail of the text: a tokenizer may leave out the space before the first token (SentencePiece), and show the
+    bytes of an unfinished character, or a whole run of byte tokens, as U+FFFD. So what a token adds is the difference
+    of two decodes that begin at the same token, where a character began: decode(tokens[first:]) beyond what it shares
+    with decode(tokens[first:read]). The window moves on when the text ends in a whole character, or when MAX_PENDING
+    tokens did not bring one. Of the text before it as much is kept as a stop string can reach back to, and CHANGEABLE
+    characters.
+    """
+
+    stop_token_ids: Iterable[int | Many[int]] = ()
+    stop_strings: Iterable[str] = ()
+    decode: Callable[[list[int]], str] | None = None
+    across_prompt: bool = False
+    _tokens: frozenset[int] = field(init=False, repr=False)
+    _runs: list[list[int]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        runs = [[each] if isinstance(each, int) else list(each) for each in self.stop_token_ids]
+        if not all(runs):
+            raise UnsupportedError("stop_token_ids has an empty run of tokens; leave it out")
+        self.stop_strings = [self.stop_strings] if isinstance(self.stop_strings, str) else list(self.stop_strings)
+        if not all(self.stop_strings):
+            raise UnsupportedError("stop_strings has an empty string, which is everywhere; leave it out")
+        if self.stop_strings and self.decode is None:
+            raise UnsupportedError(
+                f"stop_strings={self.stop_strings} need the text of the tokens; give a tokenizer, or stop_token_ids"
+            )
+        self._tokens = frozenset(run[0] for run in runs if len(run) == 1)
+        self._runs = [run for run in runs if len(run) > 1]
+
+    def __call__(self, sequence: Sequence) -> str | None:
+        tokens = sequence.tokens
+        if not sequence.num_new:
+            return None
+        if tokens[-1] in self._tokens or any(self._ends_in(sequence, run) for run in self._runs):
+            return "stop"
+        return "stop" if self.stop_strings and self._finds_string(sequence) else None
+
+    def _ends_in(self, sequence: Sequence, run: list[int]) -> bool:
+        reach = len(sequence.tokens) if self.across_prompt else sequence.num_new
+        return len(run) <= reach and sequence.tokens[-len(run) :] == run
+
+    def _finds_string(self, sequence: Sequence) -> bool:
+        assert self.decode is not None
+        tail = sequence.notes.get("text_tail")
+        if not isinstance(tail, TextTail):
+            longest = max(map(len, self.stop_strings))
+            tail = TextTail(self.decode, sequence.tokens, sequence.num_prompt, longest - 1 + CHANGEABLE)
+            if not self.across_prompt:
+                tail.text = ""
+            sequence.notes["text_tail"] = tail
+        text, seen = tail.read_on(sequence.tokens)
+        return any(text.find(string, max(0, seen - len(string) + 1)) >= 0 for string in self.stop_strings)
+
+    def cut(self, text: str) -> str:
+        """The text before the first stop string in it, or all of it."""
+        return text[: min((place for s in self.stop_strings if (place := text.find(s)) >= 0), default=len(text))]
+
+
+class TextTail:
+    """The last characters of a growing text, and the window of tokens whose decodes say what comes next.
+
+    text: the last `reach` characters of what tokens[:read] decode to. The window begins at tokens[first].
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], tokens: list[int], read: int, reach: int) -> None:
+        self.decode, self.reach, self.read = decode, reach, read
+        self.first = self._whole_character(tokens, max(0, read - CONTEXT_TOKENS))
+        self.known = decode(tokens[self.first : read])
+        self.text = self._reaching(tokens)
+
+    def _whole_character(self, tokens: list[int], place: int) -> int:
+        """The last place up to this one, of a few, where a character begins."""
+        for first in range(place, max(-1, place - 4), -1):
+            if not self.decode(tokens[first : self.read]).startswith(REPLACEMENT):
+                return first
+        return place
+
+    def _reaching(self, tokens: list[int]) -> str:
+        """The last `reach` characters before `read`; what a wrong beginning spoils comes before them."""
+        count = CONTEXT_TOKENS + self.reach
+        while True:
+            first = self._whole_character(tokens, max(0, self.read - count))
+            text = self.decode(tokens[first : self.read])
+            if first == 0 or len(text) > self.reach:
+                return self._last(text)
+            count *= 2
+
+    def _last(self, text: str) -> str:
+        return text[-self.reach :]
+
+    def read_on(self, tokens: list[int]) -> tuple[str, int]:
+        """Take in the tokens that are new. Returns the text with what they add, and where that begins."""
+        new = self.decode(tokens[self.first :])
+        shared = _shared(self.known, new)
+        seen = max(0, len(self.text) - (len(self.known) - shared))  # what follows changed what came before
+        text = self.text[:seen] + new[shared:]
+        if not new.endswith(REPLACEMENT) or len(tokens) - self.read > MAX_PENDING:
+            self.first, self.read = self.read, len(tokens)
+            self.known = self.decode(tokens[self.first :])
+            self.text = self._last(text)
+        return text, seen
+
+
+def _shared(one: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    if other.startswith(one):
+        return len(one)
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
