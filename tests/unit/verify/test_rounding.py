@@ -54,6 +54,16 @@ def test_without_an_arbiter_the_models_own_dtype_judges(no_arbiter: None) -> Non
     assert distance / 2 < rounding < 8 * distance  # the stand-in is of the size of the real thing
 
 
+@torch.no_grad()
+def test_the_stand_in_is_a_way_of_its_own(no_arbiter: None) -> None:
+    """A history of one token has no other."""
+    model, history = build("llama", dtype=torch.bfloat16), prompts(1, 1)
+    logits, rounding, _ = judge(model, history, num_prompt=1)
+    distance = float((logits - copy.deepcopy(model).float()(history).logits[0, -1]).abs().max())
+    floor = 2 * 2**-7 * float(logits.abs().max())
+    assert rounding > max(floor, distance / 2)
+
+
 def test_float32_is_judged_by_float64() -> None:
     logits, rounding, dtype = judge(build("llama"))
     assert dtype == "float64"
