@@ -66,6 +66,7 @@ class Controller:
         self.num_passes = 0
         self.balance: float | None = None  # seconds
         self.probing = 0.0  # seconds
+        self._probe_price = 0.0  # seconds, of the last probe that there was no time for
         self._refreshed = 0
         self._refresh_up = False
 
@@ -107,6 +108,8 @@ class Controller:
             return nothing  # the pass itself shows what it costs without drafts
         if self.balance is None:
             self.balance = CREDIT * costs.seconds(count)
+        if self.balance <= 0 and self.probing < self._probe_price:
+            return nothing  # no need to reckon: in a small model that would cost as much as a draft
         draft = no_time if is_free else self._drafting(source, count)
         prices = Prices(count, rows - count, costs.seconds, draft, alone=costs.knows(count))
         rates = [self._rates_of(sequence, source) for sequence in sequences]
@@ -165,7 +168,8 @@ class Controller:
         before = prices.extra(lengths) - self._doubt(prices.rows + sum(lengths), 1)
         for i in sorted(idle, key=lambda i: rates[i].last_pass):
             probed[i] = 1
-            if prices.extra(probed) - before > self.probing:
+            self._probe_price = prices.extra(probed) - before
+            if self._probe_price > self.probing:
                 probed[i] = 0
                 break
             self._pass.probes.add(id(sequences[i]))
