@@ -21,7 +21,8 @@ class Accel(Setup):
         self.multiplies = "float" if weights is None else "integer"
 
     def prepare(self, model: PreTrainedModel) -> PreTrainedModel:
-        return hf_accel.patch(model, weights=self.weights, keep_original=True)
+        cache = hf_accel.CacheConfig(dtype=self.kv_dtype)
+        return hf_accel.patch(model, weights=self.weights, cache=cache, keep_original=True)
 
     def new_cache(self, model: PreTrainedModel, *, batch: int, tokens: int) -> hf_accel.PagedCache:
         return hf_accel.PagedCache(model.config, capacity=batch * tokens, dtype=self.kv_dtype)
