@@ -17,8 +17,9 @@ from .workload import LAWS, Workload, draw
 PADDED, CONTINUOUS = "stock, one padded batch", "stock generate_batch"
 SEARCH_TOKENS = 4  # of each request, while stock's best settings are looked for
 NOTE = (
-    "Ratio: to the padded batch; generate batch ratio: to stock's generate_batch, with the settings that a search found "
-    "best ({batch_tokens} tokens a pass, {running} requests at once). Useful: tokens that were asked for; the padded "
+    "Ratio: to the padded batch; generate batch ratio: to stock's generate_batch, each request with its own "
+    "max_new_tokens, with the settings that a search found best ({batch_tokens} tokens a pass, {running} requests at "
+    "once). Useful: tokens that were asked for; the padded "
     "batch runs to its longest row. Waste: computed tokens that nobody needed, padding and ended rows."
 )
 Results = Mapping[str, Sequence[Served]]
@@ -35,8 +36,8 @@ def measure(bench: Bench) -> list[Table]:
     workloads += [workload(bench, "exponential", other) for other in settings.serve_means if other != mean]
     runs = {main.name: serve(bench, systems, main)}
     runs |= {one.name: serve(bench, few, one) for one in workloads}
-    known = {one.name: one for one in (*workloads, main)}
-    tables = [table(main, runs[main.name], note), trend([known[name] for name in sorted(known)], runs)]
+    in_order = sorted([*workloads, main], key=lambda one: (one.name.startswith("exponential"), one.useful))
+    tables = [table(main, runs[main.name], note), trend(in_order, runs)]
     if settings.serve_many:
         many = workload(bench, "exponential", min(settings.serve_means), requests=settings.serve_many)
         tables.append(table(many, serve(bench, few, many), note))

@@ -93,18 +93,18 @@ def table(settings: Settings, models: Models, tokens: list[int], temperature: fl
         print(f"  {kind}, temperature {temperature:g}", flush=True)
         ids = prompts(tokens, kind, count=settings.text_prompts, length=settings.text_prompt)
         runs = take_turns(candidates(settings, models, ids, temperature), rounds=settings.text_rounds)
-        rows += [row(kind, name, models, runs) for name in (PLAIN, *models.drafters())]
+        rows += [row(kind, name, runs) for name in (PLAIN, *models.drafters())]
     name = Path(target_of(settings)).name
     draft = f", draft model {Path(settings.draft).name}" if settings.draft else ""
-    title = f"{name}{draft}: temperature {temperature:g}, {settings.text_new_tokens} tokens after each of {len(ids)} prompts"
-    return Table(title, rows, NOTE)
+    amount = f"{settings.text_new_tokens} tokens after each of {len(ids)} prompts"
+    return Table(f"{name}{draft}: temperature {temperature:g}, {amount}", rows, NOTE)
 
 
 def candidates(
     settings: Settings, models: Models, ids: list[list[int]], temperature: float
 ) -> dict[str, Callable[[], Run]]:
     start = partial(generate_all, settings, ids, temperature)
-    wanted = {STOCK_PLAIN: partial(start, models.stock)}
+    wanted: dict[str, Callable[[], Run]] = {STOCK_PLAIN: partial(start, models.stock)}
     wanted |= {f"stock: {name}": partial(start, models.stock, **more) for name, more in models.assistants().items()}
     wanted[PLAIN] = partial(start, models.patched, speculative=None)
     for name, drafter in models.drafters().items():
@@ -141,9 +141,9 @@ def joined(counts: list[Mapping[str, Any]]) -> dict[str, Any]:
 # -- rows ----------------------------------------------------------------------------------------------
 
 
-def row(kind: str, name: str, models: Models, runs: Mapping[str, list[Run]]) -> Row:
+def row(kind: str, name: str, runs: Mapping[str, list[Run]]) -> Row:
     counts = runs[name][-1].statistics
-    near = nearest(name, models)
+    near = nearest(name)
     return {
         "drafter": f"{kind}: {name}",
         "speedup_ratio": ratio(runs, PLAIN, name),
@@ -155,7 +155,7 @@ def row(kind: str, name: str, models: Models, runs: Mapping[str, list[Run]]) -> 
     }
 
 
-def nearest(name: str, models: Models) -> str | None:
+def nearest(name: str) -> str | None:
     """The stock run that drafts most alike; None for those that stock has no like of."""
     if name in ("ngram", "suffix"):
         return "stock: prompt lookup"

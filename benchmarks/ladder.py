@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
+from . import engine_ladder
 from .bench import Bench, Entrant
 from .models import reload, twin
 from .setups import accel, stock
@@ -21,7 +22,8 @@ Seconds = Callable[[], float]
 def measure(bench: Bench) -> list[Table]:
     seconds = take_turns(dict(steps(bench)), rounds=bench.settings.rounds)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    return [Table(f"seconds per token, batch 1, context {bench.settings.context}", rows(medians), note(bench))]
+    title = f"seconds per token, batch 1, context {bench.settings.context}"
+    return [Table(title, rows(medians), note(bench)), engine_ladder.measure(bench)]
 
 
 def steps(bench: Bench) -> Iterator[tuple[str, Seconds]]:

@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import hf_accel
 
 from .batching import agreeing
 from .bench import Bench
+from .checks import WrongResultError
 from .serving import accelerated, continuous, manager_of, results, stock_settings
 from .setups import accel, stock
 from .tables import Row, Table
@@ -20,7 +22,7 @@ from .workload import Workload, draw, poisson
 Times = list[list[float]]  # of each request: seconds from its arrival to each of its tokens
 STOCK, OURS = "stock generate_batch", accel.INT8.name
 NOTE = (
-    "Poisson arrivals, the same for all systems of a load; tokens are timed where the caller gets them. Loads are shares "
+    "Poisson arrivals, the same for all systems of a load; tokens are timed where the caller gets them. Loads: shares "
     "of the requests per second that a system serves when all come at once: {stock:.2f} for stock's continuous "
     "batching, {ours:.2f} for {name}. Budget: most tokens of a pass, prompts included. Each row ran once."
 )
@@ -28,28 +30,46 @@ NOTE = (
 
 def measure(bench: Bench) -> list[Table]:
     workload = make_workload(bench)
-    plain, engine_model = bench.entrant(stock.Stock()).model, agreeing(bench, bench.entrant(accel.INT8)).model
-    batch_tokens = bench.settings.serve_choices[0][0]
-    settings = stock_settings(workload, batch_tokens=batch_tokens)
+    systems = Systems(bench, workload)
     print("  capacities", flush=True)
-    rates = {
-        STOCK: len(workload.prompts) / continuous(plain, workload, settings).checked(workload).seconds,
-        OURS: len(workload.prompts) / accelerated(engine_model, workload).checked(workload).seconds,
-    }
-    serve_stock = partial(stock_times, plain, settings)
+    rates = systems.capacities()
     budgets = bench.settings.latency_budgets
     rows: list[Row] = []
     for load in bench.settings.latency_loads:
         arriving = poisson(workload, per_second=load * rates[STOCK], seed=bench.settings.seed)
-        rows.append(row(f"{load:.0%} of stock's", STOCK, batch_tokens, arriving, serve_stock))
+        rows.append(row(f"{load:.0%} of stock's", STOCK, systems.stock_budget, arriving, systems.stock_times))
         middle = budgets[len(budgets) // 2]
-        rows.append(row(f"{load:.0%} of stock's", OURS, middle, arriving, partial(our_times, engine_model, middle)))
+        rows.append(row(f"{load:.0%} of stock's", OURS, middle, arriving, partial(systems.our_times, middle)))
     for load in bench.settings.latency_loads:
         arriving = poisson(workload, per_second=load * rates[OURS], seed=bench.settings.seed)
         for budget in budgets:
-            rows.append(row(f"{load:.0%} of ours", OURS, budget, arriving, partial(our_times, engine_model, budget)))
+            rows.append(row(f"{load:.0%} of ours", OURS, budget, arriving, partial(systems.our_times, budget)))
     title = f"{len(workload.prompts)} requests, {workload.name} tokens each, prompts of {span(workload)} tokens"
     return [Table(title, rows, NOTE.format(stock=rates[STOCK], ours=rates[OURS], name=OURS))]
+
+
+class Systems:
+    """Both sides, ready to serve."""
+
+    def __init__(self, bench: Bench, workload: Workload) -> None:
+        self.workload = workload
+        self.stock_budget = bench.settings.serve_choices[0][0]
+        self.plain = bench.entrant(stock.Stock()).model
+        self.settings = stock_settings(workload, batch_tokens=self.stock_budget)
+        self.model = agreeing(bench, bench.entrant(accel.INT8)).model
+
+    def capacities(self) -> dict[str, float]:
+        """Requests per second when all come at once."""
+        stock_run = continuous(self.plain, self.workload, self.settings)
+        runs = {STOCK: stock_run, OURS: accelerated(self.model, self.workload)}
+        count = len(self.workload.prompts)
+        return {name: count / served.checked(self.workload).seconds for name, served in runs.items()}
+
+    def our_times(self, budget: int, workload: Workload) -> Times:
+        return our_times(self.model, budget, workload)
+
+    def stock_times(self, workload: Workload) -> Times:
+        return stock_times(self.plain, self.settings, workload)
 
 
 def make_workload(bench: Bench) -> Workload:
@@ -72,9 +92,10 @@ def span(workload: Workload) -> str:
 def row(load: str, system: str, budget: int, workload: Workload, serve: Callable[[Workload], Times]) -> Row:
     print(f"    {load}, {system}, budget {budget}", flush=True)
     times = serve(workload)
-    assert [len(one) for one in times] == workload.lengths
+    if [len(one) for one in times] != workload.lengths:
+        raise WrongResultError(f"{system}: asked for {workload.lengths} tokens and got {[*map(len, times)]}")
     first = [one[0] for one in times]
-    between = [after - before for one in times for before, after in zip(one, one[1:], strict=False)]
+    between = [after - before for one in times for before, after in pairwise(one)]
     assert workload.arrivals is not None
     end = max(arrival + one[-1] for arrival, one in zip(workload.arrivals, times, strict=True))
     return {

@@ -28,7 +28,7 @@ class OracleDrafter(Drafter):
             for prompt, tokens in continuations.items()
         }
 
-    def propose(self, sequences: Sequence, lengths: Sequence[int]) -> list[Draft]:  # type: ignore[type-arg]
+    def propose(self, sequences: Sequence, lengths: Sequence[int]) -> list[Draft]:
         drafts = []
         for sequence, length in zip(sequences, lengths, strict=True):
             proposal = self._proposals[tuple(sequence.tokens[: sequence.num_prompt])]

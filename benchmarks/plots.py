@@ -40,12 +40,16 @@ def batching(figure: Any, tables: list[dict[str, Any]]) -> None:
     main, by_law = tables[0]["rows"], tables[1]["rows"]
     bars(systems, [row["system"] for row in main], [row["useful_tokens_per_second"] for row in main])
     systems.set(xlabel="useful tokens per second", title=tables[0]["title"].split(" (")[0])
-    names = [f"{row['output_lengths']}\ncv {row['variation']:.2f}" for row in by_law]
-    for column, label in (("ratio", "over padded batch"), ("generate_batch_ratio", "over generate_batch")):
-        laws.plot(names, [row[column] for row in by_law], "o-", label=f"int8 {label}")
-    laws.set(ylim=(0, None), ylabel="times as fast as stock", title="by the law of output lengths")
-    laws.tick_params(axis="x", labelsize=7)
-    laws.legend()
+    names = [f"{row['output_lengths'].replace(', mean', '')}\n(cv {row['variation']:.2f})" for row in by_law]
+    dots(
+        laws,
+        names,
+        {
+            "over generate_batch": [row["generate_batch_ratio"] for row in by_law],
+            "over padded batch": [row["ratio"] for row in by_law],
+        },
+    )
+    laws.set(xlim=(0, None), xlabel="times as fast as stock", title="hf_accel int8, by output lengths")
 
 
 def latency(figure: Any, tables: list[dict[str, Any]]) -> None:
@@ -53,10 +57,8 @@ def latency(figure: Any, tables: list[dict[str, Any]]) -> None:
     names = [f"{row['system']}, {row['budget']}, {row['load']}" for row in rows]
     first, between = figure.subplots(1, 2, sharey=True)
     for axes, name, title in ((first, "first", "to the first token"), (between, "between", "between tokens")):
-        for share in ("p99", "p50"):
-            bars(axes, names, [row[f"{name}_{share}_seconds"] for row in rows], label=share)
+        dots(axes, names, {share: [row[f"{name}_{share}_seconds"] for row in rows] for share in ("p50", "p99")})
         axes.set(xlabel="seconds", xscale="log", title=f"time {title}")
-        axes.legend()
 
 
 def speculation(figure: Any, tables: list[dict[str, Any]]) -> None:
@@ -83,12 +85,24 @@ def drafters(figure: Any, tables: list[dict[str, Any]]) -> None:
         axes.tick_params(axis="y", labelsize=6)
 
 
-def bars(axes: Any, names: Sequence[str], values: Sequence[float], **keywords: Any) -> None:
+def bars(axes: Any, names: Sequence[str], values: Sequence[float]) -> None:
     """Lying, the first on top."""
-    axes.barh(names, values, **keywords)
+    axes.barh(names, values)
+    axes.tick_params(axis="y", labelsize=7)
+    axes.invert_yaxis()
+
+
+def dots(axes: Any, names: Sequence[str], values: dict[str, Sequence[float]]) -> None:
+    """A row for each name, the first on top, with a dot for each kind of value and a line between them."""
+    rows = range(len(names))
+    axes.hlines(rows, list(map(min, *values.values())), list(map(max, *values.values())), color="lightgray")
+    for kind, places in values.items():
+        axes.plot(places, rows, "o", label=kind)
+    axes.set_yticks(rows, names)
     axes.tick_params(axis="y", labelsize=7)
     if not axes.yaxis_inverted():
         axes.invert_yaxis()
+    axes.legend(fontsize=8)
 
 
 PLOTS: dict[str, Callable[[Any, list[dict[str, Any]]], None]] = {

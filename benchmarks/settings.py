@@ -17,16 +17,17 @@ class Settings:
     widths: rows whose cost is compared with that of one.
     attention_factors: contexts in the prompts whose attention memory is measured.
     requests, mean_length, max_length: of the simulated requests that block waste is measured on, in tokens.
-    serve_requests, serve_many: requests of the batching topic, with output lengths of each of serve_means; serve_many
-        with the least of them. serve_prompts: fewest and most tokens of their prompts. serve_choices: (tokens of a pass,
-        most requests at once) that stock's generate_batch is tried with. serve_rounds: repetitions.
-    latency_requests: of each load in latency_loads (shares of a measured capacity); latency_budgets: tokens of a pass.
-    samples, shared_requests, shared_own, shared_new_tokens: samples of one prompt; requests that share a context, tokens
-        of their own after it, and new ones.
-    draft_prompt, draft_new_tokens, draft_batches, draft_acceptances, draft_counts, draft_rounds: of the oracle's drafts;
-        nothing_batches, nothing_rounds: where none is accepted.
-    target, draft: checkpoints for the drafters topic; text_prompts prompts of text_prompt tokens of `text` for each kind,
-        text_new_tokens after each, at text_temperatures, text_rounds times.
+    serve_requests: of the batching topic, for each mean output length in serve_means; serve_many: with the least of
+        them (0: not measured); serve_prompts: fewest and most tokens of their prompts; serve_rounds: repetitions.
+    serve_choices: (tokens of a pass, most requests at once) that stock's generate_batch is tried with.
+    latency_requests: of each load in latency_loads, which are shares of a measured capacity.
+    latency_budgets: most tokens of a pass.
+    samples: of one prompt; shared_requests: that begin with the same `context` tokens, then shared_own of their own,
+        then shared_new_tokens new ones.
+    draft_prompt, draft_new_tokens, draft_batches, draft_acceptances, draft_counts, draft_rounds: of the oracle's
+        drafts; nothing_batches, nothing_rounds: where none is accepted.
+    target, draft: checkpoints of the drafters topic. text_prompts: of text_prompt tokens of `text`, for each kind,
+        with text_new_tokens after each, at text_temperatures, text_rounds times.
     text, quality_tokens: a file whose first tokens perplexity is measured on; None: the shipped model's held-out text.
     """
 

@@ -21,7 +21,7 @@ from .timing import BASELINE, median_ratio, take_turns
 from .workload import Workload, shared_prefix
 
 BLOCK = 16
-NOTE = "Computed: tokens that went through the model. Stored: slots for K and V at the fullest moment, empty ones included."
+NOTE = "Computed: tokens that went through the model. Stored: slots for K and V at the fullest moment, empty ones too."
 
 
 def measure(bench: Bench) -> list[Table]:

@@ -1,4 +1,4 @@
-"""Speculation with an oracle: what a drafter of given acceptance makes of each width of weights, and what none loses."""
+"""Speculation with an oracle: what given acceptance makes of each width of weights, and what none at all loses."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from .workload import Workload, draw
 
 PLAIN = "no speculation"
 NOTE = (
-    "Ratio: seconds of the tokens after the first, to the same model without speculation, in turns. The oracle replays "
-    "the model's own tokens, each wrong with probability 1 - acceptance; drafting costs nothing. First accepted: of the "
-    "drafts, those whose first token was kept, which should be the acceptance asked for."
+    "Ratio: seconds of the tokens after the first, to the same model without speculation, in turns. The oracle "
+    "replays the model's own tokens, each wrong with probability 1 - acceptance; drafting costs nothing. First "
+    "accepted: of the drafts, those whose first token was kept, which should be the acceptance asked for."
 )
 NOTHING_NOTE = (
-    "Every drafted token is wrong. Ratio: as above; below 1 is what the search for a gain costs. auto must find out "
-    "that no draft pays; draft tokens: that it spent on it, for each generated one."
+    "Every drafted token is wrong, and what is below 1 is lost by looking for a gain. Drafted: tokens for each "
+    "generated one. Median of {rounds} rounds."
 )
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """Seconds for each pass after the first token of every row, on average a row; statistics of the speculation."""
+    """Seconds from the first tokens of all rows to the last token of all; statistics of the speculation."""
 
     seconds: float
     statistics: Mapping[str, Any]
@@ -69,16 +69,17 @@ def nothing_accepted(bench: Bench, entrant: Entrant) -> Table:
         workload, known = continuation(bench, entrant, batch)
         oracles = {(0.0, "auto"): oracle(bench, known, acceptance=0.0, count="auto")}
         runs = in_turns(entrant, workload, oracles, rounds=bench.settings.nothing_rounds)
-        statistics_of = runs[0.0, "auto"][-1].statistics
+        drafted = runs[0.0, "auto"][-1].statistics["drafted"]
         rows.append(
             {
                 "batch": batch,
                 "ratio": speed(runs, (0.0, "auto")),
-                "draft_tokens": statistics_of["drafted"] / workload.useful,
-                "token_seconds": statistics.median(d.seconds for d in runs[0.0, "auto"]) / workload.lengths[0],
+                "drafted_share": drafted / workload.useful,
+                "pass_seconds": statistics.median(d.seconds for d in runs[0.0, "auto"]) / (workload.lengths[0] - 1),
             }
         )
-    return Table(f"{entrant.setup.name}, auto, nothing is accepted", rows, NOTHING_NOTE)
+    note = NOTHING_NOTE.format(rounds=bench.settings.nothing_rounds)
+    return Table(f"{entrant.setup.name}, auto, nothing is accepted", rows, note)
 
 
 # -- runs ----------------------------------------------------------------------------------------------

@@ -40,8 +40,8 @@ def engine_table(settings: Settings) -> Table:
         rows.append({"layout": f"blocks of {block_size}", "waste_share": share, "passes": passes})
     title = f"KV waste of the engine's scheduler, the same lengths, {settings.requests} requests"
     note = (
-        f"A random part of each length is prompt, computed in chunks; at most {CONCURRENT} requests and {BUDGET} tokens a "
-        "pass. No model: waste is a matter of bookkeeping."
+        f"A random part of each length is prompt, computed in chunks; at most {CONCURRENT} requests and {BUDGET} "
+        "tokens a pass. No model: waste is a matter of bookkeeping."
     )
     return Table(title, rows, note)
 

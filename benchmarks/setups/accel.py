@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 import hf_accel
+from hf_accel.config import KVDtype
 
 from .base import Setup
 
@@ -12,7 +13,7 @@ from .base import Setup
 class Accel(Setup):
     attends = True
 
-    def __init__(self, weights: str | None, *, tolerance: float, kv_dtype: str = "auto") -> None:
+    def __init__(self, weights: str | None, *, tolerance: float, kv_dtype: KVDtype = "auto") -> None:
         self.name = f"hf_accel {weights or 'exact'}" + ("" if kv_dtype == "auto" else f" with {kv_dtype} KV")
         self.weights = weights
         self.tolerance = tolerance
