@@ -36,8 +36,8 @@ def measure(bench: Bench) -> list[Table]:
     workloads += [workload(bench, "exponential", other) for other in settings.serve_means if other != mean]
     runs = {main.name: serve(bench, systems, main)}
     runs |= {one.name: serve(bench, few, one) for one in workloads}
-    in_order = sorted([*workloads, main], key=lambda one: (one.name.startswith("exponential"), one.useful))
-    tables = [table(main, runs[main.name], note), trend(in_order, runs)]
+    workloads = sorted([*workloads, main], key=lambda one: one.name.startswith("exponential") and one.useful)
+    tables = [table(main, runs[main.name], note), trend(workloads, runs)]
     if settings.serve_many:
         many = workload(bench, "exponential", min(settings.serve_means), requests=settings.serve_many)
         tables.append(table(many, serve(bench, few, many), note))

@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_accel.hardware import detect, float_peak, integer_peak, read_bandwidth
+from hf_accel.twin import twin
 
 from .checks import check, random_tokens
-from .models import load_model, twin
+from .models import load_model
 from .settings import Settings
 from .setups import SETUPS, Setup
 from .timing import BASELINE

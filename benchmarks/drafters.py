@@ -15,9 +15,10 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 import hf_accel
 from hf_accel import SpeculativeConfig
+from hf_accel.twin import twin
 
 from .bench import Bench
-from .models import load_model, twin
+from .models import load_model
 from .settings import Settings
 from .tables import Row, Table
 from .texts import KINDS, SHIPPED, prompts, read_tokens

@@ -9,9 +9,11 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
+from hf_accel.twin import twin
+
 from . import engine_ladder
 from .bench import Bench, Entrant
-from .models import reload, twin
+from .models import reload
 from .setups import accel, stock
 from .tables import Row, Table
 from .timing import take_turns, time_generate

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import hf_accel
+from hf_accel.twin import twin
 
 from .bench import Bench
-from .models import twin
 from .processes import call
 from .tables import Row, Table
 from .timing import BASELINE

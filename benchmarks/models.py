@@ -59,11 +59,6 @@ def cut(block: Tensor, shape: torch.Size, *, start: int) -> Tensor:
     return block.repeat(repeats)[start : start + shape.numel()].view(shape)
 
 
-def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A second model over the same Parameters."""
-    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
-
-
 def reload(model: PreTrainedModel, **keywords: Any) -> PreTrainedModel:
     """The model's weights through from_pretrained with other keywords (dtype, quantization_config, ...)."""
     keywords = {"dtype": model.dtype, **keywords}

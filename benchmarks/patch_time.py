@@ -10,11 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_accel
+from hf_accel.twin import twin
 
 from . import patch_memory
 from .bench import Bench
 from .checks import WrongResultError
-from .models import twin
 from .setups import Setup
 from .tables import Row, Table
 from .timing import take_turns

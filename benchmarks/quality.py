@@ -18,9 +18,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
 import hf_accel
+from hf_accel.twin import twin
 
 from .bench import Bench
-from .models import MODELS, load_model, twin, weight_bytes
+from .models import MODELS, load_model, weight_bytes
 from .settings import Settings
 from .small_model import SHIPPED
 from .tables import Row, Table

@@ -141,11 +141,12 @@ def _inner(model: Any) -> Any:
 
 def make_draft(model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
     """A patched model over the same Parameters, with its linears in `weights`; the model given does not notice."""
-    draft = twin(model)
+    draft: Any = twin(model)
     if is_patched(draft):
         unpatch(draft)
     wanted = WeightConfig(bits=4, group_size=common_group_size(draft)) if weights == "int4" else weights
-    return patch(draft, weights=wanted, keep_original=True)
+    made: PreTrainedModel = patch(draft, weights=wanted, keep_original=True)
+    return made
 
 
 def _catch_up(model: PreTrainedModel, journal: Journal) -> None:

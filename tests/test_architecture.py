@@ -15,7 +15,7 @@ import hf_accel
 PACKAGE = Path(hf_accel.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-FACTS = {"errors", "config", "hardware", "instance", "journal", "twin"}
+FACTS = {"errors", "config", "hardware", "instance", "journal"}
 CORE = {  # room -> the rooms before it
     "kernels": set(),
     "cache": {"kernels"},
@@ -25,15 +25,15 @@ CORE = {  # room -> the rooms before it
     "generation": {"kernels", "cache", "attention", "linear", "fused"},
 }
 COMPOSITION = [  # each may use those before it
-    "originals", "survey", "estimate", "explain", "plan", "pack", "patch", "loading", "verify",
+    "originals", "survey", "estimate", "explain", "plan", "pack", "twin", "patch", "loading", "verify",
 ]  # fmt: skip
-BOOKKEEPING = {
+BOOKKEEPING = {  # and what that may use
     "config", "errors", "cache.pool", "cache.prefix", "cache.table", "generation.acceptance_rates",
     "generation.allocation", "generation.break_even", "generation.controller", "generation.cost_table",
     "generation.drafters.base", "generation.drafters.copying", "generation.drafters.ngram",
     "generation.drafters.suffix", "generation.scheduler", "generation.sequence", "generation.statistics",
     "generation.stopping", "generation.stream", "generation.waiting",
-}  # fmt: skip; and what that may use
+}  # fmt: skip
 
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "other"}
 LONGEST_FILE = 360

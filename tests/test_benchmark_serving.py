@@ -15,13 +15,14 @@ import hf_accel
 from benchmarks import batching, drafters, engine_ladder, latency, serving, texts
 from benchmarks.checks import WrongResultError
 from benchmarks.engine_waste import engine_waste
-from benchmarks.models import load_model, twin
+from benchmarks.models import load_model
 from benchmarks.oracle import OracleDrafter, spoilt
 from benchmarks.run import parse, without_path
 from benchmarks.serving import Served, accelerated, continuous, one_by_one, padded, stock_settings
 from benchmarks.settings import Settings
 from benchmarks.waste import lengths
 from benchmarks.workload import Workload, draw, poisson, shared_prefix
+from hf_accel.twin import twin
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from benchmarks import decode, isa, ladder, memory, patch_memory, plots, run, ti
 from benchmarks.bench import Bench
 from benchmarks.checks import WrongResultError, check
 from benchmarks.machine import machine
-from benchmarks.models import BLOCK, cut, load_model, read_bytes, tensor_bytes, twin, weight_bytes
+from benchmarks.models import BLOCK, cut, load_model, read_bytes, tensor_bytes, weight_bytes
 from benchmarks.peak import peak_bytes
 from benchmarks.results_folder import replace, write
 from benchmarks.settings import Settings
@@ -31,6 +31,7 @@ from benchmarks.tables import Table, cell
 from benchmarks.timing import Generation, median_ratio, take_turns, time_generate
 from benchmarks.waste import admit, lengths, waste
 from hf_accel.cache import BlockPool, BlockTable
+from hf_accel.twin import twin
 
 SMALL = ["--model", "tiny", "--context", "20", "--rounds", "1", "--quick"]
 OURS = "hf_accel exact,hf_accel int8,hf_accel int4"

@@ -15,7 +15,10 @@ from transformers import AutoModelForCausalLM
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHIPPED = EXAMPLES / "stdlib-tiny"
-COVERED = {"quickstart", "cache_reuse", "save_and_load", "estimate", "quality", "speed", "table", "train_tiny_model"}
+COVERED = {
+    "quickstart", "cache_reuse", "save_and_load", "estimate", "quality", "speed", "table", "train_tiny_model", "serve",
+    "speculate", "samples",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +39,7 @@ def test_no_example_is_left_out() -> None:
 def test_quickstart(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run("quickstart", "--quick", monkeypatch=monkeypatch)
     out = capsys.readouterr().out
-    sections = ["hf_accel plan: ", "stock transformers", "certificate: ", "bit for bit", "perplexity", "tokens/s"]
+    sections = ["hf_accel plan: ", "stock transformers", "certificate: ", "bit for bit", "4. Quality", "tokens/s"]
     places = [out.find(section) for section in sections]
     assert -1 not in places and places == sorted(places)
     assert "DIFFER" not in out
@@ -77,6 +80,31 @@ def test_cache_reuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert "1197 tokens: 1184 known, 13 computed" in out[2]  # 74 full blocks of 16
     # 8 samples of 1191 + 16 tokens: 74 shared full blocks, and 2 of each row's own
     assert "8 samples: 90 blocks, 608 if" in out[4]
+
+
+def test_serve(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("serve", monkeypatch=monkeypatch)
+    out = capsys.readouterr().out.splitlines()
+    assert {line.split(":")[0] for line in out[:-1]} == {"user 0", "user 1", "user 2"}
+    tokens, passes = [int(word) for word in out[-1].split() if word.isdigit()]
+    assert 3 <= tokens <= 3 * 48 and passes < tokens  # the three were served together
+    assert len((EXAMPLES / "serve.py").read_text(encoding="utf-8").splitlines()) <= 50
+
+
+def test_speculate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("speculate", monkeypatch=monkeypatch)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["none", "ngram", "suffix", "self-int4"]
+    for row in rows[1:]:
+        assert float(row[1]) > 1 and int(row[2]) > 0
+
+
+def test_samples(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("samples", monkeypatch=monkeypatch)
+    out = capsys.readouterr().out.splitlines()
+    assert [line.startswith("best") for line in out].count(True) == 1
+    computed, alone = [int(word) for word in out[-1].split() if word.isdigit()]
+    assert computed < alone / 3  # the prompt once, and not four times
 
 
 def test_save_and_load(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

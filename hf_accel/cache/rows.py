@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -167,6 +167,18 @@ class Pages:
             fresh=False,
             contiguous=[True] * len(self.groups),
         )
+
+
+def num_live_tokens(rows: Iterable[Row], index: int) -> int:
+    """Tokens that rows hold in the pages of a group, those of a shared block counted once."""
+    tokens_in_block: dict[int, int] = {}
+    for row in rows:
+        table = row.tables[index]
+        size = table.pool.block_size
+        for number, block in enumerate(table.blocks):
+            filled = min(size, table.num_held_tokens - number * size)
+            tokens_in_block[block] = max(filled, tokens_in_block.get(block, 0))
+    return sum(tokens_in_block.values())
 
 
 def group_step(group: PageGroup, index: int, spans: Sequence[Span], device: torch.device) -> GroupStep:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import OutOfBlocksError, UnsupportedError
 from .group import PageGroup
-from .rows import Row
+from .rows import Row, num_live_tokens
 from .step import GroupStep, Step, offsets
 from .table import BlockTable
 
@@ -200,14 +200,7 @@ class Sequences:
 
     def num_live_tokens(self, index: int) -> int:
         """Tokens that a group holds, those of a shared block counted once."""
-        size = self.groups[index].pool.block_size
-        tokens_in_block: dict[int, int] = {}
-        for row in self.rows:
-            table = row.tables[index]
-            for number, block in enumerate(table.blocks):
-                filled = min(size, table.num_held_tokens - number * size)
-                tokens_in_block[block] = max(filled, tokens_in_block.get(block, 0))
-        return sum(tokens_in_block.values())
+        return num_live_tokens(self.rows, index)
 
     # -- changes between passes ------------------------------------------------------------------------
 

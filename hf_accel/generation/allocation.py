@@ -62,8 +62,8 @@ def allocate(gains: Sequence[Sequence[float]], prices: Prices) -> Allocation:
 
     gains[i][j]: the chance that sequence i's first j + 1 drafted tokens are all accepted; at most len(gains[i]) are
     drafted. It never rises with j, so for every number of rows the most promising ones are the best choice, and all
-    numbers are looked at (a kernel's time has steps). Rows of other sequences (prefill) are computed anyway: with them
-    a drafted row pays if its tokens come faster than they would by decoding alone (SmartSpec, 2406.14066, without them).
+    numbers are looked at (a kernel's time has steps): the goodput of SmartSpec (2406.14066). Other rows (prefill) are
+    computed anyway: beside them a drafted row pays if its tokens come faster than they would by decoding alone.
     Exact where a drafter's pass costs a constant and so much a row.
     """
     entries = sorted((-gain, depth, i) for i, chain in enumerate(gains) for depth, gain in enumerate(chain))

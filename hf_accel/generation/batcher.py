@@ -6,27 +6,17 @@ import time
 from collections import abc
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..cache.rows import Pages, Row, Span
-from ..cache.step import Step
 from .choice import Chosen, choose
 from .logprobs import TokenLogprobs
+from .runner import Runner
 from .scheduler import Scheduler
 from .sequence import Chunk, Sequence
 from .speculation import Speculation
-
-
-class Runner(Protocol):
-    """A model on pages."""
-
-    device: torch.device
-
-    def __call__(self, ids: list[int], positions: list[int], step: Step, keep: list[int]) -> Tensor:
-        """Compute N tokens, end to end; logits [len(keep), V] of those numbered in `keep`."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +48,7 @@ class Batcher:
         self.scheduler = Scheduler(pages, token_budget=token_budget, max_running=max_running)
         self.token_budget = token_budget
         self.num_passes = self.num_computed = 0
+        self.in_pass: list[Sequence] = []  # of the last pass, failed or not
 
     def add(self, sequence: Sequence) -> None:
         """Raises OutOfBlocksError for a sequence that the pages could never hold."""
@@ -76,23 +67,27 @@ class Batcher:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def step(self) -> list[Progress]:
         """One pass; what it brought each sequence that it brought something.
 
-        After an exception of the model itself every sequence is as it was before the pass, but computed anew.
+        After an exception of the model itself every sequence is as it was before the pass, but computed anew;
+        those in `in_pass` were part of it.
         """
         chunks = self.scheduler.schedule()
+        self.in_pass = [chunk.sequence for chunk in chunks]
         if not chunks:
             return self._failed()
         start = time.perf_counter()
         try:
             drafts = self.speculation.propose(chunks, self._room(chunks), self.pages)
             logits = self._forward(chunks, drafts)
+            progress = self._choose(chunks, drafts, logits)
         except BaseException:
+            for sequence in self.in_pass:
+                self.speculation.forget(sequence)  # a draft model may count what it never computed
             self.scheduler.restart()
             raise
-        progress = self._choose(chunks, drafts, logits)
         rows = sum(chunk.count + len(draft) for chunk, draft in zip(chunks, drafts, strict=True))
         self.speculation.observe_pass(rows, time.perf_counter() - start)
         self.num_passes, self.num_computed = self.num_passes + 1, self.num_computed + rows
@@ -104,7 +99,10 @@ class Batcher:
 
     def _failed(self) -> list[Progress]:
         """Sequences that the scheduler itself had to give up."""
-        return [Progress(s, [], error=s.error) for s in self.scheduler.take_failed()]
+        failed = self.scheduler.take_failed()
+        for sequence in failed:
+            self.speculation.forget(sequence)
+        return [Progress(s, [], error=s.error) for s in failed]
 
     # -- the pass --------------------------------------------------------------------------------------
 

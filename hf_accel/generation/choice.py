@@ -16,7 +16,7 @@ from ..kernels.cpu.library import DTYPES
 from .acceptance.base import Place, Verifier, follow
 from .drafters.base import Draft
 from .logprobs import TokenLogprobs, logprobs
-from .prefix import Prefix
+from .prefix import Prefix, prefix_of
 from .sampling import Sampling
 from .scores import processed_scores
 from .sequence import Sequence
@@ -44,8 +44,7 @@ class Member:
         return range(self.start, self.start + len(self.draft) + 1)
 
     def prefixes(self) -> list[Prefix]:
-        committed, count = self.sequence.tokens, self.sequence.num_prompt
-        return [Prefix(committed, count, self.draft.tokens[:j], self.sequence) for j in range(len(self.rows))]
+        return [prefix_of(self.sequence, self.draft.tokens[:j]) for j in range(len(self.rows))]
 
     @property
     def place(self) -> Place:
@@ -88,7 +87,7 @@ def processed(logits: Tensor, rows: abc.Sequence[tuple[Sequence, list[int]]]) ->
     laws = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     for members in groups.values():
         sampling = rows[members[0]][0].sampling
-        prefixes = [Prefix(rows[row][0].tokens, rows[row][0].num_prompt, rows[row][1], rows[row][0]) for row in members]
+        prefixes = [prefix_of(*rows[row]) for row in members]
         scores, _ = processed_scores(sampling, logits[members], prefixes)
         laws[members] = _one_hot(scores) if sampling.greedy else scores.softmax(-1)
     return laws
@@ -103,7 +102,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 def _kind(sampling: Sampling) -> Hashable:
     """What is done together: all that take the largest logit as it is, and otherwise those of one key."""
-    return True if sampling.greedy and sampling.plain else (type(sampling), sampling.key)
+    return True if sampling.plain else (type(sampling), sampling.key)
 
 
 def _lined_up(sequences: abc.Sequence[Sequence], drafts: abc.Sequence[Draft]) -> list[Member]:
@@ -125,7 +124,7 @@ def _rows(tensor: Tensor, members: list[Member]) -> Tensor:
 def _decide(logits: Tensor, members: list[Member], verifier: Verifier) -> list[Chosen | Exception]:
     """For members of one kind whose rows are all of `logits`."""
     sampling = members[0].sequence.sampling
-    if sampling.greedy and sampling.plain:
+    if sampling.plain:
         return _kept(members, argmax(logits))
     scores, errors = processed_scores(sampling, logits, [prefix for member in members for prefix in member.prefixes()])
     results = _kept(members, argmax(scores)) if sampling.greedy else _sampled(scores.softmax(-1), members, verifier)

@@ -19,7 +19,7 @@ from .break_even import gains
 from .cost_table import CostTable
 from .sequence import Sequence
 
-CREDIT = 0.4  # passes that drafting may lose before it has earned any
+CREDIT = 0.25  # passes that drafting may lose before it has earned any
 SURPLUS = 16.0  # most passes of past gains that later losses are set against
 PROBING = 0.01  # part of the time that goes into finding out whether drafts pay by now
 MOST_PROBING = 2.0  # most passes that are saved up for it
@@ -82,9 +82,9 @@ class Controller:
     ) -> list[int]:
         """Tokens to draft for each of `sequences`, all of which decode in the coming pass.
 
-        limits: the most for each (blocks, tokens left). other_rows: of the pass, computed whatever is drafted: prefill,
-        and sequences that have a draft from another source, with it. is_free: drafting costs no pass of a model.
-        source: who will draft; acceptance and cost are learnt for each.
+        limits: the most for each (blocks, tokens left). other_rows: of the pass, computed whatever is drafted here:
+        prefill, and sequences that have a draft from another source, with it. is_free: drafting costs no pass of a
+        model. source: who will draft; acceptance and cost are learnt for each.
         """
         self._pass.sequences = max(self._pass.sequences, len(sequences))
         if self.num_draft != "auto":
@@ -125,10 +125,8 @@ class Controller:
         unknown = UNKNOWN_DRAFTING * self.verify_costs.seconds(sequences)
         return lambda rows: unknown
 
-    def _refresh(
-        self, best: Allocation, bounds: list[int], chains: list[list[float]], prices: Prices
-    ) -> list[int]:
-        """The best lengths; once in a while none or twice as many, if that is not much worse, to see what it costs now."""
+    def _refresh(self, best: Allocation, bounds: list[int], chains: list[list[float]], prices: Prices) -> list[int]:
+        """The best lengths; once in a while none or twice as many, unless much worse, to see what it costs now."""
         if self.num_passes - self._refreshed < REFRESH or not any(best.lengths):
             return best.lengths
         more = [min(2 * length + 1, bound) for length, bound in zip(best.lengths, bounds, strict=True)]
@@ -210,7 +208,9 @@ class Controller:
         self.probing = min(self.probing + PROBING * bare, MOST_PROBING * one)
         if self.balance is None or not record.drafted:
             return
-        cost = costs.seconds(rows) - bare + self._doubt(rows - record.drafted, record.drafted) + record.drafting_seconds
+        cost = (
+            costs.seconds(rows) - bare + self._doubt(rows - record.drafted, record.drafted) + record.drafting_seconds
+        )
         paid = cost * record.probed / record.drafted
         self.probing -= paid
         self.balance += record.accepted * one / record.sequences - (cost - paid)
@@ -220,7 +220,9 @@ class Controller:
         """Seconds that `more` rows on top may cost beyond what the table says: it may call them free by chance, and
         would go on to do so for long, as passes without them become rare."""
         costs = self.verify_costs
-        return costs.seconds(rows) * costs.uncertainty(rows) + costs.seconds(rows + more) * costs.uncertainty(rows + more)
+        return costs.seconds(rows) * costs.uncertainty(rows) + costs.seconds(rows + more) * costs.uncertainty(
+            rows + more
+        )
 
     def statistics(self) -> dict[str, Any]:
         """JSON-able: seconds over rows, drafting seconds, acceptance by source and position, lengths chosen."""

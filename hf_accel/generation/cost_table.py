@@ -45,10 +45,11 @@ class CostTable:
     """Seconds over rows: a curve that never falls, through what was measured at each width.
 
     Each width keeps the median of its first observations and then a moving average of clipped ones, so that neither
-    noise nor an outlier moves it far; at first it is not believed to be much dearer than its neighbours promise. Where more rows were measured to take less, the two are averaged by their
-    counts (isotonic regression). Between widths it is linear. Beyond the widest it rises little, even where it rose
-    much before: kernels have steps (one row is often a case of its own), and a width that looks cheap gets tried and is
-    then known, while one that looks dear never would be.
+    noise nor an outlier moves it far; at first it is not believed to be much dearer than its neighbours promise.
+    Where more rows were measured to take less, the two are averaged by their counts (isotonic regression). Between
+    widths it is linear. Beyond the widest it rises little, even where it rose much before: kernels have steps (one row
+    is often a case of its own), and a width that looks cheap gets tried and is then known, while one that looks dear
+    never would be.
     """
 
     def __init__(self) -> None:
@@ -60,7 +61,9 @@ class CostTable:
     def observe(self, rows: int, seconds: float) -> None:
         if rows < 1 or not seconds > 0:
             return
-        step = 1 << max(0, rows.bit_length() - 6)  # wide ones are like their neighbours: so there are few to look after
+        step = 1 << max(
+            0, rows.bit_length() - 6
+        )  # wide ones are like their neighbours: so there are few to look after
         rows = round(rows / step) * step
         if rows not in self.widths:
             self.widths[rows] = Width(self.seconds(rows) if self.widths else inf)

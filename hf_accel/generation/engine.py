@@ -65,7 +65,7 @@ class EngineLoop:
         self._commands.put(lambda: self._cancel(sequence))
 
     def close(self, *, wait: bool) -> None:
-        """Take on nothing more, and return when all has ended. wait: let requests finish instead of cancelling them."""
+        """Take on nothing more, and return when all has ended. wait: let requests finish, else cancel them."""
         with self._lock:
             self._closing = True
             thread, self._thread = self._thread, None
@@ -123,7 +123,7 @@ class EngineLoop:
         try:
             brought = self.batcher.step()
         except Exception as error:  # of the model itself: whose tokens it was cannot be told
-            for sequence in [s for s in self._handles if s.row is not None]:
+            for sequence in [s for s in self.batcher.in_pass if s in self._handles]:
                 self.batcher.remove(sequence, "error", error)
                 self._end(sequence, error)
             brought = []

@@ -41,10 +41,9 @@ def race_key(seed: int, position: int) -> int:
 
 def exponentials(keys: Tensor, ids: Tensor) -> Tensor:
     """Exponentially distributed numbers (mean 1) for token ids: int64, shapes that broadcast -> float64, above 0."""
-    bits = keys + (ids + 1) * _signed(GAMMA)
-    for shift, factor in zip(SHIFTS, (*FACTORS, None), strict=True):
-        bits = bits ^ _shifted(bits, shift)
-        bits = bits if factor is None else bits * _signed(factor)
+    bits = keys + (ids + 1).mul_(_signed(GAMMA))
+    for shift, factor in zip(SHIFTS, (*FACTORS, 1), strict=True):
+        bits = bits.bitwise_xor_(_shifted(bits, shift)).mul_(_signed(factor))
     return _shifted(bits, 11).double().add_(0.5).mul_(2.0**-53).log_().neg_()
 
 
@@ -72,4 +71,4 @@ def _signed(value: int) -> int:
 
 def _shifted(bits: Tensor, shift: int) -> Tensor:
     """Logical shift to the right: torch's own repeats the sign."""
-    return (bits >> shift) & ((1 << (64 - shift)) - 1)
+    return (bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)

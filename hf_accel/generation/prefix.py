@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .sequence import Sequence
+if TYPE_CHECKING:
+    from .sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -17,13 +19,13 @@ class Prefix:
     """Everything before the token that is chosen, drafted tokens included.
 
     committed: the sequence's own final tokens, shared and not to be written to. num_prompt: of them, the prompt's.
-    drafted: what a draft puts after them. owner: the sequence.
+    drafted: what a draft puts after them.
     """
 
     committed: list[int]
     num_prompt: int
     drafted: abc.Sequence[int] = ()
-    owner: Sequence | None = None
+    sequence: Sequence | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.committed) + len(self.drafted)
@@ -38,5 +40,27 @@ class Prefix:
 
     @cached_property
     def ids(self) -> Tensor:
-        """int64 [len(self)], on the CPU."""
-        return torch.tensor(self.tokens, dtype=torch.int64)
+        """int64 [len(self)], on the CPU; not to be written to."""
+        if self.sequence is None:
+            return torch.tensor(self.tokens, dtype=torch.int64)
+        committed = _committed_ids(self.sequence)
+        if not self.drafted:
+            return committed
+        return torch.cat([committed, torch.tensor(self.drafted, dtype=torch.int64)])
+
+
+def prefix_of(sequence: Sequence, drafted: abc.Sequence[int] = ()) -> Prefix:
+    return Prefix(sequence.tokens, sequence.num_prompt, drafted, sequence)
+
+
+def _committed_ids(sequence: Sequence) -> Tensor:
+    """The sequence's tokens as a tensor that grows with them: they are final, and a list takes long to convert."""
+    room: Tensor
+    room, known = sequence.notes.get("ids", (torch.empty(0, dtype=torch.int64), 0))
+    count = len(sequence.tokens)
+    if count > len(room):
+        room = torch.cat([room[:known], torch.empty(2 * count - known, dtype=torch.int64)])
+    if count > known:
+        room[known:count] = torch.tensor(sequence.tokens[known:])
+    sequence.notes["ids"] = (room, count)
+    return room[:count]

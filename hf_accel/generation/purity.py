@@ -1,4 +1,4 @@
-"""Whether a logits processor is a pure function, as drafts need it: they are processed, rejected, and processed again."""
+"""Whether a logits processor is a pure function: drafts are processed, rejected, and processed again."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Sampling(ABC):
     @property
     @abstractmethod
     def plain(self) -> bool:
-        """`process` would change nothing."""
+        """Greedy, and `process` would change nothing: the answer is the argmax of the logits as they are."""
 
     @property
     @abstractmethod
@@ -123,11 +123,7 @@ class SamplingParams(Sampling):
     @property
     def plain(self) -> bool:
         fixed = self.logit_bias or self.allowed_token_ids is not None or self.bad_token_ids
-        if self.uses_prefix or fixed:
-            return False
-        return self.greedy or (
-            self.temperature == 1 and not self.top_k and self.top_p in (None, 1.0) and not self.min_p
-        )
+        return self.greedy and not self.uses_prefix and not fixed
 
     @property
     def key(self) -> Hashable:
@@ -188,9 +184,11 @@ class SamplingParams(Sampling):
     def _filter(self, scores: Tensor) -> Tensor:
         if self.temperature != 1:
             scores = scores / self.temperature
-        if self.top_k:
+        if self.top_k and self.top_p is not None:
+            scores = filters.top_k_top_p(scores, self.top_k, self.top_p)
+        elif self.top_k:
             scores = filters.top_k(scores, self.top_k)
-        if self.top_p is not None:
+        elif self.top_p is not None:
             scores = filters.top_p(scores, self.top_p)
         return scores if self.min_p is None else filters.min_p(scores, self.min_p)
 
@@ -250,10 +248,13 @@ def _validate(params: SamplingParams) -> None:
 def _number(name: str, value: object, low: float, high: float, hint: str) -> None:
     if value is None and name in ("top_p", "min_p"):
         return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (low <= value <= high and math.isfinite(value)):  # type: ignore[operator, arg-type]
-        bounds = f"from {low:g} to {high:g}" if math.isfinite(high) else f"of at least {low:g}"
-        raise UnsupportedError(f"{name}={value!r} must be a finite number{bounds if low == 0 else ''}; {hint}")
+    bounds = " from 0 to 1" if high == 1 else " of at least 0" if low == 0 else ""
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not (low <= value <= high and abs(value) < math.inf)
+    ):
+        raise UnsupportedError(f"{name}={value!r} must be a finite number{bounds}; {hint}")
 
 
 def _integer(name: str, value: object, hint: str) -> None:

@@ -54,7 +54,7 @@ class Scheduler:
         self._failed: list[Sequence] = []
         self._num_arrived = 0
         self._num_passes = 0
-        self._served: dict[Sequence, int] = {}  # the last pass of each, kept while there are too many for the budget
+        self._served: dict[Sequence, int] = {}  # the last turn of each, while there are too many for the budget
         self._refused: tuple[Sequence, list[int], int] | None = None  # the head, what it found, and when
 
     # -- who is here -----------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class Scheduler:
         sequence.status, sequence.finish_reason, sequence.error = Status.FINISHED, reason, error
         self._waiting.forget(sequence)
         self._served.pop(sequence, None)
-        if sequence.followers:
+        if sequence.followers and sequence.arrival >= 0:
             first, *others = sequence.followers
             sequence.followers = []
             del self._leaders[first]
@@ -190,9 +190,10 @@ class Scheduler:
         if len(decoding) <= budget:
             self._served.clear()
             return decoding
-        chosen = set(sorted(decoding, key=lambda s: self._served.get(s, -1))[:budget])
-        self._served.update(dict.fromkeys(chosen, self._num_passes))
-        return [sequence for sequence in decoding if sequence in chosen]
+        chosen = sorted(decoding, key=lambda s: self._served.get(s, -1))[:budget]
+        for place, sequence in enumerate(chosen):
+            self._served[sequence] = self._num_passes * budget + place
+        return [sequence for sequence in decoding if self._served.get(sequence, -1) >= self._num_passes * budget]
 
     def _decode(self, decoding: list[Sequence]) -> list[Chunk]:
         """In order, so that a victim has not been given its slot yet."""
@@ -247,11 +248,15 @@ class Scheduler:
     # -- admission -------------------------------------------------------------------------------------
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
-        slack, places = self._slack(), self._places()
+        places = self._places()
+        slack: list[int] | None = None
         while self._waiting and budget > 0:
             head = self._waiting.head
             size = 1 + len(head.followers)
-            if self.running and (size > places or self._was_refused(head, slack)):
+            if self.running and size > places:
+                return
+            slack = self._slack() if slack is None else slack
+            if self.running and self._was_refused(head, slack):
                 return
             free = self.pages.free_blocks()
             row = self.pages.open(head.tokens)

@@ -38,9 +38,7 @@ def processed_scores(sampling: Sampling, logits: Tensor, prefixes: list[Prefix])
 
 
 def process(sampling: Sampling, logits: Tensor, prefixes: list[Prefix]) -> Tensor:
-    """Sampling.process, if it has anything to do. Raises what that raises, and HfAccelError for another shape."""
-    if sampling.plain:
-        return logits.float()
+    """Sampling.process. Raises what that raises, and HfAccelError for another shape."""
     scores = sampling.process(logits, prefixes if sampling.uses_prefix else None)
     if not isinstance(scores, Tensor) or scores.shape != logits.shape:
         got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..cache.rows import Row
@@ -48,7 +48,7 @@ class Sequence:
     followers: list[Sequence] = field(default_factory=list)
     keeps_row: bool = False
     kept_row: Row | None = None
-    notes: dict[str, object] = field(default_factory=dict)  # what its stop rule remembers
+    notes: dict[str, Any] = field(default_factory=dict)  # what its stop rule remembers
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)

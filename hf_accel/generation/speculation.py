@@ -63,9 +63,12 @@ class Speculation:
         asked = [(sequence, count) for sequence, count in zip(sequences, granted, strict=True) if count]
         if not asked:
             return
-        start = time.perf_counter()
-        drafts = drafter.propose([sequence for sequence, _ in asked], [count for _, count in asked])
-        seconds = time.perf_counter() - start
+        chosen = [sequence for sequence, _ in asked]
+        begun = time.perf_counter()
+        drafter.catch_up(chosen)
+        ready = time.perf_counter()
+        drafts = drafter.propose(chosen, [count for _, count in asked])
+        ended = time.perf_counter()
         for (sequence, _), draft in zip(asked, drafts, strict=True):
             assert sequence.row is not None
             sequence.row.truncate(sequence.num_computed + 1 + len(draft))
@@ -73,8 +76,8 @@ class Speculation:
                 self._drafts[sequence] = draft if draft.source else replace(draft, source=drafter.name)
         if not drafter.is_free:
             tokens = sum(map(len, drafts))
-            self.controller.observe_drafting(tokens, max(map(len, drafts)), seconds, source=drafter.name)
-        self._seconds += seconds
+            self.controller.observe_drafting(tokens, max(map(len, drafts)), ended - ready, source=drafter.name)
+        self._seconds += ended - begun
 
     def draft_of(self, sequence: Sequence) -> Draft:
         return self._drafts.get(sequence, NO_DRAFT)

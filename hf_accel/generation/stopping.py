@@ -11,6 +11,7 @@ from .sequence import Sequence
 
 REPLACEMENT = "\ufffd"  # what tokenizers write for bytes that are not, or not yet, a character
 CONTEXT_TOKENS = 6  # before the first new token, so that it is decoded as inside a text and not as its beginning
+CHANGEABLE = 16  # characters at the end that a tokenizer may still change, as when it removes spaces before a "."
 MAX_PENDING = 16  # tokens that may wait for the rest of a character
 
 
@@ -29,7 +30,8 @@ class StopRules:
     bytes of an unfinished character, or a whole run of byte tokens, as U+FFFD. So what a token adds is the difference
     of two decodes that begin at the same token, where a character began: decode(tokens[first:]) beyond what it shares
     with decode(tokens[first:read]). The window moves on when the text ends in a whole character, or when MAX_PENDING
-    tokens did not bring one. Of the text before it as much is kept as a stop string can reach back to.
+    tokens did not bring one. Of the text before it as much is kept as a stop string can reach back to, and CHANGEABLE
+    characters.
     """
 
     stop_token_ids: Iterable[int | Many[int]] = ()
@@ -70,7 +72,7 @@ class StopRules:
         tail = sequence.notes.get("text_tail")
         if not isinstance(tail, TextTail):
             longest = max(map(len, self.stop_strings))
-            tail = TextTail(self.decode, sequence.tokens, sequence.num_prompt, longest - 1)
+            tail = TextTail(self.decode, sequence.tokens, sequence.num_prompt, longest - 1 + CHANGEABLE)
             if not self.across_prompt:
                 tail.text = ""
             sequence.notes["text_tail"] = tail
@@ -112,7 +114,7 @@ class TextTail:
             count *= 2
 
     def _last(self, text: str) -> str:
-        return text[-self.reach :] if self.reach else ""
+        return text[-self.reach :]
 
     def read_on(self, tokens: list[int]) -> tuple[str, int]:
         """Take in the tokens that are new. Returns the text with what they add, and where that begins."""

@@ -10,8 +10,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from ..errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from .logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class Generated:
 
     tokens: list[int]
     finish_reason: str
-    logprobs: list[float] | None = None
+    logprobs: list[TokenLogprobs] | None = None
     text: str | None = None
 
 
@@ -56,7 +60,7 @@ class Sample:
         self._changed = threading.Condition()
         self._ended = threading.Event()  # beside it, so that who waits for the end sleeps through the tokens
         self._tokens: list[int] = []
-        self._logprobs: list[float] | None = None
+        self._logprobs: list[TokenLogprobs] | None = None
         self._finish_reason: str | None = None
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
@@ -64,7 +68,7 @@ class Sample:
 
     # -- the producer ----------------------------------------------------------------------------------
 
-    def put(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> bool:
+    def put(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None) -> bool:
         """Hand over tokens that are final. False if nobody wants them: the sample has ended, as by cancel()."""
         with self._changed:
             if self.done:
@@ -224,7 +228,7 @@ class Request:
 
     # -- the producer ----------------------------------------------------------------------------------
 
-    def put(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> bool:
+    def put(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None) -> bool:
         """Of the first sample, as `finish`; others have their own."""
         return self.samples[0].put(tokens, logprobs)
 

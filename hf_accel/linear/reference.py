@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ class Reference(Backend):
     """
 
     name = "reference"
-    bits = (8, 4)
+    bits: ClassVar[tuple[int, ...]] = (8, 4)
 
     def __init__(self, activations: Literal["int8"] | None) -> None:
         self.activations = activations
@@ -55,7 +55,8 @@ class Reference(Backend):
 class ReferenceByRow(Reference):
     """The reference of backends that round each row of activations as a whole."""
 
-    name = "reference by row"
+    name = reference = "reference by row"
+    bits = (8,)
 
     def __init__(self) -> None:
         super().__init__("int8")

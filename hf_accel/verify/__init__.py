@@ -1,7 +1,6 @@
 """Does a patched model write what its reference writes, and what do its quantized weights cost?"""
 
 from .certificate import Certificate, Cost, Verdict
-from .twin import twin
 from .verify import verify
 
-__all__ = ["Certificate", "Cost", "Verdict", "twin", "verify"]
+__all__ = ["Certificate", "Cost", "Verdict", "verify"]

@@ -8,15 +8,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 COLUMNS = 100
+LARGEST = 700.0  # nats whose exponential is a number
 
 
 @dataclass(frozen=True)
 class Verdict:
     """One prompt: the same tokens, or the first difference and whether rounding explains it.
 
-    position counts generated tokens. Pairs of logits are those of the reference's token and of the model's, after
-    the generation config's processors; margin is how far apart the reference's are, computed in `arbiter`, a dtype.
-    rounding: the largest margin that rounding alone can turn over, measured on the reference (see rounding.py).
+    position counts generated tokens. Logits are those after the generation config's processors; pairs of them are of
+    the reference's token and of the model's.
+    margin: between the reference's pair, in `arbiter`, a dtype. distance: the largest between the model's logits and
+    the reference's, over the vocabulary. rounding: what both can be by rounding alone, as measured on the reference.
     """
 
     identical: bool
@@ -27,32 +29,37 @@ class Verdict:
     reference_logits: tuple[float, float] | None = None
     model_logits: tuple[float, float] | None = None
     margin: float | None = None
+    distance: float | None = None
     rounding: float | None = None
     arbiter: str | None = None
 
     @property
     def explained(self) -> bool:
-        """Whether a difference lies inside the rounding of the logits it hangs on (a near-tie)."""
-        return self.identical or (
-            self.margin is not None and self.rounding is not None and self.margin <= self.rounding
-        )
+        """Whether rounding accounts for a difference: a near-tie, between logits that differ no more than it allows.
+
+        A defect that is first seen at a near-tie shows in the distance.
+        """
+        if self.identical:
+            return True
+        if self.margin is None or self.distance is None or self.rounding is None:
+            return False
+        return self.margin <= self.rounding and self.distance <= self.rounding
 
     def __str__(self) -> str:
         if self.identical:
             return f"identical, {self.tokens} tokens"
-        if self.position is None or self.margin is None:
+        if self.reference_logits is None or self.model_logits is None:
             return f"identical for {self.tokens} tokens, where one of the two ends"
-        kind = "inside rounding" if self.explained else "beyond rounding"
-        pairs = (_pair(self.reference_logits), _pair(self.model_logits))
-        return (
-            f"token {self.position} is {self.model_token} instead of {self.reference_token}, {kind}\n"
-            f"logits {pairs[0]} (the model's {pairs[1]}): {self.margin:.3g} apart, rounding {self.rounding:.3g}, "
-            f"in {self.arbiter}"
+        theirs, ours = (
+            f"{first:.5g} and {second:.5g}" for first, second in (self.reference_logits, self.model_logits)
         )
-
-
-def _pair(logits: tuple[float, float] | None) -> str:
-    return "unknown" if logits is None else f"{logits[0]:.5g} and {logits[1]:.5g}"
+        return (
+            f"token {self.position} is {self.model_token} instead of {self.reference_token}, "
+            f"{'inside' if self.explained else 'beyond'} rounding\n"
+            f"{self.arbiter} logits {theirs}, the model's {ours}\n"
+            f"{self.margin:.3g} apart, the model's off by up to {self.distance:.3g}; rounding accounts for "
+            f"{self.rounding:.3g}"
+        )
 
 
 @dataclass(frozen=True)
@@ -74,27 +81,28 @@ class Cost:
 
     @property
     def reference_perplexity(self) -> float:
-        return math.exp(self.reference_loss)
+        return math.exp(min(self.reference_loss, LARGEST))
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        return math.exp(min(self.loss, LARGEST))
 
     @property
     def change(self) -> float:
         """Of the perplexity, relative to the reference's."""
-        return math.expm1(self.loss - self.reference_loss)
+        return math.expm1(min(self.loss - self.reference_loss, LARGEST))
 
     def to_dict(self) -> dict[str, Any]:
         perplexities = {"reference_perplexity": self.reference_perplexity, "perplexity": self.perplexity}
         return asdict(self) | perplexities | {"change": self.change}
 
     def __str__(self) -> str:
+        before, after = self.reference_perplexity, self.perplexity
         return (
-            f"against float: perplexity {self.reference_perplexity:.4g} -> {self.perplexity:.4g} "
-            f"({100 * self.change:+.2f} %), KL {self.kl:.2g} nats a token, same top token {100 * self.same_top:.1f} %\n"
-            f"  of {self.reference}, on {self.tokens:,} tokens: {self.text}; "
-            f"standard error of the change {100 * self.error:.2g} %"
+            f"against float: perplexity {before:.2f} -> {after:.2f} ({100 * self.change:+.2f} %), "
+            f"KL {self.kl:.2g} nats a token, same top token {100 * self.same_top:.1f} %\n"
+            f"  standard error {100 * self.error:.2g} %, on {self.tokens:,} tokens: {self.text}\n"
+            f"  float: {self.reference}"
         )
 
 

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from ..errors import UnsupportedError
 from ..pack import PATIENCE
 from .certificate import Cost
-from .rounding import new_cache
+from .passes import new_cache
 
 WINDOW = 512  # tokens that are predicted from one another
 CHUNK = 64  # tokens of a pass, so that what attention reads has been through the cache
@@ -50,9 +50,12 @@ def measure_cost(
 
 def predictions(model: PreTrainedModel, ids: Tensor) -> Iterator[Tensor]:
     """Log-probabilities [chunk, V], float32, of the token after each of ids [1, T] but the last."""
-    cache, ids = new_cache(model), ids[:, :-1].to(model.device)
-    # recurrent models want to be told where in the text they are; one pass needs no cache
-    for chunk in (ids,) if getattr(model, "_is_stateful", False) else ids.split(CHUNK, dim=1):
+    ids = ids[:, :-1].to(model.device)
+    if getattr(model, "_is_stateful", False):  # recurrent: not in parts
+        yield model(input_ids=ids).logits[0].float().log_softmax(-1)
+        return
+    cache = new_cache(model)
+    for chunk in ids.split(CHUNK, dim=1):
         output: Any = model(input_ids=chunk, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         yield output.logits[0].float().log_softmax(-1)
@@ -73,8 +76,7 @@ class Totals:
         self.reference_loss += float(reference_loss.sum())
         self.squares += float((loss - reference_loss).square().sum())
         self.same_top += float((actual.argmax(-1) == expected.argmax(-1)).sum())
-        # in place, as these are the largest tensors there are; xlogy's rule: what has probability 0 counts 0
-        divergence = (expected - actual).mul_(expected.exp()).nan_to_num_(nan=0.0)
+        divergence = (expected - actual).mul_(expected.exp()).masked_fill_(expected == -torch.inf, 0)  # 0 log 0 is 0
         self.kl += float(divergence.sum(dtype=torch.float64))
 
     def cost(self, name: str, text: str) -> Cost:

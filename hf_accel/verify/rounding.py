@@ -1,34 +1,42 @@
 """Can rounding explain a first difference? Measured on the reference, not assumed.
 
-Two computations that differ by rounding alone, each off the exact logits by at most d, can choose two tokens only if
-the exact logits of the two lie within 2 d. d is taken as the spread of the logits over ways to compute the same
-history that are equally valid:
+The same history is computed in several ways that are equally valid:
 
-* one pass over the whole history: every product has many rows;
-* the prompt in one pass and then token after token over the cache, as generate does: one row;
-* one pass in the next wider dtype (float32 for bfloat16), of which the first two are roundings. It is the arbiter:
-  the margin is that of its logits. It takes a float copy of the weights, and is left out where that is too large.
+* in one pass, where every product has many rows;
+* the prompt in one pass and the rest token by token over the cache, as generate does it: one row;
+* where activations, keys or values are rounded to INT8: with the closest decision of each row turned. A change in the
+  last bit of a float is enough for that, and what it sets off in later layers is far larger than the bit;
+* in the next wider dtype (float32 for bfloat16), of which the others are roundings. This is the arbiter, whose logits
+  margins are taken from. It needs a wide copy of the float weights. Where that is too large, a pass in which the
+  result of each product is moved by up to half a unit in the last place stands in (Monte Carlo arithmetic: Parker
+  1997), and margins are taken in the model's own dtype.
 
-The spread is at least one unit in the last place of the largest logit. What a defect does to a model's own logits
-cannot enlarge it, because the model is not among the ways.
+Their spread d, at least one unit in the last place of the largest logit, is the error that the reference has. A model
+that rounds as well stays within d of the exact logits, and another reference within 2 d; and two tokens can change
+places only if the exact logits have them within 2 d. The model is not among the ways: its defects do not widen d.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from ..cache.hf import PagedCache
 from ..hardware import detect
-from ..patch import is_patched
-from .twin import WIDER, state_of, widened
+from ..linear import QuantLinear
+from ..linear.reference import Reference as PlainTorch
+from .passes import last_logits, new_cache
+from .references import WIDER, widened
 
-LARGEST_ARBITER = 4 * 2**30  # bytes of its weights
+LARGEST_ARBITER = 8 * 2**30  # bytes of its float weights
 SINGLE_STEPS = 8  # tokens at the end of a history that are computed one by one, at the least
 
 
@@ -45,31 +53,99 @@ class Reference:
 
     @torch.no_grad()
     def judge(self, history: Tensor, num_prompt: int, settings: Mapping[str, Any]) -> tuple[Tensor, float, str]:
-        """Logits [V] after history [1, n] as margins are judged by, the rounding of a margin, and the logits' dtype.
+        """Logits [V] after history [1, n] to take margins from, twice their error, and their dtype.
 
         num_prompt: tokens of the history that were the prompt. settings: keywords of generate().
         """
-        whole = last_logits(self.model, history, **settings)
-        ways = [whole]
-        stepped = self._stepped(history, num_prompt, settings)
-        if stepped is not None:
-            ways.append(stepped)
-        dtype = self.model.dtype
-        if self.arbiter is not None:
-            ways.append(last_logits(self.arbiter, history, **settings))
-            dtype = self.arbiter.dtype
-        floor = torch.finfo(self.model.dtype).eps * float(whole.nan_to_num(0, 0, 0).abs().max())
-        return ways[-1], 2 * max(spread(ways), floor), str(dtype).removeprefix("torch.")
+        ways = [last_logits(self.model, history, **settings)]
+        largest = float(ways[0].nan_to_num(0, 0, 0).abs().max())
+        if history.shape[1] > 1 and not getattr(self.model, "_is_stateful", False):
+            ways.append(self._step_by_step(history, num_prompt, settings))
+        flipped = self._flipped(history, settings)
+        if flipped is not None:
+            ways.append(flipped)
+        if self.arbiter is None:
+            ways.append(self._jittered(history, settings))
+            judged, dtype = ways[0], self.model.dtype
+        else:
+            judged, dtype = last_logits(self.arbiter, history, **settings), self.arbiter.dtype
+            ways.append(judged)
+        error = max(spread(ways), torch.finfo(self.model.dtype).eps * largest)
+        return judged, 2 * error, str(dtype).removeprefix("torch.")
 
-    def _stepped(self, history: Tensor, num_prompt: int, settings: Mapping[str, Any]) -> Tensor | None:
-        """As generate computes them, with at least a few single steps; None for a model without a KV cache."""
+    def _step_by_step(self, history: Tensor, num_prompt: int, settings: Mapping[str, Any]) -> Tensor:
         start = min(num_prompt, max(1, history.shape[1] - SINGLE_STEPS))
-        if history.shape[1] == 1 or getattr(self.model, "_is_stateful", False):
-            return None
-        cache, history = new_cache(self.model), history.to(self.model.device)
-        for ids in (history[:, :start], *history[:, start:-1].split(1, dim=1)):
-            cache = self.model(input_ids=ids, past_key_values=cache, use_cache=True).past_key_values
+        cache, ids = new_cache(self.model), history.to(self.model.device)
+        for part in (ids[:, :start], *ids[:, start:-1].split(1, dim=1)):
+            if part.shape[1]:
+                cache = self.model(input_ids=part, past_key_values=cache, use_cache=True).past_key_values
         return last_logits(self.model, history, past_key_values=cache, **settings)
+
+    def _flipped(self, history: Tensor, settings: Mapping[str, Any]) -> Tensor | None:
+        """One pass with the closest decisions of INT8 activations, keys and values turned; None if there are none."""
+        layers = [m for m in self.model.modules() if isinstance(m, QuantLinear) and m.activations]
+        cache = new_cache(self.model)
+        if cache is not None and cache.settings.dtype == "int8":
+            for layer in cache.paged_layers:
+                layer.update = functools.partial(_update_flipped, layer.update)
+        elif not layers:
+            return None
+        handles = [layer.register_forward_pre_hook(_flip_input) for layer in layers]
+        with _removing(handles):
+            return last_logits(self.model, history, past_key_values=cache, **settings)
+
+    def _jittered(self, history: Tensor, settings: Mapping[str, Any]) -> Tensor:
+        jitter = Jitter(self.model.dtype)
+        products = [m for m in self.model.modules() if isinstance(m, nn.Linear | Conv1D)]
+        with _removing([product.register_forward_hook(jitter) for product in products]):
+            return last_logits(self.model, history, **settings)
+
+
+@contextmanager
+def _removing(handles: list[RemovableHandle]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def flip_nearest(x: Tensor, size: int) -> Tensor:
+    """In each row [..., n], the number nearest the middle between two INT8 levels goes to the one that it misses.
+
+    size: numbers that share a scale.
+    """
+    groups = F.pad(x.float(), (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
+    step = groups.abs().amax(-1, keepdim=True) / 127
+    levels = groups / step  # NaN in a group of zeros
+    below = levels.floor()
+    distance = (levels - below - 0.5).abs().nan_to_num(nan=torch.inf).flatten(-2)[..., : x.shape[-1]]
+    nearest = distance.argmin(-1, keepdim=True)
+    other = ((2 * below + 1 - levels.round()) * step).flatten(-2).gather(-1, nearest).nan_to_num()
+    return x.scatter(-1, nearest, other.to(x.dtype))
+
+
+def _flip_input(layer: QuantLinear, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    assert layer.choice is not None and isinstance(layer.choice.backend, PlainTorch)
+    size = layer.choice.backend.activation_group(layer.quantized)
+    return (flip_nearest(args[0], size), *args[1:])
+
+
+def _update_flipped(update: Callable[..., Any], keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+    keys, values = (flip_nearest(states, states.shape[-1]) for states in (keys, values))
+    return update(keys, values, *args, **kwargs)
+
+
+class Jitter:
+    """Forward hook that moves each result by up to half a unit in the last place; always by the same numbers."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.eps = torch.finfo(dtype).eps
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        noise = torch.rand(output.shape, generator=self.generator, dtype=torch.float64).sub_(0.5).to(output.device)
+        return (output * (1 + self.eps * noise)).to(output.dtype)
 
 
 def spread(ways: list[Tensor]) -> float:
@@ -77,26 +153,6 @@ def spread(ways: list[Tensor]) -> float:
     stacked = torch.stack(ways)
     finite = stacked[:, stacked.isfinite().all(0)]
     return float((finite.amax(0) - finite.amin(0)).max()) if finite.numel() else 0.0
-
-
-def new_cache(model: PreTrainedModel) -> Any:
-    """The kind of cache that a model's generate() uses; None for stock's own."""
-    settings = state_of(model).generation.cache if is_patched(model) else None
-    return None if settings is None else PagedCache(model.config, settings)
-
-
-def last_logits(model: PreTrainedModel, history: Tensor, *, num_new: int = 1, **settings: Any) -> Tensor:
-    """Logits [V], float32, that greedy generate() draws the last of num_new tokens after history [1, n] from."""
-    output = greedy(model, history, num_new, output_scores=True, return_dict_in_generate=True, **settings)
-    scores: Tensor = output.scores[-1][0]
-    return scores.float().cpu()
-
-
-def greedy(model: PreTrainedModel, prompt: Tensor, num_new: int, **settings: Any) -> Any:
-    prompt = prompt.to(model.device)
-    generate: Any = model.generate  # torch's stubs give a Module's attributes the type Tensor | Module
-    fixed = {"do_sample": False, "num_beams": 1, "max_new_tokens": num_new}
-    return generate(prompt, attention_mask=torch.ones_like(prompt), **fixed, **settings)
 
 
 def _affordable(model: PreTrainedModel) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from ..errors import HfAccelError, UnsupportedError
@@ -17,8 +18,9 @@ from ..pack import PATIENCE
 from ..patch import is_patched
 from .certificate import Certificate, Cost, Verdict
 from .cost import measure_cost, windows_of
-from .rounding import Reference, greedy, last_logits
-from .twin import float_reference, is_quantized, kv_config, quantized_reference, state_of
+from .passes import continuation, last_logits
+from .references import float_reference, is_quantized, kv_config, quantized_reference, state_of
+from .rounding import Reference
 
 # Keywords of generate() that may change how the model finds its tokens, and never which: not for the reference.
 OF_THE_MODEL = ("speculative", "assistant_model", "prompt_lookup_num_tokens")
@@ -55,12 +57,16 @@ def verify(
         raise UnsupportedError("verify() needs at least one prompt")
     _refuse_ours(generate)
     texts = None if text is None else windows_of([_token_ids(t, tokenizer)[0] for t in _texts(text)])
+    if isinstance(reference, str | Path):
+        AutoConfig.from_pretrained(reference)  # to fail now, and not after the prompts
     run = Run(model, ids, max_new_tokens, generate)
     if is_quantized(model):
         exact = Reference(quantized_reference(model), _quantized_name(model))
         verdicts = run.verdicts(exact)
-        del exact  # before the float model is there
-        return Certificate(_quantized_name(model), verdicts, *_cost(run, reference, texts))
+        del exact
+        gc.collect()  # a patched model is a cycle; it shall go before the float model is there
+        cost, no_cost = _cost(run, reference, texts)
+        return Certificate(_quantized_name(model), verdicts, cost, no_cost)
     given = _float_reference(model, reference)
     return Certificate(given.name, run.verdicts(given))
 
@@ -111,13 +117,8 @@ class Run:
             margin=float((theirs[pair[0]] - theirs[pair[1]]).abs()),
             rounding=rounding,
             arbiter=arbiter,
+            distance=float(torch.where(ours == theirs, 0, (ours - theirs).abs()).max()),  # -inf is far from nothing
         )
-
-
-def continuation(model: PreTrainedModel, prompt: Tensor, num_new: int, settings: dict[str, Any]) -> Tensor:
-    """The tokens that greedy generate() adds to prompt [1, n]."""
-    output: Tensor = greedy(model, prompt, num_new, **settings)
-    return output[0, prompt.shape[1] :].to(prompt.device)
 
 
 def _cost(run: Run, reference: Any, windows: list[Tensor] | None) -> tuple[Cost | None, str | None]:
@@ -130,7 +131,7 @@ def _cost(run: Run, reference: Any, windows: list[Tensor] | None) -> tuple[Cost 
         return None, str(error)
     source = "the text given"
     if windows is None:
-        source = "the prompts and its continuations"
+        source = "the prompts and how the float model goes on"
         new = [continuation(given.model, prompt, run.max_new_tokens, run.common) for prompt in run.prompts]
         windows = windows_of([torch.cat([p[0], n]) for p, n in zip(run.prompts, new, strict=True)])
     return measure_cost(run.model, given.model, windows, name=given.name, text=source), None

@@ -6,6 +6,9 @@ from collections import abc
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+BLOCK = 128  # weights that are summed before any cumulative sum: only one block of them is looked into
 
 
 def inverse_draw(weights: Tensor, uniforms: abc.Sequence[float]) -> list[int]:
@@ -13,15 +16,26 @@ def inverse_draw(weights: Tensor, uniforms: abc.Sequence[float]) -> list[int]:
     the whole, u in [0, 1). An index of weight 0 is never drawn."""
     if not len(weights):
         return []
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1:].contiguous()
+    missing = -weights.shape[1] % BLOCK
+    blocks = (pad(weights, (0, missing)) if missing else weights).reshape(len(weights), -1, BLOCK)
     u = torch.tensor(uniforms, dtype=torch.float64, device=weights.device)[:, None]
-    below = torch.nextafter(total, torch.zeros_like(total))  # u * total may round up to total
-    indices = torch.searchsorted(cumulative, torch.minimum(u * total, below), right=True)
-    indices = indices.clamp_(max=weights.shape[1] - 1)
+    sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = u * sums[:, -1:]
+    block = _first_beyond(sums, target)
+    before = sums.gather(1, (block - 1).clamp(min=0)).where(block > 0, 0)
+    inner = blocks.take_along_dim(block[:, :, None], 1)[:, 0].cumsum(-1, dtype=torch.float64)
+    indices = (block * BLOCK + _first_beyond(inner, target - before)).clamp_(max=weights.shape[1] - 1)
     if weights.device.type == "cpu":
         return [int(index) for index in indices[:, 0].tolist()]
     return _checked(weights, indices, uniforms)
+
+
+def _first_beyond(cumulative: Tensor, target: Tensor) -> Tensor:
+    """[n, 1]; a target that rounding has brought to the whole or beyond counts as a little less."""
+    whole = cumulative[:, -1:].contiguous()
+    below = torch.nextafter(whole, torch.zeros_like(whole))
+    found = torch.searchsorted(cumulative, torch.minimum(target, below), right=True)
+    return found.clamp_(max=cumulative.shape[1] - 1)
 
 
 def _checked(weights: Tensor, indices: Tensor, uniforms: abc.Sequence[float]) -> list[int]:

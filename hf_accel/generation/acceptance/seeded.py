@@ -11,6 +11,8 @@ from .. import noise
 from ..drafters.base import Draft
 from .base import Place, Verifier, first_rows, follow
 
+DENSE, LARGE = 8, 512  # a row is raced over all tokens if more than one in 8 of them, and 512, are possible
+
 
 class SeededVerifier(Verifier):
     """Each token is the winner of a race that only the seed and its position decide: argmax(log p + gumbel).
@@ -36,6 +38,24 @@ class SeededVerifier(Verifier):
 
 def race(probabilities: Tensor, keys: abc.Sequence[int]) -> list[int]:
     """For each row of [n, V] the id with the smallest exponential number over probability; of equals the lowest."""
+    size = probabilities.shape[1]
+    enough = max(size // DENSE, LARGE)
+    possible = (probabilities > 0).sum(-1).tolist()
+    many = [row for row, count in enumerate(possible) if count > enough]
+    few = [row for row, count in enumerate(possible) if count <= enough]
+    winners = dict(zip(many, _over_all(probabilities, keys, many), strict=True))
+    winners.update(zip(few, _over_possible(probabilities[few], [keys[row] for row in few]), strict=True))
+    return [winners[row] for row in range(len(keys))]
+
+
+def _over_all(probabilities: Tensor, keys: abc.Sequence[int], rows: abc.Sequence[int]) -> list[int]:
+    """Row after row, so that what is in between stays in the caches."""
+    ids = torch.arange(probabilities.shape[1], device=probabilities.device)
+    times = (noise.exponentials(ids.new_tensor(keys[row]), ids) / probabilities[row] for row in rows)
+    return [int(one.argmin()) for one in times]
+
+
+def _over_possible(probabilities: Tensor, keys: abc.Sequence[int]) -> list[int]:
     device = probabilities.device
     rows, ids = probabilities.nonzero(as_tuple=True)
     times = noise.exponentials(torch.tensor(keys, dtype=torch.int64, device=device)[rows], ids)

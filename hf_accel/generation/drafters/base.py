@@ -48,5 +48,9 @@ class Drafter(ABC):
         (Draft.probabilities): dropping it would change the law of the output.
         """
 
+    def catch_up(self, sequences: abc.Sequence[Sequence]) -> None:  # noqa: B027 - most have nothing to catch up with
+        """Called before `propose`: take in what the sequences have grown by (the K and V of a prompt, say). What is
+        done here instead of there does not count as the cost of a drafted token."""
+
     def forget(self, sequence: Sequence) -> None:  # noqa: B027 - most have nothing to free
         """The sequence has ended: free what is held for it. Unknown sequences are ignored."""

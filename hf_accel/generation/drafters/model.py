@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...cache.rows import Pages, Row, Span
 from ..acceptance.base import Place, Verifier
-from ..choice import processed
+from ..choice import argmax, processed
+from ..runner import Runner
 from ..sequence import Sequence
 from .base import Draft, Drafter
 
-Runner = Callable[[list[int], list[int], Any, list[int]], Tensor]
 MAX_CHUNK = 512  # tokens of one sequence that a pass of the draft model catches up on
 
 
@@ -28,10 +26,14 @@ class Past:
     final: int = 0
     drafted: list[int] = field(default_factory=list)
 
+    @property
+    def count(self) -> int:
+        return self.final + len(self.drafted)
+
 
 @dataclass
 class Growing:
-    """A draft that is being written."""
+    """A draft that is being written. laws: what each of its tokens was drawn from, if they were drawn."""
 
     sequence: Sequence
     past: Past
@@ -41,7 +43,25 @@ class Growing:
 
     @property
     def place(self) -> Place:
-        return Place(self.sequence.seed, len(self.sequence.tokens) + len(self.tokens))
+        return Place(self.sequence.seed, len(self.sequence.tokens)).next(len(self.tokens))
+
+    @property
+    def missing(self) -> int:
+        """Tokens that the draft model has not computed."""
+        return len(self.sequence.tokens) + len(self.tokens) - self.past.count
+
+    @property
+    def law(self) -> Tensor | None:
+        return torch.stack(self.laws) if self.laws else None
+
+    def take(self, count: int) -> list[int]:
+        """The next tokens to compute, as past from now on."""
+        start, end = self.past.count, len(self.sequence.tokens)
+        final = self.sequence.tokens[start : start + count]
+        drafted = self.tokens[max(0, start - end) : start + count - end] if start + count > end else []
+        self.past.final += len(final)
+        self.past.drafted += drafted
+        return final + drafted
 
 
 class ModelDrafter(Drafter):
@@ -56,7 +76,14 @@ class ModelDrafter(Drafter):
     name = "draft model"
 
     def __init__(
-        self, runner: Any, pages: Pages | None, verifier: Verifier, *, target_pages: Pages, num_tokens: int, target_tokens: int
+        self,
+        runner: Runner,
+        pages: Pages | None,
+        verifier: Verifier,
+        *,
+        target_pages: Pages,
+        num_tokens: int,
+        target_tokens: int,
     ) -> None:
         self.runner, self.verifier = runner, verifier
         self.is_shared = pages is None
@@ -64,14 +91,19 @@ class ModelDrafter(Drafter):
         self.num_tokens, self.target_tokens = num_tokens, target_tokens
         self._pasts: dict[Sequence, Past] = {}
 
+    def catch_up(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Compute all but the last token of each; a pass for every MAX_CHUNK tokens of the longest."""
+        behind = [Growing(sequence, self._past(sequence), 0) for sequence in sequences]
+        while behind := [draft for draft in behind if draft.missing > 1]:
+            self._pass(behind, [min(draft.missing - 1, MAX_CHUNK) for draft in behind])
+
     def propose(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> list[Draft]:
-        drafts = [
-            Growing(sequence, self._past(sequence), length) for sequence, length in zip(sequences, lengths, strict=True)
-        ]
+        self.catch_up(sequences)
+        drafts = [Growing(s, self._past(s), length) for s, length in zip(sequences, lengths, strict=True)]
         for number in range(max(lengths, default=0)):
             growing = [draft for draft in drafts if draft.length > number]
-            self._grow(growing, self._logits(growing))
-        return [Draft(d.tokens, self._law(d)) for d in drafts]
+            self._grow(growing, self._pass(growing, [draft.missing for draft in growing]))
+        return [Draft(draft.tokens, draft.law) for draft in drafts]
 
     def forget(self, sequence: Sequence) -> None:
         past = self._pasts.pop(sequence, None)
@@ -103,55 +135,42 @@ class ModelDrafter(Drafter):
 
     # -- a pass ----------------------------------------------------------------------------------------
 
-    def _logits(self, drafts: list[Growing]) -> Tensor:
-        """Of the next token of each, [n, num_tokens]; first those tokens are computed that the draft model missed."""
-        while any(self._missing(draft) > MAX_CHUNK for draft in drafts):
-            self._pass([draft for draft in drafts if self._missing(draft) > MAX_CHUNK], MAX_CHUNK)
-        return self._pass(drafts, MAX_CHUNK)
-
-    def _missing(self, draft: Growing) -> int:
-        return len(draft.sequence.tokens) + len(draft.tokens) - draft.past.final - len(draft.past.drafted)
-
-    def _pass(self, drafts: list[Growing], most: int) -> Tensor:
+    def _pass(self, drafts: list[Growing], counts: list[int]) -> Tensor:
+        """Compute the next counts[i] tokens of each, which then count as past -> logits [n, num_tokens] after them."""
         ids: list[int] = []
         positions: list[int] = []
         spans, keep = [], []
-        for draft in drafts:
-            past = draft.past
-            start = past.final + len(past.drafted)
-            fed = self._feed(draft, start, most)
+        for draft, count in zip(drafts, counts, strict=True):
+            start, row = draft.past.count, draft.past.row
             if not self.is_shared:
-                self.pages.append(past.row, len(fed))
-            spans.append(Span(past.row, start, len(fed)))
-            ids += fed
-            positions += range(start, start + len(fed))
+                self.pages.append(row, count)
+            spans.append(Span(row, start, count))
+            ids += self._known(draft.take(count))
+            positions += range(start, start + count)
             keep.append(len(ids) - 1)
         return self.runner(ids, positions, self.pages.step(spans, self.runner.device), keep)
-
-    def _feed(self, draft: Growing, start: int, most: int) -> list[int]:
-        """The next tokens to compute, which then count as past."""
-        tokens, past = draft.sequence.tokens, draft.past
-        final = tokens[start : start + most]
-        drafted = draft.tokens[max(0, start - len(tokens)) :] if len(final) < most else []
-        past.final += len(final)
-        past.drafted += drafted
-        return self._known(final + drafted)
 
     # -- tokens ----------------------------------------------------------------------------------------
 
     def _grow(self, drafts: list[Growing], logits: Tensor) -> None:
         """Greedy sequences get the likeliest token; others draw from the law that they sample the target's from."""
         logits = self._widened(logits)
-        laws = processed(logits, [(draft.sequence, draft.tokens) for draft in drafts])
-        likeliest = laws.argmax(-1).tolist()
+        if all(draft.sequence.sampling.plain for draft in drafts):
+            tokens = argmax(logits).tolist()
+        else:
+            tokens = self._drawn(drafts, processed(logits, [(draft.sequence, draft.tokens) for draft in drafts]))
+        for draft, token in zip(drafts, tokens, strict=True):
+            draft.tokens.append(token)
+
+    def _drawn(self, drafts: list[Growing], laws: Tensor) -> list[int]:
+        tokens: list[int] = laws.argmax(-1).tolist()
         sampled = [i for i, draft in enumerate(drafts) if not draft.sequence.sampling.greedy]
         if sampled:
             drawn = self.verifier.draw(laws[sampled], [drafts[i].place for i in sampled])
             for i, token in zip(sampled, drawn, strict=True):
-                likeliest[i] = token
+                tokens[i] = token
                 drafts[i].laws.append(laws[i])
-        for draft, token in zip(drafts, likeliest, strict=True):
-            draft.tokens.append(token)
+        return tokens
 
     def _widened(self, logits: Tensor) -> Tensor:
         """[n, num_tokens] as logits over the target's vocabulary."""
@@ -161,7 +180,3 @@ class ModelDrafter(Drafter):
         wide = logits.new_full((len(logits), self.target_tokens), float("-inf"))
         wide[:, :shared] = logits[:, :shared]
         return wide
-
-    @staticmethod
-    def _law(draft: Growing) -> Tensor | None:
-        return torch.stack(draft.laws) if draft.laws else None

@@ -6,4 +6,12 @@ from .refusals import model_refusal
 from .state import STATE, GenerationState
 from .step import prepare_step, weights_salt
 
-__all__ = ["STATE", "AcceleratedGeneration", "Engine", "GenerationState", "model_refusal", "prepare_step", "weights_salt"]
+__all__ = [
+    "STATE",
+    "AcceleratedGeneration",
+    "Engine",
+    "GenerationState",
+    "model_refusal",
+    "prepare_step",
+    "weights_salt",
+]

@@ -7,7 +7,9 @@ from typing import Any
 from ...config import SpeculativeConfig
 
 
-def assisted(generation_config: Any, assistant_model: Any, assistant_tokenizer: Any) -> tuple[SpeculativeConfig, str | None]:
+def assisted(
+    generation_config: Any, assistant_model: Any, assistant_tokenizer: Any
+) -> tuple[SpeculativeConfig, str | None]:
     """What to speculate with, and why it is left to stock's loop, if it is."""
     if assistant_tokenizer is not None:
         return SpeculativeConfig(), "the draft model has another tokenizer"

@@ -20,7 +20,7 @@ from ...errors import UnsupportedError
 from ..batcher import Batcher, Progress
 from ..sequence import Sequence
 from .defaults import NEW_TOKENS
-from .drafting import make_speculation
+from .drafting import keep_learnt, make_speculation
 from .processing import StockSampling, StockStop, processors_refusal
 from .runner import ModelRunner
 from .state import STATE
@@ -53,6 +53,7 @@ def generate_batch(
     batch = _Batch(model, settings, speculative, timestamps)
     wanted = [batch.wanted(i, list(ids), config) for i, (ids, config) in enumerate(zip(inputs, configs, strict=True))]
     batch.run([sequence for one in wanted for sequence in one.sequences], progress_bar)
+    keep_learnt(speculative, batch.speculation, model)
     outputs = [pair for one in wanted for pair in batch.outputs(one)]
     return dict(outputs), batch.statistics()
 
@@ -146,7 +147,9 @@ class _Batch:
         for sequence in sequences:
             if sequence not in followers:
                 self._add(sequence)
-        with logging.tqdm(total=len(sequences), disable=not progress_bar, desc="generate_batch", unit="request") as bar:
+        with logging.tqdm(
+            total=len(sequences), disable=not progress_bar, desc="generate_batch", unit="request"
+        ) as bar:
             while self.batcher.has_work:
                 for progress in self.batcher.step():
                     self._note(progress)
@@ -212,8 +215,8 @@ def _honoured(settings: ContinuousBatchingConfig | None) -> dict[str, Any]:
         value = getattr(settings, field.name)
         if field.name not in HONOURED and value != getattr(plain, field.name):
             raise UnsupportedError(
-                f"continuous_batching_config.{field.name}={value!r} has no meaning in hf_accel's generate_batch; leave "
-                f"it at its default ({', '.join(HONOURED)} are honoured)"
+                f"continuous_batching_config.{field.name}={value!r} has no meaning in hf_accel's generate_batch; "
+                f"leave it at its default ({', '.join(HONOURED)} are honoured)"
             )
     tokens = None if settings.num_blocks is None else settings.num_blocks * (settings.page_size or 1)
     return {"tokens": tokens, "budget": settings.max_batch_tokens, "logprobs": settings.return_logprobs}

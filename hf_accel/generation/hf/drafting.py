@@ -32,7 +32,26 @@ def make_speculation(config: SpeculativeConfig | None, runner: ModelRunner, page
     rule = verifier(config.verify)
     drafters = _Drafters(config, rule, runner, pages)
     wanted = config.drafter if isinstance(config.drafter, list | tuple) else [config.drafter]
-    return Speculation(rule, [drafters.make(one) for one in wanted], Controller(config.num_draft, config.max_draft))
+    return Speculation(rule, [drafters.make(one) for one in wanted], _controller(config, drafters.state))
+
+
+def _controller(config: SpeculativeConfig, state: GenerationState) -> Controller:
+    """With what the last call like this one has learnt, unless another thread is using it."""
+    known = state.controllers.pop(_kind(config), None)
+    return Controller(config.num_draft, config.max_draft) if known is None else known
+
+
+def keep_learnt(config: SpeculativeConfig | None, speculation: Speculation, model: Any) -> None:
+    """At the end of a call, for the next."""
+    if config is not None:
+        vars(model)[STATE].generation.controllers[_kind(config)] = speculation.controller
+
+
+def _kind(config: SpeculativeConfig) -> tuple[Any, ...]:
+    """What a controller has learnt about: a drafter that was handed over is known by its place in memory."""
+    wanted = config.drafter if isinstance(config.drafter, list | tuple) else [config.drafter]
+    names = tuple(one if isinstance(one, str) else id(one) for one in wanted)
+    return names, config.num_draft, config.max_draft
 
 
 class _Drafters:
@@ -54,8 +73,8 @@ class _Drafters:
         if isinstance(model, PreTrainedModel):
             return self._model(model)
         raise UnsupportedError(
-            f"speculative drafter {wanted!r} is not known; give a name ('ngram', 'suffix', 'self-int4'), a draft model, "
-            "a CandidateGenerator, or a list of these"
+            f"speculative drafter {wanted!r} is not known; give a name ('ngram', 'suffix', 'self-int4'), a draft "
+            "model, a CandidateGenerator, a hf_accel.Drafter, or a list of these"
         )
 
     def _named(self, name: str) -> Drafter:
@@ -85,12 +104,11 @@ class _Drafters:
         """The target's own linears in INT4, over its own pages."""
         if getattr(self.target, "is_quantized", False):
             raise UnsupportedError(
-                "drafter='self-int4' is for a model that is not quantized, and this one is; patch it with weights=None, "
-                "or use 'suffix', 'ngram' or a draft model"
+                "drafter='self-int4' is for a model that is not quantized, and this one is; patch it with "
+                "weights=None, or use 'suffix', 'ngram' or a draft model"
             )
         draft = self._twin(self.target, "int4")
-        layers = [layer.group_index for layer in self.runner.cache.layers]
-        return self._drafter(ModelRunner(draft, self.pages.groups, layers), None)
+        return self._drafter(ModelRunner(draft, self.pages.groups, self.runner.group_of_layer), None)
 
     def _twin(self, model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
         """A patched model over the same Parameters; one that is patched already serves as it is."""
@@ -126,6 +144,3 @@ class _Drafters:
 def _vocabulary(model: Any) -> int:
     size: int = model.config.get_text_config(decoder=True).vocab_size
     return size
-
-
-

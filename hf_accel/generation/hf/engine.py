@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...cache.hf import page_groups
-from ...cache.rows import Pages
+from ...cache.rows import Pages, num_live_tokens
 from ...config import CacheConfig, Default, parse_speculative
 from ...errors import OutOfBlocksError, UnsupportedError
 from ..batcher import Batcher
@@ -123,7 +124,8 @@ class Engine:
         return self._hand_over(sequences, rules)
 
     def _hand_over(self, sequences: list[Sequence], rules: StopRules) -> Request:
-        of_sample: dict[Sample, Sequence] = {}
+        # weak: in a cycle a handle that was dropped would live, and its request run, until the garbage collector comes
+        of_sample: weakref.WeakKeyDictionary[Sample, Sequence] = weakref.WeakKeyDictionary()
         decode = self._decode
         request = Request(
             num_samples=len(sequences),
@@ -144,7 +146,9 @@ class Engine:
             raise UnsupportedError(f"prompt must be a list of at least one token id, not {prompt!r}")
         size = self.model.config.get_text_config(decoder=True).vocab_size
         if min(ids) < 0 or max(ids) >= size:
-            raise UnsupportedError(f"prompt holds token ids from {min(ids)} to {max(ids)}; the model has 0 to {size - 1}")
+            raise UnsupportedError(
+                f"prompt holds token ids from {min(ids)} to {max(ids)}; the model has 0 to {size - 1}"
+            )
         return ids
 
     def _limit(self, max_new_tokens: int | None, num_prompt: int) -> int:
@@ -188,7 +192,7 @@ class Engine:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Since the engine began: requests, tokens per second of busy time, blocks, prefix hits, preemptions, drafts."""
+        """Since the engine began: requests, tokens per second while busy, blocks, prefix hits, preemptions, drafts."""
         totals, batcher = self.loop.totals, self.loop.batcher
         pools = [group.pool for group in self.pages.groups]
         indices = [group.index for group in self.pages.groups if group.index is not None]
@@ -213,10 +217,11 @@ class Engine:
         """The share of held slots without a token, now."""
         pool = self.pages.groups[0].pool
         held = pool.num_used * pool.block_size
-        return 1 - self.pages.num_live_tokens(self.loop.batcher.scheduler.running) / held if held else 0.0
+        rows = [sequence.row for sequence in list(self.loop.batcher.scheduler.running)]
+        return 1 - num_live_tokens([row for row in rows if row is not None], 0) / held if held else 0.0
 
     def close(self, *, wait: bool = True) -> None:
-        """Take on nothing more, and return when all has ended. wait: let requests finish instead of cancelling them."""
+        """Take on nothing more, and return when all has ended. wait: let requests finish, else cancel them."""
         self.loop.close(wait=wait)
 
     def __enter__(self) -> Engine:

@@ -53,7 +53,7 @@ class AcceleratedGeneration(Mixin):
     def _record(self, sequences: Tensor, seconds: float) -> None:
         state = self._generation_state
         rows, columns = sequences.shape
-        more = dict(state.call.statistics)
+        more = {} if state.call is None else dict(state.call.statistics)
         new_tokens = more.pop("new_tokens", rows * (columns - state.prompt_columns))
         cache = {} if state.last_cache is None else state.last_cache.statistics()
         state.record(new_tokens, rows, seconds, {**cache, **more})
@@ -62,6 +62,12 @@ class AcceleratedGeneration(Mixin):
 
     def _validate_generation_mode(self, mode: Any, generation_config: Any, arguments: dict[str, Any]) -> None:
         """Ragged speculation knows no limit of one row, nor of equal padding of the vocabularies."""
+        call = self._generation_state.call
+        if call is not None and call.insists and mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise UnsupportedError(
+                f"speculative= is for greedy search and sampling, and this call is {mode.value} (num_beams=, "
+                "assistant_model=, prompt_lookup_num_tokens=, ...): leave one of them out"
+            )
         if mode == GenerationMode.ASSISTED_GENERATION and self._takes_assistant(arguments):
             return
         super()._validate_generation_mode(mode, generation_config, arguments)  # type: ignore[misc]
@@ -82,7 +88,9 @@ class AcceleratedGeneration(Mixin):
         call = self._generation_state.call
         config = None if call is None else call.speculative
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
-        refusal = self._refusal(*arguments, synced_gpus, model_kwargs)
+        refusal = self._refusal(*arguments, synced_gpus, model_kwargs, speculates=config is not None)
+        if isinstance(streamer, RowStreams):
+            streamer.expect(generation_config)
         if refusal is None:
             return self._ragged(*arguments, streamer, config, model_kwargs)
         if call is not None and call.insists:
@@ -109,7 +117,9 @@ class AcceleratedGeneration(Mixin):
         """assistant_model= and prompt_lookup_num_tokens= as speculation; other kinds on stock's loop."""
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
         config, refusal = assisted(generation_config, assistant_model, assistant_tokenizer)
-        refusal = refusal or self._refusal(*arguments, synced_gpus, model_kwargs)
+        refusal = refusal or self._refusal(*arguments, synced_gpus, model_kwargs, speculates=True)
+        if isinstance(streamer, RowStreams):
+            streamer.expect(generation_config)
         if refusal is None:
             return self._ragged(*arguments, streamer, config, model_kwargs)
         self._stay_stock(refusal)
@@ -120,14 +130,23 @@ class AcceleratedGeneration(Mixin):
         )  # fmt: skip
 
     def _refusal(
-        self, input_ids: Tensor, processors: Any, criteria: Any, config: Any, synced: bool, inputs: dict[str, Any]
+        self,
+        input_ids: Tensor,
+        processors: Any,
+        criteria: Any,
+        config: Any,
+        synced: bool,
+        inputs: dict[str, Any],
+        *,
+        speculates: bool,
     ) -> str | None:
         state = self._generation_state
         if state.call is None:
             return "it was not called by generate()"
         return state.ragged_refusal or call_refusal(
-            input_ids, processors, criteria, config, inputs, synced=synced, own_cache=state.own_cache
-        )
+            input_ids, processors, criteria, config, inputs,
+            synced=synced, own_cache=state.own_cache, speculates=speculates,
+        )  # fmt: skip
 
     def _stay_stock(self, refusal: str) -> None:
         call = self._generation_state.call
@@ -159,7 +178,8 @@ class AcceleratedGeneration(Mixin):
             repeats=config.num_return_sequences or 1,
         )
         output, statistics = run(call)
-        state.call.statistics |= {"loop": "ragged", **statistics}
+        if state.call is not None:
+            state.call.statistics |= {"loop": "ragged", **statistics}
         return output
 
     def generate_batch(

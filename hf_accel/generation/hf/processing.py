@@ -14,6 +14,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process, stopping_criteria
 
 from ..prefix import Prefix
+from ..purity import is_stateful
 from ..sampling import Sampling
 from ..sequence import Sequence
 
@@ -50,6 +51,15 @@ def processors_refusal(
     return None
 
 
+def stateful_refusal(processors: LogitsProcessorList, input_ids: Tensor) -> str | None:
+    """Why drafts cannot be verified with these; None if no state was found (see purity.is_stateful)."""
+    size = max(int(input_ids.max()) + 1, 8)
+    for processor in processors:
+        if not _is_stock(processor) and is_stateful(processor, size):
+            return f"{type(processor).__name__} answers the same input differently when asked again"
+    return None
+
+
 def _is_stock(thing: object) -> bool:
     return type(thing).__module__ in (logits_process.__name__, stopping_criteria.__name__)
 
@@ -63,13 +73,21 @@ class StockSampling(Sampling):
     """
 
     def __init__(
-        self, processors: LogitsProcessorList, *, greedy: bool, rows: int | None = None, num_logprobs: int | None = None
+        self,
+        processors: LogitsProcessorList,
+        *,
+        greedy: bool,
+        rows: int | None = None,
+        num_logprobs: int | None = None,
     ) -> None:
-        self.processors, self.rows = processors, rows
+        self.processors: Any = processors
+        self.rows = rows
         self._greedy, self._num_logprobs = greedy, num_logprobs
         self._uses_prefix = any(not isinstance(processor, BLIND) for processor in processors)
         self.padding: dict[Sequence, list[int]] = {}
         self.row_of: dict[Sequence, int] = {}
+        self._noise: dict[int, Tensor] = {}  # of each step that a row may still be at
+        self._num_steps = 0
 
     @property
     def greedy(self) -> bool:
@@ -77,7 +95,7 @@ class StockSampling(Sampling):
 
     @property
     def plain(self) -> bool:
-        return not self.processors
+        return self._greedy and not self.processors
 
     @property
     def uses_prefix(self) -> bool:
@@ -101,40 +119,49 @@ class StockSampling(Sampling):
         if not self.uses_prefix or prefixes is None:
             empty = torch.empty((len(scores), 0), dtype=torch.int64, device=scores.device)
             return self.processors(empty, scores)
-        columns = [self.padding.get(prefix.owner, []) + list(prefix.tokens) for prefix in prefixes]
+        columns = [self._before(prefix.sequence) + prefix.tokens for prefix in prefixes]
         by_length: dict[int, list[int]] = {}
         for row, ids in enumerate(columns):
             by_length.setdefault(len(ids), []).append(row)
         out = torch.empty_like(scores)
         for rows in by_length.values():
-            ids = torch.tensor([columns[row] for row in rows], dtype=torch.int64, device=scores.device)
-            out[rows] = self._for([prefixes[row].owner for row in rows])(ids, scores[rows])
+            same_length = torch.tensor([columns[row] for row in rows], dtype=torch.int64, device=scores.device)
+            out[rows] = self._for([prefixes[row].sequence for row in rows])(same_length, scores[rows])
         return out
 
-    def _for(self, sequences: abc.Sequence[Sequence | None]) -> LogitsProcessorList:
+    def _before(self, sequence: Sequence | None) -> list[int]:
+        return [] if sequence is None else self.padding.get(sequence, [])
+
+    def _for(self, sequences: abc.Sequence[Sequence | None]) -> Any:
         """The processors with their settings by row, if they have some, for the rows of these sequences."""
         name = "prompt_ignore_length"
         if not any(isinstance(getattr(processor, name, None), Tensor) for processor in self.processors):
             return self.processors
-        rows = [self.row_of.get(sequence, 0) for sequence in sequences if sequence is not None]
+        numbers = [0 if sequence is None else self.row_of.get(sequence, 0) for sequence in sequences]
         chosen = LogitsProcessorList()
         for processor in self.processors:
             lengths = getattr(processor, name, None)
             if isinstance(lengths, Tensor):
                 processor = copy.copy(processor)
-                setattr(processor, name, lengths[rows])
+                setattr(processor, name, lengths[numbers])
             chosen.append(processor)
         return chosen
 
     def _draw(self, probabilities: Tensor, sequences: abc.Sequence[Sequence]) -> list[int]:
-        """One torch.multinomial for all rows of the call, which takes as many random numbers as stock's does."""
-        rows = [self.row_of[sequence] for sequence in sequences]
+        """What torch.multinomial over all rows of the call would give these: the largest of p / e, e exponential.
+
+        Each step takes numbers for all rows, as in stock's loop, and a row those of its own step: chunks of prompts
+        and preemption bring rows out of step.
+        """
         assert self.rows is not None
-        if rows == list(range(self.rows)):
-            return torch.multinomial(probabilities, num_samples=1).squeeze(1).tolist()
-        everyone = probabilities.new_ones(self.rows, probabilities.shape[1])
-        everyone[rows] = probabilities
-        return torch.multinomial(everyone, num_samples=1).squeeze(1)[rows].tolist()
+        steps = [sequence.num_new for sequence in sequences]
+        behind = min(sequence.num_new for sequence in self.row_of if not sequence.is_finished)
+        self._noise = {step: noise for step, noise in self._noise.items() if step >= behind}
+        while self._num_steps <= max(steps):
+            self._noise[self._num_steps] = probabilities.new_empty(self.rows, probabilities.shape[1]).exponential_()
+            self._num_steps += 1
+        noise = [self._noise[step][self.row_of[sequence]] for step, sequence in zip(steps, sequences, strict=True)]
+        return (probabilities / torch.stack(noise)).argmax(-1).tolist()
 
 
 @dataclass

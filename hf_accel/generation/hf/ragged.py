@@ -11,11 +11,11 @@ from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaL
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ...cache.hf import PagedCache
-from ...cache.rows import Pages, Row
+from ...cache.rows import Pages, Row, Span
 from ...config import SpeculativeConfig
 from ..batcher import Batcher
 from ..sequence import Sequence
-from .drafting import make_speculation
+from .drafting import keep_learnt, make_speculation
 from .processing import StockSampling, StockStop
 from .runner import ModelRunner
 from .step import weights_salt
@@ -61,13 +61,16 @@ def run(call: Call) -> tuple[Any, dict[str, Any]]:
     sequences = _sequences(call)
     try:
         _loop(call, batcher, sequences)
-        result = _result(call, sequences)
+        result: Any = _result(call, sequences)
     finally:
         for sequence in sequences:
             if not sequence.is_finished:
                 batcher.remove(sequence, "cancelled")
+        keep_learnt(call.speculative, speculation, model)
     statistics = {} if call.speculative is None else speculation.statistics.to_dict()
     if sequences[0].keeps_row:
+        if call.config.return_dict_in_generate:
+            _compute_ends(runner, pages, sequences)
         _keep(call, sequences)
     if call.config.return_dict_in_generate:
         result = GenerateDecoderOnlyOutput(sequences=result, past_key_values=cache)
@@ -106,6 +109,7 @@ def _sequences(call: Call) -> list[Sequence]:
 def _loop(call: Call, batcher: Batcher, sequences: list[Sequence]) -> None:
     past = call.cache.sequences.rows
     if past:  # a cache that was passed along holds what the one row begins with
+        batcher.scheduler.require_room(sequences[0])  # before there is a row that holds blocks
         row = Row(past[0].fork().tables, None)
         row.truncate(min(row.num_tokens, len(sequences[0].tokens) - 1))
         batcher.enter(sequences[0], row)
@@ -135,11 +139,27 @@ def _result(call: Call, sequences: list[Sequence]) -> Tensor:
     return torch.cat([call.input_ids, new.to(call.input_ids.device)], dim=1)
 
 
+@torch.inference_mode()
+def _compute_ends(runner: ModelRunner, pages: Pages, sequences: list[Sequence]) -> None:
+    """Rows that ended early get K and V of their last token too, which a next turn shows; it hides their padding."""
+    longest = max(sequence.num_new for sequence in sequences)
+    spans, ids = [], []
+    for sequence in sequences:
+        row = sequence.kept_row
+        if row is not None and sequence.num_new < longest and pages.can_append(row, 1):
+            spans.append(Span(row, row.num_tokens, 1))
+            ids.append(sequence.tokens[-1])
+            pages.append(row, 1)
+    if spans:
+        runner(ids, [span.start for span in spans], pages.step(spans, runner.device), [])
+
+
 def _keep(call: Call, sequences: list[Sequence]) -> None:
     """Leave in the cache what stock leaves: all columns but the last, padding behind rows that ended early."""
-    rows = [Row(sequence.kept_row.tables, list(sequence.tokens[:-1])) for sequence in sequences if sequence.kept_row]
+    kept = [(sequence, sequence.kept_row) for sequence in sequences if sequence.kept_row is not None]
+    rows = [Row(row.tables, sequence.tokens[: row.num_tokens]) for sequence, row in kept]
     longest = max(sequence.num_new for sequence in sequences) - 1
-    ends = [sequence.num_new - 1 for sequence in sequences]
+    ends = [row.num_tokens - sequence.num_prompt for sequence, row in kept]
     real = None
     if call.mask is not None or min(ends) < longest:
         before = torch.ones_like(call.input_ids) if call.mask is None else call.mask

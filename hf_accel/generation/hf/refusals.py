@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 
 from ...cache.hf import PagedCache
-from .processing import processors_refusal
+from .processing import processors_refusal, stateful_refusal
 from .step import is_text, positions_count_tokens, positions_depend_on_length
 
 
@@ -37,6 +37,7 @@ def call_refusal(
     *,
     synced: bool,
     own_cache: bool,
+    speculates: bool,
 ) -> str | None:
     """Why this call cannot run ragged, as one clause; None if it can. inputs: what the model would be called with."""
     cache, mask = inputs.get("past_key_values"), inputs.get("attention_mask")
@@ -56,7 +57,8 @@ def call_refusal(
         return "padding stands behind or between tokens"
     if not positions_count_tokens(inputs.get("position_ids"), None if mask is None else mask.bool()):
         return "position_ids do not count tokens"
-    return processors_refusal(processors, criteria, batch_size=len(input_ids))
+    refusal = processors_refusal(processors, criteria, batch_size=len(input_ids))
+    return stateful_refusal(processors, input_ids) if refusal is None and speculates else refusal
 
 
 def _only_left_padded(mask: Tensor) -> bool:

@@ -21,8 +21,10 @@ class ModelRunner:
 
     def __init__(self, model: PreTrainedModel, groups: list[PageGroup], group_of_layer: list[int]) -> None:
         self.model: Any = model
+        self.group_of_layer = group_of_layer
         self.cache = RaggedCache(groups, group_of_layer)
-        self.selects = bool(model._supports_logits_to_keep())
+        supports: Any = self.model._supports_logits_to_keep
+        self.selects = bool(supports())
 
     @property
     def device(self) -> torch.device:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ...cache.hf import PagedCache
 from ...config import CacheConfig, SpeculativeConfig
+from ..controller import Controller
 
 STATE = "_hf_accel"  # where patch() keeps its GenerationState on the model
 
@@ -33,8 +34,9 @@ class GenerationState:
     """What generate() of one patched model needs to know, and what it last did.
 
     patch_id: tells this patch from an earlier one of the same Parameters, whose quantized weights were others.
-    speculative: for calls that do not say. ragged_refusal: why this model's tokens cannot be computed in one ragged row.
-    make_draft: makes draft models; drafts: those made, by what they were made of.
+    speculative: for calls that do not say. ragged_refusal: why this model cannot compute all tokens in one ragged row.
+    make_draft: makes draft models; drafts: those made, by what they were made of. controllers: what earlier calls have
+    learnt, while no call uses it.
     """
 
     cache: CacheConfig | None
@@ -47,10 +49,11 @@ class GenerationState:
     call: CallState | None = None
     prompt_columns: int = 0
     drafts: dict[Any, Any] = field(default_factory=dict)
+    controllers: dict[tuple[Any, ...], Controller] = field(default_factory=dict)
     statistics: dict[str, Any] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"drafts": {}, "call": None, "last_cache": None}
+        return vars(self) | {"drafts": {}, "controllers": {}, "call": None, "last_cache": None}
 
     def record(self, new_tokens: int, sequences: int, seconds: float, more: dict[str, Any]) -> None:
         """Statistics of a finished run."""

@@ -20,24 +20,34 @@ class RowStreams:
     """
 
     def __init__(self, streamer: Any) -> None:
-        self.each = list(streamer) if isinstance(streamer, list | tuple) else None
-        self.one = None if self.each is not None else streamer
-        self.takes_row = self.one is not None and "row" in inspect.signature(self.one.put).parameters
+        self.each: list[Any] | None = list(streamer) if isinstance(streamer, list | tuple) else None
+        self.one: Any = streamer
+        self.takes_row = self.each is None and "row" in inspect.signature(self.one.put).parameters
         self.columns: list[list[int]] = []  # what a plain streamer is still owed
         self.finished: set[int] = set()
         self.num_put = 0
         self.padding = 0
+        self.ends: frozenset[int] = frozenset()
         self.prompted = False
 
+    def expect(self, generation_config: Any) -> None:
+        """What stock's loops end a row with, and put behind it."""
+        pad, ends = generation_config._pad_token_tensor, generation_config._eos_token_tensor
+        self.padding = 0 if pad is None else int(pad)
+        self.ends = frozenset() if ends is None else frozenset(ends.flatten().tolist())
+
     def put(self, value: Tensor) -> None:
-        """Stock's own loop: the prompt [B, T], then columns [B]."""
+        """Stock's own loops: the prompt [B, T], then columns [B], or in assisted decoding a run of tokens of one row."""
         if not self.prompted:
             self.prompt(value)
+        elif self.each is None and not self.takes_row:
+            self.one.put(value)
+        elif len(self.columns) == 1:
+            self.tokens(0, value.flatten().tolist(), finished=False)
         else:
             for row, token in enumerate(value.flatten().tolist()):
-                self._to_row(row, torch.tensor([token]))
-            if self.each is None and not self.takes_row:
-                self.one.put(value)
+                if row not in self.finished:
+                    self.tokens(row, [token], finished=token in self.ends)
 
     def prompt(self, ids: Tensor) -> None:
         self.prompted = True
@@ -55,8 +65,8 @@ class RowStreams:
         if self.each is not None or self.takes_row:
             for token in tokens:
                 self._to_row(row, torch.tensor([token]))
-            if finished and self.each is not None:
-                self.each[row].end()
+            if finished:
+                self._end(row)
             return
         self.columns[row] += tokens
         if finished:
@@ -79,7 +89,15 @@ class RowStreams:
         elif self.takes_row:
             self.one.put(tokens, row=row)
 
-    def end(self) -> None:
-        if self.one is not None:
-            self.one.end()
+    def _end(self, row: int) -> None:
+        if row not in self.finished:
+            self.finished.add(row)
+            if self.each is not None:
+                self.each[row].end()
 
+    def end(self) -> None:
+        if self.each is None:
+            self.one.end()
+        else:
+            for row in range(len(self.each)):
+                self._end(row)

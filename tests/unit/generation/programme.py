@@ -71,7 +71,7 @@ class Pass:
         self.pages = pages
 
     def run(self, chunks: list[Chunk], drafts: dict[Sequence, list[int]], verified: dict[Sequence, int]) -> None:
-        """verified: how many tokens of each sequence earlier passes have written: these slots are nobody's to write."""
+        """verified: how many tokens of each sequence earlier passes wrote, in slots that nobody may write now."""
         for number, group in enumerate(self.pages.groups):
             memory: Memory = group.storages[0]  # type: ignore[assignment]
             owned = {
@@ -232,7 +232,7 @@ class Programme:
             assert sequence.row.num_tokens <= len(sequence.tokens)
 
     def check_admissions(self, waiting: list[Sequence], ran: list[Sequence], chunks: list[Chunk]) -> None:
-        """Priority, then arrival; but the oldest is overtaken at most `patience` times, and then goes first for good."""
+        """Priority, then arrival; but who is oldest and was overtaken `patience` times goes first for good."""
         entered = [chunk.sequence for chunk in chunks if chunk.sequence not in ran]
         self.shared += sum(s.num_computed for s in entered)
         self.overtaken = {s: count for s, count in self.overtaken.items() if s in waiting}

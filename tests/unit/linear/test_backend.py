@@ -8,6 +8,7 @@ import torch
 
 from hf_accel.linear import BACKENDS, Backend, LinearSpec
 from hf_accel.linear.onednn import is_exact
+from hf_accel.linear.reference import Reference
 from hf_accel.linear.torch_int4 import block_size
 
 
@@ -34,7 +35,7 @@ def test_bytes_of_zero_points():
 
 def test_most_backends_have_nothing_to_note():
     spec = LinearSpec(in_features=64, out_features=64, bits=8, dtype=torch.float32)
-    assert [backend.note(spec) for backend in BACKENDS if spec.bits in backend.bits] == [None] * 5
+    assert [backend.note(spec) for backend in BACKENDS if spec.bits in backend.bits] == [None] * 6
 
 
 def test_every_backend_keeps_the_contract():
@@ -42,6 +43,13 @@ def test_every_backend_keeps_the_contract():
         assert isinstance(backend, Backend)
         assert set(backend.bits) <= {4, 8}
         assert backend.activations in (None, "int8")
+
+
+def test_every_backend_has_a_reference_that_rounds_as_it_does():
+    for backend in BACKENDS:
+        plain = [b for b in BACKENDS if b.name == backend.reference and b.activations == backend.activations]
+        assert len(plain) == 1
+        assert isinstance(plain[0], Reference) and set(backend.bits) <= set(plain[0].bits)
 
 
 def cpu_flags() -> set[str]:

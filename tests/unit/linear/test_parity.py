@@ -43,7 +43,10 @@ def rounded_groups(x: np.ndarray, size: int) -> np.ndarray:
 def as_rounded(backend, x: np.ndarray, bits: int, group_size: int) -> np.ndarray:
     if backend.activations is None or not len(x):
         return x
-    return rounded_rows(x) if backend.name == "onednn" else rounded_groups(x, group_size if bits == 4 else 128)
+    if backend.name == "onednn":
+        return rounded_rows(x)
+    by_row = backend.name == "reference by row"
+    return rounded_groups(x, x.shape[1] if by_row else group_size if bits == 4 else 128)
 
 
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no-bias"])

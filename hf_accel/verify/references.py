@@ -1,64 +1,19 @@
-"""Second models over the same numbers: what verify() compares a model with."""
+"""What verify() compares a model with."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..attention.hf import NAME as ATTENTION_NAME
 from ..config import CacheConfig
 from ..linear import QuantLinear
-from ..pack import HOOKS
 from ..patch import STATE, PatchState, is_patched, patch, unpatch
 from ..survey import check_model
+from ..twin import twin
 
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
-
-
-def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A deep copy with Parameters of its own over the same storage, and quantized layers over the same packed weights.
-
-    Converting or patching the one leaves the other as it is; writing into a tensor in place changes both.
-    """
-    modules = list(_modules(model))
-    parameters = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
-    memo: dict[int, Any] = {key: _alias(parameter) for key, parameter in parameters.items()}
-    for module in modules:
-        if isinstance(module, QuantLinear) and module.choice is not None:
-            memo[id(module)] = _sibling(module, memo)
-    return copy.deepcopy(model, memo)
-
-
-def _modules(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Those of the model, and those that a patch has put aside."""
-    yield from model.modules()
-    for write in state_of(model).journal.writes if is_patched(model) else ():
-        if isinstance(write.old, nn.Module):
-            yield from write.old.modules()
-
-
-def _alias(parameter: Tensor) -> Tensor:
-    if type(parameter) is not nn.Parameter:
-        return parameter  # other libraries' packed weights
-    return nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
-
-
-def _sibling(layer: QuantLinear, memo: dict[int, Any]) -> QuantLinear:
-    """A second layer over the same packed weight, to which neither ever writes."""
-    assert layer.choice is not None
-    bias = copy.deepcopy(layer.bias, memo)
-    sibling = QuantLinear.from_packed(layer._packed, bias, choice=layer.choice, backend=layer.requested_backend)
-    sibling.activations = layer.activations
-    sibling.train(layer.training)
-    for hooks in HOOKS:
-        vars(sibling)[hooks] = copy.deepcopy(vars(layer)[hooks], memo)
-    sibling._is_full_backward_hook = layer._is_full_backward_hook
-    return sibling
 
 
 def state_of(model: PreTrainedModel) -> PatchState:

@@ -1,0 +1,40 @@
+"""How verify() runs a model: greedy, one row at a time, over the kind of cache that the model's generate() uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..cache.hf import PagedCache
+from ..patch import is_patched
+from .references import state_of
+
+
+def greedy(model: PreTrainedModel, prompt: Tensor, num_new: int, **settings: Any) -> Any:
+    """What generate() returns for prompt [1, n]."""
+    prompt = prompt.to(model.device)
+    generate: Any = model.generate  # torch's stubs give a Module's attributes the type Tensor | Module
+    fixed = {"do_sample": False, "num_beams": 1, "max_new_tokens": num_new}
+    return generate(prompt, attention_mask=torch.ones_like(prompt), **fixed, **settings)
+
+
+def continuation(model: PreTrainedModel, prompt: Tensor, num_new: int, settings: dict[str, Any]) -> Tensor:
+    """The tokens that greedy generate() adds to prompt [1, n]."""
+    output: Tensor = greedy(model, prompt, num_new, **settings)
+    return output[0, prompt.shape[1] :].to(prompt.device)
+
+
+def last_logits(model: PreTrainedModel, history: Tensor, *, num_new: int = 1, **settings: Any) -> Tensor:
+    """Logits [V], float32 on the CPU, that greedy generate() draws the last of num_new tokens after [1, n] from."""
+    output = greedy(model, history, num_new, output_scores=True, return_dict_in_generate=True, **settings)
+    scores: Tensor = output.scores[-1][0]
+    return scores.float().cpu()
+
+
+def new_cache(model: PreTrainedModel) -> Any:
+    """An empty cache for a forward pass; None where stock makes its own."""
+    settings = state_of(model).generation.cache if is_patched(model) else None
+    return None if settings is None else PagedCache(model.config, settings)

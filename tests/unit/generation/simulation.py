@@ -1,0 +1,73 @@
+"""A decoding run in which time is what a curve says and drafts are accepted by chance."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from hf_accel.generation.controller import Controller
+from hf_accel.generation.sequence import Sequence
+
+Curve = Callable[[int], float]
+
+CURVES: dict[str, Curve] = {
+    "flat": lambda rows: 1 + 0.002 * rows,
+    "mild": lambda rows: 0.9 + 0.1 * rows,
+    "rising": lambda rows: 0.7 + 0.3 * rows,
+    "steep": lambda rows: 1.0 * rows,
+    "step": lambda rows: 1.0 if rows == 1 else 1.5 + 0.01 * rows,
+    "tiles": lambda rows: 1 + 0.5 * ((rows - 1) // 4),
+}
+
+
+class Simulation:
+    """seconds: of a pass, over rows. acceptance: of a drafted token, in each sequence. drafting: seconds of a
+    drafter's pass. What the controller is told of the time is off by up to `noise`, or ten times too much by chance
+    `outliers`.
+    """
+
+    def __init__(
+        self,
+        seconds: Curve,
+        acceptance: list[float],
+        *,
+        controller: Controller | None = None,
+        drafting: float = 0.0,
+        noise: float = 0.0,
+        outliers: float = 0.0,
+        seed: int = 0,
+        max_draft: int = 8,
+    ) -> None:
+        self.seconds, self.acceptance, self.drafting = seconds, acceptance, drafting
+        self.noise, self.outliers, self.dice = noise, outliers, random.Random(seed)
+        self.controller = controller or Controller("auto", max_draft)
+        self.sequences = [Sequence([1], 10**9, sampling=None) for _ in acceptance]
+        self.time, self.tokens = 0.0, 0
+
+    def measured(self, seconds: float) -> float:
+        if self.dice.random() < self.outliers:
+            return 10 * seconds
+        return seconds * (1 + self.dice.uniform(-self.noise, self.noise))
+
+    def step(self, other_rows: int = 0) -> list[int]:
+        many = len(self.sequences)
+        lengths = self.controller.lengths(
+            self.sequences, [100] * many, other_rows=other_rows, is_free=not self.drafting
+        )
+        if self.drafting and any(lengths):
+            spent = self.drafting * max(lengths)
+            self.time += spent
+            self.controller.observe_drafting(sum(lengths), max(lengths), self.measured(spent))
+        for sequence, length, chance in zip(self.sequences, lengths, self.acceptance, strict=True):
+            accepted = 0
+            while accepted < length and self.dice.random() < chance:
+                accepted += 1
+            self.controller.observe_drafts(sequence, length, accepted)
+            self.tokens += accepted + 1
+        rows = many + other_rows + sum(lengths)
+        self.time += self.seconds(rows)
+        self.controller.observe_pass(rows, self.measured(self.seconds(rows)))
+        return lengths
+
+    def run(self, steps: int) -> list[list[int]]:
+        return [self.step() for _ in range(steps)]

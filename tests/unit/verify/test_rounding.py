@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import hf_accel
+from hf_accel.linear import QuantLinear
+from hf_accel.linear.activations import round_groups
+from hf_accel.verify import rounding as module
+from hf_accel.verify.references import quantized_reference
+from hf_accel.verify.rounding import Jitter, Reference, flip_nearest, spread
+
+from ...parity.families import FAMILIES, build, prompts
+from ...parity.snapshot import snapshot
+
+HISTORY = prompts(1, 20)
+
+
+def judge(model: PreTrainedModel, history: torch.Tensor = HISTORY, num_prompt: int = 12) -> tuple[Any, float, str]:
+    return Reference(model, "r").judge(history, num_prompt, {})
+
+
+@pytest.fixture
+def no_arbiter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LARGEST_ARBITER", 0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_against_float32(family: str) -> None:
+    """The arbiter is the same model in float32, and its distance from bfloat16 counts at least twice."""
+    model = build(family, dtype=torch.bfloat16)
+    logits, rounding, dtype = judge(model)
+    exact = copy.deepcopy(model).float()(HISTORY).logits[0, -1]
+    assert dtype == "float32"
+    torch.testing.assert_close(logits, exact, rtol=1e-4, atol=1e-4)
+    distance = float((model(HISTORY).logits[0, -1].float() - exact).abs().max())
+    assert 2 * distance <= rounding < 8 * distance
+    assert rounding < 0.2 * float(exact.abs().max())
+
+
+@torch.no_grad()
+def test_without_an_arbiter_the_models_own_dtype_judges(no_arbiter: None) -> None:
+    model = build("llama", dtype=torch.bfloat16)
+    logits, rounding, dtype = judge(model)
+    own, exact = model(HISTORY).logits[0, -1].float(), copy.deepcopy(model).float()(HISTORY).logits[0, -1]
+    assert dtype == "bfloat16"
+    assert torch.equal(logits, own)
+    distance = float((own - exact).abs().max())
+    assert distance / 2 < rounding < 8 * distance  # the stand-in is of the size of the real thing
+
+
+@torch.no_grad()
+def test_the_stand_in_is_a_way_of_its_own(no_arbiter: None) -> None:
+    """A history of one token has no other."""
+    model, history = build("llama", dtype=torch.bfloat16), prompts(1, 1)
+    logits, rounding, _ = judge(model, history, num_prompt=1)
+    distance = float((logits - copy.deepcopy(model).float()(history).logits[0, -1]).abs().max())
+    floor = 2 * 2**-7 * float(logits.abs().max())
+    assert rounding > max(floor, distance / 2)
+
+
+def test_float32_is_judged_by_float64() -> None:
+    logits, rounding, dtype = judge(build("llama"))
+    assert dtype == "float64"
+    assert 0 < rounding < 1e-4 * float(logits.abs().max())
+
+
+def test_rounding_is_at_least_a_unit_in_the_last_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "spread", lambda ways: 0.0)
+    logits, rounding, _ = judge(build("llama", dtype=torch.bfloat16))
+    assert rounding == pytest.approx(2 * 2**-7 * float(logits.abs().max()), rel=0.05)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_short_histories(length: int) -> None:
+    assert judge(build("llama"), prompts(1, length), num_prompt=length)[1] > 0
+
+
+def test_the_steps_are_a_way_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reference whose single steps differ is a reference that rounds badly, and knows it."""
+    model = build("llama")
+    calls = []
+
+    def spoil(_: Any, args: Any, kwargs: Any, output: Any) -> None:
+        calls.append(kwargs["input_ids"].shape[1])
+        if calls[-1] == 1:
+            output.logits += 0.25 * torch.linspace(-1, 1, 101)
+
+    before = judge(model)[1]
+    model.register_forward_hook(spoil, with_kwargs=True)
+    assert judge(model)[1] == pytest.approx(2 * 0.25, rel=0.01)
+    assert before < 1e-3
+    assert calls.count(1) == 8 and 12 in calls  # the prompt, then one by one
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_int8_decisions_count(kv: Any) -> None:
+    """In float32 the ways agree to the last bits, until one of them rounds an activation the other way."""
+    weights = None if kv == "int8" else "int8"
+    model = hf_accel.patch(build("llama"), weights=weights, cache=hf_accel.CacheConfig(dtype=kv))
+    reference = quantized_reference(model)
+    before = snapshot(reference)
+    logits, rounding, _ = judge(reference)
+    assert 1e-3 < rounding / float(logits.abs().max()) < 0.2
+    assert snapshot(reference) == before
+
+
+def test_float_activations_have_no_decisions() -> None:
+    model = hf_accel.patch(build("llama"), weights=hf_accel.WeightConfig(activations=None))
+    logits, rounding, _ = judge(quantized_reference(model))
+    assert rounding < 1e-4 * float(logits.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("columns", "size"), [(64, 64), (64, 16), (40, 32), (5, 128)])
+def test_one_number_of_a_row_goes_to_the_next_level(columns: int, size: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(6, 3, columns) * torch.logspace(-3, 3, 18).view(6, 3, 1)).to(dtype)
+    flipped = flip_nearest(x, size)
+    for before, after in zip(x.view(-1, columns), flipped.view(-1, columns), strict=True):
+        changed = (before != after).nonzero().flatten()
+        assert len(changed) == 1
+        start = int(changed[0]) // size * size
+        group = before[start : start + size].float()
+        step = group.abs().max() / 127
+        old, new = ((v[changed[0]].float() / step).round() for v in (before, after))
+        assert abs(old - new) == 1
+        gaps = []
+        for part in before.float().split(size):
+            levels = part / (part.abs().max() / 127)
+            gaps.append((levels - levels.floor() - 0.5).abs())
+        assert torch.cat(gaps).argmin() == changed[0]
+
+
+def test_a_turned_decision_reaches_the_product() -> None:
+    x = torch.randn(4, 256)
+    rounded = [round_groups(rows, 128) for rows in (x, flip_nearest(x, 128))]
+    assert ((rounded[0] != rounded[1]).sum(-1) == 1).all()
+
+
+def test_zeros_have_no_decisions() -> None:
+    x = torch.zeros(2, 64)
+    assert torch.equal(flip_nearest(x, 32), x)
+    x[0, 40:] = torch.randn(24)
+    assert (flip_nearest(x, 32) != x).sum() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_jitter(dtype: torch.dtype) -> None:
+    eps = torch.finfo(dtype).eps
+    x = torch.randn(50, 50).to(dtype)
+    state = torch.get_rng_state()
+    moved = [Jitter(dtype)(torch.nn.Identity(), (), x) for _ in range(2)]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(*moved)
+    relative = ((moved[0].double() - x.double()) / x.double()).abs()
+    assert float(relative.max()) <= eps
+    assert 0.1 < float((relative > 0).double().mean()) < 0.9
+
+
+def test_spread() -> None:
+    inf = torch.inf
+    assert spread([torch.tensor([1.0, 2.0, -inf]), torch.tensor([1.5, 1.0, -inf]), torch.tensor([0.75, 2, 3])]) == 1
+    assert spread([torch.tensor([-inf]), torch.tensor([-inf])]) == 0
+
+
+def test_a_large_model_has_no_arbiter(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", dtype=torch.bfloat16)
+    size = 4 * sum(p.numel() for p in model.parameters())
+    for largest, there in ((size, True), (size - 1, False)):
+        monkeypatch.setattr(module, "LARGEST_ARBITER", largest)
+        assert (Reference(model, "r").arbiter is not None) is there
+
+
+def test_an_arbiter_has_to_leave_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    size = 8 * sum(p.numel() for p in model.parameters())
+    for free, there in ((2 * size, True), (2 * size - 1, False), (None, True)):
+        monkeypatch.setattr(module, "detect", lambda device, free=free: type("H", (), {"free_memory": free}))
+        assert (Reference(model, "r").arbiter is not None) is there
+
+
+def test_quantized_layers_are_only_watched() -> None:
+    model = hf_accel.patch(build("llama"), weights="int8")
+    reference = quantized_reference(model)
+    judge(reference)
+    assert not any(m._forward_pre_hooks for m in reference.modules() if isinstance(m, QuantLinear))
