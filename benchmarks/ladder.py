@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_accel.twin import twin
 
+from . import engine_ladder
 from .bench import Bench, Entrant
 from .models import reload
 from .setups import accel, stock
@@ -23,7 +24,8 @@ Seconds = Callable[[], float]
 def measure(bench: Bench) -> list[Table]:
     seconds = take_turns(dict(steps(bench)), rounds=bench.settings.rounds)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    return [Table(f"seconds per token, batch 1, context {bench.settings.context}", rows(medians), note(bench))]
+    title = f"seconds per token, batch 1, context {bench.settings.context}"
+    return [Table(title, rows(medians), note(bench)), engine_ladder.measure(bench)]
 
 
 def steps(bench: Bench) -> Iterator[tuple[str, Seconds]]:

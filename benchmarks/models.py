@@ -36,7 +36,7 @@ def load_model(name: str, *, layers: int | None = None, seed: int = 0) -> PreTra
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
         return model.eval()
     shape = MODELS[name] if layers is None else {**MODELS[name], "num_hidden_layers": layers}
-    return random_model(LlamaConfig(**shape, tie_word_embeddings=False), seed=seed)
+    return random_model(LlamaConfig(**shape, tie_word_embeddings=False, eos_token_id=None), seed=seed)
 
 
 def random_model(config: LlamaConfig, *, seed: int = 0) -> PreTrainedModel:

@@ -16,6 +16,8 @@ from typing import Any
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_accel.cache.hf.ragged import RaggedLayer
+
 from .bench import Bench, Entrant
 from .setups import accel, stock
 from .tables import Row, Table
@@ -79,15 +81,17 @@ def measured(entrant: Entrant, cache: Any, times: SelfTimes) -> Iterator[None]:
     owners: list[tuple[Any, str, str]] = [(cache, "update", "cache: update")]
     owners += [(m, "forward", part) for name, m in model.named_modules() if (part := part_of(name, m, model))]
     attention = model.config._attn_implementation
-    function = ALL_ATTENTION_FUNCTIONS[attention]
+    function, update = ALL_ATTENTION_FUNCTIONS[attention], RaggedLayer.update
     try:
         for owner, method, part in owners:
             before.append((owner, method, vars(owner).get(method)))
             object.__setattr__(owner, method, times.wrap(part, getattr(owner, method)))
         ALL_ATTENTION_FUNCTIONS[attention] = times.wrap("attention", function)
+        RaggedLayer.update = times.wrap("cache: update", update)  # type: ignore[method-assign]
         yield
     finally:
         ALL_ATTENTION_FUNCTIONS[attention] = function
+        RaggedLayer.update = update  # type: ignore[method-assign]
         for owner, method, own in before:
             if own is None:
                 object.__delattr__(owner, method)

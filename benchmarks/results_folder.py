@@ -15,8 +15,8 @@ INTRODUCTION = """\
 # Results
 
 Made by `python -m benchmarks.run` from the JSON files in this folder; do not edit. Both sides of a ratio ran in
-turns in one run, verified before they were timed. A ratio above 1 is better than stock, whatever the unit; absolute
-times move from machine to machine.
+turns in one run, verified before they were timed. A ratio above 1 is better than stock, or than what the table's
+note names, whatever the unit; absolute times move from machine to machine.
 """
 
 
@@ -38,12 +38,14 @@ def replace(path: Path, text: str) -> None:
 
 def readme(folder: Path) -> str:
     results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    return "\n".join([INTRODUCTION, *map(section, results)])
+    return "\n".join([INTRODUCTION, *(section(folder, result) for result in results)])
 
 
-def section(result: dict[str, Any]) -> str:
+def section(folder: Path, result: dict[str, Any]) -> str:
     tables = "\n".join(Table(**table).markdown() for table in result["tables"])
-    return f"## {result['topic']}\n\n{provenance(result)}\n\n{tables}"
+    plot = f"{result['topic']}.png"
+    image = f"![{result['topic']}]({plot})\n\n" if (folder / plot).exists() else ""
+    return f"## {result['topic']}\n\n{provenance(result)}\n\n{image}{tables}"
 
 
 def provenance(result: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Measure topics and write what came out to benchmarks/results.
 
-python -m benchmarks.run                        everything, about twenty minutes on two cores
+python -m benchmarks.run                        everything, about forty minutes on two cores
 python -m benchmarks.run decode --quick         one topic, fewer repetitions
 python -m benchmarks.run decode --layers 2      a model cut to two layers, to try the benchmark itself
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import os
 import shlex
 import sys
 import time
@@ -20,17 +21,23 @@ from typing import Any
 from transformers.utils.logging import disable_progress_bar
 
 from . import (
+    batching,
     decode,
+    drafters,
     generate,
     isa,
     ladder,
+    latency,
     memory,
     patch_time,
+    plots,
     prefill,
     profile_step,
     quality,
     rows,
+    shared_prompts,
     small_model,
+    speculation,
     waste,
 )
 from .bench import Bench
@@ -54,6 +61,11 @@ TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
     "waste": waste.measure,
     "ladder": ladder.measure,
     "patch": patch_time.measure,
+    "batching": batching.measure,
+    "latency": latency.measure,
+    "shared_prompts": shared_prompts.measure,
+    "speculation": speculation.measure,
+    "drafters": drafters.measure,
 }
 
 
@@ -67,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         tables = TOPICS[topic](bench)
         print("\n" + "\n".join(table.markdown() for table in tables))
         result = record(topic, tables, bench, where, arguments.command)
+        print(plots.draw(arguments.out, result), flush=True)
         print(f"written to {write(arguments.out, result)}", flush=True)
     print(f"{time.perf_counter() - start:.0f} s in all")
 
@@ -78,7 +91,7 @@ def record(topic: str, tables: list[Table], bench: Bench, where: dict[str, Any],
         "date": datetime.date.today().isoformat(),
         "command": command,
         "model": model_of(topic, bench),
-        "settings": dataclasses.asdict(bench.settings),
+        "settings": {name: without_path(value) for name, value in dataclasses.asdict(bench.settings).items()},
         "machine": where,
         "versions": versions(),
         "verified": bench.verified,
@@ -89,8 +102,17 @@ def record(topic: str, tables: list[Table], bench: Bench, where: dict[str, Any],
 
 def model_of(topic: str, bench: Bench) -> str:
     """What a topic measured: some have a model of their own."""
-    own = {"small_model": str(small_model.SHIPPED), "quality": quality.checkpoint(bench.settings)}
+    own = {
+        "small_model": str(small_model.SHIPPED),
+        "quality": quality.checkpoint(bench.settings),
+        "drafters": drafters.target_of(bench.settings),
+    }
     return Path(own[topic]).name if topic in own else bench.description
+
+
+def without_path(value: Any) -> Any:
+    """Where files lie on this machine is nobody's business: of a path only the name is kept."""
+    return Path(value).name if isinstance(value, str) and os.sep in value else value
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -105,13 +127,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=defaults.context, help="tokens of the prompt")
     parser.add_argument("--text", help="file to measure perplexity on, of a model that is a checkpoint")
     parser.add_argument("--tokens", type=int, help="tokens of it")
+    parser.add_argument("--target", help="checkpoint that the drafters topic generates with; else the shipped one")
+    parser.add_argument("--draft", help="smaller checkpoint of the same tokenizer that drafts for it")
     parser.add_argument("--rounds", type=int, help="repetitions")
     parser.add_argument("--setups", default="", help=f"comma-separated, of {', '.join(s.name for s in SETUPS)}")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the JSON files and the README")
     arguments = parser.parse_args(argv)
     check_names(parser, arguments)
     arguments.settings = settings_of(arguments)
-    arguments.command = f"{parser.prog} {shlex.join(sys.argv[1:] if argv is None else argv)}".rstrip()
+    words = map(without_path, sys.argv[1:] if argv is None else argv)
+    arguments.command = f"{parser.prog} {shlex.join(words)}".rstrip()
     return arguments
 
 
@@ -131,6 +156,8 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         layers=arguments.layers,
         context=arguments.context,
         text=arguments.text,
+        target=arguments.target,
+        draft=arguments.draft,
         setups=tuple(filter(None, arguments.setups.split(","))),
     )
     settings = settings.quicker() if arguments.quick else settings

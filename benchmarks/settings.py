@@ -17,6 +17,17 @@ class Settings:
     widths: rows whose cost is compared with that of one.
     attention_factors: contexts in the prompts whose attention memory is measured.
     requests, mean_length, max_length: of the simulated requests that block waste is measured on, in tokens.
+    serve_requests: of the batching topic, for each mean output length in serve_means; serve_many: with the least of
+        them (0: not measured); serve_prompts: fewest and most tokens of their prompts; serve_rounds: repetitions.
+    serve_choices: (tokens of a pass, most requests at once) that stock's generate_batch is tried with.
+    latency_requests: of each load in latency_loads, which are shares of a measured capacity.
+    latency_budgets: most tokens of a pass.
+    samples: of one prompt; shared_requests: that begin with the same `context` tokens, then shared_own of their own,
+        then shared_new_tokens new ones.
+    draft_prompt, draft_new_tokens, draft_batches, draft_acceptances, draft_counts, draft_rounds: of the oracle's
+        drafts; nothing_batches, nothing_rounds: where none is accepted.
+    target, draft: checkpoints of the drafters topic. text_prompts: of text_prompt tokens of `text`, for each kind,
+        with text_new_tokens after each, at text_temperatures, text_rounds times.
     text, quality_tokens: a file whose first tokens perplexity is measured on; None: the shipped model's held-out text.
     """
 
@@ -37,6 +48,34 @@ class Settings:
     requests: int = 2000
     mean_length: int = 500
     max_length: int = 2048
+    serve_requests: int = 32
+    serve_many: int = 128
+    serve_means: tuple[int, ...] = (16, 32, 64)
+    serve_prompts: tuple[int, int] = (16, 128)
+    serve_choices: tuple[tuple[int, int | None], ...] = ((256, None), (128, None), (256, 16))
+    serve_rounds: int = 1
+    latency_requests: int = 24
+    latency_loads: tuple[float, ...] = (0.4, 0.8)
+    latency_budgets: tuple[int, ...] = (64, 256, 1024)
+    samples: int = 8
+    shared_requests: int = 16
+    shared_own: int = 32
+    shared_new_tokens: int = 16
+    draft_prompt: int = 32
+    draft_new_tokens: int = 128
+    draft_batches: tuple[int, ...] = (1, 4)
+    draft_acceptances: tuple[float, ...] = (0.0, 0.5, 0.7, 0.8, 0.9, 1.0)
+    draft_counts: tuple[int, ...] = (3, 7)
+    draft_rounds: int = 2
+    nothing_batches: tuple[int, ...] = (1, 4, 16)
+    nothing_rounds: int = 5
+    target: str | None = None
+    draft: str | None = None
+    text_prompts: int = 3
+    text_prompt: int = 384
+    text_new_tokens: int = 96
+    text_temperatures: tuple[float, ...] = (0.0, 1.0)
+    text_rounds: int = 2
     text: str | None = None
     quality_tokens: int = 8192
     seed: int = 0
@@ -61,5 +100,24 @@ class Settings:
             long_factor=self.long_factor // 4,
             attention_factors=self.attention_factors[:2],
             requests=500,
+            serve_requests=self.serve_requests // 4,
+            serve_many=0,
+            serve_means=tuple(mean // 4 for mean in self.serve_means),
+            serve_choices=self.serve_choices[:2],
+            latency_requests=self.latency_requests // 3,
+            latency_loads=self.latency_loads[:1],
+            samples=self.samples // 2,
+            shared_requests=self.shared_requests // 4,
+            shared_new_tokens=self.shared_new_tokens // 4,
+            draft_new_tokens=self.draft_new_tokens // 4,
+            draft_acceptances=self.draft_acceptances[::3],
+            draft_counts=self.draft_counts[:1],
+            draft_rounds=1,
+            nothing_batches=self.nothing_batches[:2],
+            nothing_rounds=1,
+            text_prompts=1,
+            text_new_tokens=self.text_new_tokens // 4,
+            text_temperatures=self.text_temperatures[:1],
+            text_rounds=1,
             quality_tokens=self.quality_tokens // 8,
         )

@@ -9,6 +9,7 @@ from itertools import islice
 from hf_accel.cache import BlockPool, BlockTable
 
 from .bench import Bench
+from .engine_waste import BUDGET, engine_waste
 from .settings import Settings
 from .tables import Table
 
@@ -29,7 +30,20 @@ def measure(bench: Bench) -> list[Table]:
         f"At most {settings.max_length} tokens each, {CONCURRENT} at a time, a token each per step, on BlockPool and "
         "BlockTable. Ratio: sequences that the same memory holds, against reserving the maximum."
     )
-    return [Table(title, rows, note)]
+    return [Table(title, rows, note), engine_table(settings)]
+
+
+def engine_table(settings: Settings) -> Table:
+    rows = []
+    for block_size in (16, 256):
+        share, passes = engine_waste(settings, lengths(settings), block_size=block_size, running=CONCURRENT)
+        rows.append({"layout": f"blocks of {block_size}", "waste_share": share, "passes": passes})
+    title = f"KV waste of the engine's scheduler, the same lengths, {settings.requests} requests"
+    note = (
+        f"A random part of each length is prompt, computed in chunks; at most {CONCURRENT} requests and {BUDGET} "
+        "tokens a pass. No model: waste is a matter of bookkeeping."
+    )
+    return Table(title, rows, note)
 
 
 def waste(settings: Settings, block_size: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import json
 import math
@@ -16,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_accel
-from benchmarks import decode, isa, ladder, memory, patch_memory, run, timing
+from benchmarks import decode, isa, ladder, memory, patch_memory, plots, run, timing
 from benchmarks.bench import Bench
 from benchmarks.checks import WrongResultError, check
 from benchmarks.machine import machine
@@ -57,11 +58,16 @@ TABLES = {  # topic -> rows of each of its tables
     "profile": [13, 13, 13, 13],
     "memory": [4, 3, 4, 4],
     "patch": [3, 7],
-    "ladder": [7],
-    "waste": [3],
+    "ladder": [7, 4],
+    "waste": [3, 2],
     "isa": [5],
     "quality": [6],
     "small_model": [5],
+    "batching": [6, 5],
+    "latency": [5],
+    "shared_prompts": [3, 4],
+    "speculation": [8, 8, 2],
+    "drafters": [12],
 }
 
 
@@ -137,6 +143,86 @@ def test_the_products_of_the_ladder_are_those_of_its_factors(read: Callable[[str
 def ladder_end_to_end(result: dict[str, Any]) -> float:
     rows = result["tables"][0]["rows"]
     return rows[0]["token_seconds"] / rows[-1]["token_seconds"]
+
+
+# -- the engine ----------------------------------------------------------------------------------------
+
+
+def test_ratios_of_the_batching_topic(read: Callable[[str], dict[str, Any]]) -> None:
+    main, laws = read("batching")["tables"]
+    padded, continuous, *ours = main["rows"]
+    assert padded["ratio"] == continuous["generate_batch_ratio"] == 1
+    assert padded["waste_share"] > 0 == continuous["waste_share"]
+    assert all(row["waste_share"] == 0 for row in ours)  # every request ran once, and nothing was padded
+    for row in main["rows"]:
+        assert row["ratio"] == pytest.approx(padded["serve_seconds"] / row["serve_seconds"])
+    rows = {row["output_lengths"]: row for row in laws["rows"]}
+    assert list(rows)[:2] == ["fixed, mean 8", "uniform, mean 8"]
+    assert rows["fixed, mean 8"]["variation"] == 0 < rows["uniform, mean 8"]["variation"]
+    means = [row["mean"] for name, row in rows.items() if name.startswith("exponential")]
+    assert means == pytest.approx([4, 8, 16], rel=0.2)
+
+
+def test_latencies_are_in_order(read: Callable[[str], dict[str, Any]]) -> None:
+    for row in read("latency")["tables"][0]["rows"]:
+        assert 0 < row["first_p50_seconds"] <= row["first_p99_seconds"]
+        assert 0 <= row["between_p50_seconds"] <= row["between_p99_seconds"]
+
+
+def test_what_prompts_share_is_computed_and_stored_once(read: Callable[[str], dict[str, Any]]) -> None:
+    (stock, *ours), requests = (table["rows"] for table in read("shared_prompts")["tables"])
+    assert stock["computed_tokens"] == 4 * (20 + 8 - 5)  # of 4 new tokens the last is never fed
+    assert [row["computed_tokens"] for row in ours] == [20 + 4 * 3] * 2
+    assert [row["stored_tokens"] for row in ours] == [16 * (1 + 4)] * 2
+    assert requests[0]["computed_tokens"] == 4 * (20 + 32 + 3)
+    assert [row["computed_tokens"] for row in requests[2:]] == [4 * (20 + 32 + 3) - 3 * 16] * 2
+
+
+def test_oracles_accept_what_they_should(read: Callable[[str], dict[str, Any]]) -> None:
+    *batches, nothing = (table["rows"] for table in read("speculation")["tables"])
+    for row in (row for rows in batches for row in rows):
+        if row["acceptance"] == 0:
+            assert row["tokens_per_pass"] == 1
+            assert not row["first_accepted_share"]
+        elif row["num_draft"] == 3:
+            assert 2 < row["tokens_per_pass"] < 4
+            assert 0.6 < row["first_accepted_share"] <= 1
+    assert [row["batch"] for row in nothing] == [1, 4]
+
+
+def test_drafters_that_are_not_there_are_named(read: Callable[[str], dict[str, Any]]) -> None:
+    result = read("drafters")
+    assert result["model"] == "stdlib-tiny"
+    assert "name a checkpoint with --draft" in result["refused"]["draft model"]
+    names = [row["drafter"] for row in result["tables"][0]["rows"]]
+    assert names[:4] == ["editing: none", "editing: ngram", "editing: suffix", "editing: self-int4"]
+    assert all(row["tokens_per_pass"] >= 1 for row in result["tables"][0]["rows"])
+
+
+def test_the_engine_wastes_what_its_blocks_waste(read: Callable[[str], dict[str, Any]]) -> None:
+    tables, engine = (table["rows"] for table in read("waste")["tables"])
+    for row in engine:
+        same = next(other for other in tables if other["layout"] == row["layout"])
+        assert row["waste_share"] == pytest.approx(same["waste_share"], rel=0.15)
+
+
+def test_paths_stay_on_the_machine(folder: Path) -> None:
+    for path in folder.glob("*.json"):
+        assert str(folder.parent) not in path.read_text()
+
+
+def test_plots_lie_beside_their_numbers(folder: Path) -> None:
+    plotted = {path.stem for path in folder.glob("*.png")}
+    assert plotted == (set(plots.PLOTS) if importlib.util.find_spec("matplotlib") else set())
+    text = (folder / "README.md").read_text()
+    assert all(f"![{topic}]({topic}.png)" in text for topic in plotted)
+
+
+def test_no_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (tmp_path / "batching.png").write_bytes(b"old")
+    assert "matplotlib is not installed" in plots.draw(tmp_path, {"topic": "batching", "model": "m", "tables": []})
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_readme_is_made_from_all_files(folder: Path, read: Callable[[str], dict[str, Any]]) -> None:

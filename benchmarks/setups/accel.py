@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 import hf_accel
+from hf_accel.config import KVDtype
 
 from .base import Setup
 
@@ -12,7 +13,7 @@ from .base import Setup
 class Accel(Setup):
     attends = True
 
-    def __init__(self, weights: str | None, *, tolerance: float, kv_dtype: str = "auto") -> None:
+    def __init__(self, weights: str | None, *, tolerance: float, kv_dtype: KVDtype = "auto") -> None:
         self.name = f"hf_accel {weights or 'exact'}" + ("" if kv_dtype == "auto" else f" with {kv_dtype} KV")
         self.weights = weights
         self.tolerance = tolerance
@@ -21,7 +22,8 @@ class Accel(Setup):
         self.multiplies = "float" if weights is None else "integer"
 
     def prepare(self, model: PreTrainedModel) -> PreTrainedModel:
-        return hf_accel.patch(model, weights=self.weights, keep_original=True)
+        cache = hf_accel.CacheConfig(dtype=self.kv_dtype)
+        return hf_accel.patch(model, weights=self.weights, cache=cache, keep_original=True)
 
     def new_cache(self, model: PreTrainedModel, *, batch: int, tokens: int) -> hf_accel.PagedCache:
         return hf_accel.PagedCache(model.config, capacity=batch * tokens, dtype=self.kv_dtype)
