@@ -12,6 +12,8 @@ from ..cache.hf import PagedCache
 from ..patch import is_patched
 from .references import state_of
 
+SCORES = {"output_scores": True, "return_dict_in_generate": True}
+
 
 def greedy(model: PreTrainedModel, prompt: Tensor, num_new: int, **settings: Any) -> Any:
     """What generate() returns for prompt [1, n]."""
@@ -27,9 +29,20 @@ def continuation(model: PreTrainedModel, prompt: Tensor, num_new: int, settings:
     return output[0, prompt.shape[1] :].to(prompt.device)
 
 
-def last_logits(model: PreTrainedModel, history: Tensor, *, num_new: int = 1, **settings: Any) -> Tensor:
-    """Logits [V], float32 on the CPU, that greedy generate() draws the last of num_new tokens after [1, n] from."""
-    output = greedy(model, history, num_new, output_scores=True, return_dict_in_generate=True, **settings)
+def last_logits(model: PreTrainedModel, history: Tensor, **settings: Any) -> Tensor:
+    """Logits [V], float32 on the CPU, that greedy generate() draws the token after history [1, n] from."""
+    return _drawn_from(greedy(model, history, 1, **SCORES, **settings))
+
+
+def logits_of_the_run(model: PreTrainedModel, history: Tensor, num_prompt: int, settings: dict[str, Any]) -> Tensor:
+    """The same in the way in which generate() got there from the prompt, the first num_prompt tokens of history."""
+    output = greedy(model, history[:, :num_prompt], history.shape[1] - num_prompt + 1, **SCORES, **settings)
+    if torch.equal(output.sequences[:, :-1].to(history.device), history):
+        return _drawn_from(output)
+    return last_logits(model, history, **settings)  # a model patched to speculate, which may round otherwise without
+
+
+def _drawn_from(output: Any) -> Tensor:
     scores: Tensor = output.scores[-1][0]
     return scores.float().cpu()
 

@@ -18,7 +18,7 @@ from ..pack import PATIENCE
 from ..patch import is_patched
 from .certificate import Certificate, Cost, Verdict
 from .cost import measure_cost, windows_of
-from .passes import continuation, last_logits
+from .passes import continuation, logits_of_the_run
 from .references import float_reference, is_quantized, kv_config, quantized_reference, state_of
 from .rounding import Reference
 
@@ -105,7 +105,8 @@ class Run:
         pair = torch.stack([expected[position], actual[position]])
         history = torch.cat([prompt[0], expected[:position]])[None]
         theirs, rounding, arbiter = reference.judge(history, prompt.shape[1], self.common)
-        ours = last_logits(self.model, prompt, num_new=position + 1, **self.settings)
+        # without speculation, which does not give its logits out
+        ours = logits_of_the_run(self.model, history, prompt.shape[1], self.common)
         return Verdict(
             identical=False,
             tokens=position,

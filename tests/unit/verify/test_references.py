@@ -148,7 +148,7 @@ def test_a_model_loaded_quantized_has_a_quantized_reference(tmp_path: Path) -> N
     hf_accel.patch(build("llama"), weights="int8").save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     reference = quantized_reference(model)
-    assert {layer.choice.backend.name for layer in layers(reference)} == {"reference"}  # type: ignore[union-attr]
+    assert all(layer.requested_backend.startswith("reference") for layer in layers(reference))
     assert hf_accel.is_patched(model)
 
 

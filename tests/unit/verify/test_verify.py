@@ -170,8 +170,11 @@ QUANTIZED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "name"), QUANTIZED, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "settings", "name"),
+    [*((family, *QUANTIZED[0]) for family in FAMILIES), *(("gemma2", *case) for case in QUANTIZED[1:])],
+    ids=str,
+)
 def test_against_the_quantized_reference(family: str, settings: dict[str, Any], name: str) -> None:
     model = hf_accel.patch(build(family), **settings)
     certificate = hf_accel.verify(model, PROMPTS, max_new_tokens=12)
@@ -319,11 +322,28 @@ def test_speculation_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert used == [(False, ["repetition_penalty"]), (True, ["prompt_lookup_num_tokens", "repetition_penalty"])]
 
 
-def test_a_difference_with_speculation_is_judged() -> None:
+@pytest.mark.parametrize("settings", [{"prompt_lookup_num_tokens": 3}, {"speculative": "ngram"}], ids=str)
+def test_a_difference_with_speculation_is_judged(settings: dict[str, Any]) -> None:
     model, reference, other = nearly_tied()
-    settings = {"prompt_lookup_num_tokens": 3, "reference": reference, "max_new_tokens": 2}
-    [verdict] = hf_accel.verify(model, [PROMPTS[1]], **settings).verdicts
+    hf_accel.patch(model, weights=None)
+    [verdict] = hf_accel.verify(model, [PROMPTS[1]], reference=reference, max_new_tokens=2, **settings).verdicts
     assert verdict.model_token == other and verdict.explained
+
+
+def test_a_token_that_should_not_have_been_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits are sound, and still the token is wrong."""
+    generate = CALLS.continuation  # type: ignore[union-attr]
+
+    def wrong(model: Any, prompt: Any, num_new: int, settings: dict[str, Any]) -> Any:
+        tokens = generate(model, prompt, num_new, settings)
+        tokens[2] += hf_accel.is_patched(model)
+        return tokens
+
+    monkeypatch.setattr(CALLS, "continuation", wrong)
+    model = hf_accel.patch(build("llama"), weights=None)
+    [verdict] = hf_accel.verify(model, PROMPTS[:1], max_new_tokens=4, speculative="ngram").verdicts
+    assert verdict.distance is not None and verdict.rounding is not None and verdict.distance <= verdict.rounding
+    assert not verdict.explained
 
 
 def test_keywords_of_generate_reach_both() -> None:
