@@ -161,6 +161,8 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
     refusal = attention_refusal(model)
     if refusal is not None:
         return refusal
+    if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
+        return f"{type(model).__name__} caches compressed keys and makes K from them on the way to its attention"
     if not getattr(model.config.get_text_config(decoder=True), "is_causal", True):
         return f"{type(model).__name__} is configured for bidirectional attention"
     try:

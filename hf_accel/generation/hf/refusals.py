@@ -13,6 +13,10 @@ from .processing import processors_refusal, stateful_refusal
 from .step import is_text, positions_count_tokens, positions_depend_on_length
 
 
+# Phi-3's own preparation is only for rotary scaling that depends on the length, which is refused before.
+LONG_ROPE = "original_max_position_embeddings"
+
+
 def model_refusal(model: nn.Module) -> str | None:
     """Why tokens of several sequences cannot be computed in one ragged row, as one clause; None if they can."""
     name = type(model).__name__
@@ -23,7 +27,8 @@ def model_refusal(model: nn.Module) -> str | None:
     if getattr(model, "_is_stateful", False):
         return f"{name} keeps a recurrent state that cannot go back"
     for method in ("prepare_inputs_for_generation", "_prepare_position_ids_for_generation"):
-        if getattr(type(model), method) is not getattr(GenerationMixin, method):
+        own = getattr(type(model), method)
+        if own is not getattr(GenerationMixin, method) and LONG_ROPE not in own.__code__.co_names:
             return f"{name} has a {method} of its own"
     return None
 
