@@ -66,7 +66,7 @@ class Programme:
         self.batcher = batcher_of(
             self.pages, self.drafter, verify=verify, num_draft=more.pop("num_draft", 4), raises=self.raises, **more
         )
-        self.expected: dict[Sequence, list[int] | None] = {}  # None: it must fail
+        self.expected: dict[Sequence, tuple[list[int], Exception | None]] = {}
         self.streamed: dict[Sequence, list[int]] = {}
         self.alive: list[Sequence] = []
         self.contents: dict[bytes, list[tuple[int, int]]] = {}  # of every full block of final tokens
@@ -110,12 +110,8 @@ class Programme:
         self.alive += family
         for each in family:
             self.streamed[each] = []
-            try:
-                alone = sequential(prompt, limit, sampling, stop, each.seed, verifier_named(self.verify), self.window)
-            except Broken:
-                self.expected[each] = None
-            else:
-                self.expected[each] = alone
+            rule = verifier_named(self.verify)
+            self.expected[each] = sequential(prompt, limit, sampling, stop, each.seed, rule, self.window)
 
     def step(self, *, arrivals: bool) -> None:
         draw = self.random.random()
@@ -143,12 +139,11 @@ class Programme:
         for each in progress:
             sequence = each.sequence
             self.streamed[sequence] += each.tokens
-            if each.error is not None:
-                assert self.expected[sequence] is None and isinstance(each.error, Broken)
-                self.end(sequence, "failed")
-            elif sequence.is_finished:
-                assert self.streamed[sequence] == sequence.tokens[sequence.num_prompt :] == self.expected[sequence]
-                self.end(sequence, "finished")
+            if sequence.is_finished:
+                alone, error = self.expected[sequence]
+                assert self.streamed[sequence] == sequence.tokens[sequence.num_prompt :] == alone
+                assert type(each.error) is type(error) and str(each.error) == str(error)
+                self.end(sequence, "failed" if error else "finished")
 
     def end(self, sequence: Sequence, how: str) -> None:
         self.alive.remove(sequence)
@@ -165,9 +160,8 @@ class Programme:
         check_blocks(self.pages, self.batcher.scheduler.running)
         assert self.drafter.known <= set(self.alive)
         for sequence in self.alive:
-            alone = self.expected[sequence]
             new = sequence.tokens[sequence.num_prompt :]
-            assert alone is None or new == alone[: len(new)]
+            assert new == self.expected[sequence][0][: len(new)]
             assert self.streamed[sequence] == new
             self.learn(sequence)
         self.check_published()
@@ -262,4 +256,4 @@ def test_random_programmes(name: str) -> None:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", PROGRAMMES)
 def test_long_random_programmes(name: str, seed: int) -> None:
-    assert play(100 + seed, 2000, PROGRAMMES[name]).counts["finished"] > 100
+    assert play(100 + seed, 2000, PROGRAMMES[name]).counts["finished"] > 90

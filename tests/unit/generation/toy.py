@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import abc
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ class ToyRunner:
         for slot, token, position in zip(written, ids, positions, strict=True):
             slots.held[slot] = (position, token)
         seen: list[list[int]] = []
-        for row, (start, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+        for row, (start, end) in enumerate(pairwise(ends)):
             held = int(part.kv_len[row])
             first = positions[end - 1] + 1 - held
             blocks = part.block_table[row].tolist()
@@ -122,21 +123,34 @@ def next_logits(tokens: list[int], window: int | None) -> Tensor:
 
 def sequential(
     prompt: list[int], limit: int, sampling: Sampling, stop: Any, seed: int, verifier: Verifier, window: int | None
-) -> list[int]:
-    """What a request generates alone, token by token."""
+) -> tuple[list[int], Exception | None]:
+    """What a request generates alone, token by token, and what it fails with."""
     sequence = Sequence(list(prompt), limit, sampling, seed=seed)
+    error = None
+    try:
+        _generate(sequence, stop, verifier, window)
+    except Exception as raised:
+        error = raised
+    return sequence.tokens[len(prompt) :], error
+
+
+def _generate(sequence: Sequence, stop: Any, verifier: Verifier, window: int | None) -> None:
+    sampling = sequence.sampling
     while sequence.num_left > 0:
-        prefix = Prefix(list(sequence.tokens), len(prompt), (), None)
+        prefix = Prefix(list(sequence.tokens), sequence.num_prompt, (), None)
         scores = sampling.process(next_logits(sequence.tokens, window)[None], [prefix])
         if sampling.greedy:
             token = int(scores.argmax())
         else:
-            place = Place(seed, len(sequence.tokens))
+            place = Place(sequence.seed, len(sequence.tokens))
             [[token]] = verifier.verify(scores.softmax(-1), [Draft()], [place])
         sequence.tokens.append(token)
-        if stop is not None and stop(sequence) is not None:
-            break
-    return sequence.tokens[len(prompt) :]
+        try:
+            if stop is not None and stop(sequence) is not None:
+                break
+        except Exception:
+            sequence.tokens.pop()
+            raise
 
 
 class ToyDrafter(Drafter):
