@@ -150,11 +150,11 @@ class Batcher:
         if isinstance(chosen, BaseException):
             self.remove(sequence, "error", chosen)
             return Progress(sequence, [], error=chosen)
-        try:
-            tokens, reason = self._append(sequence, chosen.tokens)
-        except Exception as error:  # the user's own rule for stopping
+        tokens, reason, error = self._append(sequence, chosen)
+        reports = chosen.logprobs and chosen.logprobs[: len(tokens)]
+        if error is not None:
             self.remove(sequence, "error", error)
-            return Progress(sequence, [], error=error)
+            return Progress(sequence, tokens, reports, error)
         self.speculation.observe(sequence, chosen.num_accepted, len(tokens))
         before, sequence.num_computed = sequence.num_computed, len(sequence.tokens) - 1
         assert sequence.row is not None
@@ -165,16 +165,24 @@ class Batcher:
             if sequence.keeps_row:
                 sequence.kept_row = sequence.row.fork()
             self.remove(sequence, reason)
-        return Progress(sequence, tokens, chosen.logprobs and chosen.logprobs[: len(tokens)])
+        return Progress(sequence, tokens, reports)
 
     @staticmethod
-    def _append(sequence: Sequence, tokens: list[int]) -> tuple[list[int], str | None]:
-        """Tokens up to the first at which the sequence ends, and why it does; stops are looked for token by token."""
+    def _append(sequence: Sequence, chosen: Chosen) -> tuple[list[int], str | None, Exception | None]:
+        """Tokens up to the first at which the sequence ends, and why it does; stops are looked for token by token.
+
+        An error, of choosing or of the user's own rule for stopping, takes the token that it belongs to.
+        """
+        tokens = chosen.tokens
         for number, token in enumerate(tokens, start=1):
             sequence.tokens.append(token)
-            reason = sequence.stop(sequence) if sequence.stop is not None else None
+            try:
+                reason = sequence.stop(sequence) if sequence.stop is not None else None
+            except Exception as error:
+                sequence.tokens.pop()
+                return tokens[: number - 1], None, error
             if reason is None and sequence.num_left <= 0:
                 reason = "length"
             if reason is not None:
-                return tokens[:number], reason
-        return tokens, None
+                return tokens[:number], reason, None
+        return tokens, None, chosen.error

@@ -24,11 +24,13 @@ from .sequence import Sequence
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a sequence gains: its first `num_accepted` tokens were drafted, one more follows."""
+    """What a sequence gains: its first `num_accepted` tokens were drafted, one more follows, or the error that choosing
+    it met, if the sequence gets there: it may end before."""
 
     tokens: list[int]
     num_accepted: int
     logprobs: list[TokenLogprobs] | None = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,10 @@ def _decide(logits: Tensor, members: list[Member], verifier: Verifier) -> list[C
     for at, (member, result) in enumerate(zip(members, results, strict=True)):
         if errors and isinstance(result, Chosen):
             used = member.rows[: len(result.tokens)]
-            results[at] = next((errors[row] for row in used if row in errors), result)
+            failed = next((number for number, row in enumerate(used) if row in errors), None)
+            if failed is not None:
+                error = errors[member.rows[failed]]
+                results[at] = Chosen(result.tokens[:failed], failed, error=error) if failed else error
     return results
 
 
