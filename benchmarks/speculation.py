@@ -24,8 +24,8 @@ FLOAT_ROWS = 16  # of a pass, beyond which float linears go to torch: other roun
 NOTE = (
     "Ratio: seconds of the tokens after the first, to the same model without speculation, in turns. The oracle "
     "replays the model's own tokens, each wrong with probability 1 - acceptance; drafting costs nothing. First "
-    "accepted: of the drafts, those whose first token was kept, which should be the acceptance asked for. exact: at most "
-    "{rows} rows in a pass, since with more the rounding, and so its own continuation, is another."
+    "accepted: of the drafts, those whose first token was kept, which should be the acceptance asked for. exact: at "
+    "most {rows} rows in a pass, since with more the rounding, and so its own continuation, is another."
 )
 NOTHING_NOTE = (
     "Every drafted token is wrong, and what is below 1 is lost by looking for a gain. Drafted: tokens for each "
