@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ def measure(bench: Bench) -> list[Table]:
         bench.refused["draft model"] = "name a checkpoint with --draft, of the tokenizer of --target"
     tokens = read_tokens(AutoTokenizer.from_pretrained(target_of(settings)), settings)
     models = Models(target, hf_accel.patch(twin(target), weights=None, keep_original=True), draft)
+    for run in candidates(replace(settings, text_new_tokens=4), models, [tokens[:32]], 0.0).values():
+        run()  # the first calls make draft models and set libraries up
     return [table(settings, models, tokens, temperature) for temperature in settings.text_temperatures]
 
 
@@ -93,7 +95,7 @@ def table(settings: Settings, models: Models, tokens: list[int], temperature: fl
     for kind in KINDS:
         print(f"  {kind}, temperature {temperature:g}", flush=True)
         ids = prompts(tokens, kind, count=settings.text_prompts, length=settings.text_prompt)
-        runs = take_turns(candidates(settings, models, ids, temperature), rounds=settings.text_rounds)
+        runs = take_turns(candidates(settings, models, ids, temperature), rounds=settings.text_rounds, warm_up=False)
         rows += [row(kind, name, runs) for name in (PLAIN, *models.drafters())]
     name = Path(target_of(settings)).name
     draft = f", draft model {Path(settings.draft).name}" if settings.draft else ""

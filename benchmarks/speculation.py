@@ -20,10 +20,12 @@ from .timing import median_ratio, take_turns
 from .workload import Workload, draw
 
 PLAIN = "no speculation"
+FLOAT_ROWS = 16  # of a pass, beyond which float linears go to torch: other roundings, and the oracle is wrong
 NOTE = (
     "Ratio: seconds of the tokens after the first, to the same model without speculation, in turns. The oracle "
     "replays the model's own tokens, each wrong with probability 1 - acceptance; drafting costs nothing. First "
-    "accepted: of the drafts, those whose first token was kept, which should be the acceptance asked for."
+    "accepted: of the drafts, those whose first token was kept, which should be the acceptance asked for. exact: at "
+    "most {rows} rows in a pass, since with more the rounding, and so its own continuation, is another."
 )
 NOTHING_NOTE = (
     "Every drafted token is wrong, and what is below 1 is lost by looking for a gain. Drafted: tokens for each "
@@ -48,16 +50,17 @@ def measure(bench: Bench) -> list[Table]:
 def table(bench: Bench, entrants: list[Entrant], batch: int) -> Table:
     rows = [one for entrant in entrants for one in rows_of(bench, entrant, batch)]
     title = f"oracle drafts, batch {batch}, {bench.settings.draft_new_tokens} tokens"
-    return Table(title, rows, NOTE)
+    return Table(title, rows, NOTE.format(rows=FLOAT_ROWS))
 
 
 def rows_of(bench: Bench, entrant: Entrant, batch: int) -> list[Row]:
-    """INT8 also with drafts of fixed lengths."""
+    """INT8 also with drafts of fixed lengths, where they may pay."""
     print(f"  {entrant.setup.name}, batch {batch}", flush=True)
     workload, known = continuation(bench, entrant, batch)
-    counts = ("auto", *(bench.settings.draft_counts if entrant.setup is accel.INT8 else ()))
-    wanted = [(acceptance, count) for acceptance in bench.settings.draft_acceptances for count in counts]
-    oracles = {(a, count): oracle(bench, known, acceptance=a, count=count) for a, count in wanted}
+    fixed = bench.settings.draft_counts if entrant.setup is accel.INT8 else ()
+    wanted = [(a, count) for a in bench.settings.draft_acceptances for count in ("auto", *(fixed if a else ()))]
+    most = FLOAT_ROWS // batch - 1 if entrant.setup.exact else None
+    oracles = {(a, count): oracle(bench, known, acceptance=a, count=count, most=most) for a, count in wanted}
     runs = in_turns(entrant, workload, oracles, rounds=bench.settings.draft_rounds)
     return [row(entrant, acceptance, count, runs) for acceptance, count in wanted]
 
@@ -100,11 +103,15 @@ def continuation(bench: Bench, entrant: Entrant, batch: int) -> tuple[Workload, 
     return workload, dict(zip(map(tuple, workload.prompts), tokens, strict=True))
 
 
-def oracle(bench: Bench, known: dict[tuple[int, ...], list[int]], *, acceptance: float, count: Any) -> Any:
+def oracle(
+    bench: Bench, known: dict[tuple[int, ...], list[int]], *, acceptance: float, count: Any, most: int | None = None
+) -> SpeculativeConfig:
+    """most: tokens that "auto" drafts; None for its own limit."""
     drafter = OracleDrafter(
         known, acceptance=acceptance, vocabulary=bench.model.config.vocab_size, seed=bench.settings.seed
     )
-    return SpeculativeConfig(drafter=drafter, num_draft=count)
+    limits = {} if most is None else {"max_draft": max(1, min(most, SpeculativeConfig.max_draft))}
+    return SpeculativeConfig(drafter=drafter, num_draft=count, **limits)
 
 
 def in_turns(

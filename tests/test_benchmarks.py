@@ -66,7 +66,7 @@ TABLES = {  # topic -> rows of each of its tables
     "batching": [6, 5],
     "latency": [5],
     "shared_prompts": [3, 4],
-    "speculation": [8, 8, 2],
+    "speculation": [7, 7, 2],
     "drafters": [12],
 }
 
