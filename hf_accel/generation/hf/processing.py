@@ -32,7 +32,10 @@ BLIND = (
 )
 # They remember earlier calls, or know which row of the batch is whose.
 STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
-BY_ROW = ("PrefixConstrainedLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor", *STATEFUL)
+BY_ROW = (
+    "PrefixConstrainedLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor",
+    *STATEFUL,
+)  # fmt: skip
 
 
 def processors_refusal(
