@@ -21,7 +21,7 @@ SMALL_BLOCKS = hf_accel.CacheConfig(block_size=4)
 
 
 def requests(count: int, *, longest: int = 24, seed: int = 0, shared: int = 0) -> list[list[int]]:
-    """Prompts of different lengths, the first `shared` tokens of which are one text; half of them repeat themselves."""
+    """Prompts of different lengths, of which the first `shared` tokens are one text; half of them repeat."""
     draw = random.Random(seed)
     common = [draw.randrange(1, VOCABULARY) for _ in range(shared)]
     prompts = []
@@ -92,7 +92,7 @@ class OracleDrafter(Drafter):
 
 
 def near(family: str, vocabulary: int = VOCABULARY, noise: float = 0.02, seed: int = 5) -> PreTrainedModel:
-    """The target with some noise: drafts that are partly right. vocabulary: as other paddings of one tokenizer have."""
+    """The target with some noise: drafts that are partly right. vocabulary: padded otherwise than the target's."""
     model = copy.deepcopy(stock(family))
     if vocabulary != VOCABULARY:
         model.resize_token_embeddings(vocabulary, mean_resizing=False)

@@ -252,7 +252,7 @@ def test_a_processor_sees_each_prefix_of_the_answer() -> None:
 def test_a_stateful_processor() -> None:
     """Each step is processed once without drafts; with them it is refused."""
     assert_equal("single", {}, logits_processor=[Stateful()])
-    with pytest.raises(UnsupportedError, match="Stateful answers the same input differently.*leave speculative= out"):
+    with pytest.raises(UnsupportedError, match=r"Stateful answers the same input differently.*leave speculative= out"):
         generate(target("llama"), "single", logits_processor=[Stateful()], speculative=DRAFTS)
 
 
@@ -292,9 +292,19 @@ def test_stopping_criteria() -> None:
 def test_stop_strings(layout: str) -> None:
     text = generate(stock("llama"), layout)[0, 13:].tolist()
     criteria = [StopStringCriteria(letters(), [text_of(text[5:7])])]
+    settings = {"stopping_criteria": criteria, "pad_token_id": 0}
+    assert (generate(stock("llama"), layout, **settings, eos_token_id=1)[0] == 0).sum() >= (layout == "left")
     for ours in ({}, {"speculative": DRAFTS}):
-        assert_equal(layout, ours, stopping_criteria=criteria, pad_token_id=0)
-    assert generate(stock("llama"), "single", stopping_criteria=criteria).shape[1] < 13 + 14 or layout == "left"
+        assert_equal(layout, ours, **settings, eos_token_id=1)
+
+
+def test_stop_strings_without_an_end_of_sequence() -> None:
+    """Stock then lets rows that have stopped go on until all have."""
+    text = generate(stock("llama"))[0, 13:].tolist()
+    criteria = [StopStringCriteria(letters(), [text_of(text[5:7])])]
+    model = target("llama")
+    expected = generate(stock("llama"), stopping_criteria=criteria)
+    assert torch.equal(generate(model, stopping_criteria=criteria), expected) and loop(model).startswith("stock")
 
 
 # -- what cannot be ------------------------------------------------------------------------------------------
