@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
@@ -44,6 +45,7 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._handles: dict[Sequence, weakref.ref[Sample]] = {}
         self._closing = False
+        self._error: BaseException | None = None  # that ended the thread
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -52,9 +54,12 @@ class EngineLoop:
     def submit(self, leader: Sequence, handles: dict[Sequence, Sample]) -> None:
         """Take on a sequence with its followers; what happens to each is told to its handle."""
         with self._lock:
+            if self._error is not None:
+                raise HfAccelError(f"the engine broke ({self._error!r}); make a new one") from self._error
             if self._closing:
                 raise HfAccelError("the engine is closed; make a new one")
             if self._thread is None:
+                atexit.register(self._leave)  # a thread in the middle of a pass aborts an interpreter that ends
                 self._thread = threading.Thread(target=self._run, name="hf_accel engine", daemon=True)
                 self._thread.start()
             references = {sequence: weakref.ref(handle) for sequence, handle in handles.items()}
@@ -71,14 +76,35 @@ class EngineLoop:
             thread, self._thread = self._thread, None
         if thread is None:
             return
+        atexit.unregister(self._leave)
         if not wait:
             self._commands.put(self._cancel_all)
         self._commands.put(None)
         thread.join()
 
+    def _leave(self) -> None:
+        self.close(wait=False)
+
     # -- in the engine's thread ------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # not of a pass: nobody may wait for ever
+            self._break(error)
+
+    def _break(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = error
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                command()
+        for sequence in list(self._handles):
+            self.batcher.remove(sequence, "error", error)
+            self._end(sequence, error)
+
+    def _serve(self) -> None:
         closing = False
         while not closing or self.batcher.has_work:
             if not self.batcher.has_work:
@@ -96,8 +122,8 @@ class EngineLoop:
         """The next command, done; None if it is the last."""
         command = self._commands.get()
         if command is not None:
-            self.before_work()
             command()
+            self.before_work()
         return command
 
     def _add(self, leader: Sequence, handles: dict[Sequence, weakref.ref[Sample]]) -> None:

@@ -7,6 +7,7 @@ from collections import abc
 from dataclasses import replace
 
 from ..cache.rows import Pages
+from ..errors import HfAccelError
 from .acceptance.base import Verifier
 from .controller import Controller
 from .drafters.base import Draft, Drafter
@@ -69,8 +70,13 @@ class Speculation:
         ready = time.perf_counter()
         drafts = drafter.propose(chosen, [count for _, count in asked])
         ended = time.perf_counter()
-        for (sequence, _), draft in zip(asked, drafts, strict=True):
+        for (sequence, count), draft in zip(asked, drafts, strict=True):
             assert sequence.row is not None
+            if len(draft) > count:
+                raise HfAccelError(
+                    f"the drafter {drafter.name!r} proposed {len(draft)} tokens where {count} were asked for; "
+                    "propose at most lengths[i]"
+                )
             sequence.row.truncate(sequence.num_computed + 1 + len(draft))
             if len(draft):
                 self._drafts[sequence] = draft if draft.source else replace(draft, source=drafter.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import abc
 from typing import Any
 
@@ -13,7 +14,8 @@ from ..sequence import Sequence
 
 
 class CandidateDrafter(Drafter):
-    """A CandidateGenerator for each sequence: a copy of the one given, or what a function without arguments makes.
+    """A CandidateGenerator for each sequence: a copy of the one given, models aside, or what a function without
+    arguments makes. num_tokens: the model's vocabulary; candidates beyond it, of a padded one, end a draft.
 
     Its candidates count as looked up, whatever scores come with them: keeping each with the probability that the
     model itself gives it is exact for any candidate, drawn from whatever law, and some generators hand out the scores
@@ -22,8 +24,9 @@ class CandidateDrafter(Drafter):
 
     name = "candidates"
 
-    def __init__(self, generator: Any) -> None:
-        self.make = (lambda: copy.deepcopy(generator)) if hasattr(generator, "get_candidates") else generator
+    def __init__(self, generator: Any, num_tokens: int) -> None:
+        self.make = (lambda: _copied(generator)) if hasattr(generator, "get_candidates") else generator
+        self.num_tokens = num_tokens
         self._generators: dict[Sequence, Any] = {}
         self._proposed: dict[Sequence, tuple[int, int]] = {}
 
@@ -39,6 +42,7 @@ class CandidateDrafter(Drafter):
         ids = torch.tensor([sequence.tokens], dtype=torch.int64)
         self._tell(generator, sequence, ids)
         candidates = generator.get_candidates(ids)[0][0, len(sequence.tokens) :].tolist()[:length]
+        candidates = list(itertools.takewhile(lambda token: 0 <= token < self.num_tokens, candidates))
         self._proposed[sequence] = len(sequence.tokens), len(candidates)
         return Draft(candidates)
 
@@ -47,8 +51,13 @@ class CandidateDrafter(Drafter):
         start, count = self._proposed.pop(sequence, (0, 0))
         if count:
             matches = min(count, len(sequence.tokens) - start - 1)
-            generator.update_candidate_strategy(ids, None, matches)
+            scores = torch.empty(1, count + 1, 1)  # only its length is looked at
+            generator.update_candidate_strategy(ids, scores, matches)
 
     def forget(self, sequence: Sequence) -> None:
         self._generators.pop(sequence, None)
         self._proposed.pop(sequence, None)
+
+
+def _copied(generator: Any) -> Any:
+    return copy.deepcopy(generator, {id(m): m for m in vars(generator).values() if isinstance(m, torch.nn.Module)})

@@ -68,7 +68,7 @@ class _Drafters:
         if isinstance(wanted, Drafter):
             return wanted
         if isinstance(wanted, CandidateGenerator) or (callable(wanted) and not isinstance(wanted, PreTrainedModel)):
-            return CandidateDrafter(wanted)
+            return CandidateDrafter(wanted, _vocabulary(self.target))
         model = wanted.get_base_model() if hasattr(wanted, "get_base_model") else wanted
         if isinstance(model, PreTrainedModel):
             return self._model(model)

@@ -32,7 +32,10 @@ BLIND = (
 )
 # They remember earlier calls, or know which row of the batch is whose.
 STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
-BY_ROW = ("PrefixConstrainedLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor", *STATEFUL)
+BY_ROW = (
+    "PrefixConstrainedLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor",
+    *STATEFUL,
+)  # fmt: skip
 
 
 def processors_refusal(
@@ -48,6 +51,9 @@ def processors_refusal(
     for criterion in criteria:
         if batch_size > 1 and not _is_stock(criterion):
             return f"{type(criterion).__name__} may depend on the batch"
+    stops = any(isinstance(criterion, stopping_criteria.StopStringCriteria) for criterion in criteria)
+    if batch_size > 1 and stops and not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
+        return "without an eos_token_id stock lets rows that have stopped go on until all have"
     return None
 
 
