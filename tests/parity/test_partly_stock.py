@@ -158,4 +158,4 @@ def test_compressed_keys_stay_in_stock_s_cache() -> None:
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), expected)
     plan = hf_accel.plan(hf_accel.unpatch(model), weights=None).to_dict()
     reasons = [choice["reason"] for choice in plan["choices"] if choice["topic"] == "cache"]
-    assert reasons == ["DeepseekV3ForCausalLM caches compressed keys and makes K from them on the way to its attention"]
+    assert len(reasons) == 1 and "caches compressed keys and makes K from them" in reasons[0]

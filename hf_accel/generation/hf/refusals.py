@@ -12,7 +12,6 @@ from ...cache.hf import PagedCache
 from .processing import processors_refusal, stateful_refusal
 from .step import is_text, positions_count_tokens, positions_depend_on_length
 
-
 # Phi-3's own preparation is only for rotary scaling that depends on the length, which is refused before.
 LONG_ROPE = "original_max_position_embeddings"
 
