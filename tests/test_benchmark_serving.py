@@ -15,6 +15,7 @@ import hf_accel
 from benchmarks import batching, drafters, engine_ladder, latency, serving, texts
 from benchmarks.checks import WrongResultError
 from benchmarks.engine_waste import engine_waste
+from benchmarks.engine_waste import requests as requests_of
 from benchmarks.models import load_model
 from benchmarks.oracle import OracleDrafter, spoilt
 from benchmarks.run import parse, without_path
@@ -162,6 +163,14 @@ def test_waste_of_the_scheduler(block_size: int, low: float, high: float) -> Non
     share, passes = engine_waste(settings, lengths(settings), block_size=block_size, running=32)
     assert low < share < high
     assert passes > 200
+
+
+def test_requests_of_the_simulation_run_to_their_end() -> None:
+    (request,) = requests_of(iter([40]), seed=0)
+    assert request.num_prompt + request.max_new_tokens == 40
+    share, passes = engine_waste(Settings(), iter([40]), block_size=1, running=1)
+    assert passes == request.max_new_tokens  # the prompt's own pass brings the first
+    assert share == 0
 
 
 # -- oracle and drafters -------------------------------------------------------------------------------
