@@ -131,6 +131,12 @@ class Plan:
             clauses.add(f"float linears of more than {self.fused.float_rows} rows go to torch, which rounds otherwise")
         return sorted(clauses)
 
+    @property
+    def alike_rows(self) -> int | None:
+        """The most rows that float linears round as they round one; None where that is any number, or not even two."""
+        bounded = bool(self.fused.linears) and self.fused.float_rows < UNLIMITED
+        return self.fused.float_rows if bounded else None
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-able: the choices, bytes, and the least seconds per token the measured bandwidth allows."""
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import abc
 from dataclasses import replace
@@ -22,12 +23,20 @@ class Speculation:
 
     A sequence takes the draft of the first drafter that has one for it. Those that cost nothing go first, in the order
     given: after a model, which always has a proposal, they would never be asked. No drafters: plain decoding.
+
+    alike_rows: the most rows that the model rounds as it rounds one. Drafts do not take a pass beyond that, where
+    verified tokens could differ from decoded ones; None for no such bound.
     """
 
     def __init__(
-        self, verifier: Verifier, drafters: abc.Sequence[Drafter] = (), controller: Controller | None = None
+        self,
+        verifier: Verifier,
+        drafters: abc.Sequence[Drafter] = (),
+        controller: Controller | None = None,
+        *,
+        alike_rows: int | None = None,
     ) -> None:
-        self.verifier = verifier
+        self.verifier, self.alike_rows = verifier, alike_rows
         self.drafters = sorted(drafters, key=lambda drafter: not drafter.is_free)
         self.controller = controller or Controller()
         self.statistics = SpeculationStatistics()
@@ -40,6 +49,8 @@ class Speculation:
         """Drafted tokens for each chunk, with slots for them in its row. room: tokens there may be in all."""
         self._drafts, self._seconds = {}, 0.0
         rows = sum(chunk.count for chunk in chunks)
+        if self.alike_rows is not None and rows <= self.alike_rows:
+            room = min(self.alike_rows - rows, sys.maxsize if room is None else room)
         waiting = [chunk.sequence for chunk in chunks if chunk.sequence.decodes and chunk.sequence.num_left > 1]
         for drafter in self.drafters:
             if not waiting:

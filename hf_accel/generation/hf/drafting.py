@@ -32,7 +32,8 @@ def make_speculation(config: SpeculativeConfig | None, runner: ModelRunner, page
     rule = verifier(config.verify)
     drafters = _Drafters(config, rule, runner, pages)
     wanted = config.drafter if isinstance(config.drafter, list | tuple) else [config.drafter]
-    return Speculation(rule, [drafters.make(one) for one in wanted], _controller(config, drafters.state))
+    made = [drafters.make(one) for one in wanted]
+    return Speculation(rule, made, _controller(config, drafters.state), alike_rows=drafters.state.alike_rows)
 
 
 def _controller(config: SpeculativeConfig, state: GenerationState) -> Controller:
