@@ -113,7 +113,8 @@ def _agrees(module: nn.Module, parts: GatedNames, dtype: torch.dtype) -> bool:
 
 
 def _small_linear(outputs: int, inputs: int, generator: torch.Generator) -> nn.Linear:
-    layer = nn.utils.skip_init(nn.Linear, inputs, outputs)  # takes none of the user's random numbers
+    # takes none of the user's random numbers
+    layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)  # type: ignore[no-untyped-call]
     for parameter in layer.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * inputs**-0.5)
     return layer

@@ -24,8 +24,8 @@ from .sequence import Sequence
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a sequence gains: its first `num_accepted` tokens were drafted, one more follows, or the error that choosing
-    it met, if the sequence gets there: it may end before."""
+    """What a sequence gains: its first `num_accepted` tokens were drafted, one more follows. error: instead of that
+    one, what choosing it met, if the sequence gets there: it may end before."""
 
     tokens: list[int]
     num_accepted: int

@@ -46,7 +46,8 @@ def test_a_config_for_each_prompt() -> None:
     configs = [
         GenerationConfig(
             max_new_tokens=3 + number, do_sample=False, eos_token_id=ENDS if number % 2 else None, pad_token_id=0,
-            repetition_penalty=1.0 + 0.4 * (number % 3), min_new_tokens=number % 4, no_repeat_ngram_size=number % 2 * 2,
+            repetition_penalty=1.0 + 0.4 * (number % 3), min_new_tokens=number % 4,
+            no_repeat_ngram_size=number % 2 * 2,
         )
         for number in range(12)
     ]  # fmt: skip

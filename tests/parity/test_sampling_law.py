@@ -1,4 +1,4 @@
-"""Sampled tokens have the model's own law, whoever drafts: chi-square over whole texts, drawn through the whole engine.
+"""Sampled tokens have the model's own law, whoever drafts: chi-square over texts drawn through the whole engine.
 
 The joint law of three tokens over a vocabulary of three is computed by running stock's model and stock's processors on
 every prefix. With 26 degrees of freedom at a level of one in a thousand, 20,000 draws find a chi-square distance

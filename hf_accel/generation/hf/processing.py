@@ -33,9 +33,11 @@ BLIND = (
 # They remember earlier calls, or know which row of the batch is whose.
 STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 BY_ROW = (
-    "PrefixConstrainedLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor",
+    "PrefixConstrainedLogitsProcessor",
+    "EncoderNoRepeatNGramLogitsProcessor",
+    "EncoderRepetitionPenaltyLogitsProcessor",
     *STATEFUL,
-)  # fmt: skip
+)
 
 
 def processors_refusal(

@@ -37,7 +37,7 @@ class RowStreams:
         self.ends = frozenset() if ends is None else frozenset(ends.flatten().tolist())
 
     def put(self, value: Tensor) -> None:
-        """Stock's own loops: the prompt [B, T], then columns [B], or in assisted decoding a run of tokens of one row."""
+        """Stock's own loops: the prompt [B, T], then columns [B]; in assisted decoding a run of one row's tokens."""
         if not self.prompted:
             self.prompt(value)
         elif self.each is None and not self.takes_row:
