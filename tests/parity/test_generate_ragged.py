@@ -75,7 +75,7 @@ def test_statistics() -> None:
 SAMPLING: dict[str, dict[str, Any]] = {
     "ends": {"eos_token_id": ENDS},
     "samples": {"num_return_sequences": 2, "eos_token_id": ENDS},
-    "chunks": {"prefill_chunk_size": 5, "eos_token_id": ENDS},
+    "chunks": {"prefill_chunk_size": 5},
     "filters": {"top_k": 9, "top_p": 0.8, "temperature": 1.7, "repetition_penalty": 1.4, "min_new_tokens": 5},
 }
 
