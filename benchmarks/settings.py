@@ -50,7 +50,7 @@ class Settings:
     max_length: int = 2048
     serve_requests: int = 32
     serve_many: int = 128
-    serve_means: tuple[int, ...] = (16, 32, 64)
+    serve_means: tuple[int, ...] = (16, 32)
     serve_prompts: tuple[int, int] = (16, 128)
     serve_choices: tuple[tuple[int, int | None], ...] = ((256, None), (128, None), (256, 16))
     serve_rounds: int = 1
@@ -62,13 +62,13 @@ class Settings:
     shared_own: int = 32
     shared_new_tokens: int = 16
     draft_prompt: int = 32
-    draft_new_tokens: int = 96
+    draft_new_tokens: int = 64
     draft_batches: tuple[int, ...] = (1, 4)
     draft_acceptances: tuple[float, ...] = (0.0, 0.5, 0.7, 0.8, 0.9, 1.0)
     draft_counts: tuple[int, ...] = (3, 7)
     draft_rounds: int = 2
     nothing_batches: tuple[int, ...] = (1, 4, 16)
-    nothing_rounds: int = 4
+    nothing_rounds: int = 3
     target: str | None = None
     draft: str | None = None
     text_prompts: int = 2

@@ -54,11 +54,13 @@ def table(bench: Bench, entrants: list[Entrant], batch: int) -> Table:
 
 
 def rows_of(bench: Bench, entrant: Entrant, batch: int) -> list[Row]:
-    """INT8 also with drafts of fixed lengths, where they may pay."""
+    """INT8 also with drafts of fixed lengths, where they may pay; others with fewer kinds of them."""
     print(f"  {entrant.setup.name}, batch {batch}", flush=True)
     workload, known = continuation(bench, entrant, batch)
-    fixed = bench.settings.draft_counts if entrant.setup is accel.INT8 else ()
-    wanted = [(a, count) for a in bench.settings.draft_acceptances for count in ("auto", *(fixed if a else ()))]
+    main = entrant.setup is accel.INT8
+    fixed = bench.settings.draft_counts if main else ()
+    acceptances = bench.settings.draft_acceptances[:: 1 if main else 3]
+    wanted = [(a, count) for a in acceptances for count in ("auto", *(fixed if a else ()))]
     most = FLOAT_ROWS // batch - 1 if entrant.setup.exact else None
     oracles = {(a, count): oracle(bench, known, acceptance=a, count=count, most=most) for a, count in wanted}
     runs = in_turns(entrant, workload, oracles, rounds=bench.settings.draft_rounds)

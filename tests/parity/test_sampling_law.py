@@ -184,7 +184,7 @@ def config_of(drafter: str, verify: Any, num_draft: int = 3) -> SpeculativeConfi
     [("model", "token", "penalty"), ("self-int4", "block", "top-p"), ("model", "seeded", "plain")],
 )
 def test_the_law_of_three_tokens(drafter: str, verify: str, way: str) -> None:
-    drawn = by_engine(2000, [0, 1], None, config_of(drafter, verify), 16, {}, WAYS[way])
+    drawn = by_engine(4000, [0, 1], None, config_of(drafter, verify), 16, {}, WAYS[way])
     assert statistic(drawn, None, **WAYS[way])
 
 
@@ -194,9 +194,9 @@ def test_a_draft_that_lies_is_found() -> None:
 
 
 SITUATIONS: dict[str, tuple[list[int], int | None, int, dict[str, Any]]] = {
-    "one prompt": ([0], None, 16, {}),
-    "ragged, ends": ([0, 1, 2, 3], 2, 1, {}),
-    "scarce": ([0, 1, 2, 3], 2, 1, {"max_tokens": 300}),
+    "one prompt": ([0], None, 16, {"max_running": 500}),
+    "ragged, ends": ([0, 1, 2, 3], 2, 1, {"max_running": 500}),
+    "scarce": ([0, 1, 2, 3], 2, 1, {"max_tokens": 90}),
 }
 
 

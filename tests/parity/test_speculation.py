@@ -98,8 +98,8 @@ def test_preemption_with_windows(family: str, drafter: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("block_size", [1, 16])
-@pytest.mark.parametrize("drafter", ["near model", "self-int4", "cascade", "smaller vocabulary"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("drafter", ["self-int4", "cascade"])
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_budgets_everywhere(family: str, drafter: str, block_size: int, settings: dict[str, Any]) -> None:
     assert_engine(family, drafter, block_size, settings, 16)
 

@@ -80,6 +80,13 @@ def test_a_streamer_for_each_row_gets_its_tokens_and_its_end(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_rows_that_end_by_their_length_end_too(way: str) -> None:
+    streamers = [Plain() for _ in range(3)]
+    streamed("left", streamers, **WAYS[way], eos_token_id=None)
+    assert all(len(streamer.got) == 16 and streamer.got[-1] == "end" for streamer in streamers)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_streamer_that_takes_rows(way: str) -> None:
     streamer = ByRow()
     rows = streamed("left", streamer, **WAYS[way])

@@ -111,6 +111,11 @@ class _Batch:
     def wanted(self, number: int, ids: list[int], config: GenerationConfig) -> Wanted:
         if not ids:
             raise UnsupportedError(f"prompt {number} is empty; each needs at least one token")
+        size = self.model.config.get_text_config(decoder=True).vocab_size
+        if min(ids) < 0 or max(ids) >= size:
+            raise UnsupportedError(
+                f"prompt {number} holds token ids from {min(ids)} to {max(ids)}; the model has 0 to {size - 1}"
+            )
         count = config.num_return_sequences or 1
         if (config.num_beams or 1) > 1:
             raise UnsupportedError("generate_batch cannot search with beams; use generate(num_beams=...)")

@@ -48,7 +48,8 @@ class Engine:
     out, as the model was patched. tokenizer: for prompts and stops that are text.
 
     Prompts that begin alike are stored and computed once. With seed= a request's tokens do not depend on what runs
-    beside it (as far as the plan calls the model row-invariant). Leaving the `with` block waits for what is under way.
+    beside it (as far as the plan calls the model row-invariant); where a model drafts, with verify="seeded" alone.
+    Leaving the `with` block waits for what is under way.
 
     Raises UnsupportedError for a model that is not patched, or cannot run ragged.
     """
@@ -141,7 +142,7 @@ class Engine:
             if self.tokenizer is None:
                 raise UnsupportedError("prompt is text; give the Engine a tokenizer=, or submit token ids")
             prompt = self.tokenizer(prompt)["input_ids"]
-        ids = torch.as_tensor(prompt).flatten().tolist()
+        ids = torch.as_tensor(prompt if isinstance(prompt, Tensor) else list(prompt)).flatten().tolist()
         if not ids or not all(isinstance(token, int) for token in ids):
             raise UnsupportedError(f"prompt must be a list of at least one token id, not {prompt!r}")
         size = self.model.config.get_text_config(decoder=True).vocab_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ...cache.hf import PagedCache
 from ...cache.rows import Pages, Row, Span
 from ...config import SpeculativeConfig
+from ...errors import UnsupportedError
 from ..batcher import Batcher
 from ..sequence import Sequence
 from .drafting import keep_learnt, make_speculation
@@ -112,6 +114,7 @@ def _loop(call: Call, batcher: Batcher, sequences: list[Sequence]) -> None:
         batcher.scheduler.require_room(sequences[0])  # before there is a row that holds blocks
         row = Row(past[0].fork().tables, None)
         row.truncate(min(row.num_tokens, len(sequences[0].tokens) - 1))
+        _leave_last_block(call.cache, row)
         batcher.enter(sequences[0], row)
     else:
         for leader in sequences[:: call.repeats]:
@@ -128,6 +131,14 @@ def _loop(call: Call, batcher: Batcher, sequences: list[Sequence]) -> None:
             call.streams.flush()
     if call.streams is not None:
         call.streams.end()
+
+
+def _leave_last_block(cache: PagedCache, row: Row) -> None:
+    """To the row that goes on in it: where blocks are counted out, there may be none to copy it to."""
+    extra = row.num_tokens % cache.settings.block_size
+    if extra and cache.settings.max_tokens is not None:
+        with contextlib.suppress(UnsupportedError):  # a window that has moved on cannot go back
+            cache.crop(row.num_tokens - extra - cache.sequences.rows[0].num_tokens)
 
 
 def _result(call: Call, sequences: list[Sequence]) -> Tensor:
