@@ -31,32 +31,21 @@ class AcceleratedGeneration(Mixin):
         """transformers' generate, and: speculative= as SpeculativeConfig has it; streamer= for any number of rows, a
         list with one for each or one whose put() takes row=."""
         state = self._generation_state
-        outer, state.call = state.call, CallState()
-        state.call.speculative = state.speculative if speculative is UNSAID else parse_speculative(speculative)
-        state.call.insists = speculative is not UNSAID and state.call.speculative is not None
-        state.call.streams = None if streamer is None else RowStreams(streamer)
+        config = state.speculative if speculative is UNSAID else parse_speculative(speculative)
+        call = CallState(config, insists=speculative is not UNSAID and config is not None)
         if streamer is not None:
-            kwargs["streamer"] = state.call.streams
+            kwargs["streamer"] = RowStreams(streamer)
         start = time.perf_counter()
-        try:
+        with state.calling(call):
             output = super().generate(*args, **kwargs)  # type: ignore[misc]
-            self._record(output if isinstance(output, Tensor) else output.sequences, time.perf_counter() - start)
-        finally:
-            state.last_cache, state.call = None, outer
+        seconds = time.perf_counter() - start
+        record(state, call, output if isinstance(output, Tensor) else output.sequences, seconds)
         return output
 
     @property
     def _generation_state(self) -> GenerationState:
         state: GenerationState = vars(self)[STATE].generation
         return state
-
-    def _record(self, sequences: Tensor, seconds: float) -> None:
-        state = self._generation_state
-        rows, columns = sequences.shape
-        more = {} if state.call is None else dict(state.call.statistics)
-        new_tokens = more.pop("new_tokens", rows * (columns - state.prompt_columns))
-        cache = {} if state.last_cache is None else state.last_cache.statistics()
-        state.record(new_tokens, rows, seconds, {**cache, **more})
 
     # -- stock's modes ---------------------------------------------------------------------------------
 
@@ -140,12 +129,12 @@ class AcceleratedGeneration(Mixin):
         *,
         speculates: bool,
     ) -> str | None:
-        state = self._generation_state
-        if state.call is None:
+        state, call = self._generation_state, self._generation_state.call
+        if call is None:
             return "it was not called by generate()"
         return state.ragged_refusal or call_refusal(
             input_ids, processors, criteria, config, inputs,
-            synced=synced, own_cache=state.own_cache, speculates=speculates,
+            synced=synced, own_cache=call.own_cache, speculates=speculates,
         )  # fmt: skip
 
     def _stay_stock(self, refusal: str) -> None:
@@ -163,9 +152,7 @@ class AcceleratedGeneration(Mixin):
         speculative: SpeculativeConfig | None,
         inputs: dict[str, Any],
     ) -> Any:
-        state = self._generation_state
-        state.prompt_columns = input_ids.shape[1]
-        call = Call(
+        wanted = Call(
             model=self,  # type: ignore[arg-type]
             input_ids=input_ids,
             mask=inputs.get("attention_mask"),
@@ -177,9 +164,11 @@ class AcceleratedGeneration(Mixin):
             speculative=speculative,
             repeats=config.num_return_sequences or 1,
         )
-        output, statistics = run(call)
-        if state.call is not None:
-            state.call.statistics |= {"loop": "ragged", **statistics}
+        output, statistics = run(wanted)
+        call = self._generation_state.call
+        if call is not None:
+            call.prompt_columns = input_ids.shape[1]
+            call.statistics |= {"loop": "ragged", **statistics}
         return output
 
     def generate_batch(
@@ -249,14 +238,17 @@ class AcceleratedGeneration(Mixin):
                 generation_config, model_kwargs, generation_mode, batch_size, *rest
             )
         cache = model_kwargs.get("past_key_values")
-        state.last_cache = cache if isinstance(cache, PagedCache) else None
-        state.own_cache = given is None
+        if state.call is not None:
+            state.call.cache = cache if isinstance(cache, PagedCache) else None
+            state.call.own_cache = given is None
 
     def _prefill(
         self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Skip what the cache holds of the prompts, and compute a prompt that stock has repeated only once."""
-        vars(self)[STATE].generation.prompt_columns = input_ids.shape[1]
+        call = self._generation_state.call
+        if call is not None:
+            call.prompt_columns = input_ids.shape[1]
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, PagedCache) and cache.get_seq_length():
             cache.sequences.use_salt(weights_salt(self))  # type: ignore[arg-type]
@@ -281,6 +273,13 @@ class AcceleratedGeneration(Mixin):
         shareable = cache.settings.prefix_sharing and not positions_depend_on_length(self.config)  # type: ignore[attr-defined]
         if shareable and cache.has_prefixes and positions_count_tokens(model_kwargs.get("position_ids"), mask):
             cache.adopt_prefix(input_ids, mask, weights_salt(self))  # type: ignore[arg-type]
+
+
+def record(state: GenerationState, call: CallState, sequences: Tensor, seconds: float) -> None:
+    """Statistics of a call that is over; new tokens are counted to the longest row's end."""
+    rows, columns = sequences.shape
+    cache = {} if call.cache is None else call.cache.statistics()
+    state.record(rows * (columns - call.prompt_columns), rows, seconds, {**cache, **call.statistics})
 
 
 def _every(value: Any, repeats: int, rows: int) -> Any:

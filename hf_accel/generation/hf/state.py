@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +23,16 @@ MakeDraft = Callable[[PreTrainedModel, str | None], PreTrainedModel]
 
 @dataclass
 class CallState:
-    """One call of generate(). insists: speculation was asked for in it, so that it must not be left out silently."""
+    """One call of generate(). insists: speculation was asked for in it, so that it must not be left out silently.
+
+    cache: that it runs over, if it is ours; own_cache: nobody else holds it. prompt_columns: of the input.
+    """
 
     speculative: SpeculativeConfig | None = None
     insists: bool = False
-    streams: Any = None
+    cache: PagedCache | None = None
+    own_cache: bool = False
+    prompt_columns: int = 0
     statistics: dict[str, Any] = field(default_factory=dict)
 
 
@@ -37,7 +44,7 @@ class GenerationState:
     speculative: for calls that do not say. ragged_refusal: why this model cannot compute all tokens in one ragged row.
     alike_rows: the most rows that its linears round as they round one; None for any number.
     make_draft: makes draft models; drafts: those made, by what they were made of. controllers: what earlier calls have
-    learnt, while no call uses it.
+    learnt, while no call uses it. calls: of generate() that are under way, by thread.
     """
 
     cache: CacheConfig | None
@@ -46,16 +53,31 @@ class GenerationState:
     alike_rows: int | None = None
     make_draft: MakeDraft | None = None
     patch_id: bytes = field(default_factory=lambda: os.urandom(16))
-    last_cache: PagedCache | None = None
-    own_cache: bool = False
-    call: CallState | None = None
-    prompt_columns: int = 0
+    calls: dict[int, CallState] = field(default_factory=dict)
     drafts: dict[Any, Any] = field(default_factory=dict)
     controllers: dict[tuple[Any, ...], Controller] = field(default_factory=dict)
     statistics: dict[str, Any] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"drafts": {}, "controllers": {}, "call": None, "last_cache": None}
+        return vars(self) | {"drafts": {}, "controllers": {}, "calls": {}}
+
+    @property
+    def call(self) -> CallState | None:
+        """The call of generate() that this thread is in."""
+        return self.calls.get(threading.get_ident())
+
+    @contextmanager
+    def calling(self, call: CallState) -> Iterator[None]:
+        """For the length of a call; calls may be nested, and threads are apart."""
+        thread = threading.get_ident()
+        outer, self.calls[thread] = self.calls.get(thread), call
+        try:
+            yield
+        finally:
+            if outer is None:
+                del self.calls[thread]
+            else:
+                self.calls[thread] = outer
 
     def record(self, new_tokens: int, sequences: int, seconds: float, more: dict[str, Any]) -> None:
         """Statistics of a finished run."""
