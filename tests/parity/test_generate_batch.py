@@ -15,7 +15,7 @@ from hf_accel import UnsupportedError
 from .families import FAMILIES, VOCABULARY, build
 from .speculating import answers, requests, speculative, stock, target
 
-PROMPTS = requests(32, seed=9, shared=4)
+PROMPTS = requests(32, longest=12, seed=9, shared=4)
 ENDS = list(range(2, 30))
 
 

@@ -47,7 +47,7 @@ def test_every_drafter(drafter: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["near model", "self-int4"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"llama"}))
 def test_every_family(family: str, drafter: str) -> None:
     assert_all_ways(family, drafter)
 
@@ -105,7 +105,7 @@ def test_budgets_everywhere(family: str, drafter: str, block_size: int, settings
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("drafter", ["near model", "self-int4", "suffix"])
+@pytest.mark.parametrize("drafter", ["near model", "self-int4"])
 def test_two_hundred_prompts(drafter: str) -> None:
     prompts = requests(200, seed=11)
     expected = answers("llama", prompts, 64)
