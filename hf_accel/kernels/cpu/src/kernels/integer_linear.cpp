@@ -12,9 +12,10 @@
 namespace {
 
 constexpr int64_t CHUNK = 48;             // rows whose float sums (12 KB) stay in the first-level cache
-// Bytes to prefetch ahead. A small batch streams through the weights; a larger one spends longer on each group, and
-// its first tile fetches the next group.
-constexpr int FEW_AHEAD = 2048, MANY_AHEAD = 4096;
+// Bytes to prefetch ahead where a small batch streams through the weights.
+constexpr int FEW_AHEAD = 2048;
+constexpr int ITS_OWN = -1;              // lines to fetch: as many as it reads, FEW_AHEAD bytes ahead
+constexpr int64_t LINE = 64;              // bytes of a cache line
 constexpr int64_t STEP = BLOCK * 4;       // bytes of a block's weights that one dot4 of all lanes consumes
 
 // Rows and vectors whose sums are held in registers at once.
@@ -43,19 +44,27 @@ inline F weight_scales(const GroupTask& task, int64_t i) {
   }
 }
 
-template <int WIDE, int AHEAD>
-inline HFA_INLINE void prefetch_weights(const uint8_t* weight) {
-  if constexpr (AHEAD != 0)
-    for (int v = 0; v < WIDE * LANES * 4; v += 64) prefetch(weight + AHEAD + v);
+// Weights that are needed later: LINES cache lines with each step, the next ones `step` bytes further on.
+struct Fetch {
+  const uint8_t* at;
+  int64_t step;
+};
+
+template <int LINES>
+inline HFA_INLINE void fetch_lines(Fetch& fetch) {
+  if constexpr (LINES != 0) {
+    for (int i = 0; i < LINES; ++i) prefetch(fetch.at + i * LINE);
+    fetch.at += fetch.step;
+  }
 }
 
-template <int ROWS, int WIDE, int AHEAD>
-inline HFA_INLINE void sum_int8(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride,
+template <int ROWS, int WIDE, int LINES>
+inline HFA_INLINE void sum_int8(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride, Fetch fetch,
                                 I (&sums)[ROWS][WIDE]) {
   for (int64_t k = 0; k < steps; ++k, weight += STEP, x += 4) {
     I w[WIDE];
     unrolled<WIDE>([&](auto v) HFA_INLINE { w[v] = load_bytes(weight + v * LANES * 4); });
-    prefetch_weights<WIDE, AHEAD>(weight);
+    fetch_lines<LINES>(fetch);
     unrolled<ROWS>([&](auto r) HFA_INLINE {
       const I a = broadcast4(x + r * x_stride);
       unrolled<WIDE>([&](auto v) HFA_INLINE { sums[r][v] = dot4(sums[r][v], w[v], a); });
@@ -63,11 +72,11 @@ inline HFA_INLINE void sum_int8(const uint8_t* weight, int64_t steps, const int8
   }
 }
 
-template <int ROWS, int WIDE, int AHEAD>
-inline HFA_INLINE void sum_int4(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride,
+template <int ROWS, int WIDE, int LINES>
+inline HFA_INLINE void sum_int4(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride, Fetch fetch,
                                 I (&sums)[ROWS][WIDE]) {
   for (int64_t k = 0; k < steps; k += 2, weight += STEP, x += 8) {
-    prefetch_weights<WIDE, AHEAD>(weight);
+    fetch_lines<LINES>(fetch);
     unrolled<WIDE>([&](auto v) HFA_INLINE {
       const I both = load_bytes(weight + v * LANES * 4), low = low_nibbles(both), high = high_nibbles(both);
       unrolled<ROWS>([&](auto r) HFA_INLINE {
@@ -79,8 +88,9 @@ inline HFA_INLINE void sum_int4(const uint8_t* weight, int64_t steps, const int8
 }
 
 // Adds one group's share to the sums of ROWS rows, outputs [start, start + WIDE * LANES) of the block.
-template <int FORMAT, int ROWS, int WIDE, int AHEAD>
-inline void group_tile(const GroupTask& task, int start, const QuantizedRows& x, int64_t g, int64_t r0, float* out) {
+template <int FORMAT, int ROWS, int WIDE, int LINES>
+inline void group_tile(const GroupTask& task, int start, const QuantizedRows& x, int64_t g, int64_t r0, Fetch fetch,
+                       float* out) {
   I sums[ROWS][WIDE];
   const int32_t* x_sums = x.sums + g * x.rows + r0;
   const float* x_scales = x.scales + g * x.rows + r0;
@@ -93,8 +103,8 @@ inline void group_tile(const GroupTask& task, int start, const QuantizedRows& x,
     });
   });
   const uint8_t* weight = task.weight + start * 4;
-  if constexpr (FORMAT == INT8) sum_int8<ROWS, WIDE, AHEAD>(weight, task.steps, x.row(g, r0), x.group, sums);
-  else sum_int4<ROWS, WIDE, AHEAD>(weight, task.steps, x.row(g, r0), x.group, sums);
+  if constexpr (FORMAT == INT8) sum_int8<ROWS, WIDE, LINES>(weight, task.steps, x.row(g, r0), x.group, fetch, sums);
+  else sum_int4<ROWS, WIDE, LINES>(weight, task.steps, x.row(g, r0), x.group, fetch, sums);
   unrolled<WIDE>([&](auto v) HFA_INLINE {
     const F w_scale = FORMAT == INT8 ? zero() : weight_scales(task, start + v * LANES);
     unrolled<ROWS>([&](auto r) HFA_INLINE {
@@ -106,37 +116,62 @@ inline void group_tile(const GroupTask& task, int start, const QuantizedRows& x,
   });
 }
 
-template <int FORMAT, int ROWS, int AHEAD>
-inline void group_rows(const GroupTask& task, const QuantizedRows& x, int64_t g, int64_t r0, float* out) {
+// Fetches ahead of what it reads itself, or LINES from `fetch` on with each step.
+template <int FORMAT, int ROWS, int LINES>
+inline void group_rows(const GroupTask& task, const QuantizedRows& x, int64_t g, int64_t r0, Fetch fetch, float* out) {
   constexpr int WIDE = wide_for(ROWS);
-  for (int start = 0; start < BLOCK; start += WIDE * LANES)
-    group_tile<FORMAT, ROWS, WIDE, AHEAD>(task, start, x, g, r0, out);
+  constexpr int ALL = WIDE * LANES * 4 / LINE;
+  for (int start = 0; start < BLOCK; start += WIDE * LANES) {
+    if constexpr (LINES == ITS_OWN)
+      group_tile<FORMAT, ROWS, WIDE, ALL>(task, start, x, g, r0, {task.weight + start * 4 + FEW_AHEAD, STEP}, out);
+    else
+      group_tile<FORMAT, ROWS, WIDE, LINES>(task, start, x, g, r0, fetch, out);
+  }
 }
 
-template <int FORMAT, int AHEAD>
+template <int FORMAT, int LINES>
 inline void group_tile_of(int64_t rows, const GroupTask& task, const QuantizedRows& x, int64_t g, int64_t r0,
-                          float* out) {
+                          Fetch fetch, float* out) {
   switch (rows) {
-    case 1: return group_rows<FORMAT, 1, AHEAD>(task, x, g, r0, out);
-    case 2: return group_rows<FORMAT, 2, AHEAD>(task, x, g, r0, out);
-    case 3: return group_rows<FORMAT, 3, AHEAD>(task, x, g, r0, out);
-    case 4: return group_rows<FORMAT, 4, AHEAD>(task, x, g, r0, out);
+    case 1: return group_rows<FORMAT, 1, LINES>(task, x, g, r0, fetch, out);
+    case 2: return group_rows<FORMAT, 2, LINES>(task, x, g, r0, fetch, out);
+    case 3: return group_rows<FORMAT, 3, LINES>(task, x, g, r0, fetch, out);
+    case 4: return group_rows<FORMAT, 4, LINES>(task, x, g, r0, fetch, out);
 #if defined(HFA_AVX512)
-    case 5: return group_rows<FORMAT, 5, AHEAD>(task, x, g, r0, out);
-    case 6: return group_rows<FORMAT, 6, AHEAD>(task, x, g, r0, out);
+    case 5: return group_rows<FORMAT, 5, LINES>(task, x, g, r0, fetch, out);
+    case 6: return group_rows<FORMAT, 6, LINES>(task, x, g, r0, fetch, out);
 #endif
   }
 }
 
+// A tile of a larger batch. The first ones share the next group's lines among them, so that memory is busy while they
+// compute: fetched by one tile alone, it would wait for the others. `bytes` of a group.
 template <int FORMAT>
-void group_chunk(const GroupTask& task, const QuantizedRows& x, int64_t g, int64_t r0, int64_t rows, float* out) {
-  if (rows <= TILE_ROWS) return group_tile_of<FORMAT, FEW_AHEAD>(rows, task, x, g, r0, out);
+void group_tile_at(int64_t tile, [[maybe_unused]] int64_t tiles, int64_t height, const GroupTask& task,
+                   [[maybe_unused]] int64_t bytes, const QuantizedRows& x, int64_t g, int64_t r0, float* out) {
+#if defined(HFA_AVX512)
+  const uint8_t* next = task.weight + bytes;
+  if (tiles == 2)
+    return group_tile_of<FORMAT, 2>(height, task, x, g, r0, {next + tile * bytes / 2, 2 * LINE}, out);
+  if (tiles == 3 && tile == 0) return group_tile_of<FORMAT, 2>(height, task, x, g, r0, {next, 2 * LINE}, out);
+  const int64_t quarter = tiles == 3 ? tile + 1 : tile;
+  if (quarter < 4)
+    return group_tile_of<FORMAT, 1>(height, task, x, g, r0, {next + quarter * bytes / 4, LINE}, out);
+#else
+  if (tile == 0) return group_tile_of<FORMAT, ITS_OWN>(height, task, x, g, r0, {}, out);
+#endif
+  group_tile_of<FORMAT, 0>(height, task, x, g, r0, {}, out);
+}
+
+template <int FORMAT>
+void group_chunk(const GroupTask& task, int64_t bytes, const QuantizedRows& x, int64_t g, int64_t r0, int64_t rows,
+                 float* out) {
+  if (rows <= TILE_ROWS) return group_tile_of<FORMAT, ITS_OWN>(rows, task, x, g, r0, {}, out);
   // tiles of nearly equal height: 7 rows are 4 + 3, not 6 + 1
   const int64_t tiles = ceil_div(rows, TILE_ROWS);
   for (int64_t tile = 0, r = 0; tile < tiles; ++tile) {
     const int64_t height = ceil_div(rows - r, tiles - tile);
-    if (tile == 0) group_tile_of<FORMAT, MANY_AHEAD>(height, task, x, g, r0, out);
-    else group_tile_of<FORMAT, 0>(height, task, x, g, r0 + r, out + r * BLOCK);
+    group_tile_at<FORMAT>(tile, tiles, height, task, bytes, x, g, r0 + r, out + r * BLOCK);
     r += height;
   }
 }
@@ -157,7 +192,7 @@ void block_chunk(const Linear& linear, const Matrix& matrix, const QuantizedRows
     task.scales = static_cast<const uint8_t*>(matrix.scales) + (b * x.groups + g) * scale_bytes;
     task.scale_dtype = matrix.scale_dtype;
     task.zeros = matrix.zeros ? matrix.zeros + (b * x.groups + g) * BLOCK : nullptr;
-    group_chunk<FORMAT>(task, x, g, r0, rows, sums);
+    group_chunk<FORMAT>(task, group_bytes, x, g, r0, rows, sums);
   }
   if (FORMAT == INT8) {
     const float* scales = static_cast<const float*>(matrix.scales) + b * BLOCK;
