@@ -31,6 +31,7 @@ from .state import STATE, GenerationState
 from .step import weights_salt
 
 UNSAID: Any = Default("unsaid")
+OWN_KEYWORDS = ("max_new_tokens", "stop", "stop_token_ids", "seed", "priority", "n")  # of submit
 TOKEN_BUDGET = 256  # of a pass: what a prompt may delay those who are decoding
 
 
@@ -171,7 +172,7 @@ class Engine:
         known = {field.name for field in dataclasses.fields(SamplingParams)}
         for name in given:
             if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
+                close = difflib.get_close_matches(name, [*OWN_KEYWORDS, *sorted(known)], n=1)
                 hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(known))}"
                 raise UnsupportedError(f"submit() got an unknown keyword {name!r}; {hint}")
         params = SamplingParams(**{**sampling_defaults(self.model, given), "stop_token_ids": ends})
