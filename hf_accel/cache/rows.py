@@ -147,6 +147,12 @@ class Pages:
                 if group.index is not None:
                     group.index.insert(token_ids, table.blocks)
 
+    def use_salt(self, salt: bytes) -> None:
+        """What K and V depend on besides the tokens: blocks of another salt are not found any more."""
+        for group in self.groups:
+            if group.index is not None:
+                group.index.use_salt(salt)
+
     def forget(self) -> None:
         """Let nobody find any block: after a pass that failed they may hold anything."""
         for group in self.groups:

@@ -19,24 +19,24 @@ from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ..batcher import Batcher, Progress
 from ..sequence import Sequence
-from .defaults import NEW_TOKENS
+from .defaults import default_new_tokens
 from .drafting import keep_learnt, make_speculation
 from .processing import StockSampling, StockStop, processors_refusal
 from .runner import ModelRunner
 from .state import STATE
 from .step import weights_salt
+from .vocabulary import check_ids
 
 TOKEN_BUDGET = 2048  # of a pass: throughput is all that counts here
 
 
 @dataclass
 class Wanted:
-    """One prompt's samples, under stock's names, with the times of their tokens."""
+    """One prompt's samples, under stock's names, and when they were asked for."""
 
     names: list[str]
     sequences: list[Sequence]
     created: float
-    logprobs: bool
 
 
 def generate_batch(
@@ -93,10 +93,8 @@ class _Batch:
         if honoured.get("tokens") is not None:
             cache = dataclasses.replace(cache, max_tokens=honoured["tokens"])
         self.groups, group_of_layer = page_groups(model.config, cache)
-        for group in self.groups:
-            if group.index is not None:
-                group.index.use_salt(weights_salt(model))
         runner, pages = ModelRunner(model, self.groups, group_of_layer), Pages(self.groups)
+        pages.use_salt(weights_salt(model))
         self.speculation = make_speculation(speculative, runner, pages)
         self.batcher = Batcher(runner, pages, self.speculation, token_budget=honoured.get("budget") or TOKEN_BUDGET)
         self.logprobs = bool(honoured.get("logprobs"))
@@ -111,22 +109,18 @@ class _Batch:
     def wanted(self, number: int, ids: list[int], config: GenerationConfig) -> Wanted:
         if not ids:
             raise UnsupportedError(f"prompt {number} is empty; each needs at least one token")
-        size = self.model.config.get_text_config(decoder=True).vocab_size
-        if min(ids) < 0 or max(ids) >= size:
-            raise UnsupportedError(
-                f"prompt {number} holds token ids from {min(ids)} to {max(ids)}; the model has 0 to {size - 1}"
-            )
+        check_ids(self.model, ids, f"prompt {number}")
         count = config.num_return_sequences or 1
         if (config.num_beams or 1) > 1:
             raise UnsupportedError("generate_batch cannot search with beams; use generate(num_beams=...)")
         sampling, stop = self._rules(config, len(ids))
         seeds = torch.randint(2**62, (count,)).tolist() if config.do_sample else [0] * count
-        limit = _new_tokens(config, len(ids))
+        limit = max(1, default_new_tokens(config, len(ids)))
         sequences = [Sequence(list(ids), limit, sampling, stop=stop, seed=seed) for seed in seeds]
         sequences[0].followers = sequences[1:]
         # stock calls the samples of a prompt its children, and lists them before it
         names = [*(f"req_{number}__child#{i}" for i in range(count - 1)), f"req_{number}"]
-        return Wanted(names, sequences, time.perf_counter(), self.logprobs)
+        return Wanted(names, sequences, time.perf_counter())
 
     def _rules(self, config: GenerationConfig, length: int) -> tuple[StockSampling, StockStop]:
         """Shared by all prompts of one config, unless its processors look at the prompt."""
@@ -194,18 +188,8 @@ class _Batch:
             )
 
     def statistics(self) -> dict[str, Any]:
-        indices = [group.index for group in self.groups if group.index is not None]
         speculation = {} if not self.speculation.drafters else self.speculation.statistics.to_dict()
-        return {
-            "loop": "ragged",
-            "passes": self.batcher.num_passes,
-            "computed_tokens": self.batcher.num_computed,
-            "preemptions": self.batcher.scheduler.num_preempted,
-            "blocks_used": self.peak_blocks,
-            "prefix_lookups": sum(index.lookups for index in indices),
-            "prefix_hits": sum(index.hits for index in indices),
-            **speculation,
-        }
+        return {"loop": "ragged", **self.batcher.statistics(), "blocks_used": self.peak_blocks, **speculation}
 
 
 HONOURED = ("page_size", "num_blocks", "max_batch_tokens", "return_logprobs")
@@ -225,9 +209,3 @@ def _honoured(settings: ContinuousBatchingConfig | None) -> dict[str, Any]:
             )
     tokens = None if settings.num_blocks is None else settings.num_blocks * (settings.page_size or 1)
     return {"tokens": tokens, "budget": settings.max_batch_tokens, "logprobs": settings.return_logprobs}
-
-
-def _new_tokens(config: GenerationConfig, length: int) -> int:
-    if config.max_new_tokens is not None:
-        return max(1, int(config.max_new_tokens))
-    return NEW_TOKENS if config.max_length is None else max(1, config.max_length - length)

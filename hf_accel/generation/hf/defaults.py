@@ -16,8 +16,8 @@ def stop_token_ids(model: Any) -> tuple[int, ...]:
     return tuple(ends) if isinstance(ends, list | tuple) else (int(ends),)
 
 
-def default_new_tokens(model: Any, num_prompt: int) -> int:
-    config = model.generation_config
+def default_new_tokens(config: Any, num_prompt: int) -> int:
+    """What a GenerationConfig says of a prompt's continuation."""
     if config.max_new_tokens is not None:
         return int(config.max_new_tokens)
     return NEW_TOKENS if config.max_length is None else max(1, config.max_length - num_prompt)

@@ -23,6 +23,7 @@ from ..speculation import Speculation
 from .candidates import CandidateDrafter
 from .runner import ModelRunner
 from .state import STATE, GenerationState
+from .vocabulary import vocabulary_size
 
 
 def make_speculation(config: SpeculativeConfig | None, runner: ModelRunner, pages: Pages) -> Speculation:
@@ -69,7 +70,7 @@ class _Drafters:
         if isinstance(wanted, Drafter):
             return wanted
         if isinstance(wanted, CandidateGenerator) or (callable(wanted) and not isinstance(wanted, PreTrainedModel)):
-            return CandidateDrafter(wanted, _vocabulary(self.target))
+            return CandidateDrafter(wanted, vocabulary_size(self.target))
         model = wanted.get_base_model() if hasattr(wanted, "get_base_model") else wanted
         if isinstance(model, PreTrainedModel):
             return self._model(model)
@@ -128,20 +129,15 @@ class _Drafters:
             pages,
             self.rule,
             target_pages=self.pages,
-            num_tokens=_vocabulary(runner.model),
-            target_tokens=_vocabulary(self.target),
+            num_tokens=vocabulary_size(runner.model),
+            target_tokens=vocabulary_size(self.target),
         )
 
     def _check_vocabulary(self, model: PreTrainedModel) -> None:
         """Padded vocabularies of one tokenizer differ a little; those of two tokenizers mostly a lot."""
-        ours, theirs = _vocabulary(self.target), _vocabulary(model)
+        ours, theirs = vocabulary_size(self.target), vocabulary_size(model)
         if abs(ours - theirs) > max(1024, ours // 50):
             raise UnsupportedError(
                 f"the draft model has {theirs} tokens and the model {ours}: not the same tokenizer; use a draft model "
                 "with the same one, or pass tokenizer= and assistant_tokenizer= for transformers' own loop"
             )
-
-
-def _vocabulary(model: Any) -> int:
-    size: int = model.config.get_text_config(decoder=True).vocab_size
-    return size

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...cache.hf import page_groups
 from ...cache.rows import Pages, num_live_tokens
 from ...config import CacheConfig, Default, parse_speculative
-from ...errors import OutOfBlocksError, UnsupportedError
+from ...errors import UnsupportedError
 from ..batcher import Batcher
 from ..engine import EngineLoop
 from ..purity import refuse_stateful
@@ -29,6 +29,7 @@ from .drafting import make_speculation
 from .runner import ModelRunner
 from .state import STATE, GenerationState
 from .step import weights_salt
+from .vocabulary import check_ids, vocabulary_size
 
 UNSAID: Any = Default("unsaid")
 OWN_KEYWORDS = ("max_new_tokens", "stop", "stop_token_ids", "seed", "priority", "n")  # of submit
@@ -70,10 +71,7 @@ class Engine:
         state = _state(self.model)
         settings = state.cache or CacheConfig()
         if max_tokens is not None:
-            settings = CacheConfig(
-                block_size=settings.block_size, dtype=settings.dtype, max_tokens=max_tokens,
-                prefix_sharing=settings.prefix_sharing,
-            )  # fmt: skip
+            settings = dataclasses.replace(settings, max_tokens=max_tokens)
         groups, group_of_layer = page_groups(self.model.config, settings)
         runner, self.pages = ModelRunner(self.model, groups, group_of_layer), Pages(groups)
         config = state.speculative if isinstance(speculative, Default) else parse_speculative(speculative)
@@ -84,10 +82,7 @@ class Engine:
 
     def _use_weights(self) -> None:
         """Prefixes that were computed with other weights or adapters are not found any more."""
-        salt = weights_salt(self.model)
-        for group in self.pages.groups:
-            if group.index is not None:
-                group.index.use_salt(salt)
+        self.pages.use_salt(weights_salt(self.model))
 
     # -- requests --------------------------------------------------------------------------------------
 
@@ -123,6 +118,7 @@ class Engine:
             for number in range(self._samples(n))
         ]
         sequences[0].followers = sequences[1:]
+        self.loop.batcher.scheduler.require_room(sequences[0])
         return self._hand_over(sequences, rules)
 
     def _hand_over(self, sequences: list[Sequence], rules: StopRules) -> Request:
@@ -146,23 +142,14 @@ class Engine:
         ids = torch.as_tensor(prompt if isinstance(prompt, Tensor) else list(prompt)).flatten().tolist()
         if not ids or not all(isinstance(token, int) for token in ids):
             raise UnsupportedError(f"prompt must be a list of at least one token id, not {prompt!r}")
-        size = self.model.config.get_text_config(decoder=True).vocab_size
-        if min(ids) < 0 or max(ids) >= size:
-            raise UnsupportedError(
-                f"prompt holds token ids from {min(ids)} to {max(ids)}; the model has 0 to {size - 1}"
-            )
+        check_ids(self.model, ids, "prompt")
         return ids
 
     def _limit(self, max_new_tokens: int | None, num_prompt: int) -> int:
-        most = max_new_tokens if max_new_tokens is not None else default_new_tokens(self.model, num_prompt)
+        given = max_new_tokens is not None
+        most = max_new_tokens if given else default_new_tokens(self.model.generation_config, num_prompt)
         if not isinstance(most, int) or most < 1:
             raise UnsupportedError(f"max_new_tokens={most!r} must be an integer of at least 1")
-        capacity = self.pages.capacity
-        if capacity is not None and num_prompt + most > capacity:
-            raise OutOfBlocksError(
-                f"the prompt's {num_prompt} tokens and max_new_tokens={most} need {num_prompt + most} slots, and the "
-                f"engine has {capacity}; raise max_tokens=, or ask for fewer tokens"
-            )
         return most
 
     def _ends(self) -> Iterable[int]:
@@ -177,7 +164,7 @@ class Engine:
                 raise UnsupportedError(f"submit() got an unknown keyword {name!r}; {hint}")
         params = SamplingParams(**{**sampling_defaults(self.model, given), "stop_token_ids": ends})
         if self.speculation.drafters:
-            refuse_stateful(params, self.model.config.get_text_config(decoder=True).vocab_size)
+            refuse_stateful(params, vocabulary_size(self.model))
         return params
 
     @staticmethod
@@ -197,21 +184,16 @@ class Engine:
         """Since the engine began: requests, tokens per second while busy, blocks, prefix hits, preemptions, drafts."""
         totals, batcher = self.loop.totals, self.loop.batcher
         pools = [group.pool for group in self.pages.groups]
-        indices = [group.index for group in self.pages.groups if group.index is not None]
         speculation = {} if not self.speculation.drafters else self.speculation.statistics.to_dict()
         return {
             **dataclasses.asdict(totals),
             "tokens_per_second": totals.new_tokens / totals.busy_seconds if totals.busy_seconds else 0.0,
-            "passes": batcher.num_passes,
-            "computed_tokens": batcher.num_computed,
+            **batcher.statistics(),
             "running": len(batcher.scheduler.running),
             "waiting": len(batcher.scheduler.waiting),
-            "preemptions": batcher.scheduler.num_preempted,
             "blocks_used": sum(pool.num_used for pool in pools),
             "blocks_allocated": sum(pool.num_blocks for pool in pools),
             "waste": self._waste(),
-            "prefix_lookups": sum(index.lookups for index in indices),
-            "prefix_hits": sum(index.hits for index in indices),
             "speculation": speculation,
         }
 

@@ -30,4 +30,3 @@ def test_a_pass_stays_within_the_rows_that_round_alike(batch: int, widest: int) 
     config = hf_accel.SpeculativeConfig(drafter=Eager(), num_draft=5)
     model.generate_batch(prompts(batch, 9).tolist(), max_new_tokens=12, speculative=config)
     assert batch < max(rows[1:]) <= max(widest, batch)
-    assert max(rows[1:]) > 16 or batch <= 16
