@@ -228,7 +228,10 @@ def test_an_engine_that_breaks_leaves_nobody_waiting() -> None:
 
 def test_what_can_never_fit_is_refused_at_once() -> None:
     with Engine(target("llama", 16), max_tokens=32) as engine:
-        with pytest.raises(OutOfBlocksError, match="raise max_tokens=, or ask for fewer tokens"):
+        with pytest.raises(
+            OutOfBlocksError,
+            match="make 33 tokens, the cache holds 32; lower max_new_tokens, shorten the prompt, or raise max_tokens",
+        ):
             engine.submit([1, 2, 3], max_new_tokens=30)
         assert len(engine.submit([1, 2, 3], max_new_tokens=29).result(WAIT).tokens) == 29
 
