@@ -23,6 +23,7 @@ CORE = {  # room -> the rooms before it
     "linear": {"kernels", "cache"},
     "fused": {"kernels", "cache", "attention", "linear"},
     "generation": {"kernels", "cache", "attention", "linear", "fused"},
+    "distill": {"generation"},
 }
 COMPOSITION = [  # each may use those before it
     "originals", "survey", "estimate", "explain", "plan", "pack", "twin", "patch", "loading", "verify",

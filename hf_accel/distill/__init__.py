@@ -1,0 +1,1 @@
+"""Training a small student, or a draft, from a large teacher."""
