@@ -23,7 +23,7 @@ class DenseRows:
 
 @dataclass(frozen=True)
 class TopRows:
-    """ids: int64 [N, k]; log_probs: float [N, k], of those ids among all, softened by the objective's temperature. What
+    """ids: int64 [N, k]; log_probs: float [N, k], of those ids among all, softened by T. What
     is missing to 1 is one bucket. vocab_size: of the teacher."""
 
     ids: Tensor
