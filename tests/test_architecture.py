@@ -25,7 +25,7 @@ CORE = {  # room -> the rooms before it
     "generation": {"kernels", "cache", "attention", "linear", "fused"},
     "distill": {"cache", "generation"},
 }
-ABOVE = {"distill": {"patch"}}  # what a room's seam may use of composition: a student samples, and a draft runs, patched
+ABOVE = {"distill": {"patch"}}  # of composition, for a room's seam: a student samples, and a draft runs, patched
 OTHER_PACKAGES = {"distill": {"accelerate", "safetensors", "tqdm"}}  # tqdm: transformers requires it
 COMPOSITION = [  # each may use those before it
     "originals", "survey", "estimate", "explain", "plan", "pack", "twin", "patch", "loading", "verify",
