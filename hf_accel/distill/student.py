@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +27,11 @@ OWN_NUMBER = ("layer_idx", "layer_id", "layer_index", "layer_number")
 
 
 def choose_layers(
-    total: int, num_layers: int | None, layers: Sequence[int] | None, strategy: str, influence: Callable[[], list[float]]
+    total: int,
+    num_layers: int | None,
+    layers: Sequence[int] | None,
+    strategy: str,
+    influence: Callable[[], list[float]],
 ) -> list[int]:
     """Numbers of the layers that are kept, in order. influence: of each layer, asked for by "importance" alone.
 
@@ -54,7 +59,7 @@ def _checked(layers: list[int], total: int) -> list[int]:
         raise UnsupportedError("layers=[] keeps none; name at least one")
     if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < total for i in layers):
         raise UnsupportedError(f"layers={layers}: the teacher has layers 0 to {total - 1}")
-    if any(a >= b for a, b in zip(layers, layers[1:], strict=False)):
+    if any(a >= b for a, b in pairwise(layers)):
         raise UnsupportedError(f"layers={layers} must rise, each once: layers work in the teacher's order")
     return layers
 
@@ -139,9 +144,9 @@ def layer_lists(teacher: nn.Module, total: int) -> dict[str, nn.ModuleList]:
     """The outermost lists of `total` modules, by name: the layers, and what else there is one of for each."""
     found: dict[str, nn.ModuleList] = {}
     for name, module in teacher.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == total:
-            if not any(name.startswith(outer + ".") for outer in found):
-                found[name] = module
+        inside = any(name.startswith(outer + ".") for outer in found)
+        if isinstance(module, nn.ModuleList) and len(module) == total and not inside:
+            found[name] = module
     return found
 
 
@@ -173,8 +178,8 @@ def teacher_name(name: str, lists: Sequence[str], kept: Sequence[int]) -> str:
 
 
 def check_layers(teacher: nn.Module, student: nn.Module, lists: Sequence[str], kept: Sequence[int]) -> None:
-    """Raise UnsupportedError where a layer, built for its new place, is not what it was in its old one: its window, its
-    kind of attention, whether it rotates."""
+    """Raise UnsupportedError where a layer, built for its new place, is not what it was in its old one: its kind of
+    attention, its window, whether it rotates."""
     ours = dict(teacher.named_modules())
     for name, module in student.named_modules():
         twin = ours.get(teacher_name(name, lists, kept))
@@ -215,8 +220,8 @@ def copy_weights(teacher: nn.Module, student: nn.Module, lists: Sequence[str], k
     odd += [name for name, source in sources.items() if source in theirs and theirs[source].shape != ours[name].shape]
     if odd:
         raise UnsupportedError(
-            f"{type(teacher).__name__} is not what its config builds: {odd[0]!r} and {len(odd) - 1} more tensors have no "
-            "counterpart of their shape in a model with fewer layers; merge adapters and undo changes first"
+            f"{type(teacher).__name__} is not what its config builds: {odd[0]!r} and {len(odd) - 1} more tensors "
+            "have no counterpart of their shape in a model with fewer layers; merge adapters and undo changes first"
         )
     for name, tensor in ours.items():
         tensor.copy_(theirs[sources[name]])

@@ -123,7 +123,9 @@ def _floats_of(teacher: PreTrainedModel) -> Any:
         )
     source = stock_twin(teacher) if is_patched(teacher) else teacher
     if getattr(source, "is_quantized", False) or getattr(source.config, "quantization_config", None) is not None:
-        raise UnsupportedError("the teacher's weights are quantized; load the float checkpoint, and keep this to teach")
+        raise UnsupportedError(
+            "the teacher's weights are quantized; load the float checkpoint, and keep this to teach"
+        )
     if any(tensor.is_meta for tensor in source.state_dict().values()):
         raise UnsupportedError("some of the teacher's weights are offloaded; load it whole")
     return source
