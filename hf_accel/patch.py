@@ -139,11 +139,16 @@ def _inner(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def stock_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """An unpatched model over the same Parameters; the model given does not notice. Raises as `unpatch` does."""
+    copied: Any = twin(model)
+    stock: PreTrainedModel = unpatch(copied) if is_patched(copied) else copied
+    return stock
+
+
 def make_draft(model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
     """A patched model over the same Parameters, with its linears in `weights`; the model given does not notice."""
-    draft: Any = twin(model)
-    if is_patched(draft):
-        unpatch(draft)
+    draft: Any = stock_twin(model)
     wanted = WeightConfig(bits=4, group_size=common_group_size(draft)) if weights == "int4" else weights
     made: PreTrainedModel = patch(draft, weights=wanted, keep_original=True)
     return made

@@ -1,0 +1,232 @@
+"""distill_draft: a draft model for speculative decoding, from the model that it shall draft for."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.utils import logging
+
+from ...config import positive_int
+from ...errors import UnsupportedError
+from ..measure import AcceptanceReport
+from ..objective import Objective
+from .callback import DistillationCallback
+from .decoding import Decoder, as_patched
+from .measure import measure_acceptance
+from .random_state import random_state_kept
+from .student import evaluating, init_student
+from .token_rows import token_rows, windows
+
+HELD_OUT = 0.1  # of the rows, at most MOST_HELD_OUT, that are measured on and not trained on
+MOST_HELD_OUT = 32
+AT_ONCE = 32  # prompts that the target continues together
+STEPS, BATCH, RATE = 500, 8, 5e-4
+
+
+class DraftResult(NamedTuple):
+    """A trained draft, and what it was worth before and after; None where measuring was left out."""
+
+    draft: PreTrainedModel
+    before: AcceptanceReport | None
+    after: AcceptanceReport | None
+
+
+def distill_draft(
+    target: PreTrainedModel,
+    dataset: Any,
+    *,
+    num_layers: int | None = None,
+    layers: Sequence[int] | None = None,
+    strategy: str = "uniform",
+    loss: str = "lk",
+    alpha: float = 0.0,
+    temperature: float = 1.0,
+    regenerate: bool | float = True,
+    prompt_tokens: int = 32,
+    max_length: int = 256,
+    max_steps: int | None = None,
+    batch_size: int | None = None,
+    learning_rate: float | None = None,
+    args: TrainingArguments | None = None,
+    share_embeddings: bool = True,
+    tokenizer: Any = None,
+    measure: bool = True,
+    seed: int = 0,
+    progress_bar: bool = True,
+) -> DraftResult:
+    """Make and train a draft model for `target`: draft, before, after = distill_draft(target, dataset, num_layers=1).
+
+    The draft begins as some of the target's layers (`init_student`; one, if nothing is said). It learns the target's
+    distribution, by a loss that is about acceptance (loss="lk", 2602.23881), on text that the target itself writes
+    after the beginnings of the dataset's rows (DistillSpec, 2310.08461). `model.generate(..., speculative=draft)` of a
+    patched target uses it, and draft.save_pretrained keeps it.
+
+    dataset: rows of token ids, dicts with input_ids, or with `tokenizer` texts; cut to max_length tokens. A tenth of
+        the rows, at most 32, are kept for measuring.
+    loss, alpha: as in `distillation_loss`; alpha=0 learns from the target alone.
+    temperature: at which the draft will be used; the target writes, the loss compares, and both are measured at it.
+        0 is greedy search, for which the loss compares at 1.
+    regenerate: share of the rows of which the target rewrites what follows the first prompt_tokens (at most half a
+        row); True is all, False none.
+    max_steps, batch_size, learning_rate: 500, 8 and 5e-4 with a cosine; or args, which then rule the training alone.
+    share_embeddings: embeddings and head are the target's memory, and not trained; False copies and trains them.
+    measure: also run `measure_acceptance` before and after, on the rows kept for it.
+
+    The target stays as it is: weights, patch, mode; so do torch's, numpy's and Python's random numbers.
+    Raises UnsupportedError for a target that cannot speculate, or has no float weights to begin from.
+    """
+    share = float(regenerate)
+    if not 0 <= share <= 1:
+        raise UnsupportedError(f"regenerate={regenerate!r}: the share of the rows to rewrite is from 0 to 1")
+    positive_int("prompt_tokens", prompt_tokens)
+    positive_int("max_length", max_length)
+    objective = Objective(alpha, temperature or 1.0, loss)
+    with random_state_kept(), evaluating(target), tempfile.TemporaryDirectory() as folder:
+        arguments = _arguments(args, folder, target, max_steps, batch_size, learning_rate, seed, progress_bar)
+        patched = as_patched(target)
+        if num_layers is None and layers is None:
+            num_layers = 1
+        train, held_out = _rows(dataset, target, tokenizer, max_length, arguments)
+        draft = init_student(
+            target, num_layers=num_layers, layers=layers, strategy=strategy, dataset=train,
+            share_embeddings=share_embeddings,
+        ).eval()  # fmt: skip
+
+        def measured() -> AcceptanceReport | None:
+            if not measure:
+                return None
+            return measure_acceptance(
+                target, draft, held_out, temperature=temperature, prompt_tokens=prompt_tokens, seed=seed,
+                progress_bar=progress_bar,
+            )  # fmt: skip
+
+        before = measured()
+        decoder = Decoder(patched, temperature=temperature, seed=seed)
+        examples = _examples(decoder, train, share, prompt_tokens, max_length, seed, progress_bar)
+        _train(draft, target, objective, examples, arguments, frozen=share_embeddings)
+        after = measured()
+    return DraftResult(draft, before, after)
+
+
+def _arguments(
+    args: TrainingArguments | None,
+    folder: str,
+    target: Any,
+    max_steps: int | None,
+    batch_size: int | None,
+    learning_rate: float | None,
+    seed: int,
+    progress_bar: bool,
+) -> TrainingArguments:
+    given = {"max_steps": max_steps, "batch_size": batch_size, "learning_rate": learning_rate}
+    if args is None:
+        for name in ("max_steps", "batch_size"):
+            if given[name] is not None:
+                positive_int(name, given[name])
+        steps = max_steps or STEPS
+        args = TrainingArguments(
+            output_dir=folder,
+            max_steps=steps,
+            per_device_train_batch_size=batch_size or BATCH,
+            learning_rate=RATE if learning_rate is None else learning_rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=min(steps // 10, 50),
+            weight_decay=0.0,
+            logging_steps=max(1, steps // 10),
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=not progress_bar,
+            use_cpu=target.device.type == "cpu",
+            dataloader_pin_memory=False,
+            seed=seed,
+        )
+    elif set_too := [name for name, value in given.items() if value is not None]:
+        raise UnsupportedError(f"args= says how to train, and so do {', '.join(set_too)}; leave one of them out")
+    if args.device.type != target.device.type:
+        raise UnsupportedError(
+            f"args trains on {args.device}, and the target is on {target.device}; move it there, or set use_cpu"
+        )
+    return args
+
+
+# -- data ----------------------------------------------------------------------------------------------
+
+
+def _rows(
+    dataset: Any, target: Any, tokenizer: Any, max_length: int, args: TrainingArguments
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Rows to train on, as many as the steps can take, and others to measure on."""
+    wanted = None
+    if args.max_steps > 0:
+        wanted = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        wanted += MOST_HELD_OUT
+    rows = token_rows(dataset, target, tokenizer=tokenizer, limit=wanted)
+    parts = list(islice(windows(rows, max_length), wanted))
+    if len(parts) < 2:
+        raise UnsupportedError("dataset is one row, and one to train on and one to measure on are needed; give more")
+    held = max(1, min(MOST_HELD_OUT, round(HELD_OUT * len(parts))))
+    return parts[:-held], parts[-held:]
+
+
+def _examples(
+    decoder: Decoder, rows: list[list[int]], share: float, prompt_tokens: int, max_length: int, seed: int, bars: bool
+) -> list[dict[str, list[int]]]:
+    """Rows as input_ids and labels, a share of them continued by the target: of those, the prompt is not learnt."""
+    chosen = set(random.Random(seed).sample(range(len(rows)), round(share * len(rows))))
+    examples = [{"input_ids": row, "labels": row} for i, row in enumerate(rows) if i not in chosen]
+    prompts = [rows[i][: max(1, min(prompt_tokens, len(rows[i]) // 2))] for i in sorted(chosen)]
+    with logging.tqdm(total=len(prompts), desc="The target writes", unit=" rows", disable=not bars) as bar:
+        for start in range(0, len(prompts), AT_ONCE):
+            some = prompts[start : start + AT_ONCE]
+            made = decoder.run(some, [max(1, max_length - len(prompt)) for prompt in some])
+            for prompt, new in zip(some, made, strict=True):
+                examples.append({"input_ids": prompt + new, "labels": [-100] * len(prompt) + new})
+            bar.update(len(some))
+    return examples
+
+
+def _collated(examples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """Right-padded [B, T]: input_ids (0 in padding), attention_mask, labels (-100 in padding)."""
+    longest = max(len(one["input_ids"]) for one in examples)
+
+    def padded(rows: list[list[int]], fill: int) -> Tensor:
+        return torch.tensor([row + [fill] * (longest - len(row)) for row in rows])
+
+    ids = [one["input_ids"] for one in examples]
+    return {
+        "input_ids": padded(ids, 0),
+        "attention_mask": padded([[1] * len(row) for row in ids], 0),
+        "labels": padded([one["labels"] for one in examples], -100),
+    }
+
+
+# -- training ------------------------------------------------------------------------------------------
+
+
+def _train(
+    draft: Any, target: Any, objective: Objective, examples: Any, args: TrainingArguments, *, frozen: bool
+) -> None:
+    """In float32, in which small steps are not rounded away; the draft takes over the result in its own dtypes."""
+    pupil: Any = init_student(draft, num_layers=draft.config.get_text_config(decoder=True).num_hidden_layers,
+                              dtype=torch.float32)  # fmt: skip
+    if frozen:
+        for module in (pupil.get_input_embeddings(), pupil.get_output_embeddings()):
+            if module is not None:
+                module.requires_grad_(False)
+    use_cache = pupil.config.use_cache
+    teach = DistillationCallback(target, alpha=objective.alpha, temperature=objective.temperature, loss=objective.loss)
+    trainer = Trainer(model=pupil, args=args, train_dataset=examples, data_collator=_collated, callbacks=[teach])
+    trainer.train()
+    pupil.config.use_cache = use_cache
+    learnt = dict(pupil.named_parameters())
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            if parameter.requires_grad or not frozen:
+                parameter.copy_(learnt[name])
