@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..errors import UnsupportedError
+from . import row_losses
 from .head import Head, product_dtype
 from .losses import check_rows
 from .objective import Objective
 from .positions import check_targets, find_positions, shared_size
-from .row_losses import CHUNK_BYTES, OTHER_CHUNK_BYTES, RowLosses, slices
+from .row_losses import RowLosses, slices
 from .rows import Rows
 from .sums import Sums, mean, scaled, weigh
 
@@ -86,7 +86,7 @@ def fused_loss_sums(
     check_rows(len(hidden) if index is None else len(index), teacher, targets)
     if targets is not None:
         check_targets(targets, size)
-    budget = chunk_bytes or (CHUNK_BYTES if hidden.device.type == "cpu" else OTHER_CHUNK_BYTES)
+    budget = chunk_bytes or row_losses.chunk_bytes(hidden.device)
     found = _FusedSums.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, head, index, targets, teacher, objective, size, budget
     )
@@ -125,7 +125,6 @@ class _FusedSums(torch.autograd.Function):
         return tuple(sums)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
         found = [None if saved is None else scaled(saved, grad) for saved in ctx.saved_tensors]
         return *found, None, None, None, None, None, None, None

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..errors import UnsupportedError
 from .objective import Objective
@@ -118,7 +117,6 @@ class _LossSums(torch.autograd.Function):
         return tuple(sums)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return scaled(gradient, grad), None, None, None, None, None

@@ -28,6 +28,10 @@ def slices(rows: int, row_bytes: int, budget: int) -> Iterator[slice]:
     return (slice(a, b) for a, b in itertools.pairwise(edges))
 
 
+def chunk_bytes(device: torch.device) -> int:
+    return CHUNK_BYTES if device.type == "cpu" else OTHER_CHUNK_BYTES
+
+
 def tile_bytes(device: torch.device) -> int:
     return TILE_BYTES * torch.get_num_threads() if device.type == "cpu" else OTHER_TILE_BYTES
 
@@ -56,21 +60,18 @@ class RowLosses:
         """logits: [M, >= size]; index: int64 [N], which of them, or None for all; targets: int64 [N], or None for no
         cross entropy; teacher: of the N, or None for no D. gradient: a buffer like logits, perhaps logits itself,
         for alpha * dCE + (1 - alpha) * T^2 * dD; where no row is taken nothing is written."""
-        teacher = teacher.prepared(self.size) if isinstance(teacher, HeadRows) else teacher
-        budget = CHUNK_BYTES if logits.device.type == "cpu" else OTHER_CHUNK_BYTES
-        for part in slices(len(logits) if index is None else len(index), 4 * self.size, budget):
-            said = teacher if teacher is None else teacher[part]
+        count = len(logits) if index is None else len(index)
+        if isinstance(teacher, HeadRows):
+            teacher = teacher.prepared(self.size)
+        for part in slices(count, 4 * self.size, chunk_bytes(logits.device)):
+            said = None if teacher is None else teacher[part]
             said = said.dense() if isinstance(said, HeadRows) else said
             for tile in slices(part.stop - part.start, 4 * self.size, tile_bytes(logits.device)):
                 rows = slice(part.start + tile.start, part.start + tile.stop)
                 where = rows if index is None else index[rows]
+                some = None if targets is None else targets[rows]
                 z = widen(logits[where, : self.size])
-                found = self._tile(
-                    z,
-                    targets if targets is None else targets[rows],
-                    said if said is None else said[tile],
-                    gradient is not None,
-                )
+                found = self._tile(z, some, None if said is None else said[tile], gradient is not None)
                 if gradient is not None and found is not None:
                     gradient[where, : self.size] = found.to(gradient.dtype)
 

@@ -36,6 +36,10 @@ def mean(total: Tensor, count: int, num_items: Tensor | int | None) -> Tensor:
 
 
 def scaled(saved: Tensor, factor: Tensor) -> Tensor:
-    """saved * factor, in place if no later backward can need `saved` again."""
+    """saved * factor, in place if no later backward can need `saved` again.
+
+    It is a constant to autograd, which would leave it out of a second derivative without a word: that is refused."""
+    if torch.is_grad_enabled():
+        raise UnsupportedError("create_graph=True: these losses can be differentiated once, not twice")
     kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return saved * factor if kept is None or kept() else saved.mul_(factor)
