@@ -228,5 +228,5 @@ def _train(
     learnt = dict(pupil.named_parameters())
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
-            if parameter.requires_grad or not frozen:
+            if parameter.requires_grad:  # shared ones are the target's
                 parameter.copy_(learnt[name])
