@@ -4,42 +4,88 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, TrainerCallback
 
+from ...errors import UnsupportedError
 from ..objective import Objective
 from .hook import DistillationHook
-from .teachers import ModelTeacher, Teacher
+from .steps import StepGuard, calling_trainer, refuse
+from .teachers import Teacher, as_teacher
 
 
 class DistillationCallback(TrainerCallback):
     """One line in a Trainer: its model learns from `teacher` too.
 
-    Trainer(..., callbacks=[hf_accel.DistillationCallback(teacher, alpha=0.5, temperature=2.0, loss="fkl")])
+        Trainer(..., callbacks=[hf_accel.DistillationCallback(teacher, alpha=0.5, temperature=2.0, loss="fkl")])
+
+    teacher: a transformers model (patched or quantized by hf_accel, in any float dtype), "base" for a LoRA student
+    without its adapters, or a TeacherCache. Asked once for each micro-batch, without gradients; it is never a part of
+    the student, its state dict or its checkpoints.
+    alpha, temperature, loss, beta, eta: see Objective; alpha is the share of the student's own loss, and alpha=1 is
+    plain training, bit for bit. shift: whether position i learns label i + 1; None to read it from the model.
+
+    The gradient is that of the objective over all labels of a step, however gradient accumulation divides it.
+    Evaluation is untouched: eval_loss is the model's own. ce_loss and kd_loss appear in the logs, for every reporter.
+    Raises UnsupportedError when training begins if the teacher cannot teach the student (another vocabulary, other
+    classes), or if the trainer would not use the model's own loss (label smoothing, compute_loss_func, Liger's fused
+    loss, DataParallel); in the first step, if a subclass computes its own.
     """
 
     def __init__(
         self,
-        teacher: PreTrainedModel | Teacher,
+        teacher: PreTrainedModel | Teacher | str,
         *,
         alpha: float = 0.5,
         temperature: float = 2.0,
         loss: str = "fkl",
         beta: float = 0.5,
         eta: float = 3.0,
+        shift: bool | None = None,
     ) -> None:
-        source = teacher if isinstance(teacher, Teacher) else ModelTeacher(teacher)
-        self._hook = DistillationHook(source, Objective(alpha, temperature, loss, beta, eta))
+        objective = Objective(alpha, temperature, loss, beta, eta)
+        self._hook = DistillationHook(as_teacher(teacher), objective, shift=shift)
+        self._steps = StepGuard(self._hook)
+        self._is_guarded = False
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._lead(calling_trainer(self))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._hook.install(kwargs["model"])
+        self._steps.disarm()
+        trainer = calling_trainer(self)
+        refuse(args, trainer)
+        self._lead(trainer)
+        self._hook.prepare(kwargs["model"], kwargs.get("processing_class"))
+        self._is_guarded = trainer is not None
+        if trainer is not None and self._hook.objective.alpha != 1:
+            self._steps.arm(trainer, self)
 
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._hook.kd and state.log_history:
-            found = {"ce_loss": self._hook.ce, "kd_loss": self._hook.kd}
-            state.log_history[-1].update({name: torch.stack(values).mean().item() for name, values in found.items()})
-            self._hook.ce.clear()
-            self._hook.kd.clear()
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._is_guarded:
+            self._hook.install(kwargs["model"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._hook.losses.end_step()
+        if not self._is_guarded:
+            self._hook.remove()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if logs is None or "loss" not in logs:
+            return  # of an evaluation, or of a script
+        means = self._hook.losses.take(args)
+        logs.update(means)
+        if state.log_history:
+            state.log_history[-1].update(means)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._hook.remove()
+        self._steps.disarm()
+
+    def _lead(self, trainer: Any) -> None:
+        """To the front: reporters (W&B, TensorBoard) stand before a user's callbacks and would log without us."""
+        if trainer is None:
+            return
+        callbacks = trainer.callback_handler.callbacks
+        if any(isinstance(other, DistillationCallback) and other is not self for other in callbacks):
+            raise UnsupportedError("two DistillationCallbacks in one Trainer: one teacher can be followed at a time")
+        callbacks.remove(self)
+        callbacks.insert(0, self)

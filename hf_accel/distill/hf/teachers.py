@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ...errors import UnsupportedError
 from ..rows import DenseRows, Rows
+from .labels import unwrapped
+from .matching import check_pair
 
-LABELS = ("labels", "num_items_in_batch", "shift_labels", "return_dict", "logits_to_keep", "output_hidden_states")
+LABELS = (  # of a student's forward, and no business of a teacher's
+    "labels", "num_items_in_batch", "shift_labels", "return_dict", "logits_to_keep", "output_hidden_states",
+    "output_attentions", "output_router_logits", "use_cache", "past_key_values", "fused_lm_head",
+)  # fmt: skip
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # below a forward's **kwargs
 
 
 class Teacher(ABC):
-    """What a hook asks once for each micro-batch."""
+    """What a hook asks once for each micro-batch. Not a module: nothing of it gets into the student's state."""
+
+    tokenizer: Any = None  # the student's, if known: set before `check`
 
     @abstractmethod
     def check(self, student: Any, objective: Any) -> None:
@@ -25,21 +35,98 @@ class Teacher(ABC):
 
     @abstractmethod
     def rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
-        """inputs: the keywords of the student's forward. select: bool, the shape of the logits less the vocabulary:
-        the N positions that are learnt from (already shifted: position i speaks of token i + 1)."""
+        """inputs: the keywords of the student's forward (with decoder_input_ids if it is an encoder and a decoder).
+        select: bool, the shape of the logits less the vocabulary: the N positions that are learnt from (already
+        shifted: position i speaks of token i + 1). The rows are on the device of `select`."""
 
 
 class ModelTeacher(Teacher):
-    """A transformers model, patched by hf_accel or not. Frozen while it teaches, never a part of the student."""
+    """A transformers model, patched by hf_accel or not, in any float dtype, on any device: inputs are moved to it.
+    It answers in eval mode without gradients; its own flags are as they were between two questions."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
 
     def check(self, student: Any, objective: Any) -> None:
-        if self.model is student:
-            raise UnsupportedError("the teacher is the student itself; give another model")
+        check_pair(student, self.model, self.tokenizer)
 
-    @torch.no_grad()
     def rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
-        given = {key: value for key, value in inputs.items() if key not in LABELS}
-        return DenseRows(self.model(**given, use_cache=False).logits[select])
+        return answer(self.model, inputs, select)
+
+
+class BaseTeacher(Teacher):
+    """The student of a LoRA training without its adapters: no second model in memory."""
+
+    def __init__(self) -> None:
+        self._student: Any = None
+
+    def check(self, student: Any, objective: Any) -> None:
+        if not hasattr(student, "disable_adapter"):
+            raise UnsupportedError(
+                f"teacher='base' is the student without its adapters, and {type(student).__name__} has none; wrap it "
+                "by peft.get_peft_model, or give a model as the teacher"
+            )
+        self._student = weakref.ref(student)
+
+    def rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
+        student = self._student()
+        trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
+        frozen = [parameter for parameter in student.parameters() if not parameter.requires_grad]
+        try:
+            with student.disable_adapter():
+                return answer(student, inputs, select)
+        finally:  # PEFT thaws every active adapter afterwards, whatever was frozen before
+            for flag, parameters in ((True, trained), (False, frozen)):
+                for parameter in parameters:
+                    parameter.requires_grad_(flag)
+
+
+def as_teacher(teacher: Any) -> Teacher:
+    """A model, "base" or a Teacher."""
+    if isinstance(teacher, Teacher):
+        return teacher
+    if isinstance(teacher, str) and teacher == "base":
+        return BaseTeacher()
+    if isinstance(teacher, torch.nn.Module):
+        return ModelTeacher(teacher)
+    raise UnsupportedError(f"teacher={teacher!r}: a transformers model, 'base' or a TeacherCache is needed")
+
+
+@torch.no_grad()
+def answer(model: Any, inputs: Mapping[str, Any], select: Tensor) -> DenseRows:
+    """The logits of `model` at `select`."""
+    given = _on(model.device, taken_by(model, inputs))
+    with evaluating(model):
+        logits = model(**given).logits
+    if logits.shape[:-1] != select.shape:
+        raise UnsupportedError(
+            f"the teacher's logits are {tuple(logits.shape)} and the student's labels {tuple(select.shape)}: they do "
+            "not speak of the same positions; a teacher with virtual tokens (prompt tuning) cannot be used"
+        )
+    return DenseRows(logits[select.to(logits.device)].to(select.device))
+
+
+def taken_by(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a student's inputs a teacher's forward takes (DistilBERT's has no token_type_ids, BERT's has)."""
+    forward = inspect.signature(unwrapped(model).forward).parameters
+    is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in forward.values())
+    rest = PACKING if is_open else ()
+    given = {key: value for key, value in inputs.items() if key not in LABELS and (key in forward or key in rest)}
+    return {**given, "use_cache": False} if "use_cache" in forward or is_open else given
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """No dropout meanwhile."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _on(device: torch.device, inputs: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}

@@ -1,0 +1,92 @@
+"""Which model a teacher is, and which vocabulary it speaks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.auto import modeling_auto
+
+from ...errors import UnsupportedError
+from ...generation.hf import STATE
+
+SAMPLES = 4096
+VOLATILE = {
+    "transformers_version",
+    "use_cache",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+}  # or said elsewhere
+TASKS = {
+    "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "token": {
+        **modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        **modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    },
+    "sequence": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+}
+
+
+def task_of(model: Any) -> str | None:
+    """What a model's logits speak of: "causal", the next token; "token", each itself; "sequence", the whole text."""
+    base = base_model(model)
+    for kind in type(base).__mro__:
+        for task, names in TASKS.items():
+            if any(kind.__name__ in ([name] if isinstance(name, str) else name) for name in names.values()):
+                return task
+    return None
+
+
+def base_model(model: Any) -> Any:
+    """Without PEFT's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def describe(model: Any) -> dict[str, Any]:
+    """Of a teacher, as JSON. weights: a hash of a sample of each tensor, adapters and quantized layers included."""
+    base = base_model(model)
+    state = vars(base).get(STATE)
+    return {
+        "name": base.config.name_or_path,
+        "class": type(base).__name__,
+        "config": _hash_config(base.config),
+        "weights": _hash_weights(model),
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "patched": str(state.config) if state is not None else None,
+    }
+
+
+def hash_vocabulary(tokenizer: Any) -> str:
+    """Of the pairs of token and id."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.blake2b(vocabulary.encode(), digest_size=16).hexdigest()
+
+
+def _hash_config(config: Any) -> str:
+    said = {k: v for k, v in config.to_dict().items() if not k.startswith("_") and k not in VOLATILE}
+    return hashlib.blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+def _hash_weights(model: Any) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for prefix, module in model.named_modules():
+        own: dict[str, Any] = {}
+        module._save_to_state_dict(own, f"{prefix}.", False)  # a quantized layer unpacks here, one at a time
+        for name, tensor in own.items():
+            if isinstance(tensor, Tensor):
+                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                digest.update(_sample(name, tensor))
+    return digest.hexdigest()
+
+
+def _sample(name: str, tensor: Tensor) -> bytes:
+    if tensor.is_meta:
+        raise UnsupportedError(f"{name} of the teacher is on the meta device; load its weights first")
+    flat = tensor.detach().reshape(-1)
+    step = max(1, flat.numel() // SAMPLES)
+    sample: bytes = flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return sample

@@ -1,0 +1,59 @@
+"""What the losses were on average since they were last logged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+OFF_POLICY = {"ce_loss"}  # no part of a step on samples
+
+
+class Averages:
+    """Sums over micro-batches, divided by the optimizer steps that they are from: as Trainer logs its loss."""
+
+    def __init__(self) -> None:
+        self.sampled = False
+        self.clear()
+
+    def clear(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._steps = self._sampled_steps = self._samples = self._tokens = 0
+
+    def begin(self, sampled: bool) -> None:
+        """An optimizer step."""
+        self.sampled = sampled
+        self._steps += 1
+        self._sampled_steps += sampled
+
+    def add(self, name: str, values: Sequence[Tensor], share: float) -> None:
+        """Of a micro-batch, already divided by the labels of the whole step, or to be multiplied by `share`."""
+        for value in values:
+            known = self._sums.get(name)
+            self._sums[name] = value.double() * share + (0.0 if known is None else known)
+
+    def count(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """The samples of a step."""
+        self._samples += sum(len(batch["labels"]) for batch in batches)
+        self._tokens += sum(int((batch["labels"] != -100).sum()) for batch in batches)
+
+    def take(self, accelerator: Any, sum_over_processes: bool) -> dict[str, float]:
+        """What there is to log, the same on every process; counting begins anew."""
+        names = sorted(self._sums)
+        counts = [self._samples, self._tokens]
+        local = torch.stack(
+            [self._sums[name].to(accelerator.device) for name in names]
+            + [torch.tensor(float(n), dtype=torch.float64, device=accelerator.device) for n in counts]
+        )
+        found = accelerator.reduce(local, reduction="sum").tolist()
+        processes = 1 if sum_over_processes else accelerator.num_processes
+        steps = {name: self._steps - self._sampled_steps * (name in OFF_POLICY) for name in names}
+        logs = {name: found[i] / processes / steps[name] for i, name in enumerate(names)}
+        samples, tokens = found[len(names) :]
+        if self._sampled_steps:
+            logs |= {"on_policy_steps": float(self._sampled_steps), "on_policy_tokens": tokens}
+            logs["on_policy_length"] = tokens / samples
+        self.clear()
+        return logs

@@ -1,0 +1,276 @@
+"""A teacher on disk: its best logits for every text of a dataset, found by the text itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import HfAccelError, UnsupportedError
+from ..rows import Rows
+from ..top_logits import TopLogits
+from . import cache_build
+from .cache_files import DTYPES, INDEX, PARTIAL, Index, Settings, Shard
+from .content import SHOWN, Span, spans
+from .identity import describe, hash_vocabulary, task_of
+from .teachers import Teacher
+
+SHARD_BYTES = 2**28
+
+
+class TeacherCache(Teacher):
+    """What a teacher said of a dataset, asked once and stored, for training without the teacher in memory.
+
+        hf_accel.TeacherCache.build(teacher, dataset, "answers")
+        Trainer(..., callbacks=[hf_accel.DistillationCallback(hf_accel.TeacherCache("answers"))])
+
+    A text is found by a hash of its ids without padding, so batches, their order, padding and its side are free, and
+    no column or collator is needed. Of each position the top_k best logits are stored and the log-sum-exp over the
+    whole vocabulary at each temperature, hence the log-probabilities exact up to rounding, and the mass of the rest.
+    Where k is the whole vocabulary every temperature will do.
+
+    Shards are mapped into memory: only the rows of a batch are read, and each is checked against its CRC-32.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Open what `build` made. Raises HfAccelError, with the file's name, if something is missing or damaged."""
+        self.path = Path(path)
+        if not (self.path / INDEX).exists():
+            cause = "its build was interrupted" if (self.path / PARTIAL).exists() else f"there is no {INDEX}"
+            raise HfAccelError(f"{self.path} is not a complete teacher's cache: {cause}; call TeacherCache.build")
+        self._index = Index.read(self.path / INDEX)
+        self._shards = [Shard(self.path, entry, self.settings) for entry in self._index.shards]
+        self._places = {key: (s, number) for s in self._shards for number, key in enumerate(s.keys())}
+        self._temperature: float | None = None
+
+    @classmethod
+    def build(
+        cls,
+        teacher: Any,
+        dataset: Iterable[Any],
+        path: str | Path,
+        *,
+        top_k: int = 64,
+        temperatures: Sequence[float] = (1.0, 2.0),
+        batch_size: int = 8,
+        collator: Callable[[list[Any]], Mapping[str, Any]] | None = None,
+        tokenizer: Any = None,
+        positions: str = "labels",
+        vocab_size: int | None = None,
+        dtype: str = "float16",
+        shard_bytes: int = SHARD_BYTES,
+        overwrite: bool = False,
+        progress: bool = True,
+    ) -> TeacherCache:
+        """Ask `teacher`, a causal or masked language model or a classifier, for every text of `dataset`, and open it.
+
+        The teacher may be patched or quantized; it is asked in eval mode, and left as it was.
+        dataset: what a Trainer takes: rows with input_ids, and attention_mask, labels, token_type_ids,
+            position_ids where the student gets them too; or bare lists of ids. collator: makes the model's inputs of
+            a list of one row, for datasets that need one; no random one, such as one that masks afresh.
+        temperatures: those that can be trained at.
+        tokenizer: stored as a hash for `check_tokenizer`; taken from the collator if it has one.
+        positions: "labels" answers where a row's labels are not -100, and everywhere in rows without labels; "all"
+            everywhere, for other labels later.
+        vocab_size: ids from there on are cut off: the teacher's padding, if the student has less of it.
+        dtype: "float16", "bfloat16" or "float32", of the logits, stored less the best of each position.
+        shard_bytes: of one file, about; a build that is interrupted goes on after the last complete one if it is
+            started again. Rows that a complete cache of the same settings lacks are added to it.
+        overwrite: replace a cache of something else, which stays until the new one is complete.
+
+        Raises UnsupportedError for what cannot be stored, or if the path holds something else, and HfAccelError if
+        a file cannot be written; a cache that was complete stays so.
+        """
+        _check_arguments(top_k, temperatures, batch_size, positions, dtype, shard_bytes)
+        path = Path(path)
+        if path.exists() and not path.is_dir():
+            raise UnsupportedError(f"{path} is a file; a cache is a folder")
+        task, classes = _survey(teacher)
+        if vocab_size is not None and not 0 < vocab_size <= classes:
+            raise UnsupportedError(f"vocab_size={vocab_size}: the teacher has {classes} ids")
+        tokenizer = tokenizer if tokenizer is not None else getattr(collator, "tokenizer", None)
+        settings = Settings(
+            teacher=describe(teacher),
+            tokenizer=hash_vocabulary(tokenizer) if tokenizer is not None else None,
+            task=task,
+            positions=positions,
+            vocab_size=vocab_size or classes,
+            top_k=min(top_k, vocab_size or classes),
+            temperatures=sorted({float(t) for t in temperatures}),
+            dtype=dtype,
+        )
+        cache_build.build(
+            teacher, dataset, path, settings, batch_size=batch_size, collator=collator,
+            shard_bytes=shard_bytes, overwrite=overwrite, progress=progress,
+        )  # fmt: skip
+        return cls(path)
+
+    @property
+    def settings(self) -> Settings:
+        return self._index.settings
+
+    def __len__(self) -> int:
+        """Texts."""
+        return len(self._places)
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions that are answered for."""
+        return sum(entry.positions for entry in self._index.shards)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """On disk, all included, per position."""
+        return sum(entry.bytes for entry in self._index.shards) / self.num_tokens
+
+    def __repr__(self) -> str:
+        s = self.settings
+        return (
+            f"TeacherCache({str(self.path)!r}: {s.teacher['class']} {s.teacher['name']!r}, {len(self):,} texts, "
+            f"{self.num_tokens:,} tokens, top {s.top_k} of {s.vocab_size:,}, T={s.temperatures}, "
+            f"{self.bytes_per_token:.0f} bytes per token)"
+        )
+
+    def __reduce__(self) -> Any:
+        return type(self)._reopen, (self.path, self._temperature)
+
+    @classmethod
+    def _reopen(cls, path: Path, temperature: float | None) -> TeacherCache:
+        cache = cls(path)
+        cache._temperature = temperature
+        return cache
+
+    def verify(self) -> None:
+        """Read everything once. Raises HfAccelError for the first shard with a row that has changed."""
+        for shard in self._shards:
+            for number in range(len(shard.keys())):
+                shard.row(number)
+
+    def check(self, student: Any, objective: Any) -> None:
+        """See Teacher. Sets the temperature of the rows that are asked for from now on."""
+        self._temperature = self._known_temperature(float(objective.temperature))
+        task = task_of(student)
+        if task is not None and task != self.settings.task:
+            raise UnsupportedError(
+                f"{self.path} is of a {self.settings.teacher['class']}, and {type(student).__name__} predicts "
+                "something else; build it from a teacher of the student's kind"
+            )
+        config = getattr(student, "config", None)
+        size = getattr(config, "num_labels" if task == "sequence" else "vocab_size", None)
+        if size is not None and size < self.settings.vocab_size:
+            raise UnsupportedError(
+                f"{self.path} speaks of {self.settings.vocab_size} ids, and the student has {size}; if the rest is "
+                f"padding, build it with vocab_size={size}"
+            )
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Raises UnsupportedError if the cache was built with a tokenizer of another vocabulary."""
+        known = self.settings.tokenizer
+        if known is not None and hash_vocabulary(tokenizer) != known:
+            raise UnsupportedError(f"{self.path} was built with another tokenizer; use that one, or build it again")
+
+    def rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
+        """See Teacher. Raises UnsupportedError for a text that is not stored, or a position without an answer."""
+        temperature = self._temperature
+        if temperature is None:
+            raise HfAccelError("TeacherCache.check(student, objective) comes before rows(): it sets the temperature")
+        found = [self._answers(span, wanted) for span, wanted in _wanted(spans(inputs), select)]
+        column = self.settings.temperatures.index(temperature) if temperature in self.settings.temperatures else 0
+        names = ("ids", "logits", "log_sums")
+        if not found:
+            return self._nothing().rows(self.settings.vocab_size, temperature, column)
+        stacked = [torch.cat([getattr(part, name) for part in found]).to(select.device) for name in names]
+        return TopLogits(*stacked).rows(self.settings.vocab_size, temperature, column)
+
+    def _known_temperature(self, temperature: float) -> float:
+        s = self.settings
+        for known in s.temperatures:
+            if math.isclose(known, temperature, rel_tol=1e-9):
+                return known
+        if s.top_k == s.vocab_size:
+            return temperature
+        raise UnsupportedError(
+            f"{self.path} holds the sums for T={s.temperatures}, and not for temperature={temperature}; train at one "
+            f"of those, or build it with temperatures={(*s.temperatures, temperature)}"
+        )
+
+    def _answers(self, span: Span, wanted: Tensor) -> TopLogits:
+        """wanted: int64 [n], positions within the span, ascending."""
+        if span.key not in self._places:
+            raise UnsupportedError(
+                f"row {span.row} of the batch, {span}, is not among the {len(self)} texts of {self.path}: packing, "
+                "truncation, the chat template or the tokenizer differ from when it was built, or the batch has "
+                "padding and no attention_mask; build it from the very dataset that is trained on"
+            )
+        shard, number = self._places[span.key]
+        stored = shard.row(number)
+        if len(wanted) == len(stored.positions) and bool((stored.positions == wanted).all()):
+            return stored.answers
+        at = torch.searchsorted(stored.positions.long(), wanted).clamp_max(len(stored.positions) - 1)
+        missing = wanted[stored.positions[at] != wanted]
+        if len(missing):
+            raise UnsupportedError(
+                f"{self.path} has no answer for {len(missing)} positions of row {span.row} of the batch, {span}, from "
+                f"position {missing[:SHOWN].tolist()} on: other labels are trained on than it was built with; build "
+                "it with positions='all'"
+            )
+        answers = stored.answers
+        return TopLogits(answers.ids[at], answers.logits[at], answers.log_sums[at])
+
+    def _nothing(self) -> TopLogits:
+        k, temperatures = self.settings.top_k, len(self.settings.temperatures)
+        ids, logits = torch.zeros(0, k, dtype=torch.int64), torch.zeros(0, k, dtype=DTYPES[self.settings.dtype])
+        return TopLogits(ids, logits, torch.zeros(0, temperatures))
+
+
+def _wanted(texts: list[Span], select: Tensor) -> list[tuple[Span, Tensor]]:
+    """The texts that have a selected position, in order, each with those."""
+    select = select.detach().cpu()
+    if select.dim() == 1:  # one answer for each row
+        first = torch.zeros(1, dtype=torch.int64)
+        if [text.row for text in texts] != list(range(len(select))):
+            raise UnsupportedError("a classifier reads one text in each row; packed or empty rows cannot be answered")
+        return [(text, first) for text in texts if select[text.row]]
+    found = [(text, select[text.row, text.start : text.stop].nonzero().flatten()) for text in texts]
+    outside = int(select.sum()) - sum(len(wanted) for _, wanted in found)
+    if outside:
+        raise UnsupportedError(
+            f"{outside} labels are to be predicted from padding (left padding, and a label at the first token); pad "
+            "to the right, or set the first label of each row to -100"
+        )
+    return [(text, wanted) for text, wanted in found if len(wanted)]
+
+
+def _survey(teacher: Any) -> tuple[str, int]:
+    """The teacher's task, and its number of ids or classes."""
+    config: Any = getattr(teacher, "config", None)
+    task = task_of(teacher) if config is not None else None
+    if task is None or getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(
+            f"{type(teacher).__name__} cannot be stored; a teacher is a transformers model for causal or masked "
+            "language modelling or for classification, of ids alone"
+        )
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=teacher.device)
+    with cache_build.frozen(teacher):
+        classes: int = cache_build.logits_of(teacher, {"input_ids": ids}).shape[-1]
+    if task == "sequence" and getattr(config, "problem_type", None) not in (None, "single_label_classification"):
+        raise UnsupportedError(f"problem_type={config.problem_type!r}: only one label of several can be distilled")
+    return task, classes
+
+
+def _check_arguments(
+    top_k: int, temperatures: Sequence[float], batch_size: int, positions: str, dtype: str, shard_bytes: int
+) -> None:
+    for name, value in (("top_k", top_k), ("batch_size", batch_size), ("shard_bytes", shard_bytes)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UnsupportedError(f"{name}={value!r}: a whole number above 0")
+    if not temperatures or not all(0 < t < math.inf for t in temperatures):
+        raise UnsupportedError(f"temperatures={temperatures}: one or more finite numbers above 0")
+    if positions not in ("labels", "all"):
+        raise UnsupportedError(f"positions={positions!r}: 'labels' or 'all'")
+    if dtype not in DTYPES:
+        raise UnsupportedError(f"dtype={dtype!r}: one of {', '.join(DTYPES)}")

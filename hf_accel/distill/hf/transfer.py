@@ -1,0 +1,263 @@
+"""Transfer from inside a teacher, hooked into a transformers model's forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import UnsupportedError
+from ..transfer import (
+    NOWHERE,
+    Capture,
+    Projections,
+    Site,
+    hidden_loss,
+    relation_heads,
+    relation_loss,
+    uniform_layer_map,
+)
+from .config import DistillationSettings
+from .teachers import ModelTeacher, Teacher
+
+PROJECTIONS = "_distillation_projections"
+RELATIONS = ("query", "key", "value")
+SEPARATE = (("self_attn", "q_proj", "k_proj", "v_proj"), ("attention.self", "query", "key", "value"))
+
+
+class Transfer:
+    """Adds hidden_weight * H + attention_weight * R to the loss of a student in training mode.
+
+    Between `install` and `remove` the student has hooks, and where its width is not its teacher's a submodule of
+    learned projections: the optimizer, clipping and data parallelism see them as any other parameter, and no
+    state_dict, and so no checkpoint of the student, does.
+    """
+
+    def __init__(self, teacher: Teacher, settings: DistillationSettings, seed: int) -> None:
+        if not isinstance(teacher, ModelTeacher):
+            raise UnsupportedError(
+                "hidden_weight and attention_weight need a teacher in memory: a cache has nothing but its words; give "
+                "the model as teacher_model, or set both to 0"
+            )
+        self.teacher, self.settings, self.seed = teacher, settings, seed
+        self.projections: Projections | None = None
+        self.values: dict[str, list[Tensor]] = {"hidden_loss": [], "attention_loss": []}
+        self._handles: list[Any] = []
+        self._student: Any = None
+
+    def install(self, student: Any) -> None:
+        """Hook into the student, after the hooks that it has. Raises UnsupportedError where layers cannot be told."""
+        self._student = student
+        teacher = self.teacher.model
+        mine, others = layers_of(student, "student"), layers_of(teacher, "teacher")
+        self._maps(len(mine), len(others))
+        self.captures = (
+            Capture(_sites(student, mine, self.hidden, self.attention), learns=True),
+            Capture(_sites(teacher, others, self.hidden.values(), self.attention.values()), learns=False),
+        )
+        if self.attention:
+            self.causal = _is_causal(mine[0], "student")
+            if self.causal != _is_causal(others[0], "teacher"):
+                raise UnsupportedError("attention_weight: one of student and teacher is causal and the other is not")
+        self._project(student)
+        for capture in self.captures:
+            capture.install()
+        self._handles.append(student.register_forward_pre_hook(self._before))
+        self._handles.append(student.register_forward_hook(self._after, with_kwargs=True))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._student is None:
+            return
+        for capture in getattr(self, "captures", ()):
+            capture.remove()
+        self._student._modules.pop(PROJECTIONS, None)
+        self._student = None
+
+    # -- what is learnt from what ----------------------------------------------------------------------
+
+    def _maps(self, mine: int, others: int) -> None:
+        hidden = self.settings.layer_map("hidden_layer_map") or uniform_layer_map(mine, others)
+        attention = self.settings.layer_map("attention_layer_map") or {mine: others}
+        self.hidden = hidden if self.settings.hidden_weight else {}
+        self.attention = attention if self.settings.attention_weight else {}
+        for name, chosen in (("hidden_layer_map", self.hidden), ("attention_layer_map", self.attention)):
+            if any(left > mine or right > others for left, right in chosen.items()):
+                raise UnsupportedError(f"{name}={chosen}: the student has {mine} layers, the teacher {others}")
+
+    def _project(self, student: Any) -> None:
+        widths = [text_config(model).hidden_size for model in (student, self.teacher.model)]
+        if not self.hidden or widths[0] == widths[1]:
+            return
+        if self.projections is None:
+            device = next(student.parameters()).device
+            self.projections = Projections(self.hidden, widths[0], widths[1], self.seed).to(device)
+        student.add_module(PROJECTIONS, self.projections)
+        prefix = f"{PROJECTIONS}."
+
+        def leave_out(module: Any, state: dict[str, Any], at: str, metadata: Any) -> None:
+            for name in [name for name in state if name.startswith(at + prefix)]:
+                del state[name]
+
+        def not_missed(module: Any, keys: Any) -> None:
+            keys.missing_keys[:] = [name for name in keys.missing_keys if prefix not in name]
+
+        self._handles.append(student.register_state_dict_post_hook(leave_out))
+        self._handles.append(student.register_load_state_dict_post_hook(not_missed))
+
+    # -- one pass --------------------------------------------------------------------------------------
+
+    def _before(self, student: nn.Module, args: Any) -> None:
+        if student.training:
+            for capture in self.captures:
+                capture.open()
+
+    def _after(self, student: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if not student.training:
+            return None
+        weights = token_weights(student, kwargs)
+        if not self.captures[1].found:  # with alpha=1 nobody has asked the teacher yet
+            select = torch.zeros_like(weights, dtype=torch.bool)
+            self.teacher.rows(kwargs, select)
+        for capture in self.captures:
+            capture.stop()
+        mine, others = self.captures[0].take(), self.captures[1].take()
+        given = kwargs.get("num_items_in_batch")
+        items = weights.sum().clamp_min(1) if given is None else given
+        loss = output["loss"]
+        with torch.autocast(weights.device.type, enabled=False):
+            if self.hidden:
+                value = self._hidden(mine, others, weights) / items
+                self.values["hidden_loss"].append(value.detach())
+                loss = loss + self.settings.hidden_weight * value
+            if self.attention:
+                value = self._relations(mine, others, weights, documents_of(kwargs, weights)) / items
+                self.values["attention_loss"].append(value.detach())
+                loss = loss + self.settings.attention_weight * value
+        output["loss"] = loss
+        return output
+
+    def _hidden(
+        self, mine: Mapping[tuple[str, int], Tensor], others: Mapping[tuple[str, int], Tensor], weights: Tensor
+    ) -> Tensor:
+        """The mean over the layers chosen."""
+        total = weights.new_zeros(())
+        for left, right in self.hidden.items():
+            state = mine["layer", left]
+            if self.projections is not None:
+                state = self.projections.project(left, state)
+            total = total + hidden_loss(state, others["layer", right], weights, self.settings.hidden_loss)
+        return total / len(self.hidden)
+
+    def _relations(
+        self,
+        mine: Mapping[tuple[str, int], Tensor],
+        others: Mapping[tuple[str, int], Tensor],
+        weights: Tensor,
+        documents: Tensor,
+    ) -> Tensor:
+        """The sum over Q-Q, K-K and V-V of the mean over the layers chosen."""
+        total = weights.new_zeros(())
+        for left, right in self.attention.items():
+            pairs = [(mine[name, left], others[name, right]) for name in RELATIONS]
+            heads = relation_heads((x.shape[-1] for pair in pairs for x in pair), self.settings.relation_heads)
+            for s, t in pairs:
+                total = total + relation_loss(s, t, weights, documents, heads=heads, causal=self.causal)
+        return total / len(self.attention)
+
+
+def _sites(
+    model: Any, layers: nn.ModuleList, hidden: Iterable[int], attention: Iterable[int]
+) -> dict[tuple[str, int], Site]:
+    sites = {("layer", layer): Site(layers[layer - 1]) for layer in hidden}
+    for layer in attention:
+        found = projections_of(layers[layer - 1], f"layer {layer} of {type(model).__name__}")
+        sites |= {(name, layer): site for name, site in found.items()}
+    return sites
+
+
+def token_weights(student: Any, inputs: Mapping[str, Any]) -> Tensor:
+    """float32 [B, T]: 1 for a position that has a label, and where a whole row has one, 1 over its tokens."""
+    ids = inputs.get("input_ids")
+    batch, length = (inputs["inputs_embeds"] if ids is None else ids).shape[:2]
+    labels, shifted = inputs["labels"], inputs.get("shift_labels")
+    if shifted is not None:
+        return (shifted != -100).float()
+    if labels.shape == (batch, length):
+        valid = (labels != -100).float()
+        return nn.functional.pad(valid[:, 1:], (0, 1)) if shifts(student) else valid
+    mask = inputs.get("attention_mask")
+    mask = torch.ones(batch, length, device=labels.device) if mask is None else mask.float()
+    return mask / mask.sum(-1, keepdim=True).clamp_min(1)
+
+
+def documents_of(inputs: Mapping[str, Any], weights: Tensor) -> Tensor:
+    """int64 [B, T]: which text of a row a token belongs to; rows packed from several restart their position_ids."""
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    found = torch.zeros_like(weights, dtype=torch.long)
+    if positions is not None:
+        found = (positions.expand(weights.shape) == 0).long().cumsum(-1)
+    if mask is None:
+        return found
+    if mask.dim() != 2:
+        raise UnsupportedError(f"attention_weight needs an attention_mask of [B, T], not of {tuple(mask.shape)}")
+    return found.masked_fill(mask == 0, NOWHERE)
+
+
+def shifts(model: Any) -> bool:
+    """Whether position i is told token i + 1, as Trainer finds it."""
+    inner = _inner(model)
+    return getattr(inner, "loss_type", None) == "ForCausalLM" and not inner.config.is_encoder_decoder
+
+
+def _inner(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def text_config(model: Any) -> Any:
+    return _inner(model).config.get_text_config()
+
+
+def layers_of(model: Any, whose: str) -> nn.ModuleList:
+    """The stack of layers of a model, adapters or not."""
+    inner, count = _inner(model), text_config(model).num_hidden_layers
+    found: dict[str, nn.ModuleList] = {}
+    for name, module in inner.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, nn.ModuleList) and len(module) == count and not inside:
+            found[name] = module
+    if len(found) != 1 or inner.config.is_encoder_decoder:
+        raise UnsupportedError(
+            f"the {whose} {type(inner).__name__} has not one stack of {count} layers but {len(found)}; transfer of "
+            f"hidden states and attention is for lone decoders or encoders; set both weights to 0"
+        )
+    return next(iter(found.values()))
+
+
+def projections_of(layer: nn.Module, where: str) -> dict[str, Site]:
+    """Where the queries, keys and values of a layer come from. Raises UnsupportedError for layers of other kinds."""
+    parts = dict(layer.named_modules())
+    for attention, *names in SEPARATE:
+        if all(f"{attention}.{name}" in parts for name in names):
+            return {kind: Site(parts[f"{attention}.{name}"]) for kind, name in zip(RELATIONS, names, strict=True)}
+    fused: Any = parts.get("attn.c_attn")
+    if fused is not None and hasattr(parts["attn"], "split_size"):  # GPT-2
+        size = parts["attn"].split_size
+        return {kind: Site(fused, i * int(size), (i + 1) * int(size)) for i, kind in enumerate(RELATIONS)}
+    raise UnsupportedError(
+        f"attention_weight: the queries, keys and values of {where} ({type(layer).__name__}) are not known to come "
+        f"from q_proj, k_proj and v_proj, from query, key and value, or from GPT-2's c_attn; set it to 0"
+    )
+
+
+def _is_causal(layer: nn.Module, whose: str) -> bool:
+    found = {bool(module.is_causal) for module in layer.modules() if hasattr(module, "is_causal")}
+    if len(found) != 1:
+        raise UnsupportedError(
+            f"attention_weight: the {whose}'s layers do not say whether they are causal; set it to 0"
+        )
+    return found.pop()
