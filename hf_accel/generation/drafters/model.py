@@ -95,7 +95,7 @@ class ModelDrafter(Drafter):
         self._pasts: dict[Sequence, Past] = {}
 
     def catch_up(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Compute all but the last token of each that is far behind; a pass for every MAX_CHUNK tokens of the longest."""
+        """Compute all but the last token of those far behind; a pass for every MAX_CHUNK tokens of the longest."""
         drafts = [Growing(sequence, self._past(sequence), 0) for sequence in sequences]
         behind = [draft for draft in drafts if draft.missing > TOGETHER]
         while behind := [draft for draft in behind if draft.missing > 1]:
