@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PrinterCallback, PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging
 
 from ...config import positive_int

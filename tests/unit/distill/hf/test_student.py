@@ -29,7 +29,7 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
         "modes": [module.training for module in model.modules()],
         "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
         "wanted": [parameter.requires_grad for parameter in model.parameters()],
-        "config": copy.deepcopy(getattr(model, "config")).to_dict(),
+        "config": copy.deepcopy(model.config).to_dict(),
         "random": torch.get_rng_state(),
     }
 
