@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..generation.break_even import break_even_acceptance, expected_tokens, gains, speed_up
+from ..generation.break_even import break_even_acceptance, expected_tokens, speed_up
 from ..generation.cost_table import isotonic
 
 WEIGHT = 4
@@ -126,12 +126,8 @@ class AcceptanceReport:
         return expected_tokens(self.acceptances[:num_draft])
 
     def speed_up(self, num_draft: int) -> float:
-        """Predicted, over no draft. After a draft that was accepted whole the draft model has one more step to do: it
-        has not seen its own last token."""
-        if num_draft == 0:
-            return 1.0
-        chances = self.acceptances[:num_draft]
-        return speed_up(chances, self.draft_cost, self.verify_costs[num_draft] + gains(chances)[-1] * self.draft_cost)
+        """Predicted, over no draft."""
+        return speed_up(self.acceptances[:num_draft], self.draft_cost, self.verify_costs[num_draft])
 
     def break_even(self, num_draft: int) -> float:
         """The acceptance, the same at each position, from which on so many tokens pay; inf if they never do."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging
 
 from ...config import positive_int
@@ -57,7 +57,7 @@ def distill_draft(
     args: TrainingArguments | None = None,
     share_embeddings: bool = True,
     tokenizer: Any = None,
-    measure: bool = True,
+    measure: bool | Mapping[str, Any] = True,
     seed: int = 0,
     progress_bar: bool = True,
 ) -> DraftResult:
@@ -77,7 +77,7 @@ def distill_draft(
         row); True is all, False none.
     max_steps, batch_size, learning_rate: 500, 8 and 5e-4 with a cosine; or args, which then rule the training alone.
     share_embeddings: embeddings and head are the target's memory, and not trained; False copies and trains them.
-    measure: also run `measure_acceptance` before and after, on the rows kept for it.
+    measure: also run `measure_acceptance` before and after, on the rows kept for it; or keywords for it.
 
     The target stays as it is: weights, patch, mode; so do torch's, numpy's and Python's random numbers.
     Raises UnsupportedError for a target that cannot speculate, or has no float weights to begin from.
@@ -100,17 +100,17 @@ def distill_draft(
         ).eval()  # fmt: skip
 
         def measured() -> AcceptanceReport | None:
-            if not measure:
+            if measure is False:
                 return None
-            return measure_acceptance(
-                target, draft, held_out, temperature=temperature, prompt_tokens=prompt_tokens, seed=seed,
-                progress_bar=progress_bar,
-            )  # fmt: skip
+            more = {} if measure is True else dict(measure)
+            given = {"prompt_tokens": prompt_tokens, "seed": seed, "progress_bar": progress_bar, **more}
+            return measure_acceptance(target, draft, held_out, **{"temperature": temperature, **given})
 
         before = measured()
         decoder = Decoder(patched, temperature=temperature, seed=seed)
         examples = _examples(decoder, train, share, prompt_tokens, max_length, seed, progress_bar)
-        _train(draft, target, objective, examples, arguments, frozen=share_embeddings)
+        unseen = [{"input_ids": row, "labels": row} for row in held_out]  # for an eval_strategy of args
+        _train(draft, target, objective, (examples, unseen), arguments, frozen=share_embeddings)
         after = measured()
     return DraftResult(draft, before, after)
 
@@ -211,7 +211,7 @@ def _collated(examples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
 
 
 def _train(
-    draft: Any, target: Any, objective: Objective, examples: Any, args: TrainingArguments, *, frozen: bool
+    draft: Any, target: Any, objective: Objective, examples: tuple[Any, Any], args: TrainingArguments, *, frozen: bool
 ) -> None:
     """In float32, in which small steps are not rounded away; the draft takes over the result in its own dtypes."""
     pupil: Any = init_student(draft, num_layers=draft.config.get_text_config(decoder=True).num_hidden_layers,
@@ -222,11 +222,20 @@ def _train(
                 module.requires_grad_(False)
     use_cache = pupil.config.use_cache
     teach = DistillationCallback(target, alpha=objective.alpha, temperature=objective.temperature, loss=objective.loss)
-    trainer = Trainer(model=pupil, args=args, train_dataset=examples, data_collator=_collated, callbacks=[teach])
+    trainer = Trainer(
+        model=pupil,
+        args=args,
+        train_dataset=examples[0],
+        eval_dataset=examples[1],
+        data_collator=_collated,
+        callbacks=[teach],
+    )
+    if args.disable_tqdm:
+        trainer.remove_callback(PrinterCallback)  # it would print every log
     trainer.train()
     pupil.config.use_cache = use_cache
     learnt = dict(pupil.named_parameters())
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
-            if parameter.requires_grad or not frozen:
+            if parameter.requires_grad:  # shared ones are the target's
                 parameter.copy_(learnt[name])

@@ -81,13 +81,14 @@ def block_influence(model: PreTrainedModel, dataset: Any, tokenizer: Any = None)
     if dataset is None:
         raise UnsupportedError("strategy='importance' is measured on text; give dataset=, or another strategy")
     total = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = list(layer_lists(model, total).values())
+    lists = layer_lists(model.get_decoder(), total)
     if not lists:
         raise UnsupportedError(f"{type(model).__name__} has no list of {total} layers to measure")
+    layers = list(next(iter(lists.values())))
     rows = token_rows(dataset, model, tokenizer=tokenizer, limit=INFLUENCE_TOKENS)
     wanted = list(islice(windows(rows, WINDOW), INFLUENCE_TOKENS // 2))
     left = INFLUENCE_TOKENS
-    with torch.no_grad(), evaluating(model), Influence(list(lists[0])) as seen:
+    with torch.no_grad(), evaluating(model), Influence(layers) as seen:
         for window in wanted:
             ids = torch.tensor([window[:left]], device=model.device)
             model(input_ids=ids)

@@ -16,6 +16,9 @@ from ..sequence import Sequence
 from .base import Draft, Drafter
 
 MAX_CHUNK = 512  # tokens of one sequence that a pass of the draft model catches up on
+TOGETHER = (
+    2  # tokens that the first drafting pass computes at once: a whole accepted draft leaves its last and the bonus
+)
 
 
 @dataclass
@@ -92,8 +95,9 @@ class ModelDrafter(Drafter):
         self._pasts: dict[Sequence, Past] = {}
 
     def catch_up(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Compute all but the last token of each; a pass for every MAX_CHUNK tokens of the longest."""
-        behind = [Growing(sequence, self._past(sequence), 0) for sequence in sequences]
+        """Compute all but the last token of those far behind; a pass for every MAX_CHUNK tokens of the longest."""
+        drafts = [Growing(sequence, self._past(sequence), 0) for sequence in sequences]
+        behind = [draft for draft in drafts if draft.missing > TOGETHER]
         while behind := [draft for draft in behind if draft.missing > 1]:
             self._pass(behind, [min(draft.missing - 1, MAX_CHUNK) for draft in behind])
 
