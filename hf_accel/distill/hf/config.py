@@ -31,6 +31,9 @@ class DistillationSettings:
     fused: bool = field(
         default=False, metadata={"help": "Never hold all logits: heads and loss by pieces. Models return no logits."}
     )
+    shift: bool | None = field(
+        default=None, metadata={"help": "Whether position i learns label i + 1; read from the model if not given."}
+    )
     teacher_init_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "For from_pretrained, where the teacher is given by its name or path (JSON)."}
     )

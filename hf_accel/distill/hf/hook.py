@@ -42,7 +42,7 @@ class DistillationHook:
         self._begin()
 
     def _begin(self) -> None:
-        self._divisor = Divisor()
+        self.divisor = Divisor()
         self._reading_checked = self.shift is not None
         self._inputs: dict[str, Any] = {}
         self._answered = self._learnt = False
@@ -58,6 +58,10 @@ class DistillationHook:
                 model.register_forward_pre_hook(self._before, with_kwargs=True),
                 model.register_forward_hook(self._after, with_kwargs=True),
             ]
+
+    @property
+    def is_installed(self) -> bool:
+        return bool(self._handles)
 
     def remove(self) -> None:
         """Leaves the model as it was. A second time changes nothing."""
@@ -83,7 +87,7 @@ class DistillationHook:
         if not self._is_active(model):
             return None
         self._inputs = {**_named(model, args), **kwargs}
-        self._divisor.watch(kwargs)
+        self.divisor.watch(kwargs)
         return args, kwargs
 
     def _after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -104,7 +108,7 @@ class DistillationHook:
 
     def _settle(self, output: Any, labels: Tensor, shift: bool, count: int) -> None:
         """Once: what the own loss is divided by, and whether it reads the labels as we do."""
-        summed = self._divisor.settle(output.loss)
+        summed = self.divisor.settle(output.loss)
         if self._reading_checked or not count:
             return
         self._reading_checked = True
@@ -118,11 +122,11 @@ class DistillationHook:
     ) -> Tensor:
         if not count:  # a mean over no label is not a number: stock would train on it
             return own if bool(torch.isfinite(own)) else output.logits.float().sum() * 0.0
-        divisor = self._divisor.of(inputs.get("num_items_in_batch"), count)
-        rows = self.teacher.rows(_with_decoder_inputs(model, inputs), select)
+        divisor = self.divisor.of(inputs.get("num_items_in_batch"), count)
+        rows = self.teacher.rows(with_decoder_inputs(model, inputs), select)
         kd = divergence_sum(output.logits[select], rows, self.objective) / divisor
         alpha, balance = self.objective.alpha, _balance(model, output)
-        self.losses.add(own - balance, kd, divided=bool(self._divisor.is_given))
+        self.losses.add(own - balance, kd, divided=bool(self.divisor.is_given))
         return alpha * own + (1 - alpha) * (kd + balance)
 
     def _on_backward(self, gradient: Tensor) -> None:
@@ -163,7 +167,7 @@ def _check_shapes(logits: Tensor, select: Tensor) -> None:
         )
 
 
-def _with_decoder_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+def with_decoder_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """The teacher's decoder reads what the student's does, which the student's own forward makes of its labels."""
     inner = unwrapped(model)
     if not getattr(inner.config, "is_encoder_decoder", False) or inputs.get("decoder_input_ids") is not None:

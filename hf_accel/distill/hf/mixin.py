@@ -13,13 +13,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
 from ...errors import UnsupportedError
+from .callback import DistillationCallback
 from .config import DistillationSettings
 from .evaluation import EvaluationMeter
 from .hook import DistillationHook
 from .on_policy import StudentSampler
 from .progress import Averages
+from .steps import refuse
 from .teacher_model import load_teacher
-from .teachers import ModelTeacher, Teacher
+from .teachers import BaseTeacher, ModelTeacher, Teacher
 from .transfer import Transfer
 from .weights_file import load_projections, save_projections
 
@@ -66,9 +68,9 @@ class DistillationMixin(_Base):
         self.distillation: DistillationSettings = settings
         super().__init__(model, *rest, **keywords)
         self._teacher = load_teacher(teacher_model, self.model, settings, self.args.device)
-        self._hook = DistillationHook(self._teacher, settings.objective())
+        self._hook = DistillationHook(self._teacher, settings.objective(), shift=settings.shift)
         transfers = settings.hidden_weight > 0 or settings.attention_weight > 0
-        self._transfer = Transfer(self._teacher, settings, self.args.seed) if transfers else None
+        self._transfer = Transfer(self._hook, settings, self.args.seed) if transfers else None
         self._sampler = self._make_sampler() if settings.lmbda else None
         self._averages = Averages()
 
@@ -83,8 +85,12 @@ class DistillationMixin(_Base):
         """Between these the model has hooks and projections: also if training ends by an exception."""
         self._averages.clear()
         try:
+            if self._learns_words or self._transfer is not None:
+                refuse(self.args, self)
+                self._refuse_callbacks()
             if self._learns_words:
                 self._hook.objective = self._objective(sampled=self._sampler is not None)
+                self._hook.prepare(self.model, self.processing_class)
                 self._hook.install(self.model)
             if self._transfer is not None:
                 self._transfer.install(self.model)
@@ -94,6 +100,12 @@ class DistillationMixin(_Base):
             self._hook.remove()
             if self._transfer is not None:
                 self._transfer.remove()
+
+    def _refuse_callbacks(self) -> None:
+        if any(isinstance(callback, DistillationCallback) for callback in self.callback_handler.callbacks):
+            raise UnsupportedError(
+                f"a DistillationCallback in a {type(self).__name__}, which follows a teacher by itself: take it out"
+            )
 
     @property
     def _learns_words(self) -> bool:
@@ -116,18 +128,24 @@ class DistillationMixin(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().training_step(*args, **kwargs)
-        scaled = self.model_accepts_loss_kwargs
-        share = 1.0 if scaled else 1 / self.current_gradient_accumulation_steps
-        if not self._averages.sampled:  # on samples it is no part of the loss
-            self._averages.add("ce_loss", self._hook.ce, share)
-        self._averages.add("kd_loss", self._hook.kd, share)
-        self._hook.ce.clear()
-        self._hook.kd.clear()
+        if self._hook.is_installed:
+            self._hook.confirm()
+        share = 1.0 if self._divided else 1 / self.current_gradient_accumulation_steps
+        if self._hook.losses.last is not None:
+            self._averages.add("ce_loss", self._hook.losses.last[0], share)
+            self._averages.add("kd_loss", self._hook.losses.last[1], share)
+            self._hook.losses.clear()
         if self._transfer is not None:
-            for name, values in self._transfer.values.items():
-                self._averages.add(name, values, share)
-                values.clear()
+            for name, value in self._transfer.last.items():
+                self._averages.add(name, value, share)
+            self._transfer.last.clear()
         return loss
+
+    @property
+    def _divided(self) -> bool:
+        """Whether the loss is divided by the labels of the whole step, and not of the micro-batch."""
+        divisor = self._hook.divisor if self._transfer is None else self._transfer.divisor
+        return bool(divisor.is_given)
 
     # -- on-policy -------------------------------------------------------------------------------------
 
@@ -163,7 +181,7 @@ class DistillationMixin(_Base):
     @property
     def _sums_over_processes(self) -> bool:
         """Whether each process has divided by the labels of all of them."""
-        return self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs
+        return self.args.average_tokens_across_devices and self._divided
 
     def evaluation_loop(
         self,
@@ -176,9 +194,11 @@ class DistillationMixin(_Base):
         """Trainer's, which also asks the teacher; its answers change no metric of Trainer's own."""
         asked = self.distillation.eval_kd
         arguments = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        if asked is False or (asked is None and not isinstance(self._teacher, ModelTeacher)):
+        if asked is False or (asked is None and not isinstance(self._teacher, ModelTeacher | BaseTeacher)):
             return super().evaluation_loop(*arguments)
-        meter = EvaluationMeter(self._teacher, self.distillation.objective(), self.args.device)
+        meter = EvaluationMeter(
+            self._teacher, self.distillation.objective(), self.distillation.shift, self.args.device
+        )
         with meter.watching(self.model):
             output = super().evaluation_loop(*arguments)
         sums = self.accelerator.reduce(meter.sums, reduction="sum")

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from ...errors import UnsupportedError
 from ...patch import is_patched, patched
 from .config import DistillationSettings
+from .labels import unwrapped
 
 KNOWN = {"input_ids", "attention_mask", "labels", "position_ids"}
 
@@ -166,7 +167,7 @@ def _patched_if_possible(student: nn.Module) -> Iterator[None]:
 @contextmanager
 def _without_defaults(student: Any) -> Iterator[None]:
     """No penalty nor filter of the student's own: samples are from the distribution that it is trained to have."""
-    inner = student.get_base_model() if hasattr(student, "get_base_model") else student
+    inner = unwrapped(student)
     own, inner.generation_config = inner.generation_config, GenerationConfig()
     try:
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,13 +28,13 @@ class Averages:
         self._steps += 1
         self._sampled_steps += sampled
 
-    def add(self, name: str, values: Sequence[Tensor], share: float) -> None:
-        """Of a micro-batch, already divided by the labels of the whole step, or to be multiplied by `share`."""
-        for value in values:
+    def add(self, name: str, value: Tensor, share: float) -> None:
+        """Of a micro-batch: `share` of it is of the step's."""
+        if not (self.sampled and name in OFF_POLICY):
             known = self._sums.get(name)
             self._sums[name] = value.double() * share + (0.0 if known is None else known)
 
-    def count(self, batches: Sequence[Mapping[str, Any]]) -> None:
+    def count(self, batches: list[Mapping[str, Any]]) -> None:
         """The samples of a step."""
         self._samples += sum(len(batch["labels"]) for batch in batches)
         self._tokens += sum(int((batch["labels"] != -100).sum()) for batch in batches)
