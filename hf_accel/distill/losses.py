@@ -1,19 +1,26 @@
-"""Distillation losses of logits."""
+"""Distillation losses of logits: the gradient is computed along with the value, a few rows at a time."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from .divergence import divergence
+from ..errors import UnsupportedError
 from .objective import Objective
-from .rows import DenseRows, Rows, TopRows
+from .positions import check_targets, find_positions, shared_size
+from .row_losses import RowLosses
+from .rows import DenseRows, Rows
+from .sums import Sums, mean, scaled, weigh
 
 
 def distillation_loss(
     student_logits: Tensor,
-    teacher_logits: Tensor,
-    labels: Tensor,
+    teacher_logits: Tensor | Rows | None,
+    labels: Tensor | None,
     *,
     alpha: float = 0.5,
     temperature: float = 2.0,
@@ -23,32 +30,115 @@ def distillation_loss(
     shift: bool = True,
     num_items: Tensor | int | None = None,
     ignore_index: int = -100,
+    vocab_size: int | None = None,
 ) -> Tensor:
-    """alpha * CE + (1 - alpha) * T^2 * D(teacher, student): the mean over the labels that are not ignore_index."""
+    """alpha * CE + (1 - alpha) * T^2 * D(teacher, student), softened by T (Hinton et al. 1503.02531): the mean over
+    the labels that are not ignore_index. What `loss`, beta and eta mean is in `Objective`.
+
+    student_logits: [B, T, V], or [B, V] of a classifier; float64, float32, bfloat16 or float16: computed in float32
+        at least, and the gradient comes in their dtype.
+    teacher_logits: of the same shape; its V may differ. Or Rows, which may also hold a teacher's hidden states or its
+        best tokens, at all positions or at those that count. Not read at alpha=1, when it may be None.
+    labels: integers [B, T] or [B]. None at alpha=0: every position counts.
+    shift: a causal model's logits speak of the next position's label. False: masked language models, classifiers.
+    num_items: what the sum is divided by instead of how many labels count: the number in the whole accumulated batch.
+    vocab_size: the first so many classes count. None: as many as both have or, at alpha=1, all of the student's.
+
+    Returns a scalar float32, float64 for float64; 0, with a gradient of 0, if no label counts. It can be
+    differentiated once. Raises UnsupportedError for what does not fit together, and for labels beyond the classes.
+    """
     objective = Objective(alpha, temperature, loss, beta, eta)
-    if shift:
-        student_logits, teacher_logits, labels = student_logits[:, :-1], teacher_logits[:, :-1], labels[:, 1:]
-    valid = labels != ignore_index
-    student, chosen = student_logits[valid], labels[valid]
-    if not len(chosen):
-        return student_logits.sum() * 0.0
-    items = len(chosen) if num_items is None else num_items
-    ce = torch.nn.functional.cross_entropy(student.float(), chosen, reduction="sum")
-    return (alpha * ce + (1 - alpha) * divergence_sum(student, DenseRows(teacher_logits[valid]), objective)) / items
+    check_logits(student_logits, "the student's logits")
+    positions = find_positions(student_logits.shape[:-1], labels, objective, shift=shift, ignore_index=ignore_index)
+    teacher = None
+    if alpha < 1:
+        teacher = positions.rows(as_rows(teacher_logits))
+    size = shared_size(student_logits.shape[-1], teacher, vocab_size)
+    sums = loss_sums(
+        student_logits.flatten(0, -2),
+        teacher,
+        objective,
+        positions.targets if alpha else None,
+        index=positions.index,
+        size=size,
+    )
+    return mean(sums.total, len(positions), num_items)
 
 
-def divergence_sum(student_logits: Tensor, teacher: Rows, objective: Objective) -> Tensor:
-    """T^2 times the sum of D over N rows. student_logits: [N, V]; scalar float32."""
-    size = min(student_logits.shape[-1], teacher.vocab_size)
-    log_s = torch.log_softmax(student_logits[:, :size].float() / objective.temperature, -1)
-    if isinstance(teacher, TopRows):
-        top = log_s.gather(-1, teacher.ids)
-        log_s, log_t = _with_rest(top), _with_rest(teacher.log_probs.float())
-    else:
-        log_t = torch.log_softmax(teacher.logits[:, :size].float() / objective.temperature, -1)
-    return objective.temperature**2 * divergence(log_s, log_t, objective).sum()
+def divergence_sum(
+    student_logits: Tensor, teacher: Rows, objective: Objective, *, select: Tensor | None = None
+) -> Tensor:
+    """T^2 times the sum of D over the teacher's N rows: a scalar as of `distillation_loss`, whatever alpha.
+
+    student_logits: [N, V]; or [..., V] with select, bool [...], true at N positions: cheaper than selecting before."""
+    index = None if select is None else select.flatten().nonzero()[:, 0]
+    logits = student_logits if select is None else student_logits.flatten(0, -2)
+    return loss_sums(logits, teacher, replace(objective, alpha=0.0), index=index).total
 
 
-def _with_rest(log_probs: Tensor) -> Tensor:
-    rest = 1 - log_probs.exp().sum(-1, keepdim=True)
-    return torch.cat((log_probs, rest.clamp_min(1e-12).log()), -1)
+def loss_sums(
+    student_logits: Tensor,
+    teacher: Rows | None,
+    objective: Objective,
+    targets: Tensor | None = None,
+    *,
+    index: Tensor | None = None,
+    size: int | None = None,
+) -> Sums:
+    """The sums of both losses over N rows, from one pass over the logits.
+
+    student_logits: [M, V]; index: int64 [N], different rows of it, or None for all. teacher: of the N rows; None: no
+    D, and kd is 0. targets: int64 [N], classes; None: no cross entropy, and ce is 0. size: how many classes count."""
+    size = shared_size(student_logits.shape[-1], teacher, size)
+    check_rows(len(student_logits) if index is None else len(index), teacher, targets)
+    if targets is not None:
+        check_targets(targets, size)
+    return Sums(*_LossSums.apply(student_logits, index, targets, teacher, objective, size))  # type: ignore[no-untyped-call]
+
+
+class _LossSums(torch.autograd.Function):
+    """Keeps the gradient, in the logits' dtype, instead of anything that it could be computed from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        index: Tensor | None,
+        targets: Tensor | None,
+        teacher: Rows | None,
+        objective: Objective,
+        size: int,
+    ) -> tuple[Tensor, ...]:
+        gradient = torch.zeros_like(logits) if ctx.needs_input_grad[0] else None
+        losses = RowLosses(objective, size)
+        losses.add(logits, index, targets, teacher, gradient)
+        sums = weigh(*losses.sums(logits), objective)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(sums.ce, sums.kd)
+        return tuple(sums)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return scaled(gradient, grad), None, None, None, None, None
+
+
+def check_rows(count: int, teacher: Rows | None, targets: Tensor | None) -> None:
+    for what, given in (("the teacher", teacher), ("targets", targets)):
+        if given is not None and len(given) != count:
+            raise UnsupportedError(f"{what}: {len(given)} rows, but {count} of the student; one of each is needed")
+
+
+def as_rows(teacher: Tensor | Rows | None) -> Rows:
+    if teacher is None:
+        raise UnsupportedError("no teacher: its logits are needed unless alpha=1")
+    if not isinstance(teacher, Tensor):
+        return teacher
+    check_logits(teacher, "the teacher's logits")
+    return DenseRows(teacher)
+
+
+def check_logits(logits: Tensor, what: str) -> None:
+    if logits.dim() < 2 or not logits.is_floating_point():
+        raise UnsupportedError(f"{what} are {logits.dtype} {list(logits.shape)}: float [B, T, V] or [B, V] is needed")

@@ -81,7 +81,7 @@ class DistillationCallback(TrainerCallback):
         self._steps.disarm()
 
     def _lead(self, trainer: Any) -> None:
-        """To the front: reporters (W&B, TensorBoard) stand before a user's callbacks and would log without our means."""
+        """To the front: reporters (W&B, TensorBoard) stand before a user's callbacks and would log without us."""
         if trainer is None:
             return
         callbacks = trainer.callback_handler.callbacks

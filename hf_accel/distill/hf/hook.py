@@ -18,8 +18,8 @@ from .teachers import Teacher
 
 
 class DistillationHook:
-    """Between `install` and `remove` the model's loss in training mode is alpha * its own + (1 - alpha) * T^2 * D, both
-    divided by what its own loss is divided by. In eval mode, or without gradients, the model is as it was.
+    """Between `install` and `remove` the model's loss in training mode is alpha * its own + (1 - alpha) * T^2 * D, and
+    both are divided by what its own loss is divided by. In eval mode, or without gradients, the model is as it was.
 
     shift: whether position i learns label i + 1; None to read it from the model's loss.
     `losses` collects the two parts; `losses.last` is (ce, kd) of the newest micro-batch.
@@ -33,7 +33,7 @@ class DistillationHook:
         self._begin()
 
     def prepare(self, model: Any, tokenizer: Any = None) -> None:
-        """Before training: raises UnsupportedError if the teacher cannot teach this model. tokenizer: the student's."""
+        """Before training. Raises UnsupportedError if the teacher cannot teach this model. tokenizer: its own."""
         check_student(model)
         shifts(model)
         self.teacher.tokenizer = tokenizer
@@ -136,7 +136,7 @@ class DistillationHook:
         missing = [name for name in ("loss", "logits") if getattr(output, name, None) is None]
         if missing:
             raise UnsupportedError(
-                f"{type(output).__name__} has no {' and no '.join(missing)}, and both are mixed with the teacher's. Liger's "
+                f"{type(output).__name__} has no {' and no '.join(missing)}, and both are needed. Liger's "
                 "fused loss keeps no logits (liger_kernel_config={'fused_linear_cross_entropy': False}); tuples need "
                 "return_dict=True"
             )
@@ -162,8 +162,8 @@ def _labels(inputs: dict[str, Any]) -> Tensor:
 def _check_shapes(logits: Tensor, select: Tensor) -> None:
     if logits.shape[:-1] != select.shape:
         raise UnsupportedError(
-            f"the student's logits are {tuple(logits.shape)} and its labels {tuple(select.shape)}: prompt tuning, whose "
-            "virtual tokens have logits too, and logits_to_keep cannot be distilled here; LoRA can"
+            f"the student's logits are {tuple(logits.shape)} and its labels {tuple(select.shape)}: prompt tuning, "
+            "whose virtual tokens have logits too, and logits_to_keep cannot be distilled here; LoRA can"
         )
 
 

@@ -29,7 +29,7 @@ def unwrapped(model: Any) -> Any:
 
 def loss_of(model: Any) -> Any:
     """The loss function that transformers gives a model of this class, or None."""
-    return LOSS_MAPPING.get(getattr(unwrapped(model), "loss_type", None))
+    return LOSS_MAPPING.get(str(getattr(unwrapped(model), "loss_type", None)))
 
 
 def shifts(model: Any) -> bool:
@@ -38,9 +38,9 @@ def shifts(model: Any) -> bool:
     inner, loss = unwrapped(model), loss_of(model)
     if loss not in (None, ForCausalLMLoss, ForMaskedLMLoss, *CLASSIFYING):
         raise UnsupportedError(
-            f"{type(inner).__name__} is trained by {getattr(loss, '__name__', loss)}, which is no cross entropy of one "
-            "label at each position, so there is nothing a teacher's logits could soften; distil a language model or "
-            "a classifier of sequences, tokens or images"
+            f"{type(inner).__name__} is trained by {getattr(loss, '__name__', loss)}, which is no cross entropy of "
+            "one label at each position, so there is nothing a teacher's logits could soften; distil a language model "
+            "or a classifier of sequences, tokens or images"
         )
     return loss in (None, ForCausalLMLoss) and not getattr(inner.config, "is_encoder_decoder", False)
 
@@ -61,9 +61,9 @@ def learnt(labels: Tensor, shift: bool) -> tuple[Tensor, Tensor]:
 
 class Divisor:
     """What a model's own loss is divided by: `num_items_in_batch`, which a Trainer counts over all micro-batches of a
-    step, or the labels of the micro-batch alone. Many a model takes the number and ignores it (a plain CrossEntropyLoss
-    in forward), so the first loss is asked: the number goes in with a gradient, and only a loss that was divided by
-    it has a derivative with respect to it.
+    step, or the labels of the micro-batch alone. Many a model takes the number and ignores it (it calls
+    CrossEntropyLoss), so the first loss is asked: the number goes in with a gradient, and only a loss that was
+    divided by it has a derivative with respect to it.
     """
 
     def __init__(self) -> None:
@@ -106,6 +106,7 @@ def check_reading(own: Tensor, logits: Tensor, labels: Tensor, shift: bool) -> N
     close = 1e-4 if logits.dtype == torch.float32 else 1e-2
     if ours > 10 * close and other < close:
         raise UnsupportedError(
-            f"the model's own loss reads its labels {'in place' if shift else 'shifted by one'} and distillation would "
-            f"read them {'shifted by one' if shift else 'in place'}: give DistillationCallback(shift={not shift})"
+            f"the model's own loss reads its labels {'in place' if shift else 'shifted by one'} and distillation "
+            f"would read them {'shifted by one' if shift else 'in place'}: give "
+            f"DistillationCallback(shift={not shift})"
         )

@@ -35,8 +35,8 @@ def check_student(student: Any) -> None:
     inner = unwrapped(student)
     if "labels" not in inspect.signature(inner.forward).parameters:
         raise UnsupportedError(
-            f"the forward of {type(inner).__name__} takes no labels, so it has no loss to mix with the teacher's; give "
-            "a model with a head (AutoModelForCausalLM, AutoModelForSequenceClassification, ...), or use "
+            f"the forward of {type(inner).__name__} takes no labels, so it has no loss to mix with the teacher's; "
+            "give a model with a head (AutoModelForCausalLM, AutoModelForSequenceClassification, ...), or use "
             "hf_accel.distillation_loss in a loop of your own"
         )
     problem = getattr(inner.config, "problem_type", None)
@@ -67,21 +67,21 @@ def _check_distinct(student: Any, teacher: Any) -> None:
 def _check_classes(student: Any, teacher: Any) -> None:
     if student.num_labels != teacher.num_labels:
         raise UnsupportedError(
-            f"the student has {student.num_labels} classes and the teacher {teacher.num_labels}; load the student with "
-            f"num_labels={teacher.num_labels}"
+            f"the student has {student.num_labels} classes and the teacher {teacher.num_labels}; load the "
+            f"student with num_labels={teacher.num_labels}"
         )
     ours, theirs = ({i: str(name).lower() for i, name in config.id2label.items()} for config in (student, teacher))
     unnamed = {i: f"label_{i}" for i in ours}
     if ours != theirs and unnamed not in (ours, theirs):
         raise UnsupportedError(
-            f"the student's classes are {student.id2label} and the teacher's {teacher.id2label}; if they mean the same, "
-            "load the student with the teacher's id2label and label2id, and number its labels so"
+            f"the student's classes are {student.id2label} and the teacher's {teacher.id2label}; if they mean the "
+            "same, load the student with the teacher's id2label and label2id, and number its labels so"
         )
 
 
 def _check_vocabularies(student: Any, teacher: Any, tokenizer: Any) -> None:
-    sizes = [getattr(model.config.get_text_config(), "vocab_size", None) for model in (student, teacher)]
-    if None in sizes:
+    sizes = [getattr(model.config.get_text_config(), "vocab_size", 0) or 0 for model in (student, teacher)]
+    if 0 in sizes:
         return  # images, sounds
     if hasattr(tokenizer, "tokenizer"):
         tokenizer = tokenizer.tokenizer  # a processor's

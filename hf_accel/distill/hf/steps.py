@@ -91,8 +91,8 @@ def refuse(args: Any, trainer: Any) -> None:
         )
     if args.n_gpu > 1:
         raise UnsupportedError(
-            f"{args.n_gpu} GPUs in one process (DataParallel) copy the model at each step, without its hooks: start one "
-            "process for each GPU (accelerate launch, torchrun), or set CUDA_VISIBLE_DEVICES to one"
+            f"{args.n_gpu} GPUs in one process (DataParallel) copy the model at each step, without its hooks: start "
+            "one process for each GPU (accelerate launch, torchrun), or set CUDA_VISIBLE_DEVICES to one"
         )
     if getattr(args, "loss_type", None) == "dft":
         raise UnsupportedError("loss_type='dft' weighs tokens by their own probability: distil with loss_type='nll'")

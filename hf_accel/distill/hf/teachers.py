@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ...errors import UnsupportedError
 from ..rows import DenseRows, Rows
@@ -45,7 +44,7 @@ class ModelTeacher(Teacher):
     """A transformers model, patched by hf_accel or not, in any float dtype, on any device: inputs are moved to it.
     It answers in eval mode without gradients; its own flags are as they were between two questions."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
 
     def check(self, student: Any, objective: Any) -> None:

@@ -16,6 +16,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -32,6 +34,13 @@ def llama(seed: int = 0, layers: int = 1, vocab_size: int = VOCABULARY, **more: 
     torch.manual_seed(seed)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, **more}
     return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, num_hidden_layers=layers, pad_token_id=0, **sizes))
+
+
+def mixtral(seed: int = 0) -> MixtralForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=VOCABULARY, num_hidden_layers=1, **sizes, **experts))
 
 
 def gpt2(seed: int = 0) -> GPT2LMHeadModel:
@@ -93,7 +102,7 @@ def update(trainer: Trainer) -> dict[str, Tensor]:
 def reference(
     student: Any, teacher: Any, batch: Sequence[dict[str, Any]], shift: bool, **given: float
 ) -> dict[str, Tensor]:
-    """Minus the gradient of alpha * CE + (1 - alpha) * T^2 * KL over all labels of `batch`: its own few lines of torch.
+    """Minus the gradient of alpha * CE + (1 - alpha) * T^2 * KL over all labels of `batch`, in its own few lines.
     Keywords: alpha, temperature."""
     student, alpha = copy.deepcopy(student), given.get("alpha", ALPHA)
     temperature = given.get("temperature", TEMPERATURE)
