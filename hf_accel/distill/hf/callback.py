@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from ...errors import UnsupportedError
 from ..objective import Objective
 from .hook import DistillationHook
+from .means import LossMeans
 from .steps import StepGuard, calling_trainer, refuse
 from .teachers import Teacher, as_teacher
 
@@ -23,6 +24,9 @@ class DistillationCallback(TrainerCallback):
     the student, its state dict or its checkpoints.
     alpha, temperature, loss, beta, eta: see Objective; alpha is the share of the student's own loss, and alpha=1 is
     plain training, bit for bit. shift: whether position i learns label i + 1; None to read it from the model.
+    fused: never hold logits [B, T, V], of the student or the teacher: both losses are computed from the last hidden
+    states, a few rows at a time. For causal language models; other code that reads the logits in training finds one
+    position's. In SFTTrainer, which does without logits, this is the way in any case.
 
     The gradient is that of the objective over all labels of a step, however gradient accumulation divides it.
     Evaluation is untouched: eval_loss is the model's own. ce_loss and kd_loss appear in the logs, for every reporter.
@@ -41,10 +45,12 @@ class DistillationCallback(TrainerCallback):
         beta: float = 0.5,
         eta: float = 3.0,
         shift: bool | None = None,
+        fused: bool = False,
     ) -> None:
         objective = Objective(alpha, temperature, loss, beta, eta)
-        self._hook = DistillationHook(as_teacher(teacher), objective, shift=shift)
+        self._hook = DistillationHook(as_teacher(teacher), objective, shift=shift, fused=fused)
         self._steps = StepGuard(self._hook)
+        self._means = LossMeans()
         self._is_guarded = False
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -56,6 +62,7 @@ class DistillationCallback(TrainerCallback):
         refuse(args, trainer)
         self._lead(trainer)
         self._hook.prepare(kwargs["model"], kwargs.get("processing_class"))
+        self._means.clear()
         self._is_guarded = trainer is not None
         if trainer is not None and self._hook.objective.alpha != 1:
             self._steps.arm(trainer, self)
@@ -65,14 +72,14 @@ class DistillationCallback(TrainerCallback):
             self._hook.install(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._hook.losses.end_step()
+        self._means.end_step(self._hook)
         if not self._is_guarded:
             self._hook.remove()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs is None or "loss" not in logs:
             return  # of an evaluation, or of a script
-        means = self._hook.losses.take(args)
+        means = self._means.take(args)
         logs.update(means)
         if state.log_history:
             state.log_history[-1].update(means)

@@ -6,8 +6,11 @@ import inspect
 import os
 from typing import Any
 
+from torch import Tensor
+
 from ...errors import UnsupportedError
-from .labels import CLASSIFYING, loss_of, unwrapped
+from .heads import head_of
+from .labels import CLASSIFYING, loss_of, shifts, unwrapped
 
 
 def check_pair(student: Any, teacher: Any, tokenizer: Any = None) -> None:
@@ -45,6 +48,25 @@ def check_student(student: Any) -> None:
             f"problem_type={problem!r}, num_labels={inner.config.num_labels}: regression and several labels at once "
             "have no softmax to distil; single_label_classification with 2 or more classes has"
         )
+
+
+def check_fusible(student: Any, teacher: Any) -> None:
+    """Raises UnsupportedError if the student, or a teacher that is a model, has logits that cannot be left out."""
+    model = getattr(teacher, "model", None)
+    for who, head in (("student", head_of(student)), ("teacher", model is None or head_of(model))):
+        if not head:
+            raise UnsupportedError(
+                f"fused=True: the {who}'s forward takes no logits_to_keep, or it has no output embeddings; "
+                "use fused=False"
+            )
+    own = head_of(student)
+    if own is None or not isinstance(own.weight, Tensor):
+        raise UnsupportedError(
+            "fused=True: the student's head is not a plain linear layer (it is adapted or quantized), and its "
+            "gradient is computed from its weight; leave it out of the adapters' target_modules, or use fused=False"
+        )
+    if not shifts(student):
+        raise UnsupportedError("fused=True is for causal language models; a classifier's logits are few: fused=False")
 
 
 _NO_SOFTMAX = ("regression", "multi_label_classification")

@@ -9,41 +9,33 @@ from torch import Tensor
 
 
 class LossMeans:
-    """Collects (ce, kd) of micro-batches on their device; `take` gives what was collected since the last one."""
+    """Collects what a hook tells, on its device; `take` gives the means since the last one."""
 
     def __init__(self) -> None:
-        self._micro: list[Tensor] = []
         self._steps: list[Tensor] = []
-        self._divided = False
+        self._are_divided = False
 
-    @property
-    def last(self) -> tuple[Tensor, Tensor] | None:
-        """(ce, kd) of the newest micro-batch of the step under way: scalars, float32, detached."""
-        return (self._micro[-1][0], self._micro[-1][1]) if self._micro else None
-
-    def add(self, ce: Tensor, kd: Tensor, divided: bool) -> None:
-        """divided: by the labels of the whole step, so that a step is the sum of its micro-batches, not their mean."""
-        self._micro.append(torch.stack((ce.detach().float(), kd.detach().float())))
-        self._divided = divided
-
-    def end_step(self) -> None:
-        if self._micro:
-            parts = torch.stack(self._micro)
-            self._steps.append(parts.sum(0) if self._divided else parts.mean(0))
-            self._micro = []
+    def end_step(self, hook: Any) -> None:
+        """A step is the sum of its micro-batches if each was divided by the labels of all, else their mean."""
+        if hook.ce:
+            parts = torch.stack((torch.stack(hook.ce), torch.stack(hook.kd)))
+            self._steps.append(parts.sum(1) if hook.is_divided else parts.mean(1))
+            self._are_divided = hook.is_divided
+        hook.ce.clear()
+        hook.kd.clear()
 
     def clear(self) -> None:
-        self._micro, self._steps = [], []
+        self._steps = []
 
     def take(self, args: Any) -> dict[str, float]:
-        """Means over the steps and over all processes (each of which must call this); empty if there was no step.
-        args: the Trainer's, which say whether the labels were counted over all processes."""
+        """Over all processes, each of which must call this; empty if there was no step. args: the Trainer's, which say
+        whether the labels were counted over all processes."""
         if not self._steps:
             return {}
         mean = torch.stack(self._steps).mean(0)
         self._steps = []
         if args.world_size > 1 and torch.distributed.is_initialized():
             torch.distributed.all_reduce(mean)
-            if not (self._divided and args.average_tokens_across_devices):
+            if not (self._are_divided and args.average_tokens_across_devices):
                 mean /= args.world_size
         return dict(zip(("ce_loss", "kd_loss"), mean.tolist(), strict=True))

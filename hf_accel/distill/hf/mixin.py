@@ -47,6 +47,10 @@ class DistillationMixin(_Base):
     Several processes give what one gives with average_tokens_across_devices=True (Trainer's default); without it each
     process divides by its own tokens, so that one with few of them counts as much as one with many.
 
+    To have it so on the CPU: `ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2`, or torchrun
+    (with --cpu, accelerate starts but one). Samples are other ones in several processes. The last evaluation batch is
+    filled up with rows from the first, which then count twice.
+
     Raises UnsupportedError for settings that cannot be had together.
     """
 
@@ -68,7 +72,7 @@ class DistillationMixin(_Base):
         self.distillation: DistillationSettings = settings
         super().__init__(model, *rest, **keywords)
         self._teacher = load_teacher(teacher_model, self.model, settings, self.args.device)
-        self._hook = DistillationHook(self._teacher, settings.objective(), shift=settings.shift)
+        self._hook = DistillationHook(self._teacher, settings.objective(), shift=settings.shift, fused=settings.fused)
         transfers = settings.hidden_weight > 0 or settings.attention_weight > 0
         self._transfer = Transfer(self._hook, settings, self.args.seed) if transfers else None
         self._sampler = self._make_sampler() if settings.lmbda else None
@@ -126,15 +130,17 @@ class DistillationMixin(_Base):
                 "not in this optimizer; let the trainer make it, or set hidden_weight=0"
             )
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss: Tensor = super().training_step(*args, **kwargs)
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Trainer's; what the loss was made of is kept for the log."""
+        self._hook.items = num_items_in_batch
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         if self._hook.is_installed:
             self._hook.confirm()
         share = 1.0 if self._divided else 1 / self.current_gradient_accumulation_steps
-        if self._hook.losses.last is not None:
-            self._averages.add("ce_loss", self._hook.losses.last[0], share)
-            self._averages.add("kd_loss", self._hook.losses.last[1], share)
-            self._hook.losses.clear()
+        for name, values in (("ce_loss", self._hook.ce), ("kd_loss", self._hook.kd)):
+            for value in values:
+                self._averages.add(name, value, share)
+            values.clear()
         if self._transfer is not None:
             for name, value in self._transfer.last.items():
                 self._averages.add(name, value, share)
@@ -144,8 +150,7 @@ class DistillationMixin(_Base):
     @property
     def _divided(self) -> bool:
         """Whether the loss is divided by the labels of the whole step, and not of the micro-batch."""
-        divisor = self._hook.divisor if self._transfer is None else self._transfer.divisor
-        return bool(divisor.is_given)
+        return self._hook.is_divided if self._transfer is None else self._transfer.is_divided
 
     # -- on-policy -------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class Averages:
             known = self._sums.get(name)
             self._sums[name] = value.double() * share + (0.0 if known is None else known)
 
-    def count(self, batches: list[Mapping[str, Any]]) -> None:
+    def count(self, batches: Sequence[Mapping[str, Any]]) -> None:
         """The samples of a step."""
         self._samples += sum(len(batch["labels"]) for batch in batches)
         self._tokens += sum(int((batch["labels"] != -100).sum()) for batch in batches)

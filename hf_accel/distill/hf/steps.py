@@ -58,6 +58,7 @@ class StepGuard:
             if callback not in trainer.callback_handler.callbacks:  # taken out after a training that failed
                 self.disarm()
                 return original(*args, **kwargs)
+            self.hook.items = args[2] if len(args) > 2 else kwargs.get("num_items_in_batch")
             try:
                 self.hook.install(trainer.model)
                 result = original(*args, **kwargs)

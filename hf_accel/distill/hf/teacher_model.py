@@ -40,7 +40,7 @@ def load_teacher(
         raise UnsupportedError(f"teacher_init_kwargs={keywords!r}: give a dict, or one in JSON")
     model: Any = _load(str(given), student, keywords or {}) if isinstance(given, str | Path) else given
     placed = getattr(model, "hf_device_map", None) is not None or getattr(model, "is_quantized", False)
-    return ModelTeacher(model if placed else model.to(device))  # type: ignore[arg-type]
+    return ModelTeacher(model if placed else model.to(device))
 
 
 def _load(name: str, student: Any, keywords: dict[str, Any]) -> PreTrainedModel:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
-from ..rows import DenseRows, Rows
+from ..rows import DenseRows, HeadRows, Rows
+from .heads import LastHidden, check_head, head_of
 from .labels import unwrapped
 from .matching import check_pair
 
@@ -27,7 +28,8 @@ PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 class Teacher(ABC):
     """What a hook asks once for each micro-batch. Not a module: nothing of it gets into the student's state."""
 
-    tokenizer: Any = None  # the student's, if known: set before `check`
+    def check_tokenizer(self, tokenizer: Any) -> None:  # noqa: B027
+        """The student's, if known, before `check`. Raises UnsupportedError if the teacher was trained on another."""
 
     @abstractmethod
     def check(self, student: Any, objective: Any) -> None:
@@ -39,6 +41,10 @@ class Teacher(ABC):
         select: bool, the shape of the logits less the vocabulary: the N positions that are learnt from (already
         shifted: position i speaks of token i + 1). The rows are on the device of `select`."""
 
+    def compact_rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
+        """The same, without logits [B, T, V] where the teacher can do without."""
+        return self.rows(inputs, select)
+
 
 class ModelTeacher(Teacher):
     """A transformers model, patched by hf_accel or not, in any float dtype, on any device: inputs are moved to it.
@@ -46,12 +52,19 @@ class ModelTeacher(Teacher):
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self._tokenizer: Any = None
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
 
     def check(self, student: Any, objective: Any) -> None:
-        check_pair(student, self.model, self.tokenizer)
+        check_pair(student, self.model, self._tokenizer)
 
     def rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
         return answer(self.model, inputs, select)
+
+    def compact_rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
+        return compact_answer(self.model, inputs, select)
 
 
 class BaseTeacher(Teacher):
@@ -69,12 +82,21 @@ class BaseTeacher(Teacher):
         self._student = weakref.ref(student)
 
     def rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
+        with self._bare() as student:
+            return answer(student, inputs, select)
+
+    def compact_rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
+        with self._bare() as student:
+            return compact_answer(student, inputs, select)
+
+    @contextmanager
+    def _bare(self) -> Iterator[Any]:
         student = self._student()
         trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
         frozen = [parameter for parameter in student.parameters() if not parameter.requires_grad]
         try:
             with student.disable_adapter():
-                return answer(student, inputs, select)
+                yield student
         finally:  # PEFT thaws every active adapter afterwards, whatever was frozen before
             for flag, parameters in ((True, trained), (False, frozen)):
                 for parameter in parameters:
@@ -95,15 +117,35 @@ def as_teacher(teacher: Any) -> Teacher:
 @torch.no_grad()
 def answer(model: Any, inputs: Mapping[str, Any], select: Tensor) -> DenseRows:
     """The logits of `model` at `select`."""
-    given = _on(model.device, taken_by(model, inputs))
     with evaluating(model):
-        logits = model(**given).logits
-    if logits.shape[:-1] != select.shape:
-        raise UnsupportedError(
-            f"the teacher's logits are {tuple(logits.shape)} and the student's labels {tuple(select.shape)}: they do "
-            "not speak of the same positions; a teacher with virtual tokens (prompt tuning) cannot be used"
-        )
+        logits = model(**_on(model.device, taken_by(model, inputs))).logits
+    _check_positions(logits, select)
     return DenseRows(logits[select.to(logits.device)].to(select.device))
+
+
+@torch.no_grad()
+def compact_answer(model: Any, inputs: Mapping[str, Any], select: Tensor) -> Rows:
+    """The same as hidden states and a head, if the model has one that can be left out."""
+    head = head_of(model)
+    if head is None or model.device != select.device:  # a head answers where it is
+        return answer(model, inputs, select)
+    hidden = LastHidden(model)
+    try:
+        with evaluating(model):
+            last = model(**taken_by(model, inputs), logits_to_keep=1).logits
+    finally:
+        hidden.remove()
+    check_head(model, head, hidden.value, last)
+    _check_positions(hidden.value, select)
+    return HeadRows(hidden.value[select], head)
+
+
+def _check_positions(answers: Tensor, select: Tensor) -> None:
+    if answers.shape[:-1] != select.shape:
+        raise UnsupportedError(
+            f"the teacher answers for {tuple(answers.shape[:-1])} and the student's labels are {tuple(select.shape)}: "
+            "they do not speak of the same positions; a teacher with virtual tokens (prompt tuning) cannot be used"
+        )
 
 
 def taken_by(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:

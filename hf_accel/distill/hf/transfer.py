@@ -46,6 +46,7 @@ class Transfer:
             )
         self.teacher, self.settings, self.seed = teacher, settings, seed
         self._hook, self._own_divisor = hook, Divisor()
+        self._inputs: dict[str, Any] = {}
         self.projections: Projections | None = None
         self.last: dict[str, Tensor] = {}  # of the newest micro-batch, without weights
         self._handles: list[Any] = []
@@ -69,7 +70,8 @@ class Transfer:
         for capture in self.captures:
             capture.install()
         self._own_divisor = Divisor()
-        self._handles.append(student.register_forward_pre_hook(self._before, with_kwargs=True))
+        first = {"with_kwargs": True, "prepend": True}  # the hook for its words may take labels out of the call
+        self._handles.append(student.register_forward_pre_hook(self._before, **first))
         self._handles.append(student.register_forward_hook(self._after, with_kwargs=True))
 
     def remove(self) -> None:
@@ -117,15 +119,16 @@ class Transfer:
     # -- one pass --------------------------------------------------------------------------------------
 
     @property
-    def divisor(self) -> Divisor:
-        """What the student's own loss is divided by; the hook for its words finds that out if there is one."""
-        return self._hook.divisor if self._hook.is_installed else self._own_divisor
+    def is_divided(self) -> bool:
+        """By the labels of the whole step, as the student's own loss; the hook for its words knows if there is one."""
+        return self._hook.is_divided if self._hook.is_installed else bool(self._own_divisor.is_given)
 
     def _before(self, student: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if not _is_active(student):
             return None
         for capture in self.captures:
             capture.open()
+        self._inputs = dict(kwargs)
         if not self._hook.is_installed:
             self._own_divisor.watch(kwargs)
         return args, kwargs
@@ -133,28 +136,33 @@ class Transfer:
     def _after(self, student: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         if not _is_active(student):
             return None
-        if not self._hook.is_installed:
+        inputs, self._inputs = self._inputs, {}
+        is_summed = bool(inputs.get("fused_lm_head"))  # TRL: the trainer divides minus the sum of log_probs
+        if not self._hook.is_installed and not is_summed:
             self._own_divisor.settle(output["loss"])
-        weights = token_weights(student, kwargs, self._hook.shift)
+        weights = token_weights(student, inputs, self._hook.shift)
         if not self.captures[1].found:  # with alpha=1, or with no label, nobody has asked the teacher yet
-            self.teacher.rows(kwargs, torch.zeros_like(_labels(kwargs), dtype=torch.bool))
+            self.teacher.compact_rows(inputs, torch.zeros_like(_labels(inputs), dtype=torch.bool))
         for capture in self.captures:
             capture.stop()
         mine, others = self.captures[0].take(), self.captures[1].take()
-        given = kwargs.get("num_items_in_batch")
-        given = given.detach() if isinstance(given, Tensor) else given
-        items = self.divisor.of(given, round(weights.sum().item()))
-        loss = output["loss"]
+        count = max(round(weights.sum().item()), 1)
+        given = self._hook.items if is_summed else inputs.get("num_items_in_batch")
+        items = given if given is not None and (is_summed or self.is_divided) else count
+        total = weights.new_zeros(())
         with torch.autocast(weights.device.type, enabled=False):
             if self.hidden:
                 value = self._hidden(mine, others, weights) / items
                 self.last["hidden_loss"] = value.detach()
-                loss = loss + self.settings.hidden_weight * value
+                total = total + self.settings.hidden_weight * value
             if self.attention:
-                value = self._relations(mine, others, weights, documents_of(kwargs, weights)) / items
+                value = self._relations(mine, others, weights, documents_of(inputs, weights)) / items
                 self.last["attention_loss"] = value.detach()
-                loss = loss + self.settings.attention_weight * value
-        output["loss"] = loss
+                total = total + self.settings.attention_weight * value
+        if is_summed:
+            output["log_probs"] = output.log_probs - total * items / count * output.label_mask
+        else:
+            output["loss"] = output["loss"] + total
         return output
 
     def _hidden(

@@ -61,6 +61,15 @@ def test_an_update_is_that_of_the_reference_and_of_the_callback(batch: int, accu
         assert torch.equal(found[name], value), name
 
 
+def test_without_logits_the_update_is_the_same(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"batch": 2, "accumulation": 2, "hidden_weight": 1e-3, "attention_weight": 2.0}
+    plain, fused = (
+        update(trainer(tmp_path, llama(1, layers=2), llama(2, layers=2), fused=fused, **more))
+        for fused in (False, True)
+    )
+    assert distance(fused, plain) < 1e-5
+
+
 def test_a_classifier_learns_as_the_reference(tmp_path: Path) -> None:
     models = [bert(BertForSequenceClassification, seed, num_labels=3) for seed in (1, 2)]
     data = classified()

@@ -43,7 +43,7 @@ def main(kind: str, folder: Path, batch: int) -> None:
     metrics = trainer.evaluate(data)
     if trainer.is_world_process_zero():
         lines = [line for line in trainer.state.log_history if "loss" in line]
-        metrics = {k: v for k, v in metrics.items() if k in ("eval_loss", "eval_kd_loss", "eval_acceptance")}
+        metrics = {k: v for k, v in metrics.items() if k in ("eval_kd_loss", "eval_acceptance")}
         found = {"processes": trainer.accelerator.num_processes, "lines": lines, "metrics": metrics}
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "log.json").write_text(json.dumps(found))
