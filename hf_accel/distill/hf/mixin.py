@@ -76,7 +76,7 @@ class DistillationMixin(_Base):
         transfers = settings.hidden_weight > 0 or settings.attention_weight > 0
         self._transfer = Transfer(self._hook, settings, self.args.seed) if transfers else None
         self._sampler = self._make_sampler() if settings.lmbda else None
-        self._averages = Averages()
+        self._averages = Averages(self._named_losses())
 
     # -- training --------------------------------------------------------------------------------------
 
@@ -110,6 +110,12 @@ class DistillationMixin(_Base):
             raise UnsupportedError(
                 f"a DistillationCallback in a {type(self).__name__}, which follows a teacher by itself: take it out"
             )
+
+    def _named_losses(self) -> list[str]:
+        settings = self.distillation
+        words = ["ce_loss", "kd_loss"] if self._learns_words else []
+        inside = {"hidden_loss": settings.hidden_weight, "attention_loss": settings.attention_weight}
+        return [*words, *(name for name, weight in inside.items() if weight)]
 
     @property
     def _learns_words(self) -> bool:

@@ -65,7 +65,8 @@ def sft(folder: Path, **settings: Any) -> Any:
         pass
 
     names = ("max_steps", "learning_rate", "lr_scheduler_type", "optim", "max_grad_norm", "logging_steps",
-             "report_to", "save_strategy", "disable_tqdm", "use_cpu", "train_sampling_strategy", "dataloader_pin_memory")  # fmt: skip
+             "report_to", "save_strategy", "disable_tqdm", "use_cpu",
+             "train_sampling_strategy", "dataloader_pin_memory")  # fmt: skip
     plain = arguments(folder).to_dict()
     args = trl.SFTConfig(
         str(folder), **{name: plain[name] for name in names}, per_device_train_batch_size=2, bf16=False,
