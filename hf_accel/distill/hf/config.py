@@ -29,7 +29,10 @@ class DistillationSettings:
     beta: float = field(default=0.5, metadata={"help": "Weight of the teacher in loss='jsd'; above 0 and below 1."})
     eta: float = field(default=3.0, metadata={"help": "How soon loss='lk' turns from KL to total variation."})
     fused: bool = field(
-        default=False, metadata={"help": "Never hold all logits: heads and loss by pieces. Models return no logits."}
+        default=False, metadata={"help": "Never hold all logits: loss from hidden states, by pieces; causal LMs."}
+    )
+    shift: bool | None = field(
+        default=None, metadata={"help": "Whether position i learns label i + 1; read from the model if not given."}
     )
     teacher_init_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "For from_pretrained, where the teacher is given by its name or path (JSON)."}

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..losses import divergence_sum
 from ..objective import Objective
 from ..rows import DenseRows, Rows
+from .hook import with_decoder_inputs
+from .labels import learnt, shifts
 from .teachers import Teacher
-from .transfer import shifts
 
 ROWS = 256  # of logits compared at a time: float32 of both, and what is made of them
 
@@ -21,7 +22,8 @@ ROWS = 256  # of logits compared at a time: float32 of both, and what is made of
 class EvaluationMeter:
     """Sums over the labels of the batches that a model in evaluation mode is given; its outputs stay as they are."""
 
-    def __init__(self, teacher: Teacher, objective: Objective, device: torch.device) -> None:
+    def __init__(self, teacher: Teacher, objective: Objective, shift: bool | None, device: torch.device) -> None:
+        self.shift = shift
         self.teacher, self.objective = teacher, objective
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # divergence, acceptance, count
         self.has_acceptance = True
@@ -46,13 +48,14 @@ class EvaluationMeter:
         labels, logits = kwargs.get("labels"), getattr(output, "logits", None)
         if model.training or labels is None or logits is None:
             return
-        select = labels != -100
-        if labels.dim() == 2 and shifts(model):
-            select = nn.functional.pad(select[:, 1:], (0, 1))
+        labels, shift = kwargs.get("shift_labels"), False
+        if labels is None:
+            labels, shift = kwargs["labels"], shifts(model) if self.shift is None else self.shift
+        select = learnt(labels, shift)[0].to(logits.device)
         if select.shape != logits.shape[:-1] or not select.any():
             return
         with torch.no_grad():
-            self._add(logits[select], self.teacher.rows(kwargs, select))
+            self._add(logits[select], self.teacher.rows(with_decoder_inputs(model, kwargs), select))
 
     def _add(self, student: Tensor, teacher: Rows) -> None:
         kd = divergence_sum(student, teacher, self.objective)

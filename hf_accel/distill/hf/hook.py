@@ -78,6 +78,10 @@ class DistillationHook:
                 model.register_forward_hook(self._after, with_kwargs=True),
             ]
 
+    @property
+    def is_installed(self) -> bool:
+        return bool(self._handles)
+
     def remove(self) -> None:
         """Leaves the model as it was. A second time changes nothing."""
         while self._handles:
@@ -164,7 +168,7 @@ class DistillationHook:
             return own if bool(torch.isfinite(own)) else logits.float().sum() * 0.0
         divisor = self._divisor.of(inputs.get("num_items_in_batch"), len(chosen))
         select = select.to(logits.device)
-        rows = self.teacher.rows(_with_decoder_inputs(model, inputs), select)
+        rows = self.teacher.rows(with_decoder_inputs(model, inputs), select)
         kd = divergence_sum(logits, rows, self.objective, select=select) / divisor
         balance = _balance(model, output, own.device)
         self._tell(own - balance, kd, bool(self._divisor.is_given))
@@ -192,7 +196,7 @@ class DistillationHook:
                 check_head(model, head, hidden, output.logits)
                 self._is_checked = True
             index, select = select.flatten().nonzero()[:, 0].to(hidden.device), select.to(hidden.device)
-            rows = self.teacher.compact_rows(_with_decoder_inputs(model, inputs), select) if len(chosen) else None
+            rows = self.teacher.compact_rows(with_decoder_inputs(model, inputs), select) if len(chosen) else None
             targets = chosen.to(hidden.device)
             sums = fused_loss_sums(hidden.flatten(0, -2), head, rows, self.objective, targets, index=index)
         items = inputs.get("num_items_in_batch")
@@ -248,7 +252,7 @@ def _labels(inputs: dict[str, Any]) -> Tensor:
     return labels
 
 
-def _with_decoder_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+def with_decoder_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """The teacher's decoder reads what the student's does, which the student's own forward makes of its labels."""
     inner = unwrapped(model)
     if not getattr(inner.config, "is_encoder_decoder", False) or inputs.get("decoder_input_ids") is not None:

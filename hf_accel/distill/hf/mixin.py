@@ -13,13 +13,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
 from ...errors import UnsupportedError
+from .callback import DistillationCallback
 from .config import DistillationSettings
 from .evaluation import EvaluationMeter
 from .hook import DistillationHook
 from .on_policy import StudentSampler
 from .progress import Averages
+from .steps import refuse
 from .teacher_model import load_teacher
-from .teachers import ModelTeacher, Teacher
+from .teachers import BaseTeacher, ModelTeacher, Teacher
 from .transfer import Transfer
 from .weights_file import load_projections, save_projections
 
@@ -45,6 +47,10 @@ class DistillationMixin(_Base):
     Several processes give what one gives with average_tokens_across_devices=True (Trainer's default); without it each
     process divides by its own tokens, so that one with few of them counts as much as one with many.
 
+    To have it so on the CPU: `ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2`, or torchrun
+    (with --cpu, accelerate starts but one). Samples are other ones in several processes. The last evaluation batch is
+    filled up with rows from the first, which then count twice.
+
     Raises UnsupportedError for settings that cannot be had together.
     """
 
@@ -66,11 +72,11 @@ class DistillationMixin(_Base):
         self.distillation: DistillationSettings = settings
         super().__init__(model, *rest, **keywords)
         self._teacher = load_teacher(teacher_model, self.model, settings, self.args.device)
-        self._hook = DistillationHook(self._teacher, settings.objective())
+        self._hook = DistillationHook(self._teacher, settings.objective(), shift=settings.shift, fused=settings.fused)
         transfers = settings.hidden_weight > 0 or settings.attention_weight > 0
-        self._transfer = Transfer(self._teacher, settings, self.args.seed) if transfers else None
+        self._transfer = Transfer(self._hook, settings, self.args.seed) if transfers else None
         self._sampler = self._make_sampler() if settings.lmbda else None
-        self._averages = Averages()
+        self._averages = Averages(self._named_losses())
 
     # -- training --------------------------------------------------------------------------------------
 
@@ -83,8 +89,12 @@ class DistillationMixin(_Base):
         """Between these the model has hooks and projections: also if training ends by an exception."""
         self._averages.clear()
         try:
+            if self._learns_words or self._transfer is not None:
+                refuse(self.args, self)
+                self._refuse_callbacks()
             if self._learns_words:
                 self._hook.objective = self._objective(sampled=self._sampler is not None)
+                self._hook.prepare(self.model, self.processing_class)
                 self._hook.install(self.model)
             if self._transfer is not None:
                 self._transfer.install(self.model)
@@ -94,6 +104,18 @@ class DistillationMixin(_Base):
             self._hook.remove()
             if self._transfer is not None:
                 self._transfer.remove()
+
+    def _refuse_callbacks(self) -> None:
+        if any(isinstance(callback, DistillationCallback) for callback in self.callback_handler.callbacks):
+            raise UnsupportedError(
+                f"a DistillationCallback in a {type(self).__name__}, which follows a teacher by itself: take it out"
+            )
+
+    def _named_losses(self) -> list[str]:
+        settings = self.distillation
+        words = ["ce_loss", "kd_loss"] if self._learns_words else []
+        inside = {"hidden_loss": settings.hidden_weight, "attention_loss": settings.attention_weight}
+        return [*words, *(name for name, weight in inside.items() if weight)]
 
     @property
     def _learns_words(self) -> bool:
@@ -114,20 +136,27 @@ class DistillationMixin(_Base):
                 "not in this optimizer; let the trainer make it, or set hidden_weight=0"
             )
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss: Tensor = super().training_step(*args, **kwargs)
-        scaled = self.model_accepts_loss_kwargs
-        share = 1.0 if scaled else 1 / self.current_gradient_accumulation_steps
-        if not self._averages.sampled:  # on samples it is no part of the loss
-            self._averages.add("ce_loss", self._hook.ce, share)
-        self._averages.add("kd_loss", self._hook.kd, share)
-        self._hook.ce.clear()
-        self._hook.kd.clear()
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Trainer's; what the loss was made of is kept for the log."""
+        self._hook.items = num_items_in_batch
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        if self._hook.is_installed:
+            self._hook.confirm()
+        share = 1.0 if self._divided else 1 / self.current_gradient_accumulation_steps
+        for name, values in (("ce_loss", self._hook.ce), ("kd_loss", self._hook.kd)):
+            for value in values:
+                self._averages.add(name, value, share)
+            values.clear()
         if self._transfer is not None:
-            for name, values in self._transfer.values.items():
-                self._averages.add(name, values, share)
-                values.clear()
+            for name, value in self._transfer.last.items():
+                self._averages.add(name, value, share)
+            self._transfer.last.clear()
         return loss
+
+    @property
+    def _divided(self) -> bool:
+        """Whether the loss is divided by the labels of the whole step, and not of the micro-batch."""
+        return self._hook.is_divided if self._transfer is None else self._transfer.is_divided
 
     # -- on-policy -------------------------------------------------------------------------------------
 
@@ -163,7 +192,7 @@ class DistillationMixin(_Base):
     @property
     def _sums_over_processes(self) -> bool:
         """Whether each process has divided by the labels of all of them."""
-        return self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs
+        return self.args.average_tokens_across_devices and self._divided
 
     def evaluation_loop(
         self,
@@ -176,9 +205,11 @@ class DistillationMixin(_Base):
         """Trainer's, which also asks the teacher; its answers change no metric of Trainer's own."""
         asked = self.distillation.eval_kd
         arguments = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        if asked is False or (asked is None and not isinstance(self._teacher, ModelTeacher)):
+        if asked is False or (asked is None and not isinstance(self._teacher, ModelTeacher | BaseTeacher)):
             return super().evaluation_loop(*arguments)
-        meter = EvaluationMeter(self._teacher, self.distillation.objective(), self.args.device)
+        meter = EvaluationMeter(
+            self._teacher, self.distillation.objective(), self.distillation.shift, self.args.device
+        )
         with meter.watching(self.model):
             output = super().evaluation_loop(*arguments)
         sums = self.accelerator.reduce(meter.sums, reduction="sum")

@@ -14,8 +14,9 @@ OFF_POLICY = {"ce_loss"}  # no part of a step on samples
 class Averages:
     """Sums over micro-batches, divided by the optimizer steps that they are from: as Trainer logs its loss."""
 
-    def __init__(self) -> None:
-        self.sampled = False
+    def __init__(self, names: Sequence[str]) -> None:
+        """names: of what is averaged; given, since a process may have had no label and must still take part."""
+        self._names, self.sampled = names, False
         self.clear()
 
     def clear(self) -> None:
@@ -28,9 +29,9 @@ class Averages:
         self._steps += 1
         self._sampled_steps += sampled
 
-    def add(self, name: str, values: Sequence[Tensor], share: float) -> None:
-        """Of a micro-batch, already divided by the labels of the whole step, or to be multiplied by `share`."""
-        for value in values:
+    def add(self, name: str, value: Tensor, share: float) -> None:
+        """Of a micro-batch: `share` of it is of the step's."""
+        if not (self.sampled and name in OFF_POLICY):
             known = self._sums.get(name)
             self._sums[name] = value.double() * share + (0.0 if known is None else known)
 
@@ -41,15 +42,16 @@ class Averages:
 
     def take(self, accelerator: Any, sum_over_processes: bool) -> dict[str, float]:
         """What there is to log, the same on every process; counting begins anew."""
-        names = sorted(self._sums)
+        nothing = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        steps = {name: self._steps - self._sampled_steps * (name in OFF_POLICY) for name in self._names}
+        names = [name for name in self._names if steps[name]]
         counts = [self._samples, self._tokens]
         local = torch.stack(
-            [self._sums[name].to(accelerator.device) for name in names]
+            [self._sums.get(name, nothing).to(accelerator.device) for name in names]
             + [torch.tensor(float(n), dtype=torch.float64, device=accelerator.device) for n in counts]
         )
         found = accelerator.reduce(local, reduction="sum").tolist()
         processes = 1 if sum_over_processes else accelerator.num_processes
-        steps = {name: self._steps - self._sampled_steps * (name in OFF_POLICY) for name in names}
         logs = {name: found[i] / processes / steps[name] for i, name in enumerate(names)}
         samples, tokens = found[len(names) :]
         if self._sampled_steps:

@@ -12,7 +12,8 @@ from transformers.models.auto import modeling_auto
 
 from ...errors import UnsupportedError
 from .config import DistillationSettings
-from .teachers import ModelTeacher, Teacher
+from .labels import unwrapped
+from .teachers import ModelTeacher, Teacher, as_teacher
 
 KINDS = {  # names of the tasks' classes, and who loads them
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -26,25 +27,24 @@ KINDS = {  # names of the tasks' classes, and who loads them
 def load_teacher(
     given: PreTrainedModel | Teacher | str | Path, student: Any, settings: DistillationSettings, device: torch.device
 ) -> Teacher:
-    """A name or path is loaded for the student's task, with teacher_init_kwargs; a model is moved to `device`, unless
+    """A name or path is loaded for the student's task, with teacher_init_kwargs; "base" is a LoRA student without its
+    adapters; a model is moved to `device`, unless
     it was placed or quantized by others."""
     keywords = settings.teacher_init_kwargs
-    if not isinstance(given, str | Path):
+    if given == "base" or not isinstance(given, str | Path):
         if keywords:
             raise UnsupportedError("teacher_init_kwargs are for a teacher_model given by its name, and it is loaded")
-        if isinstance(given, Teacher):
-            return given
+        if not isinstance(given, PreTrainedModel):
+            return as_teacher(given)
     if isinstance(keywords, str):
         raise UnsupportedError(f"teacher_init_kwargs={keywords!r}: give a dict, or one in JSON")
     model: Any = _load(str(given), student, keywords or {}) if isinstance(given, str | Path) else given
-    if not isinstance(model, PreTrainedModel):
-        raise UnsupportedError(f"teacher_model is a {type(model).__name__}; give a model, its name, or a Teacher")
     placed = getattr(model, "hf_device_map", None) is not None or getattr(model, "is_quantized", False)
-    return ModelTeacher(model if placed else model.to(device))  # type: ignore[arg-type]
+    return ModelTeacher(model if placed else model.to(device))
 
 
 def _load(name: str, student: Any, keywords: dict[str, Any]) -> PreTrainedModel:
-    inner = student.get_base_model() if hasattr(student, "get_base_model") else student
+    inner = unwrapped(student)
     for auto, mapping in KINDS.items():
         if type(inner).__name__ in getattr(modeling_auto, mapping).values():
             return getattr(transformers, auto).from_pretrained(name, **keywords)

@@ -20,7 +20,9 @@ from ..transfer import (
     uniform_layer_map,
 )
 from .config import DistillationSettings
-from .teachers import ModelTeacher, Teacher
+from .hook import DistillationHook
+from .labels import IGNORED, Divisor, learnt, shifts, unwrapped
+from .teachers import ModelTeacher
 
 PROJECTIONS = "_distillation_projections"
 RELATIONS = ("query", "key", "value")
@@ -35,20 +37,23 @@ class Transfer:
     state_dict, and so no checkpoint of the student, does.
     """
 
-    def __init__(self, teacher: Teacher, settings: DistillationSettings, seed: int) -> None:
+    def __init__(self, hook: DistillationHook, settings: DistillationSettings, seed: int) -> None:
+        teacher = hook.teacher
         if not isinstance(teacher, ModelTeacher):
             raise UnsupportedError(
                 "hidden_weight and attention_weight need a teacher in memory: a cache has nothing but its words; give "
                 "the model as teacher_model, or set both to 0"
             )
         self.teacher, self.settings, self.seed = teacher, settings, seed
+        self._hook, self._own_divisor = hook, Divisor()
+        self._inputs: dict[str, Any] = {}
         self.projections: Projections | None = None
-        self.values: dict[str, list[Tensor]] = {"hidden_loss": [], "attention_loss": []}
+        self.last: dict[str, Tensor] = {}  # of the newest micro-batch, without weights
         self._handles: list[Any] = []
         self._student: Any = None
 
     def install(self, student: Any) -> None:
-        """Hook into the student, after the hooks that it has. Raises UnsupportedError where layers cannot be told."""
+        """Hook into the student, after the hook for its words. Raises UnsupportedError where layers cannot be told."""
         self._student = student
         teacher = self.teacher.model
         mine, others = layers_of(student, "student"), layers_of(teacher, "teacher")
@@ -64,7 +69,9 @@ class Transfer:
         self._project(student)
         for capture in self.captures:
             capture.install()
-        self._handles.append(student.register_forward_pre_hook(self._before))
+        self._own_divisor = Divisor()
+        first = {"with_kwargs": True, "prepend": True}  # the hook for its words may take labels out of the call
+        self._handles.append(student.register_forward_pre_hook(self._before, **first))
         self._handles.append(student.register_forward_hook(self._after, with_kwargs=True))
 
     def remove(self) -> None:
@@ -111,34 +118,51 @@ class Transfer:
 
     # -- one pass --------------------------------------------------------------------------------------
 
-    def _before(self, student: nn.Module, args: Any) -> None:
-        if student.training:
-            for capture in self.captures:
-                capture.open()
+    @property
+    def is_divided(self) -> bool:
+        """By the labels of the whole step, as the student's own loss; the hook for its words knows if there is one."""
+        return self._hook.is_divided if self._hook.is_installed else bool(self._own_divisor.is_given)
+
+    def _before(self, student: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not _is_active(student):
+            return None
+        for capture in self.captures:
+            capture.open()
+        self._inputs = dict(kwargs)
+        if not self._hook.is_installed:
+            self._own_divisor.watch(kwargs)
+        return args, kwargs
 
     def _after(self, student: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        if not student.training:
+        if not _is_active(student):
             return None
-        weights = token_weights(student, kwargs)
-        if not self.captures[1].found:  # with alpha=1 nobody has asked the teacher yet
-            select = torch.zeros_like(weights, dtype=torch.bool)
-            self.teacher.rows(kwargs, select)
+        inputs, self._inputs = self._inputs, {}
+        is_summed = bool(inputs.get("fused_lm_head"))  # TRL: the trainer divides minus the sum of log_probs
+        if not self._hook.is_installed and not is_summed:
+            self._own_divisor.settle(output["loss"])
+        weights = token_weights(student, inputs, self._hook.shift)
+        if not self.captures[1].found:  # with alpha=1, or with no label, nobody has asked the teacher yet
+            self.teacher.compact_rows(inputs, torch.zeros_like(_labels(inputs), dtype=torch.bool))
         for capture in self.captures:
             capture.stop()
         mine, others = self.captures[0].take(), self.captures[1].take()
-        given = kwargs.get("num_items_in_batch")
-        items = weights.sum().clamp_min(1) if given is None else given
-        loss = output["loss"]
+        count = max(round(weights.sum().item()), 1)
+        given = self._hook.items if is_summed else inputs.get("num_items_in_batch")
+        items = given if given is not None and (is_summed or self.is_divided) else count
+        total = weights.new_zeros(())
         with torch.autocast(weights.device.type, enabled=False):
             if self.hidden:
                 value = self._hidden(mine, others, weights) / items
-                self.values["hidden_loss"].append(value.detach())
-                loss = loss + self.settings.hidden_weight * value
+                self.last["hidden_loss"] = value.detach()
+                total = total + self.settings.hidden_weight * value
             if self.attention:
-                value = self._relations(mine, others, weights, documents_of(kwargs, weights)) / items
-                self.values["attention_loss"].append(value.detach())
-                loss = loss + self.settings.attention_weight * value
-        output["loss"] = loss
+                value = self._relations(mine, others, weights, documents_of(inputs, weights)) / items
+                self.last["attention_loss"] = value.detach()
+                total = total + self.settings.attention_weight * value
+        if is_summed:
+            output["log_probs"] = output.log_probs - total * items / count * output.label_mask
+        else:
+            output["loss"] = output["loss"] + total
         return output
 
     def _hidden(
@@ -180,18 +204,27 @@ def _sites(
     return sites
 
 
-def token_weights(student: Any, inputs: Mapping[str, Any]) -> Tensor:
+def _is_active(student: nn.Module) -> bool:
+    return student.training and torch.is_grad_enabled()
+
+
+def _labels(inputs: Mapping[str, Any]) -> Tensor:
+    shifted = inputs.get("shift_labels")
+    found: Tensor = inputs["labels"] if shifted is None else shifted
+    return found
+
+
+def token_weights(student: Any, inputs: Mapping[str, Any], shift: bool | None = None) -> Tensor:
     """float32 [B, T]: 1 for a position that has a label, and where a whole row has one, 1 over its tokens."""
-    ids = inputs.get("input_ids")
+    ids, labels = inputs.get("input_ids"), _labels(inputs)
     batch, length = (inputs["inputs_embeds"] if ids is None else ids).shape[:2]
-    labels, shifted = inputs["labels"], inputs.get("shift_labels")
-    if shifted is not None:
-        return (shifted != -100).float()
     if labels.shape == (batch, length):
-        valid = (labels != -100).float()
-        return nn.functional.pad(valid[:, 1:], (0, 1)) if shifts(student) else valid
+        shift = shifts(student) if shift is None else shift
+        return learnt(labels, shift and inputs.get("shift_labels") is None)[0].float()
     mask = inputs.get("attention_mask")
     mask = torch.ones(batch, length, device=labels.device) if mask is None else mask.float()
+    if labels.dim() == 1:
+        mask = mask * (labels != IGNORED)[:, None]
     return mask / mask.sum(-1, keepdim=True).clamp_min(1)
 
 
@@ -208,23 +241,13 @@ def documents_of(inputs: Mapping[str, Any], weights: Tensor) -> Tensor:
     return found.masked_fill(mask == 0, NOWHERE)
 
 
-def shifts(model: Any) -> bool:
-    """Whether position i is told token i + 1, as Trainer finds it."""
-    inner = _inner(model)
-    return getattr(inner, "loss_type", None) == "ForCausalLM" and not inner.config.is_encoder_decoder
-
-
-def _inner(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def text_config(model: Any) -> Any:
-    return _inner(model).config.get_text_config()
+    return unwrapped(model).config.get_text_config()
 
 
 def layers_of(model: Any, whose: str) -> nn.ModuleList:
     """The stack of layers of a model, adapters or not."""
-    inner, count = _inner(model), text_config(model).num_hidden_layers
+    inner, count = unwrapped(model), text_config(model).num_hidden_layers
     found: dict[str, nn.ModuleList] = {}
     for name, module in inner.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
