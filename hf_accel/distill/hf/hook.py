@@ -113,10 +113,10 @@ class DistillationHook:
             return None
         self._release()
         self._inputs = inputs = {**_named(model, args), **kwargs}
+        _labels(inputs)
         if inputs.get("fused_lm_head") or self.fused:
             self._hidden = LastHidden(model)
         if self.fused and not inputs.get("fused_lm_head"):
-            _labels(inputs)
             return (), {**{key: value for key, value in inputs.items() if key not in TARGETS}, "logits_to_keep": 1}
         self._divisor.watch(kwargs)
         return args, kwargs

@@ -119,7 +119,7 @@ def _check_vocabularies(student: Any, teacher: Any, tokenizer: Any) -> None:
         names = {index: token for token, index in theirs.items()}
         wrong = [token for token, index in words.items() if names.get(index, token) != token]
         if wrong:
-            token = wrong[0]
+            token = min(wrong, key=words.__getitem__)
             raise UnsupportedError(
                 f"the tokenizers differ in {len(wrong)} tokens: {words[token]} is {token!r} to the student and "
                 f"{names[words[token]]!r} to the teacher; choose a teacher with the student's tokenizer"
