@@ -8,6 +8,7 @@ from torch import Tensor
 from .divergence import divergence
 from .objective import Objective
 from .rows import DenseRows, Rows, TopRows
+from .top_logits import SampledRows
 
 
 def distillation_loss(
@@ -46,7 +47,10 @@ def divergence_sum(student_logits: Tensor, teacher: Rows, objective: Objective) 
         log_s, log_t = _with_rest(top), _with_rest(teacher.log_probs.float())
     else:
         log_t = torch.log_softmax(teacher.logits[:, :size].float() / objective.temperature, -1)
-    return objective.temperature**2 * divergence(log_s, log_t, objective).sum()
+    value = divergence(log_s, log_t, objective)
+    if isinstance(teacher, SampledRows):
+        value = value - teacher.excess
+    return objective.temperature**2 * value.sum()
 
 
 def _with_rest(log_probs: Tensor) -> Tensor:
