@@ -73,7 +73,7 @@ def test_the_divergence_is_that_of_the_model(
     model, rows = student(teacher, layers), rows[:24]
     with torch.no_grad():
         exact, found = (distance(model, rows, say, objective) for say in (online(teacher, rows), cached(cache, rows)))
-    assert found.item() == pytest.approx(exact.item(), rel=0.01)
+    assert found.item() == pytest.approx(exact.item(), rel=0.02)
 
 
 def trained(teacher: Any, rows: Tensor, say: Any, objective: Objective, steps: int) -> float:
