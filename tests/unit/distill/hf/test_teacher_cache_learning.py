@@ -109,6 +109,5 @@ def test_draws_teach_what_one_bucket_cannot(teacher: Any, cache: TeacherCache, r
     drawn, merged = (
         trained(teacher, rows, lambda ids, by=by: cached(by, ids), objective, 150) for by in (cache, bucket)
     )
-    print(exact, drawn, merged)
     assert drawn - exact < (merged - exact) / 2
     assert drawn == pytest.approx(exact, rel=0.1)
