@@ -11,6 +11,20 @@ Importing registers the attention "hf_accel" and the quantization method "hf_acc
 from .attention.hf import register as _register_attention
 from .cache.hf import PagedCache
 from .config import CacheConfig, PatchConfig, SpeculativeConfig, WeightConfig
+from .distill.hf import (
+    DistillationCallback,
+    DistillationConfig,
+    DistillationMixin,
+    DistillationSettings,
+    DistillationTrainer,
+    DraftResult,
+    TeacherCache,
+    distill_draft,
+    init_student,
+    measure_acceptance,
+)
+from .distill.losses import distillation_loss
+from .distill.measure import AcceptanceReport
 from .errors import HfAccelError, HfAccelWarning, OutOfBlocksError, UnsupportedError
 from .estimate import Estimate, estimate
 from .generation.drafters.base import Draft, Drafter
@@ -27,9 +41,16 @@ from .verify import Certificate, verify
 __version__ = "0.1.0"
 __all__ = [
     "AccelConfig",
+    "AcceptanceReport",
     "CacheConfig",
     "Certificate",
+    "DistillationCallback",
+    "DistillationConfig",
+    "DistillationMixin",
+    "DistillationSettings",
+    "DistillationTrainer",
     "Draft",
+    "DraftResult",
     "Drafter",
     "Engine",
     "Estimate",
@@ -42,10 +63,15 @@ __all__ = [
     "Request",
     "SamplingParams",
     "SpeculativeConfig",
+    "TeacherCache",
     "UnsupportedError",
     "WeightConfig",
+    "distill_draft",
+    "distillation_loss",
     "estimate",
+    "init_student",
     "is_patched",
+    "measure_acceptance",
     "patch",
     "patched",
     "plan",

@@ -108,6 +108,7 @@ class RowLosses:
         y = z / t
         if isinstance(teacher, TopRows):
             value, gradient = self._top(y, teacher, wanted)
+            value = value if teacher.excess is None else value.sub_(teacher.excess)
         else:
             value, gradient = self._dense(y, teacher)
         self.kd.append(value.mul_(t * t))

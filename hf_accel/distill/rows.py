@@ -98,11 +98,13 @@ class HeadRows:
 @dataclass(frozen=True)
 class TopRows:
     """ids: int64 [N, k], different in a row; log_probs: float [N, k], of those ids among all, softened by T. What
-    is missing to 1 is one bucket. vocab_size: of the teacher."""
+    is missing to 1 is one bucket. vocab_size: of the teacher. excess: float [N], if the mass of the rest lies on tokens
+    that were drawn from it: what D is too large by, whoever the student."""
 
     ids: Tensor
     log_probs: Tensor
     vocab_size: int
+    excess: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.ids.shape != self.log_probs.shape:
@@ -112,14 +114,16 @@ class TopRows:
         return len(self.ids)
 
     def __getitem__(self, index: Index) -> TopRows:
-        return TopRows(self.ids[index], self.log_probs[index], self.vocab_size)
+        excess = None if self.excess is None else self.excess[index]
+        return TopRows(self.ids[index], self.log_probs[index], self.vocab_size, excess)
 
     @property
     def shape(self) -> torch.Size:
         return self.ids.shape[:-1]
 
     def flat(self) -> TopRows:
-        return TopRows(self.ids.flatten(0, -2), self.log_probs.flatten(0, -2), self.vocab_size)
+        excess = None if self.excess is None else self.excess.flatten()
+        return TopRows(self.ids.flatten(0, -2), self.log_probs.flatten(0, -2), self.vocab_size, excess)
 
     def classes(self, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """ids [N, k] and log-probabilities [N, k + 1] of those ids and of the rest, among the first `size` tokens.

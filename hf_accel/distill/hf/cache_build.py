@@ -17,10 +17,11 @@ from transformers.utils import logging
 
 from ...errors import HfAccelError, UnsupportedError
 from ..top_logits import TopLogits, top_logits
-from .cache_files import DTYPES, INDEX, LOCK, PARTIAL, SHARD, Index, Settings, Shard, StoredRow, write_shard
+from .cache_files import INDEX, LOCK, PARTIAL, SHARD, Index, Settings, Shard, StoredRow, write_shard
 from .content import PACKING, READ, Span, spans
 from .identity import base_model
 
+SEED = 0
 WINDOW = 64  # batches that are sorted by length together
 LABELLED = -100
 
@@ -50,7 +51,7 @@ class CacheWriter:
 
     def add(self, row: StoredRow) -> None:
         self._waiting.append(row)
-        self._bytes += sum(t.nbytes for t in (row.positions, *vars(row.answers).values()))
+        self._bytes += sum(t.nbytes for t in (row.positions, *row.answers.tensors()))
         if self._bytes >= self._shard_bytes:
             self.flush()
 
@@ -90,13 +91,14 @@ def build(
         index = _start(folder, settings, overwrite)
         writer = CacheWriter(folder, index, shard_bytes)
         seen = Seen(index, folder, settings)
+        generator = torch.Generator(teacher.device).manual_seed(SEED + len(index.shards))  # not the same draws again
         total = len(dataset) if hasattr(dataset, "__len__") else None
         bar = logging.tqdm(total=total, desc="Asking the teacher", unit=" rows", disable=not progress)
         with bar, frozen(teacher):
             for window in _windows(dataset, batch_size * WINDOW):
                 before, new = bar.n, seen.new(_questions(window, teacher, settings, collator))
                 for done, batch in enumerate(_batches(new, batch_size), 1):
-                    for row in _ask(teacher, batch, settings):
+                    for row in _ask(teacher, batch, settings, generator):
                         writer.add(row)
                     share = min(1.0, done * batch_size / len(new))
                     bar.update(before + round(share * len(window)) - bar.n)
@@ -221,15 +223,16 @@ def _batches(questions: list[Question], size: int) -> Iterator[list[Question]]:
         yield ordered[at : at + size]
 
 
-def _ask(teacher: Any, batch: list[Question], settings: Settings) -> Iterator[StoredRow]:
+def _ask(teacher: Any, batch: list[Question], settings: Settings, generator: torch.Generator) -> Iterator[StoredRow]:
     inputs, select = _padded(batch, getattr(teacher.config, "pad_token_id", None) or 0)
     device = teacher.device
     logits = logits_of(teacher, {name: tensor.to(device) for name, tensor in inputs.items()})
     if settings.task != "sequence":
         logits = logits[select.to(device)]
-    found = top_logits(logits[:, : settings.vocab_size], settings.top_k, settings.temperatures, DTYPES[settings.dtype])
+    found = top_logits(logits[:, : settings.vocab_size], settings.choice, generator)
     counts = [len(question.positions) for question in batch]
-    parts = [tensor.cpu().split(counts) for tensor in (found.ids.to(settings.id_dtype), found.logits, found.log_sums)]
+    stored = (found.ids.to(settings.id_dtype), *found.tensors()[1:])
+    parts = [tensor.cpu().split(counts) for tensor in stored]
     for question, *answers in zip(batch, *parts, strict=True):
         yield StoredRow(question.span.key, question.positions, TopLogits(*(part.clone() for part in answers)))
 

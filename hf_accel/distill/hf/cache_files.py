@@ -13,7 +13,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...errors import HfAccelError
-from ..top_logits import TopLogits
+from ..top_logits import Choice, TopLogits
 from .content import DIGEST_BYTES
 
 FORMAT = 1
 INDEX, PARTIAL, LOCK = "index.json", "partial.json", "build.lock"
 SHARD = re.compile(r"shard-(\d{5,})\.safetensors")
+ANSWERS = tuple(part.name for part in fields(TopLogits))
 TABLE = ("keys", "starts", "checks")
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 SMALL_VOCABULARY = 2**16
@@ -39,7 +40,8 @@ class Settings:
     """What a cache is of. Two builds with the same settings may share a folder.
 
     task: "causal" (position i speaks of token i + 1), "token" (of itself) or "sequence" (one answer a text).
-    positions: "all", or "labels" for those with a label. tokenizer: a hash of its vocabulary.
+    positions: "all", or "labels" for those with a label. top_k: of the ids of each position the last `samples` are
+    drawn from the rest, at the highest of the temperatures. tokenizer: a hash of its vocabulary.
     """
 
     teacher: dict[str, Any]
@@ -48,8 +50,13 @@ class Settings:
     positions: str
     vocab_size: int
     top_k: int
+    samples: int
     temperatures: list[float]
     dtype: str
+
+    @property
+    def choice(self) -> Choice:
+        return Choice(self.top_k - self.samples, self.samples, self.temperatures, DTYPES[self.dtype])
 
     @property
     def id_dtype(self) -> torch.dtype:
@@ -141,9 +148,7 @@ def write_shard(file: Path, rows: list[StoredRow], settings: Settings) -> ShardE
     keys = bytearray(b"".join(row.key for row in rows))
     tensors = {
         "positions": torch.cat([row.positions for row in rows]),
-        "ids": torch.cat([row.answers.ids for row in rows]),
-        "logits": torch.cat([row.answers.logits for row in rows]),
-        "log_sums": torch.cat([row.answers.log_sums for row in rows]),
+        **dict(zip(ANSWERS, map(torch.cat, zip(*(row.answers.tensors() for row in rows), strict=True)), strict=True)),
         "keys": torch.frombuffer(keys, dtype=torch.uint8).view(-1, DIGEST_BYTES),
         "starts": counts.cumsum(0),
         "checks": torch.tensor([check(row) for row in rows]),
@@ -157,7 +162,7 @@ def write_shard(file: Path, rows: list[StoredRow], settings: Settings) -> ShardE
 def check(row: StoredRow) -> int:
     """CRC-32 of all that is stored of a row."""
     total = zlib.crc32(row.key)
-    for tensor in (row.positions, row.answers.ids, row.answers.logits, row.answers.log_sums):
+    for tensor in (row.positions, *row.answers.tensors()):
         total = zlib.crc32(_buffer(tensor), total)
     return total
 
@@ -205,7 +210,7 @@ class Shard:
 
     def row(self, number: int) -> StoredRow:
         part = slice(self._starts[number], self._starts[number + 1])
-        answers = TopLogits(*(self._tensors[name][part] for name in ("ids", "logits", "log_sums")))
+        answers = TopLogits(*(self._tensors[name][part] for name in ANSWERS))
         row = StoredRow(self._tensors["keys"][number].numpy().tobytes(), self._tensors["positions"][part], answers)
         if check(row) != int(self._tensors["checks"][number]):
             raise self._broken(f"row {number} has changed")
@@ -221,6 +226,7 @@ def _layout(entry: ShardEntry, settings: Settings) -> dict[str, tuple[torch.dtyp
         "ids": (settings.id_dtype, (entry.positions, settings.top_k)),
         "logits": (DTYPES[settings.dtype], (entry.positions, settings.top_k)),
         "log_sums": (torch.float32, (entry.positions, len(settings.temperatures))),
+        "thresholds": (torch.float32, (entry.positions,)),
         "keys": (torch.uint8, (entry.rows, DIGEST_BYTES)),
         "starts": (torch.int64, (entry.rows + 1,)),
         "checks": (torch.int64, (entry.rows,)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from typing import Any
@@ -22,23 +23,27 @@ VOLATILE = {
     "quantization_config",
 }  # or said elsewhere
 TASKS = {
-    "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    "token": {
-        **modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        **modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    },
-    "sequence": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "causal": ("CAUSAL_LM",),
+    "token": ("MASKED_LM", "TOKEN_CLASSIFICATION"),
+    "sequence": ("SEQUENCE_CLASSIFICATION",),
 }
 
 
 def task_of(model: Any) -> str | None:
     """What a model's logits speak of: "causal", the next token; "token", each itself; "sequence", the whole text."""
-    base = base_model(model)
-    for kind in type(base).__mro__:
-        for task, names in TASKS.items():
-            if any(kind.__name__ in ([name] if isinstance(name, str) else name) for name in names.values()):
-                return task
-    return None
+    tasks = _tasks()
+    return next((tasks[kind.__name__] for kind in type(base_model(model)).__mro__ if kind.__name__ in tasks), None)
+
+
+@functools.cache
+def _tasks() -> dict[str, str]:
+    """By the names of transformers' classes."""
+    found = {}
+    for task, kinds in TASKS.items():
+        for kind in kinds:
+            for names in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES").values():
+                found.update(dict.fromkeys([names] if isinstance(names, str) else names, task))
+    return found
 
 
 def base_model(model: Any) -> Any:

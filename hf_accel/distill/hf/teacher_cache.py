@@ -30,11 +30,15 @@ class TeacherCache(Teacher):
 
     A text is found by a hash of its ids without padding, so batches, their order, padding and its side are free, and
     no column or collator is needed. Of each position the top_k best logits are stored and the log-sum-exp over the
-    whole vocabulary at each temperature, hence the log-probabilities exact up to rounding, and the mass of the rest.
-    Where k is the whole vocabulary every temperature will do.
+    whole vocabulary at each temperature, hence the log-probabilities exact up to rounding, and the mass of the rest,
+    which is large at temperatures above 1. A few ids drawn from the rest stand for it, such that the gradient of
+    loss="fkl" is on average that of the whole vocabulary (Anshumann et al., Sparse logit sampling, 2025); the other
+    losses compare these ids and one bucket. Where k is the whole vocabulary all is exact, at every temperature.
 
     Shards are mapped into memory: only the rows of a batch are read, and each is checked against its CRC-32.
     """
+
+    tokenizer: Any = None  # the student's, if known: set before `check`
 
     def __init__(self, path: str | Path) -> None:
         """Open what `build` made. Raises HfAccelError, with the file's name, if something is missing or damaged."""
@@ -45,7 +49,7 @@ class TeacherCache(Teacher):
         self._index = Index.read(self.path / INDEX)
         self._shards = [Shard(self.path, entry, self.settings) for entry in self._index.shards]
         self._places = {key: (s, number) for s in self._shards for number, key in enumerate(s.keys())}
-        self._temperature: float | None = None
+        self._objective: Any = None
 
     @classmethod
     def build(
@@ -55,6 +59,7 @@ class TeacherCache(Teacher):
         path: str | Path,
         *,
         top_k: int = 64,
+        samples: int | None = None,
         temperatures: Sequence[float] = (1.0, 2.0),
         batch_size: int = 8,
         collator: Callable[[list[Any]], Mapping[str, Any]] | None = None,
@@ -72,7 +77,9 @@ class TeacherCache(Teacher):
         dataset: what a Trainer takes: rows with input_ids, and attention_mask, labels, token_type_ids,
             position_ids where the student gets them too; or bare lists of ids. collator: makes the model's inputs of
             a list of one row, for datasets that need one; no random one, such as one that masks afresh.
-        temperatures: those that can be trained at.
+        top_k, samples: of top_k ids at each position `samples`, by default half of them, are drawn from all but the
+            best; 0 is better for other losses than "fkl", to which a drawn id is only one more that is known.
+        temperatures: those that can be trained at. The highest is drawn at.
         tokenizer: stored as a hash for `check_tokenizer`; taken from the collator if it has one.
         positions: "labels" answers where a row's labels are not -100, and everywhere in rows without labels; "all"
             everywhere, for other labels later.
@@ -92,6 +99,12 @@ class TeacherCache(Teacher):
         task, classes = _survey(teacher)
         if vocab_size is not None and not 0 < vocab_size <= classes:
             raise UnsupportedError(f"vocab_size={vocab_size}: the teacher has {classes} ids")
+        top_k = min(top_k, vocab_size or classes)
+        samples = (top_k // 2 if top_k < (vocab_size or classes) else 0) if samples is None else samples
+        if not 0 <= samples < top_k or (samples and top_k == (vocab_size or classes)):
+            raise UnsupportedError(
+                f"samples={samples}: of top_k={top_k} ids at least one is the best, and if it is all"
+            )
         tokenizer = tokenizer if tokenizer is not None else getattr(collator, "tokenizer", None)
         settings = Settings(
             teacher=describe(teacher),
@@ -99,7 +112,8 @@ class TeacherCache(Teacher):
             task=task,
             positions=positions,
             vocab_size=vocab_size or classes,
-            top_k=min(top_k, vocab_size or classes),
+            top_k=top_k,
+            samples=samples,
             temperatures=sorted({float(t) for t in temperatures}),
             dtype=dtype,
         )
@@ -131,18 +145,13 @@ class TeacherCache(Teacher):
         s = self.settings
         return (
             f"TeacherCache({str(self.path)!r}: {s.teacher['class']} {s.teacher['name']!r}, {len(self):,} texts, "
-            f"{self.num_tokens:,} tokens, top {s.top_k} of {s.vocab_size:,}, T={s.temperatures}, "
+            f"{self.num_tokens:,} tokens, top {s.top_k - s.samples} + {s.samples} drawn of {s.vocab_size:,}, "
+            f"T={s.temperatures}, "
             f"{self.bytes_per_token:.0f} bytes per token)"
         )
 
     def __reduce__(self) -> Any:
-        return type(self)._reopen, (self.path, self._temperature)
-
-    @classmethod
-    def _reopen(cls, path: Path, temperature: float | None) -> TeacherCache:
-        cache = cls(path)
-        cache._temperature = temperature
-        return cache
+        return type(self), (self.path,)
 
     def verify(self) -> None:
         """Read everything once. Raises HfAccelError for the first shard with a row that has changed."""
@@ -151,8 +160,11 @@ class TeacherCache(Teacher):
                 shard.row(number)
 
     def check(self, student: Any, objective: Any) -> None:
-        """See Teacher. Sets the temperature of the rows that are asked for from now on."""
-        self._temperature = self._known_temperature(float(objective.temperature))
+        """See Teacher. The rows that are asked for from now on are for this objective."""
+        if self.tokenizer is not None:
+            self.check_tokenizer(self.tokenizer)
+        self._column(objective.temperature)
+        self._objective = objective
         task = task_of(student)
         if task is not None and task != self.settings.task:
             raise UnsupportedError(
@@ -175,24 +187,26 @@ class TeacherCache(Teacher):
 
     def rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
         """See Teacher. Raises UnsupportedError for a text that is not stored, or a position without an answer."""
-        temperature = self._temperature
-        if temperature is None:
-            raise HfAccelError("TeacherCache.check(student, objective) comes before rows(): it sets the temperature")
+        if self._objective is None:
+            raise HfAccelError("TeacherCache.check(student, objective) comes before rows(): it says for which loss")
         found = [self._answers(span, wanted) for span, wanted in _wanted(spans(inputs), select)]
-        column = self.settings.temperatures.index(temperature) if temperature in self.settings.temperatures else 0
-        names = ("ids", "logits", "log_sums")
-        if not found:
-            return self._nothing().rows(self.settings.vocab_size, temperature, column)
-        stacked = [torch.cat([getattr(part, name) for part in found]).to(select.device) for name in names]
-        return TopLogits(*stacked).rows(self.settings.vocab_size, temperature, column)
-
-    def _known_temperature(self, temperature: float) -> float:
-        s = self.settings
-        for known in s.temperatures:
-            if math.isclose(known, temperature, rel_tol=1e-9):
-                return known
+        parts = zip(*(part.tensors() for part in found or [self._nothing()]), strict=True)
+        answers = TopLogits(*(torch.cat(same).to(select.device) for same in parts))
+        s, temperature = self.settings, self._objective.temperature
         if s.top_k == s.vocab_size:
-            return temperature
+            return answers.dense()
+        column, best = self._column(temperature), s.top_k - s.samples
+        if s.samples and self._objective.loss == "fkl":
+            return answers.sampled(best, temperature, column, max(s.temperatures), s.vocab_size)
+        return answers.top(temperature, column, s.vocab_size)
+
+    def _column(self, temperature: float) -> int:
+        s = self.settings
+        for column, known in enumerate(s.temperatures):
+            if math.isclose(known, temperature, rel_tol=1e-9):
+                return column
+        if s.top_k == s.vocab_size:
+            return 0
         raise UnsupportedError(
             f"{self.path} holds the sums for T={s.temperatures}, and not for temperature={temperature}; train at one "
             f"of those, or build it with temperatures={(*s.temperatures, temperature)}"
@@ -218,13 +232,12 @@ class TeacherCache(Teacher):
                 f"position {missing[:SHOWN].tolist()} on: other labels are trained on than it was built with; build "
                 "it with positions='all'"
             )
-        answers = stored.answers
-        return TopLogits(answers.ids[at], answers.logits[at], answers.log_sums[at])
+        return stored.answers[at]
 
     def _nothing(self) -> TopLogits:
         k, temperatures = self.settings.top_k, len(self.settings.temperatures)
         ids, logits = torch.zeros(0, k, dtype=torch.int64), torch.zeros(0, k, dtype=DTYPES[self.settings.dtype])
-        return TopLogits(ids, logits, torch.zeros(0, temperatures))
+        return TopLogits(ids, logits, torch.zeros(0, temperatures), torch.zeros(0))
 
 
 def _wanted(texts: list[Span], select: Tensor) -> list[tuple[Span, Tensor]]:
