@@ -23,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from . import (
     batching,
     decode,
+    distill_memory,
     drafters,
     generate,
     isa,
@@ -66,6 +67,7 @@ TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
     "shared_prompts": shared_prompts.measure,
     "speculation": speculation.measure,
     "drafters": drafters.measure,
+    "distill_memory": distill_memory.measure,
 }
 
 
@@ -106,6 +108,7 @@ def model_of(topic: str, bench: Bench) -> str:
         "small_model": str(small_model.SHIPPED),
         "quality": quality.checkpoint(bench.settings),
         "drafters": drafters.target_of(bench.settings),
+        "distill_memory": f"random heads of width {bench.settings.distill_width}",
     }
     return Path(own[topic]).name if topic in own else bench.description
 

@@ -26,6 +26,8 @@ class Settings:
         then shared_new_tokens new ones.
     draft_prompt, draft_new_tokens, draft_batches, draft_acceptances, draft_counts, draft_rounds: of the oracle's
         drafts; nothing_batches, nothing_rounds: where none is accepted.
+    distill_vocabularies, distill_contexts: classes of the heads whose distillation is measured, and with how many
+        contexts of tokens each; distill_width: of the hidden states.
     target, draft: checkpoints of the drafters topic. text_prompts: of text_prompt tokens of `text`, for each kind,
         with text_new_tokens after each, at text_temperatures, text_rounds times.
     text, quality_tokens: a file whose first tokens perplexity is measured on; None: the shipped model's held-out text.
@@ -76,6 +78,9 @@ class Settings:
     text_new_tokens: int = 96
     text_temperatures: tuple[float, ...] = (0.0, 1.0)
     text_rounds: int = 2
+    distill_vocabularies: tuple[int, ...] = (32_000, 151_936)
+    distill_contexts: tuple[int, ...] = (4, 2)
+    distill_width: int = 256
     text: str | None = None
     quality_tokens: int = 8192
     seed: int = 0
@@ -119,5 +124,7 @@ class Settings:
             text_new_tokens=self.text_new_tokens // 4,
             text_temperatures=self.text_temperatures[:1],
             text_rounds=1,
+            distill_vocabularies=self.distill_vocabularies[:1],
+            distill_contexts=self.distill_contexts[:1],
             quality_tokens=self.quality_tokens // 8,
         )

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_accel
-from benchmarks import decode, isa, ladder, memory, patch_memory, plots, run, timing
+from benchmarks import decode, distill_memory, isa, ladder, memory, patch_memory, plots, run, timing
 from benchmarks.bench import Bench
 from benchmarks.checks import WrongResultError, check
 from benchmarks.machine import machine
@@ -68,6 +68,7 @@ TABLES = {  # topic -> rows of each of its tables
     "shared_prompts": [3, 4],
     "speculation": [5, 5, 2],
     "drafters": [12],
+    "distill_memory": [4],
 }
 
 
@@ -76,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The results of all topics; processes of their own are calls here, to save their seconds of imports."""
     out = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
-        for module in (memory, patch_memory, isa):
+        for module in (memory, patch_memory, isa, distill_memory):
             patch.setattr(module, "call", call_here)
         patch.setattr(isa, "levels", lambda: ["avx2"])
         run.main([*run.TOPICS, *SMALL, "--tokens", "100", "--setups", OURS, "--out", str(out)])
@@ -188,6 +189,17 @@ def test_oracles_accept_what_they_should(read: Callable[[str], dict[str, Any]]) 
             assert 2 < row["tokens_per_pass"] < 4
             assert 0.6 < row["first_accepted_share"] <= 1
     assert [row["batch"] for row in nothing] == [1, 4]
+
+
+def test_forms_of_the_distillation_loss_agree(read: Callable[[str], dict[str, Any]]) -> None:
+    result = read("distill_memory")
+    assert result["model"] == "random heads of width 256"
+    (table,) = result["tables"]
+    assert table["title"].startswith("distillation loss, 32000 classes, 80 tokens")
+    assert table["rows"][0]["ratio"] == 1
+    values = {"torch": [1.0, 2.0], "logits": [1.0, 2.0], "fused": [1.0, 2.001]}
+    with pytest.raises(WrongResultError, match="fused: loss and norms"):
+        distill_memory.check({form: {"values": found} for form, found in values.items()})
 
 
 def test_drafters_that_are_not_there_are_named(read: Callable[[str], dict[str, Any]]) -> None:

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from . import row_losses
-from .head import Head, product_dtype
+from .head import Head, product_dtype, wide
 from .losses import check_rows
 from .objective import Objective
 from .positions import check_targets, find_positions, shared_size
 from .row_losses import RowLosses, slices
-from .rows import Rows
+from .rows import HeadRows, Rows
 from .sums import Sums, mean, scaled, weigh
+
+PRODUCT_BYTES = 1 << 24  # of what a chunk adds to the head's gradient, where that is made before it is added
 
 
 def fused_distillation_loss(
@@ -109,17 +111,18 @@ class _FusedSums(torch.autograd.Function):
         budget: int,
     ) -> tuple[Tensor, ...]:
         ready = head.prepared(size)
+        teacher = teacher.prepared(size) if isinstance(teacher, HeadRows) else teacher  # once, not for each chunk
         gradients = _Gradients(hidden, weight, bias, ready, ctx.needs_input_grad)
-        losses = RowLosses(objective, size, None if head.is_plain else head)
-        row_bytes = size * product_dtype(weight).itemsize
-        for part in slices(len(hidden) if index is None else len(index), row_bytes, budget):
+        count = len(hidden) if index is None else len(index)
+        losses = RowLosses(objective, size, count, hidden, None if head.is_plain else head)
+        for part in slices(count, size * product_dtype(weight).itemsize, budget):
             where = part if index is None else index[part]
             states = hidden[where].to(product_dtype(weight))
             logits = ready.products(states)
             some = None if targets is None else targets[part]
             losses.add(logits, None, some, None if teacher is None else teacher[part], gradients.of(logits))
             gradients.add(where, states, logits)
-        sums = weigh(*losses.sums(hidden), objective)
+        sums = weigh(losses.ce.sum(), losses.kd.sum(), objective)
         ctx.save_for_backward(*gradients.finished())
         ctx.mark_non_differentiable(sums.ce, sums.kd)
         return tuple(sums)
@@ -138,8 +141,8 @@ class _Gradients:
     ) -> None:
         self.head, self.parameters = head, (weight, bias)
         self.hidden = torch.zeros_like(hidden) if needed[0] else None
-        self.weight = torch.zeros_like(weight, dtype=_wide(weight)) if needed[1] else None
-        self.bias = torch.zeros_like(bias, dtype=_wide(bias)) if bias is not None and needed[2] else None
+        self.weight = torch.zeros_like(weight, dtype=wide(weight)) if needed[1] else None
+        self.bias = torch.zeros_like(bias, dtype=wide(bias)) if bias is not None and needed[2] else None
 
     def of(self, logits: Tensor) -> Tensor | None:
         """The buffer that the gradient in logits goes to: theirs, since nobody needs them any more."""
@@ -169,10 +172,3 @@ def _add_product(total: Tensor, gradient: Tensor, states: Tensor) -> None:
         return
     for part in slices(len(total), total.shape[1] * gradient.dtype.itemsize, PRODUCT_BYTES):
         total[part] += torch.mm(gradient[:, part].T, states)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-PRODUCT_BYTES = 1 << 24

@@ -88,9 +88,14 @@ class Head:
         return gradient.mul_(self.scale) if self.scale != 1 else gradient
 
 
+def wide(x: Tensor) -> torch.dtype:
+    """In which losses are computed, and gradients added up: float32, or float64 for float64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def widen(x: Tensor) -> Tensor:
-    """A copy in which losses are computed: float32, or float64 of float64."""
-    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32, copy=True)
+    """A copy in that dtype."""
+    return x.to(wide(x), copy=True)
 
 
 def product_dtype(weight: Tensor) -> torch.dtype:

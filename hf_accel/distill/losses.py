@@ -109,9 +109,9 @@ class _LossSums(torch.autograd.Function):
         size: int,
     ) -> tuple[Tensor, ...]:
         gradient = torch.zeros_like(logits) if ctx.needs_input_grad[0] else None
-        losses = RowLosses(objective, size)
+        losses = RowLosses(objective, size, len(logits) if index is None else len(index), logits)
         losses.add(logits, index, targets, teacher, gradient)
-        sums = weigh(*losses.sums(logits), objective)
+        sums = weigh(losses.ce.sum(), losses.kd.sum(), objective)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(sums.ce, sums.kd)
         return tuple(sums)

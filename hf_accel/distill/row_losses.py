@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from .closed_forms import value_and_gradient
 from .divergence import FLOOR
-from .head import Head, widen
+from .head import Head, wide, widen
 from .objective import Objective
 from .rows import DenseRows, HeadRows, Rows, TopRows
 
 TILE_BYTES = 1 << 20  # of one intermediate, on each thread of a CPU: they stay in its cache
-CHUNK_BYTES = 1 << 26  # of logits that a head makes at once: enough rows to multiply well
+CHUNK_BYTES = 1 << 25  # of logits that a head makes at once: enough rows to multiply well
 OTHER_TILE_BYTES = OTHER_CHUNK_BYTES = 1 << 28  # elsewhere a few large kernels are faster
 
 
@@ -36,18 +35,17 @@ def tile_bytes(device: torch.device) -> int:
     return TILE_BYTES * torch.get_num_threads() if device.type == "cpu" else OTHER_TILE_BYTES
 
 
-@dataclass
 class RowLosses:
-    """Cross entropy and T^2 * D of each row that `add` was given, in order.
+    """Cross entropy and T^2 * D, ce and kd, of each of `count` rows, in the order in which `add` is given them.
 
-    size: the first so many classes count. head: of a student whose logits are not finished (scaled, capped) yet.
+    size: the first so many classes count. like: any tensor of the student's. head: of a student whose logits are not
+    finished (scaled, capped) yet.
     """
 
-    objective: Objective
-    size: int
-    head: Head | None = None
-    ce: list[Tensor] = field(default_factory=list)
-    kd: list[Tensor] = field(default_factory=list)
+    def __init__(self, objective: Objective, size: int, count: int, like: Tensor, head: Head | None = None) -> None:
+        self.objective, self.size, self.head = objective, size, head
+        self.ce, self.kd = (like.new_zeros(count, dtype=wide(like)) for _ in range(2))  # kept by tile, they would
+        self._done = 0  # split the heap's free blocks, and tiles would no longer fit where the last ones were
 
     def add(
         self,
@@ -72,13 +70,9 @@ class RowLosses:
                 some = None if targets is None else targets[rows]
                 z = widen(logits[where, : self.size])
                 found = self._tile(z, some, None if said is None else said[tile], gradient is not None)
-                if gradient is not None and found is not None:
-                    gradient[where, : self.size] = found.to(gradient.dtype)
-
-    def sums(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Of cross entropies and of T^2 * D, on the device of `like` and in the dtype that its losses have."""
-        none = widen(like.new_zeros(1))
-        return torch.cat([none, *self.ce]).sum(), torch.cat([none, *self.kd]).sum()
+                self._done += len(z)
+                if gradient is not None:
+                    gradient[where, : self.size] = 0 if found is None else found.to(gradient.dtype)
 
     def _tile(
         self, z: Tensor, targets: Tensor | None, teacher: DenseRows | TopRows | None, wanted: bool
@@ -93,10 +87,13 @@ class RowLosses:
             self.head.unfinish_(gradient, z)
         return gradient
 
+    def _put(self, results: Tensor, values: Tensor) -> None:
+        results[self._done : self._done + len(values)] = values
+
     def _cross_entropy(self, z: Tensor, targets: Tensor, wanted: bool, gradient: Tensor | None) -> Tensor | None:
         chosen = targets[:, None]
         log_p = torch.log_softmax(z, -1)
-        self.ce.append(log_p.gather(-1, chosen).neg_()[:, 0])
+        self._put(self.ce, log_p.gather(-1, chosen).neg_()[:, 0])
         alpha = self.objective.alpha
         if not wanted or not alpha:
             return gradient
@@ -111,7 +108,7 @@ class RowLosses:
             value = value if teacher.excess is None else value.sub_(teacher.excess)
         else:
             value, gradient = self._dense(y, teacher)
-        self.kd.append(value.mul_(t * t))
+        self._put(self.kd, value.mul_(t * t))
         return gradient.mul_(weight * t) if wanted and weight else None
 
     def _dense(self, y: Tensor, teacher: DenseRows) -> tuple[Tensor, Tensor]:

@@ -245,6 +245,14 @@ def test_accumulated_parts_add_up() -> None:
     agree(gradients(ours, hidden, head), gradients(plain, hidden, head), 1e-12)
 
 
+def test_nothing_to_learn_from_is_a_gradient_of_nothing() -> None:
+    for objective, labels in ((OBJECTIVE, None), (Objective(0.0), labels_of()), (Objective(1.0), None)):
+        found = gradients(
+            lambda x, h, o=objective, y=labels: fused_loss_sums(x, h, None, o, y).total, states(), head_of(8)
+        )
+        assert not any(x.any() for x in found)
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_no_label_at_all_is_a_loss_of_nothing(alpha: float) -> None:
     hidden, head = states().view(BATCH, LENGTH, WIDTH).requires_grad_(), head_of(WIDTH)
