@@ -224,7 +224,7 @@ class DistillationHook:
 
 
 def _not_compiled(hook: Any) -> Any:
-    """Around a hook a compiled model's graph breaks; nothing is compiled before dynamo is imported, which takes long."""
+    """A compiled model's graph breaks here. Nothing is compiled before dynamo is imported, which takes long."""
     return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
 
 
