@@ -65,7 +65,7 @@ class DistillationCallback(TrainerCallback):
         self._hook.prepare(kwargs["model"], kwargs.get("processing_class"))
         self._means.clear()
         self._is_guarded = trainer is not None
-        if trainer is not None and self._hook.objective.alpha != 1:
+        if trainer is not None:
             self._steps.arm(trainer, self)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
