@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import Any
 
 from transformers import PreTrainedModel, TrainerCallback
@@ -20,8 +21,8 @@ class DistillationCallback(TrainerCallback):
         Trainer(..., callbacks=[hf_accel.DistillationCallback(teacher, alpha=0.5, temperature=2.0, loss="fkl")])
 
     teacher: a transformers model (patched or quantized by hf_accel, in any float dtype), "base" for a LoRA student
-    without its adapters, or a TeacherCache. Asked once for each micro-batch, without gradients; it is never a part of
-    the student, its state dict or its checkpoints.
+    without its adapters, or a TeacherCache or its folder. Asked once for each micro-batch, without gradients; it is
+    never a part of the student, its state dict or its checkpoints.
     alpha, temperature, loss, beta, eta: see Objective; alpha is the share of the student's own loss, and alpha=1 is
     plain training, bit for bit. shift: whether position i learns label i + 1; None to read it from the model.
     fused: never hold logits [B, T, V], of the student or the teacher: both losses are computed from the last hidden
@@ -37,7 +38,7 @@ class DistillationCallback(TrainerCallback):
 
     def __init__(
         self,
-        teacher: PreTrainedModel | Teacher | str,
+        teacher: PreTrainedModel | Teacher | str | PathLike[str],
         *,
         alpha: float = 0.5,
         temperature: float = 2.0,
@@ -64,7 +65,7 @@ class DistillationCallback(TrainerCallback):
         self._hook.prepare(kwargs["model"], kwargs.get("processing_class"))
         self._means.clear()
         self._is_guarded = trainer is not None
-        if trainer is not None and self._hook.objective.alpha != 1:
+        if trainer is not None:
             self._steps.arm(trainer, self)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

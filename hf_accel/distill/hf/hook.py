@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -74,8 +75,8 @@ class DistillationHook:
         if not self._handles and self.objective.alpha != 1:
             self._answered = self._learnt = False
             self._handles = [
-                model.register_forward_pre_hook(self._before, with_kwargs=True),
-                model.register_forward_hook(self._after, with_kwargs=True),
+                model.register_forward_pre_hook(_not_compiled(self._before), with_kwargs=True),
+                model.register_forward_hook(_not_compiled(self._after), with_kwargs=True),
             ]
 
     @property
@@ -224,6 +225,11 @@ class DistillationHook:
         self._tell(-log_probs.sum() / divisor, kd / divisor, self.items is not None)
         share = kd / count * output.label_mask
         return self.objective.alpha * log_probs - (1 - self.objective.alpha) * share
+
+
+def _not_compiled(hook: Any) -> Any:
+    """A compiled model's graph breaks here. Nothing is compiled before dynamo is imported, which takes long."""
+    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
 
 
 def _check_output(output: Any) -> None:

@@ -7,6 +7,8 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,14 +106,20 @@ class BaseTeacher(Teacher):
 
 
 def as_teacher(teacher: Any) -> Teacher:
-    """A model, "base" or a Teacher."""
+    """A model, "base", a Teacher, or the folder of a TeacherCache."""
     if isinstance(teacher, Teacher):
         return teacher
-    if isinstance(teacher, str) and teacher == "base":
+    if teacher == "base":
         return BaseTeacher()
+    if isinstance(teacher, str | PathLike):
+        from .teacher_cache import TeacherCache
+
+        return TeacherCache(Path(teacher))
     if isinstance(teacher, torch.nn.Module):
         return ModelTeacher(teacher)
-    raise UnsupportedError(f"teacher={teacher!r}: a transformers model, 'base' or a TeacherCache is needed")
+    raise UnsupportedError(
+        f"teacher={teacher!r}: a transformers model, 'base', or a TeacherCache or its folder is needed"
+    )
 
 
 @torch.no_grad()

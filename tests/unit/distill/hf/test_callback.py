@@ -180,11 +180,14 @@ def test_experts_stay_balanced_whole(tmp_path: Path) -> None:
 
 
 def test_a_micro_batch_without_labels_teaches_nothing(tmp_path: Path) -> None:
-    """Its own plain mean, of no label, is not a number."""
+    """Its own plain mean, of no label, is not a number, and would be logged."""
     student, teacher = (bert(BertForTokenClassification, seed, num_labels=64) for seed in (1, 2))
     data = texts((0, 0, 3, 5))
     expected = reference(student, teacher, data[2:], shift=False)
-    assert distance(trained(tmp_path, student, teacher, data, 2, 2), expected) < 1e-5
+    trainer = Trainer(student, arguments(tmp_path, 2, 2), train_dataset=data, callbacks=[distil(teacher)])
+    assert distance(update(trainer), expected) < 1e-5
+    line = trainer.state.log_history[0]
+    assert line["loss"] == pytest.approx(ALPHA * line["ce_loss"] + (1 - ALPHA) * line["kd_loss"], rel=1e-4)
 
 
 def test_resuming_goes_on_as_if_never_stopped(tmp_path: Path) -> None:

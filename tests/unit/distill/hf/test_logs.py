@@ -29,12 +29,18 @@ def test_the_parts_add_up_to_the_loss(tmp_path: Path, cut: tuple[int, int], fuse
 
 
 def test_ce_is_what_plain_training_logs(tmp_path: Path) -> None:
-    args = arguments(tmp_path, 1, 4, learning_rate=0.0)
-    trainer = Trainer(llama(1), args, train_dataset=texts(), callbacks=[DistillationCallback(llama(2), alpha=ALPHA)])
-    trainer.train()
-    plain = Trainer(llama(1), args, train_dataset=texts())
-    plain.train()
-    assert trainer.state.log_history[0]["ce_loss"] == pytest.approx(plain.state.log_history[0]["loss"], rel=1e-5)
+    """Between two evaluations too, which neither have it nor take it away."""
+    more = {"max_steps": 2, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    args = arguments(tmp_path, 1, 4, learning_rate=0.0, **more)
+    data = texts((9, 3, 6, 1, 4, 4, 2, 8))
+    callbacks = [DistillationCallback(llama(2), alpha=ALPHA)]
+    trainer = Trainer(llama(1), args, train_dataset=data, eval_dataset=data, callbacks=callbacks)
+    plain = Trainer(llama(1), args, train_dataset=data, eval_dataset=data)
+    for each in (trainer, plain):
+        each.train()
+    (mine,), (theirs,) = ([line for line in t.state.log_history if "loss" in line] for t in (trainer, plain))
+    assert mine["ce_loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    assert sum("ce_loss" in line for line in trainer.state.log_history) == 1
 
 
 def test_a_loss_that_ignores_the_count_is_logged_as_a_mean(tmp_path: Path) -> None:

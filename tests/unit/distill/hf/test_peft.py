@@ -58,7 +58,9 @@ def test_what_was_frozen_stays_so(tmp_path: Path) -> None:
     for name, parameter in student.named_parameters():
         if name in frozen:
             parameter.requires_grad_(False)
+    flags = {name: parameter.requires_grad for name, parameter in student.named_parameters()}
     found = distilled(tmp_path, student, "base")
+    assert {name: parameter.requires_grad for name, parameter in student.named_parameters()} == flags
     assert all(float(found[name].abs().max()) == 0 for name in frozen)
     assert any(float(value.abs().max()) > 0 for value in found.values())
 
