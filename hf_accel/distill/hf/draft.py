@@ -110,7 +110,7 @@ def distill_draft(
         decoder = Decoder(patched, temperature=temperature, seed=seed)
         examples = _examples(decoder, train, share, prompt_tokens, max_length, seed, progress_bar)
         unseen = [{"input_ids": row, "labels": row} for row in held_out]  # for an eval_strategy of args
-        _train(draft, target, objective, (examples, unseen), arguments, frozen=share_embeddings)
+        _train(draft, target, objective, (examples, unseen), arguments)
         after = measured()
     return DraftResult(draft, before, after)
 
@@ -210,17 +210,19 @@ def _collated(examples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
 # -- training ------------------------------------------------------------------------------------------
 
 
-def _train(
-    draft: Any, target: Any, objective: Objective, examples: tuple[Any, Any], args: TrainingArguments, *, frozen: bool
-) -> None:
-    """In float32, in which small steps are not rounded away; the draft takes over the result in its own dtypes."""
-    pupil: Any = init_student(draft, num_layers=draft.config.get_text_config(decoder=True).num_hidden_layers,
-                              dtype=torch.float32)  # fmt: skip
-    if frozen:
-        for module in (pupil.get_input_embeddings(), pupil.get_output_embeddings()):
-            if module is not None:
-                module.requires_grad_(False)
-    use_cache = pupil.config.use_cache
+def _pupil(draft: Any) -> Any:
+    """What is trained: the draft in float32, in which small steps are not rounded away."""
+    count = draft.config.get_text_config(decoder=True).num_hidden_layers
+    pupil: Any = init_student(draft, num_layers=count, dtype=torch.float32)
+    frozen = {name for name, parameter in draft.named_parameters() if not parameter.requires_grad}
+    for name, parameter in pupil.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    return pupil
+
+
+def _train(draft: Any, target: Any, objective: Objective, examples: tuple[Any, Any], args: TrainingArguments) -> None:
+    """The draft takes over the result in its own dtypes."""
+    pupil = _pupil(draft)
     teach = DistillationCallback(target, alpha=objective.alpha, temperature=objective.temperature, loss=objective.loss)
     trainer = Trainer(
         model=pupil,
@@ -233,7 +235,6 @@ def _train(
     if args.disable_tqdm:
         trainer.remove_callback(PrinterCallback)  # it would print every log
     trainer.train()
-    pupil.config.use_cache = use_cache
     learnt = dict(pupil.named_parameters())
     with torch.no_grad():
         for name, parameter in draft.named_parameters():

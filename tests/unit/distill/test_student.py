@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_accel import UnsupportedError
-from hf_accel.distill.student import Influence, choose_layers, keep_in_config, most_influential
+from hf_accel.distill.student import Influence, check_layers, choose_layers, keep_in_config, most_influential
 
 
 def chosen(total: int, num_layers: Any = None, layers: Any = None, strategy: str = "uniform") -> list[int]:
@@ -127,3 +127,27 @@ def test_influence_is_one_less_the_mean_cosine() -> None:
     assert not any(layer._forward_hooks for layer in layers)
     with pytest.raises(UnsupportedError, match="no text"):
         Influence(layers).values()
+
+
+class Layer(nn.Module):
+    """With a window in every other place, which only its number says."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.window = None if layer_idx % 2 else 8
+        self.dropout = nn.Dropout(0.1)
+
+
+class Stack(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(i) for i in range(count))
+
+
+def test_a_layer_must_be_in_its_new_place_what_it_was() -> None:
+    teacher = Stack(4).train()
+    teacher.layers[2].dropout.p = 0.0  # type: ignore[union-attr, assignment]
+    check_layers(teacher, Stack(2).eval(), ["layers"], [2, 3])
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.window is None, in the teacher it was 8"):
+        check_layers(teacher, Stack(2), ["layers"], [0, 2])

@@ -111,6 +111,12 @@ def test_per_layer_lists_of_configs_are_picked() -> None:
     assert init_student(DECODERS["qwen3 moe"](), layers=[1, 3]).config.mlp_only_layers == [1]
 
 
+def test_buffers_that_no_checkpoint_has_are_copied_too() -> None:
+    teacher = llama()
+    teacher.model.rotary_emb.inv_freq.mul_(0.5)
+    assert torch.equal(init_student(teacher, layers=[0, 2])(IDS).logits, by_hand(teacher, [0, 2]))
+
+
 def test_ties_modes_and_generation_config_are_the_teachers() -> None:
     teacher = DECODERS["llama tied"]().train()
     teacher.generation_config.max_new_tokens = 7
