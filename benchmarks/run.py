@@ -39,6 +39,7 @@ from . import (
     shared_prompts,
     small_model,
     speculation,
+    students,
     waste,
 )
 from .bench import Bench
@@ -68,6 +69,8 @@ TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
     "speculation": speculation.measure,
     "drafters": drafters.measure,
     "distill_memory": distill_memory.measure,
+    "students": students.measure,
+    "ablation": students.ablation,
 }
 
 
@@ -108,6 +111,8 @@ def model_of(topic: str, bench: Bench) -> str:
         "small_model": str(small_model.SHIPPED),
         "quality": quality.checkpoint(bench.settings),
         "drafters": drafters.target_of(bench.settings),
+        "students": drafters.target_of(bench.settings),
+        "ablation": drafters.target_of(bench.settings),
         "distill_memory": f"random heads of width {bench.settings.distill_width}",
     }
     return Path(own[topic]).name if topic in own else bench.description
@@ -132,6 +137,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="tokens of it")
     parser.add_argument("--target", help="checkpoint that the drafters topic generates with; else the shipped one")
     parser.add_argument("--draft", help="smaller checkpoint of the same tokenizer that drafts for it")
+    parser.add_argument("--layers-kept", default="", help="comma-separated, of --target, that a student begins with")
     parser.add_argument("--rounds", type=int, help="repetitions")
     parser.add_argument("--setups", default="", help=f"comma-separated, of {', '.join(s.name for s in SETUPS)}")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the JSON files and the README")
@@ -161,6 +167,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         text=arguments.text,
         target=arguments.target,
         draft=arguments.draft,
+        student_layers=tuple(map(int, filter(None, arguments.layers_kept.split(",")))),
         setups=tuple(filter(None, arguments.setups.split(","))),
     )
     settings = settings.quicker() if arguments.quick else settings

@@ -26,6 +26,9 @@ class Settings:
         then shared_new_tokens new ones.
     draft_prompt, draft_new_tokens, draft_batches, draft_acceptances, draft_counts, draft_rounds: of the oracle's
         drafts; nothing_batches, nothing_rounds: where none is accepted.
+    student_layers: of the target, that students begin with; none: half of them. student_seeds, student_steps,
+        student_batch, student_length, student_rate: of their training; ablation_steps: of each in the ablation.
+    draft_steps: of the training of the drafts topic, draft_seeds times; draft_layers: of a draft.
     distill_vocabularies, distill_contexts: classes of the heads whose distillation is measured, and with how many
         contexts of tokens each; distill_width: of the hidden states.
     target, draft: checkpoints of the drafters topic. text_prompts: of text_prompt tokens of `text`, for each kind,
@@ -78,6 +81,13 @@ class Settings:
     text_new_tokens: int = 96
     text_temperatures: tuple[float, ...] = (0.0, 1.0)
     text_rounds: int = 2
+    student_layers: tuple[int, ...] = ()
+    student_seeds: tuple[int, ...] = (0, 1, 2)
+    student_steps: int = 1500
+    student_batch: int = 4
+    student_length: int = 256
+    student_rate: float = 2e-3
+    ablation_steps: int = 200
     distill_vocabularies: tuple[int, ...] = (32_000, 151_936)
     distill_contexts: tuple[int, ...] = (4, 2)
     distill_width: int = 256
@@ -124,6 +134,11 @@ class Settings:
             text_new_tokens=self.text_new_tokens // 4,
             text_temperatures=self.text_temperatures[:1],
             text_rounds=1,
+            student_seeds=self.student_seeds[:1],
+            student_steps=self.student_steps // 500,
+            student_batch=self.student_batch // 2,
+            student_length=self.student_length // 8,
+            ablation_steps=self.ablation_steps // 100,
             distill_vocabularies=self.distill_vocabularies[:1],
             distill_contexts=self.distill_contexts[:1],
             quality_tokens=self.quality_tokens // 8,

@@ -1,0 +1,192 @@
+"""Distillation on real text: students of half the depth, each trained on text alone and from the teacher."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+import hf_accel
+from hf_accel.distill.student import choose_layers
+
+from .bench import Bench
+from .drafters import target_of
+from .models import load_model
+from .processes import call
+from .settings import Settings
+from .tables import Row, Table
+from .timing import median_ratio, take_turns, time_generate
+
+Fields = dict[str, Any]
+
+KINDS: dict[str, Fields] = {
+    "text alone": {"alpha": 1.0},
+    "distilled": {"alpha": 0.1, "hidden_weight": 1.0, "fused": True},
+}
+NOTE = (
+    "Each row is one training; both begin with the same layers of the teacher and read the same text in the same "
+    "order, drawn by the seed. accuracy: next tokens of the held-out text that are the likeliest; kept: over the "
+    "teacher's; same choice: likeliest tokens that are the teacher's too; acceptance: sum(min(p, q)) with the teacher."
+)
+SPEED_NOTE = "Whole calls of generate() at batch 1, the prompt included; stock and patched are the same weights."
+ABLATION_NOTE = (
+    "Each row is one training of the same steps; loss, T and alpha are those of L = alpha * CE + (1 - alpha) * T^2 * "
+    "D; +- is half the range over the seeds."
+)
+
+
+def measure(bench: Bench) -> list[Table]:
+    settings = bench.settings
+    trainings = [(kind, seed) for seed in settings.student_seeds for kind in KINDS]
+    found = train_all(settings, [{**KINDS[kind], "seed": seed} for kind, seed in trainings])
+    rows = [row_of(kind, seed, result) for (kind, seed), result in zip(trainings, found, strict=True)]
+    return [summary(settings, rows), Table("each training", rows, NOTE), speed(settings)]
+
+
+def train_all(settings: Settings, wanted: Sequence[Fields], module: str = "train_student") -> list[Any]:
+    """What processes of one thread print, as many at once as there are cores, in the order of `wanted`."""
+    workers = max(1, torch.get_num_threads())
+
+    def one(fields: Fields) -> Any:
+        print(f"    training: {fields}", flush=True)
+        everything = {**common(settings), **fields}
+        found = call(module, json.dumps(everything), environment={"OMP_NUM_THREADS": "1"})
+        print(f"    trained: {fields}: {found}", flush=True)
+        return found
+
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(one, wanted))
+
+
+def common(settings: Settings) -> Fields:
+    return {
+        "teacher": target_of(settings),
+        "text": settings.text,
+        "layers": kept_layers(settings),
+        "steps": settings.student_steps,
+        "batch": settings.student_batch,
+        "length": settings.student_length,
+        "learning_rate": settings.student_rate,
+        "measured": settings.quality_tokens,
+    }
+
+
+def kept_layers(settings: Settings) -> list[int]:
+    """Those that were named, or half of the teacher's, its first and last among them."""
+    if settings.student_layers:
+        return list(settings.student_layers)
+    total: int = load_model(target_of(settings)).config.num_hidden_layers
+    return choose_layers(total, total // 2, None, "first_last")
+
+
+# -- tables --------------------------------------------------------------------------------------------
+
+
+def row_of(kind: str, seed: int, result: Any) -> Row:
+    return {
+        "student": kind,
+        "seed": seed,
+        "kept_share": result["accuracy"] / result["teacher_accuracy"],
+        "accuracy_share": result["accuracy"],
+        "teacher_accuracy_share": result["teacher_accuracy"],
+        "perplexity": math.exp(result["nats"]),
+        "teacher_perplexity": math.exp(result["teacher_nats"]),
+        "same_choice_share": result["same_choice"],
+        "acceptance_share": result["acceptance"],
+        "training_seconds": result["training_seconds"],
+    }
+
+
+def summary(settings: Settings, rows: Sequence[Row]) -> Table:
+    columns = ("kept_share", "accuracy_share", "perplexity", "same_choice_share", "acceptance_share")
+    table = []
+    for kind in dict.fromkeys(row["student"] for row in rows):
+        own = [row for row in rows if row["student"] == kind]
+        table.append({"student": kind} | {name: statistics.mean(row[name] for row in own) for name in columns})
+    tokens = settings.student_steps * settings.student_batch * settings.student_length
+    title = (
+        f"layers {', '.join(map(str, kept_layers(settings)))} of the teacher, {settings.student_steps} steps, {tokens} "
+        f"tokens, mean of {len(settings.student_seeds)} seeds"
+    )
+    return Table(title, table, NOTE)
+
+
+def speed(settings: Settings) -> Table:
+    """Of the teacher and of a student of these layers, which its weights do not change."""
+    teacher = load_model(target_of(settings))
+    student = hf_accel.init_student(teacher, layers=kept_layers(settings)).eval()
+    prompt = torch.randint(1, teacher.config.vocab_size, (1, settings.text_prompt))
+    rows: list[Row] = []
+    for name, weights in (("stock", "stock"), ("hf_accel exact", None), ("hf_accel int8", "int8")):
+        seconds = timed(settings, {"teacher": teacher, "student": student}, prompt, weights)
+        rows.append(
+            {
+                "setup": name,
+                "ratio": median_ratio(seconds["teacher"], seconds["student"]),
+                "teacher_seconds": statistics.median(seconds["teacher"]),
+                "student_seconds": statistics.median(seconds["student"]),
+            }
+        )
+    amount = f"{settings.text_new_tokens} tokens after {settings.text_prompt}"
+    return Table(f"speed of a student, {amount}", rows, SPEED_NOTE)
+
+
+def timed(settings: Settings, models: dict[str, PreTrainedModel], prompt: Any, weights: Any) -> dict[str, list[float]]:
+    for model in models.values():
+        model.generation_config.eos_token_id = None
+        if weights != "stock":
+            hf_accel.patch(model, weights=weights, keep_original=True)
+    runs = {
+        name: lambda model=model: time_generate(model, prompt, num_new=settings.text_new_tokens).total
+        for name, model in models.items()
+    }
+    seconds = take_turns(runs, rounds=settings.rounds)
+    for model in models.values():
+        if weights != "stock":
+            hf_accel.unpatch(model)
+    return seconds
+
+
+# -- ablation ------------------------------------------------------------------------------------------
+
+ABLATION: list[Fields] = [
+    *({"alpha": alpha, "temperature": 2.0, "loss": "fkl"} for alpha in (1.0, 0.5, 0.0)),
+    *({"alpha": 0.0, "temperature": temperature, "loss": "fkl"} for temperature in (1.0, 4.0)),
+    *({"alpha": 0.0, "temperature": 1.0, "loss": loss} for loss in ("rkl", "jsd", "tv", "nla", "lk")),
+]
+
+
+def ablation(bench: Bench) -> list[Table]:
+    settings = dataclasses.replace(bench.settings, student_steps=bench.settings.ablation_steps)
+    trainings = [{**fields, "seed": seed} for fields in ABLATION for seed in settings.student_seeds]
+    found = train_all(settings, trainings)
+    rows = []
+    for fields in ABLATION:
+        own = [r for t, r in zip(trainings, found, strict=True) if fields.items() <= t.items()]
+        rows.append(
+            {
+                "alpha": fields["alpha"],
+                "T": "-" if fields["alpha"] == 1 else fields["temperature"],
+                "loss": "-" if fields["alpha"] == 1 else fields["loss"],
+                "accuracy_share": statistics.mean(r["accuracy"] for r in own),
+                "accuracy +-": spread([100 * r["accuracy"] for r in own]),
+                "perplexity": math.exp(statistics.mean(r["nats"] for r in own)),
+                "same_choice_share": statistics.mean(r["same_choice"] for r in own),
+                "acceptance_share": statistics.mean(r["acceptance"] for r in own),
+                "acceptance +-": spread([100 * r["acceptance"] for r in own]),
+            }
+        )
+    tokens = settings.student_steps * settings.student_batch * settings.student_length
+    title = f"{settings.student_steps} steps, {tokens} tokens, mean of {len(settings.student_seeds)} seeds"
+    return [Table(title, rows, ABLATION_NOTE)]
+
+
+def spread(percents: Sequence[float]) -> str:
+    return f"{(max(percents) - min(percents)) / 2:.1f}"
