@@ -28,7 +28,7 @@ class Settings:
         drafts; nothing_batches, nothing_rounds: where none is accepted.
     student_layers: of the target, that students begin with; none: half of them. student_seeds, student_steps,
         student_batch, student_length, student_rate: of their training; ablation_steps: of each in the ablation.
-    draft_steps: of the training of the drafts topic, draft_seeds times; draft_layers: of a draft.
+
     distill_vocabularies, distill_contexts: classes of the heads whose distillation is measured, and with how many
         contexts of tokens each; distill_width: of the hidden states.
     target, draft: checkpoints of the drafters topic. text_prompts: of text_prompt tokens of `text`, for each kind,
