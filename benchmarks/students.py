@@ -52,12 +52,11 @@ def measure(bench: Bench) -> list[Table]:
 
 def train_all(settings: Settings, wanted: Sequence[Fields], module: str = "train_student") -> list[Any]:
     """What processes of one thread print, as many at once as there are cores, in the order of `wanted`."""
-    workers = max(1, torch.get_num_threads())
+    workers, shared = max(1, torch.get_num_threads()), common(settings)
 
     def one(fields: Fields) -> Any:
         print(f"    training: {fields}", flush=True)
-        everything = {**common(settings), **fields}
-        found = call(module, json.dumps(everything), environment={"OMP_NUM_THREADS": "1"})
+        found = call(module, json.dumps({**shared, **fields}), environment={"OMP_NUM_THREADS": "1"})
         print(f"    trained: {fields}: {found}", flush=True)
         return found
 
