@@ -181,6 +181,15 @@ def test_a_student_that_is_sure_of_the_best() -> None:
     assert gradient[0].tolist() == pytest.approx([0.5, -0.5 * (1 - p), -0.5 * p, 0], abs=1e-6)
 
 
+def test_a_rest_far_below_the_best() -> None:
+    """Its tokens share its gradient however small it is; of -2e4 the softmax over all is 0."""
+    student = torch.tensor([[0.0, -2e4, -2e4 + 1]])
+    rows = TopRows(torch.tensor([[0]]), torch.tensor([[0.5]]).log(), 3)
+    gradient = gradient_of(lambda z: divergence_sum(z, rows, Objective(0.0, 1.0)), student)
+    p = math.exp(1) / (1 + math.exp(1))
+    assert gradient[0].tolist() == pytest.approx([0.5, -0.5 * (1 - p), -0.5 * p], abs=1e-3)
+
+
 # -- positions -----------------------------------------------------------------------------------------
 
 
@@ -270,6 +279,32 @@ def test_the_worked_padding() -> None:
     student, teacher = torch.tensor([[1.0, 1, 0]]), torch.tensor([[2.0, 1, 0, -9]])
     loss = distillation_loss(student, teacher, None, alpha=0, temperature=1.0, shift=False)
     assert loss.item() == pytest.approx(0.119630, abs=1e-6)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_logits_of_minus_infinity(loss: str) -> None:
+    """Classes that both leave out are not there; one that either leaves out makes nothing NaN."""
+    student, teacher, labels = logits_and_labels()
+    expected = distillation_loss(student, teacher, labels, loss=loss)
+    out = torch.full((2, 6, 3), -math.inf, dtype=torch.float64)
+    both = [torch.cat((x, out), -1) for x in (student, teacher)]
+    assert relative_error(distillation_loss(*both, labels, loss=loss), expected) <= 1e-12
+    assert gradient_of(lambda z: distillation_loss(z, both[1], labels, loss=loss), both[0]).isfinite().all()
+    for left_out in (student, teacher):
+        one = left_out.clone()
+        one[..., 5] = -math.inf
+        s, t = (one, teacher) if left_out is student else (student, one)
+        assert distillation_loss(s, t, None, alpha=0, loss=loss).isfinite()
+        assert gradient_of(lambda z, t=t: distillation_loss(z, t, None, alpha=0, loss=loss), s).isfinite().all()
+
+
+def test_a_sum_without_weight_does_not_count() -> None:
+    """Not even if it is infinite."""
+    student = torch.tensor([[0.0, 1.0, -math.inf]])
+    sums = loss_sums(student, DenseRows(torch.zeros(1, 3)[:, :2]), Objective(0.0), torch.tensor([1]), size=2)
+    assert sums.total == sums.kd
+    sums = loss_sums(student, DenseRows(torch.zeros(1, 3)), Objective(0.0), torch.tensor([2]))
+    assert sums.ce == math.inf and sums.total == sums.kd
 
 
 # -- dtypes --------------------------------------------------------------------------------------------
