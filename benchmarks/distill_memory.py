@@ -17,11 +17,11 @@ FORMS = {
 }
 TOLERANCE = 1e-4  # relative, of the loss and of the gradients' norms
 NOTE = (
-    "One step from hidden states to the gradients of hidden states and head, float32, alpha 0.5, T 2, forward KL, "
-    "each form in a process of its own. The peak is resident memory above hidden states and heads, and includes "
-    "the gradients that are returned; logits: it over one float32 tensor of all logits. memory ratio, ratio: torch's "
-    "peak and time over the form's. Losses and gradients were equal before they were timed, but for the stored teacher's, "
-    "whose tail is one class."
+    "One step from hidden states to the gradients of hidden states and head, float32, alpha 0.5, T 2, forward "
+    "KL, each form in a process of its own. The peak is resident memory above hidden states and heads, and "
+    "includes the gradients that are returned; logits: it over one float32 tensor of all logits. memory ratio, "
+    "ratio: torch's peak and time over the form's. Losses and gradients were equal before they were timed, but "
+    "for the stored teacher's, whose tail is one class."
 )
 
 

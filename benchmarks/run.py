@@ -25,6 +25,7 @@ from . import (
     decode,
     distill_memory,
     drafters,
+    drafts,
     generate,
     isa,
     ladder,
@@ -71,6 +72,7 @@ TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
     "distill_memory": distill_memory.measure,
     "students": students.measure,
     "ablation": students.ablation,
+    "drafts": drafts.measure,
 }
 
 
@@ -113,6 +115,7 @@ def model_of(topic: str, bench: Bench) -> str:
         "drafters": drafters.target_of(bench.settings),
         "students": drafters.target_of(bench.settings),
         "ablation": drafters.target_of(bench.settings),
+        "drafts": drafters.target_of(bench.settings),
         "distill_memory": f"random heads of width {bench.settings.distill_width}",
     }
     return Path(own[topic]).name if topic in own else bench.description

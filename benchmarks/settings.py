@@ -29,6 +29,8 @@ class Settings:
     student_layers: of the target, that students begin with; none: half of them. student_seeds, student_steps,
         student_batch, student_length, student_rate: of their training; ablation_steps: of each in the ablation.
 
+    draft_steps, draft_rows, draft_length, draft_rate: of the training of a draft, on as many seeds; draft_measured:
+        tokens that its acceptance is measured on; draft_prompts: that are continued with it.
     distill_vocabularies, distill_contexts: classes of the heads whose distillation is measured, and with how many
         contexts of tokens each; distill_width: of the hidden states.
     target, draft: checkpoints of the drafters topic. text_prompts: of text_prompt tokens of `text`, for each kind,
@@ -88,6 +90,12 @@ class Settings:
     student_length: int = 256
     student_rate: float = 2e-3
     ablation_steps: int = 200
+    draft_steps: int = 500
+    draft_rows: int = 8
+    draft_length: int = 128
+    draft_rate: float = 1e-3
+    draft_measured: int = 4096
+    draft_prompts: int = 8
     distill_vocabularies: tuple[int, ...] = (32_000, 151_936)
     distill_contexts: tuple[int, ...] = (4, 2)
     distill_width: int = 256
@@ -138,6 +146,10 @@ class Settings:
             student_steps=self.student_steps // 500,
             student_batch=self.student_batch // 2,
             student_length=self.student_length // 8,
+            draft_steps=self.draft_steps // 250,
+            draft_rows=self.draft_rows // 4,
+            draft_measured=self.draft_measured // 16,
+            draft_prompts=self.draft_prompts // 4,
             ablation_steps=self.ablation_steps // 100,
             distill_vocabularies=self.distill_vocabularies[:1],
             distill_contexts=self.distill_contexts[:1],

@@ -45,22 +45,22 @@ ABLATION_NOTE = (
 def measure(bench: Bench) -> list[Table]:
     settings = bench.settings
     trainings = [(kind, seed) for seed in settings.student_seeds for kind in KINDS]
-    found = train_all(settings, [{**KINDS[kind], "seed": seed} for kind, seed in trainings])
+    shared = common(settings)
+    found = train_all([{**shared, **KINDS[kind], "seed": seed} for kind, seed in trainings], "train_student")
     rows = [row_of(kind, seed, result) for (kind, seed), result in zip(trainings, found, strict=True)]
     return [summary(settings, rows), Table("each training", rows, NOTE), speed(settings)]
 
 
-def train_all(settings: Settings, wanted: Sequence[Fields], module: str = "train_student") -> list[Any]:
+def train_all(wanted: Sequence[Fields], module: str) -> list[Any]:
     """What processes of one thread print, as many at once as there are cores, in the order of `wanted`."""
-    workers, shared = max(1, torch.get_num_threads()), common(settings)
 
     def one(fields: Fields) -> Any:
         print(f"    training: {fields}", flush=True)
-        found = call(module, json.dumps({**shared, **fields}), environment={"OMP_NUM_THREADS": "1"})
+        found = call(module, json.dumps(fields), environment={"OMP_NUM_THREADS": "1"})
         print(f"    trained: {fields}: {found}", flush=True)
         return found
 
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
         return list(pool.map(one, wanted))
 
 
@@ -111,8 +111,8 @@ def summary(settings: Settings, rows: Sequence[Row]) -> Table:
         table.append({"student": kind} | {name: statistics.mean(row[name] for row in own) for name in columns})
     tokens = settings.student_steps * settings.student_batch * settings.student_length
     title = (
-        f"layers {', '.join(map(str, kept_layers(settings)))} of the teacher, {settings.student_steps} steps, {tokens} "
-        f"tokens, mean of {len(settings.student_seeds)} seeds"
+        f"layers {', '.join(map(str, kept_layers(settings)))} of the teacher, {settings.student_steps} steps, "
+        f"{tokens} tokens, mean of {len(settings.student_seeds)} seeds"
     )
     return Table(title, table, NOTE)
 
@@ -164,8 +164,9 @@ ABLATION: list[Fields] = [
 
 def ablation(bench: Bench) -> list[Table]:
     settings = dataclasses.replace(bench.settings, student_steps=bench.settings.ablation_steps)
-    trainings = [{**fields, "seed": seed} for fields in ABLATION for seed in settings.student_seeds]
-    found = train_all(settings, trainings)
+    shared = common(settings)
+    trainings = [{**shared, **fields, "seed": seed} for fields in ABLATION for seed in settings.student_seeds]
+    found = train_all(trainings, "train_student")
     rows = []
     for fields in ABLATION:
         own = [r for t, r in zip(trainings, found, strict=True) if fields.items() <= t.items()]
