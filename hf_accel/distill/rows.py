@@ -98,8 +98,8 @@ class HeadRows:
 @dataclass(frozen=True)
 class TopRows:
     """ids: int64 [N, k], different in a row; log_probs: float [N, k], of those ids among all, softened by T. What
-    is missing to 1 is one bucket. vocab_size: of the teacher. excess: float [N], if the mass of the rest lies on tokens
-    that were drawn from it: what D is too large by, whoever the student."""
+    is missing to 1 is one bucket. vocab_size: of the teacher. excess: float [N], if the mass of the rest lies on some
+    tokens drawn from it: what D is too large by, whoever the student."""
 
     ids: Tensor
     log_probs: Tensor

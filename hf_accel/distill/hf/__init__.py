@@ -1,13 +1,13 @@
 """Where distillation knows transformers: callback, trainer, the teacher on disk, students and drafts."""
 
 from .callback import DistillationCallback
-from .config import DistillationConfig, DistillationSettings
-from .draft import DraftResult, distill_draft
-from .measure import measure_acceptance
-from .mixin import DistillationMixin
-from .student import init_student
-from .teacher_cache import TeacherCache
-from .trainer import DistillationTrainer
+from .drafts.draft import DraftResult, distill_draft
+from .drafts.measure import measure_acceptance
+from .drafts.student import init_student
+from .stored.teacher_cache import TeacherCache
+from .training.config import DistillationConfig, DistillationSettings
+from .training.mixin import DistillationMixin
+from .training.trainer import DistillationTrainer
 
 __all__ = [
     "DistillationCallback",

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from ...errors import UnsupportedError
 from ..objective import Objective
-from .hook import DistillationHook
-from .means import LossMeans
-from .steps import StepGuard, calling_trainer, refuse
-from .teachers import Teacher, as_teacher
+from .teaching.hook import DistillationHook
+from .teaching.means import LossMeans
+from .teaching.steps import StepGuard, calling_trainer, refuse
+from .teaching.teachers import Teacher, as_teacher
 
 
 class DistillationCallback(TrainerCallback):

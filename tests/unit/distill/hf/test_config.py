@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 
-from hf_accel.distill.hf.config import DistillationConfig, DistillationSettings
+from hf_accel.distill.hf.training.config import DistillationConfig, DistillationSettings
 from hf_accel.errors import UnsupportedError
 
 GIVEN: dict[str, Any] = {

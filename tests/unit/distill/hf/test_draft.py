@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 import hf_accel
 from hf_accel import SpeculativeConfig, UnsupportedError
-from hf_accel.distill.hf.decoding import Decoder, as_patched
-from hf_accel.distill.hf.draft import _collated, _examples, _pupil, distill_draft
-from hf_accel.distill.hf.student import init_student
+from hf_accel.distill.hf.drafts.decoding import Decoder, as_patched
+from hf_accel.distill.hf.drafts.draft import _collated, _examples, _pupil, distill_draft
+from hf_accel.distill.hf.drafts.student import init_student
 
 from .families import V, llama
 from .test_measure import pair

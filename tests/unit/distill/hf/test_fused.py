@@ -10,7 +10,7 @@ import torch
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, Trainer
 
 from hf_accel.distill.hf import DistillationCallback
-from hf_accel.distill.hf.teachers import ModelTeacher
+from hf_accel.distill.hf.teaching.teachers import ModelTeacher
 from hf_accel.distill.rows import HeadRows
 
 from .classroom import (

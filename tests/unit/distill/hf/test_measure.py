@@ -11,8 +11,8 @@ import torch
 
 import hf_accel
 from hf_accel import SpeculativeConfig, UnsupportedError
-from hf_accel.distill.hf.measure import Watch, _by_length, measure_acceptance
-from hf_accel.distill.hf.student import init_student
+from hf_accel.distill.hf.drafts.measure import Watch, _by_length, measure_acceptance
+from hf_accel.distill.hf.drafts.student import init_student
 from hf_accel.generation.break_even import gains
 from hf_accel.generation.sampling import SamplingParams
 from hf_accel.generation.sequence import Sequence

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from hf_accel.distill.hf.config import DistillationSettings
-from hf_accel.distill.hf.mixin import DistillationMixin
+from hf_accel.distill.hf.training.config import DistillationSettings
+from hf_accel.distill.hf.training.mixin import DistillationMixin
 
 from .classroom import ALPHA, VOCABULARY, arguments, distance, llama, reference, texts, update
 from .test_trainer import SETTINGS, trainer

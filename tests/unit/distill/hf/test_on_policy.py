@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_accel.distill.hf.config import DistillationSettings
-from hf_accel.distill.hf.on_policy import StudentSampler, prompts_of
-from hf_accel.distill.hf.trainer import DistillationTrainer
+from hf_accel.distill.hf.training.config import DistillationSettings
+from hf_accel.distill.hf.training.on_policy import StudentSampler, prompts_of
+from hf_accel.distill.hf.training.trainer import DistillationTrainer
 from hf_accel.errors import UnsupportedError
 from hf_accel.patch import is_patched
 

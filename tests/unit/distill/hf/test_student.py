@@ -13,7 +13,7 @@ from transformers import AlbertConfig, AlbertForMaskedLM, T5Config, T5ForConditi
 
 import hf_accel
 from hf_accel import UnsupportedError
-from hf_accel.distill.hf.student import init_student
+from hf_accel.distill.hf.drafts.student import init_student
 
 from .families import DECODERS, ENCODERS, SMALL, V, llama, made
 

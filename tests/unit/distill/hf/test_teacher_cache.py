@@ -26,8 +26,9 @@ from transformers import (
 )
 
 import hf_accel
-from hf_accel.distill.hf import DistillationCallback, cache_files
-from hf_accel.distill.hf.teacher_cache import TeacherCache
+from hf_accel.distill.hf import DistillationCallback
+from hf_accel.distill.hf.stored import files
+from hf_accel.distill.hf.stored.teacher_cache import TeacherCache
 from hf_accel.distill.objective import Objective
 from hf_accel.distill.rows import DenseRows, TopRows
 from hf_accel.errors import HfAccelError, UnsupportedError
@@ -366,8 +367,8 @@ def failing(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
             raise OSError(28, "No space left on device")
         real(tensors, file, **more)
 
-    real = cache_files.save_file
-    monkeypatch.setattr(cache_files, "save_file", save)
+    real = files.save_file
+    monkeypatch.setattr(files, "save_file", save)
 
 
 def test_an_interrupted_build_goes_on(teacher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

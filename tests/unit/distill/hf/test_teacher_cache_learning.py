@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_accel.distill.hf.teacher_cache import TeacherCache
+from hf_accel.distill.hf.stored.teacher_cache import TeacherCache
 from hf_accel.distill.losses import divergence_sum
 from hf_accel.distill.objective import Objective
 from hf_accel.distill.rows import DenseRows, Rows

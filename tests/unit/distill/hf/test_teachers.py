@@ -11,7 +11,7 @@ from transformers import BertForMaskedLM, DistilBertConfig, DistilBertForMaskedL
 
 import hf_accel
 from hf_accel.distill.hf import DistillationCallback
-from hf_accel.distill.hf.teachers import ModelTeacher
+from hf_accel.distill.hf.teaching.teachers import ModelTeacher
 
 from .classroom import ALPHA, TEMPERATURE, arguments, bert, distance, llama, reference, t5, texts, update
 

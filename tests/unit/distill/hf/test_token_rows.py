@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_accel import UnsupportedError
-from hf_accel.distill.hf.token_rows import token_rows, windows
+from hf_accel.distill.hf.drafts.token_rows import token_rows, windows
 
 from .families import llama
 

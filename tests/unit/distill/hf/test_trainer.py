@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from hf_accel.distill.hf import DistillationCallback
-from hf_accel.distill.hf.config import DistillationConfig, DistillationSettings
-from hf_accel.distill.hf.mixin import DistillationMixin
-from hf_accel.distill.hf.trainer import DistillationTrainer
+from hf_accel.distill.hf.training.config import DistillationConfig, DistillationSettings
+from hf_accel.distill.hf.training.mixin import DistillationMixin
+from hf_accel.distill.hf.training.trainer import DistillationTrainer
 from hf_accel.errors import UnsupportedError
 
 from .classroom import ALPHA, TEMPERATURE, arguments, bert, classified, distance, llama, reference, t5, texts, update

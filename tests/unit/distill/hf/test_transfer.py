@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BertForMaskedLM, BertForSequenceClassification
 
-from hf_accel.distill.hf.transfer import documents_of
+from hf_accel.distill.hf.training.transfer import documents_of
 from hf_accel.distill.transfer import NOWHERE, Projections
 from hf_accel.errors import UnsupportedError
 

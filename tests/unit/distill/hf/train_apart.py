@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import Trainer
 
 from hf_accel.distill.hf import DistillationCallback
-from hf_accel.distill.hf.trainer import DistillationTrainer
+from hf_accel.distill.hf.training.trainer import DistillationTrainer
 
 from .classroom import arguments, llama, texts
 from .test_trainer import SETTINGS, config

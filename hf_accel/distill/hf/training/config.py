@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from transformers import TrainingArguments
 
-from ...errors import UnsupportedError
-from ..objective import LOSSES, Objective
-from ..transfer import HIDDEN_LOSSES
+from ....errors import UnsupportedError
+from ...objective import LOSSES, Objective
+from ...transfer import HIDDEN_LOSSES
 
 
 @dataclass

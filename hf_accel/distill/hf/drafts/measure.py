@@ -13,14 +13,14 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...config import positive_int
-from ...errors import UnsupportedError
-from ...generation.controller import Controller
-from ...generation.hf.state import STATE
-from ...generation.hf.vocabulary import vocabulary_size
-from ...generation.sequence import Sequence
-from ...patch import is_patched
-from ..measure import AcceptanceReport, Agreement, Trials, never_falling
+from ....config import positive_int
+from ....errors import UnsupportedError
+from ....generation.controller import Controller
+from ....generation.hf.state import STATE
+from ....generation.hf.vocabulary import vocabulary_size
+from ....generation.sequence import Sequence
+from ....patch import is_patched
+from ...measure import AcceptanceReport, Agreement, Trials, never_falling
 from .decoding import Decoder, as_patched
 from .student import evaluating
 from .token_rows import token_rows, windows

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import UnsupportedError
-from ..rows import DenseRows, HeadRows, Rows
+from ....errors import UnsupportedError
+from ...rows import DenseRows, HeadRows, Rows
 from .heads import LastHidden, check_head, head_of
 from .labels import unwrapped
 from .matching import check_pair
@@ -112,7 +112,7 @@ def as_teacher(teacher: Any) -> Teacher:
     if teacher == "base":
         return BaseTeacher()
     if isinstance(teacher, str | PathLike):
-        from .teacher_cache import TeacherCache
+        from ..stored.teacher_cache import TeacherCache
 
         return TeacherCache(Path(teacher))
     if isinstance(teacher, torch.nn.Module):

@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...errors import HfAccelError
-from ..top_logits import Choice, TopLogits
+from ....errors import HfAccelError
+from ...top_logits import Choice, TopLogits
 from .content import DIGEST_BYTES
 
 FORMAT = 1

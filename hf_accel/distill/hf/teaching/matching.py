@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import UnsupportedError
+from ....errors import UnsupportedError
 from .heads import head_of
 from .labels import CLASSIFYING, loss_of, shifts, unwrapped
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import HfAccelError, UnsupportedError
-from ..rows import Rows
-from ..top_logits import TopLogits
-from . import cache_build
-from .cache_files import DTYPES, INDEX, PARTIAL, Index, Settings, Shard
+from ....errors import HfAccelError, UnsupportedError
+from ...rows import Rows
+from ...top_logits import TopLogits
+from ..teaching.teachers import Teacher
+from . import building
 from .content import SHOWN, Span, spans
+from .files import DTYPES, INDEX, PARTIAL, Index, Settings, Shard
 from .identity import describe, hash_vocabulary, task_of
-from .teachers import Teacher
 
 SHARD_BYTES = 2**28
 
@@ -117,7 +117,7 @@ class TeacherCache(Teacher):
             temperatures=sorted({float(t) for t in temperatures}),
             dtype=dtype,
         )
-        cache_build.build(
+        building.build(
             teacher, dataset, path, settings, batch_size=batch_size, collator=collator,
             shard_bytes=shard_bytes, overwrite=overwrite, progress=progress,
         )  # fmt: skip
@@ -268,8 +268,8 @@ def _survey(teacher: Any) -> tuple[str, int]:
             "language modelling or for classification, of ids alone"
         )
     ids = torch.zeros(1, 2, dtype=torch.int64, device=teacher.device)
-    with cache_build.frozen(teacher):
-        classes: int = cache_build.logits_of(teacher, {"input_ids": ids}).shape[-1]
+    with building.frozen(teacher):
+        classes: int = building.logits_of(teacher, {"input_ids": ids}).shape[-1]
     if task == "sequence" and getattr(config, "problem_type", None) not in (None, "single_label_classification"):
         raise UnsupportedError(f"problem_type={config.problem_type!r}: only one label of several can be distilled")
     return task, classes

@@ -7,20 +7,20 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel
 
-from ...cache.hf import page_groups
-from ...cache.rows import Pages
-from ...config import CacheConfig, SpeculativeConfig
-from ...errors import UnsupportedError
-from ...generation import sequence as generated
-from ...generation.batcher import Batcher
-from ...generation.controller import Controller
-from ...generation.hf.defaults import stop_token_ids
-from ...generation.hf.drafting import make_speculation
-from ...generation.hf.runner import ModelRunner
-from ...generation.hf.state import STATE
-from ...generation.sampling import SamplingParams
-from ...generation.stopping import StopRules
-from ...patch import is_patched, make_draft
+from ....cache.hf import page_groups
+from ....cache.rows import Pages
+from ....config import CacheConfig, SpeculativeConfig
+from ....errors import UnsupportedError
+from ....generation import sequence as generated
+from ....generation.batcher import Batcher
+from ....generation.controller import Controller
+from ....generation.hf.defaults import stop_token_ids
+from ....generation.hf.drafting import make_speculation
+from ....generation.hf.runner import ModelRunner
+from ....generation.hf.state import STATE
+from ....generation.sampling import SamplingParams
+from ....generation.stopping import StopRules
+from ....patch import is_patched, make_draft
 
 TOKEN_BUDGET = 2048  # of a pass, where a prompt delays nobody
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from ...errors import UnsupportedError
-from ...patch import is_patched, patched
+from ....errors import UnsupportedError
+from ....patch import is_patched, patched
+from ..teaching.labels import unwrapped
 from .config import DistillationSettings
-from .labels import unwrapped
 
 KNOWN = {"input_ids", "attention_mask", "labels", "position_ids"}
 

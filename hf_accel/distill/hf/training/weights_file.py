@@ -7,8 +7,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from ...errors import UnsupportedError
-from ..transfer import Projections
+from ....errors import UnsupportedError
+from ...transfer import Projections
 
 NAME = "distillation_projections.safetensors"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import UnsupportedError
-from ...generation.hf.vocabulary import check_ids
+from ....errors import UnsupportedError
+from ....generation.hf.vocabulary import check_ids
 
 
 def token_rows(dataset: Any, model: Any, *, tokenizer: Any = None, limit: int | None = None) -> list[list[int]]:

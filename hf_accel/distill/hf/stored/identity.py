@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
-from ...errors import UnsupportedError
-from ...generation.hf import STATE
+from ....errors import UnsupportedError
+from ....generation.hf import STATE
 
 SAMPLES = 4096
 VOLATILE = {

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import UnsupportedError
-from ..fused_loss import fused_loss_sums
-from ..losses import divergence_sum
-from ..objective import Objective
+from ....errors import UnsupportedError
+from ...fused_loss import fused_loss_sums
+from ...losses import divergence_sum
+from ...objective import Objective
 from .heads import LastHidden, check_head, head_of
 from .labels import Divisor, check_reading, learnt, shifts, unwrapped
 from .matching import check_fusible, check_student

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import UnsupportedError
-from ..transfer import (
+from ....errors import UnsupportedError
+from ...transfer import (
     NOWHERE,
     Capture,
     Projections,
@@ -19,10 +19,10 @@ from ..transfer import (
     relation_loss,
     uniform_layer_map,
 )
+from ..teaching.hook import DistillationHook
+from ..teaching.labels import IGNORED, Divisor, learnt, shifts, unwrapped
+from ..teaching.teachers import ModelTeacher
 from .config import DistillationSettings
-from .hook import DistillationHook
-from .labels import IGNORED, Divisor, learnt, shifts, unwrapped
-from .teachers import ModelTeacher
 
 PROJECTIONS = "_distillation_projections"
 RELATIONS = ("query", "key", "value")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import UnsupportedError
-from ..head import Head
+from ....errors import UnsupportedError
+from ...head import Head
 from .labels import unwrapped
 
 MULTIPLIERS = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # Cohere, Muse Glimmer, Falcon-H1

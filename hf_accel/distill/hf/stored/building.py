@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from ...errors import HfAccelError, UnsupportedError
-from ..top_logits import TopLogits, top_logits
-from .cache_files import INDEX, LOCK, PARTIAL, SHARD, Index, Settings, Shard, StoredRow, write_shard
+from ....errors import HfAccelError, UnsupportedError
+from ...top_logits import TopLogits, top_logits
 from .content import PACKING, READ, Span, spans
+from .files import INDEX, LOCK, PARTIAL, SHARD, Index, Settings, Shard, StoredRow, write_shard
 from .identity import base_model
 
 SEED = 0

@@ -10,10 +10,10 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from ...errors import UnsupportedError
+from ....errors import UnsupportedError
+from ..teaching.labels import unwrapped
+from ..teaching.teachers import ModelTeacher, Teacher, as_teacher
 from .config import DistillationSettings
-from .labels import unwrapped
-from .teachers import ModelTeacher, Teacher, as_teacher
 
 KINDS = {  # names of the tasks' classes, and who loads them
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",

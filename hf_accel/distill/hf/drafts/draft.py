@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging
 
-from ...config import positive_int
-from ...errors import UnsupportedError
-from ..measure import AcceptanceReport
-from ..objective import Objective
-from .callback import DistillationCallback
+from ....config import positive_int
+from ....errors import UnsupportedError
+from ...measure import AcceptanceReport
+from ...objective import Objective
+from ..callback import DistillationCallback
 from .decoding import Decoder, as_patched
 from .measure import measure_acceptance
 from .random_state import random_state_kept

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..losses import divergence_sum
-from ..objective import Objective
-from ..rows import DenseRows, Rows
-from .hook import with_decoder_inputs
-from .labels import learnt, shifts
-from .teachers import Teacher
+from ...losses import divergence_sum
+from ...objective import Objective
+from ...rows import DenseRows, Rows
+from ..teaching.hook import with_decoder_inputs
+from ..teaching.labels import learnt, shifts
+from ..teaching.teachers import Teacher
 
 ROWS = 256  # of logits compared at a time: float32 of both, and what is made of them
 

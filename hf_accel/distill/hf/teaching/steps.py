@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from ...errors import UnsupportedError
+from ....errors import UnsupportedError
 from .hook import DistillationHook
 
 

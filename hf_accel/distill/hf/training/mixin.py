@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
-from ...errors import UnsupportedError
-from .callback import DistillationCallback
+from ....errors import UnsupportedError
+from ..callback import DistillationCallback
+from ..teaching.hook import DistillationHook
+from ..teaching.steps import refuse
+from ..teaching.teachers import BaseTeacher, ModelTeacher, Teacher
 from .config import DistillationSettings
 from .evaluation import EvaluationMeter
-from .hook import DistillationHook
 from .on_policy import StudentSampler
 from .progress import Averages
-from .steps import refuse
 from .teacher_model import load_teacher
-from .teachers import BaseTeacher, ModelTeacher, Teacher
 from .transfer import Transfer
 from .weights_file import load_projections, save_projections
 

@@ -15,7 +15,7 @@ from transformers.loss.loss_utils import (
     ForTokenClassification,
 )
 
-from ...errors import UnsupportedError
+from ....errors import UnsupportedError
 
 IGNORED = -100
 CLASSIFYING = (ForSequenceClassificationLoss, ForTokenClassification)

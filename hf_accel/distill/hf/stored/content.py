@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import UnsupportedError
-from .teachers import LABELS
+from ....errors import UnsupportedError
+from ..teaching.teachers import LABELS
 
 READ = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # position_ids say it too

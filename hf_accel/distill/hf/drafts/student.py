@@ -13,9 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from ...errors import UnsupportedError
-from ...patch import is_patched, stock_twin
-from ..student import (
+from ....errors import UnsupportedError
+from ....patch import is_patched, stock_twin
+from ...student import (
     Influence,
     check_layers,
     choose_layers,

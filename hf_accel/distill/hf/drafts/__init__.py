@@ -1,0 +1,1 @@
+"""Students made of a teacher's layers, and drafts: trained, measured."""
