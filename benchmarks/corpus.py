@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,20 @@ KNOWN_BY = 300  # characters that a module begins with, which are looked for in 
 
 def training_windows(tokenizer: Any, held_out: str, *, count: int, length: int, seed: int) -> Tensor:
     """int64 [count, length]: windows that begin anywhere. held_out: a module that begins in it is left out."""
-    read_modules = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "train_tiny_model.py"))["read_modules"]
-    modules = [text for text in read_modules()[0] if text[:KNOWN_BY] not in held_out]
+    modules = [text for text in standard_library() if text[:KNOWN_BY] not in held_out]
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(modules), generator=generator).tolist()
     stream = tokens_of(tokenizer, modules, order, least=4 * count * length)
     starts = torch.randint(len(stream) - length + 1, (count,), generator=generator)
     return torch.stack([stream[start : start + length] for start in starts.tolist()])
+
+
+@cache
+def standard_library() -> list[str]:
+    """The modules that the shipped model was trained on."""
+    script = Path(__file__).parents[1] / "examples" / "train_tiny_model.py"
+    modules: list[str] = runpy.run_path(str(script))["read_modules"]()[0]
+    return modules
 
 
 def tokens_of(tokenizer: Any, modules: list[str], order: list[int], *, least: int) -> Tensor:

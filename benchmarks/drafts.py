@@ -18,8 +18,9 @@ from .bench import Bench
 from .corpus import held_out_text
 from .drafters import Run, endless, generate_all, target_of
 from .models import load_model
+from .processes import call_all
 from .settings import Settings
-from .students import Fields, train_all
+from .students import Fields
 from .tables import Row, Table
 from .texts import prompts
 from .timing import take_turns
@@ -64,8 +65,8 @@ def train(settings: Settings, folder: Path) -> dict[tuple[str, int], PreTrainedM
         "learning_rate": settings.draft_rate,
     }
     paths = {(kind, seed): str(folder / f"{kind}-{seed}") for kind, seed in wanted}
-    train_all(
-        [{**shared, **KINDS[kind], "seed": seed, "out": path} for (kind, seed), path in paths.items()], "train_draft"
+    call_all(
+        "train_draft", [{**shared, **KINDS[kind], "seed": seed, "out": path} for (kind, seed), path in paths.items()]
     )
     return {key: endless(load_model(path)) for key, path in paths.items()}
 

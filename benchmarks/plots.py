@@ -85,6 +85,53 @@ def drafters(figure: Any, tables: list[dict[str, Any]]) -> None:
         axes.tick_params(axis="y", labelsize=6)
 
 
+def students(figure: Any, tables: list[dict[str, Any]]) -> None:
+    """What each training kept, and what a student of that depth gains."""
+    kept, speed = figure.subplots(1, 2, width_ratios=(2, 1))
+    for axes, column in zip((kept, kept.twiny()), ("kept_share", "acceptance_share"), strict=True):
+        style = "o" if column == "kept_share" else "x"
+        names = list(dict.fromkeys(row["student"] for row in tables[1]["rows"]))
+        rows = tables[1]["rows"]
+        points = [row[column] for row in rows], [names.index(row["student"]) for row in rows]
+        axes.plot(*points, style, color="C0" if style == "o" else "C1")
+        axes.set_xlabel(
+            "o  of the teacher's accuracy" if style == "o" else "x  acceptance", color="C0" if style == "o" else "C1"
+        )
+    kept.set_yticks(range(len(names)), names)
+    kept.set_ylim(-0.5, len(names) - 0.5)
+    bars(speed, [row["setup"] for row in tables[2]["rows"]], [row["ratio"] for row in tables[2]["rows"]])
+    speed.set(xlabel="the student's speed over the teacher's")
+
+
+def ablation(figure: Any, tables: list[dict[str, Any]]) -> None:
+    rows = tables[0]["rows"]
+    names = [
+        "text alone" if row["loss"] == "-" else f"{row['loss']}, T {row['T']:g}, alpha {row['alpha']:g}"
+        for row in rows
+    ]
+    right, accepted = figure.subplots(1, 2, sharey=True)
+    for axes, column in ((right, "accuracy"), (accepted, "acceptance")):
+        shares = [100 * row[f"{column}_share"] for row in rows]
+        axes.errorbar(shares, names, xerr=[float(row[f"{column} +-"]) for row in rows], fmt="o")
+        axes.set(xlabel=f"{column}, %")
+    right.invert_yaxis()
+    right.tick_params(axis="y", labelsize=7)
+
+
+def drafts(figure: Any, tables: list[dict[str, Any]]) -> None:
+    """Acceptance by temperature, and generate() by drafter."""
+    panels = figure.subplots(1, len(tables), squeeze=False)[0]
+    for axes, table in zip(panels, tables, strict=True):
+        rows = table["rows"]
+        is_speed = "drafter" in rows[0]
+        bars(axes, [row["drafter" if is_speed else "draft"] for row in rows],
+             [row["ratio" if is_speed else "text_share"] for row in rows])  # fmt: skip
+        if is_speed:
+            axes.axvline(1, color="gray", linewidth=0.8)
+        axes.set(xlabel="over no draft" if is_speed else "acceptance on text")
+        axes.set_title(next(part for part in table["title"].split(", ") if "temperature" in part), fontsize=8)
+
+
 def bars(axes: Any, names: Sequence[str], values: Sequence[float]) -> None:
     """Lying, the first on top."""
     axes.barh(names, values)
@@ -110,4 +157,7 @@ PLOTS: dict[str, Callable[[Any, list[dict[str, Any]]], None]] = {
     "latency": latency,
     "speculation": speculation,
     "drafters": drafters,
+    "students": students,
+    "ablation": ablation,
+    "drafts": drafts,
 }

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from hf_accel.distill.student import choose_layers
 from .bench import Bench
 from .drafters import target_of
 from .models import load_model
-from .processes import call
+from .processes import call_all
 from .settings import Settings
 from .tables import Row, Table
 from .timing import median_ratio, take_turns, time_generate
@@ -46,22 +44,9 @@ def measure(bench: Bench) -> list[Table]:
     settings = bench.settings
     trainings = [(kind, seed) for seed in settings.student_seeds for kind in KINDS]
     shared = common(settings)
-    found = train_all([{**shared, **KINDS[kind], "seed": seed} for kind, seed in trainings], "train_student")
+    found = call_all("train_student", [{**shared, **KINDS[kind], "seed": seed} for kind, seed in trainings])
     rows = [row_of(kind, seed, result) for (kind, seed), result in zip(trainings, found, strict=True)]
     return [summary(settings, rows), Table("each training", rows, NOTE), speed(settings)]
-
-
-def train_all(wanted: Sequence[Fields], module: str) -> list[Any]:
-    """What processes of one thread print, as many at once as there are cores, in the order of `wanted`."""
-
-    def one(fields: Fields) -> Any:
-        print(f"    training: {fields}", flush=True)
-        found = call(module, json.dumps(fields), environment={"OMP_NUM_THREADS": "1"})
-        print(f"    trained: {fields}: {found}", flush=True)
-        return found
-
-    with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
-        return list(pool.map(one, wanted))
 
 
 def common(settings: Settings) -> Fields:
@@ -166,7 +151,7 @@ def ablation(bench: Bench) -> list[Table]:
     settings = dataclasses.replace(bench.settings, student_steps=bench.settings.ablation_steps)
     shared = common(settings)
     trainings = [{**shared, **fields, "seed": seed} for fields in ABLATION for seed in settings.student_seeds]
-    found = train_all(trainings, "train_student")
+    found = call_all("train_student", trainings)
     rows = []
     for fields in ABLATION:
         own = [r for t, r in zip(trainings, found, strict=True) if fields.items() <= t.items()]

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_accel
-from benchmarks import decode, distill_memory, isa, ladder, memory, patch_memory, plots, run, timing
+from benchmarks import decode, distill_memory, drafts, isa, ladder, memory, patch_memory, plots, run, students, timing
 from benchmarks.bench import Bench
 from benchmarks.checks import WrongResultError, check
 from benchmarks.machine import machine
@@ -68,6 +68,9 @@ TABLES = {  # topic -> rows of each of its tables
     "shared_prompts": [3, 4],
     "speculation": [5, 5, 2],
     "drafters": [12],
+    "students": [2, 2, 3],
+    "ablation": [10],
+    "drafts": [2, 4],
     "distill_memory": [4],
 }
 
@@ -79,6 +82,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (memory, patch_memory, isa, distill_memory):
             patch.setattr(module, "call", call_here)
+        for module in (students, drafts):
+            patch.setattr(module, "call_all", lambda name, fields: [call_here(name, json.dumps(f)) for f in fields])
         patch.setattr(isa, "levels", lambda: ["avx2"])
         run.main([*run.TOPICS, *SMALL, "--tokens", "100", "--setups", OURS, "--out", str(out)])
         yield out

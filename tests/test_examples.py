@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
 import runpy
 import sys
@@ -17,7 +18,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 SHIPPED = EXAMPLES / "stdlib-tiny"
 COVERED = {
     "quickstart", "cache_reuse", "save_and_load", "estimate", "quality", "speed", "table", "train_tiny_model", "serve",
-    "speculate", "samples",
+    "speculate", "samples", "distil", "draft", "distil_classifier", "plot",
 }  # fmt: skip
 
 
@@ -105,6 +106,41 @@ def test_samples(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert [line.startswith("best") for line in out].count(True) == 1
     computed, alone = [int(word) for word in out[-1].split() if word.isdigit()]
     assert computed < alone / 3  # the prompt once, and not four times
+
+
+def test_distil(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("distil", "4", monkeypatch=monkeypatch)
+    losses = [float(part.split("'")[0]) for part in capsys.readouterr().out.split("held-out loss ")[1:]]
+    assert len(losses) == 2 and all(2 < loss < 4.5 for loss in losses)  # untrained, the student is at 4.3
+    assert losses[1] < losses[0]
+    drawn(tmp_path / "distil.png")
+    assert len((EXAMPLES / "distil.py").read_text(encoding="utf-8").splitlines()) <= 40  # 30 without blank lines
+
+
+def drawn(path: Path) -> None:
+    if importlib.util.find_spec("matplotlib"):
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_draft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("draft", "--steps", "2", "--measured", "128", monkeypatch=monkeypatch)
+    out = capsys.readouterr().out
+    assert out.count("acceptance at temperature 1 on the dataset's text") == 2  # before and after
+    assert "same tokens as without a draft: True" in out
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "draft").config.num_hidden_layers == 1
+    drawn(tmp_path / "draft.png")
+
+
+def test_distil_classifier(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("distil_classifier", "--steps", "2", "--labelled", "64", monkeypatch=monkeypatch)
+    rows = [line.rsplit("  ", 1) for line in capsys.readouterr().out.splitlines() if line.endswith(" %")]
+    assert [name.strip() for name, _ in rows] == ["teacher, 4 layers", "few labels", "teacher's answers"]
+    drawn(tmp_path / "distil_classifier.png")
 
 
 def test_save_and_load(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
