@@ -89,7 +89,7 @@ class Settings:
     student_batch: int = 4
     student_length: int = 256
     student_rate: float = 2e-3
-    ablation_steps: int = 200
+    ablation_steps: int = 100
     draft_steps: int = 500
     draft_rows: int = 8
     draft_length: int = 128
@@ -150,7 +150,7 @@ class Settings:
             draft_rows=self.draft_rows // 4,
             draft_measured=self.draft_measured // 16,
             draft_prompts=self.draft_prompts // 4,
-            ablation_steps=self.ablation_steps // 100,
+            ablation_steps=self.ablation_steps // 50,
             distill_vocabularies=self.distill_vocabularies[:1],
             distill_contexts=self.distill_contexts[:1],
             quality_tokens=self.quality_tokens // 8,
