@@ -93,6 +93,20 @@ KEYWORDS = {
     "CacheConfig": ["block_size", "dtype", "max_tokens", "prefix_sharing"],
     "SpeculativeConfig": ["drafter", "num_draft", "max_draft", "verify", "ngram"],
     "Engine": ["max_tokens", "tokenizer", "token_budget", "max_running", "speculative"],
+    "distillation_loss": [
+        "alpha", "temperature", "loss", "beta", "eta", "shift", "num_items", "ignore_index", "vocab_size",
+    ],
+    "DistillationCallback": ["alpha", "temperature", "loss", "beta", "eta", "shift", "fused"],
+    "init_student": ["num_layers", "layers", "strategy", "dataset", "tokenizer", "dtype", "share_embeddings"],
+    "measure_acceptance": [
+        "temperature", "max_draft", "max_tokens", "prompt_tokens", "max_new_tokens", "batch_size", "tokenizer", "seed",
+        "progress_bar",
+    ],
+    "distill_draft": [
+        "num_layers", "layers", "strategy", "loss", "alpha", "temperature", "regenerate", "prompt_tokens",
+        "max_length", "max_steps", "batch_size", "learning_rate", "args", "share_embeddings", "tokenizer", "measure",
+        "seed", "progress_bar",
+    ],
 }  # fmt: skip
 
 
