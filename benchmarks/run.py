@@ -1,6 +1,6 @@
 """Measure topics and write what came out to benchmarks/results.
 
-python -m benchmarks.run                        everything, about forty minutes on two cores
+python -m benchmarks.run                        everything, about three hours on two cores
 python -m benchmarks.run decode --quick         one topic, fewer repetitions
 python -m benchmarks.run decode --layers 2      a model cut to two layers, to try the benchmark itself
 """
