@@ -96,13 +96,14 @@ def build(
         bar = logging.tqdm(total=total, desc="Asking the teacher", unit=" rows", disable=not progress)
         with bar, frozen(teacher):
             for window in _windows(dataset, batch_size * WINDOW):
-                before, new = bar.n, seen.new(_questions(window, teacher, settings, collator))
+                new, shown = seen.new(_questions(window, teacher, settings, collator)), 0
                 for done, batch in enumerate(_batches(new, batch_size), 1):
                     for row in _ask(teacher, batch, settings, generator):
                         writer.add(row)
-                    share = min(1.0, done * batch_size / len(new))
-                    bar.update(before + round(share * len(window)) - bar.n)
-                bar.update(before + len(window) - bar.n)
+                    reached = round(min(1.0, done * batch_size / len(new)) * len(window))
+                    bar.update(reached - shown)
+                    shown = reached
+                bar.update(len(window) - shown)
         if not seen.any:
             raise UnsupportedError("the dataset has no row to learn from; nothing was written")
         writer.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import pickle
@@ -24,6 +25,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.utils import logging
 
 import hf_accel
 from hf_accel.distill.hf import DistillationCallback
@@ -124,6 +126,25 @@ def test_the_best_ids_are_those_of_the_teacher(teacher: LlamaForCausalLM, tmp_pa
         torch.testing.assert_close(found.log_probs.exp().sum(-1), torch.ones(len(true)))
     else:
         torch.testing.assert_close(found.log_probs[:, 10:], drawn, atol=5e-3, rtol=0)
+
+
+def test_progress_counts_rows_and_may_be_off(
+    teacher: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Bar(contextlib.nullcontext[Any]):
+        """All that there is of a bar where transformers' are switched off."""
+
+        def __init__(self, **keywords: Any) -> None:
+            super().__init__()
+            assert keywords["total"] == len(rows)
+
+        def update(self, more: int) -> None:
+            counted.append(more)
+
+    rows, counted = [*texts(20), *texts(20)], list[int]()
+    monkeypatch.setattr(logging, "tqdm", Bar)
+    TeacherCache.build(teacher, rows, tmp_path, **{**WHOLE, "progress": True}, batch_size=3)
+    assert sum(counted) == len(rows) and min(counted) >= 0
 
 
 def test_positions_with_labels_are_stored(teacher: LlamaForCausalLM, tmp_path: Path) -> None:
