@@ -86,21 +86,19 @@ def drafters(figure: Any, tables: list[dict[str, Any]]) -> None:
 
 
 def students(figure: Any, tables: list[dict[str, Any]]) -> None:
-    """What each training kept, and what a student of that depth gains."""
-    kept, speed = figure.subplots(1, 2, width_ratios=(2, 1))
-    for axes, column in zip((kept, kept.twiny()), ("kept_share", "acceptance_share"), strict=True):
-        style = "o" if column == "kept_share" else "x"
-        names = list(dict.fromkeys(row["student"] for row in tables[1]["rows"]))
-        rows = tables[1]["rows"]
-        points = [row[column] for row in rows], [names.index(row["student"]) for row in rows]
-        axes.plot(*points, style, color="C0" if style == "o" else "C1")
-        axes.set_xlabel(
-            "o  of the teacher's accuracy" if style == "o" else "x  acceptance", color="C0" if style == "o" else "C1"
-        )
-    kept.set_yticks(range(len(names)), names)
-    kept.set_ylim(-0.5, len(names) - 0.5)
-    bars(speed, [row["setup"] for row in tables[2]["rows"]], [row["ratio"] for row in tables[2]["rows"]])
-    speed.set(xlabel="the student's speed over the teacher's")
+    """What each training kept."""
+    rows = tables[1]["rows"]
+    names = list(dict.fromkeys(row["student"] for row in rows))
+    panels = {
+        "kept_share": "% of the teacher's accuracy",
+        "acceptance_share": "acceptance, %",
+        "perplexity": "perplexity",
+    }
+    for axes, (column, label) in zip(figure.subplots(1, 3, sharey=True), panels.items(), strict=True):
+        factor = 100 if column.endswith("share") else 1
+        axes.plot([factor * row[column] for row in rows], [names.index(row["student"]) for row in rows], "o")
+        axes.set(xlabel=label, ylim=(len(names) - 0.5, -0.5))
+        axes.set_yticks(range(len(names)), names)
 
 
 def ablation(figure: Any, tables: list[dict[str, Any]]) -> None:

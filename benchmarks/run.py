@@ -71,6 +71,7 @@ TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
     "drafters": drafters.measure,
     "distill_memory": distill_memory.measure,
     "students": students.measure,
+    "student_speed": students.speed,
     "ablation": students.ablation,
     "drafts": drafts.measure,
 }
@@ -114,6 +115,7 @@ def model_of(topic: str, bench: Bench) -> str:
         "quality": quality.checkpoint(bench.settings),
         "drafters": drafters.target_of(bench.settings),
         "students": drafters.target_of(bench.settings),
+        "student_speed": drafters.target_of(bench.settings),
         "ablation": drafters.target_of(bench.settings),
         "drafts": drafters.target_of(bench.settings),
         "distill_memory": f"random heads of width {bench.settings.distill_width}",

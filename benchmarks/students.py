@@ -46,7 +46,7 @@ def measure(bench: Bench) -> list[Table]:
     shared = common(settings)
     found = call_all("train_student", [{**shared, **KINDS[kind], "seed": seed} for kind, seed in trainings])
     rows = [row_of(kind, seed, result) for (kind, seed), result in zip(trainings, found, strict=True)]
-    return [summary(settings, rows), Table("each training", rows, NOTE), speed(settings)]
+    return [summary(settings, rows), Table("each training", rows, NOTE)]
 
 
 def common(settings: Settings) -> Fields:
@@ -102,8 +102,9 @@ def summary(settings: Settings, rows: Sequence[Row]) -> Table:
     return Table(title, table, NOTE)
 
 
-def speed(settings: Settings) -> Table:
+def speed(bench: Bench) -> list[Table]:
     """Of the teacher and of a student of these layers, which its weights do not change."""
+    settings = bench.settings
     teacher = load_model(target_of(settings))
     student = hf_accel.init_student(teacher, layers=kept_layers(settings)).eval()
     prompt = torch.randint(1, teacher.config.vocab_size, (1, settings.text_prompt))
@@ -119,7 +120,9 @@ def speed(settings: Settings) -> Table:
             }
         )
     amount = f"{settings.text_new_tokens} tokens after {settings.text_prompt}"
-    return Table(f"speed of a student, {amount}", rows, SPEED_NOTE)
+    return [
+        Table(f"speed of a student of layers {', '.join(map(str, kept_layers(settings)))}, {amount}", rows, SPEED_NOTE)
+    ]
 
 
 def timed(settings: Settings, models: dict[str, PreTrainedModel], prompt: Any, weights: Any) -> dict[str, list[float]]:
