@@ -16,12 +16,13 @@ from transformers.utils import logging
 from ....config import positive_int
 from ....errors import UnsupportedError
 from ...measure import AcceptanceReport
+from ...modes import evaluating
 from ...objective import Objective
 from ..callback import DistillationCallback
 from .decoding import Decoder, as_patched
 from .measure import measure_acceptance
 from .random_state import random_state_kept
-from .student import evaluating, init_student
+from .student import init_student
 from .token_rows import token_rows, windows
 
 HELD_OUT = 0.1  # of the rows, at most MOST_HELD_OUT, that are measured on and not trained on

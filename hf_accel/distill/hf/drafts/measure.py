@@ -21,8 +21,8 @@ from ....generation.hf.vocabulary import vocabulary_size
 from ....generation.sequence import Sequence
 from ....patch import is_patched
 from ...measure import AcceptanceReport, Agreement, Trials, never_falling
+from ...modes import evaluating
 from .decoding import Decoder, as_patched
-from .student import evaluating
 from .token_rows import token_rows, windows
 
 WINDOW = 512  # tokens of a text that both models read in one pass

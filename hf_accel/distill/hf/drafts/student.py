@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers.initialization import no_init_weights
 
 from ....errors import UnsupportedError
 from ....patch import is_patched, stock_twin
+from ...modes import evaluating
 from ...student import (
     Influence,
     check_layers,
@@ -96,19 +96,6 @@ def block_influence(model: PreTrainedModel, dataset: Any, tokenizer: Any = None)
             if left <= 1:
                 break
     return seen.values()
-
-
-@contextmanager
-def evaluating(*models: nn.Module) -> Iterator[None]:
-    """In evaluation mode for the length of a block; then every module is as it was."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _floats_of(teacher: PreTrainedModel) -> Any:

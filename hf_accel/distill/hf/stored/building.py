@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ....errors import HfAccelError, UnsupportedError
+from ...modes import evaluating
 from ...top_logits import TopLogits, top_logits
 from .content import PACKING, READ, Span, spans
 from .files import INDEX, LOCK, PARTIAL, SHARD, Index, Settings, Shard, StoredRow, write_shard
@@ -266,14 +267,8 @@ def _padded(batch: list[Question], pad: int) -> tuple[dict[str, Tensor], Tensor]
 
 @contextmanager
 def frozen(teacher: Any) -> Iterator[None]:
-    modes = {module: module.training for module in teacher.modules()}
-    teacher.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with torch.no_grad(), evaluating(teacher):
+        yield
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ....errors import UnsupportedError
+from ...modes import evaluating
 from ...rows import DenseRows, HeadRows, Rows
 from .heads import LastHidden, check_head, head_of
 from .labels import unwrapped
@@ -163,19 +164,6 @@ def taken_by(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     rest = PACKING if is_open else ()
     given = {key: value for key, value in inputs.items() if key not in LABELS and (key in forward or key in rest)}
     return {**given, "use_cache": False} if "use_cache" in forward or is_open else given
-
-
-@contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """No dropout meanwhile."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _on(device: torch.device, inputs: dict[str, Any]) -> dict[str, Any]:

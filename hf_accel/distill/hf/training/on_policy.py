@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from ....errors import UnsupportedError
 from ....patch import is_patched, patched
+from ...modes import evaluating
 from ..teaching.labels import unwrapped
 from .config import DistillationSettings
 
@@ -134,14 +135,8 @@ def _padded(rows: list[list[int]], pad: int, *, left: bool) -> tuple[Tensor, Ten
 @contextmanager
 def _as_it_speaks(student: Any) -> Iterator[None]:
     """Inference, by our engine if it can: with the weights as they are, so nothing of them is kept or copied."""
-    training = [module for module in student.modules() if module.training]
-    student.eval()
-    try:
-        with torch.no_grad(), _engine(student):
-            yield
-    finally:
-        for module in training:
-            module.training = True
+    with torch.no_grad(), evaluating(student), _engine(student):
+        yield
 
 
 def _engine(student: nn.Module) -> Any:
