@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .attention.hf import BACKEND_ATTRIBUTE
+from .attention.hf import BACKEND_ATTRIBUTE, STOCK_ATTRIBUTE
 from .attention.hf import NAME as ATTENTION_NAME
 from .config import Default, PatchConfig, WeightConfig
 from .errors import UnsupportedError
@@ -26,7 +26,7 @@ from .linear.hf import METHOD, AccelConfig, AccelQuantizer, module_settings
 from .originals import Originals
 from .pack import Packed, replace_linears
 from .plan import Plan, make_plan
-from .survey import common_group_size
+from .survey import attention_modules, common_group_size, stock_implementation
 from .twin import twin
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -225,6 +225,8 @@ def _mark_quantized(todo: Plan, journal: Journal) -> None:
 def _switch_attention(todo: Plan, journal: Journal) -> None:
     if todo.stock_attention:
         return
+    for module in attention_modules(todo.model):
+        journal.attribute(module, STOCK_ATTRIBUTE, stock_implementation(todo.model, module))
     todo.model.set_attn_implementation(ATTENTION_NAME)  # writes into our own copies of the configs
     chosen = todo.model.config.get_text_config(decoder=True)._attn_implementation
     if chosen != ATTENTION_NAME:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,7 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from . import source
 from .attention import AttentionSpec
+from .attention.hf import NAME as ATTENTION_NAME
+from .attention.hf import eager_agrees
+from .attention.structure import attention_code
 from .cache.hf import layer_windows
 from .config import GROUP_SIZES
 from .errors import UnsupportedError
@@ -123,15 +125,7 @@ def _reason_to_skip(
 def _weight_is_read(model: PreTrainedModel, name: str) -> bool:
     """Whether the parent's forward reads the weight itself (T5's `wo`), which would dequantize it in each pass."""
     parent, _, own_name = name.rpartition(".")
-    return f"self.{own_name}.weight" in _source(type(model.get_submodule(parent)).forward)
-
-
-@lru_cache(maxsize=4096)
-def _source(forward: Any) -> str:
-    try:
-        return inspect.getsource(forward)
-    except (OSError, TypeError):  # what was typed at a prompt has no source file
-        return ""
+    return f"self.{own_name}.weight" in (source.text(type(model.get_submodule(parent)).forward) or "")
 
 
 def _reason_by_role(config: Any, module: nn.Module, head: nn.Module | None) -> str | None:
@@ -144,31 +138,94 @@ def _reason_by_role(config: Any, module: nn.Module, head: nn.Module | None) -> s
     return None
 
 
+# What our attention and mask functions know how to stand for.
+STOCK_ATTENTION = (
+    "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4", ATTENTION_NAME,
+)  # fmt: skip
+WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_masks_for_generate")
+
+
 def attention_refusal(model: PreTrainedModel) -> str | None:
-    """Why the model's attention cannot be ours, as one clause; None if it can."""
+    """Why the model's attention cannot be ours, as one clause; None if all of it is known."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         return f"{name} is an encoder-decoder; its cross-attention stays stock"
     if not model._can_set_attn_implementation():
         return f"the attention of {name} does not go through transformers' AttentionInterface"
+    for kind in _kinds(model):
+        if attention_code(kind).refusal is not None:
+            return attention_code(kind).refusal
+    for module in attention_modules(model):
+        implementation = stock_implementation(model, module)
+        if implementation not in STOCK_ATTENTION:
+            return f"its attention was set to {implementation!r}, which may do what ours does not"
+    return _eager_refusal(model)
+
+
+def _kinds(model: nn.Module) -> list[type]:
+    """The classes of its modules, torch's own left out."""
+    kinds = dict.fromkeys(type(module) for module in model.modules())
+    return [kind for kind in kinds if not kind.__module__.startswith("torch.")]
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """Those that call an attention function of transformers' interface."""
+    return [module for module in model.modules() if attention_code(type(module)).attends]
+
+
+def stock_implementation(model: PreTrainedModel, module: nn.Module) -> str:
+    """The name of what an attention module attends by without us."""
+    config: Any = getattr(module, "config", model.config)
+    name = getattr(config, "_attn_implementation", None) or model.config._attn_implementation
+    if name != ATTENTION_NAME:
+        return str(name)
+    return "sdpa" if model._supports_sdpa else "eager"  # it was loaded with our attention
+
+
+def _eager_refusal(model: PreTrainedModel) -> str | None:
+    """Set if a module attends by a function of its own file that computes something else than ours, when tried."""
+    for site in attention_sites(model, quantized_kv=False):
+        if stock_implementation(model, site.module) == "eager" and not eager_agrees(site.module, site.spec):
+            return f"the attention function of {type(site.module).__name__} is not softmax(q k^T) v as we know it"
     return None
 
 
 def cache_refusal(model: PreTrainedModel) -> str | None:
     """Why generate cannot use a paged cache, as one clause; None if it can."""
+    name = type(model).__name__
     if not model.can_generate():
-        return f"{type(model).__name__} does not generate text"
+        return f"{name} does not generate text"
     refusal = attention_refusal(model)
     if refusal is not None:
         return refusal
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
-        return f"{type(model).__name__} caches compressed keys and makes K from them on the way to its attention"
+        return f"{name} caches compressed keys and makes K from them on the way to its attention"
     if not getattr(model.config.get_text_config(decoder=True), "is_causal", True):
-        return f"{type(model).__name__} is configured for bidirectional attention"
+        return f"{name} is configured for bidirectional attention"
+    for kind in _kinds(model):
+        if attention_code(kind).unpaged is not None:
+            return attention_code(kind).unpaged
     try:
-        layer_windows(model.config)
+        windows = layer_windows(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix("; use cache=None")
+    if any(window is not None for window in windows) and not _masks_windows(model):
+        return f"{name} has a window in its config that its masks leave out"
+    return _bidirectional_refusal(model)
+
+
+def _masks_windows(model: PreTrainedModel) -> bool:
+    """Whether some part makes masks for a window. Which layers get them is checked in each pass."""
+    forwards = (type(module).forward for module in model.modules() if isinstance(module, PreTrainedModel))
+    return any(name in (source.text(forward) or "") for forward in forwards for name in WINDOW_MASKS)
+
+
+def _bidirectional_refusal(model: PreTrainedModel) -> str | None:
+    """Set if a module that keeps K and V is not causal, where its attention function goes by that."""
+    for site in attention_sites(model, quantized_kv=False):
+        causal = getattr(site.module, "is_causal", True)
+        if not causal and stock_implementation(model, site.module) != "eager":
+            return f"{site.name!r} is not causal"
     return None
 
 
@@ -207,7 +264,7 @@ def _spec(
         value_dim=getattr(module, "v_head_dim", None) or head_dim,
         num_heads=num_heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        window=windows[index] if index < len(windows) else None,
+        window=windows[index] if 0 <= index < len(windows) else None,
         softcap=getattr(config, "attn_logit_softcapping", None),
         sinks=getattr(module, "sinks", None) is not None,
         quantized_kv=quantized_kv,

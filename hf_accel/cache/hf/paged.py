@@ -118,7 +118,7 @@ class PagedLayer(CacheLayerMixin):
         self.num_columns += step.num_columns
         if step.gathers:
             return self.columns()
-        handle = PagedKV(self, storage, step, group_step, step.contiguous[self.group_index])
+        handle = PagedKV(self, storage, step, group_step, step.contiguous[self.group_index], value_states)
         return handle.attach(key_states), value_states
 
     def columns(self) -> tuple[Tensor, Tensor]:

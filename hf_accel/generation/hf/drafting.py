@@ -21,6 +21,7 @@ from ..drafters.ngram import NgramDrafter
 from ..drafters.suffix import SuffixDrafter
 from ..speculation import Speculation
 from .candidates import CandidateDrafter
+from .refusals import ragged_refusal
 from .runner import ModelRunner
 from .state import STATE, GenerationState
 from .vocabulary import vocabulary_size
@@ -96,7 +97,7 @@ class _Drafters:
             raise UnsupportedError("the draft model is the model itself; use drafter='self-int4' for a coarser form")
         self._check_vocabulary(model)
         draft = self._twin(model, None)
-        refusal = vars(draft)[STATE].generation.ragged_refusal
+        refusal = ragged_refusal(draft)
         if refusal is not None:
             raise UnsupportedError(f"the draft model {type(model).__name__} cannot run on pages: {refusal}")
         groups, group_of_layer = page_groups(draft.config, CacheConfig(prefix_sharing=False))

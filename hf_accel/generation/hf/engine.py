@@ -26,6 +26,7 @@ from ..stopping import StopRules
 from ..stream import Request, Sample
 from .defaults import default_new_tokens, sampling_defaults, stop_token_ids
 from .drafting import make_speculation
+from .refusals import ragged_refusal
 from .runner import ModelRunner
 from .state import STATE, GenerationState
 from .step import weights_salt
@@ -221,6 +222,7 @@ def _state(model: Any) -> GenerationState:
     if STATE not in getattr(model, "__dict__", {}):
         raise UnsupportedError("the model is not patched; call hf_accel.patch(model) first")
     state: GenerationState = vars(model)[STATE].generation
-    if state.ragged_refusal is not None:
-        raise UnsupportedError(f"an Engine cannot serve this model: {state.ragged_refusal}; use model.generate()")
+    refusal = ragged_refusal(model)
+    if refusal is not None:
+        raise UnsupportedError(f"an Engine cannot serve this model: {refusal}; use model.generate()")
     return state

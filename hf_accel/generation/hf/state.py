@@ -44,7 +44,7 @@ class GenerationState:
     speculative: for calls that do not say. ragged_refusal: why this model cannot compute all tokens in one ragged row.
     alike_rows: the most rows that its linears round as they round one; None for any number.
     make_draft: makes draft models; drafts: those made, by what they were made of. controllers: what earlier calls have
-    learnt, while no call uses it. calls: of generate() that are under way, by thread.
+    learnt, while no call uses it. calls: of generate() that are under way, by thread. warned: what was said aloud.
     """
 
     cache: CacheConfig | None
@@ -57,6 +57,7 @@ class GenerationState:
     drafts: dict[Any, Any] = field(default_factory=dict)
     controllers: dict[tuple[Any, ...], Controller] = field(default_factory=dict)
     statistics: dict[str, Any] = field(default_factory=dict)
+    warned: set[str] = field(default_factory=set)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"drafts": {}, "controllers": {}, "calls": {}}

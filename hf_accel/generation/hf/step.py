@@ -5,19 +5,23 @@ with `past_key_values=cache`. In a patched model a forward pre-hook does the fir
 from __future__ import annotations
 
 import hashlib
+import inspect
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...attention.hf import attention_is_ours
 from ...cache.hf import PagedCache
 from ...errors import UnsupportedError
+from ...instance import original_class
 from .state import STATE, GenerationState
 
-# With any other input (images, audio, ...) equal token ids do not mean equal keys and values.
+# What a pass over text is made of: equal token ids then mean equal keys and values. Anything else is not known.
 TEXT_INPUTS = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict", "logits_to_keep",
-    "labels", "output_attentions", "output_hidden_states", "is_causal",
+    "labels", "output_attentions", "output_hidden_states", "num_items_in_batch", "cache_position", "synced_gpus",
 }  # fmt: skip
 
 
@@ -26,19 +30,21 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
     Raises UnsupportedError for an empty input.
     """
-    cache = kwargs.get("past_key_values")
-    ids = args[0] if args else kwargs.get("input_ids")
+    if args:
+        kwargs = dict(zip(_parameters(original_class(model)), args, strict=False)) | kwargs
+    cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
     source = kwargs.get("inputs_embeds") if ids is None else ids
     if source is not None and 0 in source.shape[:2]:
         raise UnsupportedError(
             f"the input has {source.shape[0]} rows of {source.shape[1]} tokens; give at least one token in one row"
         )
     mask = kwargs.get("attention_mask")
-    if not isinstance(cache, PagedCache) or source is None or not (mask is None or _is_columns(mask)):
-        return
+    ours = isinstance(cache, PagedCache) and attention_is_ours(model.config)
+    if not ours or source is None or not (mask is None or _is_columns(mask)):
+        return  # the cache hands out all columns, as to any model
     mask = None if mask is None else mask.bool()
     fresh = cache.get_seq_length() == 0
-    shareable = ids is not None and is_text(kwargs)
+    shareable = ids is not None and other_input(kwargs) is None
     if fresh and shareable:
         shareable = not positions_depend_on_length(model.config) and positions_count_tokens(
             kwargs.get("position_ids"), mask
@@ -51,6 +57,12 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         token_ids=ids if shareable and cache.settings.prefix_sharing else None,
         salt=weights_salt(model) if fresh and shareable else None,
     )
+
+
+@lru_cache(maxsize=256)
+def _parameters(kind: type) -> tuple[str, ...]:
+    """What forward calls its arguments."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]  # type: ignore[attr-defined]
 
 
 def _is_columns(mask: object) -> bool:
@@ -91,6 +103,6 @@ def positions_depend_on_length(config: Any) -> bool:
     return any(kind in ("dynamic", "longrope") for kind in kinds)
 
 
-def is_text(inputs: dict[str, Any]) -> bool:
-    """Whether token ids are all that keys and values depend on."""
-    return not any(isinstance(value, Tensor) and name not in TEXT_INPUTS for name, value in inputs.items())
+def other_input(inputs: dict[str, Any]) -> str | None:
+    """The name of an input that keys and values may depend on besides token ids; None if there is none."""
+    return next((name for name, value in inputs.items() if name not in TEXT_INPUTS and value is not None), None)
