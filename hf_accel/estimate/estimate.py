@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..config import one_of, parse_weights, positive_int
+from ..config import checked_keywords, one_of, parse_weights, positive_int
 from ..errors import UnsupportedError
 from .attention import AttentionBytes, attention_layers
 from .result import Bound, Estimate
@@ -16,6 +16,7 @@ from .weights import weight_tensors
 from .workload import Workload
 
 
+@checked_keywords()
 def estimate(
     model: Any,
     *,
