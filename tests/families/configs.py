@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .overrides import CONSTRUCTED, OVERRIDES
@@ -91,36 +91,38 @@ SIZES: dict[str, int] = {
     "max_image_size": 64, "min_image_size": 8,
 }  # fmt: skip
 
-NAMED_LISTS = {"deepstack_visual_indexes", "fullatt_block_indexes", "global_attn_indexes", "attention_window"}
+MISSING = {"head_dim", "vocab_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"}  # None by default
 
 
-def tiny_config(model_type: str) -> PreTrainedConfig:
-    """A tiny config of a model type of the auto mappings."""
+def tiny_config(model_type: str, kind: type[PreTrainedConfig] | None = None, **given: Any) -> PreTrainedConfig:
+    """A tiny config of a model type; kind: what the model's class takes, which may be a part of that type's."""
     if model_type in CONSTRUCTED:
         return CONSTRUCTED[model_type](tiny_config)
-    return shrunk(CONFIG_MAPPING[model_type])
+    return shrunk(kind or CONFIG_MAPPING[model_type], **given)
 
 
 def shrunk(kind: type[PreTrainedConfig], **given: Any) -> PreTrainedConfig:
-    """kind with every known size made small; given: what the config around it asks for."""
+    """kind with every known size made small; given: values that the model's class asks for."""
     values: dict[str, Any] = {}
-    for name, spec in getattr(kind, "sub_configs_defaults", {}).items():
-        values[name] = shrunk(_sub_class(spec))
+    parts = getattr(kind, "sub_configs", {}) | getattr(kind, "sub_configs_defaults", {})
+    for name, part in parts.items():
+        values[name] = shrunk(_sub_class(part))
     default = _default(kind)
     for field in dataclasses.fields(kind):
         if field.name in values or field.name.startswith("_"):
             continue
-        value = getattr(default, field.name, None) if default is not None else _declared(field)
-        small = _small(field.name, value)
+        small = _small(field.name, value := _value(default, field))
         if small is not value:
             values[field.name] = small
-    values |= _layer_lists(default, values)
-    values |= _token_ids(kind, default)
-    values |= OVERRIDES.get(kind.__name__, {})
-    return kind(**values | given)
+    values |= _layer_lists(default, values) | _token_ids(kind, default) | _rotary_sections(kind, default)
+    if values.get("kv_lora_rank"):
+        values["num_key_value_heads"] = HEADS  # each head makes its own K from the compressed one
+    return kind(**values | OVERRIDES.get(kind.__name__, {}) | given)
 
 
 def _sub_class(spec: Any) -> type[PreTrainedConfig]:
+    if isinstance(spec, type):
+        return spec
     if isinstance(spec.config_class, type) and issubclass(spec.config_class, PreTrainedConfig):
         return spec.config_class
     return spec.get_config_class(spec.model_type)
@@ -133,6 +135,14 @@ def _default(kind: type[PreTrainedConfig]) -> PreTrainedConfig | None:
         return None
 
 
+def _value(default: PreTrainedConfig | None, field: dataclasses.Field[Any]) -> Any:
+    """What a config has by default, or what its class declares where that is another for each layer."""
+    try:
+        return _declared(field) if default is None else getattr(default, field.name, None)
+    except RuntimeError:
+        return _declared(field)
+
+
 def _declared(field: dataclasses.Field[Any]) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
@@ -143,6 +153,8 @@ def _small(name: str, value: Any) -> Any:
     size = SIZES.get(name)
     if size is None or isinstance(value, bool):
         return value
+    if value is None and name in MISSING:
+        return size
     if isinstance(value, int):
         return min(value, size) if value >= 0 else value
     if isinstance(value, list | tuple) and name in ("image_size", "patch_size"):
@@ -159,7 +171,7 @@ def _layer_lists(default: Any, values: dict[str, Any]) -> dict[str, Any]:
     lists = {
         field.name: value
         for field in dataclasses.fields(default)
-        if isinstance(value := getattr(default, field.name, None), list | tuple) and len(value) == count
+        if isinstance(value := _value(default, field), list | tuple) and len(value) == count
     }
     rows = list(zip(*lists.values(), strict=True)) if lists else []
     picked: list[Any] = []
@@ -179,7 +191,7 @@ def _token_ids(kind: type[PreTrainedConfig], default: Any) -> dict[str, Any]:
     known = {"pad_token_id": PADDING, "bos_token_id": BEGIN, "eos_token_id": END, "decoder_start_token_id": BEGIN}
     ids, special = {}, FIRST_SPECIAL
     for field in dataclasses.fields(kind):
-        value = getattr(default, field.name, None) if default is not None else _declared(field)
+        value = _value(default, field)
         if field.name in known:
             if value is not None or field.name != "decoder_start_token_id":
                 ids[field.name] = known[field.name]
@@ -189,5 +201,12 @@ def _token_ids(kind: type[PreTrainedConfig], default: Any) -> dict[str, Any]:
     return ids
 
 
-def auto_config(model_type: str, **values: Any) -> PreTrainedConfig:
-    return AutoConfig.for_model(model_type, **values)
+def _rotary_sections(kind: type[PreTrainedConfig], default: Any) -> dict[str, Any]:
+    """Sections of the rotated halves for time, height and width, which add up to that of the small head."""
+    parameters = getattr(default, "rope_parameters", None) or {}
+    if "mrope_section" not in getattr(kind, "ignore_keys_at_rope_validation", ()):
+        return {}
+    half = int(HEAD_DIM * parameters.get("partial_rotary_factor", 1.0)) // 2
+    side = half // 4
+    section = [half - 2 * side, side, side]
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | parameters | {"mrope_section": section}}

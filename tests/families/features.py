@@ -235,9 +235,9 @@ def lively(family: Family) -> Case:
     for gain in (1.0, 2.0, 4.0):
         case = Case(family, gain)
         first = first or case
+        if not case.stock.can_generate():
+            return case
         try:
-            if not case.stock.can_generate():
-                return case
             inputs = prompts(family.kind)
             text = generate(case.stock, inputs)[:, -NEW_TOKENS:]
         except Exception:

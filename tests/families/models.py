@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from .configs import BEGIN, tiny_config
+from .overrides import OF_MODELS
 
 MAPPINGS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -30,6 +31,11 @@ class Family:
     kind: str
     model_type: str
     name: str
+    is_decoder: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} (is_decoder)" if self.is_decoder else self.name
 
 
 @cache
@@ -39,10 +45,18 @@ def families() -> dict[str, Family]:
     for kind, mapping in MAPPINGS.items():
         for model_type, names in getattr(modeling_auto, mapping).items():
             for name in [names] if isinstance(names, str) else names:
-                known = found.get(name)
-                if known is None or (known.kind == kind and not _own(known) and _own(Family(kind, model_type, name))):
-                    found[name] = Family(known.kind if known else kind, model_type, name)
-    return found
+                known, this = found.get(name), Family(kind, model_type, name)
+                sees = kind == "vision" and known is not None and known.kind == "causal"
+                if known is None or sees or (known.kind == kind and not _own(known) and _own(this)):
+                    found[name] = this
+    both = [[f, replace(f, is_decoder=True)] if _is_both(f) else [f] for f in found.values()]
+    return {family.label: family for families in both for family in families}
+
+
+def _is_both(family: Family) -> bool:
+    """Whether the class is an encoder unless its config says is_decoder=True."""
+    kind = getattr(transformers, family.name).config_class
+    return family.kind == "causal" and getattr(kind, "is_decoder", None) is False
 
 
 def _own(family: Family) -> bool:
@@ -51,8 +65,7 @@ def _own(family: Family) -> bool:
 
 def select(names: list[str]) -> list[Family]:
     """Families by the name of a class or of a model type."""
-    everything = families()
-    chosen = [f for f in everything.values() if f.name in names or f.model_type in names]
+    chosen = [f for f in families().values() if f.name in names or f.model_type in names]
     unknown = set(names) - {f.name for f in chosen} - {f.model_type for f in chosen}
     if unknown:
         raise SystemExit(f"no such model: {', '.join(sorted(unknown))}")
@@ -61,8 +74,9 @@ def select(names: list[str]) -> list[Family]:
 
 def build(family: Family, *, seed: int = 0, gain: float = 1.0) -> PreTrainedModel:
     """In evaluation mode and float32; the same seed and gain give the same weights."""
-    config = tiny_config(family.model_type)
     kind: Any = getattr(transformers, family.name)
+    given = OF_MODELS.get(family.name, {}) | ({"is_decoder": True} if family.is_decoder else {})
+    config = tiny_config(family.model_type, kind.config_class, **given)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: PreTrainedModel = kind(config)

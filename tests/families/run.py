@@ -90,7 +90,7 @@ def results_of(family: Family, names: list[str] | None, seconds: float) -> Itera
 
 def _line(family: Family, name: str, word: str, reason: str, seconds: float) -> dict[str, Any]:
     return {
-        "model": family.name, "type": family.model_type, "kind": family.kind, "feature": name, "result": word,
+        "model": family.label, "type": family.model_type, "kind": family.kind, "feature": name, "result": word,
         "reason": reason, "seconds": round(seconds, 2),
     }  # fmt: skip
 
@@ -109,7 +109,7 @@ def run(chosen: list[Family], arguments: argparse.Namespace) -> list[dict[str, A
     finished = {line["model"] for line in lines if line.get("last")}
     lines = [line for line in lines if line["model"] in finished]
     for number, family in enumerate(chosen, 1):
-        if family.name in finished:
+        if family.label in finished:
             continue
         results = list(results_of(family, arguments.features, arguments.seconds))
         with path.open("a", encoding="utf-8") as file:  # all of a model at once: a killed run leaves no half
@@ -118,14 +118,14 @@ def run(chosen: list[Family], arguments: argparse.Namespace) -> list[dict[str, A
                 file.write(json.dumps(result) + "\n")
         lines += results
         report(family, results, f"{number}/{len(chosen)}", verbose=arguments.verbose)
-    return [line for line in lines if line["model"] in {family.name for family in chosen}]
+    return [line for line in lines if line["model"] in {family.label for family in chosen}]
 
 
 def report(family: Family, results: list[dict[str, Any]], place: str, *, verbose: bool) -> None:
     counts = Counter(result["result"] for result in results)
     seconds = sum(result["seconds"] for result in results)
     summary = ", ".join(f"{count} {word}" for word, count in counts.items())
-    print(f"[{place}] {family.name} ({family.kind}, {family.model_type}): {summary}; {seconds:.1f} s", flush=True)
+    print(f"[{place}] {family.label} ({family.kind}, {family.model_type}): {summary}; {seconds:.1f} s", flush=True)
     for result in results:
         if verbose or result["result"] in FAULTS or result["feature"] == "build":
             print(f"    {result['feature']}: {result['result']}. {result['reason']}", flush=True)
