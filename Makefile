@@ -3,8 +3,9 @@
 # make check     lint, types and all tests; .ci/run does the same in a fresh virtual environment
 # make sanitize  the C++ kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make bench     the measurements behind benchmarks/results
+# TORCH=2.11 (or 2.15, ...) after any of them takes that torch, in a virtual environment of its own; so does TRANSFORMERS.
 PYTHON ?= python3
-VENV ?= .venv
+VENV ?= .venv$(TORCH:%=-torch-%)$(TRANSFORMERS:%=-transformers-%)
 RUN = $(VENV)/bin/python
 KERNELS = hf_accel/kernels/cpu
 SOURCES = $(KERNELS)/build.py $(shell find $(KERNELS)/src -name '*.cpp' -o -name '*.h')
@@ -46,10 +47,11 @@ $(VENV)/.ready: $(VENV)/.installed $(SOURCES)
 		|| $(RUN) $(KERNELS)/build.py
 	@touch $@
 
-$(VENV)/.installed: pyproject.toml setup.py
+$(VENV)/.installed: pyproject.toml setup.py constraints-dev.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or later is needed: make PYTHON=python3.11')"
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[dev]" \
+		$(if $(TORCH),"torch==$(TORCH).*",--constraint constraints-dev.txt) $(TRANSFORMERS:%="transformers==%.*")
 	@touch $@
 
 clean:

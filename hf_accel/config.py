@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from .errors import UnsupportedError
 
 Activations = Literal["auto", "int8"] | None
-KVDtype = Literal["auto", "int8", "fp8", "int4"]
+KVDtype = Literal["auto", "int8", "fp8"]
 KeepOriginal = Literal["auto"] | bool
+Target = TypeVar("Target", bound=Callable[..., Any])
 
 GROUP_SIZES = (32, 64, 128)
 
@@ -25,7 +28,8 @@ def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     """Raise UnsupportedError unless `value` is (by equality and type) among `allowed`."""
     if not any(value == a and type(value) is type(a) for a in allowed):
         choices = ", ".join(repr(a) for a in allowed)
-        raise UnsupportedError(f"{name}={value!r} is not known; choose one of {choices}")
+        way_out = f"choose one of {choices}" if len(allowed) > 1 else f"use {choices}"
+        raise UnsupportedError(f"{name}={value!r} is not known; {way_out}")
 
 
 def positive_int(name: str, value: object) -> None:
@@ -33,6 +37,57 @@ def positive_int(name: str, value: object) -> None:
         raise UnsupportedError(f"{name}={value!r} must be an integer of at least 1")
 
 
+def check_keywords(
+    where: str, given: Iterable[str], known: Iterable[str], meant: Mapping[str, str] | None = None
+) -> None:
+    """Raise UnsupportedError for the first of `given` that is not among `known`; it names the nearest one that is.
+
+    where: whose keywords they are. meant: for words of other libraries, what to write instead.
+    """
+    names = sorted(known)
+    for name in given:
+        if name in names:
+            continue
+        close = difflib.get_close_matches(name, names, n=1) or [n for n in names if n.startswith(name)]
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(names)}"
+        if meant and name in meant:
+            hint = f"use {meant[name]}"
+        raise UnsupportedError(f"{where} got an unknown keyword {name!r}; {hint}")
+
+
+def checked_keywords(**meant: str) -> Callable[[Target], Target]:
+    """Decorate a class or a function with keywords of its own: an unknown one raises as `check_keywords` says."""
+
+    def decorate(target: Target) -> Target:
+        call: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+        parameters = list(inspect.signature(call).parameters.values())
+        assert all(p.kind is not p.VAR_KEYWORD for p in parameters), "it takes any keyword"
+        known = frozenset(p.name for p in parameters if p.kind is not p.VAR_POSITIONAL) - {"self", "cls"}
+        is_class = call.__name__ == "__init__"
+        where = call.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2] + ("" if is_class else "()")
+
+        @functools.wraps(call)
+        def checked(*args: Any, **keywords: Any) -> Any:
+            if not known.issuperset(keywords):
+                check_keywords(where, keywords, known, meant)
+            return call(*args, **keywords)
+
+        if isinstance(target, type):
+            setattr(target, "__init__", checked)  # noqa: B010 - mypy refuses the plain assignment
+            return target
+        return checked  # type: ignore[return-value]
+
+    return decorate
+
+
+@checked_keywords(
+    load_in_4bit="bits=4",
+    load_in_8bit="bits=8",
+    dtype="bits=",
+    modules_to_not_convert="skip=",
+    block_size="group_size=",
+    zero_point="symmetric=False",
+)
 @dataclass(frozen=True, kw_only=True)
 class WeightConfig:
     """How Linear weights are stored and multiplied.
@@ -51,7 +106,7 @@ class WeightConfig:
     group_size: int = 128
     symmetric: bool = True
     activations: Activations = "auto"
-    method: Literal["rtn", "gptq", "awq"] = "rtn"
+    method: Literal["rtn"] = "rtn"
     calibration: Any = None
     skip: tuple[str, ...] = ()
     head: Literal["int8"] | None = "int8"
@@ -67,10 +122,9 @@ class WeightConfig:
         one_of("only_if_faster", self.only_if_faster, (True, False))
         if self.bits == 8 and not self.symmetric:
             raise UnsupportedError("symmetric=False is for bits=4; INT8 weights have no zero points, leave it True")
-        if self.method != "rtn":
-            raise UnsupportedError(f"method={self.method!r} is not supported yet; use method='rtn'")
+        one_of("method", self.method, ("rtn",))
         if self.calibration is not None:
-            raise UnsupportedError("calibration= is only read by methods 'gptq' and 'awq'; drop it for 'rtn'")
+            raise UnsupportedError("calibration= is not read by method='rtn'; leave it out")
         if not all(isinstance(name, str) and name for name in self.skip):
             raise UnsupportedError(f"skip={self.skip!r} must hold module names")
 
@@ -79,6 +133,7 @@ class WeightConfig:
         return f"int{self.bits}" if self.symmetric else f"int{self.bits} asymmetric"
 
 
+@checked_keywords(kv_dtype="dtype=", bits="dtype='int8'", page_size="block_size=", max_length="max_tokens=")
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """The paged KV cache.
@@ -97,14 +152,19 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         positive_int("block_size", self.block_size)
-        one_of("cache dtype", self.dtype, ("auto", "int8", "fp8", "int4"))
-        if self.dtype == "int4":
-            raise UnsupportedError("cache dtype 'int4' is not supported yet; use 'auto', 'int8' or 'fp8'")
+        one_of("cache dtype", self.dtype, ("auto", "int8", "fp8"))
         if self.max_tokens is not None:
             positive_int("max_tokens", self.max_tokens)
         one_of("prefix_sharing", self.prefix_sharing, (True, False))
 
 
+@checked_keywords(
+    assistant_model="drafter=",
+    draft_model="drafter=",
+    num_assistant_tokens="num_draft=",
+    num_speculative_tokens="num_draft=",
+    prompt_lookup_num_tokens="drafter='ngram'",
+)
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
     """Speculative decoding: a drafter proposes tokens, one pass of the model verifies them; the output's law stays.
@@ -163,6 +223,38 @@ def parse_speculative(speculative: object) -> SpeculativeConfig | None:
     return SpeculativeConfig(drafter=speculative)
 
 
+MEANT_BY_PATCH = {  # words of other libraries, and those that stand one config further in
+    "load_in_4bit": "weights='int4'",
+    "load_in_8bit": "weights='int8'",
+    "bits": "weights='int8' or weights='int4'",
+    "quantization": "weights='int8' or weights='int4'",
+    "quantization_config": "weights='int8' or weights='int4'",
+    "group_size": "weights={'bits': 4, 'group_size': 64}",
+    "symmetric": "weights={'bits': 4, 'symmetric': False}",
+    "activations": "weights={'activations': 'int8'}",
+    "head": "weights={'head': None}",
+    "skip": "weights={'skip': ['lm_head']}, with the names to leave alone",
+    "modules_to_not_convert": "weights={'skip': ['lm_head']}, with the names to leave alone",
+    "dtype": "cache={'dtype': 'int8'} for keys and values, from_pretrained(dtype=) for the model",
+    "torch_dtype": "from_pretrained(dtype=) for the model",
+    "kv_dtype": "cache={'dtype': 'int8'}",
+    "cache_dtype": "cache={'dtype': 'int8'}",
+    "kv_cache_dtype": "cache={'dtype': 'int8'}",
+    "cache_implementation": "cache='paged', or cache=None for stock's",
+    "block_size": "cache={'block_size': 16}",
+    "max_tokens": "cache={'max_tokens': 4096}",
+    "prefix_sharing": "cache={'prefix_sharing': False}",
+    "attn_implementation": "attention=",
+    "attn": "attention=",
+    "backend": "attention=",
+    "drafter": "speculative=",
+    "draft_model": "speculative=",
+    "assistant_model": "speculative=",
+    "num_draft": "speculative={'num_draft': 4}",
+}
+
+
+@checked_keywords(**MEANT_BY_PATCH)
 @dataclass(frozen=True, kw_only=True)
 class PatchConfig:
     """Every keyword of `patch`, resolved to its config object.
@@ -192,8 +284,7 @@ class PatchConfig:
         else:
             raise UnsupportedError(f"config={config!r} must be a hf_accel.PatchConfig or a dict of keywords")
         given = base | {name: value for name, value in keywords.items() if not isinstance(value, Default)}
-        for name in given:
-            _known_keyword(name)
+        check_patch_keywords("patch()", given)
         return cls(**given, explicit=frozenset(given))
 
     def __post_init__(self) -> None:
@@ -215,12 +306,9 @@ class PatchConfig:
         return keywords
 
 
-def _known_keyword(name: str) -> None:
-    known = sorted(f.name for f in dataclasses.fields(PatchConfig) if f.name != "explicit")
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
-        raise UnsupportedError(f"patch() got an unknown keyword {name!r}; {hint}")
+def check_patch_keywords(where: str, given: Iterable[str]) -> None:
+    known = (f.name for f in dataclasses.fields(PatchConfig) if f.name != "explicit")
+    check_keywords(where, given, known, MEANT_BY_PATCH)
 
 
 def parse_weights(weights: object) -> WeightConfig | None:
@@ -228,8 +316,6 @@ def parse_weights(weights: object) -> WeightConfig | None:
         return weights
     if isinstance(weights, Mapping):
         return WeightConfig(**weights)
-    if weights == "nf4":
-        raise UnsupportedError("weights='nf4' is not supported yet; use 'int4'")
     one_of("weights", weights, (None, "int8", "int4", "auto"))
     return WeightConfig(bits=4 if weights == "int4" else 8, only_if_faster=weights == "auto")
 

@@ -35,6 +35,7 @@ from .survey import (
     attention_sites,
     cache_refusal,
     check_model,
+    check_skip,
     linear_sites,
 )
 
@@ -229,6 +230,7 @@ def plan_linears(
     """What happens to each Linear; device_type: where the weights will be, for a model that is on meta still."""
     if config is None:
         return
+    check_skip(model, config.skip)
     for site in linear_sites(model, config.skip):
         kept = _head_config(config) if site.is_head else config
         if kept is None:

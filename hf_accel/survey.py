@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,37 @@ def linear_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[Line
             yield LinearSite(name, module, is_head=module is head, is_tied=tied, skip=reason)
 
 
+def check_skip(model: nn.Module, skip: tuple[str, ...]) -> None:
+    """Raise UnsupportedError for a name in skip= that is no Linear's, and so would skip nothing."""
+    modules = dict(model.named_modules())
+    linears = [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)]
+    for wanted in skip:
+        if not any(named(name, wanted) for name in linears):
+            hint = _meant(wanted, modules, linears)
+            raise UnsupportedError(f"skip={wanted!r} is the name, or the end of the name, of no Linear; {hint}")
+
+
+def _meant(wanted: str, modules: Iterable[str], linears: list[str]) -> str:
+    inside = {
+        wanted + name[len(around) :]
+        for around in modules
+        for name in linears
+        if named(around, wanted) and name.startswith(f"{around}.")
+    }
+    ends = sorted({name.rpartition(".")[2] for name in linears})
+    close = sorted(inside) or difflib.get_close_matches(wanted, [*ends, *linears], n=3)
+    return f"did you mean {shortened(close)}?" if close else f"there are {shortened(ends)}"
+
+
+def shortened(names: list[str], most: int = 8) -> str:
+    return ", ".join([*map(repr, names[:most]), *(["..."] if len(names) > most else [])])
+
+
+def named(name: str, wanted: str) -> bool:
+    """Whether `wanted` is a module's name or the end of it."""
+    return name == wanted or name.endswith("." + wanted)
+
+
 def common_group_size(model: PreTrainedModel) -> int:
     """The largest group of inputs that divides those of every Linear; the smallest known if none does."""
     widths = [site.weight.shape[1] for site in linear_sites(model, ()) if not site.is_head and site.skip is None]
@@ -104,7 +136,7 @@ def _reason_to_skip(
     skip: tuple[str, ...],
     head: nn.Module | None,
 ) -> str | None:
-    if any(name == s or name.endswith("." + s) for s in skip):
+    if any(named(name, wanted) for wanted in skip):
         return "named in skip="
     if type(module) not in (nn.Linear, Conv1D):
         return f"is a {type(module).__name__}, not a plain Linear"

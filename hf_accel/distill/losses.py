@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import checked_keywords
 from ..errors import UnsupportedError
 from .objective import Objective
 from .positions import check_targets, find_positions, shared_size
@@ -16,6 +17,7 @@ from .rows import DenseRows, Rows
 from .sums import Sums, mean, scaled, weigh
 
 
+@checked_keywords()
 def distillation_loss(
     student_logits: Tensor,
     teacher_logits: Tensor | Rows | None,

@@ -5,24 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
-from ..config import one_of, parse_weights, positive_int
+from ..config import Default, checked_keywords, one_of, parse_weights, positive_int
 from ..errors import UnsupportedError
+from ..survey import check_skip
 from .attention import AttentionBytes, attention_layers
 from .result import Bound, Estimate
 from .roofline import Machine
-from .source import decoder_config, shapes_of
+from .source import decoder_config, inside, shapes_of
+from .unpatched import settings_of
 from .weights import weight_tensors
 from .workload import Workload
 
+AS_PATCHED: Any = Default("as patched")
 
+
+@checked_keywords()
 def estimate(
     model: Any,
     *,
     context: int,
     batch: int = 1,
-    weights: Any = None,
-    kv_dtype: str | None = None,
+    weights: Any = AS_PATCHED,
+    kv_dtype: str | None = AS_PATCHED,
     dtype: torch.dtype | None = None,
     bandwidth: float | None = None,
     compute: float | None = None,
@@ -31,10 +37,12 @@ def estimate(
 ) -> Estimate:
     """Bytes, seconds and cost of a decoder model, from its shapes alone: no weight is loaded.
 
-    model: a config, a path or name of one, or a model (counted as it stands).
+    model: a config, a path or name of one, or a model; a patched one counts as what it was before.
     context: tokens of each sequence; batch: sequences.
-    weights: as in `patch`. Linears take 8 or 4 bits and scales, the head 8; embeddings and fused experts stay.
-    kv_dtype: None or "auto" for the model's dtype, "int8" or "fp8" for a byte per number and a scale per token, head.
+    weights: as in `patch`; left out, what a patched model was patched with, else None, as they are. Linears take 8 or
+        4 bits and scales, the head 8; embeddings and fused experts stay.
+    kv_dtype: None or "auto" for the model's dtype, "int8" or "fp8" for a byte per number and a scale per token, head;
+        left out, that of a patched model's cache, else None.
     dtype: of a model built from a config; None takes the config's, else float32.
     bandwidth, compute: bytes and operations per second of the machine. With neither, both are measured on `device`;
         with one, TYPICAL_BALANCE gives the other.
@@ -45,12 +53,17 @@ def estimate(
     """
     positive_int("context", context)
     positive_int("batch", batch)
+    patched = settings_of(inside(model)) if isinstance(model, nn.Module) else (None, None)
+    weights = patched[0] if isinstance(weights, Default) else weights
+    kv_dtype = patched[1] if isinstance(kv_dtype, Default) else kv_dtype
     one_of("kv_dtype", kv_dtype, (None, "auto", "int8", "fp8"))
     for name, value in (("bandwidth", bandwidth), ("compute", compute), ("price_per_hour", price_per_hour)):
         _positive_number(name, value)
     recipe = parse_weights(weights)
 
     shapes = shapes_of(model, dtype=dtype)
+    if recipe is not None:
+        check_skip(shapes, recipe.skip)
     workload = Workload(
         tensors=tuple(weight_tensors(shapes, skip=recipe.skip if recipe else ())),
         layers=tuple(attention_layers(decoder_config(shapes), context=context)),

@@ -12,6 +12,7 @@ import torch
 from ..errors import UnsupportedError
 from ..hardware import Hardware, detect
 from .attention import AttentionBytes
+from .devices import memory_of
 
 
 class Bound(NamedTuple):
@@ -58,8 +59,12 @@ class Estimate:
     cost_per_million_tokens: float | None
 
     def fits(self, where: float | torch.device | str | Hardware) -> bool:
-        """Whether total_bytes fit into so many bytes, or into the memory that is free on a device now."""
-        return self.total_bytes <= (where if isinstance(where, (int, float)) else _free_memory(where))
+        """Whether total_bytes fit into so many bytes, into the memory that is free on a device of this machine now
+        ("cpu", "cuda:1"), into a size ("24GB"), or into all the memory of a device by its name ("L4", "A100 80GB").
+
+        A name that is sold with several sizes means the smallest. Raises UnsupportedError for an unknown name.
+        """
+        return self.total_bytes <= _room(where)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -68,6 +73,12 @@ class Estimate:
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<12} {text}" for name, text in _rows(self))
+
+
+def _room(where: float | torch.device | str | Hardware) -> float:
+    if isinstance(where, str) and not where.startswith(("cpu", "cuda")):
+        return memory_of(where)
+    return where if isinstance(where, (int, float)) else _free_memory(where)
 
 
 def _free_memory(where: torch.device | str | Hardware) -> int:

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedError
+from .unpatched import is_ours, unpatched_shapes
 
 
 def shapes_of(source: Any, *, dtype: torch.dtype | None) -> Any:
-    """The model itself, or one built from its config on the meta device: shapes without memory.
+    """The model itself as it was before patch(), or one built from its config on meta: shapes without memory.
 
     dtype: of the built model; None takes the config's, else float32. Raises UnsupportedError for what is no decoder.
     """
@@ -21,8 +22,13 @@ def shapes_of(source: Any, *, dtype: torch.dtype | None) -> Any:
 
     if isinstance(source, nn.Module):
         check_decoder(decoder_config(source))
-        inner: Any = source
-        return inner.get_base_model() if hasattr(source, "get_base_model") else source  # out of PEFT's wrapper
+        inner = inside(source)
+        if dtype not in (None, inner.dtype):
+            raise UnsupportedError(
+                f"dtype={dtype} is for a config or a path; the model given is counted in its own {inner.dtype}: leave "
+                "dtype= out, or pass model.config"
+            )
+        return unpatched_shapes(inner) if is_ours(inner) else inner
     config = _load(source) if isinstance(source, (str, os.PathLike)) else source
     if not isinstance(config, PreTrainedConfig):
         raise UnsupportedError(f"estimate() takes a config, a model or a path, not {type(source).__name__}")
@@ -34,6 +40,11 @@ def shapes_of(source: Any, *, dtype: torch.dtype | None) -> Any:
             return cast(Any, AutoModelForCausalLM).from_config(decoder, **({"dtype": dtype} if dtype else {}))
     except ValueError as error:
         raise UnsupportedError(f"{type(config).__name__} makes no causal language model: {error}") from error
+
+
+def inside(model: Any) -> Any:
+    """The model without PEFT's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def decoder_config(model: nn.Module) -> Any:

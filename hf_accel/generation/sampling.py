@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..config import checked_keywords
 from ..errors import UnsupportedError
 from . import filters, penalties
 from .prefix import Prefix
@@ -64,6 +65,12 @@ class Sampling(ABC):
         """
 
 
+@checked_keywords(
+    do_sample="temperature=, where 0 is greedy",
+    eos_token_id="stop_token_ids=",
+    bad_words_ids="bad_token_ids=, or processors= for words of several tokens",
+    logits_processor="processors=",
+)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(Sampling):
     """How a request's tokens are chosen. Order and arithmetic are transformers'.

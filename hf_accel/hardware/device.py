@@ -42,7 +42,10 @@ def detect(device: torch.device | str = "cpu") -> Hardware:
 
     Raises UnsupportedError for another kind of device, for CUDA where there is none, and for a bad HF_ACCEL_ISA.
     """
-    target = torch.device(device)
+    try:
+        target = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UnsupportedError(f"device={device!r} is not one that torch knows; use 'cpu' or 'cuda'") from error
     if target.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"device={str(target)!r} cannot be described; use 'cpu' or 'cuda'")
     if target.type == "cuda" and not torch.cuda.is_available():

@@ -17,7 +17,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..config import PatchConfig, WeightConfig
+from ..config import PatchConfig, WeightConfig, check_patch_keywords
 from ..errors import UnsupportedError
 from .layer import QuantLinear
 
@@ -34,6 +34,7 @@ class AccelConfig(QuantizationConfigMixin):
     def __init__(self, modules: Mapping[str, Mapping[str, Any]] | None = None, **keywords: Any) -> None:
         keywords.pop("quant_method", None)
         self.quant_method = METHOD  # type: ignore[assignment]  # transformers takes any registered name
+        check_patch_keywords("AccelConfig", (name for name in keywords if name != "config"))
         self.patch = PatchConfig.build(**keywords)
         self.modules = {name: dict(settings) for name, settings in (modules or {}).items()}
 

@@ -11,8 +11,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .families import inputs
 
 
-def snapshot(model: PreTrainedModel) -> dict[str, Any]:
-    """The class, vars() of every module (keys in order, identities, hooks and children), configs, and all bits."""
+def snapshot(model: PreTrainedModel, given: dict[str, Tensor] | None = None) -> dict[str, Any]:
+    """The class, vars() of every module (keys in order, identities, hooks and children), configs, and all bits.
+
+    given: what to call it with; by default the padded batch of the small families.
+    """
     modules = dict(model.named_modules())
     configs = {id(v): v for m in modules.values() for v in vars(m).values() if isinstance(v, PreTrainedConfig)}
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
@@ -29,14 +32,15 @@ def snapshot(model: PreTrainedModel) -> dict[str, Any]:
         "configs": {key: str(config) for key, config in configs.items()},
         "generation_config": str(getattr(model, "generation_config", None)),
         "tensors": {name: (id(t), t.dtype, t.requires_grad, bits(t)) for name, t in tensors.items()},
-        "logits": bits(logits(model)),
+        "logits": bits(logits(model, given)),
         "keys": list(model.state_dict()),
     }
 
 
 @torch.no_grad()
-def logits(model: PreTrainedModel) -> Tensor:
-    return model(**inputs("left")).logits
+def logits(model: PreTrainedModel, given: dict[str, Tensor] | None = None) -> Tensor:
+    output = model(**inputs("left") if given is None else given)
+    return output.logits if "logits" in output else output[0]
 
 
 def bits(tensor: Tensor) -> bytes:

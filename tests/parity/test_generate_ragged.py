@@ -6,6 +6,7 @@ import copy
 import pickle
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor
@@ -378,7 +379,6 @@ def test_copies_of_a_model_that_has_speculated(drafter: str) -> None:
 
 def test_adapters() -> None:
     """A PEFT model generates with its adapter, drafts included, and its INT4 drafts are only ever drafts."""
-    peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     torch.manual_seed(0)
     wrapped = peft.get_peft_model(build("llama"), settings)

@@ -22,7 +22,7 @@ KEYWORDS: list[dict[str, Any]] = [
     {},
     {"weights": None},
     {"weights": INT4},
-    {"weights": {"skip": ["up_proj"], "head": None}},
+    {"weights": {"skip": ["lm_head"]}},
     {"weights": None, "attention": "reference"},
     {"weights": None, "cache": None},
     {"weights": None, "attention": None, "cache": None},

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     BertForSequenceClassification,
     BertLMHeadModel,
@@ -20,6 +23,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+import hf_accel
 from hf_accel import UnsupportedError
 from hf_accel.survey import attention_refusal, attention_sites, cache_refusal, check_model, linear_sites
 
@@ -198,3 +202,36 @@ def test_attention_sites() -> None:
     assert attention_sites(build("gpt2"), quantized_kv=False)[1].spec.num_kv_heads == 4
     assert [site.name for site in attention_sites(BertLMHeadModel(BertConfig(**TINY, is_decoder=True)),
             quantized_kv=False)] == ["bert.encoder.layer.0.attention.self"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("skip", "hint"),
+    [
+        ("lm_haed", "did you mean 'lm_head'?"),
+        ("mlp", "did you mean 'mlp.down_proj', 'mlp.gate_proj', 'mlp.up_proj'?"),
+        ("model", r"did you mean 'model.layers.0.mlp.down_proj', .*, \.\.\.\?"),
+        ("xyz", "there are 'down_proj', 'gate_proj', 'k_proj', 'lm_head'"),
+        ("roj", "of no Linear"),
+        ("self_attn.*", "of no Linear"),
+    ],
+)
+def test_a_name_in_skip_that_skips_nothing(skip: str, hint: str) -> None:
+    model = build("llama")
+    for function in (hf_accel.plan, hf_accel.patch):
+        with pytest.raises(hf_accel.UnsupportedError, match=f"skip='{re.escape(skip)}' is .*{hint}"):
+            function(model, weights={"skip": ["q_proj", skip]})
+    assert not hf_accel.is_patched(model)
+
+
+def test_what_is_meant_by_a_module_that_is_no_linear_skips_it() -> None:
+    """What the error proposes is taken."""
+    names = ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"]
+    plan = hf_accel.plan(build("llama"), weights={"skip": names})
+    assert {p.site.name.rpartition(".")[2] for p in plan.linears if p.choice is None} == {n[4:] for n in names}
+
+
+def test_a_name_in_skip_that_skips_nothing_while_loading(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path)
+    config = hf_accel.AccelConfig(weights={"skip": ["qproj"]})
+    with pytest.raises(hf_accel.UnsupportedError, match=r"skip='qproj' is .* did you mean 'q_proj'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)

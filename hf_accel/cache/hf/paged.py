@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from ...config import CacheConfig
+from ...config import CacheConfig, check_keywords
 from ...errors import UnsupportedError
 from ..group import PageGroup
 from ..rows import Row
@@ -168,6 +169,8 @@ class PagedCache(Cache):
     ) -> None:
         if cache_config is not None and keywords:
             raise UnsupportedError("give PagedCache a CacheConfig or its keywords, not both")
+        known = [field.name for field in dataclasses.fields(CacheConfig)]
+        check_keywords("PagedCache", keywords, [*known, "cache_config", "capacity"], {"max_cache_len": "max_tokens="})
         settings = CacheConfig(**keywords) if cache_config is None else cache_config
         groups, group_of_layer = page_groups(config, settings, capacity=capacity)
         self._bind(settings, Sequences(groups), group_of_layer)

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, TrainerCallback
 
+from ...config import checked_keywords
 from ...errors import UnsupportedError
 from ..objective import Objective
 from .teaching.hook import DistillationHook
@@ -36,6 +37,7 @@ class DistillationCallback(TrainerCallback):
     loss, DataParallel); in the first step, if a subclass computes its own.
     """
 
+    @checked_keywords(teacher_model="teacher=", lmbda="a DistillationTrainer")
     def __init__(
         self,
         teacher: PreTrainedModel | Teacher | str | PathLike[str],

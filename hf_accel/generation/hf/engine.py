@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from ...cache.hf import page_groups
 from ...cache.rows import Pages, num_live_tokens
-from ...config import CacheConfig, Default, parse_speculative
+from ...config import CacheConfig, Default, check_keywords, checked_keywords, parse_speculative
 from ...errors import UnsupportedError
 from ..batcher import Batcher
 from ..engine import EngineLoop
@@ -57,6 +56,7 @@ class Engine:
     Raises UnsupportedError for a model that is not patched, or cannot run ragged.
     """
 
+    @checked_keywords()
     def __init__(
         self,
         model: Any,
@@ -158,11 +158,7 @@ class Engine:
 
     def _sampling(self, given: dict[str, Any], ends: tuple[int, ...]) -> SamplingParams:
         known = {field.name for field in dataclasses.fields(SamplingParams)}
-        for name in given:
-            if name not in known:
-                close = difflib.get_close_matches(name, [*OWN_KEYWORDS, *sorted(known)], n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(known))}"
-                raise UnsupportedError(f"submit() got an unknown keyword {name!r}; {hint}")
+        check_keywords("submit()", given, known.union(OWN_KEYWORDS))
         params = SamplingParams(**{**sampling_defaults(self.model, given), "stop_token_ids": ends})
         if self.speculation.drafters:
             refuse_stateful(params, vocabulary_size(self.model))

@@ -68,3 +68,43 @@ def test_the_table():
 )
 def test_units_are_decimal(size, text):
     assert result.in_units(size) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),
+    [
+        ("24GB", 24),
+        ("1.5 tb", 1500),
+        ("16GiB", 17.179869184),
+        ("A100", 40),
+        ("A100 80GB", 80),
+        ("NVIDIA A100-SXM4-80GB", 80),
+        ("H100", 80),
+        ("NVIDIA H100 80GB HBM3", 80),
+        ("h200", 141),
+        ("L4", 24),
+        ("Tesla T4", 16),
+        ("NVIDIA GeForce RTX 4090", 24),
+        ("rtx-4060 Ti 16 GB", 16),
+    ],
+)
+def test_fits_into_a_size_or_a_device_by_its_name(name, gigabytes):
+    assert dataclasses.replace(ESTIMATE, total_bytes=gigabytes * 1e9).fits(name)
+    assert not dataclasses.replace(ESTIMATE, total_bytes=gigabytes * 1e9 + 1).fits(name)
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("A101", "the memory of 'A101' is not known; did you mean 'A10.*Or give its size, such as '24GB'"),
+        ("potato", "the memory of 'potato' is not known; give its size, such as '24GB'"),
+        ("A100 60GB", "the A100 is sold with 40 GB or 80 GB; give one of these"),
+        ("A100 80MB", "the A100 is sold with 40 GB or 80 GB"),
+        ("24", "the memory of '24' is not known; give its size"),
+        ("cuda:x", "device='cuda:x' is not one that torch knows"),
+        (None, "device=None is not one that torch knows"),
+    ],
+)
+def test_where_nothing_is_known_to_fit(where, message):
+    with pytest.raises(UnsupportedError, match=message):
+        ESTIMATE.fits(where)

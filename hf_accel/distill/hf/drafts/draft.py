@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging
 
-from ....config import positive_int
+from ....config import checked_keywords, positive_int
 from ....errors import UnsupportedError
 from ...measure import AcceptanceReport
 from ...modes import evaluating
@@ -39,6 +39,7 @@ class DraftResult(NamedTuple):
     after: AcceptanceReport | None
 
 
+@checked_keywords()
 def distill_draft(
     target: PreTrainedModel,
     dataset: Any,

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ....config import positive_int
+from ....config import checked_keywords, positive_int
 from ....errors import UnsupportedError
 from ....generation.controller import Controller
 from ....generation.hf.state import STATE
@@ -30,6 +30,7 @@ HOLD = 8  # passes in a row with one draft length: the first still runs on what 
 SKIP = 2  # of them are not timed
 
 
+@checked_keywords()
 def measure_acceptance(
     target: PreTrainedModel,
     draft: PreTrainedModel,

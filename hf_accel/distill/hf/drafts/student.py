@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from ....config import checked_keywords
 from ....errors import UnsupportedError
 from ....patch import is_patched, stock_twin
 from ...modes import evaluating
@@ -30,6 +31,7 @@ INFLUENCE_TOKENS = 16384  # of dataset=, that "importance" looks at
 WINDOW = 512
 
 
+@checked_keywords()
 def init_student(
     teacher: PreTrainedModel,
     *,

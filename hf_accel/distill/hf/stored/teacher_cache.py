@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....config import checked_keywords
 from ....errors import HfAccelError, UnsupportedError
 from ...rows import Rows
 from ...top_logits import TopLogits
@@ -52,6 +53,7 @@ class TeacherCache(Teacher):
         self._objective: Any = None
 
     @classmethod
+    @checked_keywords(k="top_k=", temperature="temperatures=[...]")
     def build(
         cls,
         teacher: Any,

@@ -7,11 +7,13 @@ from typing import Any, ClassVar
 
 from transformers import TrainingArguments
 
+from ....config import checked_keywords
 from ....errors import UnsupportedError
 from ...objective import LOSSES, Objective
 from ...transfer import HIDDEN_LOSSES
 
 
+@checked_keywords()
 @dataclass
 class DistillationSettings:
     """What is added to training arguments, of any kind: mix it into a config of another trainer.
@@ -116,6 +118,7 @@ class DistillationSettings:
         return found
 
 
+@checked_keywords()
 @dataclass
 class DistillationConfig(DistillationSettings, TrainingArguments):
     """TrainingArguments with the settings of a distillation; see DistillationSettings for their meaning.

@@ -6,8 +6,11 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import datasets
+import peft
 import pytest
 import torch
+import trl
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -24,7 +27,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's packages
 
 def test_a_lora_student(tmp_path: Path) -> None:
     """Adapters learn as the reference says, from samples too, and a checkpoint holds them alone."""
-    peft = pytest.importorskip("peft")
     student = peft.get_peft_model(llama(1), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     for name, parameter in student.named_parameters():
         if "lora_B" in name:
@@ -58,9 +60,6 @@ def _lora_reference(student: Any, teacher: Any) -> Any:
 
 
 def sft(folder: Path, **settings: Any) -> Any:
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-
     class KD(DistillationMixin, trl.SFTTrainer):
         pass
 

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import Trainer
@@ -14,8 +15,6 @@ from hf_accel.distill.hf import DistillationCallback
 from hf_accel.errors import UnsupportedError
 
 from .classroom import ALPHA, TEMPERATURE, arguments, distance, llama, reference, texts, update
-
-peft = pytest.importorskip("peft")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of another package
 

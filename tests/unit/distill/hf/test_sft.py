@@ -16,9 +16,6 @@ from hf_accel.errors import UnsupportedError
 
 from .classroom import ALPHA, TEMPERATURE, VOCABULARY, arguments, distance, llama, reference, texts, update
 
-pytest.importorskip("datasets")
-pytest.importorskip("trl")
-
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's packages
 
 

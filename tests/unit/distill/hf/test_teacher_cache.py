@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow
 import pytest
 import torch
 from torch import Tensor
@@ -203,8 +205,7 @@ class Numbered(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def hugging_face(rows: list[list[int]]) -> Any:
-    datasets, arrow = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
-    return datasets.Dataset(arrow.table({"input_ids": rows, "other": ["x"] * len(rows)}), fingerprint="texts")
+    return datasets.Dataset(pyarrow.table({"input_ids": rows, "other": ["x"] * len(rows)}), fingerprint="texts")
 
 
 @pytest.mark.parametrize("dataset", [Numbered, hugging_face, iter, lambda rows: [torch.tensor(row) for row in rows]])

@@ -1,0 +1,95 @@
+"""Memory of devices by their name, and sizes as people write them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+from ..errors import UnsupportedError
+
+# GB as their makers' data sheets and product pages give them (NVIDIA: V100, P100, T4, A10, A30, A40, A100, L4, L40,
+# L40S, H100, H200, GH200, B200, RTX PRO 6000, RTX A6000, RTX 6000 Ada, GeForce 30, 40 and 50; AMD: Instinct). A device
+# reports about as many decimal GB, or some more. Several numbers: sold with each of them.
+MEMORY_GB: dict[str, tuple[int, ...]] = {
+    "P100": (12, 16),
+    "V100": (16, 32),
+    "T4": (16,),
+    "A10": (24,),
+    "A10G": (24,),
+    "A30": (24,),
+    "A40": (48,),
+    "A100": (40, 80),
+    "L4": (24,),
+    "L40": (48,),
+    "L40S": (48,),
+    "H100": (80, 94),
+    "H200": (141,),
+    "GH200": (96, 144),
+    "B200": (180,),
+    "RTX 3060": (8, 12),
+    "RTX 3070": (8,),
+    "RTX 3080": (10, 12),
+    "RTX 3080 Ti": (12,),
+    "RTX 3090": (24,),
+    "RTX 3090 Ti": (24,),
+    "RTX 4060": (8,),
+    "RTX 4060 Ti": (8, 16),
+    "RTX 4070": (12,),
+    "RTX 4070 Ti": (12,),
+    "RTX 4070 Ti SUPER": (16,),
+    "RTX 4080": (16,),
+    "RTX 4080 SUPER": (16,),
+    "RTX 4090": (24,),
+    "RTX 5060 Ti": (8, 16),
+    "RTX 5070": (12,),
+    "RTX 5070 Ti": (16,),
+    "RTX 5080": (16,),
+    "RTX 5090": (32,),
+    "RTX A6000": (48,),
+    "RTX 6000 Ada": (48,),
+    "RTX PRO 6000": (96,),
+    "MI210": (64,),
+    "MI300X": (192,),
+    "MI325X": (256,),
+}
+UNITS = {"k": 1, "m": 2, "g": 3, "t": 4}
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt])(i?)b", re.IGNORECASE)
+UNSAID = re.compile(r"nvidia|geforce|tesla|amd|instinct|sxm\d?|pcie|hbm\d?e?|oam", re.IGNORECASE)  # by many
+
+
+def memory_of(name: str) -> float:
+    """Bytes of "24GB", "16 GiB", or of a device such as "L4", "RTX 4090" or "A100 80GB".
+
+    A device that is sold with several sizes has the smallest, unless the name says which. Raises UnsupportedError for
+    a name that is not known, and for a size that the device is not sold with.
+    """
+    size = SIZE.fullmatch(name.strip())
+    if size is not None:
+        return _bytes(size)
+    said = SIZE.search(name)
+    wanted = _plain(SIZE.sub("", name))
+    found = next((known for known in MEMORY_GB if _plain(known) == wanted), None)
+    if found is None:
+        raise UnsupportedError(f"the memory of {name!r} is not known; {_nearest(wanted)}")
+    sizes = MEMORY_GB[found]
+    if said is None:
+        return min(sizes) * 1e9
+    if float(said[1]) not in sizes or said[2].lower() != "g":
+        known = " or ".join(f"{size} GB" for size in sizes)
+        raise UnsupportedError(f"{name!r}: the {found} is sold with {known}; give one of these, or a size alone")
+    return float(said[1]) * 1e9
+
+
+def _bytes(size: re.Match[str]) -> float:
+    return float(size[1]) * (1024 if size[3] else 1000) ** UNITS[size[2].lower()]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", UNSAID.sub("", name).lower())
+
+
+def _nearest(wanted: str) -> str:
+    names = {_plain(known): known for known in MEMORY_GB}
+    close = difflib.get_close_matches(wanted, names, n=1)
+    hint = f"did you mean {names[close[0]]!r}? Or give" if close else "give"
+    return f"{hint} its size, such as '24GB', a number of bytes, or a device of this machine: 'cpu', 'cuda'"

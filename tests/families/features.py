@@ -1,0 +1,434 @@
+"""What of a model is compared, stock against patched, and the words for how it came out.
+
+fast: hf_accel's own path answers as stock does. stock's loop, stock: hf_accel left that part to transformers, and the
+answer is stock's. refused: an explicit request that is turned down with a clear error. stock cannot: transformers
+itself raises. wrong, raises: faults.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+import hf_accel
+from hf_accel.linear import QuantLinear
+
+from ..parity.snapshot import snapshot
+from .inputs import forward_inputs, prompts, single
+from .models import Family, build
+
+NEW_TOKENS = 10
+FAULTS = ("wrong", "raises")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    word: str
+    reason: str = ""
+
+
+class Wrong(Exception):
+    """Patched does not answer as stock does."""
+
+
+class StockCannot(Exception):
+    """transformers itself raises, or does not answer twice alike."""
+
+
+@dataclass
+class Case:
+    """One model: stock, and patched in the ways that features ask for, each made once."""
+
+    family: Family
+    gain: float = 1.0
+    answers: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def stock(self) -> PreTrainedModel:
+        return self.fresh()
+
+    @cached_property
+    def patched(self) -> PreTrainedModel:
+        return hf_accel.patch(self.fresh(), weights=None)
+
+    @cached_property
+    def plan(self) -> Any:
+        return hf_accel.plan(self.stock, weights=None)
+
+    @cached_property
+    def int8(self) -> PreTrainedModel:
+        """As by default; what INT8 multiplies may be rounded too."""
+        return hf_accel.patch(self.fresh())
+
+    @cached_property
+    def exact_int8(self) -> PreTrainedModel:
+        """Weights in INT8, products of floats."""
+        return hf_accel.patch(self.fresh(), weights=hf_accel.WeightConfig(bits=8, activations=None))
+
+    @cached_property
+    def dequantized(self) -> PreTrainedModel:
+        """Stock's modules, with the values that the INT8 weights stand for."""
+        return dequantized(self.fresh(), self.exact_int8)
+
+    def fresh(self, *, seed: int = 0) -> PreTrainedModel:
+        return build(self.family, seed=seed, gain=self.gain)
+
+    def forward_inputs(self) -> dict[str, Tensor]:
+        return forward_inputs(self.family.kind, encoder_decoder=self.stock.config.is_encoder_decoder)
+
+
+def dequantized(stock: PreTrainedModel, patched: PreTrainedModel) -> PreTrainedModel:
+    """stock, with the values that the quantized layers of patched stand for."""
+    for name, layer in patched.named_modules():
+        if isinstance(layer, QuantLinear):
+            module = stock.get_submodule(name)
+            weight = layer.weight.t() if isinstance(module, Conv1D) else layer.weight
+            module.weight = nn.Parameter(weight.detach().clone().contiguous())  # a tied head leaves its embedding
+    return stock
+
+
+# -- comparing -----------------------------------------------------------------------------------------
+
+
+def tensors_of(output: Any) -> dict[str, Tensor]:
+    """The logits, or else the hidden states, of a model's output."""
+    for name in ("logits", "last_hidden_state", "prediction_logits"):
+        value = getattr(output, name, None)
+        if isinstance(value, Tensor):
+            return {name: value}
+    raise StockCannot(f"no logits in {type(output).__name__}")
+
+
+@torch.no_grad()
+def forward(model: PreTrainedModel, inputs: dict[str, Any], **more: Any) -> Any:
+    torch.manual_seed(0)
+    return model(**copy.deepcopy(inputs), **more)
+
+
+@torch.no_grad()
+def generate(model: PreTrainedModel, inputs: dict[str, Any], **settings: Any) -> Any:
+    torch.manual_seed(0)
+    return model.generate(**copy.deepcopy(inputs), **{"max_new_tokens": NEW_TOKENS, "do_sample": False} | settings)
+
+
+def same_logits(stock: Any, patched: Any, mask: Tensor | None, *, tolerance: float = 1e-4) -> None:
+    """At tokens, not at padding; relative to the largest logit."""
+    for name, expected in tensors_of(stock).items():
+        actual = getattr(patched, name)
+        if actual is None or actual.shape != expected.shape:
+            raise Wrong(f"{name} {None if actual is None else tuple(actual.shape)}, not {tuple(expected.shape)}")
+        if actual.dtype != expected.dtype:
+            raise Wrong(f"{name} are {actual.dtype}, not {expected.dtype}")
+        rows = expected.shape[:2]
+        if mask is not None and mask.shape == rows:
+            actual, expected = actual[mask.bool()], expected[mask.bool()]
+        close(name, actual, expected, tolerance)
+
+
+def close(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    if not expected.isfinite().all():
+        raise StockCannot(f"{name} of stock are not finite")
+    error = float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    if not error <= tolerance:
+        raise Wrong(f"{name} differ by {error:.1e} of the largest")
+
+
+def same_tokens(stock: Any, patched: Tensor, prompt_columns: int) -> None:
+    """stock: with logits of each step. A first difference between two tokens that are as good as equal is rounding."""
+    expected = stock.sequences
+    rows = min(len(expected), len(patched))
+    if len(expected) != len(patched):
+        raise Wrong(f"{len(patched)} rows, not {len(expected)}")
+    columns = min(expected.shape[1], patched.shape[1])
+    for row in range(rows):
+        for column in range(columns):
+            ours, theirs = int(patched[row, column]), int(expected[row, column])
+            if ours != theirs:
+                _near_tie(stock, row, column - prompt_columns, ours, theirs)
+                break
+        else:
+            if expected.shape != patched.shape:
+                raise Wrong(f"tokens {tuple(patched.shape)}, not {tuple(expected.shape)}")
+
+
+def _near_tie(stock: Any, row: int, step: int, ours: int, theirs: int) -> None:
+    where = f"row {row}, new token {step}: {ours}, not {theirs}"
+    logits = getattr(stock, "logits", None)
+    if step < 0 or logits is None or step >= len(logits):
+        raise Wrong(where)
+    scores = logits[step][row]
+    margin = float((scores[theirs] - scores[ours]).abs() / scores.abs().max())
+    if margin > 1e-5:
+        raise Wrong(f"{where}, by {margin:.1e} of the largest logit")
+
+
+# -- features ------------------------------------------------------------------------------------------
+
+Feature = Callable[[Case], Outcome]
+FEATURES: dict[str, Feature] = {}
+KINDS: dict[str, tuple[str, ...]] = {}
+ALL = ("causal", "seq2seq", "vision", "encoder")
+GENERATING = ("causal", "seq2seq", "vision")
+
+
+def feature(name: str, *kinds: str) -> Callable[[Feature], Feature]:
+    def register(function: Feature) -> Feature:
+        FEATURES[name], KINDS[name] = function, kinds
+        return function
+
+    return register
+
+
+def by_stock(function: Callable[[], Any]) -> Any:
+    """What stock answers; where it raises there is nothing to compare with."""
+    try:
+        return function()
+    except Exception as error:
+        raise StockCannot(told(error)) from error
+
+
+def told(error: BaseException) -> str:
+    """One line: the error, and the innermost line of code that it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if "hf_accel/" in f.filename or "transformers/" in f.filename] or frames
+    place = f" ({ours[-1].filename.split('/site-packages/')[-1].split('/families/')[-1]}:{ours[-1].lineno})"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:240]}{place if ours else ''}"
+
+
+def outcome(name: str, case: Case) -> Outcome:
+    try:
+        return FEATURES[name](case)
+    except StockCannot as reason:
+        return Outcome("stock cannot", str(reason))
+    except Wrong as reason:
+        return Outcome("wrong", str(reason))
+    except Exception as error:
+        return Outcome("raises", told(error))
+
+
+def outcomes(family: Family, names: list[str] | None = None) -> Iterator[tuple[str, Outcome]]:
+    """Every feature of one family, one after the other; "build" alone where there is no model."""
+    try:
+        case = lively(family)
+    except Exception as error:
+        yield "build", Outcome("stock cannot", told(error))
+        return
+    for name in FEATURES:
+        if family.kind in KINDS[name] and (names is None or name in names):
+            yield name, outcome(name, case)
+
+
+def lively(family: Family) -> Case:
+    """The case with the first gain at which stock's greedy text is not one token again and again."""
+    first = None
+    for gain in (1.0, 2.0, 4.0):
+        case = Case(family, gain)
+        first = first or case
+        if not case.stock.can_generate():
+            return case
+        try:
+            inputs = prompts(family.kind)
+            text = generate(case.stock, inputs)[:, -NEW_TOKENS:]
+        except Exception:
+            return case
+        if all(len(set(row)) > NEW_TOKENS // 3 for row in text.tolist()):
+            return case
+    assert first is not None
+    return first
+
+
+@feature("forward", *ALL)
+def _forward(case: Case) -> Outcome:
+    inputs = case.forward_inputs()
+    expected = by_stock(lambda: forward(case.stock, inputs))
+    same_logits(expected, forward(case.patched, inputs), inputs.get("attention_mask"))
+    return _attention_word(case)
+
+
+def _attention_word(case: Case) -> Outcome:
+    return Outcome("stock", case.plan.stock_attention) if case.plan.stock_attention else Outcome("fast")
+
+
+@feature("output_attentions", *ALL)
+def _attentions(case: Case) -> Outcome:
+    """Stock's sdpa warns and gives none, or computes them: where it gives some, so do we."""
+    inputs = case.forward_inputs()
+    expected = by_stock(lambda: forward(case.stock, inputs, output_attentions=True))
+    actual = forward(case.patched, inputs, output_attentions=True)
+    same_logits(expected, actual, inputs.get("attention_mask"))
+    mask = inputs["attention_mask"].bool()
+    for name, value in expected.items():
+        if name.endswith("attentions") and value is not None:
+            _same_attentions(name, value, actual.get(name), mask)
+    return _attention_word(case)
+
+
+def _same_attentions(name: str, expected: Any, actual: Any, mask: Tensor) -> None:
+    wanted = [weights for weights in expected if isinstance(weights, Tensor)]
+    given = [weights for weights in actual or () if isinstance(weights, Tensor)]
+    if len(given) != len(wanted):
+        raise Wrong(f"{name}: {len(given)} layers, not {len(wanted)}")
+    for ours, theirs in zip(given, wanted, strict=True):
+        if ours.shape != theirs.shape:
+            raise Wrong(f"{name} {tuple(ours.shape)}, not {tuple(theirs.shape)}")
+        if theirs.ndim == 4 and theirs.shape[0] == mask.shape[0] and theirs.shape[2] == mask.shape[1]:
+            ours, theirs = ours.transpose(1, 2)[mask], theirs.transpose(1, 2)[mask]
+        close(name, ours, theirs, 1e-4)
+
+
+def _generates(name: str, *, alone: bool = False, settings: Callable[[Case], dict[str, Any]]) -> None:
+    @feature(name, *GENERATING)
+    def compare(case: Case) -> Outcome:
+        inputs = single(case.family.kind) if alone else prompts(case.family.kind)
+        wanted = settings(case)
+        expected = by_stock(
+            lambda: generate(case.stock, inputs, return_dict_in_generate=True, output_logits=True, **wanted)
+        )
+        actual = generate(case.patched, inputs, **settings(case))
+        same_tokens(expected, actual, _prompt_columns(case, inputs))
+        return _loop_word(case.patched)
+
+
+def _prompt_columns(case: Case, inputs: dict[str, Tensor]) -> int:
+    return 1 if case.stock.config.is_encoder_decoder else inputs["input_ids"].shape[1]
+
+
+def _loop_word(patched: PreTrainedModel) -> Outcome:
+    loop = hf_accel.stats(patched).get("loop", "")
+    return Outcome("fast") if loop == "ragged" else Outcome("stock's loop", loop.removeprefix("stock: "))
+
+
+_generates("greedy", settings=lambda case: {})
+_generates("sampling", settings=lambda case: {"do_sample": True, "top_k": 20, "temperature": 1.3})
+
+
+@feature("beams", *GENERATING)
+def _beams(case: Case) -> Outcome:
+    """Sequences whose scores are equal are as good as each other."""
+    inputs = prompts(case.family.kind)
+    settings = {"num_beams": 3, "num_return_sequences": 2}
+    scored = {"return_dict_in_generate": True, "output_scores": True}
+    expected = by_stock(lambda: generate(case.stock, inputs, **settings, **scored))
+    actual = generate(case.patched, inputs, **settings)
+    result = _loop_word(case.patched)
+    if torch.equal(expected.sequences, actual):
+        return result
+    again = generate(case.patched, inputs, **settings, **scored)
+    error = float((expected.sequences_scores - again.sequences_scores).abs().max())
+    if error > 1e-5:
+        raise Wrong(f"beams differ, scores by {error:.1e}")
+    return result
+
+
+_generates("no cache", settings=lambda case: {"use_cache": False})
+_generates("static cache", settings=lambda case: {"cache_implementation": "static"})
+_generates("prompt lookup", alone=True, settings=lambda case: {"prompt_lookup_num_tokens": 3})
+_generates("assistant", alone=True, settings=lambda case: {"assistant_model": case.fresh(seed=1)})
+
+
+@feature("cache asked for", *GENERATING)
+def _explicit_cache(case: Case) -> Outcome:
+    """cache="paged" by name: it does, or a clear error."""
+    try:
+        model = hf_accel.patch(case.fresh(), weights=None, cache="paged")
+    except hf_accel.UnsupportedError as error:
+        return Outcome("refused", str(error))
+    inputs = prompts(case.family.kind)
+    expected = by_stock(lambda: generate(case.stock, inputs, return_dict_in_generate=True, output_logits=True))
+    same_tokens(expected, generate(model, inputs), _prompt_columns(case, inputs))
+    return Outcome("fast")
+
+
+@feature("int8 forward", *ALL)
+def _int8_forward(case: Case) -> Outcome:
+    """With products of floats it is the dequantized weights' answer, and by default it is near to that."""
+    inputs = case.forward_inputs()
+    by_stock(lambda: forward(case.stock, inputs))
+    mask = inputs.get("attention_mask")
+    count = sum(isinstance(module, QuantLinear) for module in case.exact_int8.modules())
+    expected = by_stock(lambda: forward(case.dequantized, inputs))
+    same_logits(expected, forward(case.exact_int8, inputs), mask, tolerance=1e-3)
+    default = forward(case.int8, inputs)
+    for name, value in tensors_of(default).items():
+        if not value.isfinite().all() or value.shape != getattr(expected, name).shape:
+            raise Wrong(f"{name} of the default are not finite, or {tuple(value.shape)}")
+    return Outcome("fast") if count else Outcome("stock", "no linear is quantized")
+
+
+@feature("int8 greedy", *GENERATING)
+def _int8_greedy(case: Case) -> Outcome:
+    inputs = prompts(case.family.kind)
+    by_stock(lambda: generate(case.stock, inputs))
+    expected = by_stock(lambda: generate(case.dequantized, inputs, return_dict_in_generate=True, output_logits=True))
+    actual = generate(case.exact_int8, inputs)
+    result = _loop_word(case.exact_int8)
+    same_tokens(expected, actual, _prompt_columns(case, inputs))
+    if generate(case.int8, inputs).shape != actual.shape:
+        raise Wrong("the default's tokens have another shape")
+    return result
+
+
+@feature("int8 save, load", *ALL)
+def _save_load(case: Case) -> Outcome:
+    """What was saved is loaded bit for bit, ties included, and answers bit for bit."""
+    inputs = case.forward_inputs()
+    with tempfile.TemporaryDirectory() as folder:
+        by_stock(lambda: _reloads(case.stock, folder, inputs))
+    with tempfile.TemporaryDirectory() as folder:
+        case.int8.save_pretrained(folder)
+        loaded = type(case.stock).from_pretrained(folder).eval()
+    _same_state(case.int8, loaded)
+    expected, actual = forward(case.int8, inputs), forward(loaded, inputs)
+    for name, value in tensors_of(expected).items():
+        if not torch.equal(value, getattr(actual, name)):
+            close(f"{name} after loading", getattr(actual, name), value, 0.0)
+    return Outcome("fast")
+
+
+def _reloads(model: PreTrainedModel, folder: str, inputs: dict[str, Tensor]) -> None:
+    model.save_pretrained(folder)
+    loaded = type(model).from_pretrained(folder).eval()
+    _same_state(model, loaded)
+    same_logits(forward(model, inputs), forward(loaded, inputs), inputs.get("attention_mask"))
+
+
+def _same_state(model: PreTrainedModel, loaded: PreTrainedModel) -> None:
+    expected, actual = model.state_dict(), loaded.state_dict()
+    if expected.keys() != actual.keys():
+        raise Wrong(f"other names after loading: {sorted(expected.keys() ^ actual.keys())[:4]}")
+    different = [name for name, value in expected.items() if not torch.equal(value, actual[name])]
+    if different:
+        raise Wrong(f"{len(different)} tensors changed by saving and loading, {different[:3]} among them")
+
+
+@feature("unpatch", *ALL)
+def _unpatch(case: Case) -> Outcome:
+    """Class, configs, hooks, identities and bits are what they were."""
+    model, inputs = case.fresh(), case.forward_inputs()
+
+    def use() -> None:
+        forward(model, inputs)
+        if model.can_generate() and case.family.kind in GENERATING:
+            generate(model, prompts(case.family.kind), max_new_tokens=2)
+
+    by_stock(use)
+    before = snapshot(model, inputs)
+    hf_accel.patch(model)
+    use()
+    hf_accel.unpatch(model)
+    after = snapshot(model, inputs)
+    changed = [name for name in before if before[name] != after[name]]
+    if changed:
+        raise Wrong(f"{', '.join(changed)} changed")
+    return Outcome("fast")

@@ -1,0 +1,39 @@
+"""What the models are asked: ragged prompts, padded on the side that their kind takes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .configs import BEGIN, FIRST_SPECIAL, PADDING
+
+FIRST_WORD = 3  # behind padding, begin and end
+LENGTHS = (9, 13, 11)
+
+
+def prompts(kind: str, *, rows: int = len(LENGTHS), seed: int = 1) -> dict[str, Tensor]:
+    """input_ids and attention_mask [rows, 13]: padded on the left for what generates, else on the right."""
+    columns = max(LENGTHS)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(FIRST_WORD, FIRST_SPECIAL, (rows, columns), generator=generator)
+    ids[:, -4:] = ids[:, -8:-4]  # something for a lookup to find
+    missing = columns - torch.tensor(LENGTHS[:rows]).unsqueeze(1)
+    places = torch.arange(columns)
+    mask = places >= missing if kind in ("causal", "vision") else places < columns - missing
+    return {"input_ids": ids.masked_fill(~mask, PADDING), "attention_mask": mask.long()}
+
+
+def single(kind: str) -> dict[str, Tensor]:
+    """The longest prompt alone, without padding."""
+    batch = prompts(kind)
+    return {name: value[1:2] for name, value in batch.items()}
+
+
+def forward_inputs(kind: str, *, encoder_decoder: bool) -> dict[str, Tensor]:
+    """What forward is called with; an encoder-decoder gets a decoder's tokens too."""
+    batch = prompts(kind)
+    if encoder_decoder:
+        decoder = prompts("encoder", seed=2)["input_ids"].clamp(min=FIRST_WORD)
+        decoder[:, 0] = BEGIN
+        batch["decoder_input_ids"] = decoder
+    return batch

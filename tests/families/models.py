@@ -1,0 +1,117 @@
+"""Every model class of four auto mappings, tiny and with random weights that matter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from .configs import BEGIN, tiny_config
+from .overrides import OF_MODELS
+
+MAPPINGS = {
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "vision": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "encoder": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model class, and the model type whose config builds it."""
+
+    kind: str
+    model_type: str
+    name: str
+    is_decoder: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} (is_decoder)" if self.is_decoder else self.name
+
+
+@cache
+def families() -> dict[str, Family]:
+    """By the name of the class; a class of several model types stands there once, with its own."""
+    found: dict[str, Family] = {}
+    for kind, mapping in MAPPINGS.items():
+        for model_type, names in getattr(modeling_auto, mapping).items():
+            for name in [names] if isinstance(names, str) else names:
+                known, this = found.get(name), Family(kind, model_type, name)
+                sees = kind == "vision" and known is not None and known.kind == "causal"
+                if known is None or sees or (known.kind == kind and not _own(known) and _own(this)):
+                    found[name] = this
+    both = [[f, replace(f, is_decoder=True)] if _is_both(f) else [f] for f in found.values()]
+    return {family.label: family for families in both for family in families}
+
+
+def _is_both(family: Family) -> bool:
+    """Whether the class is an encoder unless its config says is_decoder=True."""
+    kind = getattr(transformers, family.name).config_class
+    return family.kind == "causal" and getattr(kind, "is_decoder", None) is False
+
+
+def _own(family: Family) -> bool:
+    return family.name.lower().startswith(family.model_type.replace("_", "").replace("-", ""))
+
+
+def select(names: list[str]) -> list[Family]:
+    """Families by the name of a class or of a model type."""
+    chosen = [f for f in families().values() if f.name in names or f.model_type in names]
+    unknown = set(names) - {f.name for f in chosen} - {f.model_type for f in chosen}
+    if unknown:
+        raise SystemExit(f"no such model: {', '.join(sorted(unknown))}")
+    return chosen
+
+
+def build(family: Family, *, seed: int = 0, gain: float = 1.0) -> PreTrainedModel:
+    """In evaluation mode and float32; the same seed and gain give the same weights."""
+    kind: Any = getattr(transformers, family.name)
+    given = OF_MODELS.get(family.name, {}) | ({"is_decoder": True} if family.is_decoder else {})
+    config = tiny_config(family.model_type, kind.config_class, **given)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: PreTrainedModel = kind(config)
+        enliven(model, gain)
+    model = model.float().eval()
+    if model.can_generate():
+        model.generation_config.eos_token_id = None  # texts of one length: nothing ends by chance
+        if model.config.is_encoder_decoder:
+            model.generation_config.decoder_start_token_id = BEGIN
+    return model
+
+
+@torch.no_grad()
+def enliven(model: nn.Module, gain: float = 1.0) -> None:
+    """Weights as they come out of an initialization hardly move the logits: make them large enough to matter.
+
+    What was initialized to all zeros or ones becomes random around that, and matrices get a standard deviation that
+    lets a layer answer about as loud as it is asked. Anything else (decays, steps) stays.
+    """
+    for parameter in model.parameters():
+        if not parameter.is_floating_point() or not parameter.numel():
+            continue
+        if not parameter.isfinite().all():
+            parameter.normal_(std=0.1)
+        elif parameter.ndim < 2 or parameter.numel() in parameter.shape:
+            if parameter.min() == parameter.max():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        else:
+            _scale(parameter, gain)
+
+
+def _scale(weight: Tensor, gain: float) -> None:
+    fan_in = math.prod(weight.shape[1:]) if weight.ndim > 3 else weight.shape[-1]
+    target, std = gain / math.sqrt(fan_in), float(weight.std())
+    if std == 0:
+        weight.add_(torch.randn_like(weight), alpha=target)
+    elif std < target and abs(float(weight.mean())) < 3 * std:
+        weight.mul_(target / std)

@@ -1,0 +1,164 @@
+"""What the names of a config's fields cannot say about a tiny one of its class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import EncoderDecoderConfig, PreTrainedConfig, VisionEncoderDecoderConfig
+
+ALIKE = {"num_key_value_heads": 4}  # as many as query heads
+WORDS = {"<image>": 120, "<|extra_0|>": 121} | {f"IMGIMG{letter}Z": 122 + i for i, letter in enumerate("ABCD")}
+BYTE_LATENT = {"hidden_size_global": 64, "num_key_value_heads": 4}
+TOKENIZER = {"num_filters": 4, "downsampling_ratios": (2, 2), "depths": (1, 1, 1), "hidden_size": 64}
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+SLIDING_LATENT = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "head_dim": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+NO_EXPERTS = {"num_experts": None, "num_experts_per_tok": None, "top_k_experts": None}
+
+# By the name of the config's class.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "AlbertConfig": {"embedding_size": 32},
+    "BambaConfig": {"attn_layer_indices": [1]},
+    "BltConfig": {"encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3, 4]},
+    "BltLocalDecoderConfig": BYTE_LATENT,
+    "BltLocalEncoderConfig": BYTE_LATENT,
+    "ChameleonConfig": {"vocabulary_map": WORDS},
+    "CohereCompassTextConfig": {
+        "rope_parameters": {"sliding_attention": SECTIONS, "full_attention": SECTIONS},
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "DbrxAttentionConfig": {"kv_n_heads": 2, "rope_theta": 10000.0},
+    "DbrxFFNConfig": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
+    "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+    | {"global_head_dim": 16},
+    "DiffusionGemmaConfig": {"canvas_length": 8},
+    "Dots3NoteTextConfig": {
+        "num_key_value_heads": 4,
+        "head_dim": 24,
+        "num_hidden_layers": 3,
+        "mlp_layer_types": ["dense", "sparse", "dense"],
+        "layer_types": ["indexed_attention", "indexed_attention", "sliding_attention"],
+        "per_layer_config": {2: SLIDING_LATENT},
+    },
+    "Dots3NoteAudioConfig": {"adapter_input_size": 64},
+    "Dots3NoteVisionConfig": {"adapter_in_dim": 64},
+    "Emu3Config": {"vocabulary_map": WORDS},
+    "Ernie4_5_VLMoeTextConfig": {"moe_intermediate_size": [32, 32]},
+    "EsmcConfig": ALIKE,
+    "EvollaConfig": {"aligner_num_add_layers": 1, "resampler_depth": 1, "resampler_heads": 4, "resampler_dim_head": 16}
+    | {"resampler_num_latents": 4},
+    "Florence2VisionConfig": {
+        "depths": (1, 1),
+        "embed_dim": (32, 64),
+        "num_heads": (2, 4),
+        "num_groups": (2, 4),
+        "patch_size": (7, 3),
+        "patch_stride": (4, 2),
+        "patch_padding": (3, 1),
+        "patch_prenorm": (False, True),
+        "projection_dim": 64,
+    },
+    "Gemma3nTextConfig": {
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.0] * 4,
+    }
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
+    "Gemma4TextConfig": {"global_head_dim": 16} | NO_EXPERTS,
+    "Gemma4UnifiedTextConfig": {"global_head_dim": 16} | NO_EXPERTS,
+    "Gemma4UnifiedVisionConfig": {"output_proj_dims": 64, "mm_embed_dim": 64, "mm_posemb_size": 64},
+    "Glm5NextTextConfig": ALIKE | {"qk_rope_head_dim": 0, "index_topk": 16, "index_kpool": 4},
+    "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]], "window_size": 6},
+    "Granite4VisionConfig": {
+        "downsample_rate": "2/4",
+        "deepstack_layer_map": [(-1, 0)],
+        "spatial_target_layers": [0, 0, 1, 1],
+    },
+    "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"]},
+    "Inkling2VisionConfig": {"position_embedding_size": 64},
+    "JanusVQVAEConfig": {"channel_multiplier": (1, 1), "image_token_embed_dim": 64, "num_patches": 16},
+    "JanusVisionConfig": {"projection_dim": 64},
+    "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "Kosmos2_5Config": {"latent_query_num": 8},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
+    "LukeConfig": {"entity_vocab_size": 64, "entity_emb_size": 32},
+    "Mamba2Config": {"num_heads": 8},
+    "MiniCPM3Config": {"dim_model_base": 32},
+    "MllamaVisionConfig": {"max_num_tiles": 4, "intermediate_layers_indices": [0, 1], "vision_output_dim": 192},
+    "MllamaTextConfig": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
+    "Molmo2AdapterConfig": {"vision_feature_layer": [-1, -2]},
+    "MuseSparkAudioConfig": {"hidden_sizes": (16, 16, 32, 32), "depths": (1, 1, 1, 1)},
+    "NemotronConfig": {"num_key_value_heads": 2},
+    "ParakeetEncoderConfig": {"projection_hidden_size": 64},
+    "PerceiverConfig": {"num_latents": 16, "d_latents": 64, "num_self_attends_per_block": 2}
+    | {"num_self_attention_heads": 4, "num_cross_attention_heads": 4},
+    "Phi4MultimodalAudioConfig": {
+        "ext_pw_out_channel": 64,
+        "depthwise_separable_out_channel": 64,
+        "nemo_conv_channels": 32,
+        "bias_max_distance": 32,
+        "input_size": 16,
+    },
+    "PPFormulaNetVisionConfig": {
+        "post_conv_in_channels": 64,
+        "post_conv_mid_channels": 64,
+        "post_conv_out_channels": 64,
+    },
+    "Qwen2Config": {"use_sliding_window": True},
+    "Qwen3OmniMoeAudioEncoderConfig": {"downsample_hidden_size": 16},
+    "Qwen3ASREncoderConfig": {"downsample_hidden_size": 16},
+    "Qwen4ExpTextConfig": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "hc_lowrank": 16,
+        "ngram_vocab_size_base": 64,
+        "split_ngram_parts": 2,
+        "make_ngram_vocab_size_divisible_by": 2,
+        "heads_per_ngram": 2,
+    },
+    "RadioConfig": {"video_temporal_patch_size": 2, "max_img_size": 64},
+    "ReformerConfig": {
+        "is_decoder": True,
+        "axial_pos_shape": (4, 8),
+        "axial_pos_embds_dim": (32, 32),
+        "attn_layers": ("local", "lsh"),
+        "local_attn_chunk_length": 4,
+        "lsh_attn_chunk_length": 4,
+        "num_buckets": 4,
+        "feed_forward_size": 96,
+    },
+    "RoCBertConfig": {"shape_vocab_size": 131, "shape_embed_dim": 32, "pronunciation_vocab_size": 131}
+    | {"pronunciation_embed_dim": 32},
+    "VibeVoiceAcousticTokenizerEncoderConfig": TOKENIZER,
+    "VibeVoiceAcousticTokenizerConfig": TOKENIZER,
+    "ZambaConfig": {
+        "num_hidden_layers": 5,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2 + ["linear_attention"],
+    },
+}
+
+# By the name of the model's class.
+OF_MODELS: dict[str, dict[str, Any]] = {
+    "ReformerForMaskedLM": {"is_decoder": False},
+}
+
+CONSTRUCTED: dict[str, Callable[[Callable[[str], PreTrainedConfig]], PreTrainedConfig]] = {
+    "encoder-decoder": lambda tiny: EncoderDecoderConfig.from_encoder_decoder_configs(tiny("bert"), tiny("bert")),
+    "vision-encoder-decoder": lambda tiny: VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        tiny("vit"), tiny("gpt2")
+    ),
+}
