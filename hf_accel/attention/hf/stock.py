@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import output_capturing
 
-from ...instance import Mixin, original_class
+from ...instance import Mixin
 from .. import AttentionSpec, ReferenceBackend
 from ..structure import attention_code
 from .mask import MaskInfo, expanded_mask
@@ -94,7 +94,7 @@ def _full_mask(
 @lru_cache(maxsize=1024)
 def eager_function(kind: type) -> Any:
     """The plain-torch attention of the file that a module's class comes from; None if it has none."""
-    original = original_class(kind) if issubclass(kind, Mixin) else kind
+    original: type = kind.__bases__[1] if issubclass(kind, Mixin) else kind
     name = attention_code(original).eager
     return None if name is None else getattr(sys.modules.get(original.__module__), name, None)
 

@@ -252,7 +252,8 @@ class AcceleratedGeneration(Mixin):
         state: GenerationState = vars(self)[STATE].generation
         given = model_kwargs.get("past_key_values")
         wanted = state.cache is not None and generation_config.use_cache is not False
-        wanted = wanted and attention_is_ours(self.config)  # type: ignore[attr-defined]
+        # attention weights are as wide as stock's cache, which drops what a window has left behind
+        wanted = wanted and attention_is_ours(self.config) and not generation_config.output_attentions  # type: ignore[attr-defined]
         if wanted and given is None and generation_config.cache_implementation is None:
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             model_kwargs["past_key_values"] = PagedCache(
