@@ -160,6 +160,7 @@ class IntegerLinear:
             if bias is not None:
                 matrix.bias, matrix.bias_dtype = bias.data_ptr(), DTYPES[bias.dtype]
             column += weight.out_features
+        self.in_features = first.in_features
         self.out_features = column if epilogue is None else first.out_features
         self._linear = Linear(
             FORMATS[first.bits], first.activation_group, first.in_features, len(weights), EPILOGUES[epilogue], matrices

@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 
 from ...errors import UnsupportedError
+
+
+def is_recorded() -> bool:
+    """Whether torch records or transforms the operators that run now, among which it would not see a native call.
+
+    torch.compile, export, jit.trace, make_fx, fake tensors, FLOP counters; vmap, grad and jvp.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or _len_torch_dispatch_stack() > 0
+        or _are_functorch_transforms_active()
+        or torch.jit.is_tracing()
+    )
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:
