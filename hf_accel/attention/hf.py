@@ -17,6 +17,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from ..cache.hf import PAGED_HANDLE, PagedKV
 from ..errors import UnsupportedError
+from ..kernels.cpu.tensors import product_dtype
 from . import AttentionBackend, AttentionSpec, choose
 
 NAME = "hf_accel"
@@ -94,6 +95,8 @@ def attention_forward(
     """query [B, Hq, Q, D], key and value [B, Hkv, T, D] -> [B, Q, Hq, Dv] and no weights."""
     _refuse_unknown(kwargs)
     paged: PagedKV | None = getattr(key, PAGED_HANDLE, None)
+    wanted = product_dtype(query)
+    query, key, value = _in_one_dtype(query, key, value, wanted if paged is None else paged.storage.dtype)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     info = _mask_info(attention_mask)
     options: dict[str, Any] = {
@@ -107,11 +110,11 @@ def attention_forward(
         window = paged.layer.group.window if window is None else window
     backend = _backend(module, query, value, window, dropout, options, paged)
     if paged is not None and paged.contiguous and causal and (attention_mask is None or info is not None):
-        return _paged(backend, query, key, value, paged, window, options), None
+        return _paged(backend, query, key, value, paged, window, options).to(wanted), None
     if paged is not None:
         key, value = paged.columns()
     elif kwargs.get("cu_seq_lens_q") is not None and query.shape[0] == 1:
-        return _packed(backend, query, key, value, causal, kwargs, options | {"dropout": dropout}), None
+        return _packed(backend, query, key, value, causal, kwargs, options | {"dropout": dropout}).to(wanted), None
     mask = attention_mask
     if info is not None and attention_mask is not None:
         mask = _expanded(attention_mask, info, query.shape[2]) if info.padded else None
@@ -119,7 +122,14 @@ def attention_forward(
         query, key, value, mask=mask, causal=causal and mask is None, window=window if mask is None else None,
         dropout=dropout, **options,
     )  # fmt: skip
-    return out, None
+    return out.to(wanted), None
+
+
+def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """As torch's own attention does under autocast; and as pages are that were written in another dtype."""
+    if query.dtype is key.dtype is value.dtype is dtype:
+        return query, key, value
+    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def _paged(
@@ -222,4 +232,8 @@ def _backend(
 
 @lru_cache(maxsize=4096)
 def _choose(spec: AttentionSpec, name: str) -> AttentionBackend:
-    return choose(spec, name)[0]
+    """The planned backend; another one for what it refuses: the model may have been given another dtype since."""
+    try:
+        return choose(spec, name)[0]
+    except UnsupportedError:
+        return choose(spec)[0]

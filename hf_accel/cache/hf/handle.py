@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ...kernels.cpu.tensors import product_dtype
 from ..group import PageGroup
 from ..step import GroupStep, Step
 from ..storage import KVStorage
@@ -43,6 +44,12 @@ class PagedKV:
         setattr(keys, PAGED_HANDLE, self)
         self.layer.cache.unread = self.layer
         return keys
+
+
+def as_attended(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V as attention will round them: under autocast a rotation leaves K wider than V."""
+    dtype = product_dtype(keys)
+    return (keys, values) if keys.dtype is dtype is values.dtype else (keys.to(dtype), values.to(dtype))
 
 
 def bypassed(layer_idx: int) -> str:

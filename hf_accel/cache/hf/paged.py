@@ -19,7 +19,7 @@ from ..group import PageGroup
 from ..rows import Row
 from ..sequences import Sequences
 from ..step import Step
-from .handle import PagedKV, bypassed
+from .handle import PagedKV, as_attended, bypassed
 
 FIRST_TOKENS = 1024  # where a cache that grows begins, over all sequences
 QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -106,6 +106,7 @@ class PagedLayer(CacheLayerMixin):
         In a patched model that is K and V of this pass alone, K carrying a PagedKV; elsewhere it is all
         columns, gathered, as any attention function expects them.
         """
+        key_states, value_states = as_attended(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         step = self.cache.step_for(self, key_states)

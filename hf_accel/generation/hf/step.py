@@ -70,9 +70,15 @@ def positions_count_tokens(position_ids: Tensor | None, mask: Tensor | None) -> 
 
 
 def weights_salt(model: nn.Module) -> bytes:
-    """A digest that changes with the patch, and when a Parameter is written to or replaced or an adapter switched."""
+    """A digest of what K and V depend on besides the tokens.
+
+    It changes with the patch, when a Parameter is written to or replaced, an adapter switched, or autocast.
+    """
     state: GenerationState = vars(model)[STATE].generation
     digest = hashlib.blake2b(state.patch_id, digest_size=16)
+    kind = model.device.type
+    if torch.is_autocast_enabled(kind):
+        digest.update(str(torch.get_autocast_dtype(kind)).encode())
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None:

@@ -22,6 +22,14 @@ def is_recorded() -> bool:
     )
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which torch multiplies x by another matrix, and attends: autocast's, where that is on, or x's own."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype is torch.float64:
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
+
+
 def as_rows(x: Tensor) -> tuple[Tensor, int]:
     """x [..., size] as rows one stride apart, and that stride in elements; a copy where it has none."""
     if x.is_contiguous():
