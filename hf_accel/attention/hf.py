@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from ..cache.hf import PAGED_HANDLE, PagedKV
@@ -55,7 +56,7 @@ def mask_forward(
 ) -> Tensor | None:
     """None for plain causal attention, a 2-D mask that carries a MaskInfo, or a 4-D bool mask for all else."""
     aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    if not (allow_is_causal_skip and aligned) or getattr(config, "attention_chunk_size", None) is not None:
+    if torch.compiler.is_compiling() or not (allow_is_causal_skip and aligned) or getattr(config, "attention_chunk_size", None) is not None:
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -93,6 +94,8 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [B, Hq, Q, D], key and value [B, Hkv, T, D] -> [B, Q, Hq, Dv] and no weights."""
+    if torch.compiler.is_compiling():
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs)
     _refuse_unknown(kwargs)
     paged: PagedKV | None = getattr(key, PAGED_HANDLE, None)
     wanted = product_dtype(query)

@@ -180,3 +180,21 @@ class IntegerLinear:
             ),
         )  # fmt: skip
         return out
+
+
+@torch.library.custom_op("hf_accel::integer_linear", mutates_args=())
+def recorded_linear(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, bits: int,
+    out_features: int, in_features: int, group_size: int,
+) -> Tensor:  # fmt: skip
+    """IntegerLinear of one weight as an operator that torch can record: in compiled and exported graphs."""
+    weight = PackedWeight(bits, out_features, in_features, group_size, packed, scales, zeros)
+    return IntegerLinear([weight], [bias])(x.contiguous())
+
+
+@recorded_linear.register_fake
+def _(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, bits: int,
+    out_features: int, in_features: int, group_size: int,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(x.shape[0], out_features)
