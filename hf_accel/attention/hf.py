@@ -18,7 +18,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from ..cache.hf import PAGED_HANDLE, PagedKV
 from ..errors import UnsupportedError
-from ..kernels.cpu.tensors import product_dtype
+from ..kernels.cpu.tensors import is_recorded, product_dtype
 from . import AttentionBackend, AttentionSpec, choose
 
 NAME = "hf_accel"
@@ -56,7 +56,7 @@ def mask_forward(
 ) -> Tensor | None:
     """None for plain causal attention, a 2-D mask that carries a MaskInfo, or a 4-D bool mask for all else."""
     aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    if torch.compiler.is_compiling() or not (allow_is_causal_skip and aligned) or getattr(config, "attention_chunk_size", None) is not None:
+    if is_recorded() or not (allow_is_causal_skip and aligned) or getattr(config, "attention_chunk_size", None) is not None:
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -94,7 +94,9 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [B, Hq, Q, D], key and value [B, Hkv, T, D] -> [B, Q, Hq, Dv] and no weights."""
-    if torch.compiler.is_compiling():
+    if is_recorded():
+        if attention_mask is not None and attention_mask.ndim == 2:  # made outside of what is compiled
+            attention_mask = _expanded(attention_mask, getattr(attention_mask, _INFO), query.shape[2])
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs)
     _refuse_unknown(kwargs)
     paged: PagedKV | None = getattr(key, PAGED_HANDLE, None)

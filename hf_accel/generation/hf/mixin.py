@@ -17,7 +17,7 @@ from .batch import complete_configs, generate_batch
 from .ragged import Call, run
 from .refusals import call_refusal
 from .state import STATE, CallState, GenerationState
-from .step import is_text, positions_count_tokens, positions_depend_on_length, weights_salt
+from .step import compiled_refusal, is_text, positions_count_tokens, positions_depend_on_length, weights_salt
 from .streams import RowStreams
 
 UNSAID = Default("unsaid")
@@ -132,7 +132,7 @@ class AcceleratedGeneration(Mixin):
         state, call = self._generation_state, self._generation_state.call
         if call is None:
             return "it was not called by generate()"
-        return state.ragged_refusal or call_refusal(
+        return state.ragged_refusal or compiled_refusal(self) or call_refusal(  # type: ignore[arg-type]
             input_ids, processors, criteria, config, inputs,
             synced=synced, own_cache=call.own_cache, speculates=speculates,
         )  # fmt: skip
@@ -192,8 +192,9 @@ class AcceleratedGeneration(Mixin):
         state = self._generation_state
         if not len(inputs):
             return {}
-        if state.ragged_refusal is not None:
-            self._refuse_batch(generation_config, speculative, state.ragged_refusal)
+        refusal = state.ragged_refusal or compiled_refusal(self)  # type: ignore[arg-type]
+        if refusal is not None:
+            self._refuse_batch(generation_config, speculative, refusal)
             return super().generate_batch(  # type: ignore[misc]
                 inputs, generation_config, continuous_batching_config, record_timestamps=record_timestamps,
                 progress_bar=progress_bar, persistent_manager=persistent_manager, warmup=warmup, **kwargs,
@@ -226,6 +227,7 @@ class AcceleratedGeneration(Mixin):
         state: GenerationState = vars(self)[STATE].generation
         given = model_kwargs.get("past_key_values")
         wanted = state.cache is not None and generation_config.use_cache is not False
+        wanted = wanted and compiled_refusal(self) is None  # type: ignore[arg-type]
         if wanted and given is None and generation_config.cache_implementation is None:
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             model_kwargs["past_key_values"] = PagedCache(

@@ -26,6 +26,8 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
     Raises UnsupportedError for an empty input.
     """
+    if torch.compiler.is_compiling() or is_compiled(model):
+        return  # operators of torch alone; a PagedCache then hands out K and V of all columns
     cache = kwargs.get("past_key_values")
     ids = args[0] if args else kwargs.get("input_ids")
     source = kwargs.get("inputs_embeds") if ids is None else ids
@@ -51,6 +53,18 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         token_ids=ids if shareable and cache.settings.prefix_sharing else None,
         salt=weights_salt(model) if fresh and shareable else None,
     )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calling the module runs what torch.compile made of it: model.compile(), model.forward = compile(...)."""
+    own = vars(module)
+    return own.get("_compiled_call_impl") is not None or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
+
+
+def compiled_refusal(model: nn.Module) -> str | None:
+    """Why the pages cannot be read in a forward pass, as one clause: no compiler can follow into them."""
+    compiled = any(is_compiled(module) for module in model.modules())
+    return "torch.compile was applied to it, and cannot follow into the pages" if compiled else None
 
 
 def _is_columns(mask: object) -> bool:

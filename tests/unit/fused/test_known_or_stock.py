@@ -234,11 +234,13 @@ def test_rotations_of_other_shapes(build: Any, size: int, batch: int, entries: i
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
 def test_tensors_that_hold_no_numbers_and_recorders() -> None:
     """vmap, fake tensors, jit.trace and make_fx see torch's operators, of which a native call is none."""
     module, x = native(GatedMLP(8, 16)), torch.randn(3, 8)
     expected = module(x)
     torch.testing.assert_close(torch.func.vmap(module)(x), expected)
+    torch.testing.assert_close(torch.jit.trace(module, torch.zeros(3, 8))(x), expected)
     traced = torch.fx.experimental.proxy_tensor.make_fx(module)(torch.zeros(3, 8))
     torch.testing.assert_close(traced(x), expected)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
