@@ -14,6 +14,7 @@ from ...errors import UnsupportedError
 from ...instance import Mixin
 from .assisted import assisted
 from .batch import complete_configs, generate_batch
+from .managers import MANAGER, model_for_manager
 from .ragged import Call, run
 from .refusals import call_refusal
 from .state import STATE, CallState, GenerationState
@@ -39,7 +40,7 @@ class AcceleratedGeneration(Mixin):
         with state.calling(call):
             output = super().generate(*args, **kwargs)  # type: ignore[misc]
         seconds = time.perf_counter() - start
-        record(state, call, output if isinstance(output, Tensor) else output.sequences, seconds)
+        record(state, call, getattr(output, "sequences", output), seconds)
         return output
 
     @property
@@ -199,6 +200,8 @@ class AcceleratedGeneration(Mixin):
                 inputs, generation_config, continuous_batching_config, record_timestamps=record_timestamps,
                 progress_bar=progress_bar, persistent_manager=persistent_manager, warmup=warmup, **kwargs,
             )  # fmt: skip
+        if state.call is not None:  # generate(cache_implementation="paged") passes on all that it was given
+            kwargs = {name: value for name, value in kwargs.items() if hasattr(generation_config, name)}
         start = time.perf_counter()
         outputs, statistics = generate_batch(
             self,  # type: ignore[arg-type]
@@ -212,6 +215,19 @@ class AcceleratedGeneration(Mixin):
         new_tokens = sum(len(output.generated_tokens) for output in outputs.values())
         state.record(new_tokens, len(outputs), time.perf_counter() - start, statistics)
         return outputs
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own manager, over this model's weights; it knows no attention but transformers'."""
+        self._generation_state.statistics = {"loop": f"stock: {MANAGER}"}
+        model = model_for_manager(self)  # type: ignore[arg-type]
+        return super(AcceleratedGeneration, model).init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
+
+    def destroy_cached_continuous_batching_manager(self) -> None:
+        state = self._generation_state
+        if state.attending is not None:
+            (_, model), state.attending = state.attending, None
+            super(AcceleratedGeneration, model).destroy_cached_continuous_batching_manager()  # type: ignore[misc]
+        super().destroy_cached_continuous_batching_manager()  # type: ignore[misc]
 
     @staticmethod
     def _refuse_batch(generation_config: Any, speculative: Any, refusal: str) -> None:
@@ -277,9 +293,13 @@ class AcceleratedGeneration(Mixin):
             cache.adopt_prefix(input_ids, mask, weights_salt(self))  # type: ignore[arg-type]
 
 
-def record(state: GenerationState, call: CallState, sequences: Tensor, seconds: float) -> None:
-    """Statistics of a call that is over; new tokens are counted to the longest row's end."""
-    rows, columns = sequences.shape
+def record(state: GenerationState, call: CallState, sequences: object, seconds: float) -> None:
+    """Statistics of a call that is over; new tokens are counted to the longest row's end.
+
+    sequences: [B, T], or whatever a custom_generate returned, of which nothing is known.
+    """
+    known = isinstance(sequences, Tensor) and sequences.ndim == 2
+    rows, columns = sequences.shape if known else (0, call.prompt_columns)  # type: ignore[attr-defined]
     cache = {} if call.cache is None else call.cache.statistics()
     state.record(rows * (columns - call.prompt_columns), rows, seconds, {**cache, **call.statistics})
 
