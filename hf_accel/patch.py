@@ -154,6 +154,16 @@ def make_draft(model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
     return made
 
 
+def with_stock_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """A patched model over the same numbers that attends as without us; the model given does not notice."""
+    state: PatchState = vars(model)[STATE]
+    before = next(write.old for write in state.journal.writes if write.owner is model and write.key == "config")
+    name = before.get_text_config(decoder=True)._attn_implementation
+    attending = twin(model)
+    attending.set_attn_implementation("sdpa" if name == ATTENTION_NAME else name)
+    return attending
+
+
 def _catch_up(model: PreTrainedModel, journal: Journal) -> None:
     """What .train(), .to() and hooks did to the quantized layers since patch() is done to the originals."""
     for write in journal.writes:
@@ -265,6 +275,7 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
         ragged_refusal=todo.stock_loop,
         alike_rows=todo.alike_rows,
         make_draft=make_draft,
+        make_attending=with_stock_attention,
     )
     state = PatchState(todo.config, todo.to_dict(), journal, originals, generation)
     journal.attribute(model, STATE, state)

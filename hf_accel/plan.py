@@ -25,6 +25,7 @@ from .fused.sites import Dropped, FusedSite, SharedSite, fused_sites, native_lin
 from .generation.hf import model_refusal
 from .hardware import detect, read_bandwidth
 from .kernels import cpu as kernels
+from .kernels.cpu.library import FLOATS
 from .linear import Choice, LinearSpec, QuantLinear, Workers
 from .linear import choose as choose_linear
 from .originals import checkpoint_files, parameter_bytes, readable
@@ -305,6 +306,8 @@ def _plan_fused(model: PreTrainedModel, config: PatchConfig, linears: Iterable[L
     if not config.fuse:
         return FusedPlan(reason="fuse=False")
     reason = kernels.refusal() if model.device.type == "cpu" else f"there are none for {model.device.type} yet"
+    if reason is None and model.dtype not in FLOATS:
+        reason = f"the native calls do not compute in {str(model.dtype).removeprefix('torch.')}"
     if reason is not None:
         return FusedPlan(reason=reason)
     float_rows = UNLIMITED if config.deterministic else FLOAT_ROWS.get(model.dtype, 0)

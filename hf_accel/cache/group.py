@@ -37,8 +37,12 @@ class PageGroup:
         self.storages: dict[int, KVStorage] = {}
 
     def storage(self, layer_idx: int, keys: Tensor, values: Tensor) -> KVStorage:
-        """The pages of a layer, made at its first write and grown after the pool. keys: [..., H, Dk]."""
+        """The pages of a layer, made at its first write and grown after the pool. keys: [..., H, Dk].
+
+        They hold what comes in another dtype as well as torch.cat would: exactly.
+        """
         storage = self.storages.get(layer_idx)
+        dtype = keys.dtype if keys.dtype is values.dtype else torch.promote_types(keys.dtype, values.dtype)
         if storage is None:
             storage = self.storages[layer_idx] = KVStorage(
                 self.pool.num_blocks,
@@ -46,10 +50,12 @@ class PageGroup:
                 block_size=self.pool.block_size,
                 key_dim=keys.shape[-1],
                 value_dim=values.shape[-1],
-                dtype=keys.dtype,
+                dtype=dtype,
                 device=keys.device,
                 quantized=self.quantized,
             )
+        elif storage.dtype is not dtype:
+            storage.widen(dtype)
         self._grow(storage)
         return storage
 

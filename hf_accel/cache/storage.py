@@ -10,6 +10,7 @@ from torch import Tensor
 from ..kernels import cpu as kernels
 from ..kernels.cpu.attention import write_pages
 from ..kernels.cpu.library import FLOATS
+from ..kernels.cpu.tensors import is_recorded
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # level of each dtype that quantized pages may have
 
@@ -58,6 +59,8 @@ class KVStorage:
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """keys [N, H, Dk] and values [N, H, Dv] into slots [N] int64, in place."""
+        if keys.dtype is not self.dtype or values.dtype is not self.dtype:
+            keys, values = keys.to(self.dtype), values.to(self.dtype)
         if self._is_native(keys, values):
             write_pages(keys, values, self.k_pages, self.v_pages, self.k_scales, self.v_scales, slots)
             return
@@ -69,10 +72,9 @@ class KVStorage:
     def _is_native(self, keys: Tensor, values: Tensor) -> bool:
         """Whether the kernel can write this; it gives the bits of the torch path below."""
         return (
-            keys.dtype == values.dtype == self.dtype
-            and self.dtype in FLOATS
+            self.dtype in FLOATS
             and keys.device.type == self.k_pages.device.type == "cpu"
-            and not torch.compiler.is_compiling()
+            and not is_recorded()
             and kernels.refusal() is None
         )
 
@@ -92,6 +94,14 @@ class KVStorage:
             return keys, values
         scales = self.k_scales[place].unsqueeze(-1), self.v_scales[place].unsqueeze(-1)
         return keys.to(self.dtype) * scales[0], values.to(self.dtype) * scales[1]
+
+    def widen(self, dtype: torch.dtype) -> None:
+        """Hold numbers of `dtype` too; what is stored keeps its value. Quantized pages stay as they are."""
+        dtype = torch.promote_types(self.dtype, dtype)
+        if self.k_scales is None and dtype is not self.dtype:
+            with torch.inference_mode(False):
+                self.k_pages, self.v_pages = self.k_pages.to(dtype), self.v_pages.to(dtype)
+            self.dtype = dtype
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination)."""

@@ -6,38 +6,49 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from ..instance import Mixin
 from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.integer_linear import IntegerLinear
 from ..kernels.cpu.library import FLOATS, refusal
+from ..kernels.cpu.tensors import is_recorded
 from ..linear import QuantLinear
 from ..linear.cpu import Cpu, CpuWeight
 
 # Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place.
 FLOAT_ROWS = {torch.bfloat16: 16, torch.float16: 128, torch.float32: 128}
 UNLIMITED = 2**62
+PLAIN = (Tensor, nn.Parameter)  # not subclasses, whose numbers lie elsewhere
 
 NativeCall = IntegerLinear | FloatLinear
 
 
-def native(x: Tensor) -> bool:
+def native(x: object) -> bool:
     """Whether a native call may take the place of torch's operators on x."""
     return (
         not torch.is_grad_enabled()
-        and x.device.type == "cpu"
-        and x.dtype in FLOATS
+        and not is_recorded()
+        and type(x) in PLAIN
+        and x.is_cpu  # type: ignore[attr-defined]
+        and x.dtype in FLOATS  # type: ignore[attr-defined]
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
     )
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether calling `layer` does nothing but its product: no adapter around it, and no hooks."""
+    """Whether calling `layer` does nothing but its product: no adapter around it, and nothing that wants to see it."""
     kind = type(layer)
     if kind is not QuantLinear and kind is not nn.Linear and not isinstance(layer, NativeLinear):
         return False
-    return not (layer._forward_hooks or layer._forward_pre_hooks)
+    return is_unobserved(layer)
+
+
+def is_unobserved(module: nn.Module) -> bool:
+    """Whether nobody would notice that a module is not called: no hooks, and the forward of its class."""
+    own = module.__dict__
+    hooked = own["_forward_hooks"] or own["_forward_pre_hooks"] or _global_forward_hooks or _global_forward_pre_hooks
+    return not hooked and "forward" not in own
 
 
 class Products:
@@ -53,13 +64,17 @@ class Products:
         self._call: NativeCall | None = None
 
     def call(self, layers: tuple[nn.Module, ...], x: Tensor) -> NativeCall | None:
-        """The call for these layers on x [..., in]; None where they have no common one, or torch's is faster."""
+        """The call for these layers on x [..., in]; None where they have no common one, or torch's is faster.
+
+        None for an x of another size too, so that the layers complain of it themselves.
+        """
         sources = [source for layer in layers for source in _sources(layer)]
         if len(sources) != len(self._sources) or any(a is not b for a, b in zip(sources, self._sources, strict=True)):
             self._call, self._sources = _make(layers, self.epilogue), sources
-        if isinstance(self._call, FloatLinear) and not self._takes(self._call, x):
+        call = self._call
+        if call is None or call.in_features != x.shape[-1] or x.numel() == 0:
             return None
-        return self._call
+        return None if isinstance(call, FloatLinear) and not self._takes(call, x) else call
 
     def _takes(self, call: FloatLinear, x: Tensor) -> bool:
         return x.dtype is call.weights[0].dtype and x.numel() <= self.float_rows * x.shape[-1]
@@ -83,7 +98,10 @@ def _make(layers: tuple[nn.Module, ...], epilogue: str | None) -> NativeCall | N
     if quantized or not all(is_readable(layer) for layer in layers):
         return None
     weights, biases = zip(*(_sources(layer) for layer in layers), strict=True)
-    if len({weight.dtype for weight in weights}) > 1 or len({weight.shape[1] for weight in weights}) > 1:
+    shapes = {tuple(weight.shape) for weight in weights}
+    if len({weight.dtype for weight in weights}) > 1 or len({columns for _, columns in shapes}) > 1:
+        return None
+    if epilogue is not None and len(shapes) > 1:
         return None
     return FloatLinear(weights, biases, epilogue)
 
@@ -94,13 +112,20 @@ def _make_integer(layers: list[QuantLinear], epilogue: str | None) -> IntegerLin
     weights: list[CpuWeight] = [layer._packed for layer in layers]
     if len({(w.weight.bits, w.weight.in_features, w.weight.activation_group) for w in weights}) > 1:
         return None
+    if epilogue is not None and len({w.weight.out_features for w in weights}) > 1:
+        return None
     return IntegerLinear([w.weight for w in weights], [layer.bias for layer in layers], epilogue=epilogue)
 
 
 def is_readable(layer: nn.Module) -> bool:
-    """Whether the kernels can read the layer's weight where it is."""
-    weight = layer._parameters.get("weight")
-    return weight is not None and weight.device.type == "cpu" and weight.dtype in FLOATS and weight.is_contiguous()
+    """Whether the kernels can read the layer's weight and bias where they are, and torch would multiply by them."""
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    if weight is None or weight.ndim != 2 or weight.dtype not in FLOATS:
+        return False
+    if bias is not None and (bias.dtype is not weight.dtype or bias.shape != weight.shape[:1]):
+        return False
+    tensors = [weight] if bias is None else [weight, bias]
+    return all(type(t) in PLAIN and t.is_cpu and t.is_contiguous() for t in tensors)
 
 
 class NativeLinear(Mixin):

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ..instance import Mixin, original_class
+from ..kernels.cpu.library import FLOATS
 from ..kernels.cpu.rope import rope
-from .products import native
+from ..kernels.cpu.tensors import is_recorded
+from .products import PLAIN, native
 
 NAME = "apply_rotary_pos_emb"
 Rotation = Callable[..., tuple[Tensor, Tensor]]
@@ -38,41 +40,46 @@ def rotary_form(module: nn.Module, dtype: torch.dtype) -> RotaryForm | None:
     if not isinstance(forward, FunctionType) or NAME not in forward.__code__.co_names:
         return None
     original = forward.__globals__.get(NAME)
-    return None if original is None else _form(original, dtype)
+    return None if original is None else _form(original, dtype, dtype)
 
 
 @lru_cache(maxsize=256)
-def _form(original: Rotation, dtype: torch.dtype) -> RotaryForm | None:
+def _form(original: Rotation, dtype: torch.dtype, table_dtype: torch.dtype) -> RotaryForm | None:
+    if dtype not in FLOATS or table_dtype not in FLOATS:
+        return None
     forms = (RotaryForm(interleaved, each) for interleaved, each in product((False, True), (True, False)))
-    return next((form for form in forms if _agrees(original, form, dtype)), None)
+    return next((form for form in forms if _agrees(original, form, dtype, table_dtype)), None)
 
 
 @torch.no_grad()
-def _agrees(original: Rotation, form: RotaryForm, dtype: torch.dtype) -> bool:
+def _agrees(original: Rotation, form: RotaryForm, dtype: torch.dtype, table_dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     q, k, angle = (torch.randn(2, *shape, generator=generator) for shape in ((6, 5, 16), (2, 5, 16), (5, 8)))
     q, k = q.to(dtype), k.to(dtype)
     angle = angle.repeat_interleave(2, dim=-1) if form.interleaved else torch.cat((angle, angle), dim=-1)
-    cos, sin = (angle * 3).cos().to(dtype), (angle * 3).sin().to(dtype)
+    cos, sin = (angle * 3).cos().to(table_dtype), (angle * 3).sin().to(table_dtype)
     try:
         expected = original(q, k, cos, sin)
         got = rope(q, k, cos, sin, interleaved=form.interleaved, round_each=form.round_each)
-    except Exception:  # another function of that name, with other arguments
+        return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    except Exception:  # another function of that name, with other arguments or results
         return False
-    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 @lru_cache(maxsize=256)
-def _rewritten(original: type, form: RotaryForm) -> Callable[..., Any]:
+def _rewritten(original: type) -> Callable[..., Any]:
     """The class's forward with our rotation; where that does not apply, with the original one."""
     forward: Any = original.forward  # type: ignore[attr-defined]
     stock: Rotation = forward.__globals__[NAME]
 
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        usual = not args and not kwargs and q.ndim == 4 and cos.ndim == 3 and q.shape[-1] == cos.shape[-1]
-        if usual and native(q) and q.stride(-1) == 1 and k.stride(-1) == 1:
-            return rope(q, k, cos, sin, interleaved=form.interleaved, round_each=form.round_each)
-        return stock(q, k, cos, sin, *args, **kwargs)
+    def rotate(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 4 and not kwargs and _is_usual(*args):
+            q, k, cos, sin = args
+            # what rounds alike in one dtype need not in another, which a model can be given after it was patched
+            form = _form(stock, q.dtype, cos.dtype)
+            if form is not None:
+                return rope(q, k, cos, sin, interleaved=form.interleaved, round_each=form.round_each)
+        return stock(*args, **kwargs)
 
     ours = FunctionType(
         forward.__code__, forward.__globals__ | {NAME: rotate}, forward.__name__, forward.__defaults__,
@@ -82,8 +89,30 @@ def _rewritten(original: type, form: RotaryForm) -> Callable[..., Any]:
     return ours
 
 
+def _is_usual(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether these are what the form was tried on: whole heads, and a row of the tables for each token."""
+    if not (native(q) and type(k) in PLAIN and type(cos) in PLAIN and type(sin) in PLAIN):
+        return False
+    if not (k.is_cpu and cos.is_cpu and sin.is_cpu and q.ndim == k.ndim == 4 and cos.ndim == 3):
+        return False
+    batch, _, tokens, size = q.shape
+    return (
+        q.dtype is k.dtype
+        and cos.dtype is sin.dtype
+        and k.shape[0] == batch
+        and k.shape[2:] == q.shape[2:]
+        and cos.shape == sin.shape
+        and cos.shape[0] in (1, batch)
+        and cos.shape[1:] == (tokens, size)
+        and q.stride(-1) == k.stride(-1) == 1
+        and q.numel() > 0
+    )
+
+
 class NativeRotary(Mixin):
     """Mixed into such an attention module."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _rewritten(original_class(self), self.__dict__["_hf_accel_fused"])(self, *args, **kwargs)
+        if is_recorded():  # a compiler could not follow into a function that was made here
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return _rewritten(original_class(self))(self, *args, **kwargs)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..instance import Mixin, mixed_class
+from ..kernels.cpu.library import FLOATS
 from .gated_mlp import GatedMLP, GatedNames, gated_names
-from .norm import NativeNorm, norm_form
+from .norm import NativeNorm, NormForms, norm_form
 from .products import NativeLinear, Products, is_readable
 from .rotary import NativeRotary, rotary_form
 from .structure import siblings
@@ -55,29 +56,51 @@ def fused_sites(model: nn.Module, dtype: torch.dtype, float_rows: int) -> tuple[
     dropped: list[Dropped] = []
     checked: dict[Any, bool] = {}  # by what the check depends on
     for name, module in model.named_modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            form = norm_form(module)
-            if form is None:
-                dropped.append(Dropped(name, "norm", DIFFERS))
-            else:
-                sites.append(FusedSite(name, module, "norm", NativeNorm, form))
-        elif (rotary := rotary_form(module, dtype)) is not None:
-            sites.append(FusedSite(name, module, "rotary", NativeRotary, rotary))
-        elif (parts := gated_names(module, float_rows)) is not None:
-            signature = (type(module), parts.gate, parts.up, parts.down, parts.products.epilogue)
-            if signature not in checked:
-                checked[signature] = _agrees(module, parts, dtype)
-            if checked[signature]:
-                sites.append(FusedSite(name, module, "mlp", GatedMLP, parts))
-            else:
-                dropped.append(Dropped(name, "mlp", DIFFERS))
+        found = _site(name, module, dtype, float_rows, checked)
+        if isinstance(found, FusedSite):
+            sites.append(found)
+        elif found is not None:
+            dropped.append(found)
     return sites, dropped
+
+
+def _site(
+    name: str, module: nn.Module, dtype: torch.dtype, float_rows: int, checked: dict[Any, bool]
+) -> FusedSite | Dropped | None:
+    site = _candidate(name, module, dtype, float_rows)
+    if site is None:
+        return None
+    if "forward" in vars(module):  # by accelerate, a compiler, or hand
+        return Dropped(name, site.kind, "its forward was replaced on the module itself")
+    used = {p.dtype for p in module.parameters(recurse=False)} or {dtype}
+    if unknown := used.difference(FLOATS):
+        named = ", ".join(sorted(str(d).removeprefix("torch.") for d in unknown))
+        return Dropped(name, site.kind, f"the native call does not compute in {named}")
+    if isinstance(site.state, GatedNames):
+        parts = site.state
+        signature = (type(module), parts.gate, parts.up, parts.down, parts.products.epilogue)
+        if signature not in checked:
+            checked[signature] = _agrees(module, parts, dtype)
+        return site if checked[signature] else Dropped(name, site.kind, DIFFERS)
+    if site.kind == "norm" and norm_form(module) is None:
+        return Dropped(name, site.kind, DIFFERS)
+    return site
+
+
+def _candidate(name: str, module: nn.Module, dtype: torch.dtype, float_rows: int) -> FusedSite | None:
+    """What a module looks like by its name and its code."""
+    if type(module).__name__.endswith("RMSNorm"):
+        return FusedSite(name, module, "norm", NativeNorm, NormForms())
+    if rotary_form(module, dtype) is not None:
+        return FusedSite(name, module, "rotary", NativeRotary, None)
+    parts = gated_names(module, float_rows)
+    return None if parts is None else FusedSite(name, module, "mlp", GatedMLP, parts)
 
 
 def native_linears(model: nn.Module) -> Iterator[FusedSite]:
     """Plain float Linears whose weight a native call can read in place."""
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and not hasattr(module, "_hf_hook") and is_readable(module):
+        if type(module) is nn.Linear and "forward" not in vars(module) and is_readable(module):
             yield FusedSite(name, module, "linear", NativeLinear, None)
 
 
@@ -106,7 +129,7 @@ def _agrees(module: nn.Module, parts: GatedNames, dtype: torch.dtype) -> bool:
         twin._modules[name] = _small_linear(outputs, inputs, generator).to(dtype)
     x = torch.randn(3, 32, generator=generator).to(dtype)
     expected = type(module).forward(twin, x).double()
-    vars(twin)["_hf_accel_fused"] = GatedNames(parts.gate, parts.up, parts.down, Products(1, parts.products.epilogue))
+    vars(twin)["_hf_accel_fused"] = replace(parts, products=Products(1, parts.products.epilogue))
     twin.__class__ = mixed_class(GatedMLP, type(module))
     got = torch.cat([twin(row[None]).double() for row in x])
     return bool((got - expected).abs().max() <= 8 * torch.finfo(dtype).eps * expected.abs().max())

@@ -7,8 +7,11 @@ import inspect
 import textwrap
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+import torch.nn.functional as F
 
 
 @lru_cache(maxsize=4096)
@@ -36,20 +39,83 @@ def siblings(forward: Callable[..., Any]) -> tuple[tuple[str, ...], ...]:
     )
 
 
+@dataclass(frozen=True)
+class GatedCode:
+    """Names of the submodules of down(act(gate(x)) * up(x)). activation: an attribute's name, or a torch function."""
+
+    gate: str
+    up: str
+    down: str
+    activation: str | Callable[..., Any]
+
+
 @lru_cache(maxsize=4096)
-def own_names(forward: Callable[..., Any]) -> frozenset[str] | None:
-    """The attributes and globals that `forward` names, None where it branches, loops or holds constants."""
+def gated_code(forward: Callable[..., Any]) -> GatedCode | None:
+    """The parts of a forward that is down(act(gate(x)) * up(x)) and nothing else; None for any other."""
     tree = _tree(forward)
-    if tree is None:
+    if tree is None or len(arguments := tree.args.args) != 2 or tree.args.vararg or tree.args.kwonlyargs:
         return None
-    names: set[str] = set()
-    body = [node for statement in tree.body for node in ast.walk(statement)]
-    for node in body:
-        if isinstance(node, ast.Attribute):
-            names.add(node.attr)
-        elif isinstance(node, ast.If | ast.For | ast.While | ast.Constant | ast.IfExp | ast.Lambda | ast.Try):
+    x = arguments[1].arg
+    match _result(tree):
+        case ast.Call(func=down, args=[ast.BinOp(left=left, op=ast.Mult(), right=right)], keywords=[]):
+            gated, other = (left, right) if isinstance(_argument(left), ast.Call) else (right, left)
+        case _:
             return None
-    return frozenset(names)
+    inner = _argument(gated)
+    if not isinstance(gated, ast.Call) or _name(_argument(inner)) != x or _name(_argument(other)) != x:
+        return None
+    names = [_own_name(func) for func in (inner.func, other.func, down)]  # type: ignore[union-attr]
+    activation = _own_name(gated.func) or _torch_function(gated.func, forward)
+    if None in names or activation is None or len({*names, activation}) < 4:
+        return None
+    return GatedCode(*names, activation)  # type: ignore[arg-type]
+
+
+def _result(tree: ast.FunctionDef) -> ast.expr | None:
+    """What straight-line code returns, with the variables that it assigns replaced by what they stand for."""
+    values: dict[str, ast.expr] = {}
+    statements = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
+    for statement in statements:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name not in values:
+                values[name] = _Inline(values).visit(value)
+            case ast.Return(value=ast.expr() as value) if statement is statements[-1]:
+                result: ast.expr = _Inline(values).visit(value)
+                return result
+            case _:
+                return None
+    return None
+
+
+class _Inline(ast.NodeTransformer):
+    def __init__(self, values: dict[str, ast.expr]) -> None:
+        self.values = values
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self.values.get(node.id, node)
+
+
+def _argument(node: ast.expr | None) -> ast.expr | None:
+    """The argument of a call that has no other."""
+    return node.args[0] if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords else None
+
+
+def _name(node: ast.expr | None) -> str | None:
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _own_name(node: ast.expr) -> str | None:
+    return node.attr if _is_own_attribute(node) else None  # type: ignore[attr-defined]
+
+
+def _torch_function(node: ast.expr, forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A function of torch.nn.functional that code names by whatever it calls the module, F.silu say."""
+    path = ast.unparse(node).split(".")
+    found: Any = getattr(forward, "__globals__", {}).get(path[0])
+    for name in path[1:]:
+        found = getattr(found, name, None)
+    known = callable(found) and getattr(F, getattr(found, "__name__", ""), None) is found
+    return found if known else None
 
 
 def _tree(forward: Callable[..., Any]) -> ast.FunctionDef | None:

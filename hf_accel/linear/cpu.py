@@ -14,10 +14,12 @@ from ..kernels.cpu.integer_linear import (
     PackedWeight,
     pack,
     quantize,
+    recorded_linear,
     stored_scales,
     stored_zeros,
     unpack,
 )
+from ..kernels.cpu.tensors import is_recorded
 from .backend import Backend, LinearSpec
 from .formats import Int4Weight, Int8Weight, QuantizedWeight, check_group_size, pack_zero_points
 from .rtn import refuse_not_finite
@@ -86,4 +88,9 @@ class Cpu(Backend):
         return Int4Weight(stored.view(torch.int32), scale, shape, zero_point)
 
     def run(self, x: Tensor, packed: CpuWeight, bias: Tensor | None) -> Tensor:
+        if is_recorded():
+            w = packed.weight
+            return recorded_linear(
+                x, w.packed, w.scales, w.zeros, bias, w.bits, w.out_features, w.in_features, w.group_size
+            )
         return packed.call(bias)(x)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Activations, WeightConfig
+from ..kernels.cpu.tensors import product_dtype
 from .backend import LinearSpec
 from .formats import QuantizedWeight, check_group_size, from_state, state, zeros
 from .reference import differentiable_linear
@@ -16,7 +17,7 @@ from .registry import Choice, choose
 
 
 class QuantLinear(nn.Linear):
-    """Computes x @ W^T + bias with W in INT8 or INT4; x [..., in] -> [..., out] in x's dtype.
+    """Computes x @ W^T + bias with W in INT8 or INT4; x [..., in] -> [..., out] in x's dtype, or autocast's.
 
     An nn.Linear, so that what looks for Linears (LoRA, hooks by type) finds it. The weight is held once:
     packed for the backend, or, after `empty` and `unpack`, as buffers that a checkpoint can be loaded
@@ -109,7 +110,8 @@ class QuantLinear(nn.Linear):
         else:
             out = choice.backend.run(rows, self._packed, self.bias)
         out = out.view(*x.shape[:-1], self.out_features)
-        return out if out.dtype is x.dtype else out.to(x.dtype)
+        dtype = product_dtype(x)
+        return out if out.dtype is dtype else out.to(dtype)
 
     @property
     def quantized(self) -> QuantizedWeight:

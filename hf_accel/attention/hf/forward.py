@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ...cache.hf import PAGED_HANDLE, PagedKV
+from ...errors import UnsupportedError
+from ...kernels.cpu.tensors import is_recorded, product_dtype
 from .. import AttentionBackend, AttentionSpec, choose
 from ..structure import CALL_KEYWORDS
 from .mask import MaskInfo, expanded_mask, mask_info
-from .stock import EAGER, collects_attentions, compiled_attention, stock_attention, stock_name
+from .stock import EAGER, collects_attentions, recorded_attention, stock_attention, stock_name
 
 NAME = "hf_accel"
 BACKEND_ATTRIBUTE = "_hf_accel_attention"  # the backend that patch() chose for an attention module
@@ -44,8 +46,11 @@ def attention_forward(
 
     What it does not understand goes to the function that the model has without us, which may return weights.
     """
-    if torch.compiler.is_compiling():
-        return compiled_attention(
+    if is_recorded():
+        info = mask_info(attention_mask)
+        if info is not None and attention_mask is not None:  # made outside of what is compiled
+            attention_mask = expanded_mask(attention_mask, info, query.shape[2])
+        return recorded_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
     paged: PagedKV | None = getattr(key, PAGED_HANDLE, None)
@@ -61,6 +66,8 @@ def attention_forward(
             module, query, key, value, attention_mask, info,
             dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
         )  # fmt: skip
+    wanted = product_dtype(query)
+    query, key, value = _in_one_dtype(query, key, value, wanted if paged is None else paged.storage.dtype)
     options: dict[str, Any] = {
         "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
         "softcap": kwargs.get("softcap"),
@@ -71,12 +78,14 @@ def attention_forward(
     if paged is not None:
         plain = info is not None or (attention_mask is None and causal)
         if plain and paged.contiguous and paged.window == window and not dropout:
-            return _paged(backend, query, key, value, paged, window, options).contiguous(), None
+            return _paged(backend, query, key, value, paged, window, options).to(wanted).contiguous(), None
         if info is not None:
             paged.check_window(window)
         key, value = paged.columns("it attends with a mask of its own, or drops weights")
     elif kwargs.get("cu_seq_lens_q") is not None and query.shape[0] == 1:
-        return _packed(backend, query, key, value, causal or info is not None, kwargs, options | {"dropout": dropout}), None
+        return _packed(
+            backend, query, key, value, causal or info is not None, kwargs, options | {"dropout": dropout}
+        ).to(wanted), None
     mask = attention_mask
     if info is not None and attention_mask is not None:
         mask, causal = expanded_mask(attention_mask, info, query.shape[2]) if info.padded else None, True
@@ -85,7 +94,14 @@ def attention_forward(
     out = backend.dense(
         query, key, value, mask=mask, causal=causal and mask is None, window=window, dropout=dropout, **options
     )
-    return out.contiguous(), None
+    return out.to(wanted).contiguous(), None
+
+
+def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """As torch's own attention does under autocast; and as pages are that were written in another dtype."""
+    if query.dtype is key.dtype is value.dtype is dtype:
+        return query, key, value
+    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def _unknown(
@@ -172,4 +188,8 @@ def _backend(
 
 @lru_cache(maxsize=4096)
 def _choose(spec: AttentionSpec, name: str) -> AttentionBackend:
-    return choose(spec, name)[0]
+    """The planned backend; another one for what it refuses: the model may have been given another dtype since."""
+    try:
+        return choose(spec, name)[0]
+    except UnsupportedError:
+        return choose(spec)[0]

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
+from ...kernels.cpu.tensors import is_recorded
+
 _INFO = "_hf_accel_mask"
 
 
@@ -51,7 +53,7 @@ def mask_forward(
     """
     aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     known = aligned and allow_is_causal_skip and _is_causal(mask_function, local_size)
-    if not known or torch.compiler.is_compiling():
+    if not known or is_recorded():
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,

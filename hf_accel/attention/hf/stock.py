@@ -125,10 +125,10 @@ def eager_agrees(module: nn.Module, spec: AttentionSpec) -> bool:
     return got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def compiled_attention(
+def recorded_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """While torch compiles: operators of torch alone, over masks that are None or whole."""
+    """While torch records what is computed: operators of torch alone, over masks that are None or whole."""
     sinks = options.get("s_aux", options.get("sinks"))
     if sinks is None and options.get("softcap") is None:
         result: tuple[Tensor, Tensor | None] = sdpa_attention_forward(module, query, key, value, mask, **options)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ...errors import NotRaggedError, UnsupportedError
+from ...kernels.cpu.tensors import product_dtype
 from ..group import PageGroup
 from ..step import GroupStep, Step
 from ..storage import KVStorage
@@ -79,6 +80,12 @@ class PagedKV:
                 f"layer {self.layer.layer_idx} attends within {window or 'no'} window, and its cache keeps the last "
                 f"{kept} tokens; patch this model with cache=None"
             )
+
+
+def as_attended(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V as attention will round them: under autocast a rotation leaves K wider than V."""
+    dtype = product_dtype(keys)
+    return (keys, values) if keys.dtype is dtype is values.dtype else (keys.to(dtype), values.to(dtype))
 
 
 def bypassed(layer_idx: int, what: str = "K") -> str:

@@ -19,7 +19,7 @@ from ..group import PageGroup
 from ..rows import Row
 from ..sequences import Sequences
 from ..step import Step
-from .handle import PagedKV, bypassed
+from .handle import PagedKV, as_attended, bypassed
 
 FIRST_TOKENS = 1024  # where a cache that grows begins, over all sequences
 QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -100,12 +100,14 @@ class PagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
+    @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store K, V [B, Hkv, Q, D]; returns what attention is to read.
 
         In a patched model that is K and V of this pass alone, K carrying a PagedKV; elsewhere it is all
         columns, gathered, as any attention function expects them.
         """
+        key_states, value_states = as_attended(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         step = self.cache.step_for(self, key_states)

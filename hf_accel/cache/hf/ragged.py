@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ...errors import UnsupportedError
 from ..group import PageGroup
 from ..step import Step
-from .handle import PagedKV, bypassed
+from .handle import PagedKV, as_attended, bypassed
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -31,6 +31,7 @@ class RaggedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store K, V [1, Hkv, N, D] of the pass's tokens; K comes back with a PagedKV."""
         self.cache.check_read()
+        key_states, value_states = as_attended(key_states, value_states)
         step = self.cache.step
         group_step = step.groups[self.group_index]
         keys, values = step.tokens(key_states), step.tokens(value_states)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 
-from ...attention.hf import attention_is_ours
 from ...cache.hf import PagedCache
 from ...config import Default, SpeculativeConfig, parse_speculative
 from ...errors import HfAccelWarning, NotRaggedError, UnsupportedError
 from ...instance import Mixin
 from .assisted import assisted
 from .batch import complete_configs, generate_batch
+from .managers import MANAGER, model_for_manager
 from .ragged import Call, run
-from .refusals import NO_PAGES, call_refusal, ragged_refusal
+from .refusals import NO_PAGES, call_refusal, changed_refusal, ragged_refusal
 from .state import STATE, CallState, GenerationState
 from .step import other_input, positions_count_tokens, positions_depend_on_length, weights_salt
 from .streams import RowStreams
@@ -43,7 +43,7 @@ class AcceleratedGeneration(Mixin):
         with state.calling(call):
             output = super().generate(*args, **kwargs)  # type: ignore[misc]
         seconds = time.perf_counter() - start
-        record(state, call, output if isinstance(output, Tensor) else output.sequences, seconds)
+        record(state, call, getattr(output, "sequences", output), seconds)
         return output
 
     @property
@@ -224,6 +224,8 @@ class AcceleratedGeneration(Mixin):
                 inputs, generation_config, continuous_batching_config, record_timestamps=record_timestamps,
                 progress_bar=progress_bar, persistent_manager=persistent_manager, warmup=warmup, **kwargs,
             )  # fmt: skip
+        if state.call is not None:  # generate(cache_implementation="paged") passes on all that it was given
+            kwargs = {name: value for name, value in kwargs.items() if hasattr(generation_config, name)}
         start = time.perf_counter()
         outputs, statistics = generate_batch(
             self,  # type: ignore[arg-type]
@@ -237,6 +239,19 @@ class AcceleratedGeneration(Mixin):
         new_tokens = sum(len(output.generated_tokens) for output in outputs.values())
         state.record(new_tokens, len(outputs), time.perf_counter() - start, statistics)
         return outputs
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own manager, over this model's weights; it knows no attention but transformers'."""
+        self._generation_state.statistics = {"loop": f"stock: {MANAGER}"}
+        model = model_for_manager(self)  # type: ignore[arg-type]
+        return super(AcceleratedGeneration, model).init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
+
+    def destroy_cached_continuous_batching_manager(self) -> None:
+        state = self._generation_state
+        if state.attending is not None:
+            (_, model), state.attending = state.attending, None
+            super(AcceleratedGeneration, model).destroy_cached_continuous_batching_manager()  # type: ignore[misc]
+        super().destroy_cached_continuous_batching_manager()  # type: ignore[misc]
 
     @staticmethod
     def _refuse_batch(generation_config: Any, speculative: Any, refusal: str) -> None:
@@ -253,7 +268,7 @@ class AcceleratedGeneration(Mixin):
         given = model_kwargs.get("past_key_values")
         wanted = state.cache is not None and generation_config.use_cache is not False
         # attention weights are as wide as stock's cache, which drops what a window has left behind
-        wanted = wanted and attention_is_ours(self.config) and not generation_config.output_attentions  # type: ignore[attr-defined]
+        wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
         if wanted and given is None and generation_config.cache_implementation is None:
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             model_kwargs["past_key_values"] = PagedCache(
@@ -303,9 +318,13 @@ class AcceleratedGeneration(Mixin):
             cache.adopt_prefix(input_ids, mask, weights_salt(self))  # type: ignore[arg-type]
 
 
-def record(state: GenerationState, call: CallState, sequences: Tensor, seconds: float) -> None:
-    """Statistics of a call that is over; new tokens are counted to the longest row's end."""
-    rows, columns = sequences.shape
+def record(state: GenerationState, call: CallState, sequences: object, seconds: float) -> None:
+    """Statistics of a call that is over; new tokens are counted to the longest row's end.
+
+    sequences: [B, T], or whatever a custom_generate returned, of which nothing is known.
+    """
+    known = isinstance(sequences, Tensor) and sequences.ndim == 2
+    rows, columns = sequences.shape if known else (0, call.prompt_columns)  # type: ignore[attr-defined]
     cache = {} if call.cache is None else call.cache.statistics()
     state.record(rows * (columns - call.prompt_columns), rows, seconds, {**cache, **call.statistics})
 

@@ -12,7 +12,7 @@ from ...attention.hf import attention_is_ours
 from ...cache.hf import PagedCache
 from .processing import processors_refusal, stateful_refusal
 from .state import STATE, GenerationState
-from .step import other_input, positions_count_tokens, positions_depend_on_length
+from .step import is_compiled, other_input, positions_count_tokens, positions_depend_on_length
 
 NO_PAGES = "it has no paged cache"
 # Phi-3's own preparation is only for rotary scaling that depends on the length, which is refused before.
@@ -49,16 +49,18 @@ def model_refusal(model: nn.Module) -> str | None:
 def ragged_refusal(model: nn.Module) -> str | None:
     """Why a patched model cannot run ragged as it is now, as one clause; None if it can."""
     state: GenerationState = vars(model)[STATE].generation
-    return state.ragged_refusal or switched_refusal(model)
+    return state.ragged_refusal or changed_refusal(model)
 
 
-def switched_refusal(model: nn.Module) -> str | None:
-    """Set if the model's attention was switched since it was patched: it then reads no pages."""
+def changed_refusal(model: nn.Module) -> str | None:
+    """Set if what was done to the model since it was patched keeps it from reading pages."""
     config: Any = model.config
-    if attention_is_ours(config):
-        return None
-    now = config.get_text_config(decoder=True)._attn_implementation
-    return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"
+    if not attention_is_ours(config):
+        now = config.get_text_config(decoder=True)._attn_implementation
+        return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"
+    if any(is_compiled(module) for module in model.modules()):
+        return "torch.compile was applied to it, and cannot follow into the pages"
+    return None
 
 
 def call_refusal(

@@ -20,6 +20,9 @@ STATE = "_hf_accel"  # where patch() keeps its GenerationState on the model
 # (model, weights) -> a patched model over the same Parameters, which the given one does not notice
 MakeDraft = Callable[[PreTrainedModel, str | None], PreTrainedModel]
 
+# a patched model -> another one over the same Parameters, with the attention that the model has without us
+MakeAttending = Callable[[PreTrainedModel], PreTrainedModel]
+
 
 @dataclass
 class CallState:
@@ -44,7 +47,8 @@ class GenerationState:
     speculative: for calls that do not say. ragged_refusal: why this model cannot compute all tokens in one ragged row.
     alike_rows: the most rows that its linears round as they round one; None for any number.
     make_draft: makes draft models; drafts: those made, by what they were made of. controllers: what earlier calls have
-    learnt, while no call uses it. calls: of generate() that are under way, by thread. warned: what was said aloud.
+    learnt, while no call uses it. calls: of generate() that are under way, by thread. make_attending: makes a model
+    that attends as without us; attending: the last one, and the weights that it was made of. warned: what was said aloud.
     """
 
     cache: CacheConfig | None
@@ -56,11 +60,13 @@ class GenerationState:
     calls: dict[int, CallState] = field(default_factory=dict)
     drafts: dict[Any, Any] = field(default_factory=dict)
     controllers: dict[tuple[Any, ...], Controller] = field(default_factory=dict)
+    make_attending: MakeAttending | None = None
+    attending: tuple[bytes, PreTrainedModel] | None = None
     statistics: dict[str, Any] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"drafts": {}, "controllers": {}, "calls": {}}
+        return vars(self) | {"drafts": {}, "controllers": {}, "calls": {}, "attending": None}
 
     @property
     def call(self) -> CallState | None:

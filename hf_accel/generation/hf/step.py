@@ -30,6 +30,8 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
     Raises UnsupportedError for an empty input.
     """
+    if torch.compiler.is_compiling() or is_compiled(model):
+        return  # operators of torch alone; a PagedCache then hands out K and V of all columns
     if args:
         kwargs = dict(zip(_parameters(original_class(model)), args, strict=False)) | kwargs
     cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
@@ -65,6 +67,12 @@ def _parameters(kind: type) -> tuple[str, ...]:
     return tuple(inspect.signature(kind.forward).parameters)[1:]  # type: ignore[attr-defined]
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calling the module runs what torch.compile made of it: model.compile(), model.forward = compile(...)."""
+    own = vars(module)
+    return own.get("_compiled_call_impl") is not None or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
+
+
 def _is_columns(mask: object) -> bool:
     return isinstance(mask, Tensor) and mask.ndim == 2
 
@@ -82,9 +90,15 @@ def positions_count_tokens(position_ids: Tensor | None, mask: Tensor | None) -> 
 
 
 def weights_salt(model: nn.Module) -> bytes:
-    """A digest that changes with the patch, and when a Parameter is written to or replaced or an adapter switched."""
+    """A digest of what K and V depend on besides the tokens.
+
+    It changes with the patch, when a Parameter is written to or replaced, an adapter switched, or autocast.
+    """
     state: GenerationState = vars(model)[STATE].generation
     digest = hashlib.blake2b(state.patch_id, digest_size=16)
+    kind = model.device.type
+    if torch.is_autocast_enabled(kind):
+        digest.update(str(torch.get_autocast_dtype(kind)).encode())
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None:

@@ -160,6 +160,7 @@ class IntegerLinear:
             if bias is not None:
                 matrix.bias, matrix.bias_dtype = bias.data_ptr(), DTYPES[bias.dtype]
             column += weight.out_features
+        self.in_features = first.in_features
         self.out_features = column if epilogue is None else first.out_features
         self._linear = Linear(
             FORMATS[first.bits], first.activation_group, first.in_features, len(weights), EPILOGUES[epilogue], matrices
@@ -179,3 +180,21 @@ class IntegerLinear:
             ),
         )  # fmt: skip
         return out
+
+
+@torch.library.custom_op("hf_accel::integer_linear", mutates_args=())
+def recorded_linear(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, bits: int,
+    out_features: int, in_features: int, group_size: int,
+) -> Tensor:  # fmt: skip
+    """IntegerLinear of one weight as an operator that torch can record: in compiled and exported graphs."""
+    weight = PackedWeight(bits, out_features, in_features, group_size, packed, scales, zeros)
+    return IntegerLinear([weight], [bias])(x.contiguous())
+
+
+@recorded_linear.register_fake
+def _(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, bits: int,
+    out_features: int, in_features: int, group_size: int,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(x.shape[0], out_features)

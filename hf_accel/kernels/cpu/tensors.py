@@ -4,8 +4,30 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 
 from ...errors import UnsupportedError
+
+
+def is_recorded() -> bool:
+    """Whether torch records or transforms the operators that run now, among which it would not see a native call.
+
+    torch.compile, export, jit.trace, make_fx, fake tensors, FLOP counters; vmap, grad and jvp.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or _len_torch_dispatch_stack() > 0
+        or _are_functorch_transforms_active()
+        or torch.jit.is_tracing()
+    )
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which torch multiplies x by another matrix, and attends: autocast's, where that is on, or x's own."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype is torch.float64:
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_accel.fused.gated_mlp import GatedMLP as NativeMLP
 from hf_accel.fused.gated_mlp import gated_names
-from hf_accel.fused.norm import NativeNorm, NormForm, norm_form
+from hf_accel.fused.norm import NativeNorm, NormForm, NormForms, norm_form
 from hf_accel.fused.rotary import NativeRotary, RotaryForm, rotary_form
 from hf_accel.fused.sites import fused_sites
 from hf_accel.instance import mixed_class
@@ -40,7 +40,7 @@ def test_a_norm_is_recognized_and_equal(build, offset, round_first, dtype):
     assert form is not None
     assert form.offset == offset
     assert dtype == torch.float32 or form.round_first == round_first
-    native = mixed(module, NativeNorm, form)
+    native = mixed(module, NativeNorm, NormForms())
     x = torch.randn(2, 3, 4, 48).to(dtype).transpose(1, 2)  # as a norm of heads gets it
     with torch.no_grad():
         got, expected = native(x), module(x)
@@ -120,9 +120,13 @@ def test_other_modules_are_no_gated_mlp(module):
     assert gated_names(module, 64) is None
 
 
-def test_a_gate_in_the_wrong_place_is_dropped():
-    sites, dropped = fused_sites(nn.Sequential(SwappedMLP(8, 8)), torch.float32, 64)
-    assert (sites, [d.kind for d in dropped]) == ([], ["mlp"])
+@torch.no_grad()
+def test_a_gate_that_is_called_second_is_seen():
+    module = SwappedMLP(8, 8)
+    sites, dropped = fused_sites(nn.Sequential(module), torch.float32, 64)
+    assert ([site.state.gate for site in sites], dropped) == (["up_proj"], [])
+    native, x = mixed(module, NativeMLP, sites[0].state), torch.randn(3, 8)
+    torch.testing.assert_close(native(x), module(x))
 
 
 def test_gradients_hooks_and_autocast_bring_the_original_back():

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import pytest
+import torch
+import torch.nn.functional as F
 from torch import nn
 
-from hf_accel.fused.structure import own_names, siblings
+from hf_accel.fused.structure import GatedCode, gated_code, siblings
 
 from .models import Attention, ClampedMLP, GatedMLP
 
@@ -44,15 +47,55 @@ def test_another_variable_or_another_value_is_no_sibling():
         assert siblings(other.forward) == ()
 
 
-def test_the_names_of_plain_code_only():
-    assert own_names(GatedMLP.forward) == {"gate_proj", "up_proj", "down_proj", "act_fn"}
-    assert "clamp" in (own_names(ClampedMLP.forward) or {"clamp"})
-    for other in (Branch, Constant):
-        assert own_names(other.forward) is None
+class Stepwise(nn.Module):
+    def forward(self, hidden):
+        """Straight-line code with names for what it computes."""
+        gated = self.act(self.gate(hidden))
+        product = self.up(hidden) * gated
+        return self.down(product)
+
+
+class ByFunction(nn.Module):
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class ByUnknownFunction(nn.Module):
+    def forward(self, x):
+        return self.w2(torch.sigmoid(self.w1(x)) * self.w3(x))
+
+
+class Scaled(nn.Module):
+    def forward(self, x):
+        return self.down(self.act(self.gate(x)) * self.up(x) * self.scale)
+
+
+class OtherInput(nn.Module):
+    def forward(self, x, y=None):
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class Overwritten(nn.Module):
+    def forward(self, x):
+        x = self.norm(x)
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+def test_the_parts_of_a_gated_mlp():
+    assert gated_code(GatedMLP.forward) == GatedCode("gate_proj", "up_proj", "down_proj", "act_fn")
+    assert gated_code(Stepwise.forward) == GatedCode("gate", "up", "down", "act")
+    assert gated_code(ByFunction.forward) == GatedCode("w1", "w3", "w2", F.silu)
+
+
+@pytest.mark.parametrize(
+    "other", [ClampedMLP, Branch, Constant, ByUnknownFunction, Scaled, OtherInput, Overwritten, nn.Linear, nn.ReLU]
+)
+def test_other_code_is_no_gated_mlp(other):
+    assert gated_code(other.forward) is None
 
 
 def test_code_without_a_source_is_left_alone():
     scope: dict = {}
     exec("def forward(self, x):\n    return self.q(x) + self.k(x)\n", scope)
     assert siblings(scope["forward"]) == ()
-    assert own_names(scope["forward"]) is None
+    assert gated_code(scope["forward"]) is None
