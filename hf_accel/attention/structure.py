@@ -1,7 +1,7 @@
-"""What the code of a module does with masks, keys, values and the cache: known to be right for our attention, or why not.
+"""What the code of a module does with masks, keys, values and the cache: known to be right for our attention, or not.
 
-A module is known by what its forward, and the methods that it calls, do. Branches for an encoder's output are left out:
-a model that has one keeps stock attention.
+A module is known by what its forward does, and the methods that it calls. Branches for an encoder's output are left
+out: a model that has one keeps stock attention.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CALL_KEYWORDS = frozenset({
     "query", "key", "value", "deterministic", "use_cache",
 })  # fmt: skip
 CACHE_NAMES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"})
-CACHE_METHODS = frozenset({"update", "get_seq_length", "get_query_offset", "get_mask_sizes"})
+CACHE_METHODS = frozenset({"update", "get_seq_length", "get_query_offset", "get_mask_sizes", "is_initialized"})
 LIBRARIES = (
     "torch.", "builtins", "transformers.modeling_utils", "transformers.modeling_layers", "transformers.generation.",
     "transformers.integrations.", "transformers.utils.",
@@ -263,7 +263,7 @@ def _is_one_of(node: ast.expr, names: set[str]) -> bool:
 
 
 def _hands_on(function: ast.FunctionDef, update: ast.Attribute, call: ast.Call) -> bool:
-    """Whether `k, v = cache.update(k, v, self.layer_idx)` is followed by a call with k and v as they are."""
+    """Whether `k, v = cache.update(k, v, layer)` is followed by a call with k and v as they are."""
     keys, values = (call.args[i] if len(call.args) > i else _keyword(call, n) for i, n in ((2, "key"), (3, "value")))
     if not (isinstance(keys, ast.Name) and isinstance(values, ast.Name)):
         return False
@@ -277,8 +277,7 @@ def _hands_on(function: ast.FunctionDef, update: ast.Attribute, call: ast.Call) 
         return False
     node, target = assigned[0]
     wanted = isinstance(target, ast.Tuple) and [getattr(e, "id", None) for e in target.elts] == [keys.id, values.id]
-    own_layer = len(node.value.args) > 2 and ast.unparse(node.value.args[2]) == "self.layer_idx"  # type: ignore[attr-defined]
-    return bool(wanted and own_layer and not _is_written(function, {keys.id, values.id}, node, call))
+    return bool(wanted and not _is_written(function, {keys.id, values.id}, node, call))
 
 
 def _is_written(function: ast.FunctionDef, names: set[str], after: ast.Assign, before: ast.Call) -> bool:

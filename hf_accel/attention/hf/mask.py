@@ -81,7 +81,7 @@ _WINDOWED: Any = sliding_window_causal_mask_function(1)
 
 
 def _is_causal(mask_function: Any, local_size: int | None) -> bool:
-    """Whether it is transformers' own function for causal attention, within a window of `local_size` if that is given."""
+    """Whether it is transformers' own function for causal attention, within a window of `local_size` if given."""
     if local_size is None:
         return mask_function is causal_mask_function
     if getattr(mask_function, "__code__", None) is not _WINDOWED.__code__:

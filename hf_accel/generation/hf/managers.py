@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformers import PreTrainedModel
 
 from ...attention.hf import attention_is_ours

@@ -137,7 +137,7 @@ class AcceleratedGeneration(Mixin):
         *,
         speculates: bool,
     ) -> str | None:
-        state, call = self._generation_state, self._generation_state.call
+        call = self._generation_state.call
         if call is None:
             return "it was not called by generate()"
         return ragged_refusal(self) or call_refusal(  # type: ignore[arg-type]

@@ -48,7 +48,8 @@ class GenerationState:
     alike_rows: the most rows that its linears round as they round one; None for any number.
     make_draft: makes draft models; drafts: those made, by what they were made of. controllers: what earlier calls have
     learnt, while no call uses it. calls: of generate() that are under way, by thread. make_attending: makes a model
-    that attends as without us; attending: the last one, and the weights that it was made of. warned: what was said aloud.
+    that attends as without us; attending: the last one, and the weights that it was made of. warned: what was said
+    aloud.
     """
 
     cache: CacheConfig | None

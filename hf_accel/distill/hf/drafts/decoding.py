@@ -16,9 +16,8 @@ from ....generation.batcher import Batcher
 from ....generation.controller import Controller
 from ....generation.hf.defaults import stop_token_ids
 from ....generation.hf.drafting import make_speculation
-from ....generation.hf.runner import ModelRunner
 from ....generation.hf.refusals import ragged_refusal
-from ....generation.hf.state import STATE
+from ....generation.hf.runner import ModelRunner
 from ....generation.sampling import SamplingParams
 from ....generation.stopping import StopRules
 from ....patch import is_patched, make_draft
