@@ -24,6 +24,8 @@ import hf_accel
 from hf_accel.linear import QuantLinear
 
 from ..parity.snapshot import snapshot
+from .configs import BEGIN
+from .images import alone_with_image, image_prompts
 from .inputs import forward_inputs, prompts, single
 from .models import Family, build
 
@@ -82,6 +84,10 @@ class Case:
 
     def fresh(self, *, seed: int = 0) -> PreTrainedModel:
         return build(self.family, seed=seed, gain=self.gain)
+
+    @cached_property
+    def images(self) -> dict[str, Tensor]:
+        return by_stock(lambda: image_prompts(self.stock))
 
     def forward_inputs(self) -> dict[str, Tensor]:
         return forward_inputs(self.family.kind, encoder_decoder=self.stock.config.is_encoder_decoder)
@@ -315,8 +321,11 @@ _generates("sampling", settings=lambda case: {"do_sample": True, "top_k": 20, "t
 
 @feature("beams", *GENERATING)
 def _beams(case: Case) -> Outcome:
+    return _same_beams(case, prompts(case.family.kind))
+
+
+def _same_beams(case: Case, inputs: dict[str, Tensor]) -> Outcome:
     """Sequences whose scores are equal are as good as each other."""
-    inputs = prompts(case.family.kind)
     settings = {"num_beams": 3, "num_return_sequences": 2}
     scored = {"return_dict_in_generate": True, "output_scores": True}
     expected = by_stock(lambda: generate(case.stock, inputs, **settings, **scored))
@@ -335,6 +344,51 @@ _generates("no cache", settings=lambda case: {"use_cache": False})
 _generates("static cache", settings=lambda case: {"cache_implementation": "static"})
 _generates("prompt lookup", alone=True, settings=lambda case: {"prompt_lookup_num_tokens": 3})
 _generates("assistant", alone=True, settings=lambda case: {"assistant_model": case.fresh(seed=1)})
+
+
+@feature("image: forward", "vision")
+def _image_forward(case: Case) -> Outcome:
+    inputs = case.images
+    more = {}
+    if case.stock.config.is_encoder_decoder:
+        more["decoder_input_ids"] = torch.full((len(inputs["input_ids"]), 2), BEGIN)
+    expected = by_stock(lambda: forward(case.stock, inputs | more))
+    same_logits(expected, forward(case.patched, inputs | more), inputs["attention_mask"])
+    return _attention_word(case)
+
+
+@feature("image: greedy", "vision")
+def _image_greedy(case: Case) -> Outcome:
+    """Rows 0 and 1 say the same about different images; one by one over one cache, and both at once."""
+    inputs = case.images
+    scored = {"return_dict_in_generate": True, "output_logits": True}
+    expected = by_stock(lambda: generate(case.stock, inputs, **scored))
+    columns = _prompt_columns(case, inputs)
+    same_tokens(expected, generate(case.patched, inputs), columns)
+    result = _loop_word(case.patched)
+    if torch.equal(expected.logits[0][0], expected.logits[0][1]):
+        raise StockCannot("the image does not change the logits")
+    _one_cache_for_two_images(case)
+    return result
+
+
+def _one_cache_for_two_images(case: Case) -> None:
+    """What a cache holds of one image's prompt must not be taken for another's."""
+    if case.plan.stock_cache:
+        return
+    cache = hf_accel.PagedCache(case.patched.config)
+    for row in (0, 1, 0):
+        alone = alone_with_image(case.images, row)
+        expected = by_stock(
+            lambda given=alone: generate(case.stock, given, return_dict_in_generate=True, output_logits=True)
+        )
+        cache.reset()
+        same_tokens(expected, generate(case.patched, alone, past_key_values=cache), _prompt_columns(case, alone))
+
+
+@feature("image: beams", "vision")
+def _image_beams(case: Case) -> Outcome:
+    return _same_beams(case, case.images)
 
 
 @feature("cache asked for", *GENERATING)
