@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from . import attention as attention_backends
 from .attention import AttentionBackend
+from .check import check_model, check_skip
 from .config import PatchConfig, WeightConfig
 from .errors import UnsupportedError
 from .explain import Line, explain, table
@@ -34,8 +35,6 @@ from .survey import (
     attention_refusal,
     attention_sites,
     cache_refusal,
-    check_model,
-    check_skip,
     linear_sites,
 )
 

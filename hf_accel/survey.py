@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .attention import AttentionSpec
 from .cache.hf import layer_windows
+from .check import named
 from .config import GROUP_SIZES
 from .errors import UnsupportedError
 
@@ -49,22 +49,6 @@ class LinearSite:
         return self.module._parameters.get("bias")
 
 
-def check_model(model: object) -> PreTrainedModel:
-    """The transformers model to work on, inside of a PEFT wrapper if need be; UnsupportedError if it is none."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(inner, PreTrainedModel):
-        raise UnsupportedError(
-            f"hf_accel works on a transformers PreTrainedModel, not on {type(model).__name__}; "
-            "pass the model that from_pretrained returned"
-        )
-    on_meta = next((n for n, p in inner.named_parameters() if p.device.type == "meta"), None)
-    if on_meta is not None:
-        raise UnsupportedError(
-            f"parameter {on_meta!r} is on the meta device and has no values; load the model's weights first"
-        )
-    return inner
-
-
 def linear_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[LinearSite]:
     """Every Linear (and GPT-2's Conv1D) with a weight of its own, each with the reason to leave it alone, if any.
 
@@ -77,37 +61,6 @@ def linear_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[Line
             tied = any(isinstance(owner, nn.Embedding) for owner in owners[id(module.weight)])
             reason = _reason_to_skip(model, name, module, owners, skip, head)
             yield LinearSite(name, module, is_head=module is head, is_tied=tied, skip=reason)
-
-
-def check_skip(model: nn.Module, skip: tuple[str, ...]) -> None:
-    """Raise UnsupportedError for a name in skip= that is no Linear's, and so would skip nothing."""
-    modules = dict(model.named_modules())
-    linears = [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)]
-    for wanted in skip:
-        if not any(named(name, wanted) for name in linears):
-            hint = _meant(wanted, modules, linears)
-            raise UnsupportedError(f"skip={wanted!r} is the name, or the end of the name, of no Linear; {hint}")
-
-
-def _meant(wanted: str, modules: Iterable[str], linears: list[str]) -> str:
-    inside = {
-        wanted + name[len(around) :]
-        for around in modules
-        for name in linears
-        if named(around, wanted) and name.startswith(f"{around}.")
-    }
-    ends = sorted({name.rpartition(".")[2] for name in linears})
-    close = sorted(inside) or difflib.get_close_matches(wanted, [*ends, *linears], n=3)
-    return f"did you mean {shortened(close)}?" if close else f"there are {shortened(ends)}"
-
-
-def shortened(names: list[str], most: int = 8) -> str:
-    return ", ".join([*map(repr, names[:most]), *(["..."] if len(names) > most else [])])
-
-
-def named(name: str, wanted: str) -> bool:
-    """Whether `wanted` is a module's name or the end of it."""
-    return name == wanted or name.endswith("." + wanted)
 
 
 def common_group_size(model: PreTrainedModel) -> int:

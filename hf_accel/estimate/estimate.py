@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..check import check_skip
 from ..config import Default, checked_keywords, one_of, parse_weights, positive_int
 from ..errors import UnsupportedError
-from ..survey import check_skip
 from .attention import AttentionBytes, attention_layers
 from .result import Bound, Estimate
 from .roofline import Machine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from ..check import transformers_model
 from ..errors import HfAccelError, UnsupportedError
 from ..pack import PATIENCE
 from ..patch import is_patched
@@ -30,7 +31,7 @@ NO_ORIGINALS = "the model has no original weights to compare with; pass referenc
 
 def verify(
     model: PreTrainedModel,
-    prompts: Sequence[Any],
+    prompts: Any,
     *,
     reference: PreTrainedModel | str | Path | None = None,
     tokenizer: Any = None,
@@ -43,7 +44,7 @@ def verify(
     Weights as they are: the reference is the float model. Quantized weights, keys or values: the reference has the
     same ones, in plain torch on stock's loop, and the certificate also says what they cost against the float model.
 
-    prompts: lists or 1-D tensors of token ids, or texts if a tokenizer is given.
+    prompts: lists or 1-D tensors of token ids, or texts if a tokenizer is given; or one such prompt.
     reference: the float model, or a path to load it from; None for an unpatched copy of this model, which shares
         what weights it has in memory.
     text: what the cost is measured on: a text, token ids, or a list of these; windows of 512 tokens. None for the
@@ -52,11 +53,12 @@ def verify(
 
     Raises UnsupportedError without anything to compare with, and HfAccelError if original weights cannot be read back.
     """
-    ids = [_token_ids(prompt, tokenizer).to(model.device) for prompt in prompts]
+    transformers_model(model)
+    ids = [_token_ids(prompt, tokenizer).to(model.device) for prompt in _several(prompts)]
     if not ids:
         raise UnsupportedError("verify() needs at least one prompt")
     _refuse_ours(generate)
-    texts = None if text is None else windows_of([_token_ids(t, tokenizer)[0] for t in _texts(text)])
+    texts = None if text is None else windows_of([_token_ids(t, tokenizer)[0] for t in _several(text)])
     if isinstance(reference, str | Path):
         AutoConfig.from_pretrained(reference)  # to fail now, and not after the prompts
     run = Run(model, ids, max_new_tokens, generate)
@@ -175,9 +177,11 @@ def _token_ids(prompt: Any, tokenizer: Any) -> Tensor:
     return ids[None]
 
 
-def _texts(text: Any) -> list[Any]:
-    """One text, or a list of them: strings or token ids."""
-    if isinstance(text, str) or (isinstance(text, Tensor) and text.ndim == 1):
-        return [text]
-    several = list(text)
+def _several(given: Any) -> list[Any]:
+    """Texts or token ids, of which one may stand by itself."""
+    if isinstance(given, str) or (isinstance(given, Tensor) and given.ndim == 1):
+        return [given]
+    if isinstance(given, Mapping):
+        raise UnsupportedError("verify() got a dict; pass texts and tokenizer=, or lists of token ids without padding")
+    several = list(given)
     return [several] if several and isinstance(several[0], int) else several

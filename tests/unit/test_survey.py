@@ -1,21 +1,17 @@
 from __future__ import annotations
 
 import copy
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
     BertConfig,
     BertForSequenceClassification,
     BertLMHeadModel,
     FalconConfig,
     FalconForCausalLM,
-    LlamaModel,
     MambaConfig,
     MambaForCausalLM,
     PreTrainedModel,
@@ -23,9 +19,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-import hf_accel
-from hf_accel import UnsupportedError
-from hf_accel.survey import attention_refusal, attention_sites, cache_refusal, check_model, linear_sites
+from hf_accel.survey import attention_refusal, attention_sites, cache_refusal, linear_sites
 
 from ..parity.families import WINDOW, build
 
@@ -136,30 +130,6 @@ def test_experts_router() -> None:
     }
 
 
-@pytest.mark.parametrize("model", [nn.Linear(2, 2), "path", None, LlamaModel])
-def test_not_a_model(model: Any) -> None:
-    with pytest.raises(UnsupportedError, match=r"PreTrainedModel, not on .*from_pretrained returned"):
-        check_model(model)
-
-
-def test_meta_device() -> None:
-    config = build("llama").config
-    with torch.device("meta"):
-        model = type(build("llama"))(config)
-    with pytest.raises(UnsupportedError, match=r"'model.embed_tokens.weight' is on the meta device"):
-        check_model(model)
-
-
-def test_inside_of_a_peft_wrapper() -> None:
-    class Wrapper(nn.Module):
-        def get_base_model(self) -> PreTrainedModel:
-            return model
-
-    model = build("llama")
-    assert check_model(Wrapper()) is model
-    assert check_model(model) is model
-
-
 def bidirectional() -> PreTrainedModel:
     config = copy.deepcopy(build("llama").config)
     config.is_causal = False
@@ -202,36 +172,3 @@ def test_attention_sites() -> None:
     assert attention_sites(build("gpt2"), quantized_kv=False)[1].spec.num_kv_heads == 4
     assert [site.name for site in attention_sites(BertLMHeadModel(BertConfig(**TINY, is_decoder=True)),
             quantized_kv=False)] == ["bert.encoder.layer.0.attention.self"]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("skip", "hint"),
-    [
-        ("lm_haed", "did you mean 'lm_head'?"),
-        ("mlp", "did you mean 'mlp.down_proj', 'mlp.gate_proj', 'mlp.up_proj'?"),
-        ("model", r"did you mean 'model.layers.0.mlp.down_proj', .*, \.\.\.\?"),
-        ("xyz", "there are 'down_proj', 'gate_proj', 'k_proj', 'lm_head'"),
-        ("roj", "of no Linear"),
-        ("self_attn.*", "of no Linear"),
-    ],
-)
-def test_a_name_in_skip_that_skips_nothing(skip: str, hint: str) -> None:
-    model = build("llama")
-    for function in (hf_accel.plan, hf_accel.patch):
-        with pytest.raises(hf_accel.UnsupportedError, match=f"skip='{re.escape(skip)}' is .*{hint}"):
-            function(model, weights={"skip": ["q_proj", skip]})
-    assert not hf_accel.is_patched(model)
-
-
-def test_what_is_meant_by_a_module_that_is_no_linear_skips_it() -> None:
-    """What the error proposes is taken."""
-    names = ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"]
-    plan = hf_accel.plan(build("llama"), weights={"skip": names})
-    assert {p.site.name.rpartition(".")[2] for p in plan.linears if p.choice is None} == {n[4:] for n in names}
-
-
-def test_a_name_in_skip_that_skips_nothing_while_loading(tmp_path: Path) -> None:
-    build("llama").save_pretrained(tmp_path)
-    config = hf_accel.AccelConfig(weights={"skip": ["qproj"]})
-    with pytest.raises(hf_accel.UnsupportedError, match=r"skip='qproj' is .* did you mean 'q_proj'"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
