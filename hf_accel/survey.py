@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -61,6 +61,21 @@ def linear_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[Line
             tied = any(isinstance(owner, nn.Embedding) for owner in owners[id(module.weight)])
             reason = _reason_to_skip(model, name, module, owners, skip, head)
             yield LinearSite(name, module, is_head=module is head, is_tied=tied, skip=reason)
+
+
+def check_groups(sites: Iterable[LinearSite], group_size: int) -> None:
+    """Raise UnsupportedError unless groups of this size divide the inputs of every Linear that would be quantized."""
+    widths = {site.name: site.weight.shape[1] for site in sites if not site.is_head and site.skip is None}
+    cut = [name for name, width in widths.items() if width % group_size]
+    if not cut:
+        return
+    fitting = [size for size in GROUP_SIZES if not any(width % size for width in widths.values())]
+    ends = sorted({name.rpartition(".")[2] for name in cut})
+    resized = f"weights={{'bits': 4, 'group_size': {max(fitting)}}}" if fitting else "weights='int8'"
+    raise UnsupportedError(
+        f"group_size={group_size} does not divide the {widths[cut[0]]} inputs of {cut[0]!r}; use {resized}, or leave "
+        f"such layers as they are: weights={{'bits': 4, 'group_size': {group_size}, 'skip': {ends}}}"
+    )
 
 
 def common_group_size(model: PreTrainedModel) -> int:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import ast
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+import hf_accel
+from hf_accel import UnsupportedError
 from hf_accel.survey import attention_refusal, attention_sites, cache_refusal, linear_sites
 
 from ..parity.families import WINDOW, build
@@ -172,3 +176,20 @@ def test_attention_sites() -> None:
     assert attention_sites(build("gpt2"), quantized_kv=False)[1].spec.num_kv_heads == 4
     assert [site.name for site in attention_sites(BertLMHeadModel(BertConfig(**TINY, is_decoder=True)),
             quantized_kv=False)] == ["bert.encoder.layer.0.attention.self"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("inner", "proposed"), [(64, "'group_size': 32}"), (80, "'int8'")])
+def test_a_group_size_that_is_proposed_divides(inner: int, proposed: str) -> None:
+    """32 divides the 32 inputs of most and the 64 of down_proj; nothing divides 80. What is proposed is tried."""
+    config = copy.deepcopy(build("llama").config)
+    config.intermediate_size = inner
+    model = type(build("llama"))(config)
+    refused = {"bits": 4, "group_size": 64 if inner == 64 else 32}
+    with pytest.raises(UnsupportedError, match="does not divide the") as error:
+        hf_accel.plan(model, weights=refused)
+    assert proposed in str(error.value)
+    ways = re.findall(r"weights=(\{.*?\}|'int8')", str(error.value))
+    assert len(ways) == 2
+    for way in ways:
+        assert hf_accel.plan(model, weights=ast.literal_eval(way)).quantized
+        assert hf_accel.estimate(model, context=4, bandwidth=1e9, weights=ast.literal_eval(way)).weights_bytes
