@@ -36,6 +36,7 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     mask = kwargs.get("attention_mask")
     if not isinstance(cache, PagedCache) or source is None or not (mask is None or _is_columns(mask)):
         return
+    cache.check_config(model.config)  # type: ignore[arg-type]
     mask = None if mask is None else mask.bool()
     fresh = cache.get_seq_length() == 0
     shareable = ids is not None and is_text(kwargs)
