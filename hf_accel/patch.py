@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .attention.hf import BACKEND_ATTRIBUTE, STOCK_ATTRIBUTE
 from .attention.hf import NAME as ATTENTION_NAME
+from .check import transformers_model
 from .config import Default, PatchConfig, WeightConfig
 from .errors import UnsupportedError
 from .fused.products import Products
@@ -91,7 +92,7 @@ def patch(
         "deterministic": deterministic,
     }
     settings = PatchConfig.build(config, **keywords, **unknown)
-    if is_patched(model):
+    if is_patched(transformers_model(model)):
         raise UnsupportedError("the model is patched already; call hf_accel.unpatch(model) first")
     apply_plan(make_plan(model, settings))
     return model
@@ -103,7 +104,7 @@ def unpatch(model: Model) -> Model:
     Raises UnsupportedError if the model is not patched or its originals were dropped by keep_original=False,
     HfAccelError if they cannot be read back or another library replaced a module since; nothing is changed then.
     """
-    inner = _inner(model)
+    inner = transformers_model(model)
     if not is_patched(inner):
         raise UnsupportedError("the model is not patched; there is nothing to take out")
     state: PatchState = vars(inner)[STATE]
@@ -125,17 +126,20 @@ def patched(model: Model, **keywords: Any) -> Iterator[Model]:
 
 
 def is_patched(model: nn.Module) -> bool:
+    """Whether patch() was at work on the model, or on the one that PEFT or torch.compile has wrapped."""
     return STATE in getattr(_inner(model), "__dict__", {})
 
 
 def stats(model: nn.Module) -> dict[str, Any]:
     """Of the last generate() of a patched model: seconds, tokens per second, blocks, waste, prefix hits."""
     if not is_patched(model):
+        transformers_model(model)
         raise UnsupportedError("the model is not patched; hf_accel.stats() has nothing to report")
     return dict(vars(_inner(model))[STATE].generation.statistics)
 
 
 def _inner(model: Any) -> Any:
+    model = getattr(model, "_modules", {}).get("_orig_mod", model)  # torch.compile's
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

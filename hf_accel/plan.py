@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from . import attention as attention_backends
 from .attention import AttentionBackend
+from .check import check_model, check_skip
 from .config import PatchConfig, WeightConfig
 from .errors import UnsupportedError
 from .explain import Line, explain, table
@@ -35,8 +36,7 @@ from .survey import (
     attention_refusal,
     attention_sites,
     cache_refusal,
-    check_model,
-    check_skip,
+    check_groups,
     linear_sites,
 )
 
@@ -232,7 +232,10 @@ def plan_linears(
     if config is None:
         return
     check_skip(model, config.skip)
-    for site in linear_sites(model, config.skip):
+    sites = list(linear_sites(model, config.skip))
+    if config.bits == 4:
+        check_groups(sites, config.group_size)
+    for site in sites:
         kept = _head_config(config) if site.is_head else config
         if kept is None:
             yield LinearPlan(site, config, "head=None")
@@ -250,12 +253,6 @@ def _head_config(config: WeightConfig) -> WeightConfig | None:
 
 
 def _plan_linear(site: LinearSite, config: WeightConfig, device_type: str | None) -> LinearPlan:
-    in_features = site.weight.shape[1]
-    if config.bits == 4 and in_features % config.group_size:
-        raise UnsupportedError(
-            f"group_size={config.group_size} does not divide the {in_features} inputs of {site.name!r}; "
-            f"use a group size that does (32 or 64), or skip=[{site.name.rsplit('.', 1)[-1]!r}]"
-        )
     spec = LinearSpec.of(site.weight, config, has_bias=site.bias is not None, device_type=device_type)
     choice = choose_linear(spec)
     if config.only_if_faster and choice.seconds > choice.stock_seconds:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from .attention.hf import NAME as ATTENTION_NAME
 from .attention.hf import eager_agrees
 from .attention.structure import attention_code
 from .cache.hf import layer_windows
+from .check import named
 from .config import GROUP_SIZES
 from .errors import UnsupportedError
 
@@ -51,22 +51,6 @@ class LinearSite:
         return self.module._parameters.get("bias")
 
 
-def check_model(model: object) -> PreTrainedModel:
-    """The transformers model to work on, inside of a PEFT wrapper if need be; UnsupportedError if it is none."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(inner, PreTrainedModel):
-        raise UnsupportedError(
-            f"hf_accel works on a transformers PreTrainedModel, not on {type(model).__name__}; "
-            "pass the model that from_pretrained returned"
-        )
-    on_meta = next((n for n, p in inner.named_parameters() if p.device.type == "meta"), None)
-    if on_meta is not None:
-        raise UnsupportedError(
-            f"parameter {on_meta!r} is on the meta device and has no values; load the model's weights first"
-        )
-    return inner
-
-
 def linear_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[LinearSite]:
     """Every Linear (and GPT-2's Conv1D) with a weight of its own, each with the reason to leave it alone, if any.
 
@@ -81,35 +65,19 @@ def linear_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[Line
             yield LinearSite(name, module, is_head=module is head, is_tied=tied, skip=reason)
 
 
-def check_skip(model: nn.Module, skip: tuple[str, ...]) -> None:
-    """Raise UnsupportedError for a name in skip= that is no Linear's, and so would skip nothing."""
-    modules = dict(model.named_modules())
-    linears = [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)]
-    for wanted in skip:
-        if not any(named(name, wanted) for name in linears):
-            hint = _meant(wanted, modules, linears)
-            raise UnsupportedError(f"skip={wanted!r} is the name, or the end of the name, of no Linear; {hint}")
-
-
-def _meant(wanted: str, modules: Iterable[str], linears: list[str]) -> str:
-    inside = {
-        wanted + name[len(around) :]
-        for around in modules
-        for name in linears
-        if named(around, wanted) and name.startswith(f"{around}.")
-    }
-    ends = sorted({name.rpartition(".")[2] for name in linears})
-    close = sorted(inside) or difflib.get_close_matches(wanted, [*ends, *linears], n=3)
-    return f"did you mean {shortened(close)}?" if close else f"there are {shortened(ends)}"
-
-
-def shortened(names: list[str], most: int = 8) -> str:
-    return ", ".join([*map(repr, names[:most]), *(["..."] if len(names) > most else [])])
-
-
-def named(name: str, wanted: str) -> bool:
-    """Whether `wanted` is a module's name or the end of it."""
-    return name == wanted or name.endswith("." + wanted)
+def check_groups(sites: Iterable[LinearSite], group_size: int) -> None:
+    """Raise UnsupportedError unless groups of this size divide the inputs of every Linear that would be quantized."""
+    widths = {site.name: site.weight.shape[1] for site in sites if not site.is_head and site.skip is None}
+    cut = [name for name, width in widths.items() if width % group_size]
+    if not cut:
+        return
+    fitting = [size for size in GROUP_SIZES if not any(width % size for width in widths.values())]
+    ends = sorted({name.rpartition(".")[2] for name in cut})
+    resized = f"weights={{'bits': 4, 'group_size': {max(fitting)}}}" if fitting else "weights='int8'"
+    raise UnsupportedError(
+        f"group_size={group_size} does not divide the {widths[cut[0]]} inputs of {cut[0]!r}; use {resized}, or leave "
+        f"such layers as they are: weights={{'bits': 4, 'group_size': {group_size}, 'skip': {ends}}}"
+    )
 
 
 def common_group_size(model: PreTrainedModel) -> int:

@@ -281,6 +281,8 @@ class AcceleratedGeneration(Mixin):
                 generation_config, model_kwargs, generation_mode, batch_size, *rest
             )
         cache = model_kwargs.get("past_key_values")
+        if isinstance(cache, PagedCache):
+            cache.check_config(self.config)  # type: ignore[attr-defined]
         if state.call is not None:
             state.call.cache = cache if isinstance(cache, PagedCache) else None
             state.call.own_cache = given is None

@@ -44,6 +44,7 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ours = isinstance(cache, PagedCache) and attention_is_ours(model.config)
     if not ours or source is None or not (mask is None or _is_columns(mask)):
         return  # the cache hands out all columns, as to any model
+    cache.check_config(model.config)  # type: ignore[arg-type]
     mask = None if mask is None else mask.bool()
     fresh = cache.get_seq_length() == 0
     shareable = ids is not None and other_input(kwargs) is None
