@@ -63,6 +63,10 @@ class Batcher:
         self.speculation.forget(sequence)
         self.scheduler.remove(sequence, reason, error)
 
+    def isolate(self, sequences: abc.Sequence[Sequence]) -> None:
+        """After a pass that failed: each of these gets passes of its own, before anybody goes on."""
+        self.scheduler.isolate(sequences)
+
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ...cache.hf import PagedCache
 from ...config import CacheConfig, SpeculativeConfig
+from ...errors import UnsupportedError
 from ..controller import Controller
 
 STATE = "_hf_accel"  # where patch() keeps its GenerationState on the model
@@ -44,7 +46,7 @@ class GenerationState:
     speculative: for calls that do not say. ragged_refusal: why this model cannot compute all tokens in one ragged row.
     alike_rows: the most rows that its linears round as they round one; None for any number.
     make_draft: makes draft models; drafts: those made, by what they were made of. controllers: what earlier calls have
-    learnt, while no call uses it. calls: of generate() that are under way, by thread.
+    learnt, while no call uses it. calls: of generate() that are under way, by thread. engines: made for this model.
     """
 
     cache: CacheConfig | None
@@ -57,9 +59,16 @@ class GenerationState:
     drafts: dict[Any, Any] = field(default_factory=dict)
     controllers: dict[tuple[Any, ...], Controller] = field(default_factory=dict)
     statistics: dict[str, Any] = field(default_factory=dict)
+    engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # weak: one that is forgotten serves nobody
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"drafts": {}, "controllers": {}, "calls": {}}
+        return vars(self) | {"drafts": {}, "controllers": {}, "calls": {}, "engines": weakref.WeakSet()}
+
+    def require_idle(self, what: str) -> None:
+        """Raise UnsupportedError while an Engine runs the model, which would go on over another one."""
+        for engine in list(self.engines):
+            if engine.is_live:
+                raise UnsupportedError(f"{what} while {engine!r} runs the model; call engine.close() first")
 
     @property
     def call(self) -> CallState | None:
