@@ -21,7 +21,7 @@ from .stream import Sample
 CLOSED = "the engine is closed; make a new one"
 FORKED = (
     "this process was forked from the one whose thread runs the engine, and has no such thread; make an Engine of its "
-    'own here, or start processes by multiprocessing\'s "spawn"'
+    "own here, or rather start processes by multiprocessing's \"spawn\": torch's own threads do not come along either"
 )
 
 
@@ -59,7 +59,7 @@ class EngineLoop:
         self._samples: weakref.WeakSet[Sample] = weakref.WeakSet()
         self._refusal: str | None = None  # why nothing more is taken on
         self._error: BaseException | None = None  # that ended the thread
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what is forgotten may retire in the middle of anything
         self._thread: threading.Thread | None = None
         self._over = threading.Event()  # not Thread.join: an interrupt in it makes a running thread look ended
 
@@ -90,24 +90,24 @@ class EngineLoop:
         of one aborts an interpreter that ends.
         """
         self.refuse_own_thread("close()")
-        with self._lock:
-            self._refusal = self._refusal or CLOSED
-            running = self._thread is not None
-        if not running:
-            return
-        if not wait:
-            self._commands.put(self._cancel_all)
-        self._commands.put(None)
         try:
-            self._over.wait()
+            if not wait:
+                self._commands.put(self._cancel_all)
+            self._await_end()
         except BaseException:
             self._commands.put(self._cancel_all)
-            self._over.wait()
+            self._await_end()
             raise
+
+    def _await_end(self) -> None:
+        self.retire()
+        if self._thread is not None:
+            self._over.wait()
 
     def retire(self) -> None:
         """Nobody can submit any more: end when those who hold a handle have been served. Never waits."""
-        self._refusal = self._refusal or CLOSED
+        with self._lock:
+            self._refusal = self._refusal or CLOSED
         self._commands.put(None)
 
     @property
@@ -122,7 +122,7 @@ class EngineLoop:
 
     def forked(self) -> None:
         """In a child process: the thread is not there, and whatever it held is held for ever."""
-        self._lock, self._thread = threading.Lock(), None
+        self._lock, self._thread = threading.RLock(), None
         self._commands, self._handles = queue.SimpleQueue(), {}
         self._refusal = FORKED
         for sample in list(self._samples):
