@@ -241,13 +241,6 @@ def test_cancel_during_a_long_prompt(model: Any) -> None:
 # -- what an Engine is asked ----------------------------------------------------------------------------------
 
 
-def test_unknown_keywords_name_the_nearest(model: Any) -> None:
-    with pytest.raises(UnsupportedError, match=r"Engine\(\) got an unknown keyword 'max_token'; .*'max_tokens'"):
-        Engine(model, max_token=5)
-    with pytest.raises(UnsupportedError, match="known are max_tokens, tokenizer"):
-        Engine(model, xyzzy=5)
-
-
 def test_text_without_a_tokenizer_says_what_to_give(model: Any) -> None:
     with Engine(model) as engine, pytest.raises(UnsupportedError, match="give the Engine a tokenizer="):
         engine.submit("text")

@@ -62,7 +62,10 @@ class GenerationState:
     engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # weak: one that is forgotten serves nobody
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"drafts": {}, "controllers": {}, "calls": {}, "engines": weakref.WeakSet()}
+        return vars(self) | {"drafts": {}, "controllers": {}, "calls": {}, "engines": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state | {"engines": weakref.WeakSet()})
 
     def require_idle(self, what: str) -> None:
         """Raise UnsupportedError while an Engine runs the model, which would go on over another one."""
