@@ -60,8 +60,8 @@ class Batcher:
 
     def remove(self, sequence: Sequence, reason: str, error: BaseException | None = None) -> None:
         """End a sequence now: its blocks are free, and it is in no later pass."""
-        self.speculation.forget(sequence)
         self.scheduler.remove(sequence, reason, error)
+        self.speculation.forget(sequence)
 
     def isolate(self, sequences: abc.Sequence[Sequence]) -> None:
         """After a pass that failed: each of these gets passes of its own, before anybody goes on."""
@@ -89,9 +89,9 @@ class Batcher:
             logits = self._forward(chunks, drafts)
             progress = self._choose(chunks, drafts, logits)
         except BaseException:
+            self.scheduler.restart()
             for sequence in self.in_pass:
                 self.speculation.forget(sequence)  # a draft model may count what it never computed
-            self.scheduler.restart()
             raise
         rows = sum(chunk.count + len(draft) for chunk, draft in zip(chunks, drafts, strict=True))
         self.speculation.observe_pass(rows, time.perf_counter() - start)

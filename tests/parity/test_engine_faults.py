@@ -238,6 +238,31 @@ def test_cancel_during_a_long_prompt(model: Any) -> None:
     assert engine.stats["blocks_used"] == 0 and engine.stats["cancelled"] == 1
 
 
+def test_coroutines_that_fail_or_are_cancelled_harm_nobody(model: Any) -> None:
+    engine = Engine(model)
+
+    async def fails() -> None:
+        async for _ in engine.submit(PROMPTS[0], max_new_tokens=LONG):
+            raise ZeroDivisionError
+
+    async def hurries() -> None:
+        await asyncio.wait_for(engine.submit(PROMPTS[1], max_new_tokens=LONG).aresult(), 0.01)
+
+    async def reads() -> list[int]:
+        return [token async for token in engine.submit(PROMPTS[2], max_new_tokens=NEW_TOKENS)]
+
+    async def everyone() -> list[Any]:
+        return await asyncio.gather(fails(), hurries(), reads(), return_exceptions=True)
+
+    failed, hurried, tokens = asyncio.run(everyone())
+    assert isinstance(failed, ZeroDivisionError) and isinstance(hurried, TimeoutError)
+    assert tokens == expected(PROMPTS[2])
+    del failed, hurried  # their tracebacks hold what was submitted
+    gc.collect()
+    engine.close()  # waits for what anybody still holds
+    assert engine.stats["cancelled"] == 2 and engine.stats["blocks_used"] == 0
+
+
 # -- what an Engine is asked ----------------------------------------------------------------------------------
 
 

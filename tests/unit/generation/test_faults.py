@@ -14,7 +14,7 @@ from hf_accel.cache.pool import BlockPool
 from hf_accel.cache.prefix import PrefixIndex
 from hf_accel.cache.rows import Pages
 from hf_accel.cache.table import BlockTable
-from hf_accel.errors import HfAccelError, OutOfBlocksError
+from hf_accel.errors import HfAccelError, HfAccelWarning, OutOfBlocksError
 from hf_accel.generation.acceptance import verifier as verifier_named
 from hf_accel.generation.acceptance.token import TokenVerifier
 from hf_accel.generation.batcher import Batcher
@@ -278,6 +278,36 @@ def test_what_fails_when_tokens_are_final_undoes_nobody_elses(monkeypatch: pytes
     monkeypatch.setattr(engine.speculation, "observe", picky)
     (error,) = others_beside(engine, *engine.submit(BAD))
     assert isinstance(error, Poisoned)
+
+
+def test_a_drafter_that_cannot_forget_harms_nobody() -> None:
+    engine = served("scarce")
+    forget = engine.drafter.forget
+
+    def picky(sequence: Sequence) -> None:
+        forget(sequence)
+        if is_poisoned(sequence):
+            raise Poisoned
+
+    engine.drafter.forget = picky  # type: ignore[method-assign]
+    bad = engine.submit(BAD)[0]
+    with pytest.warns(HfAccelWarning, match=r"'toy' raised Poisoned\(\) in forget"):
+        assert others_beside(engine, bad) == []
+
+
+def test_no_memory_for_drafts_means_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a sequence can do without ends neither it nor the pass."""
+    engine = served("growing")
+    append = Pages.append
+
+    def full(pages: Pages, row: Any, count: int, *, start: int | None = None) -> None:
+        if start is not None:  # a draft's
+            raise RuntimeError("can't allocate memory")
+        append(pages, row, count)
+
+    monkeypatch.setattr(Pages, "append", full)
+    assert others_beside(engine) == []
+    assert engine.speculation.statistics.drafted == 0
 
 
 # -- what is no Exception -------------------------------------------------------------------------------------
