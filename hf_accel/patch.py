@@ -101,13 +101,15 @@ def patch(
 def unpatch(model: Model) -> Model:
     """Take everything that patch() did out of the model, bit for bit, and return it.
 
-    Raises UnsupportedError if the model is not patched or its originals were dropped by keep_original=False,
-    HfAccelError if they cannot be read back or another library replaced a module since; nothing is changed then.
+    Raises UnsupportedError if the model is not patched, an Engine runs it, or its originals were dropped by
+    keep_original=False, HfAccelError if they cannot be read back or another library replaced a module since; nothing
+    is changed then.
     """
     inner = transformers_model(model)
     if not is_patched(inner):
         raise UnsupportedError("the model is not patched; there is nothing to take out")
     state: PatchState = vars(inner)[STATE]
+    state.generation.require_idle("unpatch()")
     state.journal.check()
     state.originals.restore()
     _catch_up(inner, state.journal)

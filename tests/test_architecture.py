@@ -34,8 +34,8 @@ BOOKKEEPING = {  # and what that may use
     "config", "errors", "cache.pool", "cache.prefix", "cache.table", "generation.acceptance_rates",
     "generation.allocation", "generation.break_even", "generation.controller", "generation.cost_table",
     "generation.drafters.base", "generation.drafters.copying", "generation.drafters.ngram",
-    "generation.drafters.suffix", "generation.scheduler", "generation.sequence", "generation.statistics",
-    "generation.stopping", "generation.stream", "generation.waiting",
+    "generation.drafters.suffix", "generation.roster", "generation.scheduler", "generation.sequence",
+    "generation.statistics", "generation.stopping", "generation.stream", "generation.waiting",
 }  # fmt: skip
 
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "other"}

@@ -146,9 +146,15 @@ class _Batch:
         for sequence in sequences:
             if sequence not in followers:
                 self._add(sequence)
-        with logging.tqdm(
-            total=len(sequences), disable=not progress_bar, desc="generate_batch", unit="request"
-        ) as bar:
+        try:
+            self._passes(len(sequences), progress_bar)
+        except BaseException:
+            for sequence in sequences:
+                self.batcher.remove(sequence, "cancelled")  # a drafter may be another call's next
+            raise
+
+    def _passes(self, total: int, progress_bar: bool) -> None:
+        with logging.tqdm(total=total, disable=not progress_bar, desc="generate_batch", unit="request") as bar:
             while self.batcher.has_work:
                 for progress in self.batcher.step():
                     self._note(progress)
@@ -163,6 +169,8 @@ class _Batch:
                 one.error = error
 
     def _note(self, progress: Progress) -> None:
+        if progress.error is not None and not isinstance(progress.error, Exception):
+            raise progress.error  # an interrupt is the caller's
         if self.timestamps:
             self.times.setdefault(progress.sequence, []).extend([time.perf_counter()] * len(progress.tokens))
         if progress.logprobs:

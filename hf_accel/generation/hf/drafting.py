@@ -57,6 +57,12 @@ def _kind(config: SpeculativeConfig) -> tuple[Any, ...]:
     return names, config.num_draft, config.max_draft
 
 
+def draft_models(speculation: Speculation) -> list[Any]:
+    """Patched models that draft, other than the target itself."""
+    runners = [drafter.runner for drafter in speculation.drafters if isinstance(drafter, ModelDrafter)]
+    return [runner.model for runner in runners if isinstance(runner, ModelRunner)]
+
+
 class _Drafters:
     """Makes drafters for one target."""
 
