@@ -28,7 +28,8 @@ CORE = {  # room -> the rooms before it
 ABOVE = {"distill": {"patch"}}  # of composition, for a room's seam: a student samples, and a draft runs, patched
 OTHER_PACKAGES = {"distill": {"accelerate", "safetensors", "tqdm"}}  # tqdm: transformers requires it
 COMPOSITION = [  # each may use those before it
-    "originals", "survey", "explain", "plan", "pack", "twin", "estimate", "patch", "loading", "verify",
+    "originals", "survey", "explain", "plan", "pack", "twin", "estimate", "ties", "patch", "checkpoint", "loading",
+    "verify",
 ]  # fmt: skip
 BOOKKEEPING = {  # and what that may use
     "config", "errors", "cache.pool", "cache.prefix", "cache.table", "generation.acceptance_rates",
