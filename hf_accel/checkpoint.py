@@ -93,18 +93,20 @@ def _empty_layer(model: PreTrainedModel, name: str, settings: Mapping[str, Any])
         raise UnsupportedError(
             f"the checkpoint quantizes {name!r}, which is a {type(original).__name__} here, no plain Linear; {AGAIN}"
         )
-    rows, columns = original.weight.shape
+    weight: Any = original.weight
+    rows, columns = weight.shape
     try:
         layer = QuantLinear.empty(
             (columns, rows) if isinstance(original, Conv1D) else (rows, columns),
             config=_weight_config(settings),
-            dtype=original.weight.dtype,
+            dtype=weight.dtype,
             bias=original.bias is not None,
-            device=original.weight.device,
+            device=weight.device,
         )
     except UnsupportedError as error:
         raise UnsupportedError(f"quantization_config in config.json, module {name!r}: {error}; {AGAIN}") from error
-    layer._is_hf_initialized = True  # or transformers draws random numbers for the weight that is no Parameter
+    # or transformers draws random numbers for the weight, which is no Parameter
+    vars(layer)["_is_hf_initialized"] = True
     return layer
 
 
@@ -177,8 +179,8 @@ def _check_floats(model: PreTrainedModel, floats: Mapping[str, Tensor], found: s
     for name in sorted(found - floats.keys()):
         if not _matches(name, model._keys_to_ignore_on_load_unexpected) and "rotary_emb.inv_freq" not in name:
             raise HfAccelError(
-                f"the checkpoint holds {name!r}, which {type(model).__name__} has no place for as config.json describes "
-                f"it: a part that it has not, or a module that it does not list as quantized; {AGAIN}"
+                f"the checkpoint holds {name!r}, which {type(model).__name__} has no place for: config.json describes "
+                f"it without that part, or does not list the module as quantized; {AGAIN}"
             )
 
 
@@ -218,7 +220,7 @@ def _check_layer(model: PreTrainedModel, name: str, layer: QuantLinear, found: M
         _check_tensor(key, tensor, found[key], described)
     for key in sorted(found.keys() - expected.keys()):
         raise HfAccelError(
-            f"the checkpoint holds {key!r}, which a layer with {described} has not, as config.json describes it; {AGAIN}"
+            f"the checkpoint holds {key!r}, which a layer with {described}, as config.json has it, has not; {AGAIN}"
         )
     _check_scales(f"{name}.weight_scale", found[f"{name}.weight_scale"].read())
     if layer.bits == 4:
@@ -247,8 +249,8 @@ def _check_tensor(key: str, expected: Tensor, found: Found, described: str = "")
         raise HfAccelError(f"{key!r} is {found.dtype} in the checkpoint, but must be {wanted}{as_described}; {AGAIN}")
     if found.shape is not None and found.shape != tuple(expected.shape):
         raise HfAccelError(
-            f"{key!r} is {list(found.shape)} in the checkpoint, but {list(expected.shape)} in the model that config.json "
-            f"describes{as_described}; {AGAIN}"
+            f"{key!r} is {list(found.shape)} in the checkpoint, but {list(expected.shape)} in the model that "
+            f"config.json describes{as_described}; {AGAIN}"
         )
 
 
