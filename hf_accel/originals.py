@@ -120,8 +120,8 @@ class Originals:
         self.lost.append(parameter)
         _free(parameter)
 
-    def restore(self) -> None:
-        """Read every dropped weight back; raises, with nothing changed, if one is gone or not what it was."""
+    def check(self) -> None:
+        """Raise UnsupportedError if there is no way back."""
         if self.never_there:
             raise UnsupportedError(
                 "cannot unpatch: the checkpoint is quantized and has no original weights; load a float one"
@@ -131,6 +131,10 @@ class Originals:
                 f"cannot unpatch: {len(self.lost)} original weights were dropped by keep_original=False; "
                 "load the model again, or patch with keep_original='auto'"
             )
+
+    def restore(self) -> None:
+        """Read every dropped weight back; raises, with nothing changed, if one is gone or not what it was."""
+        self.check()
         try:
             self._read_back()
         except HfAccelError as error:

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .attention.hf import BACKEND_ATTRIBUTE
 from .attention.hf import NAME as ATTENTION_NAME
 from .config import Default, PatchConfig, WeightConfig
-from .errors import UnsupportedError
+from .errors import HfAccelError, UnsupportedError
 from .fused.products import Products
 from .fused.shared_input import SharedInput
 from .generation.hf import STATE, AcceleratedGeneration, GenerationState, prepare_step
@@ -108,11 +108,33 @@ def unpatch(model: Model) -> Model:
     if not is_patched(inner):
         raise UnsupportedError("the model is not patched; there is nothing to take out")
     state: PatchState = vars(inner)[STATE]
-    state.journal.check()
+    state.originals.check()
+    _check_layers(inner, state.journal)
+    state.journal.check(inner)
     state.originals.restore()
     _catch_up(inner, state.journal)
-    state.journal.undo()
+    state.journal.undo(inner)
     return model
+
+
+def _check_layers(model: PreTrainedModel, journal: Journal) -> None:
+    """Refuse to take out what holds more than patch() put in."""
+    placed = {id(write.new) for write in journal.writes}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    written = [name for name, layer in layers.items() if layer.changes]
+    if written:
+        raise UnsupportedError(
+            f"cannot unpatch: {len(written)} quantized layers, {written[0]!r} first, have been given other weights "
+            "since patch(), as merging a LoRA adapter does, and the originals know nothing of it; call "
+            "hf_accel.unpatch(model) before merge_and_unload(), which then merges into the float weights, or "
+            "unmerge_adapter() before unpatch"
+        )
+    copied = [name for name, layer in layers.items() if id(layer) not in placed]
+    if copied:
+        raise HfAccelError(
+            f"cannot unpatch: {copied[0]!r} is a copy of a quantized layer, which something else has put there, as "
+            "PEFT's modules_to_save does; take it out, or reload the model"
+        )
 
 
 @contextmanager

@@ -100,6 +100,12 @@ class AccelQuantizer(HfQuantizer):
         type(self).finish(model, self.quantization_config, loader)
         return model
 
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, Any]]:
+        """Called by save_pretrained before it writes the config: which modules are quantized now."""
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+        self.quantization_config.modules = {name: module_settings(layer) for name, layer in layers.items()}
+        return None, {}
+
     def is_serializable(self) -> bool:
         return True
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...cache.hf import PagedCache
 from ...errors import UnsupportedError
+from ...linear import QuantLinear
 from .state import STATE, GenerationState
 
 # With any other input (images, audio, ...) equal token ids do not mean equal keys and values.
@@ -78,6 +79,8 @@ def weights_salt(model: nn.Module) -> bytes:
             if parameter is not None:
                 version = 0 if parameter.is_inference() else parameter._version
                 digest.update(f"{parameter.data_ptr()}:{version};".encode())
+        if isinstance(module, QuantLinear):
+            digest.update(f"{module.writes};".encode())
         if "_active_adapter" in vars(module):
             switches = (vars(module).get(name) for name in ("_active_adapter", "_disable_adapters", "merged_adapters"))
             digest.update(repr(tuple(switches)).encode())
