@@ -269,8 +269,11 @@ def test_trained_saved_loaded_and_merged(order: str, weights: str, tmp_path: Pat
     assert {n: bits(t) for n, t in model.state_dict().items() if "lora" not in n} == base
     trained = logits(model)
     model.save_pretrained(tmp_path)
-    fresh = hf_accel.patch(build("llama"), weights=WEIGHTS[weights])
-    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path)
+    fresh, settings = build("llama"), {"weights": WEIGHTS[weights]}
+    if order == "patch first":
+        loaded = peft.PeftModel.from_pretrained(hf_accel.patch(fresh, **settings), tmp_path)
+    else:
+        loaded = hf_accel.patch(peft.PeftModel.from_pretrained(fresh, tmp_path), **settings)
     close(logits(loaded), trained)
     merged = loaded.merge_and_unload()
     plain = logits(hf_accel.patch(build("llama"), weights=WEIGHTS[weights]))
