@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .errors import HfAccelError, UnsupportedError
 from .linear import Workers
+from .tensors import plain_tensors
 
 CHUNK = 3 * 2**13  # words: few enough for the cache, and for torch not to divide them among threads
 CHAIN = 0x9E3779B97F4A7C15  # odd
@@ -190,5 +191,6 @@ def readable(name: str, parameter: Tensor, files: dict[str, Path]) -> bool:
 
 def parameter_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of tensors, each storage counted once."""
-    unique = {t.untyped_storage().data_ptr() if t.numel() else id(t): t.nbytes for t in tensors}
+    parts = (part for tensor in tensors for part in plain_tensors(tensor))
+    unique = {t.untyped_storage().data_ptr() if t.numel() else id(t): t.nbytes for t in parts}
     return sum(unique.values())

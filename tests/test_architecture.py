@@ -15,7 +15,7 @@ import hf_accel
 PACKAGE = Path(hf_accel.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-FACTS = {"errors", "config", "hardware", "instance", "journal"}
+FACTS = {"errors", "config", "hardware", "instance", "journal", "tensors"}
 CORE = {  # room -> the rooms before it
     "kernels": set(),
     "cache": {"kernels"},

@@ -13,6 +13,7 @@ from ..kernels.cpu.integer_linear import IntegerLinear
 from ..kernels.cpu.library import FLOATS, refusal
 from ..linear import QuantLinear
 from ..linear.cpu import Cpu, CpuWeight
+from ..tensors import is_plain as is_plain_tensor
 
 # Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place.
 FLOAT_ROWS = {torch.bfloat16: 16, torch.float16: 128, torch.float32: 128}
@@ -100,7 +101,9 @@ def _make_integer(layers: list[QuantLinear], epilogue: str | None) -> IntegerLin
 def is_readable(layer: nn.Module) -> bool:
     """Whether the kernels can read the layer's weight where it is."""
     weight = layer._parameters.get("weight")
-    return weight is not None and weight.device.type == "cpu" and weight.dtype in FLOATS and weight.is_contiguous()
+    if weight is None or not is_plain_tensor(weight):
+        return False
+    return weight.device.type == "cpu" and weight.dtype in FLOATS and weight.is_contiguous()
 
 
 class NativeLinear(Mixin):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...cache.hf import PagedCache
 from ...errors import UnsupportedError
 from ...linear import QuantLinear
+from ...tensors import plain_tensors
 from .state import STATE, GenerationState
 
 # With any other input (images, audio, ...) equal token ids do not mean equal keys and values.
@@ -76,9 +77,9 @@ def weights_salt(model: nn.Module) -> bytes:
     digest = hashlib.blake2b(state.patch_id, digest_size=16)
     for module in model.modules():
         for parameter in module._parameters.values():
-            if parameter is not None:
-                version = 0 if parameter.is_inference() else parameter._version
-                digest.update(f"{parameter.data_ptr()}:{version};".encode())
+            for tensor in () if parameter is None else plain_tensors(parameter):
+                version = 0 if tensor.is_inference() else tensor._version
+                digest.update(f"{tensor.data_ptr()}:{version};".encode())
         if isinstance(module, QuantLinear):
             digest.update(f"{module.writes};".encode())
         if "_active_adapter" in vars(module):
