@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from .attention.hf import BACKEND_ATTRIBUTE, STOCK_ATTRIBUTE
 from .attention.hf import NAME as ATTENTION_NAME
 from .check import transformers_model
 from .config import Default, PatchConfig, WeightConfig
-from .errors import UnsupportedError
+from .errors import HfAccelError, UnsupportedError
 from .fused.products import Products
 from .fused.shared_input import SharedInput
 from .generation.hf import STATE, AcceleratedGeneration, GenerationState, prepare_step
@@ -28,6 +28,7 @@ from .originals import Originals
 from .pack import Packed, replace_linears
 from .plan import Plan, make_plan
 from .survey import attention_modules, common_group_size, stock_implementation
+from .ties import broken_ties
 from .twin import twin
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -110,11 +111,33 @@ def unpatch(model: Model) -> Model:
         raise UnsupportedError("the model is not patched; there is nothing to take out")
     state: PatchState = vars(inner)[STATE]
     state.generation.require_idle("unpatch()")
-    state.journal.check()
+    state.originals.check()
+    _check_layers(inner, state.journal)
+    state.journal.check(inner)
     state.originals.restore()
     _catch_up(inner, state.journal)
-    state.journal.undo()
+    state.journal.undo(inner)
     return model
+
+
+def _check_layers(model: PreTrainedModel, journal: Journal) -> None:
+    """Refuse to take out what holds more than patch() put in."""
+    placed = {id(write.new) for write in journal.writes}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    written = [name for name, layer in layers.items() if layer.changes]
+    if written:
+        raise UnsupportedError(
+            f"cannot unpatch: {len(written)} quantized layers, {written[0]!r} first, have been given other weights "
+            "since patch(), as merging a LoRA adapter does, and the originals know nothing of it; call "
+            "hf_accel.unpatch(model) before merge_and_unload(), which then merges into the float weights, or "
+            "unmerge_adapter() before unpatch"
+        )
+    copied = [name for name, layer in layers.items() if id(layer) not in placed]
+    if copied:
+        raise HfAccelError(
+            f"cannot unpatch: {copied[0]!r} is a copy of a quantized layer, which something else has put there, as "
+            "PEFT's modules_to_save does; take it out, or reload the model"
+        )
 
 
 @contextmanager
@@ -229,13 +252,17 @@ def _mark_quantized(todo: Plan, journal: Journal) -> None:
     # what follows goes into configs of our own
     model.config.quantization_config = settings
     model.config._is_quantized = True
-    head = model.get_output_embeddings()
-    replaced = isinstance(head, QuantLinear) or any(linear.site.module is head for linear in todo.quantized)
-    if replaced and model.config.tie_word_embeddings:
-        # the INT8 head is a copy: tying it again would put the float embedding over it
-        model.config.tie_word_embeddings = False
-        model.config.get_text_config(decoder=True).tie_word_embeddings = False
-        journal.attribute(model, "all_tied_weights_keys", {})
+    _break_ties(model, layers, journal)
+
+
+def _break_ties(model: PreTrainedModel, quantized: Collection[str], journal: Journal) -> None:
+    """An INT8 head is a copy of the embedding: tying it again would put the float weights over it."""
+    for submodel, attribute, ties in list(broken_ties(model, quantized)):
+        journal.attribute(submodel, attribute, ties)
+        if submodel is model and not model.all_tied_weights_keys:
+            # nothing is tied any more, which others (PEFT, say) look up there
+            model.config.tie_word_embeddings = False
+            model.config.get_text_config(decoder=True).tie_word_embeddings = False
 
 
 def _switch_attention(todo: Plan, journal: Journal) -> None:

@@ -38,6 +38,7 @@ from .survey import (
     cache_refusal,
     check_groups,
     linear_sites,
+    other_quantizer,
 )
 
 
@@ -169,6 +170,7 @@ def make_plan(model: object, config: PatchConfig, *, find_originals: FindOrigina
     stock_attention = _refusal("attention", config, attention_refusal(inner), wanted=config.attention is not None)
     no_cache = cache_refusal(inner) if config.attention is not None else "attention=None leaves attention stock"
     stock_cache = _refusal("cache", config, no_cache, wanted=config.cache is not None)
+    _check_other_quantizer(inner, config)
     linears = tuple(plan_linears(inner, config.weights))
     attention = () if stock_attention else tuple(_plan_attention(inner, config))
     before = parameter_bytes(list(inner.parameters()) + list(inner.buffers()))
@@ -196,6 +198,17 @@ def make_plan(model: object, config: PatchConfig, *, find_originals: FindOrigina
     if config.deterministic and plan.variant:
         raise UnsupportedError(f"deterministic=True cannot be met: {'; '.join(plan.variant)}; leave it False")
     return replace(plan, lines=tuple(explain(inner, plan)))
+
+
+def _check_other_quantizer(model: PreTrainedModel, config: PatchConfig) -> None:
+    """Two quantizers cannot save one checkpoint: weights that another one made stay, and so does its label."""
+    other = other_quantizer(model)
+    asked = "weights" in config.explicit and config.weights is not None and not config.weights.only_if_faster
+    if other is not None and asked:
+        raise UnsupportedError(
+            f"weights= was asked for, but the model is quantized by {other} already; leave weights= out, or load the "
+            "float model"
+        )
 
 
 def _kind(model: PreTrainedModel) -> str:

@@ -20,6 +20,8 @@ from .cache.hf import layer_windows
 from .check import named
 from .config import GROUP_SIZES
 from .errors import UnsupportedError
+from .linear.hf import METHOD
+from .tensors import is_plain
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,12 @@ def linear_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[Line
     """
     head = model.get_output_embeddings()
     owners = _weight_owners(model)
+    other = other_quantizer(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and isinstance(module._parameters.get("weight"), nn.Parameter):
             tied = any(isinstance(owner, nn.Embedding) for owner in owners[id(module.weight)])
-            reason = _reason_to_skip(model, name, module, owners, skip, head)
+            reason = f"the model is quantized by {other}" if other is not None else None
+            reason = reason or _reason_to_skip(model, name, module, owners, skip, head)
             yield LinearSite(name, module, is_head=module is head, is_tied=tied, skip=reason)
 
 
@@ -85,6 +89,17 @@ def common_group_size(model: PreTrainedModel) -> int:
     widths = [site.weight.shape[1] for site in linear_sites(model, ()) if not site.is_head and site.skip is None]
     fitting = [size for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
     return max(fitting, default=min(GROUP_SIZES))
+
+
+def other_quantizer(model: PreTrainedModel) -> str | None:
+    """Who has quantized the model's weights, if not hf_accel: transformers' name of the method, or their class."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
+    if quantizer is not None and method != METHOD:
+        return str(getattr(method, "value", method))
+    weights = [m._parameters.get("weight") for m in model.modules() if isinstance(m, nn.Linear)]
+    foreign = [w for w in weights if w is not None and not is_plain(w) and not hasattr(w, "device_mesh")]  # no DTensor
+    return type(foreign[0]).__name__ if foreign else None
 
 
 def _weight_owners(model: PreTrainedModel) -> dict[int, list[nn.Module]]:

@@ -16,6 +16,8 @@ from ...attention.hf import attention_is_ours
 from ...cache.hf import PagedCache
 from ...errors import UnsupportedError
 from ...instance import original_class
+from ...linear import QuantLinear
+from ...tensors import plain_tensors
 from .state import STATE, GenerationState
 
 # What a pass over text is made of: equal token ids then mean equal keys and values. Anything else is not known.
@@ -102,9 +104,11 @@ def weights_salt(model: nn.Module) -> bytes:
         digest.update(str(torch.get_autocast_dtype(kind)).encode())
     for module in model.modules():
         for parameter in module._parameters.values():
-            if parameter is not None:
-                version = 0 if parameter.is_inference() else parameter._version
-                digest.update(f"{parameter.data_ptr()}:{version};".encode())
+            for tensor in () if parameter is None else plain_tensors(parameter):
+                version = 0 if tensor.is_inference() else tensor._version
+                digest.update(f"{tensor.data_ptr()}:{version};".encode())
+        if isinstance(module, QuantLinear):
+            digest.update(f"{module.writes};".encode())
         if "_active_adapter" in vars(module):
             switches = (vars(module).get(name) for name in ("_active_adapter", "_disable_adapters", "merged_adapters"))
             digest.update(repr(tuple(switches)).encode())
