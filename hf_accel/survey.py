@@ -15,7 +15,7 @@ from . import source
 from .attention import AttentionSpec
 from .attention.hf import NAME as ATTENTION_NAME
 from .attention.hf import eager_agrees
-from .attention.structure import attention_code
+from .attention.structure import AttentionCode, attention_code, code_of
 from .cache.hf import layer_windows
 from .check import named
 from .config import GROUP_SIZES
@@ -167,20 +167,22 @@ def attention_refusal(model: PreTrainedModel) -> str | None:
         return f"{name} is an encoder-decoder; its cross-attention stays stock"
     if not model._can_set_attn_implementation():
         return f"the attention of {name} does not go through transformers' AttentionInterface"
-    for kind in _kinds(model):
-        if attention_code(kind).refusal is not None:
-            return attention_code(kind).refusal
+    for code in _codes(model):
+        if code.refusal is not None:
+            return code.refusal
     for module in attention_modules(model):
         implementation = stock_implementation(model, module)
         if implementation not in STOCK_ATTENTION:
             return f"its attention was set to {implementation!r}, which may do what ours does not"
+    if getattr(model.config.get_text_config(decoder=True), "sliding_window", None) and not _masks_windows(model):
+        return f"{name} has a window in its config that its masks leave out"
     return _eager_refusal(model)
 
 
-def _kinds(model: nn.Module) -> list[type]:
-    """The classes of its modules, torch's own left out."""
-    kinds = dict.fromkeys(type(module) for module in model.modules())
-    return [kind for kind in kinds if not kind.__module__.startswith("torch.")]
+def _codes(model: nn.Module) -> list[AttentionCode]:
+    """What is known of the modules that are not torch's own, each kind once."""
+    others = (module for module in model.modules() if not type(module).__module__.startswith("torch."))
+    return list(dict.fromkeys(code_of(module) for module in others))
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
@@ -217,22 +219,20 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
         return f"{name} caches compressed keys and makes K from them on the way to its attention"
     if not getattr(model.config.get_text_config(decoder=True), "is_causal", True):
         return f"{name} is configured for bidirectional attention"
-    for kind in _kinds(model):
-        if attention_code(kind).unpaged is not None:
-            return attention_code(kind).unpaged
+    for code in _codes(model):
+        if code.unpaged is not None:
+            return code.unpaged
     try:
-        windows = layer_windows(model.config)
+        layer_windows(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix("; use cache=None")
-    if any(window is not None for window in windows) and not _masks_windows(model):
-        return f"{name} has a window in its config that its masks leave out"
     return _bidirectional_refusal(model)
 
 
 def _masks_windows(model: PreTrainedModel) -> bool:
     """Whether some part makes masks for a window. Which layers get them is checked in each pass."""
-    forwards = (type(module).forward for module in model.modules() if isinstance(module, PreTrainedModel))
-    return any(name in (source.text(forward) or "") for forward in forwards for name in WINDOW_MASKS)
+    parts = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
+    return any(name in (source.text(part) or "") for part in parts for name in WINDOW_MASKS)
 
 
 def _bidirectional_refusal(model: PreTrainedModel) -> str | None:
@@ -272,13 +272,15 @@ def _spec(
 ) -> AttentionSpec:
     num_heads = config.num_attention_heads
     head_dim = getattr(module, "head_dim", None) or config.hidden_size // num_heads
+    groups = getattr(module, "num_key_value_groups", None)  # layers may differ
+    num_kv_heads = num_heads // groups if groups else getattr(config, "num_key_value_heads", None) or num_heads
     return AttentionSpec(
         dtype=model.dtype,
         device_type=model.device.type,
         head_dim=head_dim,
         value_dim=getattr(module, "v_head_dim", None) or head_dim,
         num_heads=num_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        num_kv_heads=num_kv_heads,
         window=windows[index] if 0 <= index < len(windows) else None,
         softcap=getattr(config, "attn_logit_softcapping", None),
         sinks=getattr(module, "sinks", None) is not None,

@@ -45,11 +45,21 @@ class AttentionCode:
     unpaged: str | None = None
 
 
+def code_of(module: Any) -> AttentionCode:
+    """What is known of a module: branches that need a part that it does not have are left out."""
+    absent = {name for place in ("_modules", "_parameters", "_buffers") for name in _missing(vars(module)[place])}
+    return attention_code(type(module), frozenset(absent | _missing(vars(module))))
+
+
+def _missing(entries: dict[str, Any]) -> set[str]:
+    return {name for name, value in entries.items() if value is None}
+
+
 @lru_cache(maxsize=4096)
-def attention_code(kind: type) -> AttentionCode:
-    """What is known of the modules of a class."""
+def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> AttentionCode:
+    """What is known of the modules of a class whose attributes of the names `absent` are None."""
     name = kind.__name__
-    functions = _functions(kind)
+    functions = _functions(kind, absent)
     if functions is None:
         reason = f"the source of {name} cannot be read"
         return AttentionCode(refusal=reason, unpaged=reason)
@@ -73,7 +83,7 @@ def attention_code(kind: type) -> AttentionCode:
 # -- which code --------------------------------------------------------------------------------------------
 
 
-def _functions(kind: type) -> list[ast.FunctionDef] | None:
+def _functions(kind: type, absent: frozenset[str]) -> list[ast.FunctionDef] | None:
     """forward, and the methods of its own that it calls; None if one that could matter cannot be read."""
     found: dict[str, ast.FunctionDef] = {}
     waiting = ["forward"]
@@ -87,7 +97,7 @@ def _functions(kind: type) -> list[ast.FunctionDef] | None:
             if any("mask" in n or n in CACHE_NAMES for n in function.__code__.co_varnames):
                 return None
             continue
-        found[name] = _without_encoder(node)
+        found[name] = _without_dead_branches(node, absent)
         waiting += [n.attr for n in ast.walk(found[name]) if _is_own_attribute(n)]
     return list(found.values())
 
@@ -106,45 +116,53 @@ def _is_own_attribute(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
-class _EncoderBranches(ast.NodeTransformer):
-    """Takes out what only happens with an encoder's output."""
+class _DeadBranches(ast.NodeTransformer):
+    """Takes out what only happens with an encoder's output, or with a part that is None."""
+
+    def __init__(self, absent: frozenset[str]) -> None:
+        self.absent = absent
 
     def visit_If(self, node: ast.If) -> Any:
-        truth = _truth(node.test)
+        truth = self._truth(node.test)
         if truth is None:
             return self.generic_visit(node)
-        kept = node.body if truth else node.orelse
-        return [statement for old in kept for statement in _as_list(self.visit(old))] or ast.copy_location(
-            ast.Pass(), node
-        )
+        kept = [statement for old in (node.body if truth else node.orelse) for statement in _as_list(self.visit(old))]
+        return kept or ast.copy_location(ast.Pass(), node)
 
     def visit_IfExp(self, node: ast.IfExp) -> Any:
-        truth = _truth(node.test)
+        truth = self._truth(node.test)
         return self.generic_visit(node) if truth is None else self.visit(node.body if truth else node.orelse)
 
+    def _truth(self, test: ast.AST) -> bool | None:
+        """Of a condition; None where it depends on more."""
+        match test:
+            case ast.Name(id="is_cross_attention") | ast.Attribute(attr="is_cross_attention"):
+                return False
+            case ast.Call(func=ast.Name(id="isinstance"), args=[_, ast.Name(id="EncoderDecoderCache")]):
+                return False
+            case ast.Attribute(value=ast.Name(id="self"), attr=name) if name in self.absent:
+                return False
+            case ast.Compare(
+                left=ast.Attribute(value=ast.Name(id="self"), attr=name),
+                ops=[ast.Is() | ast.IsNot() as how],
+                comparators=[ast.Constant(value=None)],
+            ) if name in self.absent:
+                return isinstance(how, ast.Is)
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                truth = self._truth(operand)
+                return None if truth is None else not truth
+            case ast.BoolOp(op=op, values=values):
+                truths = [self._truth(value) for value in values]
+                decisive = isinstance(op, ast.Or)
+                if decisive in truths:
+                    return decisive
+                return None if None in truths else not decisive
+        return None
 
-def _without_encoder(node: ast.FunctionDef) -> ast.FunctionDef:
-    changed: ast.FunctionDef = _EncoderBranches().visit(copy.deepcopy(node))
+
+def _without_dead_branches(node: ast.FunctionDef, absent: frozenset[str]) -> ast.FunctionDef:
+    changed: ast.FunctionDef = _DeadBranches(absent).visit(copy.deepcopy(node))
     return changed
-
-
-def _truth(test: ast.AST) -> bool | None:
-    """Of a condition, in a model without an encoder; None where it depends on more."""
-    match test:
-        case ast.Name(id="is_cross_attention") | ast.Attribute(attr="is_cross_attention"):
-            return False
-        case ast.Call(func=ast.Name(id="isinstance"), args=[_, ast.Name(id="EncoderDecoderCache")]):
-            return False
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
-            truth = _truth(operand)
-            return None if truth is None else not truth
-        case ast.BoolOp(op=op, values=values):
-            truths = [_truth(value) for value in values]
-            decisive = isinstance(op, ast.Or)
-            if decisive in truths:
-                return decisive
-            return None if None in truths else not decisive
-    return None
 
 
 def _as_list(nodes: Any) -> list[ast.stmt]:
@@ -191,7 +209,8 @@ def _assignments(function: ast.FunctionDef) -> Iterator[tuple[ast.expr | None, l
 
 
 def _call_refusals(function: ast.FunctionDef, call: ast.Call) -> Iterator[str]:
-    unknown = sorted(k.arg for k in call.keywords if k.arg is not None and k.arg not in CALL_KEYWORDS)
+    named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+    unknown = sorted(n for n, value in named.items() if n not in CALL_KEYWORDS and not _is_none(function, value))
     if unknown:
         yield f"passes {unknown[0]}= to its attention function"
     if len(call.args) > 5 or any(isinstance(argument, ast.Starred) for argument in call.args):
@@ -199,6 +218,15 @@ def _call_refusals(function: ast.FunctionDef, call: ast.Call) -> Iterator[str]:
     mask = call.args[4] if len(call.args) > 4 else _keyword(call, "attention_mask")
     if mask is not None and not _passes_on(function, mask):
         yield "changes the mask on the way to its attention function"
+
+
+def _is_none(function: ast.FunctionDef, value: ast.expr) -> bool:
+    """Whether an argument is always None."""
+    if not isinstance(value, ast.Name):
+        return isinstance(value, ast.Constant) and value.value is None
+    values = [v for v, targets in _assignments(function) for t in targets if _stores(t, value.id)]
+    constants = all(isinstance(v, ast.Constant) and v.value is None for v in values)
+    return bool(values) and constants and value.id not in _parameters(function)
 
 
 def _keyword(call: ast.Call, name: str) -> ast.expr | None:

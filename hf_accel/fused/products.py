@@ -29,7 +29,7 @@ def native(x: object) -> bool:
     return (
         not torch.is_grad_enabled()
         and not is_recorded()
-        and type(x) in PLAIN
+        and is_plain_tensor(x)  # type: ignore[arg-type]
         and x.is_cpu  # type: ignore[attr-defined]
         and x.dtype in FLOATS  # type: ignore[attr-defined]
         and not torch.is_autocast_enabled("cpu")
