@@ -16,7 +16,7 @@ from .attention import AttentionSpec
 from .attention.hf import NAME as ATTENTION_NAME
 from .attention.hf import eager_agrees
 from .attention.structure import AttentionCode, attention_code, code_of
-from .cache.hf import layer_windows
+from .cache.hf import NOT_PAGED, layer_windows
 from .check import named
 from .config import GROUP_SIZES
 from .errors import UnsupportedError
@@ -225,7 +225,7 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
     try:
         layer_windows(model.config)
     except UnsupportedError as error:
-        return str(error).removesuffix("; use cache=None")
+        return str(error).removesuffix(f"; {NOT_PAGED}")
     return _bidirectional_refusal(model)
 
 

@@ -105,7 +105,10 @@ class _Drafters:
         draft = self._twin(model, None)
         refusal = ragged_refusal(draft)
         if refusal is not None:
-            raise UnsupportedError(f"the draft model {type(model).__name__} cannot run on pages: {refusal}")
+            raise UnsupportedError(
+                f"the draft model {type(model).__name__} cannot run on pages: {refusal}; use another draft model, or "
+                "'suffix' or 'ngram', which need none"
+            )
         groups, group_of_layer = page_groups(draft.config, CacheConfig(prefix_sharing=False))
         return self._drafter(ModelRunner(draft, groups, group_of_layer), Pages(groups))
 
