@@ -330,7 +330,7 @@ def test_text(engine: Engine) -> None:
     assert stopped.tokens == expected(PROMPTS[0])[:end] and stopped.text == answer[: end - 2]
 
 
-@pytest.mark.parametrize("kind", [list, tuple, iter, torch.tensor], ids=str)
+@pytest.mark.parametrize("kind", [list, tuple, iter, torch.tensor], ids=["list", "tuple", "iterator", "tensor"])
 def test_prompts_of_any_kind(kind: Any) -> None:
     with Engine(target("llama")) as engine:
         assert list(engine.submit(kind(PROMPTS[0]), max_new_tokens=NEW_TOKENS)) == expected(PROMPTS[0])
