@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ TAKEN_BACK = 0.25  # share of a change that may be left of it: rounding in bfloa
 
 
 class QuantLinear(nn.Linear):
-    """Computes x @ W^T + bias with W in INT8 or INT4; x [..., in] -> [..., out] in x's dtype.
+    """Computes x @ W^T + bias with W in INT8 or INT4; x [..., in] -> [..., out] in x's dtype, or autocast's.
 
     An nn.Linear, so that what looks for Linears (LoRA, hooks by type) finds it. The weight is held once:
     packed for the backend, or, after `empty` and `unpack`, as buffers that a checkpoint can be loaded
@@ -116,7 +117,8 @@ class QuantLinear(nn.Linear):
         else:
             out = choice.backend.run(rows, self._packed, self.bias)
         out = out.view(*x.shape[:-1], self.out_features)
-        return out if out.dtype is x.dtype else out.to(x.dtype)
+        dtype = _result_dtype(x)
+        return out if out.dtype is dtype else out.to(dtype)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "weight" or not isinstance(value, Tensor) or "weight" in self._buffers:
@@ -259,6 +261,7 @@ class QuantLinear(nn.Linear):
     def __getstate__(self) -> dict[str, Any]:
         """Backends hold opaque tensors that cannot be copied; the stored form can."""
         buffers = {**self._buffers, **state(self.quantized)}
+        _keep_for_child(buffers)
         return self.__dict__ | {"_buffers": buffers, "choice": None, "_packed": self.choice is not None}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
@@ -272,3 +275,17 @@ class QuantLinear(nn.Linear):
         group = f", group_size={self.group_size}" if self.bits == 4 else ""
         group += "" if self.symmetric else ", symmetric=False"
         return f"{super().extra_repr()}, bits={self.bits}{group}, backend={backend}"
+
+
+def _result_dtype(x: Tensor) -> torch.dtype:
+    """What torch's linear gives: x's dtype, or that of autocast, which leaves float64 alone."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def _keep_for_child(tensors: Any) -> None:
+    """A process that is being started (spawn) gets tensors by file descriptors: they must not be closed until then."""
+    starting = get_spawning_popen()
+    if starting is not None:
+        vars(starting).setdefault("_hf_accel_tensors", []).append(tensors)
