@@ -37,6 +37,7 @@ AUTO: Any = Default("auto")
 PAGED: Any = Default("paged")
 ON: Any = Default("on")
 OFF: Any = Default("off")
+PART_OF = "_hf_accel_part_of"  # in a model within a patched one: the class of that
 
 
 @dataclass
@@ -93,10 +94,27 @@ def patch(
         "deterministic": deterministic,
     }
     settings = PatchConfig.build(config, **keywords, **unknown)
-    if is_patched(transformers_model(model)):
-        raise UnsupportedError("the model is patched already; call hf_accel.unpatch(model) first")
+    _check_unpatched(transformers_model(model))
     apply_plan(make_plan(model, settings))
     return model
+
+
+def _check_unpatched(model: PreTrainedModel) -> None:
+    """Nothing is patched twice, nor a part of a patched model, nor a model of which a part is patched."""
+    if is_patched(model):
+        raise UnsupportedError("the model is patched already; call hf_accel.unpatch(model) first")
+    outer = vars(model).get(PART_OF)
+    if outer is not None:
+        raise UnsupportedError(
+            f"this {type(model).__name__} is a part of a patched {outer} and is patched with it; use it as it is, or "
+            f"call hf_accel.unpatch() on the {outer} first"
+        )
+    for name, module in model.named_modules():
+        if STATE in vars(module):
+            raise UnsupportedError(
+                f"{name!r} in this {type(model).__name__}, a {type(module).__name__}, is patched already; call "
+                f"hf_accel.unpatch(model.{name}) first"
+            )
 
 
 def unpatch(model: Model) -> Model:
@@ -108,6 +126,9 @@ def unpatch(model: Model) -> Model:
     """
     inner = transformers_model(model)
     if not is_patched(inner):
+        outer = getattr(inner, "__dict__", {}).get(PART_OF)
+        if outer is not None:
+            raise UnsupportedError(f"this is a part of a patched {outer}; call hf_accel.unpatch() on the whole")
         raise UnsupportedError("the model is not patched; there is nothing to take out")
     state: PatchState = vars(inner)[STATE]
     state.generation.require_idle("unpatch()")
@@ -142,12 +163,16 @@ def _check_layers(model: PreTrainedModel, journal: Journal) -> None:
 
 @contextmanager
 def patched(model: Model, **keywords: Any) -> Iterator[Model]:
-    """`with patched(model, ...):` patches for the length of a block, also if the block raises."""
-    patch(model, **keywords)
+    """`with patched(model, ...):` patches for the length of a block, also if the block raises.
+
+    What the block has unpatched itself, or unpatched and patched again, stays as it left it.
+    """
+    state = vars(_inner(patch(model, **keywords)))[STATE]
     try:
         yield model
     finally:
-        unpatch(model)
+        if vars(_inner(model)).get(STATE) is state:
+            unpatch(model)
 
 
 def is_patched(model: nn.Module) -> bool:
@@ -221,9 +246,22 @@ def apply_plan(todo: Plan, loaded: Mapping[str, Packed] | None = None) -> None:
         replace_linears(todo, journal, originals, loaded)  # when nothing can refuse any more: it frees weights
         _share_inputs(todo, journal)
     except BaseException as error:
-        originals.recover(error)
-        journal.undo()
+        _recover(journal, originals, error)
         raise
+
+
+def _recover(journal: Journal, originals: Originals, error: BaseException) -> None:
+    """Take back what was done until `error`. Another interrupt waits: a model half patched would compute nonsense."""
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            originals.recover(error)
+            journal.undo()
+            break
+        except KeyboardInterrupt as again:
+            interrupt = again
+    if interrupt is not None:
+        raise interrupt from error
 
 
 def _replace_config(model: PreTrainedModel, journal: Journal) -> None:
@@ -312,6 +350,9 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
     )
     state = PatchState(todo.config, todo.to_dict(), journal, originals, generation)
     journal.attribute(model, STATE, state)
+    for part in model.modules():
+        if part is not model and isinstance(part, PreTrainedModel):
+            journal.attribute(part, PART_OF, type(model).__name__)
     if not todo.stock_cache:
         journal.attribute(model, "__class__", mixed_class(AcceleratedGeneration, type(model)))
         # the journal writes the entries itself; the handle only gives out an id that no other hook has
