@@ -12,7 +12,7 @@ from ...cache.hf import PagedCache
 from ...config import Default, SpeculativeConfig, parse_speculative
 from ...errors import UnsupportedError
 from ...instance import Mixin
-from .assisted import assisted
+from .assisted import assistant_refusal, assisted
 from .batch import complete_configs, generate_batch
 from .managers import MANAGER, model_for_manager
 from .ragged import Call, run
@@ -63,7 +63,10 @@ class AcceleratedGeneration(Mixin):
         super()._validate_generation_mode(mode, generation_config, arguments)  # type: ignore[misc]
 
     def _takes_assistant(self, arguments: dict[str, Any]) -> bool:
-        return self._generation_state.ragged_refusal is None and "assistant_tokenizer" not in arguments
+        if self._generation_state.ragged_refusal is not None or "assistant_tokenizer" in arguments:
+            return False
+        assistant = arguments.get("assistant_model")
+        return assistant is None or assistant_refusal(self, assistant) is None
 
     def _sample(
         self,
@@ -106,7 +109,7 @@ class AcceleratedGeneration(Mixin):
     ) -> Any:
         """assistant_model= and prompt_lookup_num_tokens= as speculation; other kinds on stock's loop."""
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
-        config, refusal = assisted(generation_config, assistant_model, assistant_tokenizer)
+        config, refusal = assisted(self, generation_config, assistant_model, assistant_tokenizer)
         refusal = refusal or self._refusal(*arguments, synced_gpus, model_kwargs, speculates=True)
         if isinstance(streamer, RowStreams):
             streamer.expect(generation_config)

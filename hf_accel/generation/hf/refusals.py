@@ -57,6 +57,9 @@ def call_refusal(
     asked = [name for name in wanted if getattr(generation_config, name) and generation_config.return_dict_in_generate]
     if asked:
         return f"{asked[0]}=True collects a row of each step"
+    beside = [tensor for tensor in (mask, inputs.get("position_ids")) if tensor is not None]
+    if input_ids.is_floating_point() or any(tensor.shape != input_ids.shape for tensor in beside):
+        return "its mask and position_ids are not those of its token ids"
     if mask is not None and not _only_left_padded(mask):
         return "padding stands behind or between tokens"
     if not positions_count_tokens(inputs.get("position_ids"), None if mask is None else mask.bool()):
