@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...cache.hf import PagedCache
 from ...errors import UnsupportedError
+from ...kernels.cpu.tensors import autocast_dtype
 from .state import STATE, GenerationState
 
 # With any other input (images, audio, ...) equal token ids do not mean equal keys and values.
@@ -90,9 +91,7 @@ def weights_salt(model: nn.Module) -> bytes:
     """
     state: GenerationState = vars(model)[STATE].generation
     digest = hashlib.blake2b(state.patch_id, digest_size=16)
-    kind = model.device.type
-    if torch.is_autocast_enabled(kind):
-        digest.update(str(torch.get_autocast_dtype(kind)).encode())
+    digest.update(str(autocast_dtype(model_device(model).type)).encode())
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
@@ -102,6 +101,16 @@ def weights_salt(model: nn.Module) -> bytes:
             switches = (vars(module).get(name) for name in ("_active_adapter", "_disable_adapters", "merged_adapters"))
             digest.update(repr(tuple(switches)).encode())
     return digest.digest()
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """Where the model computes: accelerate's offloading leaves its weights on the meta device between calls."""
+    device: torch.device = model.device
+    if device.type != "meta":
+        return device
+    hooks = (vars(module).get("_hf_hook") for module in model.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    return torch.device(next((found for found in devices if found is not None), device))
 
 
 def positions_depend_on_length(config: Any) -> bool:

@@ -24,10 +24,13 @@ def is_recorded() -> bool:
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which torch multiplies x by another matrix, and attends: autocast's, where that is on, or x's own."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype is torch.float64:
-        return x.dtype
-    return torch.get_autocast_dtype(kind)
+    return x.dtype if x.dtype is torch.float64 else autocast_dtype(x.device.type) or x.dtype
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """That of torch.autocast, which knows no meta device; None where it is off."""
+    enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if enabled else None
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:
