@@ -18,7 +18,7 @@ from .managers import MANAGER, model_for_manager
 from .ragged import Call, run
 from .refusals import call_refusal
 from .state import STATE, CallState, GenerationState
-from .step import compiled_refusal, is_text, positions_count_tokens, positions_depend_on_length, weights_salt
+from .step import instance_refusal, is_text, positions_count_tokens, positions_depend_on_length, weights_salt
 from .streams import RowStreams
 
 UNSAID = Default("unsaid")
@@ -136,7 +136,7 @@ class AcceleratedGeneration(Mixin):
         state, call = self._generation_state, self._generation_state.call
         if call is None:
             return "it was not called by generate()"
-        return state.ragged_refusal or compiled_refusal(self) or call_refusal(  # type: ignore[arg-type]
+        return state.ragged_refusal or instance_refusal(self) or call_refusal(  # type: ignore[arg-type]
             input_ids, processors, criteria, config, inputs,
             synced=synced, own_cache=call.own_cache, speculates=speculates,
         )  # fmt: skip
@@ -196,7 +196,7 @@ class AcceleratedGeneration(Mixin):
         state = self._generation_state
         if not len(inputs):
             return {}
-        refusal = state.ragged_refusal or compiled_refusal(self)  # type: ignore[arg-type]
+        refusal = state.ragged_refusal or instance_refusal(self)  # type: ignore[arg-type]
         if refusal is not None:
             self._refuse_batch(generation_config, speculative, refusal)
             return super().generate_batch(  # type: ignore[misc]
@@ -246,7 +246,7 @@ class AcceleratedGeneration(Mixin):
         state: GenerationState = vars(self)[STATE].generation
         given = model_kwargs.get("past_key_values")
         wanted = state.cache is not None and generation_config.use_cache is not False
-        wanted = wanted and compiled_refusal(self) is None  # type: ignore[arg-type]
+        wanted = wanted and instance_refusal(self) is None  # type: ignore[arg-type]
         if wanted and given is None and generation_config.cache_implementation is None:
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             model_kwargs["past_key_values"] = PagedCache(
@@ -273,7 +273,8 @@ class AcceleratedGeneration(Mixin):
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, PagedCache) and cache.get_seq_length():
             cache.sequences.use_salt(weights_salt(self))  # type: ignore[arg-type]
-        if not isinstance(cache, PagedCache) or cache.get_seq_length() or not is_text(model_kwargs):
+        known = is_text(model_kwargs) and instance_refusal(self) is None  # type: ignore[arg-type]
+        if not isinstance(cache, PagedCache) or cache.get_seq_length() or not known:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if generation_config.output_hidden_states or generation_config.output_attentions:

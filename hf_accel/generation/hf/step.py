@@ -21,6 +21,11 @@ TEXT_INPUTS = {
     "labels", "output_attentions", "output_hidden_states", "is_causal",
 }  # fmt: skip
 
+# What stock's loop calls for each pass, and a ragged one does not.
+PREPARATION = (
+    "prepare_inputs_for_generation", "_prepare_position_ids_for_generation", "_update_model_kwargs_for_generation",
+)  # fmt: skip
+
 
 def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a patched model: plan the pass on the PagedCache it was given, if any.
@@ -62,8 +67,12 @@ def is_compiled(module: nn.Module) -> bool:
     return own.get("_compiled_call_impl") is not None or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
 
 
-def compiled_refusal(model: nn.Module) -> str | None:
-    """Why the pages cannot be read in a forward pass, as one clause: no compiler can follow into them."""
+def instance_refusal(model: nn.Module) -> str | None:
+    """Why pages cannot serve the model as it is now, as one clause: somebody changed how it is called."""
+    for name in PREPARATION:
+        own = vars(model).get(name)  # PEFT's prompt learning puts its own there
+        if own is not None and getattr(own, "__func__", None) is not getattr(type(model), name, None):
+            return f"its {name} was replaced on the model itself"
     compiled = any(is_compiled(module) for module in model.modules())
     return "torch.compile was applied to it, and cannot follow into the pages" if compiled else None
 
