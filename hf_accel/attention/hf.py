@@ -56,7 +56,11 @@ def mask_forward(
 ) -> Tensor | None:
     """None for plain causal attention, a 2-D mask that carries a MaskInfo, or a 4-D bool mask for all else."""
     aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    if is_recorded() or not (allow_is_causal_skip and aligned) or getattr(config, "attention_chunk_size", None) is not None:
+    if (
+        is_recorded()
+        or not (allow_is_causal_skip and aligned)
+        or getattr(config, "attention_chunk_size", None) is not None
+    ):
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -97,7 +101,9 @@ def attention_forward(
     if is_recorded():
         if attention_mask is not None and attention_mask.ndim == 2:  # made outside of what is compiled
             attention_mask = _expanded(attention_mask, getattr(attention_mask, _INFO), query.shape[2])
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
     _refuse_unknown(kwargs)
     paged: PagedKV | None = getattr(key, PAGED_HANDLE, None)
     wanted = product_dtype(query)

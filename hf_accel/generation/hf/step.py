@@ -114,12 +114,13 @@ def weights_salt(model: nn.Module) -> bytes:
 
 def model_device(model: nn.Module) -> torch.device:
     """Where the model computes: accelerate's offloading leaves its weights on the meta device between calls."""
-    device: torch.device = model.device
+    device: Any = model.device
     if device.type != "meta":
-        return device
+        return torch.device(device)
     hooks = (vars(module).get("_hf_hook") for module in model.modules())
     devices = (getattr(hook, "execution_device", None) for hook in hooks)
-    return torch.device(next((found for found in devices if found is not None), device))
+    found: Any = next((device for device in devices if device is not None), device)
+    return torch.device(found)
 
 
 def positions_depend_on_length(config: Any) -> bool:

@@ -18,12 +18,12 @@ def is_recorded() -> bool:
         torch.compiler.is_compiling()
         or _len_torch_dispatch_stack() > 0
         or _are_functorch_transforms_active()
-        or torch.jit.is_tracing()
+        or torch.jit.is_tracing()  # type: ignore[no-untyped-call]
     )
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which torch multiplies x by another matrix, and attends: autocast's, where that is on, or x's own."""
+    """The dtype in which torch multiplies by x, and attends: that of autocast where it is on, or x's own."""
     return x.dtype if x.dtype is torch.float64 else autocast_dtype(x.device.type) or x.dtype
 
 
