@@ -2,24 +2,27 @@
 # make test      set up, then the tests; make test-all adds the long statistical and random programmes
 # make check     lint, types and all tests; .ci/run does the same in a fresh virtual environment
 # make sanitize  the C++ kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
+# make families  stock against patched for each model class of transformers' auto mappings; writes docs/support.md
+# make mutants   one wrong line after the other, each of which the tests must find (ONLY=attention: some of them)
 # make bench     the measurements behind benchmarks/results
 # TORCH=2.11 (or 2.15, ...) after any of them takes that torch, in a virtual environment of its own; so does TRANSFORMERS.
 PYTHON ?= python3
 VENV ?= .venv$(TORCH:%=-torch-%)$(TRANSFORMERS:%=-transformers-%)
 RUN = $(VENV)/bin/python
+PYTEST = $(RUN) -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
 KERNELS = hf_accel/kernels/cpu
 SOURCES = $(KERNELS)/build.py $(shell find $(KERNELS)/src -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-all lint types check sanitize bench clean
+.PHONY: demo test test-all lint types check sanitize families mutants bench clean
 
 demo: $(VENV)/.ready
 	$(RUN) examples/quickstart.py
 
 test: $(VENV)/.ready
-	$(RUN) -m pytest
+	$(PYTEST)
 
 test-all: $(VENV)/.ready
-	$(RUN) -m pytest -m "long or not long"
+	$(PYTEST) -m "long or not long"
 
 lint: $(VENV)/.ready
 	$(RUN) -m ruff check .
@@ -36,6 +39,15 @@ sanitize: $(VENV)/.ready
 	HF_ACCEL_LIBRARY=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	$(RUN) -m pytest tests/unit/kernels
+
+# What was run for this code stands in build/families and is not run again.
+families: $(VENV)/.ready
+	status=0; $(RUN) -m tests.families.run --all --resume --shard 1/2 & \
+	$(RUN) -m tests.families.run --all --resume --shard 2/2 || status=1; \
+	wait $$! || status=1; $(RUN) -m tests.families.report && exit $$status
+
+mutants: $(VENV)/.ready
+	$(RUN) -m tests.mutants.run $(ONLY)
 
 bench: $(VENV)/.ready
 	$(RUN) -m benchmarks.run

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_accel
+from hf_accel.generation.hf import STATE
 
 PROMPT_TOKENS = 16
 NEW_TOKENS = 8
@@ -30,12 +31,19 @@ def check(
     if not error <= tolerance:
         raise WrongResultError(f"{name}: logits differ from stock's by {error:.3f} of their norm, above {tolerance}")
     result = {"setup": name, "logits_error": error, "correlation": correlation, "tolerance": tolerance}
+    result |= {"choices": choices(model)} if hf_accel.is_patched(model) else {}
     if not exact:
         return result
     certificate = hf_accel.verify(model, [prompt[0]], reference=stock, max_new_tokens=NEW_TOKENS)
     if not certificate.explained:
         raise WrongResultError(f"{name}: tokens differ from stock's by more than rounding: {certificate}")
     return {**result, "tokens": [str(verdict) for verdict in certificate.verdicts]}
+
+
+def choices(model: PreTrainedModel) -> list[str]:
+    """What the patch really chose, so that a part that fell back is not taken for ours."""
+    lines = vars(model)[STATE].description["choices"]
+    return [f"{line['topic']}, {line['what']}: {line['choice']}" for line in lines]
 
 
 @torch.no_grad()

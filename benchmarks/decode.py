@@ -11,7 +11,7 @@ import hf_accel
 from .bench import Bench, Entrant
 from .setups import accel
 from .tables import Row, Table
-from .timing import BASELINE, Generation, median_ratio, take_turns, time_generate
+from .timing import BASELINE, Generation, median_ratio, spread_share, take_turns, time_generate
 
 Runs = dict[str, list[Generation]]
 NOTE = (
@@ -67,6 +67,7 @@ def step_row(bench: Bench, entrant: Entrant, runs: Runs, *, batch: int, context:
         "setup": name,
         "ratio": median_ratio(seconds[BASELINE], seconds[name]),
         "step_seconds": median,
+        "spread_share": spread_share(seconds[name]),
         "tokens_per_second": batch / median,
         "bandwidth_share": step_bytes / median / bench.bandwidth,
     }

@@ -8,7 +8,7 @@ from functools import partial
 from .bench import Bench, Entrant
 from .decode import kv_bytes
 from .tables import Row, Table
-from .timing import BASELINE, Generation, median_ratio, take_turns, time_generate
+from .timing import BASELINE, Generation, median_ratio, spread_share, take_turns, time_generate
 
 NOTE = (
     "Ratio: of the whole call to stock's; step ratio: of the tokens after the first. Share of the measured read "
@@ -39,6 +39,7 @@ def row(bench: Bench, entrant: Entrant, runs: dict[str, list[Generation]]) -> Ro
         "ratio": median_ratio([r.total for r in stock], [r.total for r in results]),
         "step_ratio": median_ratio([r.per_step for r in stock], [r.per_step for r in results]),
         "generate_seconds": statistics.median(result.total for result in results),
+        "spread_share": spread_share([result.total for result in results]),
         "first_token_seconds": statistics.median(result.first_token for result in results),
         "step_seconds": step,
         "bandwidth_share": step_bytes / step / bench.bandwidth,

@@ -6,11 +6,12 @@ import statistics
 from typing import Any
 
 from hf_accel.hardware import ISA_LEVELS, detect
+from hf_accel.kernels import cpu as kernels
 
 from .bench import Bench
 from .processes import call
 from .tables import Row, Table
-from .timing import BASELINE, median_ratio
+from .timing import BASELINE, median_ratio, spread_share
 
 # What holds torch back at each level: its own kernels, oneDNN's and MKL's.
 HELD_BACK = {
@@ -30,7 +31,9 @@ def measure(bench: Bench) -> list[Table]:
 
 
 def levels() -> list[str]:
-    """Those that this CPU can be held back to."""
+    """Those that this CPU can be held back to; none without kernels to hold back."""
+    if kernels.refusal() is not None:
+        return []
     features = set(detect().instruction_sets)
     return [level for level in HELD_BACK if ISA_LEVELS[level] <= features]
 
@@ -53,6 +56,7 @@ def row(name: str, found: dict[str, Any]) -> Row:
         "ratio": median_ratio(seconds[BASELINE], seconds[name]),
         "best_ratio": min(median_ratio(seconds[stock], seconds[name]) for stock in (BASELINE, FLOAT32)),
         "step_seconds": median,
+        "spread_share": spread_share(seconds[name]),
         "tokens_per_second": 1 / median,
         "bandwidth_share": found["bytes"][name] / median / found["bandwidth"],
     }

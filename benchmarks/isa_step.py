@@ -15,6 +15,7 @@ import torch
 from .bench import Bench, Entrant
 from .decode import kv_bytes, run_filled
 from .isa import FLOAT32
+from .machine import require_kernels
 from .models import reload
 from .settings import Settings
 from .setups import accel, stock
@@ -25,6 +26,7 @@ TOKENS = 4  # bfloat16 without its instructions can take seconds each
 
 def main(name: str, layers: str, context: str, rounds: str) -> None:
     settings = Settings(model=name, layers=int(layers) or None, context=int(context), batch_tokens=TOKENS)
+    require_kernels()  # a level that was not compiled would leave torch's fallback under its name
     with contextlib.redirect_stdout(sys.stderr):  # the last line that is printed is the result
         result = measure(Bench(settings), rounds=int(rounds))
     print(json.dumps(result))

@@ -11,7 +11,7 @@ from torch import nn
 
 from .bench import Bench, Entrant
 from .tables import Row, Table
-from .timing import BASELINE, median_ratio, take_turns
+from .timing import BASELINE, median_ratio, spread_share, take_turns
 
 NOTE = (
     "Peak share: of what torch's own matrix product was measured to reach here, in INT8 (oneDNN) where a setup "
@@ -34,6 +34,7 @@ def row(bench: Bench, entrant: Entrant, seconds: dict[str, list[float]]) -> Row:
         "setup": entrant.setup.name,
         "ratio": median_ratio(seconds[BASELINE], values),
         "prefill_seconds": median,
+        "spread_share": spread_share(values),
         "tokens_per_second": bench.settings.context / median,
         "peak_share": None if peak is None else operations(bench) / median / peak,
     }

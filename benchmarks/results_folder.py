@@ -48,13 +48,22 @@ def section(folder: Path, result: dict[str, Any]) -> str:
     return f"## {result['topic']}\n\n{provenance(result)}\n\n{image}{tables}"
 
 
+def beside(machine: dict[str, Any]) -> str:
+    """What ran besides, and which kernels were loaded, of files that say so."""
+    kernels = f"kernels {machine['kernels']}, " if "kernels" in machine else ""
+    if machine.get("busy_cores") is not None:
+        return f"{kernels}others took {machine['busy_cores']:.2f} cores before"
+    load = machine["load_average"]
+    return f"{kernels}load {'unknown' if load is None else format(load, '.1f')}"
+
+
 def provenance(result: dict[str, Any]) -> str:
     machine, versions = result["machine"], result["versions"]
     bandwidth = machine["read_bytes_per_second"] / 1e9
     lines = [
         f"`{result['command']}`, {result['date']}: {result['model']}.",
         f"{machine['cpu']}, {machine['usable_cores']} cores, {machine['threads']} threads, {machine['isa']}, "
-        f"{machine['memory_bytes'] / 1e9:.0f} GB, reads {bandwidth:.0f} GB/s; load {machine['load_average']:.1f}.",
+        f"{machine['memory_bytes'] / 1e9:.0f} GB, reads {bandwidth:.0f} GB/s; {beside(machine)}.",
         ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
     ]
     lines += [f"{name} did not take part: {reason}." for name, reason in result["refused"].items()]

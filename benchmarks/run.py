@@ -44,7 +44,8 @@ from . import (
     waste,
 )
 from .bench import Bench
-from .machine import machine, versions
+from .machine import machine, require_kernels, versions
+from .quiet import wait_until_quiet
 from .results_folder import FOLDER, write
 from .settings import Settings
 from .setups import SETUPS
@@ -79,14 +80,17 @@ TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
+    if not arguments.even_without_kernels:
+        require_kernels()
     disable_progress_bar()
     bench = Bench(arguments.settings)
     where, start = machine(), time.perf_counter()
     for topic in TOPICS if "all" in arguments.topics else arguments.topics:
+        busy = wait_until_quiet(even_busy=arguments.even_busy)
         print(f"{topic}, {time.perf_counter() - start:.0f} s from the start", flush=True)
         tables = TOPICS[topic](bench)
         print("\n" + "\n".join(table.markdown() for table in tables))
-        result = record(topic, tables, bench, where, arguments.command)
+        result = record(topic, tables, bench, {**where, "busy_cores": busy}, arguments.command)
         print(plots.draw(arguments.out, result), flush=True)
         print(f"written to {write(arguments.out, result)}", flush=True)
     print(f"{time.perf_counter() - start:.0f} s in all")
@@ -145,6 +149,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers-kept", default="", help="comma-separated, of --target, that a student begins with")
     parser.add_argument("--rounds", type=int, help="repetitions")
     parser.add_argument("--setups", default="", help=f"comma-separated, of {', '.join(s.name for s in SETUPS)}")
+    parser.add_argument(
+        "--even-without-kernels", action="store_true", help="measure also where hf_accel's kernels are not built"
+    )
+    parser.add_argument("--even-busy", action="store_true", help="measure also while other processes run here")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the JSON files and the README")
     arguments = parser.parse_args(argv)
     check_names(parser, arguments)

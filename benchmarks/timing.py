@@ -78,6 +78,11 @@ def take_turns(
     return results
 
 
+def spread_share(seconds: Sequence[float]) -> float:
+    """From the fastest round to the slowest, as a share of the median."""
+    return (max(seconds) - min(seconds)) / statistics.median(seconds)
+
+
 def median_ratio(baseline: Sequence[float], seconds: Sequence[float]) -> float:
     """How many times faster than the baseline, which ran in the same rounds."""
     return statistics.median(b / s for b, s in zip(baseline, seconds, strict=True))

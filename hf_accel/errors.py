@@ -9,6 +9,10 @@ class UnsupportedError(HfAccelError, ValueError):
     """An explicit request that cannot be met; the message names the way out."""
 
 
+class NotRaggedError(UnsupportedError):
+    """A pass over the tokens of several sequences met what only stock's loop can do; its results must not be used."""
+
+
 class OutOfBlocksError(HfAccelError, MemoryError):
     """A cache with a fixed number of blocks has none left; nothing was written."""
 

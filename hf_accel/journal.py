@@ -33,6 +33,9 @@ class Write:
         return container
 
 
+Holders = dict[int, list[tuple[nn.Module, str]]]
+
+
 class Journal:
     """Writes to objects, in order, that `undo` takes back exactly."""
 
@@ -57,39 +60,62 @@ class Journal:
         self.writes.append(Write(owner, container, key, key in entries, entries.get(key), value))
         entries[key] = value
 
-    def check(self) -> None:
+    def check(self, root: nn.Module | None = None) -> None:
         """Raise HfAccelError if a module of ours was replaced since, so that `undo` could not be exact."""
+        holders = self._holders(root)
         for write in self.writes:
-            self._place(write)
+            self._place(write, holders)
 
-    def undo(self) -> None:
+    def undo(self, root: nn.Module | None = None) -> None:
         """Take back all writes, last first.
 
-        Something else that has wrapped a module of ours since (a LoRA layer, say) stays, and gets the
-        original back inside.
+        root: the model, where modules of ours may have moved: into a LoRA layer that wraps them, which gets the
+        original back inside, or out of one that was merged. None for where they were written.
+        An interrupt is raised when all is undone.
         """
+        holders = self._holders(root)
+        interrupt: KeyboardInterrupt | None = None
         while self.writes:
-            write = self.writes.pop()
-            if write.key == "__class__" and write.container is None:
-                write.owner.__class__ = write.old
-                continue
-            entries, key = self._place(write)
-            if write.had_it:
-                entries[key] = write.old
-            else:
-                entries.pop(key, None)
+            try:
+                self._take_back(self.writes[-1], holders)
+                self.writes.pop()
+            except KeyboardInterrupt as error:
+                interrupt = error  # the write is there still; to take it back twice does no harm
+        if interrupt is not None:
+            raise interrupt
+
+    def _holders(self, root: nn.Module | None) -> Holders:
+        """id of a module -> the modules that hold it now, and by which names."""
+        owners = [write.owner for write in self.writes if write.container == "_modules"]
+        holders: Holders = {}
+        for parent in {m: None for top in (owners if root is None else [root]) for m in top.modules()}:
+            for name, child in parent._modules.items():
+                holders.setdefault(id(child), []).append((parent, name))
+        return holders
+
+    def _take_back(self, write: Write, holders: Holders) -> None:
+        if write.key == "__class__" and write.container is None:
+            write.owner.__class__ = write.old
+            return
+        entries, key = self._place(write, holders)
+        if write.had_it:
+            entries[key] = write.old
+        else:
+            entries.pop(key, None)
 
     @staticmethod
-    def _place(write: Write) -> tuple[MutableMapping[Any, Any], Any]:
+    def _place(write: Write, holders: Holders) -> tuple[MutableMapping[Any, Any], Any]:
         """The dict and key that hold what was written, now."""
         entries = write.mapping()
-        current = entries.get(write.key)
-        if write.container != "_modules" or current is write.new:
+        if write.container != "_modules":
             return entries, write.key
-        for parent in current.modules() if isinstance(current, nn.Module) else ():
-            for name, child in parent._modules.items():
-                if child is write.new:
-                    return parent._modules, name
+        places = holders.get(id(write.new), [])
+        current = entries.get(write.key)
+        if (write.owner, write.key) in places or (not places and current is write.old):  # taken back already
+            return entries, write.key
+        if places:
+            parent, name = places[0]
+            return parent._modules, name
         raise HfAccelError(
             f"cannot undo: module {write.key!r} of {type(write.owner).__name__} was replaced by "
             f"{type(current).__name__} after patch(); put hf_accel's module back, or reload the model"

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from .checkpoint import check_loaded, prepare
 from .errors import HfAccelError
 from .linear import LinearSpec, QuantLinear, Workers, choose
 from .linear.hf import AccelConfig, AccelQuantizer
@@ -84,11 +85,14 @@ def _own_copy(tensor: Tensor, file: Path, name: str) -> Tensor:
 
 
 def begin_loading(
-    model: PreTrainedModel, settings: AccelConfig, *, device_map: Any, files: Sequence[str] | None
+    model: PreTrainedModel, settings: AccelConfig, *, pre_quantized: bool, device_map: Any, files: Sequence[str]
 ) -> Packer | None:
     """What packs the weights of a model on meta; None where the model has to be loaded whole and patched then."""
+    if pre_quantized:
+        prepare(model, settings.modules, files)
+        return None
     device_type, keep = _device_type(device_map), settings.patch.keep_original
-    stored = _stored_tensors(files or ())
+    stored = _stored_tensors(files)
     if device_type is None or keep is True or (keep == "auto" and not stored):
         return None
     with _torch_as_ever():
@@ -160,6 +164,7 @@ def _originals(
 
 def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
     """What was saved from a patched model has its quantized layers, and no originals."""
+    check_loaded(model)
     for layer in model.modules():
         if isinstance(layer, QuantLinear):
             layer.pack()

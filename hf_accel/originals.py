@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .errors import HfAccelError, UnsupportedError
 from .linear import Workers
+from .tensors import plain_tensors
 
 CHUNK = 3 * 2**13  # words: few enough for the cache, and for torch not to divide them among threads
 CHAIN = 0x9E3779B97F4A7C15  # odd
@@ -120,8 +121,8 @@ class Originals:
         self.lost.append(parameter)
         _free(parameter)
 
-    def restore(self) -> None:
-        """Read every dropped weight back; raises, with nothing changed, if one is gone or not what it was."""
+    def check(self) -> None:
+        """Raise UnsupportedError if there is no way back."""
         if self.never_there:
             raise UnsupportedError(
                 "cannot unpatch: the checkpoint is quantized and has no original weights; load a float one"
@@ -131,6 +132,10 @@ class Originals:
                 f"cannot unpatch: {len(self.lost)} original weights were dropped by keep_original=False; "
                 "load the model again, or patch with keep_original='auto'"
             )
+
+    def restore(self) -> None:
+        """Read every dropped weight back; raises, with nothing changed, if one is gone or not what it was."""
+        self.check()
         try:
             self._read_back()
         except HfAccelError as error:
@@ -186,5 +191,6 @@ def readable(name: str, parameter: Tensor, files: dict[str, Path]) -> bool:
 
 def parameter_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of tensors, each storage counted once."""
-    unique = {t.untyped_storage().data_ptr() if t.numel() else id(t): t.nbytes for t in tensors}
+    parts = (part for tensor in tensors for part in plain_tensors(tensor))
+    unique = {t.untyped_storage().data_ptr() if t.numel() else id(t): t.nbytes for t in parts}
     return sum(unique.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,10 +12,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .attention.hf import BACKEND_ATTRIBUTE
+from .attention.hf import BACKEND_ATTRIBUTE, STOCK_ATTRIBUTE
 from .attention.hf import NAME as ATTENTION_NAME
+from .check import transformers_model
 from .config import Default, PatchConfig, WeightConfig
-from .errors import UnsupportedError
+from .errors import HfAccelError, UnsupportedError
 from .fused.products import Products
 from .fused.shared_input import SharedInput
 from .generation.hf import STATE, AcceleratedGeneration, GenerationState, prepare_step
@@ -26,7 +27,8 @@ from .linear.hf import METHOD, AccelConfig, AccelQuantizer, module_settings
 from .originals import Originals
 from .pack import Packed, replace_linears
 from .plan import Plan, make_plan
-from .survey import common_group_size
+from .survey import attention_modules, common_group_size, stock_implementation
+from .ties import broken_ties
 from .twin import twin
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -91,7 +93,7 @@ def patch(
         "deterministic": deterministic,
     }
     settings = PatchConfig.build(config, **keywords, **unknown)
-    if is_patched(model):
+    if is_patched(transformers_model(model)):
         raise UnsupportedError("the model is patched already; call hf_accel.unpatch(model) first")
     apply_plan(make_plan(model, settings))
     return model
@@ -100,18 +102,42 @@ def patch(
 def unpatch(model: Model) -> Model:
     """Take everything that patch() did out of the model, bit for bit, and return it.
 
-    Raises UnsupportedError if the model is not patched or its originals were dropped by keep_original=False,
-    HfAccelError if they cannot be read back or another library replaced a module since; nothing is changed then.
+    Raises UnsupportedError if the model is not patched, an Engine runs it, or its originals were dropped by
+    keep_original=False, HfAccelError if they cannot be read back or another library replaced a module since; nothing
+    is changed then.
     """
-    inner = _inner(model)
+    inner = transformers_model(model)
     if not is_patched(inner):
         raise UnsupportedError("the model is not patched; there is nothing to take out")
     state: PatchState = vars(inner)[STATE]
-    state.journal.check()
+    state.generation.require_idle("unpatch()")
+    state.originals.check()
+    _check_layers(inner, state.journal)
+    state.journal.check(inner)
     state.originals.restore()
     _catch_up(inner, state.journal)
-    state.journal.undo()
+    state.journal.undo(inner)
     return model
+
+
+def _check_layers(model: PreTrainedModel, journal: Journal) -> None:
+    """Refuse to take out what holds more than patch() put in."""
+    placed = {id(write.new) for write in journal.writes}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    written = [name for name, layer in layers.items() if layer.changes]
+    if written:
+        raise UnsupportedError(
+            f"cannot unpatch: {len(written)} quantized layers, {written[0]!r} first, have been given other weights "
+            "since patch(), as merging a LoRA adapter does, and the originals know nothing of it; call "
+            "hf_accel.unpatch(model) before merge_and_unload(), which then merges into the float weights, or "
+            "unmerge_adapter() before unpatch"
+        )
+    copied = [name for name, layer in layers.items() if id(layer) not in placed]
+    if copied:
+        raise HfAccelError(
+            f"cannot unpatch: {copied[0]!r} is a copy of a quantized layer, which something else has put there, as "
+            "PEFT's modules_to_save does; take it out, or reload the model"
+        )
 
 
 @contextmanager
@@ -125,17 +151,20 @@ def patched(model: Model, **keywords: Any) -> Iterator[Model]:
 
 
 def is_patched(model: nn.Module) -> bool:
+    """Whether patch() was at work on the model, or on the one that PEFT or torch.compile has wrapped."""
     return STATE in getattr(_inner(model), "__dict__", {})
 
 
 def stats(model: nn.Module) -> dict[str, Any]:
     """Of the last generate() of a patched model: seconds, tokens per second, blocks, waste, prefix hits."""
     if not is_patched(model):
+        transformers_model(model)
         raise UnsupportedError("the model is not patched; hf_accel.stats() has nothing to report")
     return dict(vars(_inner(model))[STATE].generation.statistics)
 
 
 def _inner(model: Any) -> Any:
+    model = getattr(model, "_modules", {}).get("_orig_mod", model)  # torch.compile's
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -223,18 +252,24 @@ def _mark_quantized(todo: Plan, journal: Journal) -> None:
     # what follows goes into configs of our own
     model.config.quantization_config = settings
     model.config._is_quantized = True
-    head = model.get_output_embeddings()
-    replaced = isinstance(head, QuantLinear) or any(linear.site.module is head for linear in todo.quantized)
-    if replaced and model.config.tie_word_embeddings:
-        # the INT8 head is a copy: tying it again would put the float embedding over it
-        model.config.tie_word_embeddings = False
-        model.config.get_text_config(decoder=True).tie_word_embeddings = False
-        journal.attribute(model, "all_tied_weights_keys", {})
+    _break_ties(model, layers, journal)
+
+
+def _break_ties(model: PreTrainedModel, quantized: Collection[str], journal: Journal) -> None:
+    """An INT8 head is a copy of the embedding: tying it again would put the float weights over it."""
+    for submodel, attribute, ties in list(broken_ties(model, quantized)):
+        journal.attribute(submodel, attribute, ties)
+        if submodel is model and not model.all_tied_weights_keys:
+            # nothing is tied any more, which others (PEFT, say) look up there
+            model.config.tie_word_embeddings = False
+            model.config.get_text_config(decoder=True).tie_word_embeddings = False
 
 
 def _switch_attention(todo: Plan, journal: Journal) -> None:
     if todo.stock_attention:
         return
+    for module in attention_modules(todo.model):
+        journal.attribute(module, STOCK_ATTRIBUTE, stock_implementation(todo.model, module))
     todo.model.set_attn_implementation(ATTENTION_NAME)  # writes into our own copies of the configs
     chosen = todo.model.config.get_text_config(decoder=True)._attn_implementation
     if chosen != ATTENTION_NAME:

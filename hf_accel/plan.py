@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from . import attention as attention_backends
 from .attention import AttentionBackend
+from .check import check_model, check_skip
 from .config import PatchConfig, WeightConfig
 from .errors import UnsupportedError
 from .explain import Line, explain, table
@@ -35,9 +36,9 @@ from .survey import (
     attention_refusal,
     attention_sites,
     cache_refusal,
-    check_model,
-    check_skip,
+    check_groups,
     linear_sites,
+    other_quantizer,
 )
 
 
@@ -169,6 +170,7 @@ def make_plan(model: object, config: PatchConfig, *, find_originals: FindOrigina
     stock_attention = _refusal("attention", config, attention_refusal(inner), wanted=config.attention is not None)
     no_cache = cache_refusal(inner) if config.attention is not None else "attention=None leaves attention stock"
     stock_cache = _refusal("cache", config, no_cache, wanted=config.cache is not None)
+    _check_other_quantizer(inner, config)
     linears = tuple(plan_linears(inner, config.weights))
     attention = () if stock_attention else tuple(_plan_attention(inner, config))
     before = parameter_bytes(list(inner.parameters()) + list(inner.buffers()))
@@ -196,6 +198,17 @@ def make_plan(model: object, config: PatchConfig, *, find_originals: FindOrigina
     if config.deterministic and plan.variant:
         raise UnsupportedError(f"deterministic=True cannot be met: {'; '.join(plan.variant)}; leave it False")
     return replace(plan, lines=tuple(explain(inner, plan)))
+
+
+def _check_other_quantizer(model: PreTrainedModel, config: PatchConfig) -> None:
+    """Two quantizers cannot save one checkpoint: weights that another one made stay, and so does its label."""
+    other = other_quantizer(model)
+    asked = "weights" in config.explicit and config.weights is not None and not config.weights.only_if_faster
+    if other is not None and asked:
+        raise UnsupportedError(
+            f"weights= was asked for, but the model is quantized by {other} already; leave weights= out, or load the "
+            "float model"
+        )
 
 
 def _kind(model: PreTrainedModel) -> str:
@@ -232,7 +245,10 @@ def plan_linears(
     if config is None:
         return
     check_skip(model, config.skip)
-    for site in linear_sites(model, config.skip):
+    sites = list(linear_sites(model, config.skip))
+    if config.bits == 4:
+        check_groups(sites, config.group_size)
+    for site in sites:
         kept = _head_config(config) if site.is_head else config
         if kept is None:
             yield LinearPlan(site, config, "head=None")
@@ -250,12 +266,6 @@ def _head_config(config: WeightConfig) -> WeightConfig | None:
 
 
 def _plan_linear(site: LinearSite, config: WeightConfig, device_type: str | None) -> LinearPlan:
-    in_features = site.weight.shape[1]
-    if config.bits == 4 and in_features % config.group_size:
-        raise UnsupportedError(
-            f"group_size={config.group_size} does not divide the {in_features} inputs of {site.name!r}; "
-            f"use a group size that does (32 or 64), or skip=[{site.name.rsplit('.', 1)[-1]!r}]"
-        )
     spec = LinearSpec.of(site.weight, config, has_bias=site.bias is not None, device_type=device_type)
     choice = choose_linear(spec)
     if config.only_if_faster and choice.seconds > choice.stock_seconds:

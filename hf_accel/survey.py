@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,10 +11,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from . import source
 from .attention import AttentionSpec
+from .attention.hf import NAME as ATTENTION_NAME
+from .attention.hf import eager_agrees
+from .attention.structure import AttentionCode, attention_code, code_of
 from .cache.hf import layer_windows
+from .check import named
 from .config import GROUP_SIZES
 from .errors import UnsupportedError
+from .linear.hf import METHOD
+from .tensors import is_plain
 
 
 @dataclass(frozen=True)
@@ -49,22 +53,6 @@ class LinearSite:
         return self.module._parameters.get("bias")
 
 
-def check_model(model: object) -> PreTrainedModel:
-    """The transformers model to work on, inside of a PEFT wrapper if need be; UnsupportedError if it is none."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(inner, PreTrainedModel):
-        raise UnsupportedError(
-            f"hf_accel works on a transformers PreTrainedModel, not on {type(model).__name__}; "
-            "pass the model that from_pretrained returned"
-        )
-    on_meta = next((n for n, p in inner.named_parameters() if p.device.type == "meta"), None)
-    if on_meta is not None:
-        raise UnsupportedError(
-            f"parameter {on_meta!r} is on the meta device and has no values; load the model's weights first"
-        )
-    return inner
-
-
 def linear_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[LinearSite]:
     """Every Linear (and GPT-2's Conv1D) with a weight of its own, each with the reason to leave it alone, if any.
 
@@ -72,42 +60,28 @@ def linear_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[Line
     """
     head = model.get_output_embeddings()
     owners = _weight_owners(model)
+    other = other_quantizer(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and isinstance(module._parameters.get("weight"), nn.Parameter):
             tied = any(isinstance(owner, nn.Embedding) for owner in owners[id(module.weight)])
-            reason = _reason_to_skip(model, name, module, owners, skip, head)
+            reason = f"the model is quantized by {other}" if other is not None else None
+            reason = reason or _reason_to_skip(model, name, module, owners, skip, head)
             yield LinearSite(name, module, is_head=module is head, is_tied=tied, skip=reason)
 
 
-def check_skip(model: nn.Module, skip: tuple[str, ...]) -> None:
-    """Raise UnsupportedError for a name in skip= that is no Linear's, and so would skip nothing."""
-    modules = dict(model.named_modules())
-    linears = [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)]
-    for wanted in skip:
-        if not any(named(name, wanted) for name in linears):
-            hint = _meant(wanted, modules, linears)
-            raise UnsupportedError(f"skip={wanted!r} is the name, or the end of the name, of no Linear; {hint}")
-
-
-def _meant(wanted: str, modules: Iterable[str], linears: list[str]) -> str:
-    inside = {
-        wanted + name[len(around) :]
-        for around in modules
-        for name in linears
-        if named(around, wanted) and name.startswith(f"{around}.")
-    }
-    ends = sorted({name.rpartition(".")[2] for name in linears})
-    close = sorted(inside) or difflib.get_close_matches(wanted, [*ends, *linears], n=3)
-    return f"did you mean {shortened(close)}?" if close else f"there are {shortened(ends)}"
-
-
-def shortened(names: list[str], most: int = 8) -> str:
-    return ", ".join([*map(repr, names[:most]), *(["..."] if len(names) > most else [])])
-
-
-def named(name: str, wanted: str) -> bool:
-    """Whether `wanted` is a module's name or the end of it."""
-    return name == wanted or name.endswith("." + wanted)
+def check_groups(sites: Iterable[LinearSite], group_size: int) -> None:
+    """Raise UnsupportedError unless groups of this size divide the inputs of every Linear that would be quantized."""
+    widths = {site.name: site.weight.shape[1] for site in sites if not site.is_head and site.skip is None}
+    cut = [name for name, width in widths.items() if width % group_size]
+    if not cut:
+        return
+    fitting = [size for size in GROUP_SIZES if not any(width % size for width in widths.values())]
+    ends = sorted({name.rpartition(".")[2] for name in cut})
+    resized = f"weights={{'bits': 4, 'group_size': {max(fitting)}}}" if fitting else "weights='int8'"
+    raise UnsupportedError(
+        f"group_size={group_size} does not divide the {widths[cut[0]]} inputs of {cut[0]!r}; use {resized}, or leave "
+        f"such layers as they are: weights={{'bits': 4, 'group_size': {group_size}, 'skip': {ends}}}"
+    )
 
 
 def common_group_size(model: PreTrainedModel) -> int:
@@ -115,6 +89,17 @@ def common_group_size(model: PreTrainedModel) -> int:
     widths = [site.weight.shape[1] for site in linear_sites(model, ()) if not site.is_head and site.skip is None]
     fitting = [size for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
     return max(fitting, default=min(GROUP_SIZES))
+
+
+def other_quantizer(model: PreTrainedModel) -> str | None:
+    """Who has quantized the model's weights, if not hf_accel: transformers' name of the method, or their class."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
+    if quantizer is not None and method != METHOD:
+        return str(getattr(method, "value", method))
+    weights = [m._parameters.get("weight") for m in model.modules() if isinstance(m, nn.Linear)]
+    foreign = [w for w in weights if w is not None and not is_plain(w) and not hasattr(w, "device_mesh")]  # no DTensor
+    return type(foreign[0]).__name__ if foreign else None
 
 
 def _weight_owners(model: PreTrainedModel) -> dict[int, list[nn.Module]]:
@@ -155,15 +140,7 @@ def _reason_to_skip(
 def _weight_is_read(model: PreTrainedModel, name: str) -> bool:
     """Whether the parent's forward reads the weight itself (T5's `wo`), which would dequantize it in each pass."""
     parent, _, own_name = name.rpartition(".")
-    return f"self.{own_name}.weight" in _source(type(model.get_submodule(parent)).forward)
-
-
-@lru_cache(maxsize=4096)
-def _source(forward: Any) -> str:
-    try:
-        return inspect.getsource(forward)
-    except (OSError, TypeError):  # what was typed at a prompt has no source file
-        return ""
+    return f"self.{own_name}.weight" in (source.text(type(model.get_submodule(parent)).forward) or "")
 
 
 def _reason_by_role(config: Any, module: nn.Module, head: nn.Module | None) -> str | None:
@@ -176,31 +153,94 @@ def _reason_by_role(config: Any, module: nn.Module, head: nn.Module | None) -> s
     return None
 
 
+# What our attention and mask functions know how to stand for.
+STOCK_ATTENTION = (
+    "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4", ATTENTION_NAME,
+)  # fmt: skip
+WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_masks_for_generate")
+
+
 def attention_refusal(model: PreTrainedModel) -> str | None:
-    """Why the model's attention cannot be ours, as one clause; None if it can."""
+    """Why the model's attention cannot be ours, as one clause; None if all of it is known."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         return f"{name} is an encoder-decoder; its cross-attention stays stock"
     if not model._can_set_attn_implementation():
         return f"the attention of {name} does not go through transformers' AttentionInterface"
+    for code in _codes(model):
+        if code.refusal is not None:
+            return code.refusal
+    for module in attention_modules(model):
+        implementation = stock_implementation(model, module)
+        if implementation not in STOCK_ATTENTION:
+            return f"its attention was set to {implementation!r}, which may do what ours does not"
+    if getattr(model.config.get_text_config(decoder=True), "sliding_window", None) and not _masks_windows(model):
+        return f"{name} has a window in its config that its masks leave out"
+    return _eager_refusal(model)
+
+
+def _codes(model: nn.Module) -> list[AttentionCode]:
+    """What is known of the modules that are not torch's own, each kind once."""
+    others = (module for module in model.modules() if not type(module).__module__.startswith("torch."))
+    return list(dict.fromkeys(code_of(module) for module in others))
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """Those that call an attention function of transformers' interface."""
+    return [module for module in model.modules() if attention_code(type(module)).attends]
+
+
+def stock_implementation(model: PreTrainedModel, module: nn.Module) -> str:
+    """The name of what an attention module attends by without us."""
+    config: Any = getattr(module, "config", model.config)
+    name = getattr(config, "_attn_implementation", None) or model.config._attn_implementation
+    if name != ATTENTION_NAME:
+        return str(name)
+    return "sdpa" if model._supports_sdpa else "eager"  # it was loaded with our attention
+
+
+def _eager_refusal(model: PreTrainedModel) -> str | None:
+    """Set if a module attends by a function of its own file that computes something else than ours, when tried."""
+    for site in attention_sites(model, quantized_kv=False):
+        if stock_implementation(model, site.module) == "eager" and not eager_agrees(site.module, site.spec):
+            return f"the attention function of {type(site.module).__name__} is not softmax(q k^T) v as we know it"
     return None
 
 
 def cache_refusal(model: PreTrainedModel) -> str | None:
     """Why generate cannot use a paged cache, as one clause; None if it can."""
+    name = type(model).__name__
     if not model.can_generate():
-        return f"{type(model).__name__} does not generate text"
+        return f"{name} does not generate text"
     refusal = attention_refusal(model)
     if refusal is not None:
         return refusal
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
-        return f"{type(model).__name__} caches compressed keys and makes K from them on the way to its attention"
+        return f"{name} caches compressed keys and makes K from them on the way to its attention"
     if not getattr(model.config.get_text_config(decoder=True), "is_causal", True):
-        return f"{type(model).__name__} is configured for bidirectional attention"
+        return f"{name} is configured for bidirectional attention"
+    for code in _codes(model):
+        if code.unpaged is not None:
+            return code.unpaged
     try:
         layer_windows(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix("; use cache=None")
+    return _bidirectional_refusal(model)
+
+
+def _masks_windows(model: PreTrainedModel) -> bool:
+    """Whether some part makes masks for a window. Which layers get them is checked in each pass."""
+    parts = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
+    return any(name in (source.text(part) or "") for part in parts for name in WINDOW_MASKS)
+
+
+def _bidirectional_refusal(model: PreTrainedModel) -> str | None:
+    """Set if a module that keeps K and V is not causal, where its attention function goes by that."""
+    for site in attention_sites(model, quantized_kv=False):
+        causal = getattr(site.module, "is_causal", True)
+        if not causal and stock_implementation(model, site.module) != "eager":
+            return f"{site.name!r} is not causal"
     return None
 
 
@@ -232,14 +272,16 @@ def _spec(
 ) -> AttentionSpec:
     num_heads = config.num_attention_heads
     head_dim = getattr(module, "head_dim", None) or config.hidden_size // num_heads
+    groups = getattr(module, "num_key_value_groups", None)  # layers may differ
+    num_kv_heads = num_heads // groups if groups else getattr(config, "num_key_value_heads", None) or num_heads
     return AttentionSpec(
         dtype=model.dtype,
         device_type=model.device.type,
         head_dim=head_dim,
         value_dim=getattr(module, "v_head_dim", None) or head_dim,
         num_heads=num_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        window=windows[index] if index < len(windows) else None,
+        num_kv_heads=num_kv_heads,
+        window=windows[index] if 0 <= index < len(windows) else None,
         softcap=getattr(config, "attn_logit_softcapping", None),
         sinks=getattr(module, "sinks", None) is not None,
         quantized_kv=quantized_kv,

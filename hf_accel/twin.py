@@ -49,6 +49,7 @@ def _sibling(layer: QuantLinear, memo: dict[int, Any]) -> QuantLinear:
     bias = copy.deepcopy(layer.bias, memo)
     sibling = QuantLinear.from_packed(layer._packed, bias, choice=layer.choice, backend=layer.requested_backend)
     sibling.activations = layer.activations
+    sibling.writes, sibling.changes = layer.writes, list(layer.changes)
     sibling.train(layer.training)
     for hooks in HOOKS:
         vars(sibling)[hooks] = copy.deepcopy(vars(layer)[hooks], memo)

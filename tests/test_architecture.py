@@ -15,7 +15,7 @@ import hf_accel
 PACKAGE = Path(hf_accel.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-FACTS = {"errors", "config", "hardware", "instance", "journal"}
+FACTS = {"errors", "config", "hardware", "instance", "journal", "source", "tensors"}
 CORE = {  # room -> the rooms before it
     "kernels": set(),
     "cache": {"kernels"},
@@ -28,14 +28,15 @@ CORE = {  # room -> the rooms before it
 ABOVE = {"distill": {"patch"}}  # of composition, for a room's seam: a student samples, and a draft runs, patched
 OTHER_PACKAGES = {"distill": {"accelerate", "safetensors", "tqdm"}}  # tqdm: transformers requires it
 COMPOSITION = [  # each may use those before it
-    "originals", "survey", "explain", "plan", "pack", "twin", "estimate", "patch", "loading", "verify",
+    "originals", "check", "survey", "explain", "plan", "pack", "twin", "estimate", "ties", "patch", "checkpoint",
+    "loading", "verify",
 ]  # fmt: skip
 BOOKKEEPING = {  # and what that may use
     "config", "errors", "cache.pool", "cache.prefix", "cache.table", "generation.acceptance_rates",
     "generation.allocation", "generation.break_even", "generation.controller", "generation.cost_table",
     "generation.drafters.base", "generation.drafters.copying", "generation.drafters.ngram",
-    "generation.drafters.suffix", "generation.scheduler", "generation.sequence", "generation.statistics",
-    "generation.stopping", "generation.stream", "generation.waiting",
+    "generation.drafters.suffix", "generation.roster", "generation.scheduler", "generation.sequence",
+    "generation.statistics", "generation.stopping", "generation.stream", "generation.waiting",
 }  # fmt: skip
 
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "other"}

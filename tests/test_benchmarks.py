@@ -8,8 +8,10 @@ import importlib.util
 import io
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +19,26 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_accel
-from benchmarks import decode, distill_memory, drafts, isa, ladder, memory, patch_memory, plots, run, students, timing
+from benchmarks import (
+    decode,
+    distill_memory,
+    drafts,
+    isa,
+    ladder,
+    memory,
+    patch_memory,
+    plots,
+    quiet,
+    run,
+    students,
+    timing,
+)
 from benchmarks.bench import Bench
 from benchmarks.checks import WrongResultError, check
-from benchmarks.machine import machine
+from benchmarks.machine import NoKernelsError, loaded_kernels, machine
 from benchmarks.models import BLOCK, cut, load_model, read_bytes, tensor_bytes, weight_bytes
 from benchmarks.peak import peak_bytes
-from benchmarks.results_folder import replace, write
+from benchmarks.results_folder import beside, provenance, replace, write
 from benchmarks.settings import Settings
 from benchmarks.setups import SETUPS
 from benchmarks.setups.stock import Stock
@@ -31,9 +46,10 @@ from benchmarks.tables import Table, cell
 from benchmarks.timing import Generation, median_ratio, take_turns, time_generate
 from benchmarks.waste import admit, lengths, waste
 from hf_accel.cache import BlockPool, BlockTable
+from hf_accel.kernels import cpu as kernels
 from hf_accel.twin import twin
 
-SMALL = ["--model", "tiny", "--context", "20", "--rounds", "1", "--quick"]
+SMALL = ["--model", "tiny", "--context", "20", "--rounds", "1", "--quick", "--even-busy"]
 OURS = "hf_accel exact,hf_accel int8,hf_accel int4"
 
 
@@ -86,6 +102,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for module in (students, drafts):
             patch.setattr(module, "call_all", lambda name, fields: [call_here(name, json.dumps(f)) for f in fields])
         patch.setattr(isa, "levels", lambda: ["avx2"])
+        patch.setattr(quiet, "SAMPLE", 0.001)
         run.main([*run.TOPICS, *SMALL, "--tokens", "100", "--setups", OURS, "--out", str(out)])
         yield out
 
@@ -134,9 +151,15 @@ def test_a_result_says_where_and_how_it_came_about(read: Callable[[str], dict[st
     assert result["settings"]["context"] == 20
     assert result["machine"]["threads"] == torch.get_num_threads()
     assert result["machine"]["read_bytes_per_second"] > 1e8
+    assert result["machine"]["kernels"] == loaded_kernels()
+    assert result["machine"]["busy_cores"] is None or result["machine"]["busy_cores"] >= 0
+    assert f"kernels {loaded_kernels()}, others took " in provenance(result)
+    assert result["versions"]["hf_accel"] == hf_accel.__version__
     assert result["versions"]["torch"] == torch.__version__
     assert [row["setup"] for row in result["verified"]] == ["stock", *OURS.split(",")]
     assert all(row["logits_error"] <= row["tolerance"] for row in result["verified"])
+    assert "choices" not in result["verified"][0]
+    assert any(line.startswith("generate, greedy, sampling: ragged") for line in result["verified"][1]["choices"])
 
 
 def test_the_products_of_the_ladder_are_those_of_its_factors(read: Callable[[str], dict[str, Any]]) -> None:
@@ -278,6 +301,66 @@ def test_perplexity_of_the_shipped_model(read: Callable[[str], dict[str, Any]]) 
         assert math.log(row["perplexity"] / rows["stock"]["perplexity"]) == pytest.approx(
             math.log1p(row["change_percent"] / 100)
         )
+
+
+class Begun(Exception):
+    """A topic has begun."""
+
+
+def begin(bench: Bench) -> list[Table]:
+    raise Begun
+
+
+def test_nothing_is_measured_without_the_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Torch's fallback would stand in the file as hf_accel."""
+    lacking = SimpleNamespace(refusal=lambda: "cpu kernels: not built (no compiler)")
+    monkeypatch.setattr(importlib.import_module("benchmarks.machine"), "kernels", lacking)
+    monkeypatch.setitem(run.TOPICS, "decode", begin)
+    monkeypatch.setattr(quiet, "SAMPLE", 0.001)
+    argv = ["decode", *SMALL, "--out", str(tmp_path)]
+    with pytest.raises(NoKernelsError, match=r"not built \(no compiler\): .*or pass --even-without-kernels"):
+        run.main(argv)
+    assert loaded_kernels() == "cpu kernels: not built (no compiler)"
+    with pytest.raises(Begun):
+        run.main([*argv, "--even-without-kernels"])
+
+
+def test_a_busy_machine_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = iter([1.5, 0.4, 0.1])
+    monkeypatch.setattr(quiet, "busy_cores", lambda: next(seen))
+    monkeypatch.setattr(quiet, "SAMPLE", 0.0)
+    assert quiet.wait_until_quiet(even_busy=False) == 0.1
+    monkeypatch.setattr(quiet, "busy_cores", lambda: 1.5)
+    monkeypatch.setattr(quiet, "PATIENCE", -1.0)
+    monkeypatch.setitem(run.TOPICS, "decode", begin)
+    argv = ["decode", *[option for option in SMALL if option != "--even-busy"], "--out", str(tmp_path)]
+    argv += [] if kernels.refusal() is None else ["--even-without-kernels"]
+    with pytest.raises(quiet.BusyMachineError, match=r"other processes take 1\.5 cores, .*or pass --even-busy"):
+        run.main(argv)
+    assert quiet.wait_until_quiet(even_busy=True) == 1.5
+
+
+def test_cores_that_others_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Idle time and waiting for a disk are no work; time that the host took is."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  100 10 20 5000 300 1 2 3 7 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
+    monkeypatch.setattr(quiet, "STAT", stat)
+
+    def sleep(seconds: float) -> None:
+        busy = [100 + ticks, 10, 20, 9000, 900, 1, 2, 3 + ticks, 8, 0]
+        stat.write_text(f"cpu  {' '.join(map(str, busy))}\n")
+
+    clock = iter([0.0, 2.0, 4.0])
+    monkeypatch.setattr(quiet, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
+    assert quiet.busy_cores() == 1.0
+    monkeypatch.setattr(quiet, "STAT", tmp_path / "nothing")
+    assert quiet.busy_cores() is None
+
+
+def test_a_file_of_before_says_what_it_knows() -> None:
+    assert beside({"load_average": 2.75}) == "load 2.8"
+    assert beside({"load_average": None}) == "load unknown"
 
 
 @pytest.mark.long

@@ -37,7 +37,7 @@ class PageGroup:
         self.storages: dict[int, KVStorage] = {}
 
     def storage(self, layer_idx: int, keys: Tensor, values: Tensor) -> KVStorage:
-        """The pages of a layer, made at its first write and grown after the pool. keys: [..., H, Dk].
+        """The pages of a layer, made at its first write. keys: [..., H, Dk].
 
         They hold what comes in another dtype as well as torch.cat would: exactly.
         """
@@ -56,18 +56,24 @@ class PageGroup:
             )
         elif storage.dtype is not dtype:
             storage.widen(dtype)
-        self._grow(storage)
         return storage
 
-    def _grow(self, storage: KVStorage) -> None:
-        if storage.num_blocks < self.pool.num_blocks:
-            storage.grow(self.pool.num_blocks)
+    def append(self, table: BlockTable, num_tokens: int) -> None:
+        """Room for more tokens in a table, the last block copied first if others read it.
+
+        The pages grow before the pool does, so that no block is ever given out that has none. Raises OutOfBlocksError,
+        or what the memory for pages and copies met, with the table as it was.
+        """
+        size = self.pool.size_for(table.blocks_needed(num_tokens))
+        for storage in self.storages.values():
+            if storage.num_blocks < size:
+                storage.grow(size)
+        table.append(num_tokens, self.copy)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in every layer."""
         if pairs:
             for storage in self.storages.values():
-                self._grow(storage)
                 storage.copy(pairs)
 
     @staticmethod

@@ -40,6 +40,13 @@ class BlockPool:
         """Blocks that can be given out without growing."""
         return len(self._blank) + len(self._cached)
 
+    def size_for(self, num_blocks: int) -> int:
+        """How many blocks the pool has once it has given out so many more."""
+        size, free = self.num_blocks, self.num_free
+        while self.growable and free < num_blocks:
+            size, free = 2 * size, free + size
+        return size
+
     def can_allocate(self, num_blocks: int) -> bool:
         return self.growable or num_blocks <= self.num_free
 
@@ -67,10 +74,10 @@ class BlockPool:
 
     def _make_blank(self) -> None:
         if self._cached:
-            block, _ = self._cached.popitem(last=False)
+            block = next(iter(self._cached))
             assert self.index is not None
             self.index.forget(block)
-            self._blank.append(block)
+            self.blank(block)
         else:
             self._blank.extend(reversed(range(self.num_blocks, 2 * self.num_blocks)))
             self.num_blocks *= 2

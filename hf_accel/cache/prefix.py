@@ -45,16 +45,22 @@ class PrefixIndex:
         self.hits += len(found)
         return found
 
-    def insert(self, token_ids: Sequence[int], blocks: Sequence[int]) -> None:
-        """Know the full blocks of a sequence. Content that is known already keeps its first block."""
+    def insert(self, token_ids: Sequence[int], blocks: Sequence[int]) -> list[int]:
+        """Know the full blocks of a sequence; returns those that are new here.
+
+        Content that is known already keeps its first block.
+        """
+        new: dict[int, bytes] = {}  # all of them before the first is known: a failure leaves the index as it was
         known = 0
         previous = b""
         while known < len(blocks) and (digest := self._digests.get(blocks[known])) is not None:
             previous, known = digest, known + 1
         for number, digest in enumerate(self._chain(token_ids, previous, known), start=known):
             if digest not in self._blocks and blocks[number] not in self._digests:
-                self._blocks[digest] = blocks[number]
-                self._digests[blocks[number]] = digest
+                new[blocks[number]] = digest
+        self._blocks.update((digest, block) for block, digest in new.items())
+        self._digests.update(new)
+        return list(new)
 
     def forget(self, block: int) -> None:
         """Drop a block that is about to hold something else. Blocks after it can no longer be reached."""

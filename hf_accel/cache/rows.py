@@ -26,7 +26,14 @@ class Row:
         return self.tables[0].num_tokens
 
     def fork(self) -> Row:
-        return Row([t.fork() for t in self.tables], None if self.token_ids is None else list(self.token_ids))
+        other = Row([], None if self.token_ids is None else list(self.token_ids))
+        try:
+            for table in self.tables:
+                other.tables.append(table.fork())
+        except BaseException:
+            other.release()
+            raise
+        return other
 
     def truncate(self, num_tokens: int) -> None:
         """Go back to the first `num_tokens` tokens."""
@@ -86,10 +93,13 @@ class Pages:
         if not self.shares_prefixes:
             return row
         matches = [group.index.match(token_ids) for group in self.groups if group.index is not None]
-        known = min(min(map(len, matches)), (len(token_ids) - 1) // self.block_size)
-        if known > 0:
+        known = max(0, min(min(map(len, matches)), (len(token_ids) - 1) // self.block_size))
+        try:
             for table, blocks in zip(row.tables, matches, strict=True):
                 table.adopt(blocks[:known], known * self.block_size)
+        except BaseException:
+            row.release()
+            raise
         return row
 
     def free_blocks(self) -> list[int]:
@@ -121,7 +131,7 @@ class Pages:
         return self.room(row, count, start=start) == count
 
     def append(self, row: Row, count: int, *, start: int | None = None) -> None:
-        """Slots for `count` more tokens. Raises OutOfBlocksError, with the row's tokens as they were.
+        """Slots for `count` more tokens. Raises as PageGroup.append does, with the row's tokens as they were.
 
         start: the first token that the coming pass computes, if the row has slots for it already. The row slides
         to it when a new block is needed, and not when tokens are taken back, so that it can go back.
@@ -137,8 +147,15 @@ class Pages:
             for group, table in zip(self.groups, row.tables, strict=True):
                 group.pool.require(table.blocks_needed(count))
             raise OutOfBlocksError(f"no blocks for {count} more tokens")
-        for group, table in zip(self.groups, row.tables, strict=True):
-            group.copy(table.append(count))
+        longer: list[BlockTable] = []
+        try:
+            for group, table in zip(self.groups, row.tables, strict=True):
+                group.append(table, count)
+                longer.append(table)
+        except BaseException:
+            for table in longer:
+                table.truncate(table.num_tokens - count)
+            raise
 
     def publish(self, row: Row, token_ids: Sequence[int]) -> None:
         """Let others find the full blocks of `token_ids`, which the row begins with and will not take back."""

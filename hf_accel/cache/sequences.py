@@ -6,13 +6,15 @@ is not padding. Only tokens have a slot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from ..errors import OutOfBlocksError, UnsupportedError
+from ..errors import UnsupportedError
 from .group import PageGroup
+from .prefix import PrefixIndex
 from .rows import Row, num_live_tokens
 from .step import GroupStep, Step, offsets
 from .table import BlockTable
@@ -27,6 +29,7 @@ class Sequences:
         self.num_columns = 0
         self.real: Tensor | None = None  # [B, num_columns] bool, False is padding; None: no padding at all
         self.salt = b""
+        self._published: list[tuple[PrefixIndex, int]] = []  # by the pass that is being prepared
 
     # -- the next forward pass -------------------------------------------------------------------------
 
@@ -43,11 +46,9 @@ class Sequences:
 
         mask: [B, num_columns + num_new] bool or None, False where padding stands.
         token_ids: [B, num_new] or None; known ids let rows share blocks.
-        Raises OutOfBlocksError, with the sequences as they were, when a fixed pool is exhausted.
+        Raises OutOfBlocksError when a fixed pool is exhausted, with the sequences as they were, as after any error.
         """
-        if not self.rows:
-            self.rows = [Row([BlockTable(g.pool) for g in self.groups]) for _ in range(batch_size)]
-        elif len(self.rows) != batch_size:
+        if self.rows and len(self.rows) != batch_size:
             raise UnsupportedError(
                 f"the cache holds {len(self.rows)} sequences and the input has {batch_size}; "
                 "call cache.reset(), or give a cache to each batch"
@@ -55,22 +56,43 @@ class Sequences:
         real = self._extended_mask(batch_size, num_new, mask)
         new_real = None if real is None else real[:, self.num_columns :]
         counts = [num_new] * batch_size if new_real is None else new_real.sum(1).tolist()
-        starts = [row.num_tokens for row in self.rows]
+        starts = [row.num_tokens for row in self.rows] or [0] * batch_size
         ids = _ids_per_row(token_ids, new_real)
-        first_written = self._append_rows(counts, ids)
+        with self._takes_back(starts):
+            first_written = self._append_rows(counts, starts, ids)
+            step = Step(
+                groups=[
+                    self._group_step(index, starts, counts, written, device)
+                    for index, written in enumerate(first_written)
+                ],
+                cu_q=offsets(counts, device),
+                max_q=max(counts, default=0),
+                num_columns=num_new,
+                rows=None if new_real is None else new_real.flatten().nonzero().squeeze(1).to(device),
+                fresh=not any(starts),
+                contiguous=[self._contiguous(real, num_new, g.window) for g in self.groups],
+            )
         self.num_columns += num_new
         self.real = real
-        return Step(
-            groups=[
-                self._group_step(index, starts, counts, written, device) for index, written in enumerate(first_written)
-            ],
-            cu_q=offsets(counts, device),
-            max_q=max(counts, default=0),
-            num_columns=num_new,
-            rows=None if new_real is None else new_real.flatten().nonzero().squeeze(1).to(device),
-            fresh=not any(starts),
-            contiguous=[self._contiguous(real, num_new, g.window) for g in self.groups],
-        )
+        return step
+
+    @contextmanager
+    def _takes_back(self, starts: list[int]) -> Iterator[None]:
+        """If the block fails, the rows are as long as they were, and nobody finds blocks that will not be written."""
+        self._published = []
+        before = self.rows
+        self.rows = before or [Row([BlockTable(g.pool) for g in self.groups]) for _ in starts]
+        try:
+            yield
+        except BaseException:
+            for index, block in self._published:
+                index.forget(block)
+            for row, start in zip(self.rows, starts, strict=True):
+                row.truncate(start)
+            self.rows = before
+            raise
+        finally:
+            self._published = []
 
     def _extended_mask(self, batch_size: int, num_new: int, mask: Tensor | None) -> Tensor | None:
         past, total = self.num_columns, self.num_columns + num_new
@@ -108,30 +130,24 @@ class Sequences:
         span = real if window is not None else real[:, -num_new:]
         return not bool((span[:, :-1] & ~span[:, 1:]).any())
 
-    def _append_rows(self, counts: list[int], ids: list[list[int]] | None) -> list[list[int]]:
+    def _append_rows(self, counts: list[int], starts: list[int], ids: list[list[int]] | None) -> list[list[int]]:
         """Room for counts[r] tokens in every row; per group and row, the first token that is to be written."""
-        before = [row.num_tokens for row in self.rows]
-        sharing = ids is not None and not any(before)
+        sharing = ids is not None and not any(starts)
         first_written: list[list[int]] = [[] for _ in self.groups]
         twins: dict[tuple[int, ...], Row] = {}
-        try:
-            for number, (count, start) in enumerate(zip(counts, before, strict=True)):
-                new_ids = ids[number] if ids is not None else None
-                self._behind_window(self.rows[number])
-                twin = twins.get(tuple(new_ids)) if sharing and new_ids else None
-                if twin is not None:
-                    self.rows[number] = twin.fork()
-                    firsts = [twin.num_tokens] * len(self.groups)
-                else:
-                    firsts = self._append_row(self.rows[number], count, start, new_ids, sharing)
-                    if sharing and new_ids:
-                        twins[tuple(new_ids)] = self.rows[number]
-                for group, first in zip(first_written, firsts, strict=True):
-                    group.append(first)
-        except OutOfBlocksError:
-            for row, start in zip(self.rows, before, strict=True):
-                row.truncate(start)
-            raise
+        for number, (count, start) in enumerate(zip(counts, starts, strict=True)):
+            new_ids = ids[number] if ids is not None else None
+            self._behind_window(self.rows[number])
+            twin = twins.get(tuple(new_ids)) if sharing and new_ids else None
+            if twin is not None:
+                self.rows[number] = twin.fork()
+                firsts = [twin.num_tokens] * len(self.groups)
+            else:
+                firsts = self._append_row(self.rows[number], count, start, new_ids, sharing)
+                if sharing and new_ids:
+                    twins[tuple(new_ids)] = self.rows[number]
+            for group, first in zip(first_written, firsts, strict=True):
+                group.append(first)
         return first_written
 
     def _append_row(self, row: Row, count: int, start: int, ids: list[int] | None, sharing: bool) -> list[int]:
@@ -141,7 +157,7 @@ class Sequences:
                 shared = group.index.match(ids)
                 table.adopt(shared, len(shared) * group.pool.block_size)
             first = table.num_tokens
-            group.copy(table.append(start + count - first))
+            group.append(table, start + count - first)
             firsts.append(first)
         if row.token_ids is not None and ids is not None:
             row.token_ids.extend(ids)
@@ -157,7 +173,7 @@ class Sequences:
             if index is None or index.salt != self.salt:  # a fork may have taken the index on to another salt
                 continue
             if table.num_tokens // size > start // size:
-                index.insert(row.token_ids, table.blocks)
+                self._published += [(index, block) for block in index.insert(row.token_ids, table.blocks)]
 
     def _behind_window(self, row: Row) -> None:
         """Release the blocks that no later query can see; here, and not earlier, so that a crop can go back."""

@@ -110,10 +110,12 @@ class KVStorage:
             tensor[destinations] = tensor[sources]
 
     def grow(self, num_blocks: int) -> None:
-        """Make room for more blocks; a pool doubles, so that this is rare."""
+        """Make room for more blocks; a pool doubles, so that this is rare. Raises with the pages as they were."""
+        larger = {}
         for name, old in self._tensors().items():
-            new = _empty((num_blocks, *old.shape[1:]), dtype=old.dtype, device=old.device)
-            new[: len(old)] = old
+            larger[name] = _empty((num_blocks, *old.shape[1:]), dtype=old.dtype, device=old.device)
+            larger[name][: len(old)] = old
+        for name, new in larger.items():
             setattr(self, name, new)
 
 

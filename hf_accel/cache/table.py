@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .pool import BlockPool
+
+Copy = Callable[[list[tuple[int, int]]], object]  # whole blocks (source, destination)
+
+
+def leave(copies: list[tuple[int, int]]) -> None:
+    """For a table whose blocks have no pages."""
 
 
 class BlockTable:
@@ -47,19 +53,27 @@ class BlockTable:
         num_blocks -= self._copies_last(1)
         return -self.num_tokens % self.pool.block_size + num_blocks * self.pool.block_size if num_blocks >= 0 else 0
 
-    def append(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Room for more tokens; returns the (source, destination) block copies to make before they are written.
+    def append(self, num_tokens: int, copy: Copy = leave) -> list[tuple[int, int]]:
+        """Room for more tokens; returns the (source, destination) block copies that they need.
 
-        Raises OutOfBlocksError with nothing changed.
+        copy: makes these before the table counts on them. Raises what it raises, and OutOfBlocksError, with the table
+        as it was and nothing taken.
         """
         num_new, copies_last = self._num_new(num_tokens), self._copies_last(num_tokens)
         self.pool.require(num_new + copies_last)
-        fresh = [self.pool.allocate() for _ in range(num_new + copies_last)]
-        copies = []
+        fresh: list[int] = []
+        try:
+            for _ in range(num_new + copies_last):
+                fresh.append(self.pool.allocate())
+            copies = [(self.blocks[-1], fresh[-1])] if copies_last else []
+            copy(copies)
+        except BaseException:
+            while fresh:
+                self.pool.release(fresh.pop())
+            raise
         if copies_last:
-            source, self.blocks[-1] = self.blocks[-1], fresh.pop()
-            copies.append((source, self.blocks[-1]))
-            self.pool.release(source)
+            self.pool.release(self.blocks[-1])
+            self.blocks[-1] = fresh.pop()
         self.blocks += fresh
         self.num_tokens += num_tokens
         return copies
@@ -88,11 +102,19 @@ class BlockTable:
     def fork(self) -> BlockTable:
         """A second table over the same blocks."""
         other = BlockTable(self.pool)
-        other.blocks = list(self.blocks)
+        other._retain(self.blocks)
         other.num_tokens, other.num_dropped_blocks = self.num_tokens, self.num_dropped_blocks
-        for block in other.blocks:
-            self.pool.retain(block)
         return other
+
+    def _retain(self, blocks: Sequence[int]) -> None:
+        """Hold these too; if that fails half-way, none of them."""
+        try:
+            for block in blocks:
+                self.pool.retain(block)
+                self.blocks.append(block)
+        except BaseException:
+            self.release()
+            raise
 
     def adopt(self, blocks: Sequence[int], num_tokens: int) -> None:
         """Begin with `num_tokens` tokens that stand in `blocks` already."""
@@ -100,9 +122,8 @@ class BlockTable:
             raise ValueError(
                 f"cannot adopt {len(blocks)} blocks as {num_tokens} tokens of a table of {self.num_tokens}"
             )
-        for block in blocks:
-            self.pool.retain(block)
-        self.blocks, self.num_tokens = list(blocks), num_tokens
+        self._retain(blocks)
+        self.num_tokens = num_tokens
 
     def drop_before(self, token: int) -> None:
         """Release the blocks all of whose tokens come before `token`; a partly filled last block stays."""

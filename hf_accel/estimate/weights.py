@@ -65,11 +65,6 @@ class WeightTensor:
         outputs, inputs = self.shape
         if recipe.bits == 8:
             return outputs
-        if inputs % recipe.group_size:
-            raise UnsupportedError(
-                f"group_size={recipe.group_size} does not divide the inputs of a Linear({inputs}, {outputs}); "
-                "use weights='int8', or WeightConfig with another group_size, or name the module in its skip"
-            )
         return outputs * inputs // recipe.group_size
 
     @property

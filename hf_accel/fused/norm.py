@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ..instance import Mixin, original_class
 from ..kernels.cpu.library import FLOATS
 from ..kernels.cpu.norm import rms_norm
-from .products import PLAIN, native
+from ..tensors import is_plain as is_plain_tensor
+from .products import native
 
 # Of the inputs tried: their sizes (at the smallest, eps counts), their shapes, and whether the module is training.
 TRIALS = ((1e-3, (4,), False), (1.0, (2, 2), False), (300.0, (2, 1, 2), False), (1.0, (4,), True))
@@ -60,7 +61,7 @@ def norm_form(module: nn.Module, kind: type | None = None, *, dtype: torch.dtype
     eps = _eps(module)
     if len(list(module.parameters())) != 1 or module._modules or module._buffers:
         return None
-    if weight is None or weight.ndim != 1 or type(weight) not in PLAIN or not isinstance(eps, float):
+    if weight is None or weight.ndim != 1 or not is_plain_tensor(weight) or not isinstance(eps, float):
         return None
     dtype = dtype or weight.dtype
     if weight.dtype not in FLOATS or dtype not in FLOATS or not weight.is_cpu:

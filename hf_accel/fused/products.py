@@ -15,11 +15,11 @@ from ..kernels.cpu.library import FLOATS, refusal
 from ..kernels.cpu.tensors import is_recorded
 from ..linear import QuantLinear
 from ..linear.cpu import Cpu, CpuWeight
+from ..tensors import is_plain as is_plain_tensor
 
 # Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place.
 FLOAT_ROWS = {torch.bfloat16: 16, torch.float16: 128, torch.float32: 128}
 UNLIMITED = 2**62
-PLAIN = (Tensor, nn.Parameter)  # not subclasses, whose numbers lie elsewhere
 
 NativeCall = IntegerLinear | FloatLinear
 
@@ -29,7 +29,7 @@ def native(x: object) -> bool:
     return (
         not torch.is_grad_enabled()
         and not is_recorded()
-        and type(x) in PLAIN
+        and is_plain_tensor(x)  # type: ignore[arg-type]
         and x.is_cpu  # type: ignore[attr-defined]
         and x.dtype in FLOATS  # type: ignore[attr-defined]
         and not torch.is_autocast_enabled("cpu")
@@ -125,7 +125,7 @@ def is_readable(layer: nn.Module) -> bool:
     if bias is not None and (bias.dtype is not weight.dtype or bias.shape != weight.shape[:1]):
         return False
     tensors = [weight] if bias is None else [weight, bias]
-    return all(type(t) in PLAIN and t.is_cpu and t.is_contiguous() for t in tensors)
+    return all(is_plain_tensor(t) and t.is_cpu and t.is_contiguous() for t in tensors)
 
 
 class NativeLinear(Mixin):

@@ -20,7 +20,8 @@ from ..instance import Mixin, original_class
 from ..kernels.cpu.library import FLOATS
 from ..kernels.cpu.rope import rope
 from ..kernels.cpu.tensors import is_recorded
-from .products import PLAIN, native
+from ..tensors import is_plain as is_plain_tensor
+from .products import native
 
 NAME = "apply_rotary_pos_emb"
 Rotation = Callable[..., tuple[Tensor, Tensor]]
@@ -91,7 +92,7 @@ def _rewritten(original: type) -> Callable[..., Any]:
 
 def _is_usual(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Whether these are what the form was tried on: whole heads, and a row of the tables for each token."""
-    if not (native(q) and type(k) in PLAIN and type(cos) in PLAIN and type(sin) in PLAIN):
+    if not (native(q) and all(is_plain_tensor(tensor) for tensor in (k, cos, sin))):
         return False
     if not (k.is_cpu and cos.is_cpu and sin.is_cpu and q.ndim == k.ndim == 4 and cos.ndim == 3):
         return False

@@ -60,8 +60,12 @@ class Batcher:
 
     def remove(self, sequence: Sequence, reason: str, error: BaseException | None = None) -> None:
         """End a sequence now: its blocks are free, and it is in no later pass."""
-        self.speculation.forget(sequence)
         self.scheduler.remove(sequence, reason, error)
+        self.speculation.forget(sequence)
+
+    def isolate(self, sequences: abc.Sequence[Sequence]) -> None:
+        """After a pass that failed: each of these gets passes of its own, before anybody goes on."""
+        self.scheduler.isolate(sequences)
 
     @property
     def has_work(self) -> bool:
@@ -72,33 +76,34 @@ class Batcher:
         """One pass; what it brought each sequence that it brought something.
 
         After an exception of the model itself every sequence is as it was before the pass, but computed anew;
-        those in `in_pass` were part of it.
+        those in `in_pass` were part of it. What a failure ended before may be left for take_failed().
         """
-        chunks = self.scheduler.schedule()
-        self.in_pass = [chunk.sequence for chunk in chunks]
-        if not chunks:
-            return self._failed()
+        self.in_pass = []
         start = time.perf_counter()
         try:
+            chunks = self.scheduler.schedule()
+            self.in_pass = [chunk.sequence for chunk in chunks]
+            if not chunks:
+                return self.take_failed()
             drafts = self.speculation.propose(chunks, self._room(chunks), self.pages)
             logits = self._forward(chunks, drafts)
             progress = self._choose(chunks, drafts, logits)
         except BaseException:
+            self.scheduler.restart()
             for sequence in self.in_pass:
                 self.speculation.forget(sequence)  # a draft model may count what it never computed
-            self.scheduler.restart()
             raise
         rows = sum(chunk.count + len(draft) for chunk, draft in zip(chunks, drafts, strict=True))
         self.speculation.observe_pass(rows, time.perf_counter() - start)
         self.num_passes, self.num_computed = self.num_passes + 1, self.num_computed + rows
-        return self._failed() + progress
+        return self.take_failed() + progress
 
     def _room(self, chunks: abc.Sequence[Chunk]) -> int | None:
         """Tokens of the budget that are left for drafts."""
         return None if self.token_budget is None else self.token_budget - sum(chunk.count for chunk in chunks)
 
-    def _failed(self) -> list[Progress]:
-        """Sequences that the scheduler itself had to give up."""
+    def take_failed(self) -> list[Progress]:
+        """Sequences that the scheduler itself had to give up, since the last call."""
         failed = self.scheduler.take_failed()
         for sequence in failed:
             self.speculation.forget(sequence)
@@ -158,9 +163,17 @@ class Batcher:
         return all_sequences, rows
 
     def _commit(self, sequence: Sequence, chosen: Chosen | BaseException) -> Progress:
-        if isinstance(chosen, BaseException):
-            self.remove(sequence, "error", chosen)
-            return Progress(sequence, [], error=chosen)
+        """Once tokens of one sequence are final, no error of another may undo them."""
+        error = chosen if isinstance(chosen, BaseException) else None
+        if not isinstance(chosen, BaseException):
+            try:
+                return self._gain(sequence, chosen)
+            except Exception as raised:
+                error = raised
+        self.remove(sequence, "error", error)
+        return Progress(sequence, [], error=error)
+
+    def _gain(self, sequence: Sequence, chosen: Chosen) -> Progress:
         tokens, reason, error = self._append(sequence, chosen)
         reports = chosen.logprobs and chosen.logprobs[: len(tokens)]
         if error is not None:
@@ -179,17 +192,18 @@ class Batcher:
         return Progress(sequence, tokens, reports)
 
     @staticmethod
-    def _append(sequence: Sequence, chosen: Chosen) -> tuple[list[int], str | None, Exception | None]:
+    def _append(sequence: Sequence, chosen: Chosen) -> tuple[list[int], str | None, BaseException | None]:
         """Tokens up to the first at which the sequence ends, and why it does; stops are looked for token by token.
 
-        An error, of choosing or of the user's own rule for stopping, takes the token that it belongs to.
+        An error, of choosing or of the user's own rule for stopping, takes the token that it belongs to; so does what
+        is no Exception, as others have gained theirs: who runs the passes raises it, or tells it to its owner.
         """
         tokens = chosen.tokens
         for number, token in enumerate(tokens, start=1):
             sequence.tokens.append(token)
             try:
                 reason = sequence.stop(sequence) if sequence.stop is not None else None
-            except Exception as error:
+            except BaseException as error:
                 sequence.tokens.pop()
                 return tokens[: number - 1], None, error
             if reason is None and sequence.num_left <= 0:

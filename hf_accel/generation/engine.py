@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
 import queue
 import threading
 import time
@@ -15,6 +17,12 @@ from ..errors import HfAccelError
 from .batcher import Batcher, Progress
 from .sequence import Sequence
 from .stream import Sample
+
+CLOSED = "the engine is closed; make a new one"
+FORKED = (
+    "this process was forked from the one whose thread runs the engine, and has no such thread; make an Engine of its "
+    "own here, or rather start processes by multiprocessing's \"spawn\": torch's own threads do not come along either"
+)
 
 
 @dataclass
@@ -29,12 +37,16 @@ class Totals:
     busy_seconds: float = 0.0
 
 
-@dataclass
+@dataclass(eq=False)
 class EngineLoop:
     """Runs a Batcher as long as there is something to do.
 
     All bookkeeping happens in one thread; others leave commands for it. before_work: called there each time work
     begins after a pause.
+
+    An error that one sequence meets by itself ends that one. Of a pass that fails as a whole nobody knows whose fault
+    it was, so each of its sequences is computed again alone, and the one that fails then has failed. As the thread is
+    not the main one, no signal interrupts it: what is no Exception (SystemExit, say) comes from a request too.
     """
 
     batcher: Batcher
@@ -44,25 +56,27 @@ class EngineLoop:
     def __post_init__(self) -> None:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._handles: dict[Sequence, weakref.ref[Sample]] = {}
-        self._closing = False
+        self._samples: weakref.WeakSet[Sample] = weakref.WeakSet()
+        self._refusal: str | None = None  # why nothing more is taken on
         self._error: BaseException | None = None  # that ended the thread
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what is forgotten may retire in the middle of anything
         self._thread: threading.Thread | None = None
+        self._over = threading.Event()  # not Thread.join: an interrupt in it makes a running thread look ended
 
     # -- from any thread -------------------------------------------------------------------------------
 
     def submit(self, leader: Sequence, handles: dict[Sequence, Sample]) -> None:
         """Take on a sequence with its followers; what happens to each is told to its handle."""
         with self._lock:
-            if self._error is not None:
-                raise HfAccelError(f"the engine broke ({self._error!r}); make a new one") from self._error
-            if self._closing:
-                raise HfAccelError("the engine is closed; make a new one")
+            if self._refusal is not None:
+                raise HfAccelError(self._refusal) from self._error
             if self._thread is None:
-                atexit.register(self._leave)  # a thread in the middle of a pass aborts an interpreter that ends
-                self._thread = threading.Thread(target=self._run, name="hf_accel engine", daemon=True)
-                self._thread.start()
+                _started.add(self)
+                thread = threading.Thread(target=self._run, name="hf_accel engine", daemon=True)
+                thread.start()
+                self._thread = thread
             references = {sequence: weakref.ref(handle) for sequence, handle in handles.items()}
+            self._samples.update(handles.values())
             self._commands.put(lambda: self._add(leader, references))
 
     def cancel(self, sequence: Sequence) -> None:
@@ -70,20 +84,49 @@ class EngineLoop:
         self._commands.put(lambda: self._cancel(sequence))
 
     def close(self, *, wait: bool) -> None:
-        """Take on nothing more, and return when all has ended. wait: let requests finish, else cancel them."""
-        with self._lock:
-            self._closing = True
-            thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        atexit.unregister(self._leave)
-        if not wait:
-            self._commands.put(self._cancel_all)
-        self._commands.put(None)
-        thread.join()
+        """Take on nothing more, and return when all has ended. wait: let requests finish, else cancel them.
 
-    def _leave(self) -> None:
-        self.close(wait=False)
+        An interrupt while it waits cancels them, and is raised when the pass under way is over: a thread in the middle
+        of one aborts an interpreter that ends.
+        """
+        self.refuse_own_thread("close()")
+        try:
+            if not wait:
+                self._commands.put(self._cancel_all)
+            self._await_end()
+        except BaseException:
+            self._commands.put(self._cancel_all)
+            self._await_end()
+            raise
+
+    def _await_end(self) -> None:
+        self.retire()
+        if self._thread is not None:
+            self._over.wait()
+
+    def retire(self) -> None:
+        """Nobody can submit any more: end when those who hold a handle have been served. Never waits."""
+        with self._lock:
+            self._refusal = self._refusal or CLOSED
+        self._commands.put(None)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it computes, or may be asked to."""
+        return self._refusal is None or (self._thread is not None and not self._over.is_set())
+
+    def refuse_own_thread(self, what: str) -> None:
+        """Raise HfAccelError where the engine's thread would wait for itself, as in a logits processor."""
+        if self._thread is not None and threading.current_thread() is self._thread:
+            raise HfAccelError(f"{what} in the engine's own thread would wait for itself for ever; do it in another")
+
+    def forked(self) -> None:
+        """In a child process: the thread is not there, and whatever it held is held for ever."""
+        self._lock, self._thread = threading.RLock(), None
+        self._commands, self._handles = queue.SimpleQueue(), {}
+        self._refusal = FORKED
+        for sample in list(self._samples):
+            sample.orphan(HfAccelError(FORKED))
 
     # -- in the engine's thread ------------------------------------------------------------------------
 
@@ -92,16 +135,19 @@ class EngineLoop:
             self._serve()
         except BaseException as error:  # not of a pass: nobody may wait for ever
             self._break(error)
+        finally:
+            self._over.set()
 
     def _break(self, error: BaseException) -> None:
         with self._lock:
-            self._error = error
+            self._refusal, self._error = f"the engine broke ({error!r}); make a new one", error
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:
                 command()
         for sequence in list(self._handles):
-            self.batcher.remove(sequence, "error", error)
+            with contextlib.suppress(Exception):  # of what is broken; that everyone is told comes first
+                self.batcher.remove(sequence, "error", error)
             self._end(sequence, error)
 
     def _serve(self) -> None:
@@ -148,14 +194,23 @@ class EngineLoop:
         start = time.perf_counter()
         try:
             brought = self.batcher.step()
-        except Exception as error:  # of the model itself: whose tokens it was cannot be told
-            for sequence in [s for s in self.batcher.in_pass if s in self._handles]:
-                self.batcher.remove(sequence, "error", error)
-                self._end(sequence, error)
-            brought = []
+        except BaseException as error:
+            brought = self._blame(error)
         self.totals.busy_seconds += time.perf_counter() - start
         for progress in brought:
             self._tell(progress)
+
+    def _blame(self, error: BaseException) -> list[Progress]:
+        """A pass failed, and every sequence is as it was before."""
+        suspects = [sequence for sequence in self.batcher.in_pass if not sequence.is_finished]
+        if not suspects:
+            raise error
+        if len(suspects) == 1:
+            self.batcher.remove(suspects[0], "error", error)
+            self._end(suspects[0], error)
+        else:
+            self.batcher.isolate(suspects)
+        return self.batcher.take_failed()
 
     def _tell(self, progress: Progress) -> None:
         sequence = progress.sequence
@@ -181,6 +236,34 @@ class EngineLoop:
         if handle is None:
             return
         if error is not None:
-            handle.fail(error)
+            handle.fail(_harmless(error))
         else:
             handle.finish(reason)
+
+
+def _harmless(error: BaseException) -> Exception:
+    """What is no Exception would end the thread or the event loop of whoever waits for the request."""
+    if isinstance(error, Exception):
+        return error
+    told = HfAccelError(f"the request ended by {error!r}, raised in the engine's thread")
+    told.__cause__ = error
+    return told
+
+
+_started: weakref.WeakSet[EngineLoop] = weakref.WeakSet()
+
+
+def _leave() -> None:
+    """When the interpreter ends: it would abort if a thread were in the middle of a pass."""
+    for loop in list(_started):
+        loop.close(wait=False)
+
+
+def _forked() -> None:
+    for loop in list(_started):
+        loop.forked()
+
+
+atexit.register(_leave)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections import abc
 from dataclasses import replace
 
 from ..cache.rows import Pages
-from ..errors import HfAccelError
+from ..errors import HfAccelError, HfAccelWarning
 from .acceptance.base import Verifier
 from .controller import Controller
 from .drafters.base import Draft, Drafter
@@ -116,14 +117,19 @@ class Speculation:
             self.statistics.record_pass(self._seconds, seconds - self._seconds)
 
     def forget(self, sequence: Sequence) -> None:
+        """Warns of what a drafter raises here: nobody is left whose error it could be."""
         for drafter in self.drafters:
-            drafter.forget(sequence)
+            try:
+                drafter.forget(sequence)
+            except Exception as error:
+                words = f"the drafter {drafter.name!r} raised {error!r} in forget(); it may hold memory for good"
+                warnings.warn(words, HfAccelWarning, stacklevel=2)
 
 
 def reserve(
     sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int], room: int | None, pages: Pages
 ) -> list[int]:
-    """Slots for drafts as far as there are blocks and budget: nobody is preempted for them."""
+    """Slots for drafts as far as there are blocks, memory and budget: nobody is preempted, or fails, for them."""
     granted = []
     left = sum(lengths) if room is None else room
     for sequence, length in zip(sequences, lengths, strict=True):
@@ -131,7 +137,10 @@ def reserve(
         start = sequence.num_computed
         count = pages.room(sequence.row, max(0, min(length, left)), start=start)
         if count:
-            pages.append(sequence.row, count, start=start)
+            try:
+                pages.append(sequence.row, count, start=start)
+            except (MemoryError, RuntimeError):  # torch has no type of its own for memory that cannot be had
+                count = 0
         granted.append(count)
         left -= count
     return granted

@@ -52,11 +52,13 @@ class Sample:
         *,
         decode: Callable[[list[int]], str] | None = None,
         on_cancel: Callable[[Sample], object] | None = None,
+        on_wait: Callable[[str], object] | None = None,
         index: int = 0,
     ) -> None:
         self.index = index
         self._decode = decode
         self._on_cancel = on_cancel
+        self._on_wait = on_wait
         self._changed = threading.Condition()
         self._ended = threading.Event()  # beside it, so that who waits for the end sleeps through the tokens
         self._tokens: list[int] = []
@@ -87,6 +89,14 @@ class Sample:
     def fail(self, error: BaseException) -> None:
         """No more tokens come, and readers get this error after those that came."""
         self._end("failed", error)
+
+    def orphan(self, error: BaseException) -> None:
+        """In a process forked from the producer's: it fails, if it has not ended. Who held a lock is not here."""
+        ended = self._ended.is_set()
+        self._changed, self._ended, self._sleepers = threading.Condition(), threading.Event(), []
+        if ended:
+            self._ended.set()
+        self.fail(error)
 
     def _end(self, reason: str, error: BaseException | None) -> bool:
         with self._changed:
@@ -131,6 +141,7 @@ class Sample:
         """The tokens as they come; waits for them. Raises the error of a sample that failed."""
         seen = 0
         while True:
+            self._about_to_wait(seen)
             with self._changed:
                 self._changed.wait_for(lambda: len(self._tokens) > seen or self.done)  # noqa: B023
                 new = self._tokens[seen:]
@@ -154,6 +165,7 @@ class Sample:
     async def _sleep(self, seen: float) -> None:
         """Until there are more than `seen` tokens, or the end has come."""
         loop = asyncio.get_running_loop()
+        self._about_to_wait(seen)
         with self._changed:
             if self.done or len(self._tokens) > seen:
                 return
@@ -168,6 +180,7 @@ class Sample:
 
     def result(self, timeout: float | None = None) -> Generated:
         """Wait for the end, at most `timeout` seconds (then TimeoutError; the sample goes on)."""
+        self._about_to_wait(math.inf)
         if not self._ended.wait(timeout):
             raise TimeoutError(f"not finished after {timeout} seconds, with {len(self._tokens)} tokens so far")
         return self._generated()
@@ -176,6 +189,11 @@ class Sample:
         """As result(), for coroutines."""
         await self._sleep(math.inf)
         return self._generated()
+
+    def _about_to_wait(self, seen: float) -> None:
+        """For more than `seen` tokens. Raises what on_wait does for who must not."""
+        if self._on_wait is not None and not self.done and len(self._tokens) <= seen:
+            self._on_wait("waiting for tokens")
 
     def _generated(self) -> Generated:
         self._raise_error()
@@ -206,7 +224,7 @@ class Request:
     Read as one stream, it is its first sample; done when all are, cancelled and failed as a whole.
 
     decode: token ids -> the text of Generated. on_cancel: called once with each sample that a reader cancels, in the
-    reader's thread.
+    reader's thread. on_wait: called there, with words for what it does, before a reader waits, which it may refuse.
     """
 
     def __init__(
@@ -216,11 +234,14 @@ class Request:
         id: object = None,
         decode: Callable[[list[int]], str] | None = None,
         on_cancel: Callable[[Sample], object] | None = None,
+        on_wait: Callable[[str], object] | None = None,
     ) -> None:
         if num_samples < 1:
             raise UnsupportedError(f"num_samples={num_samples}; give at least 1")
         self.id = next(_numbers) if id is None else id
-        self.samples = [Sample(decode=decode, on_cancel=on_cancel, index=i) for i in range(num_samples)]
+        self.samples = [
+            Sample(decode=decode, on_cancel=on_cancel, on_wait=on_wait, index=i) for i in range(num_samples)
+        ]
 
     def __repr__(self) -> str:
         ends = ", ".join(sample.finish_reason or "running" for sample in self.samples)

@@ -1,7 +1,8 @@
 """AccelConfig and the quantizer that transformers calls while it loads and saves.
 
 The weights of a float checkpoint are packed one by one as transformers reads them, and the model is then patched.
-A checkpoint saved from a patched model lists its quantized modules, which are built empty before the weights arrive.
+A checkpoint saved from a patched model lists its quantized modules, which are built empty before the weights arrive
+(checkpoint.py).
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
-from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -36,7 +36,7 @@ class AccelConfig(QuantizationConfigMixin):
         self.quant_method = METHOD  # type: ignore[assignment]  # transformers takes any registered name
         check_patch_keywords("AccelConfig", (name for name in keywords if name != "config"))
         self.patch = PatchConfig.build(**keywords)
-        self.modules = {name: dict(settings) for name, settings in (modules or {}).items()}
+        self.modules = _parse_modules(modules)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; AccelConfig(**config.to_dict()) is equal."""
@@ -49,6 +49,17 @@ class AccelConfig(QuantizationConfigMixin):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.to_dict()})"
+
+
+def _parse_modules(modules: object) -> dict[str, dict[str, Any]]:
+    if modules is None:
+        return {}
+    if not isinstance(modules, Mapping):
+        raise UnsupportedError(f"modules={modules!r} must give the settings of each quantized module by its name")
+    for name, settings in modules.items():
+        if not (isinstance(name, str) and isinstance(settings, Mapping)):
+            raise UnsupportedError(f"modules: {name!r} has the settings {settings!r}, which must be a dict")
+    return {name: dict(settings) for name, settings in modules.items()}
 
 
 class Loader(Protocol):
@@ -73,12 +84,9 @@ class AccelQuantizer(HfQuantizer):
         self, model: PreTrainedModel, device_map: Any = None, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> None:
         settings = self.quantization_config
-        for name, module in settings.modules.items():
-            replace_by_empty(model, name, module)
-        if settings.modules:
-            model.all_tied_weights_keys = {}  # a quantized head is a copy, not the embedding
-        elif not self.pre_quantized:
-            self.loader = type(self).begin(model, settings, device_map=device_map, files=checkpoint_files)
+        self.loader = type(self).begin(
+            model, settings, pre_quantized=self.pre_quantized, device_map=device_map, files=checkpoint_files or ()
+        )
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
         return self.loader is not None and self.loader.wants(param_name)
@@ -91,6 +99,12 @@ class AccelQuantizer(HfQuantizer):
         loader, self.loader = self.loader, None
         type(self).finish(model, self.quantization_config, loader)
         return model
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, Any]]:
+        """Called by save_pretrained before it writes the config: which modules are quantized now."""
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+        self.quantization_config.modules = {name: module_settings(layer) for name, layer in layers.items()}
+        return None, {}
 
     def is_serializable(self) -> bool:
         return True
@@ -120,27 +134,8 @@ class HandOver(ConversionOps):
         return self.loader.take(name, values[0] if isinstance(values, list) else values, stored_as)
 
 
-def replace_by_empty(model: PreTrainedModel, name: str, settings: Mapping[str, Any]) -> None:
-    """Put an unpacked QuantLinear in the place of the Linear `name`, for a checkpoint to be loaded into."""
-    try:
-        original = model.get_submodule(name)
-    except AttributeError as error:
-        raise UnsupportedError(f"the checkpoint quantizes {name!r}, which {type(model).__name__} has not") from error
-    if not isinstance(original, nn.Linear | Conv1D):
-        raise UnsupportedError(f"the checkpoint quantizes {name!r}, which is a {type(original).__name__} here")
-    rows, columns = original.weight.shape
-    layer = QuantLinear.empty(
-        (columns, rows) if isinstance(original, Conv1D) else (rows, columns),
-        config=WeightConfig(**settings),
-        dtype=original.weight.dtype,
-        bias=original.bias is not None,
-        device=original.weight.device,
-    )
-    model.set_submodule(name, layer)
-
-
 def module_settings(layer: QuantLinear | WeightConfig) -> dict[str, Any]:
-    """What `replace_by_empty` needs to know of a layer, or of how it will be made."""
+    """What a checkpoint says of a layer, or of how it will be made."""
     settings = {"bits": layer.bits, "activations": layer.activations}
     return settings | ({"group_size": layer.group_size, "symmetric": layer.symmetric} if layer.bits == 4 else {})
 

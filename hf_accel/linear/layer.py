@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,11 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Activations, WeightConfig
+from ..errors import HfAccelWarning, UnsupportedError
 from ..kernels.cpu.tensors import product_dtype
 from .backend import LinearSpec
 from .formats import QuantizedWeight, check_group_size, from_state, state, zeros
 from .reference import differentiable_linear
 from .registry import Choice, choose
+from .writable import WritableWeight
+
+TAKEN_BACK = 0.25  # share of a change that may be left of it: rounding in bfloat16
 
 
 class QuantLinear(nn.Linear):
@@ -51,6 +56,8 @@ class QuantLinear(nn.Linear):
         self.choice: Choice | None = None
         self.shared: Any = None  # what computes this layer together with others on the same input, see fused
         self._packed: Any = None
+        self.writes = 0  # times that another weight was put into it
+        self.changes: list[Tensor] = []  # what was added to the weight and not taken out again, each as a sketch
 
     def _set_bias(self, bias: Tensor | None) -> None:
         self.register_parameter("bias", bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias))
@@ -113,6 +120,12 @@ class QuantLinear(nn.Linear):
         dtype = product_dtype(x)
         return out if out.dtype is dtype else out.to(dtype)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "weight" or not isinstance(value, Tensor) or "weight" in self._buffers:
+            super().__setattr__(name, value)
+        elif not (isinstance(value, WritableWeight) and value.is_current(self)):  # PEFT hands a layer its own weight
+            self.write(value)
+
     @property
     def quantized(self) -> QuantizedWeight:
         """The weight in its stored form; unpacked from the backend's form if it is packed."""
@@ -122,8 +135,43 @@ class QuantLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The dequantized weight [out, in]: a fresh tensor, writes to which are lost."""
-        return self.quantized.dequantize(self.compute_dtype)
+        """The dequantized weight [out, in]: a copy, but what is written to it goes to `write`."""
+        return WritableWeight.of(self)
+
+    @torch.no_grad()
+    def write(self, value: Tensor) -> None:
+        """Take a float weight [out, in] in the place of the own one, rounded to nearest in the same format.
+
+        Raises UnsupportedError for another shape and for NaN and infinity, with the layer as it was.
+        """
+        if tuple(value.shape) != (self.out_features, self.in_features):
+            raise UnsupportedError(
+                f"a weight {list(value.shape)} cannot be written to a layer [{self.out_features}, {self.in_features}]"
+            )
+        choice = self.pack().choice
+        assert choice is not None
+        groups = {"group_size": self.group_size, "symmetric": self.symmetric} if self.bits == 4 else {}
+        config = WeightConfig(bits=self.bits, activations=self.activations, **groups)  # type: ignore[arg-type]
+        before = self.quantized.dequantize(torch.float32)
+        value = value.to(before.device, choice.spec.dtype)
+        self._packed = choice.backend.quantize(value, config)
+        self._note_change(value.float() - before)
+
+    def _note_change(self, change: Tensor) -> None:
+        """Remember a change of the weight [out, in], or forget the last one if this takes it back."""
+        self.writes += 1
+        generator = torch.Generator().manual_seed(self.in_features)
+        sketch = change @ torch.randn(self.in_features, generator=generator).to(change.device)  # [out]
+        if not self.changes or (sketch + self.changes[-1]).norm() > TAKEN_BACK * self.changes[-1].norm():
+            self.changes.append(sketch)
+            return
+        self.changes.pop()
+        warnings.warn(
+            "an adapter was merged into quantized layers and taken out again: rounded twice, their weights are not "
+            "exactly what they were; hf_accel.unpatch(model) and hf_accel.patch(model) bring these back",
+            HfAccelWarning,
+            stacklevel=5,
+        )
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -189,9 +237,13 @@ class QuantLinear(nn.Linear):
         wrong = self._wrong_dtypes(state_dict, prefix)
         error_msgs.extend(wrong)
         if not wrong:
+            before = {name: tensor.clone() for name, tensor in self._buffers.items() if tensor is not None}
             super()._load_from_state_dict(
                 state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
             )
+            if not all(torch.equal(tensor, self._buffers[name]) for name, tensor in before.items()):  # type: ignore[arg-type]
+                self.writes += 1
+                self.changes.append(torch.zeros(1))  # which no later change takes back
         if packed:
             self.pack()
 

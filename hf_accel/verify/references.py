@@ -7,10 +7,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..attention.hf import NAME as ATTENTION_NAME
+from ..check import check_model
 from ..config import CacheConfig
 from ..linear import QuantLinear
 from ..patch import STATE, PatchState, is_patched, patch, unpatch
-from ..survey import check_model
 from ..twin import twin
 
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils import logging
 
+from ..check import transformers_model
+from ..config import check_keywords, positive_int
 from ..errors import HfAccelError, UnsupportedError
+from ..generation.hf.vocabulary import check_ids, token_ids
 from ..pack import PATIENCE
 from ..patch import is_patched
 from .certificate import Certificate, Cost, Verdict
@@ -24,13 +28,16 @@ from .rounding import Reference
 
 # Keywords of generate() that may change how the model finds its tokens, and never which: not for the reference.
 OF_THE_MODEL = ("speculative", "assistant_model", "prompt_lookup_num_tokens")
-OURS = ("do_sample", "num_beams", "num_return_sequences", "return_dict_in_generate", "output_scores")
+OURS = (
+    "do_sample", "num_beams", "num_return_sequences", "return_dict_in_generate", "output_scores", "max_length",
+    "attention_mask", "input_ids", "inputs",
+)  # fmt: skip
 NO_ORIGINALS = "the model has no original weights to compare with; pass reference="
 
 
 def verify(
     model: PreTrainedModel,
-    prompts: Sequence[Any],
+    prompts: Any,
     *,
     reference: PreTrainedModel | str | Path | None = None,
     tokenizer: Any = None,
@@ -43,7 +50,7 @@ def verify(
     Weights as they are: the reference is the float model. Quantized weights, keys or values: the reference has the
     same ones, in plain torch on stock's loop, and the certificate also says what they cost against the float model.
 
-    prompts: lists or 1-D tensors of token ids, or texts if a tokenizer is given.
+    prompts: lists or 1-D tensors of token ids, or texts if a tokenizer is given; or one such prompt.
     reference: the float model, or a path to load it from; None for an unpatched copy of this model, which shares
         what weights it has in memory.
     text: what the cost is measured on: a text, token ids, or a list of these; windows of 512 tokens. None for the
@@ -52,11 +59,13 @@ def verify(
 
     Raises UnsupportedError without anything to compare with, and HfAccelError if original weights cannot be read back.
     """
-    ids = [_token_ids(prompt, tokenizer).to(model.device) for prompt in prompts]
-    if not ids:
-        raise UnsupportedError("verify() needs at least one prompt")
-    _refuse_ours(generate)
-    texts = None if text is None else windows_of([_token_ids(t, tokenizer)[0] for t in _texts(text)])
+    transformers_model(model)
+    positive_int("max_new_tokens", max_new_tokens)
+    _check_generate(model, generate)
+    if reference is model:
+        raise UnsupportedError("reference= is the model itself; leave it out to compare with an unpatched copy")
+    ids = _prompts(model, prompts, tokenizer, "prompt")
+    texts = None if text is None else windows_of([ids[0].cpu() for ids in _prompts(model, text, tokenizer, "text")])
     if isinstance(reference, str | Path):
         AutoConfig.from_pretrained(reference)  # to fail now, and not after the prompts
     run = Run(model, ids, max_new_tokens, generate)
@@ -152,10 +161,15 @@ def _float_reference(model: PreTrainedModel, reference: PreTrainedModel | str | 
     return Reference(float_reference(model), "the unpatched model")
 
 
-def _refuse_ours(generate: dict[str, Any]) -> None:
+def _check_generate(model: PreTrainedModel, generate: dict[str, Any]) -> None:
+    """Raise UnsupportedError for a keyword that verify() sets itself, and for one that nobody knows."""
     for name in OURS:
         if name in generate:
             raise UnsupportedError(f"verify() compares the greedy tokens of one row at a time; leave {name}= out")
+    functions = (verify, GenerationMixin.generate, type(transformers_model(model)).forward)
+    known = {name for function in functions for name in inspect.signature(function).parameters}
+    known |= {*GenerationConfig().to_dict(), *OF_THE_MODEL} - {"self", "kwargs", "generate", *OURS}
+    check_keywords("verify()", generate, known, {"max_tokens": "max_new_tokens="})
 
 
 def _quantized_name(model: PreTrainedModel) -> str:
@@ -163,21 +177,26 @@ def _quantized_name(model: PreTrainedModel) -> str:
     return "the quantized reference" + ("" if cache is None else f" with {cache.dtype} keys and values")
 
 
-def _token_ids(prompt: Any, tokenizer: Any) -> Tensor:
-    """[1, n]"""
+def _prompts(model: PreTrainedModel, given: Any, tokenizer: Any, name: str) -> list[Tensor]:
+    """Each text or list of token ids, of which one may stand by itself, as ids [1, n] on the model's device."""
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        raise UnsupportedError(
+            f"verify() got a {type(given).__name__} as {name}; pass texts and tokenizer=, or lists of token ids "
+            "without padding"
+        )
+    several = [given] if isinstance(given, str) or (isinstance(given, Tensor) and given.ndim == 1) else list(given)
+    if several and isinstance(several[0], int):
+        several = [several]
+    if not several:
+        raise UnsupportedError(f"verify() needs at least one {name}")
+    return [_ids(model, one, tokenizer, f"{name} {number}") for number, one in enumerate(several)]
+
+
+def _ids(model: PreTrainedModel, prompt: Any, tokenizer: Any, name: str) -> Tensor:
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise UnsupportedError("verify() got a text; pass tokenizer=, or token ids")
+            raise UnsupportedError(f"{name} is a text; pass tokenizer= to verify(), or token ids")
         prompt = tokenizer(prompt)["input_ids"]
-    ids = torch.as_tensor(prompt, dtype=torch.int64).flatten()
-    if not len(ids):
-        raise UnsupportedError("verify() got an empty prompt; each needs at least one token")
-    return ids[None]
-
-
-def _texts(text: Any) -> list[Any]:
-    """One text, or a list of them: strings or token ids."""
-    if isinstance(text, str) or (isinstance(text, Tensor) and text.ndim == 1):
-        return [text]
-    several = list(text)
-    return [several] if several and isinstance(several[0], int) else several
+    ids = token_ids(prompt, name)
+    check_ids(transformers_model(model), ids, name)
+    return torch.tensor([ids], device=model.device)

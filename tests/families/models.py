@@ -33,6 +33,9 @@ class Family:
     name: str
     is_decoder: bool = False
 
+    def __str__(self) -> str:
+        return self.label
+
     @property
     def label(self) -> str:
         return f"{self.name} (is_decoder)" if self.is_decoder else self.name

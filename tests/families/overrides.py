@@ -22,12 +22,16 @@ SLIDING_LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
+TILES = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]}
+WINDOWS = {"window_size": 32}  # pixels
 NO_EXPERTS = {"num_experts": None, "num_experts_per_tok": None, "top_k_experts": None}
 
 # By the name of the config's class.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "AlbertConfig": {"embedding_size": 32},
+    "AriaConfig": {"projector_patch_to_query_dict": {16: 4}},
     "BambaConfig": {"attn_layer_indices": [1]},
+    "Blip2Config": {"image_token_index": 120},
     "BltConfig": {"encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3, 4]},
     "BltLocalDecoderConfig": BYTE_LATENT,
     "BltLocalEncoderConfig": BYTE_LATENT,
@@ -53,10 +57,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Dots3NoteAudioConfig": {"adapter_input_size": 64},
     "Dots3NoteVisionConfig": {"adapter_in_dim": 64},
     "Emu3Config": {"vocabulary_map": WORDS},
-    "Ernie4_5_VLMoeTextConfig": {"moe_intermediate_size": [32, 32]},
+    "Ernie4_5_VLMoeTextConfig": {
+        "moe_intermediate_size": [32, 32],
+        "rope_parameters": SECTIONS | {"mrope_section": [3, 3, 2]},
+    },
     "EsmcConfig": ALIKE,
     "EvollaConfig": {"aligner_num_add_layers": 1, "resampler_depth": 1, "resampler_heads": 4, "resampler_dim_head": 16}
     | {"resampler_num_latents": 4},
+    "Exaone4_5_VisionConfig": WINDOWS,
     "Florence2VisionConfig": {
         "depths": (1, 1),
         "embed_dim": (32, 64),
@@ -80,18 +88,26 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Gemma4UnifiedVisionConfig": {"output_proj_dims": 64, "mm_embed_dim": 64, "mm_posemb_size": 64},
     "Glm5NextTextConfig": ALIKE | {"qk_rope_head_dim": 0, "index_topk": 16, "index_kpool": 4},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]], "window_size": 6},
-    "Granite4VisionConfig": {
+    "Granite4VisionConfig": TILES
+    | {
         "downsample_rate": "2/4",
         "deepstack_layer_map": [(-1, 0)],
         "spatial_target_layers": [0, 0, 1, 1],
     },
     "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"]},
+    "InstructBlipConfig": {"image_token_index": 120},
+    "InstructBlipVideoConfig": {"video_token_index": 120},
     "Inkling2VisionConfig": {"position_embedding_size": 64},
     "JanusVQVAEConfig": {"channel_multiplier": (1, 1), "image_token_embed_dim": 64, "num_patches": 16},
     "JanusVisionConfig": {"projection_dim": 64},
     "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "Kosmos2_5Config": {"latent_query_num": 8},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
+    "Llama4VisionConfig": {"intermediate_size": 256},
+    "LlavaNextConfig": TILES,
+    "LlavaNextVideoConfig": TILES,
+    "LlavaOnevisionConfig": TILES,
+    "Kosmos2Config": {"latent_query_num": 4},
     "LukeConfig": {"entity_vocab_size": 64, "entity_emb_size": 32},
     "Mamba2Config": {"num_heads": 8},
     "MiniCPM3Config": {"dim_model_base": 32},
@@ -100,6 +116,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Molmo2AdapterConfig": {"vision_feature_layer": [-1, -2]},
     "MuseSparkAudioConfig": {"hidden_sizes": (16, 16, 32, 32), "depths": (1, 1, 1, 1)},
     "NemotronConfig": {"num_key_value_heads": 2},
+    "PaddleOCRTextConfig": {"rope_parameters": SECTIONS},
     "ParakeetEncoderConfig": {"projection_hidden_size": 64},
     "PerceiverConfig": {"num_latents": 16, "d_latents": 64, "num_self_attends_per_block": 2}
     | {"num_self_attention_heads": 4, "num_cross_attention_heads": 4},
@@ -110,14 +127,20 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "bias_max_distance": 32,
         "input_size": 16,
     },
+    "Pix2StructVisionConfig": {"patch_embed_hidden_size": 192},
+    "Kosmos2_5VisionConfig": {"patch_embed_hidden_size": 192},
     "PPFormulaNetVisionConfig": {
         "post_conv_in_channels": 64,
         "post_conv_mid_channels": 64,
         "post_conv_out_channels": 64,
     },
+    "Qwen2_5OmniVisionEncoderConfig": WINDOWS,
+    "Qwen2_5_VLVisionConfig": WINDOWS,
+    "Qwen2_5OmniThinkerConfig": {"vision_start_token_id": 125, "vision_end_token_id": 126},
     "Qwen2Config": {"use_sliding_window": True},
     "Qwen3OmniMoeAudioEncoderConfig": {"downsample_hidden_size": 16},
     "Qwen3ASREncoderConfig": {"downsample_hidden_size": 16},
+    "Qwen3OmniMoeThinkerConfig": {"vision_start_token_id": 125, "vision_end_token_id": 126},
     "Qwen4ExpTextConfig": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -143,8 +166,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "RoCBertConfig": {"shape_vocab_size": 131, "shape_embed_dim": 32, "pronunciation_vocab_size": 131}
     | {"pronunciation_embed_dim": 32},
+    "Step3p7TextConfig": {"sliding_window": 6},
     "VibeVoiceAcousticTokenizerEncoderConfig": TOKENIZER,
     "VibeVoiceAcousticTokenizerConfig": TOKENIZER,
+    "VipLlavaConfig": {"vision_feature_layers": [-1, -2], "vision_feature_layer": [-1, -2]},
     "ZambaConfig": {
         "num_hidden_layers": 5,
         "layers_block_type": ["linear_attention", "hybrid"] * 2 + ["linear_attention"],

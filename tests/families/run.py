@@ -1,18 +1,15 @@
 """Compare stock and patched models: `python -m tests.families.run llama gpt2`, or --all, --shard 1/2, --resume.
 
 Each model runs in a process of its own with a time limit, so that one that hangs or crashes does not stop the rest.
-Results go to a JSON-lines file, a line for each model and feature; --resume leaves out the models that stand in it for
-this code and these versions. Exits with 1 if anything is wrong or raises.
+Results go to JSON lines; --resume leaves out the models that stand there for this code and these versions. Exits with
+1 if anything is wrong or raises.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
 import warnings
@@ -29,41 +26,25 @@ import transformers
 
 from .features import FAULTS, FEATURES, KINDS, outcomes
 from .models import Family, families, select
+from .results import FOLDER, Line, append, read, versions
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "build" / "families.jsonl"
 SECONDS = 240
 
 
-def versions() -> dict[str, str]:
-    return {"torch": torch.__version__, "transformers": transformers.__version__, "code": _code()}
-
-
-def _code() -> str:
-    """The commit, and a digest of what the working tree changed in the package."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout
-
-    commit = git("rev-parse", "--short=10", "HEAD").strip() or "unknown"
-    changes = git("diff", "HEAD", "--", "hf_accel", "tests/families")
-    return commit + (f"+{hashlib.sha1(changes.encode()).hexdigest()[:8]}" if changes else "")
-
-
-def run_family(family: Family, names: list[str] | None, queue: Any) -> None:
-    """In the child: one message for each feature that begins and one for how it came out."""
+def run_family(family: Family, names: list[str] | None, pipe: Any) -> None:
+    """In the child: a message for each feature, as it came out."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     start = time.perf_counter()
     for name, result in outcomes(family, names):
-        queue.send((name, result.word, result.reason, time.perf_counter() - start))
+        pipe.send((name, result.word, result.reason, time.perf_counter() - start))
         start = time.perf_counter()
-    queue.close()
+    pipe.close()
 
 
-def results_of(family: Family, names: list[str] | None, seconds: float) -> Iterator[dict[str, Any]]:
+def results_of(family: Family, names: list[str] | None, seconds: float) -> Iterator[Line]:
     """The lines of one family, whatever becomes of its process."""
     context = multiprocessing.get_context("fork")  # transformers is imported once
     ours, theirs = context.Pipe(duplex=False)
@@ -83,45 +64,41 @@ def results_of(family: Family, names: list[str] | None, seconds: float) -> Itera
         yield _line(family, name, word, reason, took)
     process.kill()
     process.join()
-    missing = [n for n in FEATURES if family.kind in KINDS[n] and n not in done and (names is None or n in names)]
+    missing = [name for name in asked(family, names) if name not in done]
     if missing and "build" not in done:
         yield _line(family, missing[0], "raises", lost, seconds)
 
 
-def _line(family: Family, name: str, word: str, reason: str, seconds: float) -> dict[str, Any]:
+def asked(family: Family, names: list[str] | None) -> list[str]:
+    return [name for name in FEATURES if family.kind in KINDS[name] and (names is None or name in names)]
+
+
+def _line(family: Family, name: str, word: str, reason: str, seconds: float) -> Line:
     return {
         "model": family.label, "type": family.model_type, "kind": family.kind, "feature": name, "result": word,
         "reason": reason, "seconds": round(seconds, 2),
     }  # fmt: skip
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-
-
-def run(chosen: list[Family], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def run(chosen: list[Family], arguments: argparse.Namespace) -> list[Line]:
     now = versions()
-    path: Path = arguments.results
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [line for line in read(path) if line["versions"] == now] if arguments.resume else []
-    finished = {line["model"] for line in lines if line.get("last")}
-    lines = [line for line in lines if line["model"] in finished]
+    known = read(arguments.results, now) if arguments.resume else []
+    path = arguments.results / f"{arguments.shard.replace('/', '-of-')}.jsonl"
+    lines = []
     for number, family in enumerate(chosen, 1):
-        if family.label in finished:
+        found = [line for line in known if line["model"] == family.label]
+        names = {line["feature"] for line in found}
+        if "build" in names or names >= set(asked(family, arguments.features)):
+            lines += found
             continue
-        results = list(results_of(family, arguments.features, arguments.seconds))
-        with path.open("a", encoding="utf-8") as file:  # all of a model at once: a killed run leaves no half
-            for result in results:
-                result |= {"versions": now, "last": result is results[-1]}
-                file.write(json.dumps(result) + "\n")
+        results = [line | {"versions": now} for line in results_of(family, arguments.features, arguments.seconds)]
+        append(path, results)
         lines += results
         report(family, results, f"{number}/{len(chosen)}", verbose=arguments.verbose)
-    return [line for line in lines if line["model"] in {family.label for family in chosen}]
+    return lines
 
 
-def report(family: Family, results: list[dict[str, Any]], place: str, *, verbose: bool) -> None:
+def report(family: Family, results: list[Line], place: str, *, verbose: bool) -> None:
     counts = Counter(result["result"] for result in results)
     seconds = sum(result["seconds"] for result in results)
     summary = ", ".join(f"{count} {word}" for word, count in counts.items())
@@ -131,7 +108,7 @@ def report(family: Family, results: list[dict[str, Any]], place: str, *, verbose
             print(f"    {result['feature']}: {result['result']}. {result['reason']}", flush=True)
 
 
-def summary(lines: list[dict[str, Any]]) -> int:
+def summary(lines: list[Line]) -> int:
     counts = Counter(line["result"] for line in lines)
     print(f"\n{len({line['model'] for line in lines})} models: " + ", ".join(f"{n} {w}" for w, n in counts.items()))
     faults = Counter((line["feature"], line["result"]) for line in lines if line["result"] in FAULTS)
@@ -147,8 +124,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--kind", choices=sorted({f.kind for f in families().values()}), help="only of this mapping")
     parser.add_argument("--features", nargs="+", choices=list(FEATURES), help="only these")
     parser.add_argument("--shard", default="1/1", help="1/4: the first of four parts")
-    parser.add_argument("--resume", action="store_true", help="leave out what stands in the results file")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON-lines file")
+    parser.add_argument("--resume", action="store_true", help="leave out what stands in the results")
+    parser.add_argument("--results", type=Path, default=FOLDER, help="the folder of the JSON lines")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for one model")
     parser.add_argument("--verbose", "-v", action="store_true", help="print every result")
     parsed = parser.parse_args(arguments)

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import hf_accel
 from hf_accel.linear import Int4Weight, QuantLinear
 
+from .dequantize import dequantized
 from .snapshot import snapshot
-from .test_quantized import INT4_TOLERANCE, dequantized, relative_error
+from .test_quantized import INT4_TOLERANCE, relative_error
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "stdlib-tiny"
 CONFIGS = [hf_accel.WeightConfig(bits=4, group_size=size, symmetric=False) for size in (32, 128)]

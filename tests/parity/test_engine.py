@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -180,35 +181,47 @@ def test_a_stop_rule_that_raises_fails_its_request_alone() -> None:
 
 
 class Faulty:
-    """A runner that fails in one pass."""
+    """A runner that fails in one pass, or in every pass that meets a token."""
 
-    def __init__(self, runner: Any, call: int) -> None:
-        self.runner, self.left = runner, call
-        self.device = runner.device
+    def __init__(self, runner: Any, *, call: int | None = None, token: int | None = None) -> None:
+        self.runner, self.call, self.token = runner, call, token
+        self.device, self.calls = runner.device, 0
 
-    def __call__(self, *arguments: Any) -> Tensor:
-        self.left -= 1
-        if not self.left:
+    def __call__(self, ids: list[int], *rest: Any) -> Tensor:
+        self.calls += 1
+        if self.calls == self.call or self.token in ids:
             raise RuntimeError("the model broke")
-        return self.runner(*arguments)
+        return self.runner(ids, *rest)
 
 
 @pytest.mark.parametrize("call", [1, 2, 7])
 @pytest.mark.parametrize("drafts", [None, DRAFTS], ids=["plain", "drafts"])
-def test_a_pass_that_fails_takes_its_requests_and_no_others(drafts: Any, call: int) -> None:
+def test_a_pass_that_fails_once_is_computed_again(drafts: Any, call: int) -> None:
     with Engine(target("llama"), speculative=drafts, max_running=2) as engine:
-        engine.loop.batcher.runner = Faulty(engine.loop.batcher.runner, call)
+        engine.loop.batcher.runner = Faulty(engine.loop.batcher.runner, call=call)
         handles = [engine.submit(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS]
         failed = 0
         for prompt, handle in zip(PROMPTS, handles, strict=True):
             try:
                 assert handle.result(WAIT).tokens == expected(prompt)
-            except RuntimeError as error:
+            except RuntimeError as error:  # it was alone in that pass
                 assert str(error) == "the model broke"
                 failed += 1
-        assert 1 <= failed <= 2
-        assert engine.submit(PROMPTS[0], max_new_tokens=NEW_TOKENS).result(WAIT).tokens == expected(PROMPTS[0])
+        assert failed <= 1
     assert engine.stats["blocks_used"] == 0 and engine.stats["failed"] == failed
+
+
+def test_who_makes_every_pass_fail_fails_alone() -> None:
+    unseen = next(t for t in range(1, VOCABULARY) if all(t not in prompt + expected(prompt) for prompt in PROMPTS))
+    with Engine(target("llama")) as engine:
+        engine.loop.batcher.runner = Faulty(engine.loop.batcher.runner, token=unseen)
+        handles = [engine.submit(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS]
+        bad = [engine.submit([*prompt, unseen], max_new_tokens=NEW_TOKENS, n=2) for prompt in PROMPTS[:2]]
+        assert [handle.result(WAIT).tokens for handle in handles] == [expected(prompt) for prompt in PROMPTS]
+        for sample in [sample for handle in bad for sample in handle.samples]:
+            with pytest.raises(RuntimeError, match="the model broke"):
+                sample.result(WAIT)
+    assert engine.stats["blocks_used"] == 0 and engine.stats["failed"] == 4
 
 
 def test_an_engine_that_breaks_leaves_nobody_waiting() -> None:
@@ -245,7 +258,27 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
         ({"prompt": [1.5]}, "at least one token id"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"n": 0}, "n=0"),
+        ({"n": True}, "n=True must be an integer of at least 1"),
+        ({"seed": 1.5}, "seed=1.5 must be an integer"),
+        ({"priority": "high"}, "priority='high' must be an integer"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be an integer of at least 1"),
         ({"temprature": 1}, "did you mean 'temperature'"),
+        ({"max_tokens": 1}, "did you mean 'max_new_tokens'"),
+        ({"prompt": [True, False]}, "at least one token id"),
+        ({"prompt": torch.ones(1, 3, dtype=torch.bool)}, "at least one token id"),
+        (
+            {"prompt": torch.ones(2, 3, dtype=torch.int64)},
+            r"the shape \(2, 3\); submit each row of token ids",
+        ),
+        ({"prompt": [[1, 2], [3]]}, "at least one token id"),
+        ({"prompt": None}, "at least one token id, not None"),
+        ({"prompt": 5}, "at least one token id, not 5"),
+        ({"prompt": {"input_ids": [1, 2]}}, r"submit its ids: prompt\['input_ids'\]"),
+        ({"prompt": ["a", "b"]}, "a list of texts; submit each by itself"),
+        (
+            {"prompt": [{"role": "user", "content": "?"}]},
+            r"submit tokenizer.apply_chat_template\(messages, .*=False\)",
+        ),
         ({"temperature": -1}, "temperature=-1"),
         ({"stop": ""}, "empty string"),
     ],
@@ -330,10 +363,14 @@ def test_text(engine: Engine) -> None:
     assert stopped.tokens == expected(PROMPTS[0])[:end] and stopped.text == answer[: end - 2]
 
 
-@pytest.mark.parametrize("kind", [list, tuple, iter, torch.tensor], ids=str)
+KINDS = [list, tuple, iter, torch.tensor, np.array, lambda ids: [np.int32(i) for i in ids], lambda ids: [ids]]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_prompts_of_any_kind(kind: Any) -> None:
     with Engine(target("llama")) as engine:
-        assert list(engine.submit(kind(PROMPTS[0]), max_new_tokens=NEW_TOKENS)) == expected(PROMPTS[0])
+        wanted = engine.submit(kind(PROMPTS[0]), max_new_tokens=np.int64(NEW_TOKENS), seed=np.uint8(1), n=np.int64(1))
+        assert list(wanted) == expected(PROMPTS[0])
 
 
 def test_stop_tokens_inside_an_accepted_run(engine: Engine) -> None:

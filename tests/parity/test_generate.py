@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -178,10 +179,16 @@ def test_outputs(mode: str) -> None:
             torch.testing.assert_close(b[tokens], a[tokens], rtol=1e-4, atol=1e-4)
 
 
-def test_attentions_are_refused() -> None:
-    _, patched = pair("llama")
-    with pytest.raises(ValueError, match="eager"):
-        generate(patched, "single", output_attentions=True)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_attention_weights_are_those_of_eager(family: str) -> None:
+    """Also where stock's sdpa would return none; gpt2 does not tell its attention that they are asked for."""
+    stock, (_, patched) = build(family), pair(family)
+    stock.set_attn_implementation("eager")
+    settings = {"output_attentions": True, "return_dict_in_generate": True}
+    expected, actual = (generate(model, "left", **settings).attentions for model in (stock, patched))
+    assert [len(step) for step in actual] == [len(step) for step in expected]
+    for ours, theirs in zip(chain(*actual), chain(*expected), strict=True):
+        assert ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=1e-5)
 
 
 class Recorder:

@@ -101,10 +101,24 @@ def test_few_blocks() -> None:
 @pytest.mark.parametrize(
     ("prompts", "settings", "message"),
     [
-        ([[1], []], {}, "prompt 1 is empty"),
+        ([[1], []], {}, "prompt 1 must be a list of at least one token id"),
+        ([[1], [1.5]], {}, "prompt 1 must be a list of at least one token id"),
+        (["a text"], {}, r"prompt 0 is a text; give its token ids: tokenizer\(text\)\['input_ids'\]"),
+        ([{"role": "user", "content": "a"}], {}, r"prompt 0 is a chat message; .*apply_chat_template\(messages"),
+        (
+            [[{"role": "user", "content": "a"}]],
+            {},
+            "prompt 0 is a list of chat messages; .*apply_chat_template",
+        ),
+        ({"input_ids": [[1]]}, {}, "inputs is a dict, as a tokenizer returns it; give lists of token ids"),
+        ([torch.ones(2, 2, dtype=torch.int64)], {}, r"prompt 0 has the shape \(2, 2\); give each row"),
         ([[1], [VOCABULARY]], {}, f"prompt 1 holds .* the model has 0 to {VOCABULARY - 1}"),
         ([[1]], {"num_beams": 2}, "cannot search with beams"),
-        ([[1]], {"max_new_token": 2}, "unknown keywords .'max_new_token'"),
+        (
+            [[1]],
+            {"max_new_token": 2},
+            r"generate_batch\(\) got .* 'max_new_token'; did you mean 'max_new_tokens'",
+        ),
         ([[1], [2]], {"generation_config": [GenerationConfig()]}, "1 configs for 2 prompts"),
         ([[1]], {"speculative": "ngrams"}, "drafter='ngrams' is not known"),
     ],

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 import hf_accel
 from hf_accel.linear import QuantLinear
 
 from .audit import Audit
+from .dequantize import dequantized
 from .families import DECODER, FAMILIES, build, inputs, prompts
 
 INT4 = [{"bits": 4, "group_size": size} for size in (32, 64, 128)]
@@ -29,17 +29,6 @@ def llama(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.1}
     return LlamaForCausalLM(LlamaConfig(**DECODER | sizes)).to(dtype).eval()
-
-
-def dequantized(stock: PreTrainedModel, patched: PreTrainedModel) -> PreTrainedModel:
-    """Stock modules with the values that the quantized layers stand for."""
-    model = copy.deepcopy(stock)
-    for name, layer in patched.named_modules():
-        if isinstance(layer, QuantLinear):
-            module = model.get_submodule(name)
-            weight = layer.weight.t() if isinstance(module, Conv1D) else layer.weight
-            module.weight = nn.Parameter(weight.contiguous())  # a new Parameter: a tied head leaves its embedding
-    return model
 
 
 def quantized(stock: PreTrainedModel, **settings: Any) -> PreTrainedModel:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ...errors import NotRaggedError, UnsupportedError
 from ...kernels.cpu.tensors import product_dtype
 from ..group import PageGroup
 from ..step import GroupStep, Step
@@ -16,12 +17,17 @@ PAGED_HANDLE = "_hf_accel_paged"  # the attribute of a K tensor that carries its
 
 
 class Layer(Protocol):
-    """A layer's view of a cache. cache.unread: the layer whose pages attention has not read yet."""
+    """A layer's view of a cache. cache.unread: the layer whose pages attention has not read yet.
+
+    columns: K and V of all columns; None where the cache holds none, since its tokens are those of many sequences.
+    """
 
     cache: Any
     group: PageGroup
+    layer_idx: int
 
-    def columns(self) -> tuple[Tensor, Tensor]: ...
+    @property
+    def columns(self) -> Any: ...
 
 
 @dataclass
@@ -33,10 +39,12 @@ class PagedKV:
     step: Step
     group_step: GroupStep
     contiguous: bool
+    values: Tensor  # as the cache gave them back
 
-    def columns(self) -> tuple[Tensor, Tensor]:
-        """K and V of all columns, [B, Hkv, T, D], zero in the padding."""
-        return self.layer.columns()
+    @property
+    def window(self) -> int | None:
+        """Tokens that the cache keeps."""
+        return self.layer.group.window
 
     def attach(self, keys: Tensor) -> Tensor:
         """K as a tensor of its own, with this note on it."""
@@ -45,6 +53,34 @@ class PagedKV:
         self.layer.cache.unread = self.layer
         return keys
 
+    def check_values(self, values: Tensor) -> None:
+        """The pages are read from here on. Raises UnsupportedError for a V that did not come from the cache."""
+        self.layer.cache.unread = None
+        if values is not self.values:
+            raise UnsupportedError(bypassed(self.layer.layer_idx, "V"))
+
+    def columns(self, why: str) -> tuple[Tensor, Tensor]:
+        """K and V of all columns, [B, Hkv, T, D], zero in the padding.
+
+        Raises NotRaggedError, with the reason given, where the tokens are those of many sequences.
+        """
+        if self.layer.columns is None:
+            raise NotRaggedError(
+                f"layer {self.layer.layer_idx} cannot attend over several sequences at once: {why}; use "
+                "model.generate(), which goes to transformers' own loop for it"
+            )
+        keys, values = self.layer.columns()
+        return keys, values
+
+    def check_window(self, window: int | None) -> None:
+        """Raises UnsupportedError if attention may see tokens that the cache has dropped; window: that of the mask."""
+        kept = self.window
+        if kept is not None and (window is None or window > kept):
+            raise UnsupportedError(
+                f"layer {self.layer.layer_idx} attends within {window or 'no'} window, and its cache keeps the last "
+                f"{kept} tokens; patch this model with cache=None"
+            )
+
 
 def as_attended(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """K and V as attention will round them: under autocast a rotation leaves K wider than V."""
@@ -52,8 +88,8 @@ def as_attended(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return (keys, values) if keys.dtype is dtype is values.dtype else (keys.to(dtype), values.to(dtype))
 
 
-def bypassed(layer_idx: int) -> str:
+def bypassed(layer_idx: int, what: str = "K") -> str:
     return (
-        f"the attention of layer {layer_idx} did not read the paged cache (the model changes K on the "
+        f"the attention of layer {layer_idx} did not read the paged cache (the model changes {what} on the "
         "way to its attention function); patch this model with cache=None"
     )

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...config import CacheConfig, check_keywords
 from ...errors import UnsupportedError
@@ -20,51 +20,7 @@ from ..rows import Row
 from ..sequences import Sequences
 from ..step import Step
 from .handle import PagedKV, as_attended, bypassed
-
-FIRST_TOKENS = 1024  # where a cache that grows begins, over all sequences
-QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-
-
-def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """The sliding window of each decoder layer, None for full attention, as transformers' own cache sees it.
-
-    Raises UnsupportedError for layers that hold anything but keys and values of all, or of the last, tokens.
-    """
-    decoder = config.get_text_config(decoder=True)
-    if "chunked_attention" in (getattr(decoder, "layer_types", None) or ()):
-        raise UnsupportedError("a paged cache cannot hold chunked attention layers; use cache=None")
-    windows: list[int | None] = []
-    for layer in DynamicCache(config=decoder).layers:
-        if type(layer) is DynamicLayer:
-            windows.append(None)
-        elif type(layer) is DynamicSlidingWindowLayer:
-            windows.append(layer.sliding_window)
-        else:
-            raise UnsupportedError(f"a paged cache cannot hold a {type(layer).__name__}; use cache=None")
-    if not windows:
-        raise UnsupportedError(f"{type(config).__name__} describes no decoder layers; a paged cache needs some")
-    return windows
-
-
-def page_groups(
-    config: PreTrainedConfig, settings: CacheConfig, *, capacity: int = FIRST_TOKENS
-) -> tuple[list[PageGroup], list[int]]:
-    """A PageGroup for each kind of layer, and the number of each layer's group. capacity: tokens to begin with."""
-    windows = layer_windows(config)
-    tokens = capacity if settings.max_tokens is None else settings.max_tokens
-    kinds = list(dict.fromkeys(windows))
-    groups = [
-        PageGroup(
-            window=window,
-            num_blocks=max(1, -(-tokens // settings.block_size)),
-            block_size=settings.block_size,
-            growable=settings.max_tokens is None,
-            prefix_sharing=settings.prefix_sharing,
-            quantized=QUANTIZED.get(settings.dtype),
-        )
-        for window in kinds
-    ]
-    return groups, [kinds.index(window) for window in windows]
+from .layers import FIRST_TOKENS, REMADE, check_windows, page_groups
 
 
 class PagedLayer(CacheLayerMixin):
@@ -121,7 +77,7 @@ class PagedLayer(CacheLayerMixin):
         self.num_columns += step.num_columns
         if step.gathers:
             return self.columns()
-        handle = PagedKV(self, storage, step, group_step, step.contiguous[self.group_index])
+        handle = PagedKV(self, storage, step, group_step, step.contiguous[self.group_index], value_states)
         return handle.attach(key_states), value_states
 
     def columns(self) -> tuple[Tensor, Tensor]:
@@ -176,6 +132,22 @@ class PagedCache(Cache):
         settings = CacheConfig(**keywords) if cache_config is None else cache_config
         groups, group_of_layer = page_groups(config, settings, capacity=capacity)
         self._bind(settings, Sequences(groups), group_of_layer)
+        self._fitting: PreTrainedConfig | None = config
+
+    def check_config(self, config: PreTrainedConfig) -> None:
+        """Raise UnsupportedError unless the cache has the layers, and their windows, of this model's config."""
+        if config is self._fitting:
+            return
+        check_windows([self.sequences.groups[group].window for group in self.group_of_layer], config)
+        self._fitting = config
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """transformers' update. Raises UnsupportedError for a layer that the cache's config does not have."""
+        if layer_idx >= len(self.layers):
+            raise UnsupportedError(
+                f"the PagedCache is for {len(self.layers)} layers, and the model has more; {REMADE}"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _bind(self, settings: CacheConfig, sequences: Sequences, group_of_layer: list[int]) -> None:
         self.settings = settings
@@ -233,10 +205,20 @@ class PagedCache(Cache):
         """The Step of this layer's update: as a patched model prepared it, or one where every column is a token."""
         self._check_read()
         if self.step is None or layer.num_columns + self.step.num_columns != self.sequences.num_columns:
+            self._refuse_unwritten()
             self._settle()
             self.step = self.sequences.prepare(keys.shape[0], keys.shape[2], device=keys.device)
             self.step.gathers = True
         return self.step
+
+    def _refuse_unwritten(self) -> None:
+        """A layer that the model does not have looks like a pass that stopped before it, which would be undone."""
+        missed = [layer.layer_idx for layer in self.paged_layers if layer.layer_idx not in layer.group.storages]
+        if missed and self.sequences.num_columns:
+            raise UnsupportedError(
+                f"layer {missed[0]} of the PagedCache got no keys and values: if the model has fewer layers, "
+                f"{REMADE}; if its first pass was interrupted, call the cache's reset() first"
+            )
 
     def column_slots(self, group_index: int, device: torch.device) -> Tensor:
         """Sequences.column_slots, computed once per group and pass."""
@@ -307,6 +289,7 @@ class PagedCache(Cache):
         fork = object.__new__(type(self))
         memo[id(self)] = fork
         fork._bind(self.settings, self.sequences.fork(), self.group_of_layer)
+        fork._fitting = self._fitting
         fork._set_columns()
         return fork
 

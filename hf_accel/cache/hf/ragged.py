@@ -17,6 +17,7 @@ class RaggedLayer(CacheLayerMixin):
     """One layer's view. To the model it looks empty, so that it makes no mask: the step says who sees what."""
 
     is_sliding = False
+    columns = None  # the tokens are those of many sequences
 
     def __init__(self, cache: RaggedCache, layer_idx: int, group: PageGroup, group_index: int) -> None:
         # not super().__init__(): it would set `keys` and `values`
@@ -36,13 +37,8 @@ class RaggedLayer(CacheLayerMixin):
         keys, values = step.tokens(key_states), step.tokens(value_states)
         storage = self.group.storage(self.layer_idx, keys, values)
         storage.write(keys, values, group_step.slots)
-        return PagedKV(self, storage, step, group_step, contiguous=True).attach(key_states), value_states
-
-    def columns(self) -> tuple[Tensor, Tensor]:
-        raise UnsupportedError(
-            f"layer {self.layer_idx} attends with a mask of its own, which a ragged pass cannot apply; "
-            "generate with hf_accel's patch(cache=None), or without speculation and batching"
-        )
+        handle = PagedKV(self, storage, step, group_step, True, value_states)
+        return handle.attach(key_states), value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ...cache.hf import page_groups
 from ...cache.rows import Pages
-from ...config import CacheConfig, SpeculativeConfig
+from ...config import CacheConfig, SpeculativeConfig, check_keywords
 from ...errors import UnsupportedError
 from ..batcher import Batcher, Progress
 from ..sequence import Sequence
@@ -25,7 +25,7 @@ from .processing import StockSampling, StockStop, processors_refusal
 from .runner import ModelRunner
 from .state import STATE
 from .step import weights_salt
-from .vocabulary import check_ids
+from .vocabulary import check_ids, token_ids
 
 TOKEN_BUDGET = 2048  # of a pass: throughput is all that counts here
 
@@ -50,8 +50,10 @@ def generate_batch(
     progress_bar: bool,
 ) -> tuple[dict[str, GenerationOutput], dict[str, Any]]:
     """Stock's outputs by request, and statistics. configs: one for each prompt, already complete."""
+    if isinstance(inputs, abc.Mapping):
+        raise UnsupportedError("inputs is a dict, as a tokenizer returns it; give lists of token ids without padding")
     batch = _Batch(model, settings, speculative, timestamps)
-    wanted = [batch.wanted(i, list(ids), config) for i, (ids, config) in enumerate(zip(inputs, configs, strict=True))]
+    wanted = [batch.wanted(i, ids, config) for i, (ids, config) in enumerate(zip(inputs, configs, strict=True))]
     batch.run([sequence for one in wanted for sequence in one.sequences], progress_bar)
     keep_learnt(speculative, batch.speculation, model)
     outputs = [pair for one in wanted for pair in batch.outputs(one)]
@@ -70,8 +72,7 @@ def complete_configs(model: Any, given: Any, count: int, keywords: dict[str, Any
     for config in many:
         if id(config) not in complete:
             complete[id(config)], unknown = model._prepare_generation_config(config, **keywords)
-            if unknown:
-                raise UnsupportedError(f"generate_batch got unknown keywords {sorted(unknown)}; see GenerationConfig")
+            check_keywords("generate_batch()", unknown, GenerationConfig().to_dict())
             model._prepare_special_tokens(complete[id(config)], device=model.device)
     configs = [complete[id(config)] for config in many]
     return configs * count if len(configs) == 1 else configs
@@ -106,9 +107,8 @@ class _Batch:
 
     # -- what is asked ---------------------------------------------------------------------------------
 
-    def wanted(self, number: int, ids: list[int], config: GenerationConfig) -> Wanted:
-        if not ids:
-            raise UnsupportedError(f"prompt {number} is empty; each needs at least one token")
+    def wanted(self, number: int, prompt: abc.Sequence[int], config: GenerationConfig) -> Wanted:
+        ids = token_ids(prompt, f"prompt {number}")
         check_ids(self.model, ids, f"prompt {number}")
         count = config.num_return_sequences or 1
         if (config.num_beams or 1) > 1:
@@ -146,9 +146,15 @@ class _Batch:
         for sequence in sequences:
             if sequence not in followers:
                 self._add(sequence)
-        with logging.tqdm(
-            total=len(sequences), disable=not progress_bar, desc="generate_batch", unit="request"
-        ) as bar:
+        try:
+            self._passes(len(sequences), progress_bar)
+        except BaseException:
+            for sequence in sequences:
+                self.batcher.remove(sequence, "cancelled")  # a drafter may be another call's next
+            raise
+
+    def _passes(self, total: int, progress_bar: bool) -> None:
+        with logging.tqdm(total=total, disable=not progress_bar, desc="generate_batch", unit="request") as bar:
             while self.batcher.has_work:
                 for progress in self.batcher.step():
                     self._note(progress)
@@ -163,6 +169,8 @@ class _Batch:
                 one.error = error
 
     def _note(self, progress: Progress) -> None:
+        if progress.error is not None and not isinstance(progress.error, Exception):
+            raise progress.error  # an interrupt is the caller's
         if self.timestamps:
             self.times.setdefault(progress.sequence, []).extend([time.perf_counter()] * len(progress.tokens))
         if progress.logprobs:

@@ -21,6 +21,7 @@ from ..drafters.ngram import NgramDrafter
 from ..drafters.suffix import SuffixDrafter
 from ..speculation import Speculation
 from .candidates import CandidateDrafter
+from .refusals import ragged_refusal
 from .runner import ModelRunner
 from .state import STATE, GenerationState
 from .vocabulary import vocabulary_size
@@ -54,6 +55,12 @@ def _kind(config: SpeculativeConfig) -> tuple[Any, ...]:
     wanted = config.drafter if isinstance(config.drafter, list | tuple) else [config.drafter]
     names = tuple(one if isinstance(one, str) else id(one) for one in wanted)
     return names, config.num_draft, config.max_draft
+
+
+def draft_models(speculation: Speculation) -> list[Any]:
+    """Patched models that draft, other than the target itself."""
+    runners = [drafter.runner for drafter in speculation.drafters if isinstance(drafter, ModelDrafter)]
+    return [runner.model for runner in runners if isinstance(runner, ModelRunner)]
 
 
 class _Drafters:
@@ -132,7 +139,7 @@ def draft_refusal(target: PreTrainedModel, draft: PreTrainedModel) -> str | None
             "with the same one, or pass tokenizer= and assistant_tokenizer= for transformers' own loop"
         )
     patched = _twin(vars(target)[STATE].generation, draft, None)
-    refusal: str | None = vars(patched)[STATE].generation.ragged_refusal
+    refusal = ragged_refusal(patched)
     return None if refusal is None else f"the draft model {type(draft).__name__} cannot run on pages: {refusal}"
 
 

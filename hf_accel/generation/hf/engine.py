@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -24,11 +26,12 @@ from ..sequence import Sequence
 from ..stopping import StopRules
 from ..stream import Request, Sample
 from .defaults import default_new_tokens, sampling_defaults, stop_token_ids
-from .drafting import make_speculation
+from .drafting import draft_models, make_speculation
+from .refusals import ragged_refusal
 from .runner import ModelRunner
 from .state import STATE, GenerationState
 from .step import weights_salt
-from .vocabulary import check_ids, vocabulary_size
+from .vocabulary import check_ids, token_ids, vocabulary_size
 
 UNSAID: Any = Default("unsaid")
 OWN_KEYWORDS = ("max_new_tokens", "stop", "stop_token_ids", "seed", "priority", "n")  # of submit
@@ -77,12 +80,22 @@ class Engine:
         config = state.speculative if isinstance(speculative, Default) else parse_speculative(speculative)
         self.speculation = make_speculation(config, runner, self.pages)
         batcher = Batcher(runner, self.pages, self.speculation, token_budget=token_budget, max_running=max_running)
-        self.loop = EngineLoop(batcher, before_work=self._use_weights)
+        # nothing that the thread holds may hold the engine, so that one that is forgotten comes to an end
+        self.loop = EngineLoop(batcher, before_work=functools.partial(_use_weights, self.pages, self.model))
+        weakref.finalize(self, self.loop.retire).atexit = False
+        for each in (self.model, *draft_models(self.speculation)):
+            vars(each)[STATE].generation.engines.add(self)
         self._seeds = itertools.count(torch.initial_seed() % 2**62)
 
-    def _use_weights(self) -> None:
-        """Prefixes that were computed with other weights or adapters are not found any more."""
-        self.pages.use_salt(weights_salt(self.model))
+    def __repr__(self) -> str:
+        scheduler = self.loop.batcher.scheduler
+        work = f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting" if self.is_live else "closed"
+        return f"hf_accel.Engine({type(self.model).__name__}: {work})"
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it computes, or may be asked to: until close(), or the end of its process or of its last holder."""
+        return self.loop.is_live
 
     # -- requests --------------------------------------------------------------------------------------
 
@@ -105,17 +118,20 @@ class Engine:
         goes first. n: samples, which share the prompt's pages. sampling: as SamplingParams; what is left out is as in
         model.generation_config. From any thread.
 
-        Raises UnsupportedError for what cannot be met, OutOfBlocksError for a request that max_tokens can never hold.
+        Raises UnsupportedError for what cannot be met, OutOfBlocksError for a request that max_tokens can never hold,
+        HfAccelError for an engine that is closed, broken or another process's. An error that comes later is raised
+        where the Request is read, and ends no other request.
         """
         ids = self._ids(prompt)
         limits = self._limit(max_new_tokens, len(ids))
         ends = tuple(self._ends() if stop_token_ids is None else stop_token_ids)
         rules = StopRules(ends, stop, decode=self._decode)
         params = self._sampling(sampling, ends)
-        first = next(self._seeds) * 2654435761 % 2**62 if seed is None else seed
+        first = next(self._seeds) * 2654435761 % 2**62 if seed is None else _integer("seed", seed)
+        rank = _integer("priority", priority)
         sequences = [
-            Sequence(list(ids), limits, params, stop=rules, seed=first + number, priority=priority)
-            for number in range(self._samples(n))
+            Sequence(list(ids), limits, params, stop=rules, seed=first + number, priority=rank)
+            for number in range(_integer("n", n, least=1))
         ]
         sequences[0].followers = sequences[1:]
         self.loop.batcher.scheduler.require_room(sequences[0])
@@ -124,11 +140,12 @@ class Engine:
     def _hand_over(self, sequences: list[Sequence], rules: StopRules) -> Request:
         # weak: in a cycle a handle that was dropped would live, and its request run, until the garbage collector comes
         of_sample: weakref.WeakKeyDictionary[Sample, Sequence] = weakref.WeakKeyDictionary()
-        decode = self._decode
+        decode, loop = self._decode, self.loop
         request = Request(
             num_samples=len(sequences),
             decode=None if decode is None else lambda tokens: rules.cut(decode(tokens)),
-            on_cancel=lambda sample: self.loop.cancel(of_sample[sample]),
+            on_cancel=lambda sample: loop.cancel(of_sample[sample]),
+            on_wait=loop.refuse_own_thread,
         )
         of_sample.update(zip(request.samples, sequences, strict=True))
         self.loop.submit(sequences[0], dict(zip(sequences, request.samples, strict=True)))
@@ -139,18 +156,14 @@ class Engine:
             if self.tokenizer is None:
                 raise UnsupportedError("prompt is text; give the Engine a tokenizer=, or submit token ids")
             prompt = self.tokenizer(prompt)["input_ids"]
-        ids = torch.as_tensor(prompt if isinstance(prompt, Tensor) else list(prompt)).flatten().tolist()
-        if not ids or not all(isinstance(token, int) for token in ids):
-            raise UnsupportedError(f"prompt must be a list of at least one token id, not {prompt!r}")
+        ids = token_ids(prompt)
         check_ids(self.model, ids, "prompt")
         return ids
 
     def _limit(self, max_new_tokens: int | None, num_prompt: int) -> int:
-        given = max_new_tokens is not None
-        most = max_new_tokens if given else default_new_tokens(self.model.generation_config, num_prompt)
-        if not isinstance(most, int) or most < 1:
-            raise UnsupportedError(f"max_new_tokens={most!r} must be an integer of at least 1")
-        return most
+        if max_new_tokens is None:
+            return default_new_tokens(self.model.generation_config, num_prompt)
+        return _integer("max_new_tokens", max_new_tokens, least=1)
 
     def _ends(self) -> Iterable[int]:
         return stop_token_ids(self.model)
@@ -162,12 +175,6 @@ class Engine:
         if self.speculation.drafters:
             refuse_stateful(params, vocabulary_size(self.model))
         return params
-
-    @staticmethod
-    def _samples(n: int) -> int:
-        if not isinstance(n, int) or n < 1:
-            raise UnsupportedError(f"n={n!r} must be an integer of at least 1")
-        return n
 
     @property
     def _decode(self) -> Callable[[list[int]], str] | None:
@@ -213,10 +220,27 @@ class Engine:
         self.close(wait=kind is None)
 
 
+def _use_weights(pages: Pages, model: Any) -> None:
+    """Prefixes that were computed with other weights or adapters are not found any more."""
+    pages.use_salt(weights_salt(model))
+
+
+def _integer(name: str, value: Any, *, least: int | None = None) -> int:
+    """Of any kind that counts as one (numpy's, a tensor's); not a bool."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or (least is not None and number < least):
+        raise UnsupportedError(f"{name}={value!r} must be an integer" + (f" of at least {least}" if least else ""))
+    return number
+
+
 def _state(model: Any) -> GenerationState:
     if STATE not in getattr(model, "__dict__", {}):
         raise UnsupportedError("the model is not patched; call hf_accel.patch(model) first")
     state: GenerationState = vars(model)[STATE].generation
-    if state.ragged_refusal is not None:
-        raise UnsupportedError(f"an Engine cannot serve this model: {state.ragged_refusal}; use model.generate()")
+    refusal = ragged_refusal(model)
+    if refusal is not None:
+        raise UnsupportedError(f"an Engine cannot serve this model: {refusal}; use model.generate()")
     return state

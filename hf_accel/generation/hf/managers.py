@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ...attention.hf import attention_is_ours
 from .state import STATE, GenerationState
 from .step import weights_salt
 
@@ -18,8 +19,7 @@ def model_for_manager(model: Any) -> PreTrainedModel:
     The same one for as long as the weights and adapters are the same: a manager that is kept is kept on it.
     """
     state: GenerationState = vars(model)[STATE].generation
-    own: Any = model.config.get_text_config(decoder=True)._attn_implementation
-    if own != "hf_accel":
+    if not attention_is_ours(model.config):
         return model
     salt = weights_salt(model)
     if state.attending is None or state.attending[0] != salt:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 
 from ...cache.hf import PagedCache
 from ...config import Default, SpeculativeConfig, parse_speculative
-from ...errors import UnsupportedError
+from ...errors import HfAccelWarning, NotRaggedError, UnsupportedError
 from ...instance import Mixin
 from .assisted import assistant_refusal, assisted
 from .batch import complete_configs, generate_batch
 from .managers import MANAGER, model_for_manager
 from .ragged import Call, run
-from .refusals import call_refusal
+from .refusals import NO_PAGES, call_refusal, changed_refusal, ragged_refusal
 from .state import STATE, CallState, GenerationState
-from .step import instance_refusal, is_text, positions_count_tokens, positions_depend_on_length, weights_salt
+from .step import other_input, positions_count_tokens, positions_depend_on_length, weights_salt
 from .streams import RowStreams
 
 UNSAID = Default("unsaid")
+STACK_LEVEL = 6  # from a warning to the line that calls generate()
 MAX_FIRST_TOKENS = 65536  # a cache makes room for at most this many tokens before any is written
 
 
@@ -63,7 +66,7 @@ class AcceleratedGeneration(Mixin):
         super()._validate_generation_mode(mode, generation_config, arguments)  # type: ignore[misc]
 
     def _takes_assistant(self, arguments: dict[str, Any]) -> bool:
-        if self._generation_state.ragged_refusal is not None or "assistant_tokenizer" in arguments:
+        if ragged_refusal(self) is not None or "assistant_tokenizer" in arguments:  # type: ignore[arg-type]
             return False
         assistant = arguments.get("assistant_model")
         return assistant is None or assistant_refusal(self, assistant) is None
@@ -85,7 +88,9 @@ class AcceleratedGeneration(Mixin):
         if isinstance(streamer, RowStreams):
             streamer.expect(generation_config)
         if refusal is None:
-            return self._ragged(*arguments, streamer, config, model_kwargs)
+            output, refusal = self._ragged(*arguments, streamer, config, model_kwargs)
+            if refusal is None:
+                return output
         if call is not None and call.insists:
             raise UnsupportedError(f"speculative= cannot be used in this call: {refusal}; leave speculative= out")
         self._stay_stock(refusal)
@@ -114,7 +119,9 @@ class AcceleratedGeneration(Mixin):
         if isinstance(streamer, RowStreams):
             streamer.expect(generation_config)
         if refusal is None:
-            return self._ragged(*arguments, streamer, config, model_kwargs)
+            output, refusal = self._ragged(*arguments, streamer, config, model_kwargs)
+            if refusal is None:
+                return output
         self._stay_stock(refusal)
         return super()._assisted_decoding(  # type: ignore[misc]
             *arguments, synced_gpus=synced_gpus, streamer=streamer, inputs_tensor=inputs_tensor,
@@ -133,18 +140,27 @@ class AcceleratedGeneration(Mixin):
         *,
         speculates: bool,
     ) -> str | None:
-        state, call = self._generation_state, self._generation_state.call
+        call = self._generation_state.call
         if call is None:
             return "it was not called by generate()"
-        return state.ragged_refusal or instance_refusal(self) or call_refusal(  # type: ignore[arg-type]
+        return ragged_refusal(self) or call_refusal(  # type: ignore[arg-type]
             input_ids, processors, criteria, config, inputs,
             synced=synced, own_cache=call.own_cache, speculates=speculates,
         )  # fmt: skip
 
     def _stay_stock(self, refusal: str) -> None:
-        call = self._generation_state.call
+        """Say so in stats(), and once aloud where neither the plan nor the user has asked for it."""
+        state, call = self._generation_state, self._generation_state.call
         if call is not None:
             call.statistics["loop"] = f"stock: {refusal}"
+        if refusal not in (state.ragged_refusal, NO_PAGES) and refusal not in state.warned:
+            state.warned.add(refusal)
+            warnings.warn(
+                f"generate() runs transformers' own loop, which is slower, because {refusal}; said once, and for each "
+                "call in hf_accel.stats(model)['loop']",
+                HfAccelWarning,
+                stacklevel=STACK_LEVEL,
+            )
 
     def _ragged(
         self,
@@ -155,7 +171,8 @@ class AcceleratedGeneration(Mixin):
         streamer: Any,
         speculative: SpeculativeConfig | None,
         inputs: dict[str, Any],
-    ) -> Any:
+    ) -> tuple[Any, str | None]:
+        """The output, or why it must be made by stock's loop, which finds all as it was."""
         wanted = Call(
             model=self,  # type: ignore[arg-type]
             input_ids=input_ids,
@@ -168,12 +185,19 @@ class AcceleratedGeneration(Mixin):
             speculative=speculative,
             repeats=config.num_return_sequences or 1,
         )
-        output, statistics = run(wanted)
+        random_state = torch.get_rng_state()
+        try:
+            output, statistics = run(wanted)
+        except NotRaggedError as error:
+            if streamer is not None and streamer.has_streamed:
+                raise  # what was handed out cannot be taken back
+            torch.set_rng_state(random_state)
+            return None, str(error)
         call = self._generation_state.call
         if call is not None:
             call.prompt_columns = input_ids.shape[1]
             call.statistics |= {"loop": "ragged", **statistics}
-        return output
+        return output, None
 
     def generate_batch(
         self,
@@ -196,7 +220,7 @@ class AcceleratedGeneration(Mixin):
         state = self._generation_state
         if not len(inputs):
             return {}
-        refusal = state.ragged_refusal or instance_refusal(self)  # type: ignore[arg-type]
+        refusal = ragged_refusal(self)  # type: ignore[arg-type]
         if refusal is not None:
             self._refuse_batch(generation_config, speculative, refusal)
             return super().generate_batch(  # type: ignore[misc]
@@ -246,7 +270,8 @@ class AcceleratedGeneration(Mixin):
         state: GenerationState = vars(self)[STATE].generation
         given = model_kwargs.get("past_key_values")
         wanted = state.cache is not None and generation_config.use_cache is not False
-        wanted = wanted and instance_refusal(self) is None  # type: ignore[arg-type]
+        # attention weights are as wide as stock's cache, which drops what a window has left behind
+        wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
         if wanted and given is None and generation_config.cache_implementation is None:
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             model_kwargs["past_key_values"] = PagedCache(
@@ -259,6 +284,8 @@ class AcceleratedGeneration(Mixin):
                 generation_config, model_kwargs, generation_mode, batch_size, *rest
             )
         cache = model_kwargs.get("past_key_values")
+        if isinstance(cache, PagedCache):
+            cache.check_config(self.config)  # type: ignore[attr-defined]
         if state.call is not None:
             state.call.cache = cache if isinstance(cache, PagedCache) else None
             state.call.own_cache = given is None
@@ -273,7 +300,7 @@ class AcceleratedGeneration(Mixin):
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, PagedCache) and cache.get_seq_length():
             cache.sequences.use_salt(weights_salt(self))  # type: ignore[arg-type]
-        known = is_text(model_kwargs) and instance_refusal(self) is None  # type: ignore[arg-type]
+        known = other_input(model_kwargs) is None and changed_refusal(self) is None  # type: ignore[arg-type]
         if not isinstance(cache, PagedCache) or cache.get_seq_length() or not known:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)

@@ -64,16 +64,19 @@ def run(call: Call) -> tuple[Any, dict[str, Any]]:
     try:
         _loop(call, batcher, sequences)
         result: Any = _result(call, sequences)
-    finally:
+        if sequences[0].keeps_row:
+            if call.config.return_dict_in_generate:
+                _compute_ends(runner, pages, sequences)
+            _keep(call, sequences)
+    except BaseException:
         for sequence in sequences:
-            if not sequence.is_finished:
-                batcher.remove(sequence, "cancelled")
+            batcher.remove(sequence, "cancelled")
+            if sequence.kept_row is not None:
+                sequence.kept_row.release()
+        raise
+    finally:
         keep_learnt(call.speculative, speculation, model)
     statistics = {} if call.speculative is None else speculation.statistics.to_dict()
-    if sequences[0].keeps_row:
-        if call.config.return_dict_in_generate:
-            _compute_ends(runner, pages, sequences)
-        _keep(call, sequences)
     if call.config.return_dict_in_generate:
         result = GenerateDecoderOnlyOutput(sequences=result, past_key_values=cache)
         if call.speculative is not None:
@@ -113,8 +116,12 @@ def _loop(call: Call, batcher: Batcher, sequences: list[Sequence]) -> None:
     if past:  # a cache that was passed along holds what the one row begins with
         batcher.scheduler.require_room(sequences[0])  # before there is a row that holds blocks
         row = Row(past[0].fork().tables, None)
-        row.truncate(min(row.num_tokens, len(sequences[0].tokens) - 1))
-        _leave_last_block(call.cache, row)
+        try:
+            row.truncate(min(row.num_tokens, len(sequences[0].tokens) - 1))
+            _leave_last_block(call.cache, row)
+        except BaseException:
+            row.release()
+            raise
         batcher.enter(sequences[0], row)
     else:
         for leader in sequences[:: call.repeats]:

@@ -8,27 +8,62 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 
+from ...attention.hf import attention_is_ours
 from ...cache.hf import PagedCache
 from .processing import processors_refusal, stateful_refusal
-from .step import is_text, positions_count_tokens, positions_depend_on_length
+from .state import STATE, GenerationState
+from .step import is_compiled, other_input, positions_count_tokens, positions_depend_on_length
 
+NO_PAGES = "it has no paged cache"
 # Phi-3's own preparation is only for rotary scaling that depends on the length, which is refused before.
 LONG_ROPE = "original_max_position_embeddings"
+
+
+# What stock's loop calls between two passes, and the ragged one does by itself.
+OWN_METHODS = (
+    "prepare_inputs_for_generation", "_prepare_position_ids_for_generation", "_update_model_kwargs_for_generation",
+    "_prefill", "_sample",
+)  # fmt: skip
 
 
 def model_refusal(model: nn.Module) -> str | None:
     """Why tokens of several sequences cannot be computed in one ragged row, as one clause; None if they can."""
     name = type(model).__name__
-    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+    parameters = inspect.signature(type(model).forward).parameters
+    if "position_ids" not in parameters:
         return f"{name} takes no position_ids"
+    needed = [n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if set(needed) - {"self", "input_ids"}:
+        return f"{name} needs more than token ids"
     if positions_depend_on_length(model.config):
         return "its rotary scaling depends on the length of the batch"
     if getattr(model, "_is_stateful", False):
         return f"{name} keeps a recurrent state that cannot go back"
-    for method in ("prepare_inputs_for_generation", "_prepare_position_ids_for_generation"):
+    for method in OWN_METHODS:
         own = getattr(type(model), method)
         if own is not getattr(GenerationMixin, method) and LONG_ROPE not in own.__code__.co_names:
             return f"{name} has a {method} of its own"
+    return None
+
+
+def ragged_refusal(model: nn.Module) -> str | None:
+    """Why a patched model cannot run ragged as it is now, as one clause; None if it can."""
+    state: GenerationState = vars(model)[STATE].generation
+    return state.ragged_refusal or changed_refusal(model)
+
+
+def changed_refusal(model: nn.Module) -> str | None:
+    """Set if what was done to the model since it was patched keeps it from reading pages."""
+    config: Any = model.config
+    if not attention_is_ours(config):
+        now = config.get_text_config(decoder=True)._attn_implementation
+        return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"
+    for name in OWN_METHODS:
+        own = vars(model).get(name)  # PEFT's prompt learning puts its own there
+        if own is not None and getattr(own, "__func__", None) is not getattr(type(model), name):
+            return f"its {name} was replaced on the model itself"
+    if any(is_compiled(module) for module in model.modules()):
+        return "torch.compile was applied to it, and cannot follow into the pages"
     return None
 
 
@@ -46,13 +81,14 @@ def call_refusal(
     """Why this call cannot run ragged, as one clause; None if it can. inputs: what the model would be called with."""
     cache, mask = inputs.get("past_key_values"), inputs.get("attention_mask")
     if not isinstance(cache, PagedCache) or inputs.get("use_cache") is False:
-        return "it has no paged cache"
+        return NO_PAGES
     if not own_cache and len(input_ids) > 1:
         return "a cache that is passed along holds columns, padding included"
     if synced:
         return "synced_gpus=True keeps all ranks in step"
-    if not input_ids.numel() or not is_text(inputs) or inputs.get("encoder_outputs") is not None:
-        return "its inputs are more than token ids"
+    other = other_input(inputs)
+    if other is not None or not input_ids.numel():
+        return f"it is given {other or 'no token ids'}"
     wanted = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
     asked = [name for name in wanted if getattr(generation_config, name) and generation_config.return_dict_in_generate]
     if asked:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ...cache.hf import PagedCache
 from ...config import CacheConfig, SpeculativeConfig
+from ...errors import UnsupportedError
 from ..controller import Controller
 
 STATE = "_hf_accel"  # where patch() keeps its GenerationState on the model
@@ -48,7 +50,8 @@ class GenerationState:
     alike_rows: the most rows that its linears round as they round one; None for any number.
     make_draft: makes draft models; drafts: those made, by what they were made of. controllers: what earlier calls have
     learnt, while no call uses it. calls: of generate() that are under way, by thread. make_attending: makes a model
-    that attends as without us; attending: the last one, and the weights that it was made of.
+    that attends as without us; attending: the last one, and the weights that it was made of. warned: what was said
+    aloud. engines: made for this model.
     """
 
     cache: CacheConfig | None
@@ -63,9 +66,20 @@ class GenerationState:
     make_attending: MakeAttending | None = None
     attending: tuple[bytes, PreTrainedModel] | None = None
     statistics: dict[str, Any] = field(default_factory=dict)
+    warned: set[str] = field(default_factory=set)
+    engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # weak: one that is forgotten serves nobody
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"drafts": {}, "controllers": {}, "calls": {}, "attending": None}
+        return vars(self) | {"drafts": {}, "controllers": {}, "calls": {}, "engines": None, "attending": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state | {"engines": weakref.WeakSet()})
+
+    def require_idle(self, what: str) -> None:
+        """Raise UnsupportedError while an Engine runs the model, which would go on over another one."""
+        for engine in list(self.engines):
+            if engine.is_live:
+                raise UnsupportedError(f"{what} while {engine!r} runs the model; call engine.close() first")
 
     @property
     def call(self) -> CallState | None:

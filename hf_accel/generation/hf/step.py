@@ -5,26 +5,27 @@ with `past_key_values=cache`. In a patched model a forward pre-hook does the fir
 from __future__ import annotations
 
 import hashlib
+import inspect
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...attention.hf import attention_is_ours
 from ...cache.hf import PagedCache
 from ...errors import UnsupportedError
+from ...instance import original_class
 from ...kernels.cpu.tensors import autocast_dtype
+from ...linear import QuantLinear
+from ...tensors import plain_tensors
 from .state import STATE, GenerationState
 
-# With any other input (images, audio, ...) equal token ids do not mean equal keys and values.
+# What a pass over text is made of: equal token ids then mean equal keys and values. Anything else is not known.
 TEXT_INPUTS = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict", "logits_to_keep",
-    "labels", "output_attentions", "output_hidden_states", "is_causal",
+    "labels", "output_attentions", "output_hidden_states", "num_items_in_batch", "cache_position", "synced_gpus",
 }  # fmt: skip
-
-# What stock's loop calls for each pass, and a ragged one does not.
-PREPARATION = (
-    "prepare_inputs_for_generation", "_prepare_position_ids_for_generation", "_update_model_kwargs_for_generation",
-)  # fmt: skip
 
 
 def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -34,19 +35,22 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """
     if torch.compiler.is_compiling() or is_compiled(model):
         return  # operators of torch alone; a PagedCache then hands out K and V of all columns
-    cache = kwargs.get("past_key_values")
-    ids = args[0] if args else kwargs.get("input_ids")
+    if args:
+        kwargs = dict(zip(_parameters(original_class(model)), args, strict=False)) | kwargs
+    cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
     source = kwargs.get("inputs_embeds") if ids is None else ids
     if source is not None and 0 in source.shape[:2]:
         raise UnsupportedError(
             f"the input has {source.shape[0]} rows of {source.shape[1]} tokens; give at least one token in one row"
         )
     mask = kwargs.get("attention_mask")
-    if not isinstance(cache, PagedCache) or source is None or not (mask is None or _is_columns(mask)):
-        return
+    ours = isinstance(cache, PagedCache) and attention_is_ours(model.config)
+    if not ours or source is None or not (mask is None or _is_columns(mask)):
+        return  # the cache hands out all columns, as to any model
+    cache.check_config(model.config)  # type: ignore[arg-type]
     mask = None if mask is None else mask.bool()
     fresh = cache.get_seq_length() == 0
-    shareable = ids is not None and is_text(kwargs)
+    shareable = ids is not None and other_input(kwargs) is None
     if fresh and shareable:
         shareable = not positions_depend_on_length(model.config) and positions_count_tokens(
             kwargs.get("position_ids"), mask
@@ -61,20 +65,16 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     )
 
 
+@lru_cache(maxsize=256)
+def _parameters(kind: type) -> tuple[str, ...]:
+    """What forward calls its arguments."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]  # type: ignore[attr-defined]
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether calling the module runs what torch.compile made of it: model.compile(), model.forward = compile(...)."""
     own = vars(module)
     return own.get("_compiled_call_impl") is not None or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
-
-
-def instance_refusal(model: nn.Module) -> str | None:
-    """Why pages cannot serve the model as it is now, as one clause: somebody changed how it is called."""
-    for name in PREPARATION:
-        own = vars(model).get(name)  # PEFT's prompt learning puts its own there
-        if own is not None and getattr(own, "__func__", None) is not getattr(type(model), name, None):
-            return f"its {name} was replaced on the model itself"
-    compiled = any(is_compiled(module) for module in model.modules())
-    return "torch.compile was applied to it, and cannot follow into the pages" if compiled else None
 
 
 def _is_columns(mask: object) -> bool:
@@ -103,9 +103,11 @@ def weights_salt(model: nn.Module) -> bytes:
     digest.update(str(autocast_dtype(model_device(model).type)).encode())
     for module in model.modules():
         for parameter in module._parameters.values():
-            if parameter is not None:
-                version = 0 if parameter.is_inference() else parameter._version
-                digest.update(f"{parameter.data_ptr()}:{version};".encode())
+            for tensor in () if parameter is None else plain_tensors(parameter):
+                version = 0 if tensor.is_inference() else tensor._version
+                digest.update(f"{tensor.data_ptr()}:{version};".encode())
+        if isinstance(module, QuantLinear):
+            digest.update(f"{module.writes};".encode())
         if "_active_adapter" in vars(module):
             switches = (vars(module).get(name) for name in ("_active_adapter", "_disable_adapters", "merged_adapters"))
             digest.update(repr(tuple(switches)).encode())
@@ -130,6 +132,6 @@ def positions_depend_on_length(config: Any) -> bool:
     return any(kind in ("dynamic", "longrope") for kind in kinds)
 
 
-def is_text(inputs: dict[str, Any]) -> bool:
-    """Whether token ids are all that keys and values depend on."""
-    return not any(isinstance(value, Tensor) and name not in TEXT_INPUTS for name, value in inputs.items())
+def other_input(inputs: dict[str, Any]) -> str | None:
+    """The name of an input that keys and values may depend on besides token ids; None if there is none."""
+    return next((name for name, value in inputs.items() if name not in TEXT_INPUTS and value is not None), None)

@@ -26,9 +26,15 @@ class RowStreams:
         self.columns: list[list[int]] = []  # what a plain streamer is still owed
         self.finished: set[int] = set()
         self.num_put = 0
+        self.num_tokens = 0
         self.padding = 0
         self.ends: frozenset[int] = frozenset()
         self.prompted = False
+
+    @property
+    def has_streamed(self) -> bool:
+        """Whether more than the prompt was handed out."""
+        return self.num_tokens > 0
 
     def expect(self, generation_config: Any) -> None:
         """What stock's loops end a row with, and put behind it."""
@@ -62,6 +68,7 @@ class RowStreams:
 
     def tokens(self, row: int, tokens: Sequence[int], finished: bool) -> None:
         """New tokens of one row; ragged passes bring some rows more than others."""
+        self.num_tokens += len(tokens)
         if self.each is not None or self.takes_row:
             for token in tokens:
                 self._to_row(row, torch.tensor([token]))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from ...errors import UnsupportedError
 
@@ -18,3 +21,41 @@ def check_ids(model: Any, ids: Sequence[int], name: str) -> None:
     size = vocabulary_size(model)
     if min(ids) < 0 or max(ids) >= size:
         raise UnsupportedError(f"{name} holds token ids from {min(ids)} to {max(ids)}; the model has 0 to {size - 1}")
+
+
+def token_ids(prompt: Any, name: str = "prompt") -> list[int]:
+    """The ids of one prompt: of an iterable of integers of any kind, or of a tensor or array [T] or [1, T].
+
+    Raises UnsupportedError, with what to give instead, for anything else.
+    """
+    if isinstance(prompt, Tensor) or hasattr(prompt, "__array__"):
+        if len(prompt.shape) != 1 and tuple(prompt.shape[:-1]) != (1,):
+            raise UnsupportedError(f"{name} has the shape {tuple(prompt.shape)}; give each row of token ids by itself")
+        prompt = prompt.reshape(-1).tolist()
+    try:
+        given = [] if isinstance(prompt, str | Mapping) else list(prompt)
+        if len(given) == 1 and isinstance(given[0], list | tuple):  # as tokenizers return a batch of one
+            given = list(given[0])
+        ids = [operator.index(token) for token in given if not isinstance(token, bool)]
+    except TypeError:
+        ids = []
+    if not ids or len(ids) != len(given):
+        raise UnsupportedError(f"{name} {_refused(prompt)}")
+    return ids
+
+
+def _refused(prompt: Any) -> str:
+    first = prompt[0] if isinstance(prompt, list | tuple) and prompt else prompt
+    if isinstance(first, Mapping) and "role" in first:
+        what = "a list of chat messages" if first is not prompt else "a chat message"
+        return (
+            f"is {what}; give the token ids of the whole chat: "
+            "tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)"
+        )
+    if isinstance(prompt, Mapping):
+        return "is a dict, as a tokenizer returns it; give its ids: prompt['input_ids']"
+    if isinstance(prompt, str):
+        return "is a text; give its token ids: tokenizer(text)['input_ids']"
+    if isinstance(first, str):
+        return "is a list of texts; give each by itself, as a list of token ids"
+    return f"must be a list of at least one token id, not {prompt!r}"

@@ -151,6 +151,7 @@ class IntegerLinear:
     ) -> None:
         first = weights[0]
         self.keep_alive: list[Any] = [*weights, *biases]
+        self._biases: list[tuple[Any, Tensor]] = []
         matrices, column = (Matrix * len(weights))(), 0
         for matrix, weight, bias in zip(matrices, weights, biases, strict=True):
             matrix.out_features, matrix.column = weight.out_features, column
@@ -158,7 +159,7 @@ class IntegerLinear:
             matrix.scale_dtype = DTYPES[weight.scales.dtype]
             matrix.zeros = None if weight.zeros is None else weight.zeros.data_ptr()
             if bias is not None:
-                matrix.bias, matrix.bias_dtype = bias.data_ptr(), DTYPES[bias.dtype]
+                self._biases.append((matrix, bias))
             column += weight.out_features
         self.in_features = first.in_features
         self.out_features = column if epilogue is None else first.out_features
@@ -170,6 +171,9 @@ class IntegerLinear:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         rows, dtype = x.shape[0], DTYPES[x.dtype]
+        for matrix, bias in self._biases:
+            if matrix.bias != bias.data_ptr():  # `bias.data = other` since
+                matrix.bias, matrix.bias_dtype = bias.data_ptr(), DTYPES[bias.dtype]
         out = x.new_empty(rows, self.out_features)
         added = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
         self._run(

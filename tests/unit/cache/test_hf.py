@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import hf_accel
 from hf_accel import CacheConfig, OutOfBlocksError, PagedCache, UnsupportedError
 from hf_accel.cache.hf import PAGED_HANDLE, layer_windows
 
+from ...parity.families import DECODER, build, prompts
 from .programme import DIM, HEADS, LAYERS, Pair, check_blocks
 
 BLOCK = 4
@@ -553,3 +555,43 @@ def test_crop_behind_a_window_is_refused() -> None:
     assert (cache.get_seq_length(), used(cache)) == (31, before)
     cache.crop(-4)
     assert cache.get_seq_length() == 27
+
+
+def other_cache(change: dict[str, Any]) -> PagedCache:
+    return PagedCache(LlamaConfig(**{**DECODER, **change}))
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 1}, {"num_hidden_layers": 3}], ids=str)
+@pytest.mark.parametrize("patched", [True, False])
+def test_a_cache_for_another_number_of_layers(change: dict[str, Any], patched: bool) -> None:
+    """One too many looks to an unpatched model's cache like a pass that stopped, which went on from nothing."""
+    model = build("llama")
+    if patched:
+        hf_accel.patch(model, weights=None)
+    with pytest.raises(UnsupportedError, match=r"make it with hf_accel.PagedCache\(model.config\)"):
+        model.generate(prompts(1, 5), past_key_values=other_cache(change), max_new_tokens=3)
+
+
+@pytest.mark.parametrize("call", ["generate", "forward"])
+def test_a_cache_with_another_window(call: str) -> None:
+    model = hf_accel.patch(build("llama"), weights=None)
+    run = partial(model.generate, max_new_tokens=2) if call == "generate" else model
+    cache = PagedCache(MistralConfig(**DECODER, sliding_window=3))
+    text = "for 2 layers with a window of 3, and the model has 2 layers without a window; make it with"
+    with pytest.raises(UnsupportedError, match=text):
+        run(prompts(1, 5), past_key_values=cache)
+    again = PagedCache(model.config)
+    assert run(prompts(1, 5), past_key_values=again) is not None
+
+
+def test_a_first_pass_that_was_interrupted_can_be_reset() -> None:
+    """As the error says."""
+    model = build("llama")
+    cache, ids = PagedCache(model.config), prompts(1, 5)
+    cache.update(torch.ones(1, 2, 5, 8), torch.ones(1, 2, 5, 8), 0)
+    with pytest.raises(
+        UnsupportedError, match=r"layer 1 .* if its first pass was interrupted, call the cache's reset"
+    ):
+        model(ids, past_key_values=cache)
+    cache.reset()
+    assert torch.equal(model(ids, past_key_values=cache).logits, model(ids, past_key_values=DynamicCache()).logits)

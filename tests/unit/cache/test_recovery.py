@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import MistralConfig
 
-from hf_accel.cache import BlockPool, BlockTable, KVStorage, PrefixIndex
+from hf_accel.cache import BlockPool, BlockTable, KVStorage, PageGroup, PrefixIndex
+from hf_accel.cache import storage as storage_module
 from hf_accel.cache.hf import PagedCache
 from hf_accel.errors import OutOfBlocksError, UnsupportedError
 
@@ -78,3 +81,102 @@ def test_crop_that_needs_tokens_behind_the_window_is_refused(num_removed: int, r
     else:
         cache.crop(-num_removed)
         assert cache.get_seq_length() == 40 - num_removed
+
+
+# -- an error in the middle -----------------------------------------------------------------------------------
+
+POINTS = [(BlockPool, "allocate"), (BlockPool, "retain"), (PrefixIndex, "insert"), (PageGroup, "copy"),
+          (PageGroup, "table_tensor"), (KVStorage, "grow")]  # fmt: skip
+
+
+def failing_at(monkeypatch: pytest.MonkeyPatch, point: int) -> list[str]:
+    """Raise at call number `point` of all POINTS; returns the list of those that were made."""
+    made: list[str] = []
+
+    def watched(owner: type, name: str) -> Any:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **keywords: Any) -> Any:
+            made.append(name)
+            if len(made) == point:
+                raise MemoryError("injected")
+            return original(*args, **keywords)
+
+        return staticmethod(call) if isinstance(vars(owner)[name], staticmethod) else call
+
+    for owner, name in POINTS:
+        monkeypatch.setattr(owner, name, watched(owner, name))
+    return made
+
+
+def states(ids: torch.Tensor) -> torch.Tensor:
+    """K, which is also V, that tells each token from any other and from pages that were never written."""
+    return (ids[:, None, :, None] + 100.0).expand(-1, 2, -1, 8).contiguous()
+
+
+def turn(cache: PagedCache, ids: torch.Tensor) -> torch.Tensor:
+    """One pass of a model of one layer; all that it would read, [B, T]."""
+    cache.prepare(len(ids), ids.shape[1], device=ids.device, token_ids=ids, salt=b"weights")
+    cache.update(states(ids), states(ids), 0)
+    cache.unread = None  # as when attention has read it
+    keys = cache.layers[0].keys
+    assert keys is not None
+    return keys[:, 0, :, 0] - 100
+
+
+PROMPTS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 8], [1, 2, 3, 4, 5, 6, 7, 8, 9]])
+
+
+@pytest.mark.parametrize("max_tokens", [None, 48])
+def test_an_error_while_a_pass_is_prepared_leaves_nothing_behind(max_tokens: int | None) -> None:
+    """Nor blocks that others find by their tokens, though nothing was ever written to them."""
+    point, done = 0, False
+    while not done:
+        point += 1
+        cache = PagedCache(MistralConfig(num_hidden_layers=1, sliding_window=None), block_size=4, capacity=4,
+                           max_tokens=max_tokens)  # fmt: skip
+        turn(cache, torch.tensor([[7, 7, 7, 7, 7]]))  # there are pages, which have to grow
+        cache.reset()
+        with pytest.MonkeyPatch.context() as patch:
+            made = failing_at(patch, point)
+            try:
+                turn(cache, PROMPTS)
+                turn(cache, PROMPTS[:, -1:])
+                done = len(made) < point
+            except MemoryError:
+                cache.reset()
+        group = cache.sequences.groups[0]
+        assert done or group.pool.num_used == 0
+        cache.reset()
+        assert torch.equal(turn(cache, PROMPTS[1:]), PROMPTS[1:].float())
+        assert group.pool.num_used == len({b for row in cache.sequences.rows for b in row.tables[0].blocks})
+    assert point > 12
+
+
+def test_prompts_that_did_not_fit_are_found_by_nobody() -> None:
+    """The first of two was published before there was no room for the second; it was never computed."""
+    cache = PagedCache(MistralConfig(num_hidden_layers=1, sliding_window=None), block_size=4, max_tokens=16)
+    both = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 9], [9, 8, 7, 6, 5, 4, 3, 2, 1]])
+    with pytest.raises(OutOfBlocksError):
+        turn(cache, both)
+    assert not cache.sequences.rows and not cache.has_prefixes
+    cache.reset()
+    assert torch.equal(turn(cache, both[:1]), both[:1].float())
+
+
+def test_pages_that_cannot_grow_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K without V would be taken for pages that have grown, and V written beyond its end."""
+    storage = KVStorage(2, num_kv_heads=1, block_size=4, key_dim=8, value_dim=8, dtype=torch.float32, device="cpu")
+    made = []
+
+    def no_memory(*args: Any, **keywords: Any) -> Any:
+        made.append(args)
+        if len(made) == 2:
+            raise RuntimeError("can't allocate memory")
+        return torch.empty(*args, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage_module, "_empty", no_memory)
+        with pytest.raises(RuntimeError, match="can't allocate"):
+            storage.grow(4)
+    assert len(storage.k_pages) == len(storage.v_pages) == storage.num_blocks == 2

@@ -239,7 +239,10 @@ def test_the_machine_is_measured_if_nothing_is_given():
         ({"context": 1, "bandwidth": 0}, "bandwidth=0 must be a finite number above 0"),
         ({"context": 1, "compute": float("nan")}, "compute=nan must be a finite number above 0"),
         ({"context": 1, "price_per_hour": "2"}, "price_per_hour='2' must be a finite number above 0"),
-        ({"context": 1, "weights": WeightConfig(bits=4, group_size=128)}, "group_size=128 does not divide the inputs"),
+        (
+            {"context": 1, "weights": WeightConfig(bits=4, group_size=128)},
+            "group_size=128 does not divide the 64 inputs",
+        ),
     ],
 )
 def test_bad_values_are_clear_errors(keywords, message):

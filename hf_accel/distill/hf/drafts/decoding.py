@@ -16,8 +16,8 @@ from ....generation.batcher import Batcher
 from ....generation.controller import Controller
 from ....generation.hf.defaults import stop_token_ids
 from ....generation.hf.drafting import make_speculation
+from ....generation.hf.refusals import ragged_refusal
 from ....generation.hf.runner import ModelRunner
-from ....generation.hf.state import STATE
 from ....generation.sampling import SamplingParams
 from ....generation.stopping import StopRules
 from ....patch import is_patched, make_draft
@@ -31,7 +31,7 @@ def as_patched(model: PreTrainedModel) -> PreTrainedModel:
     Raises UnsupportedError for a model that cannot run ragged, and so neither speculate nor be a draft.
     """
     patched = model if is_patched(model) else make_draft(model, None)
-    refusal = vars(patched)[STATE].generation.ragged_refusal
+    refusal = ragged_refusal(patched)
     if refusal is not None:
         raise UnsupportedError(f"{type(model).__name__} cannot decode in ragged rows, as speculation needs: {refusal}")
     return patched

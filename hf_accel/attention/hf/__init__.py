@@ -1,0 +1,20 @@
+"""Attention and mask functions, registered with transformers as a pair under one name.
+
+transformers calls the mask function once a forward pass and kind of layer, the attention function once a layer.
+"""
+
+from __future__ import annotations
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from .forward import BACKEND_ATTRIBUTE, NAME, attention_forward, attention_is_ours
+from .mask import mask_forward
+from .stock import STOCK_ATTRIBUTE, eager_agrees
+
+__all__ = ["BACKEND_ATTRIBUTE", "NAME", "STOCK_ATTRIBUTE", "attention_is_ours", "eager_agrees", "register"]
+
+
+def register() -> None:
+    """Make "hf_accel" an attention implementation; harmless when repeated."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, mask_forward)

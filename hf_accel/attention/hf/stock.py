@@ -1,0 +1,149 @@
+"""What a model attends by without us, for the calls that our attention does not understand."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils import output_capturing
+
+from ...instance import Mixin
+from .. import AttentionSpec, ReferenceBackend
+from ..structure import attention_code
+from .mask import MaskInfo, expanded_mask
+
+STOCK_ATTRIBUTE = "_hf_accel_stock_attention"  # the implementation that a module had before patch()
+SDPA, EAGER = "sdpa", "eager"
+TRIED = 5  # tokens on which a function is compared
+
+
+def stock_name(module: nn.Module) -> str:
+    """The implementation that the module attends by without us."""
+    name: str = getattr(module, STOCK_ATTRIBUTE, SDPA)
+    return name
+
+
+def collects_attentions() -> bool:
+    """Whether transformers' hooks gather attention weights in the pass that is under way."""
+    collector = output_capturing._active_collector.get()
+    return collector is not None and any("attentions" in key for key in collector)
+
+
+def stock_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    info: MaskInfo | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """As the model has it without us; eager where attention weights are asked for, which no other function returns.
+
+    query [B, Hq, Q, D], key and value [B, Hkv, T, D] -> [B, Q, Hq, Dv], and weights [B, Hq, Q, T] or None.
+    """
+    name, eager = stock_name(module), eager_function(type(module))
+    weights = bool(options.get("output_attentions")) or collects_attentions()
+    if eager is None or (name != EAGER and not weights):
+        function = AttentionInterface()[SDPA if name == EAGER else name]
+        result = function(module, query, key, value, _bool_mask(mask, info, query), **options)
+        return result[0], result[1]
+    full = _full_mask(mask, info, query, key, causal=_is_causal(module, name, options))
+    del options["is_causal"]
+    if options["scaling"] is None:
+        options["scaling"] = query.shape[-1] ** -0.5
+    out, scores = eager(module, query, key, value, full, **options)
+    return out, scores
+
+
+def _is_causal(module: nn.Module, name: str, options: dict[str, Any]) -> bool:
+    """Whether a missing mask means causal attention: it does to sdpa, to eager it means none."""
+    asked = options["is_causal"]
+    return name != EAGER and bool(getattr(module, "is_causal", True) if asked is None else asked)
+
+
+def _bool_mask(mask: Tensor | None, info: MaskInfo | None, query: Tensor) -> Tensor | None:
+    """What stock's sdpa is given: nothing where it goes by is_causal."""
+    if mask is None or info is None:
+        return mask
+    return None if info.left_out else expanded_mask(mask, info, query.shape[2])
+
+
+def _full_mask(
+    mask: Tensor | None, info: MaskInfo | None, query: Tensor, key: Tensor, *, causal: bool
+) -> Tensor | None:
+    """What stock's eager is given: a mask to add to the scores."""
+    q_length, kv_length = query.shape[2], key.shape[2]
+    if mask is not None and info is not None:
+        mask = expanded_mask(mask, info, q_length)
+    elif mask is None and causal and q_length > 1:
+        ones = torch.ones(q_length, kv_length, dtype=torch.bool, device=query.device)
+        mask = ones.tril(kv_length - q_length)[None, None]
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    lowest = torch.finfo(query.dtype).min
+    return torch.where(mask, 0.0, lowest).to(query.dtype)
+
+
+@lru_cache(maxsize=1024)
+def eager_function(kind: type) -> Any:
+    """The plain-torch attention of the file that a module's class comes from; None if it has none."""
+    original: type = kind.__bases__[1] if issubclass(kind, Mixin) else kind
+    name = attention_code(original).eager
+    return None if name is None else getattr(sys.modules.get(original.__module__), name, None)
+
+
+@torch.no_grad()
+def eager_agrees(module: nn.Module, spec: AttentionSpec) -> bool:
+    """Whether the module's own eager function gives what our reference gives, on random numbers."""
+    eager = eager_function(type(module))
+    if eager is None:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((spec.num_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.value_dim))
+    query, key, value = (torch.randn(1, heads, TRIED, width, generator=generator) for heads, width in shapes)
+    sinks = torch.randn(spec.num_heads, generator=generator) if spec.sinks else None
+    scale = spec.head_dim**-0.5
+    mask = torch.full((TRIED, TRIED), torch.finfo(torch.float32).min).triu(1)[None, None]
+    options = {"softcap": spec.softcap, "s_aux": sinks}
+    twin = copy.copy(module)
+    twin._parameters = {**module._parameters, **({} if sinks is None else {"sinks": sinks})}
+    try:
+        given = {name: value for name, value in options.items() if value is not None}
+        got = eager(twin, query, key, value, mask, scaling=scale, dropout=0.0, **given)[0]
+        expected = ReferenceBackend().dense(
+            query, key, value, mask=None, causal=True, scale=scale, softcap=spec.softcap, sinks=sinks
+        )
+    except Exception:  # a function that wants more than we know of
+        return False
+    return got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def recorded_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """While torch records what is computed: operators of torch alone, over masks that are None or whole."""
+    sinks = options.get("s_aux", options.get("sinks"))
+    if sinks is None and options.get("softcap") is None:
+        result: tuple[Tensor, Tensor | None] = sdpa_attention_forward(module, query, key, value, mask, **options)
+        return result
+    asked = options["is_causal"]
+    causal = mask is None and query.shape[2] > 1 and (getattr(module, "is_causal", True) if asked is None else asked)
+    out = ReferenceBackend().dense(
+        query,
+        key,
+        value,
+        mask=mask,
+        causal=causal,
+        scale=query.shape[-1] ** -0.5 if options["scaling"] is None else options["scaling"],
+        softcap=options.get("softcap"),
+        sinks=sinks,
+        dropout=options["dropout"],
+    )
+    return out.contiguous(), None

@@ -1,0 +1,95 @@
+"""What is handed over as a model, and the names of its modules in skip=, held against what they can be."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from os import PathLike
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
+
+from .errors import UnsupportedError
+
+
+def transformers_model(given: Any) -> PreTrainedModel:
+    """The transformers model to work on, inside of a PEFT wrapper if need be; UnsupportedError if it is none."""
+    inner = given.get_base_model() if hasattr(given, "get_base_model") and not isinstance(given, type) else given
+    if not isinstance(inner, PreTrainedModel):
+        what = f"the class {given.__name__}" if isinstance(given, type) else f"{type(given).__name__}"
+        raise UnsupportedError(f"hf_accel works on a transformers PreTrainedModel, not on {what}; {_way_out(given)}")
+    return inner
+
+
+def _way_out(given: Any) -> str:
+    if isinstance(given, str | PathLike):
+        return f"load it first, as with AutoModelForCausalLM.from_pretrained({str(given)!r})"
+    if isinstance(given, PreTrainedConfig):
+        return "make a model of it first, as with AutoModelForCausalLM.from_config(config)"
+    if isinstance(given, PreTrainedTokenizerBase):
+        return "pass the model that it is the tokenizer of"
+    if isinstance(given, type):
+        return "pass a model of it, as its from_pretrained returns one"
+    within = _within(given)
+    if within == "_orig_mod":
+        return "it is compiled: pass model._orig_mod, or patch before torch.compile"
+    if within is not None:
+        return f"pass the transformers model in it, its .{within}"
+    return "pass the model that from_pretrained returned"
+
+
+def _within(given: Any) -> str | None:
+    """The attribute that holds a transformers model: of what torch, accelerate and others wrap around one, and of a
+    pipeline or a Trainer."""
+    modules = given.named_modules() if isinstance(given, nn.Module) else ()
+    found = next((name for name, module in modules if isinstance(module, PreTrainedModel)), None)
+    return "model" if found is None and isinstance(getattr(given, "model", None), PreTrainedModel) else found
+
+
+def check_model(model: object) -> PreTrainedModel:
+    """`transformers_model`, and refuse one whose parameters have no values here."""
+    inner = transformers_model(model)
+    on_meta = next((name for name, p in inner.named_parameters() if p.device.type == "meta"), None)
+    if on_meta is None:
+        return inner
+    if any(hasattr(module, "_hf_hook") for module in inner.modules()):
+        raise UnsupportedError(
+            f"parameter {on_meta!r} is on the meta device, since accelerate brings it in for each pass; load the "
+            "model without offloading, as with device_map='cpu'"
+        )
+    raise UnsupportedError(
+        f"parameter {on_meta!r} is on the meta device and has no values; load the model's weights first"
+    )
+
+
+def check_skip(model: nn.Module, skip: tuple[str, ...]) -> None:
+    """Raise UnsupportedError for a name in skip= that is no Linear's, and so would skip nothing."""
+    modules = dict(model.named_modules())
+    linears = [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)]
+    for wanted in skip:
+        if not any(named(name, wanted) for name in linears):
+            hint = _meant(wanted, modules, linears)
+            raise UnsupportedError(f"skip={wanted!r} is the name, or the end of the name, of no Linear; {hint}")
+
+
+def _meant(wanted: str, modules: Iterable[str], linears: list[str]) -> str:
+    inside = {
+        wanted + name[len(around) :]
+        for around in modules
+        for name in linears
+        if named(around, wanted) and name.startswith(f"{around}.")
+    }
+    ends = sorted({name.rpartition(".")[2] for name in linears})
+    close = sorted(inside) or difflib.get_close_matches(wanted, [*ends, *linears], n=3)
+    return f"did you mean {shortened(close)}?" if close else f"there are {shortened(ends)}"
+
+
+def shortened(names: list[str], most: int = 8) -> str:
+    return ", ".join([*map(repr, names[:most]), *(["..."] if len(names) > most else [])])
+
+
+def named(name: str, wanted: str) -> bool:
+    """Whether `wanted` is a module's name or the end of it."""
+    return name == wanted or name.endswith("." + wanted)

@@ -1,0 +1,259 @@
+"""A checkpoint that was saved quantized: what it must hold, and the layers that it is loaded into.
+
+Nothing of the model is changed before config.json, and the headers and scales in the files, were found to be right:
+transformers would cast what has another dtype, and fill in random numbers for what is missing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.pytorch_utils import Conv1D
+
+from .config import WeightConfig
+from .errors import HfAccelError, UnsupportedError
+from .linear import QuantLinear
+from .linear.formats import state, zeros
+from .originals import read_tensor
+from .ties import broken_ties, remaining_ties
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+SETTINGS = ("bits", "activations", "group_size", "symmetric")
+AGAIN = "save the model again with save_pretrained, or load the float one with quantization_config=AccelConfig(...)"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A tensor that a checkpoint holds. shape None: transformers will make another one of it."""
+
+    dtype: torch.dtype | str  # safetensors' name where torch's is not known
+    shape: tuple[int, ...] | None
+    read: Callable[[], Tensor]
+
+
+def prepare(model: PreTrainedModel, modules: Mapping[str, Mapping[str, Any]], files: Sequence[str]) -> None:
+    """Put an empty QuantLinear in the place of each of `modules`, for the checkpoint `files` to be loaded into.
+
+    model: on the meta device. modules: settings by name, as `module_settings` gives them. Raises UnsupportedError for
+    settings that this model cannot have, HfAccelError for files that do not hold what they should; the model is as it
+    was then.
+    """
+    layers = {name: _empty_layer(model, name, settings) for name, settings in modules.items()}
+    if files and all(str(file).endswith(".safetensors") for file in files):
+        _check_files(model, layers, [Path(file) for file in files])
+    for submodel, attribute, ties in list(broken_ties(model, layers)):
+        setattr(submodel, attribute, ties)
+    for name, layer in layers.items():
+        model.set_submodule(name, layer)
+
+
+def check_loaded(model: PreTrainedModel) -> None:
+    """The quantized layers of a model that was just loaded, also from what `prepare` could not look into."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantLinear):
+            loaded = {
+                f"{name}.{suffix}": Found(tensor.dtype, tuple(tensor.shape), partial(_itself, tensor))
+                for suffix, tensor in (layer._buffers | layer._parameters).items()
+                if tensor is not None and getattr(tensor, "_is_hf_initialized", False)  # transformers' mark: was read
+            }
+            _check_layer(model, name, layer, loaded)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+# -- config.json ---------------------------------------------------------------------------------------
+
+
+def _empty_layer(model: PreTrainedModel, name: str, settings: Mapping[str, Any]) -> QuantLinear:
+    try:
+        original = model.get_submodule(name)
+    except AttributeError as error:
+        raise UnsupportedError(
+            f"the checkpoint quantizes {name!r}, which {type(model).__name__} has not; load it with the class that "
+            f"config.json names under architectures, or {AGAIN}"
+        ) from error
+    if type(original) not in (nn.Linear, Conv1D):
+        raise UnsupportedError(
+            f"the checkpoint quantizes {name!r}, which is a {type(original).__name__} here, no plain Linear; {AGAIN}"
+        )
+    weight: Any = original.weight
+    rows, columns = weight.shape
+    try:
+        layer = QuantLinear.empty(
+            (columns, rows) if isinstance(original, Conv1D) else (rows, columns),
+            config=_weight_config(settings),
+            dtype=weight.dtype,
+            bias=original.bias is not None,
+            device=weight.device,
+        )
+    except UnsupportedError as error:
+        raise UnsupportedError(f"quantization_config in config.json, module {name!r}: {error}; {AGAIN}") from error
+    # or transformers draws random numbers for the weight, which is no Parameter
+    vars(layer)["_is_hf_initialized"] = True
+    return layer
+
+
+def _weight_config(settings: Mapping[str, Any]) -> WeightConfig:
+    unknown = sorted(settings.keys() - set(SETTINGS))
+    if unknown or "bits" not in settings:
+        what = f"{unknown[0]!r} is not known" if unknown else "bits is missing"
+        raise UnsupportedError(f"{what}; a module has {', '.join(SETTINGS)}")
+    return WeightConfig(**settings)
+
+
+# -- files ---------------------------------------------------------------------------------------------
+
+
+def _check_files(model: PreTrainedModel, layers: Mapping[str, QuantLinear], files: Sequence[Path]) -> None:
+    replaced = {f"{name}.{suffix}" for name in layers for suffix in ("weight", "bias")}
+    floats = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor) and name not in replaced}
+    quantized = {f"{name}.{suffix}": t for name, layer in layers.items() for suffix, t in _expected(layer).items()}
+    stored = dict(_by_own_names(model, {**floats, **quantized}, files))
+    for names in _groups(model, layers):
+        present = next((name for name in names if name in stored), None)
+        if present is not None:
+            stored = dict.fromkeys(names, stored[present]) | stored
+    for name, layer in layers.items():
+        _check_layer(model, name, layer, {key: f for key, f in stored.items() if key.rpartition(".")[0] == name})
+    if type(model).__name__ in (model.config.architectures or ()):  # another class may have a new head
+        _check_floats(model, floats, stored.keys() - quantized.keys())
+    for name in sorted(floats.keys() & stored.keys()):
+        _check_tensor(name, floats[name], stored[name])
+
+
+def _by_own_names(
+    model: PreTrainedModel, expected: Mapping[str, Tensor], files: Sequence[Path]
+) -> Iterator[tuple[str, Found]]:
+    """What the files hold, by the names that transformers will give to it in the model."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    targets = {pattern: entry.target_patterns for entry in converters for pattern in entry.source_patterns}
+    prefix, known = model.base_model_prefix, dict(expected)
+    for stored_as, found in _headers(files):
+        name, pattern = rename_source_key(stored_as, renamings, converters, prefix, known)
+        if name not in expected and stored_as in expected:
+            name, pattern = rename_source_key(stored_as, [], [], prefix, known)
+        if pattern is None:
+            yield name, found
+        else:
+            first, *others = targets[pattern]
+            for target in (first, *others):
+                yield name.replace(first, target), Found(found.dtype, None, found.read)
+
+
+def _headers(files: Sequence[Path]) -> Iterator[tuple[str, Found]]:
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  # it is no dict
+                    header = tensors.get_slice(name)
+                    dtype = DTYPES.get(header.get_dtype(), header.get_dtype())
+                    yield name, Found(dtype, tuple(header.get_shape()), partial(read_tensor, file, name))
+        except Exception as error:
+            raise HfAccelError(f"{file} cannot be read: {error}; copy it again, or {AGAIN}") from error
+
+
+def _check_floats(model: PreTrainedModel, floats: Mapping[str, Tensor], found: set[str]) -> None:
+    """That what is outside of the quantized layers is there, and nothing else."""
+    for name in sorted(floats.keys() - found - set(model._keys_to_ignore_on_save or ())):
+        if not _matches(name, model._keys_to_ignore_on_load_missing):
+            raise _missing(model, name)
+    for name in sorted(found - floats.keys()):
+        if not _matches(name, model._keys_to_ignore_on_load_unexpected) and "rotary_emb.inv_freq" not in name:
+            raise HfAccelError(
+                f"the checkpoint holds {name!r}, which {type(model).__name__} has no place for: config.json describes "
+                f"it without that part, or does not list the module as quantized; {AGAIN}"
+            )
+
+
+def _groups(model: PreTrainedModel, layers: Mapping[str, QuantLinear]) -> Iterable[set[str]]:
+    """The names of tensors that are one: tied, or of a module that stands at two places. A file holds one of them."""
+    groups: dict[Any, set[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        groups.setdefault(id(tensor), set()).add(name)
+    for target, source in remaining_ties(model.all_tied_weights_keys, layers).items():
+        groups.setdefault(source, {source}).add(target)
+    return (names for names in groups.values() if len(names) > 1)
+
+
+def _matches(name: str, patterns: Collection[str] | None) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns or ())
+
+
+# -- tensors -------------------------------------------------------------------------------------------
+
+
+def _expected(layer: QuantLinear) -> dict[str, Tensor]:
+    """The stored form of a layer, on the meta device."""
+    shape = (layer.out_features, layer.in_features)
+    weight = zeros(layer.bits, shape, layer.group_size, symmetric=layer.symmetric, dtype=torch.float32, device="meta")
+    bias = {} if layer.bias is None else {"bias": torch.empty(layer.out_features, device="meta")}
+    return state(weight) | bias
+
+
+def _check_layer(model: PreTrainedModel, name: str, layer: QuantLinear, found: Mapping[str, Found]) -> None:
+    expected = {f"{name}.{suffix}": tensor for suffix, tensor in _expected(layer).items()}
+    described = f"bits={layer.bits}" + (
+        f", group_size={layer.group_size}, symmetric={layer.symmetric}" if layer.bits == 4 else ""
+    )
+    for key, tensor in expected.items():
+        if key not in found:
+            raise _missing(model, key, described)
+        _check_tensor(key, tensor, found[key], described)
+    for key in sorted(found.keys() - expected.keys()):
+        raise HfAccelError(
+            f"the checkpoint holds {key!r}, which a layer with {described}, as config.json has it, has not; {AGAIN}"
+        )
+    _check_scales(f"{name}.weight_scale", found[f"{name}.weight_scale"].read())
+    if layer.bits == 4:
+        stored = found[f"{name}.weight_shape"].read()
+        if stored.device.type != "meta" and stored.tolist() != [layer.out_features, layer.in_features]:
+            raise HfAccelError(
+                f"'{name}.weight_shape' is {stored.tolist()} in the checkpoint, but the layer is "
+                f"[{layer.out_features}, {layer.in_features}]; {AGAIN}"
+            )
+
+
+def _check_scales(key: str, scale: Tensor) -> None:
+    if scale.device.type == "meta":
+        return
+    for wrong, what in ((~scale.isfinite(), "NaN or infinity"), (scale < 0, "a negative number")):
+        if wrong.any():
+            place = wrong.nonzero()[0].tolist()
+            raise HfAccelError(f"{key!r} holds {what} at {place} in the checkpoint, which no scale is; {AGAIN}")
+
+
+def _check_tensor(key: str, expected: Tensor, found: Found, described: str = "") -> None:
+    as_described = f" with {described}" if described else ""
+    alike = found.dtype in FLOATS if expected.is_floating_point() else found.dtype == expected.dtype
+    if not alike:
+        wanted = "a floating-point dtype" if expected.is_floating_point() else expected.dtype
+        raise HfAccelError(f"{key!r} is {found.dtype} in the checkpoint, but must be {wanted}{as_described}; {AGAIN}")
+    if found.shape is not None and found.shape != tuple(expected.shape):
+        raise HfAccelError(
+            f"{key!r} is {list(found.shape)} in the checkpoint, but {list(expected.shape)} in the model that "
+            f"config.json describes{as_described}; {AGAIN}"
+        )
+
+
+def _missing(model: PreTrainedModel, key: str, described: str = "") -> HfAccelError:
+    needs = f"a layer with {described}" if described else type(model).__name__
+    return HfAccelError(f"the checkpoint has no {key!r}, which {needs} needs; {AGAIN}")

@@ -1,0 +1,22 @@
+"""Tensors of other libraries, which may be made of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its numbers are where data_ptr() says, in its dtype."""
+    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor, or those that a subclass (torchao's) is made of, which has no memory of its own."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    for name in flatten()[0]:
+        yield from plain_tensors(getattr(tensor, name))

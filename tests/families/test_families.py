@@ -1,0 +1,29 @@
+"""Ten of the models that `make families` compares, in every feature; docs/support.md has all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from .features import FAULTS, outcomes
+from .models import Family
+
+RAGGED = ("greedy", "sampling", "prompt lookup", "assistant", "cache asked for", "int8 greedy")
+FAST = {  # and what must stay on hf_accel's own path
+    Family("causal", "llama", "LlamaForCausalLM"): RAGGED,
+    Family("causal", "gpt2", "GPT2LMHeadModel"): RAGGED,
+    Family("causal", "gemma2", "Gemma2ForCausalLM"): RAGGED,
+    Family("causal", "qwen2", "Qwen2ForCausalLM"): RAGGED,
+    Family("causal", "mixtral", "MixtralForCausalLM"): RAGGED,
+    Family("causal", "diffllama", "DiffLlamaForCausalLM"): ("int8 forward",),
+    Family("causal", "jamba", "JambaForCausalLM"): ("int8 forward",),
+    Family("vision", "llava", "LlavaForConditionalGeneration"): ("forward", "int8 forward"),
+    Family("seq2seq", "t5", "T5ForConditionalGeneration"): ("int8 forward",),
+    Family("encoder", "bert", "BertForMaskedLM"): ("forward", "int8 forward"),
+}
+
+
+@pytest.mark.parametrize("family", FAST, ids=str)
+def test_patched_answers_as_stock(family: Family) -> None:
+    words = {feature: (result.word, result.reason) for feature, result in outcomes(family)}
+    assert {feature: words[feature] for feature in words if words[feature][0] in (*FAULTS, "build")} == {}
+    assert [feature for feature in FAST[family] if words[feature][0] != "fast"] == []
