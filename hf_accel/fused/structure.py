@@ -62,13 +62,15 @@ def gated_code(forward: Callable[..., Any]) -> GatedCode | None:
         case _:
             return None
     inner = _argument(gated)
-    if not isinstance(gated, ast.Call) or _name(_argument(inner)) != x or _name(_argument(other)) != x:
+    if not (isinstance(gated, ast.Call) and isinstance(inner, ast.Call) and isinstance(other, ast.Call)):
         return None
-    names = [_own_name(func) for func in (inner.func, other.func, down)]  # type: ignore[union-attr]
+    if _name(_argument(inner)) != x or _name(_argument(other)) != x:
+        return None
+    gate, up, own_down = (_own_name(func) for func in (inner.func, other.func, down))
     activation = _own_name(gated.func) or _torch_function(gated.func, forward)
-    if None in names or activation is None or len({*names, activation}) < 4:
+    if gate is None or up is None or own_down is None or activation is None:
         return None
-    return GatedCode(*names, activation)  # type: ignore[arg-type]
+    return GatedCode(gate, up, own_down, activation) if len({gate, up, own_down, activation}) == 4 else None
 
 
 def _result(tree: ast.FunctionDef) -> ast.expr | None:

@@ -90,7 +90,8 @@ class Cpu(Backend):
     def run(self, x: Tensor, packed: CpuWeight, bias: Tensor | None) -> Tensor:
         if is_recorded():
             w = packed.weight
-            return recorded_linear(
+            out: Tensor = recorded_linear(
                 x, w.packed, w.scales, w.zeros, bias, w.bits, w.out_features, w.in_features, w.group_size
             )
+            return out
         return packed.call(bias)(x)

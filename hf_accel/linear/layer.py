@@ -114,7 +114,7 @@ class QuantLinear(nn.Linear):
         rows = rows.contiguous()
         learns = rows.requires_grad or (self.bias is not None and self.bias.requires_grad)
         if learns and torch.is_grad_enabled():
-            out = differentiable_linear(rows, self.bias, choice.backend, self._packed)
+            out: Tensor = differentiable_linear(rows, self.bias, choice.backend, self._packed)
         else:
             out = choice.backend.run(rows, self._packed, self.bias)
         out = out.view(*x.shape[:-1], self.out_features)

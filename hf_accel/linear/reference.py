@@ -93,7 +93,7 @@ class _DifferentiableLinear(torch.autograd.Function):
         return grad_x, grad_bias, None, None
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def differentiable_linear(x: Tensor, bias: Tensor | None, backend: Backend, packed: Any) -> Tensor:
     """x [rows, in] -> [rows, out] by the reference, as `backend` rounds, with gradients for x and bias."""
     result: Tensor = _DifferentiableLinear.apply(x, bias, backend, packed)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Patched models under autocast, in float64, and in another dtype than they were patched in: as stock computes there."""
+"""Patched models under autocast, in float64, in another dtype than they were patched in: as stock computes there."""
 
 from __future__ import annotations
 

@@ -353,7 +353,7 @@ def test_speculation_by_default_gives_way_and_says_so() -> None:
 def test_a_model_cannot_draft_for_itself() -> None:
     model = target("llama")
     with pytest.raises(UnsupportedError, match="use drafter='self-int4'"):
-        generate(model, assistant_model=model)
+        generate(model, speculative=model)
     int8 = target("llama", 4, "auto", "int8")
     with pytest.raises(UnsupportedError, match="patch it with weights=None"):
         generate(int8, speculative="self-int4")

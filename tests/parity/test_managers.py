@@ -1,4 +1,4 @@
-"""transformers' own continuous batching of a patched model: stock's answers, and the model attends by ours all the while."""
+"""transformers' own continuous batching of a patched model, which goes on attending by ours meanwhile."""
 
 from __future__ import annotations
 

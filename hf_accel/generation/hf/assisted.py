@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from ...config import SpeculativeConfig
+from .drafting import draft_refusal
 
 
 def assisted(
-    generation_config: Any, assistant_model: Any, assistant_tokenizer: Any
+    model: Any, generation_config: Any, assistant_model: Any, assistant_tokenizer: Any
 ) -> tuple[SpeculativeConfig, str | None]:
     """What to speculate with, and why it is left to stock's loop, if it is."""
     if assistant_tokenizer is not None:
@@ -19,4 +22,10 @@ def assisted(
         return SpeculativeConfig(drafter="ngram", max_draft=lookup, ngram=(1, max(1, most))), None
     if assistant_model is None:
         return SpeculativeConfig(), "it asks for a drafter that only stock knows"
-    return SpeculativeConfig(drafter=assistant_model), None
+    return SpeculativeConfig(drafter=assistant_model), assistant_refusal(model, assistant_model)
+
+
+def assistant_refusal(model: Any, assistant: Any) -> str | None:
+    """Why assistant_model= is left to stock's loop, as one clause; None if it can draft over pages."""
+    draft = assistant.get_base_model() if hasattr(assistant, "get_base_model") else assistant
+    return draft_refusal(model, draft) if isinstance(draft, PreTrainedModel) else "the assistant is no model"

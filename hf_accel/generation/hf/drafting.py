@@ -99,16 +99,10 @@ class _Drafters:
     # -- models ----------------------------------------------------------------------------------------
 
     def _model(self, model: PreTrainedModel) -> ModelDrafter:
-        if model is self.target:
-            raise UnsupportedError("the draft model is the model itself; use drafter='self-int4' for a coarser form")
-        self._check_vocabulary(model)
-        draft = self._twin(model, None)
-        refusal = ragged_refusal(draft)
+        refusal = draft_refusal(self.target, model)
         if refusal is not None:
-            raise UnsupportedError(
-                f"the draft model {type(model).__name__} cannot run on pages: {refusal}; use another draft model, or "
-                "'suffix' or 'ngram', which need none"
-            )
+            raise UnsupportedError(refusal)
+        draft = _twin(self.state, model, None)
         groups, group_of_layer = page_groups(draft.config, CacheConfig(prefix_sharing=False))
         return self._drafter(ModelRunner(draft, groups, group_of_layer), Pages(groups))
 
@@ -119,19 +113,8 @@ class _Drafters:
                 "drafter='self-int4' is for a model that is not quantized, and this one is; patch it with "
                 "weights=None, or use 'suffix', 'ngram' or a draft model"
             )
-        draft = self._twin(self.target, "int4")
+        draft = _twin(self.state, self.target, "int4")
         return self._drafter(ModelRunner(draft, self.pages.groups, self.runner.group_of_layer), None)
-
-    def _twin(self, model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
-        """A patched model over the same Parameters; one that is patched already serves as it is."""
-        if weights is None and STATE in vars(model):
-            return model
-        assert self.state.make_draft is not None
-        known = self.state.drafts.get(weights)
-        if known is None or known[0] is not model:
-            known = self.state.drafts[weights] = (model, self.state.make_draft(model, weights))
-        draft: PreTrainedModel = known[1]
-        return draft
 
     def _drafter(self, runner: ModelRunner, pages: Pages | None) -> ModelDrafter:
         return ModelDrafter(
@@ -143,11 +126,30 @@ class _Drafters:
             target_tokens=vocabulary_size(self.target),
         )
 
-    def _check_vocabulary(self, model: PreTrainedModel) -> None:
-        """Padded vocabularies of one tokenizer differ a little; those of two tokenizers mostly a lot."""
-        ours, theirs = vocabulary_size(self.target), vocabulary_size(model)
-        if abs(ours - theirs) > max(1024, ours // 50):
-            raise UnsupportedError(
-                f"the draft model has {theirs} tokens and the model {ours}: not the same tokenizer; use a draft model "
-                "with the same one, or pass tokenizer= and assistant_tokenizer= for transformers' own loop"
-            )
+
+def draft_refusal(target: PreTrainedModel, draft: PreTrainedModel) -> str | None:
+    """Why a model cannot draft for another over pages, and what to do; None if it can."""
+    if draft is target:
+        return "the draft model is the model itself; use drafter='self-int4' for a coarser form"
+    # padded vocabularies of one tokenizer differ a little; those of two tokenizers mostly a lot
+    ours, theirs = vocabulary_size(target), vocabulary_size(draft)
+    if abs(ours - theirs) > max(1024, ours // 50):
+        return (
+            f"the draft model has {theirs} tokens and the model {ours}: not the same tokenizer; use a draft model "
+            "with the same one, or pass tokenizer= and assistant_tokenizer= for transformers' own loop"
+        )
+    patched = _twin(vars(target)[STATE].generation, draft, None)
+    refusal = ragged_refusal(patched)
+    return None if refusal is None else f"the draft model {type(draft).__name__} cannot run on pages: {refusal}"
+
+
+def _twin(state: GenerationState, model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
+    """A patched model over the same Parameters; one that is patched already serves as it is."""
+    if weights is None and STATE in vars(model):
+        return model
+    assert state.make_draft is not None
+    known = state.drafts.get(weights)
+    if known is None or known[0] is not model:
+        known = state.drafts[weights] = (model, state.make_draft(model, weights))
+    draft: PreTrainedModel = known[1]
+    return draft

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedModel
 
 from ...attention.hf import attention_is_ours
@@ -11,7 +13,7 @@ from .step import weights_salt
 MANAGER = "transformers' continuous batching manager"
 
 
-def model_for_manager(model: PreTrainedModel) -> PreTrainedModel:
+def model_for_manager(model: Any) -> PreTrainedModel:
     """What a manager may call, in a thread of its own, while this model goes on attending by our function.
 
     The same one for as long as the weights and adapters are the same: a manager that is kept is kept on it.

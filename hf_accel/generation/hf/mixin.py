@@ -14,7 +14,7 @@ from ...cache.hf import PagedCache
 from ...config import Default, SpeculativeConfig, parse_speculative
 from ...errors import HfAccelWarning, NotRaggedError, UnsupportedError
 from ...instance import Mixin
-from .assisted import assisted
+from .assisted import assistant_refusal, assisted
 from .batch import complete_configs, generate_batch
 from .managers import MANAGER, model_for_manager
 from .ragged import Call, run
@@ -66,7 +66,10 @@ class AcceleratedGeneration(Mixin):
         super()._validate_generation_mode(mode, generation_config, arguments)  # type: ignore[misc]
 
     def _takes_assistant(self, arguments: dict[str, Any]) -> bool:
-        return ragged_refusal(self) is None and "assistant_tokenizer" not in arguments  # type: ignore[arg-type]
+        if ragged_refusal(self) is not None or "assistant_tokenizer" in arguments:  # type: ignore[arg-type]
+            return False
+        assistant = arguments.get("assistant_model")
+        return assistant is None or assistant_refusal(self, assistant) is None
 
     def _sample(
         self,
@@ -111,7 +114,7 @@ class AcceleratedGeneration(Mixin):
     ) -> Any:
         """assistant_model= and prompt_lookup_num_tokens= as speculation; other kinds on stock's loop."""
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
-        config, refusal = assisted(generation_config, assistant_model, assistant_tokenizer)
+        config, refusal = assisted(self, generation_config, assistant_model, assistant_tokenizer)
         refusal = refusal or self._refusal(*arguments, synced_gpus, model_kwargs, speculates=True)
         if isinstance(streamer, RowStreams):
             streamer.expect(generation_config)
@@ -297,7 +300,8 @@ class AcceleratedGeneration(Mixin):
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, PagedCache) and cache.get_seq_length():
             cache.sequences.use_salt(weights_salt(self))  # type: ignore[arg-type]
-        if not isinstance(cache, PagedCache) or cache.get_seq_length() or other_input(model_kwargs) is not None:
+        known = other_input(model_kwargs) is None and changed_refusal(self) is None  # type: ignore[arg-type]
+        if not isinstance(cache, PagedCache) or cache.get_seq_length() or not known:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if generation_config.output_hidden_states or generation_config.output_attentions:

@@ -58,6 +58,10 @@ def changed_refusal(model: nn.Module) -> str | None:
     if not attention_is_ours(config):
         now = config.get_text_config(decoder=True)._attn_implementation
         return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"
+    for name in OWN_METHODS:
+        own = vars(model).get(name)  # PEFT's prompt learning puts its own there
+        if own is not None and getattr(own, "__func__", None) is not getattr(type(model), name):
+            return f"its {name} was replaced on the model itself"
     if any(is_compiled(module) for module in model.modules()):
         return "torch.compile was applied to it, and cannot follow into the pages"
     return None
@@ -89,6 +93,9 @@ def call_refusal(
     asked = [name for name in wanted if getattr(generation_config, name) and generation_config.return_dict_in_generate]
     if asked:
         return f"{asked[0]}=True collects a row of each step"
+    beside = [tensor for tensor in (mask, inputs.get("position_ids")) if tensor is not None]
+    if input_ids.is_floating_point() or any(tensor.shape != input_ids.shape for tensor in beside):
+        return "its mask and position_ids are not those of its token ids"
     if mask is not None and not _only_left_padded(mask):
         return "padding stands behind or between tokens"
     if not positions_count_tokens(inputs.get("position_ids"), None if mask is None else mask.bool()):

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from ...cache.group import PageGroup
 from ...cache.hf import RaggedCache
 from ...cache.step import Step
+from .step import model_device
 
 
 class ModelRunner:
@@ -28,8 +29,7 @@ class ModelRunner:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.model.device
-        return device
+        return model_device(self.model)
 
     def __call__(self, ids: list[int], positions: list[int], step: Step, keep: list[int]) -> Tensor:
         """Logits [len(keep), V] of the tokens numbered in `keep`."""

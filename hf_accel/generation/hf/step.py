@@ -16,6 +16,7 @@ from ...attention.hf import attention_is_ours
 from ...cache.hf import PagedCache
 from ...errors import UnsupportedError
 from ...instance import original_class
+from ...kernels.cpu.tensors import autocast_dtype
 from ...linear import QuantLinear
 from ...tensors import plain_tensors
 from .state import STATE, GenerationState
@@ -99,9 +100,7 @@ def weights_salt(model: nn.Module) -> bytes:
     """
     state: GenerationState = vars(model)[STATE].generation
     digest = hashlib.blake2b(state.patch_id, digest_size=16)
-    kind = model.device.type
-    if torch.is_autocast_enabled(kind):
-        digest.update(str(torch.get_autocast_dtype(kind)).encode())
+    digest.update(str(autocast_dtype(model_device(model).type)).encode())
     for module in model.modules():
         for parameter in module._parameters.values():
             for tensor in () if parameter is None else plain_tensors(parameter):
@@ -113,6 +112,17 @@ def weights_salt(model: nn.Module) -> bytes:
             switches = (vars(module).get(name) for name in ("_active_adapter", "_disable_adapters", "merged_adapters"))
             digest.update(repr(tuple(switches)).encode())
     return digest.digest()
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """Where the model computes: accelerate's offloading leaves its weights on the meta device between calls."""
+    device: Any = model.device
+    if device.type != "meta":
+        return torch.device(device)
+    hooks = (vars(module).get("_hf_hook") for module in model.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    found: Any = next((device for device in devices if device is not None), device)
+    return torch.device(found)
 
 
 def positions_depend_on_length(config: Any) -> bool:

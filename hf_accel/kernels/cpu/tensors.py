@@ -18,16 +18,19 @@ def is_recorded() -> bool:
         torch.compiler.is_compiling()
         or _len_torch_dispatch_stack() > 0
         or _are_functorch_transforms_active()
-        or torch.jit.is_tracing()
+        or torch.jit.is_tracing()  # type: ignore[no-untyped-call]
     )
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which torch multiplies x by another matrix, and attends: autocast's, where that is on, or x's own."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype is torch.float64:
-        return x.dtype
-    return torch.get_autocast_dtype(kind)
+    """The dtype in which torch multiplies by x, and attends: that of autocast where it is on, or x's own."""
+    return x.dtype if x.dtype is torch.float64 else autocast_dtype(x.device.type) or x.dtype
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """That of torch.autocast, which knows no meta device; None where it is off."""
+    enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if enabled else None
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:

@@ -1,4 +1,4 @@
-"""Modules that look like what the native calls know and are not, or stop being it: stock's result, and the plan says so."""
+"""Modules that look like what the native calls know and are not, or stop being it: stock's result."""
 
 from __future__ import annotations
 

@@ -1,0 +1,148 @@
+"""Patched models inside of PEFT: generate as the stock model inside of PEFT does, whatever adapter is active."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import hf_accel
+
+from .families import build, inputs, prompts
+
+peft = pytest.importorskip("peft")
+
+
+def adapted(model: PreTrainedModel, **keywords: Any) -> Any:
+    """Two LoRA adapters, "default" and "other", that do something."""
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"], **keywords)
+    outer = peft.get_peft_model(model, config)
+    outer.add_adapter("other", config)
+    randomize({name: p for name, p in outer.named_parameters() if "lora_" in name})
+    return outer.eval()
+
+
+@torch.no_grad()
+def randomize(parameters: dict[str, torch.nn.Parameter]) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for _, parameter in sorted(parameters.items()):
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+
+def greedy(model: Any, **keywords: Any) -> Tensor:
+    return model.generate(**inputs("left"), max_new_tokens=6, do_sample=False, **keywords)
+
+
+def by_adapter(outer: Any) -> list[Tensor]:
+    """Tokens with either adapter, with none, and with the first again."""
+    results = [greedy(outer)]
+    outer.set_adapter("other")
+    results.append(greedy(outer))
+    with outer.disable_adapter():
+        results.append(greedy(outer))
+    outer.set_adapter("default")
+    return [*results, greedy(outer)]
+
+
+@pytest.mark.parametrize("order", ["patch first", "adapters first", "patched through PEFT"])
+def test_adapters_are_switched_between_calls(order: str) -> None:
+    model = build("llama")
+    expected = by_adapter(adapted(copy.deepcopy(model)))
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(expected))
+    if order == "patch first":
+        outer = adapted(hf_accel.patch(model, weights=None))
+    else:
+        outer = adapted(model)
+        hf_accel.patch(outer if order == "patched through PEFT" else model, weights=None)
+    for got, wanted in zip(by_adapter(outer), expected, strict=True):
+        assert torch.equal(got, wanted)
+    assert hf_accel.stats(outer)["loop"] == "ragged"
+    hf_accel.unpatch(outer)
+    for got, wanted in zip(by_adapter(outer), expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_prefixes_are_not_shared_between_adapters(weights: str | None) -> None:
+    outer = adapted(hf_accel.patch(build("llama"), weights=weights))
+    ids = prompts(1, 40)
+
+    def turn(cache: Any) -> Tensor:
+        return outer.generate(input_ids=ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+
+    def turns(fresh: bool) -> list[Tensor]:
+        shared, results = hf_accel.PagedCache(outer.config), []
+        for adapter in ("default", "other", None, "default"):
+            cache = hf_accel.PagedCache(outer.config) if fresh else shared
+            cache.reset()
+            if adapter is None:
+                with outer.disable_adapter():
+                    results.append(turn(cache))
+            else:
+                outer.set_adapter(adapter)
+                results.append(turn(cache))
+        return results
+
+    for got, wanted in zip(turns(fresh=False), turns(fresh=True), strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_weights_that_change_in_place_between_calls() -> None:
+    """As a step of training changes them: the pages of known prompts are of the old ones."""
+    outer, ids = adapted(hf_accel.patch(build("llama"), weights=None)), prompts(1, 40)
+    cache = hf_accel.PagedCache(outer.config)
+    for _ in range(2):
+        cache.reset()
+        options = {"max_new_tokens": 4, "do_sample": False}
+        got = outer.generate(input_ids=ids, past_key_values=cache, **options)
+        assert torch.equal(got, outer.generate(input_ids=ids, **options))
+        with torch.no_grad():
+            for name, parameter in outer.named_parameters():
+                if "lora_A" in name:
+                    parameter.mul_(-3)
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_an_adapter_learns_as_over_stock(weights: str | None) -> None:
+    model, given = build("llama"), inputs("left")
+
+    def gradients(outer: Any) -> dict[str, Tensor]:
+        outer.train()
+        outer(**given, labels=given["input_ids"]).loss.backward()
+        return {name: p.grad.clone() for name, p in outer.named_parameters() if p.grad is not None}
+
+    expected = gradients(adapted(copy.deepcopy(model)))
+    got = gradients(adapted(hf_accel.patch(model, weights=weights)))
+    assert got.keys() == expected.keys() and expected
+    for name, gradient in expected.items():
+        assert (got[name] - gradient).norm() <= (1e-4 if weights is None else 0.2) * gradient.norm() + 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning")
+@pytest.mark.parametrize("kind", ["prefix", "prompt", "ia3", "dora"])
+def test_other_kinds_of_adapters(kind: str) -> None:
+    """Prompt learning hands generate() a cache or embeddings of its own."""
+    task = {"task_type": "CAUSAL_LM"}
+    configs = {
+        "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, **task),
+        "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, **task),
+        "ia3": lambda: peft.IA3Config(
+            target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], **task
+        ),
+        "dora": lambda: peft.LoraConfig(r=4, use_dora=True, target_modules=["q_proj", "up_proj"], **task),
+    }
+
+    def tokens(patched: bool) -> Tensor:
+        model = build("llama")
+        if patched:
+            hf_accel.patch(model, weights=None)
+        outer = peft.get_peft_model(model, configs[kind]()).eval()
+        randomize({name: p for name, p in outer.named_parameters() if p.requires_grad})
+        return greedy(outer)
+
+    assert torch.equal(tokens(patched=True), tokens(patched=False))
