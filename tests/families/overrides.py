@@ -108,6 +108,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "LlavaNextVideoConfig": TILES,
     "LlavaOnevisionConfig": TILES,
     "Kosmos2Config": {"latent_query_num": 4},
+    "LEDConfig": {"attention_window": 8},
     "LukeConfig": {"entity_vocab_size": 64, "entity_emb_size": 32},
     "Mamba2Config": {"num_heads": 8},
     "MiniCPM3Config": {"dim_model_base": 32},
