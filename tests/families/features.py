@@ -283,11 +283,11 @@ def _forward(case: Case) -> Outcome:
     return _attention_word(case)
 
 
-def _same_forward(case: Case, inputs: dict[str, Tensor]) -> None:
+def _same_forward(case: Case, inputs: dict[str, Tensor], **more: Any) -> tuple[Any, Any]:
     """Within 1e-4 of the largest logit, or as near to what float64 says as stock is, where a model magnifies."""
     mask = inputs.get("attention_mask")
-    expected = by_stock(lambda: forward(case.stock, inputs))
-    actual = forward(case.patched, inputs)
+    expected = by_stock(lambda: forward(case.stock, inputs, **more))
+    actual = forward(case.patched, inputs, **more)
     try:
         same_logits(expected, actual, mask)
     except Wrong:
@@ -297,6 +297,7 @@ def _same_forward(case: Case, inputs: dict[str, Tensor]) -> None:
         ours, theirs = (float((getattr(o, name) - value).abs()[tokens].max()) for o in (actual, expected))
         if not ours <= 4 * theirs:
             raise
+    return expected, actual
 
 
 def _attention_word(case: Case) -> Outcome:
@@ -307,9 +308,7 @@ def _attention_word(case: Case) -> Outcome:
 def _attentions(case: Case) -> Outcome:
     """As stock gives them; where stock's own attention gives none and we do, as its eager attention does."""
     inputs = case.forward_inputs()
-    expected = by_stock(lambda: forward(case.stock, inputs, output_attentions=True))
-    actual = forward(case.patched, inputs, output_attentions=True)
-    same_logits(expected, actual, inputs.get("attention_mask"))
+    expected, actual = _same_forward(case, inputs, output_attentions=True)
     mask = inputs["attention_mask"].bool()
     if _weights(actual) and not _weights(expected):
         eager = case.fresh()
