@@ -231,7 +231,7 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
 
 def _masks_windows(model: PreTrainedModel) -> bool:
     """Whether some part makes masks for a window. Which layers get them is checked in each pass."""
-    parts = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
+    parts: set[Any] = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
     return any(name in (source.text(part) or "") for part in parts for name in WINDOW_MASKS)
 
 

@@ -1,4 +1,4 @@
-"""What the fast path does not know goes to stock's loop: the same tokens, and stats(), the plan or a warning say so."""
+"""What the fast path does not know goes to stock's loop: the same tokens, and stats(), the plan or a warning tell."""
 
 from __future__ import annotations
 

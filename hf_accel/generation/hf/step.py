@@ -44,8 +44,9 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             f"the input has {source.shape[0]} rows of {source.shape[1]} tokens; give at least one token in one row"
         )
     mask = kwargs.get("attention_mask")
-    ours = isinstance(cache, PagedCache) and attention_is_ours(model.config)
-    if not ours or source is None or not (mask is None or _is_columns(mask)):
+    if not isinstance(cache, PagedCache) or source is None or not (mask is None or _is_columns(mask)):
+        return
+    if not attention_is_ours(model.config):
         return  # the cache hands out all columns, as to any model
     cache.check_config(model.config)  # type: ignore[arg-type]
     mask = None if mask is None else mask.bool()

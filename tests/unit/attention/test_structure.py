@@ -76,7 +76,9 @@ class WithoutEncoder(nn.Module):
         is_cross_attention = encoded is not None
         held = past_key_values
         if isinstance(past_key_values, EncoderDecoderCache):
-            held = past_key_values.cross_attention_cache if is_cross_attention else past_key_values.self_attention_cache
+            held = (
+                past_key_values.cross_attention_cache if is_cross_attention else past_key_values.self_attention_cache
+            )
         if is_cross_attention and held is not None:
             k, v = held.layers[0].keys, held.layers[0].values
         else:
