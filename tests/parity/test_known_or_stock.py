@@ -68,6 +68,7 @@ def test_an_input_that_is_no_tensor_is_an_input() -> None:
 
     text = {"input_ids": prompts(1, 3), "use_cache": True, "attention_mask": None, "token_type_ids": None}
     assert other_input(text) is None
+    assert other_input(text | {"mm_encoder_outputs": {}}) is None  # a prompt without images
     assert other_input(text | {"mm_encoder_outputs": {"image": object()}}) == "mm_encoder_outputs"
     assert other_input(text | {"is_causal": False}) == "is_causal"
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -135,4 +136,9 @@ def positions_depend_on_length(config: Any) -> bool:
 
 def other_input(inputs: dict[str, Any]) -> str | None:
     """The name of an input that keys and values may depend on besides token ids; None if there is none."""
-    return next((name for name, value in inputs.items() if name not in TEXT_INPUTS and value is not None), None)
+    return next((name for name, value in inputs.items() if name not in TEXT_INPUTS and not _is_nothing(value)), None)
+
+
+def _is_nothing(value: object) -> bool:
+    """As stock gives the outputs of encoders where there are no images."""
+    return value is None or (isinstance(value, Mapping) and not value)
