@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from .originals import Originals
 from .pack import Packed, replace_linears
 from .plan import Plan, make_plan
 from .survey import attention_modules, common_group_size, stock_implementation
-from .ties import broken_ties
+from .ties import break_ties
 from .twin import twin
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -290,17 +290,7 @@ def _mark_quantized(todo: Plan, journal: Journal) -> None:
     # what follows goes into configs of our own
     model.config.quantization_config = settings
     model.config._is_quantized = True
-    _break_ties(model, layers, journal)
-
-
-def _break_ties(model: PreTrainedModel, quantized: Collection[str], journal: Journal) -> None:
-    """An INT8 head is a copy of the embedding: tying it again would put the float weights over it."""
-    for submodel, attribute, ties in list(broken_ties(model, quantized)):
-        journal.attribute(submodel, attribute, ties)
-        if submodel is model and not model.all_tied_weights_keys:
-            # nothing is tied any more, which others (PEFT, say) look up there
-            model.config.tie_word_embeddings = False
-            model.config.get_text_config(decoder=True).tie_word_embeddings = False
+    break_ties(model, layers, journal)
 
 
 def _switch_attention(todo: Plan, journal: Journal) -> None:
