@@ -303,7 +303,13 @@ def _on_disk(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str,
 
 def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[AttentionPlan]:
     quantized_kv = config.cache is not None and config.cache.dtype != "auto"
-    for site in attention_sites(model, quantized_kv=quantized_kv):
+    sites = attention_sites(model, quantized_kv=quantized_kv)
+    if not sites and config.attention not in ("auto", None):
+        raise UnsupportedError(
+            f"attention={config.attention!r} was asked for, but {type(model).__name__} has no attention that hf_accel "
+            "knows; leave attention= out, or pass attention=None"
+        )
+    for site in sites:
         backend, refusals = attention_backends.choose(site.spec, config.attention or "auto")
         reason = "; ".join(f"{name} refused: {why}" for name, why in refusals) or "first choice"
         yield AttentionPlan(site, backend, reason)

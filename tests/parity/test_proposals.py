@@ -44,6 +44,13 @@ def test_a_draft_model_that_cannot_run_on_pages() -> None:
         assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False, speculative=drafter), plain)
 
 
+def test_attention_of_a_model_that_has_none() -> None:
+    model = MambaForCausalLM(MAMBA)
+    with pytest.raises(UnsupportedError, match="attention='cpu' was asked for, but MambaForCausalLM has no attention"):
+        hf_accel.plan(model, attention="cpu")
+    assert hf_accel.plan(model).stock_cache and hf_accel.plan(model, attention=None).stock_cache
+
+
 def test_a_config_that_is_none_of_a_paged_cache() -> None:
     with pytest.raises(UnsupportedError, match=r"config is a LlamaForCausalLM; .* made from model\.config"):
         hf_accel.PagedCache(build("llama"))
