@@ -334,7 +334,7 @@ def _same_attentions(name: str, expected: list[Tensor], actual: list[Tensor], ma
             raise Wrong(f"{name} {tuple(ours.shape)}, not {tuple(theirs.shape)}")
         if theirs.ndim == 4 and theirs.shape[0] == mask.shape[0] and theirs.shape[2] == mask.shape[1]:
             ours, theirs = ours.transpose(1, 2)[mask], theirs.transpose(1, 2)[mask]
-        close(name, ours, theirs, 1e-4)
+        close(name, ours, theirs, 1e-3)  # a layer magnifies what the one before rounds
 
 
 def _generates(name: str, *, alone: bool = False, settings: Callable[[Case], dict[str, Any]]) -> None:
