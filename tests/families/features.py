@@ -142,8 +142,19 @@ def forward(model: PreTrainedModel, inputs: dict[str, Any], **more: Any) -> Any:
 
 @torch.no_grad()
 def generate(model: PreTrainedModel, inputs: dict[str, Any], **settings: Any) -> Any:
+    """Tokens, or with return_dict_in_generate what goes with them; a few models give that always."""
     torch.manual_seed(0)
-    return model.generate(**copy.deepcopy(inputs), **{"max_new_tokens": NEW_TOKENS, "do_sample": False} | settings)
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False} | settings
+    output = model.generate(**copy.deepcopy(inputs), **settings)
+    return output if "return_dict_in_generate" in settings or isinstance(output, Tensor) else output.sequences
+
+
+@torch.no_grad()
+def exactly(model: PreTrainedModel, inputs: dict[str, Any], **more: Any) -> Any:
+    """What the model answers in float64."""
+    wide = copy.deepcopy(model).double()
+    wide.set_experts_implementation("eager")  # other experts know no float64
+    return forward(wide, inputs, **more)
 
 
 def same_logits(stock: Any, patched: Any, mask: Tensor | None, *, tolerance: float = 1e-4) -> None:
@@ -291,7 +302,7 @@ def _same_forward(case: Case, inputs: dict[str, Tensor], **more: Any) -> tuple[A
     try:
         same_logits(expected, actual, mask)
     except Wrong:
-        exact = by_stock(lambda: forward(copy.deepcopy(case.stock).double(), inputs))
+        exact = by_stock(lambda: exactly(case.stock, inputs))
         (name, value), *_ = tensors_of(exact).items()
         tokens = mask.bool() if mask is not None and mask.shape == value.shape[:2] else ...
         ours, theirs = (float((getattr(o, name) - value).abs()[tokens].max()) for o in (actual, expected))
