@@ -277,7 +277,10 @@ def _plan_linear(site: LinearSite, config: WeightConfig, device_type: str | None
 
 def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
     """Weight bytes that one decode step reads: all but the input embedding, unless it is the head as well."""
-    embedding = model.get_input_embeddings()
+    try:
+        embedding: Any = model.get_input_embeddings()
+    except NotImplementedError:  # a model of several inputs, or of images alone
+        embedding = None
     table = getattr(embedding, "weight", None)
     head = model.get_output_embeddings()
     skipped = table if table is not None and getattr(head, "weight", None) is not table else None
