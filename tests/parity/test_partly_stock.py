@@ -165,7 +165,7 @@ def test_compressed_keys_stay_in_stock_s_cache() -> None:
 
 def test_a_model_of_text_and_images() -> None:
     """It has no one input embedding, and makes no text."""
-    text = {"vocab_size": VOCABULARY, "eos_token_id": None, "bos_token_id": None, "pad_token_id": PADDING}
+    text = {"vocab_size": VOCABULARY, "eos_token_id": 2, "bos_token_id": None, "pad_token_id": PADDING}
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = CLIPConfig(text_config=text | sizes, vision_config={**sizes, "image_size": 16, "patch_size": 8})
     model = CLIPModel(config).eval()
