@@ -91,7 +91,7 @@ def test_a_model_with_a_patched_part() -> None:
     before = snapshot(model)
     hf_accel.patch(model.model)
     patched = snapshot(model)
-    with pytest.raises(hf_accel.UnsupportedError, match=r"'model' .*, a LlamaModel, .* unpatch\(model.model\) first"):
+    with pytest.raises(hf_accel.UnsupportedError, match=r"'model' .*, a LlamaModel, .*unpatch\(model.model\) first"):
         hf_accel.patch(model)
     assert snapshot(model) == patched
     hf_accel.unpatch(model.model)
