@@ -182,10 +182,9 @@ def is_patched(model: nn.Module) -> bool:
 
 def stats(model: nn.Module) -> dict[str, Any]:
     """Of the last generate() of a patched model: seconds, tokens per second, blocks, waste, prefix hits."""
-    if not is_patched(model):
-        transformers_model(model)
-        raise UnsupportedError("the model is not patched; hf_accel.stats() has nothing to report")
-    return dict(vars(_inner(model))[STATE].generation.statistics)
+    if is_patched(model):
+        return dict(vars(_inner(model))[STATE].generation.statistics)
+    raise UnsupportedError(f"the model is not patched: {type(transformers_model(model)).__name__} has no statistics")
 
 
 def _inner(model: Any) -> Any:
