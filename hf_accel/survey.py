@@ -20,7 +20,7 @@ from .cache.hf import NOT_PAGED, layer_windows
 from .check import named
 from .config import GROUP_SIZES
 from .errors import UnsupportedError
-from .linear.hf import METHOD
+from .linear.hf import METHOD, lost_on_saving
 from .tensors import is_plain
 
 
@@ -60,12 +60,14 @@ def linear_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[Line
     """
     head = model.get_output_embeddings()
     owners = _weight_owners(model)
-    other = other_quantizer(model)
+    other, is_lost = other_quantizer(model), lost_on_saving(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and isinstance(module._parameters.get("weight"), nn.Parameter):
             tied = any(isinstance(owner, nn.Embedding) for owner in owners[id(module.weight)])
             reason = f"the model is quantized by {other}" if other is not None else None
             reason = reason or _reason_to_skip(model, name, module, owners, skip, head)
+            if reason is None and is_lost(name):
+                reason = "is renamed when it is saved, so that its scales would not be found again"
             yield LinearSite(name, module, is_head=module is head, is_tied=tied, skip=reason)
 
 
@@ -258,6 +260,8 @@ def attention_sites(model: PreTrainedModel, *, quantized_kv: bool) -> list[Atten
         windows = layer_windows(config)
     except UnsupportedError:
         windows = []
+    if getattr(config, "num_attention_heads", None) is None:  # a model of several parts, each with its own
+        return []
     sites = []
     for name, module in model.named_modules():
         index = getattr(module, "layer_idx", None)

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import ConversionOps
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -138,6 +139,26 @@ def module_settings(layer: QuantLinear | WeightConfig) -> dict[str, Any]:
     """What a checkpoint says of a layer, or of how it will be made."""
     settings = {"bits": layer.bits, "activations": layer.activations}
     return settings | ({"group_size": layer.group_size, "symmetric": layer.symmetric} if layer.bits == 4 else {})
+
+
+def lost_on_saving(model: PreTrainedModel) -> Callable[[str], bool]:
+    """Whether transformers, which renames tensors while it saves and loads, would not find a module's scales again."""
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    if not conversions:
+        return lambda name: False
+    there = [entry.reverse_transform() for entry in reversed(conversions)]
+
+    def is_lost(name: str) -> bool:
+        scale = f"{name}.weight_scale"
+        stored, _ = rename_source_key(scale, *_kinds(there), reverse=True)
+        return bool(rename_source_key(stored, *_kinds(conversions))[0] != scale)
+
+    return is_lost
+
+
+def _kinds(conversions: Sequence[Any]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    return renamings, [entry for entry in conversions if isinstance(entry, WeightConverter)]
 
 
 def register() -> None:

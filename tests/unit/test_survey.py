@@ -20,9 +20,11 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.core_model_loading import WeightRenaming
 
 import hf_accel
 from hf_accel import UnsupportedError
+from hf_accel.linear.hf import lost_on_saving
 from hf_accel.survey import attention_refusal, attention_sites, cache_refusal, linear_sites
 
 from ..parity.families import WINDOW, build
@@ -193,3 +195,14 @@ def test_a_group_size_that_is_proposed_divides(inner: int, proposed: str) -> Non
     for way in ways:
         assert hf_accel.plan(model, weights=ast.literal_eval(way)).quantized
         assert hf_accel.estimate(model, context=4, bandwidth=1e9, weights=ast.literal_eval(way)).weights_bytes
+
+
+def test_a_linear_whose_scales_would_not_be_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers renames on saving; what does not come back under its own name stays as it is."""
+    model = build("llama")
+    assert not any(lost_on_saving(model)(name) for name in ("model.layers.0.mlp.up_proj", "lm_head"))
+    renaming = WeightRenaming(source_patterns=r"(mlp)\.up_proj", target_patterns=r"\1.up_proj.weight")
+    monkeypatch.setattr("hf_accel.linear.hf.get_model_conversion_mapping", lambda model, add_legacy: [renaming])
+    kept = {site.name: site.skip for site in linear_sites(model, ()) if site.skip is not None}
+    assert kept.keys() == {"model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"}
+    assert all("its scales would not be found again" in str(reason) for reason in kept.values())

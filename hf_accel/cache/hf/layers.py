@@ -27,7 +27,11 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     if "chunked_attention" in (getattr(decoder, "layer_types", None) or ()):
         raise UnsupportedError(f"a paged cache cannot hold chunked attention layers; {NOT_PAGED}")
     windows: list[int | None] = []
-    for layer in DynamicCache(config=decoder).layers:
+    try:
+        layers = DynamicCache(config=decoder).layers
+    except AttributeError as error:  # a config of another kind, which transformers cannot make a cache of either
+        raise UnsupportedError(f"transformers makes no cache from a {type(decoder).__name__}; {NOT_PAGED}") from error
+    for layer in layers:
         if type(layer) is DynamicLayer:
             windows.append(None)
         elif type(layer) is DynamicSlidingWindowLayer:
