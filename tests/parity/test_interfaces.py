@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Seq2SeqTrainer,
@@ -22,8 +24,10 @@ from transformers import (
 )
 
 import hf_accel
+from hf_accel.fused.gated_mlp import GatedMLP
+from hf_accel.kernels import cpu as kernels
 
-from .families import PADDING, VOCABULARY, build, inputs, prompts
+from .families import DECODER, PADDING, VOCABULARY, build, inputs, prompts
 
 FAMILIES = ["llama", "gemma2", "gpt2"]
 
@@ -36,6 +40,20 @@ def greedy(model: Any) -> Tensor:
 def logits(model: Any) -> Tensor:
     given = inputs("left")
     return model(**given).logits[given["attention_mask"].bool()]
+
+
+def test_a_gated_mlp_whose_activation_is_a_function() -> None:
+    """LFM2 calls F.silu, where others hold a module."""
+    config = Lfm2Config(
+        **DECODER, layer_types=["conv", "full_attention"], block_ff_dim=64, block_auto_adjust_ff_dim=False
+    )
+    torch.manual_seed(0)
+    model = Lfm2ForCausalLM(config).eval()
+    expected = greedy(model)
+    hf_accel.patch(model, weights=None)
+    assert torch.equal(greedy(model), expected)
+    if kernels.refusal() is None:
+        assert sum(isinstance(module, GatedMLP) for module in model.modules()) == 2
 
 
 # -- pipelines ---------------------------------------------------------------------------------------------
