@@ -21,11 +21,11 @@ def text(function: Any) -> str | None:
 @lru_cache(maxsize=8192)
 def tree(function: Any) -> ast.FunctionDef | None:
     """The definition of a function; None if its source cannot be read, or it is a lambda. Not to be changed."""
-    source = text(function)
-    if source is None:
+    code = text(function)
+    if code is None:
         return None
     try:
-        node = ast.parse(textwrap.dedent(source)).body[0]
+        node = ast.parse(textwrap.dedent(code)).body[0]
     except SyntaxError:  # a piece of a line
         return None
     return node if isinstance(node, ast.FunctionDef) else None

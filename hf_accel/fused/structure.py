@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +11,8 @@ from typing import Any
 
 import torch.nn.functional as F
 
+from .. import source
+
 
 @lru_cache(maxsize=4096)
 def siblings(forward: Callable[..., Any]) -> tuple[tuple[str, ...], ...]:
@@ -20,7 +20,7 @@ def siblings(forward: Callable[..., Any]) -> tuple[tuple[str, ...], ...]:
 
     Only calls `self.name(variable)` count, and only variables that are never assigned to after the first of them.
     """
-    tree = _tree(forward)
+    tree = source.tree(forward)
     if tree is None:
         return ()
     groups: dict[str, list[str]] = {}
@@ -52,7 +52,7 @@ class GatedCode:
 @lru_cache(maxsize=4096)
 def gated_code(forward: Callable[..., Any]) -> GatedCode | None:
     """The parts of a forward that is down(act(gate(x)) * up(x)) and nothing else; None for any other."""
-    tree = _tree(forward)
+    tree = source.tree(forward)
     if tree is None or len(arguments := tree.args.args) != 2 or tree.args.vararg or tree.args.kwonlyargs:
         return None
     x = arguments[1].arg
@@ -118,15 +118,6 @@ def _torch_function(node: ast.expr, forward: Callable[..., Any]) -> Callable[...
         found = getattr(found, name, None)
     known = callable(found) and getattr(F, getattr(found, "__name__", ""), None) is found
     return found if known else None
-
-
-def _tree(forward: Callable[..., Any]) -> ast.FunctionDef | None:
-    try:
-        module = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError):  # what was typed at a prompt has no source file
-        return None
-    node = module.body[0]
-    return node if isinstance(node, ast.FunctionDef) else None
 
 
 def _is_own_attribute(node: ast.AST) -> bool:
