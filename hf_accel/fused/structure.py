@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,9 +81,9 @@ def _result(tree: ast.FunctionDef) -> ast.expr | None:
     for statement in statements:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if name not in values:
-                values[name] = _Inline(values).visit(value)
+                values[name] = _Inline(values).visit(copy.deepcopy(value))
             case ast.Return(value=ast.expr() as value) if statement is statements[-1]:
-                result: ast.expr = _Inline(values).visit(value)
+                result: ast.expr = _Inline(values).visit(copy.deepcopy(value))
                 return result
             case _:
                 return None
