@@ -77,12 +77,16 @@ class Journal:
         interrupt: KeyboardInterrupt | None = None
         while self.writes:
             try:
-                self._take_back(self.writes[-1], holders)
-                self.writes.pop()
+                self._take_all_back(holders)
             except KeyboardInterrupt as error:
-                interrupt = error  # the write is there still; to take it back twice does no harm
+                interrupt = error
         if interrupt is not None:
             raise interrupt
+
+    def _take_all_back(self, holders: Holders) -> None:
+        while self.writes:
+            self._take_back(self.writes[-1], holders)
+            self.writes.pop()  # after, so that nothing is forgotten; to take a write back twice does no harm
 
     def _holders(self, root: nn.Module | None) -> Holders:
         """id of a module -> the modules that hold it now, and by which names."""

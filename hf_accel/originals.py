@@ -150,11 +150,13 @@ class Originals:
                 f"hf_accel: {len(self.dropped)} original weights that patch() had freed cannot be read back, because "
                 f"{error}; load the model again"
             )
+            self.dropped.clear()
         if self.lost:
             interrupted.add_note(
                 f"hf_accel: patch() had freed {len(self.lost)} original weights, as keep_original=False asks for, and "
                 "they are gone; load the model again"
             )
+            self.lost.clear()
 
     def _read_back(self) -> None:
         """All or nothing."""

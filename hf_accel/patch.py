@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from .originals import Originals
 from .pack import Packed, replace_linears
 from .plan import Plan, make_plan
 from .survey import attention_modules, common_group_size, stock_implementation
-from .ties import broken_ties
+from .ties import break_ties
 from .twin import twin
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -37,6 +37,7 @@ AUTO: Any = Default("auto")
 PAGED: Any = Default("paged")
 ON: Any = Default("on")
 OFF: Any = Default("off")
+PART_OF = "_hf_accel_part_of"  # in a model within a patched one: the class of that
 
 
 @dataclass
@@ -93,10 +94,27 @@ def patch(
         "deterministic": deterministic,
     }
     settings = PatchConfig.build(config, **keywords, **unknown)
-    if is_patched(transformers_model(model)):
-        raise UnsupportedError("the model is patched already; call hf_accel.unpatch(model) first")
+    _check_unpatched(transformers_model(model))
     apply_plan(make_plan(model, settings))
     return model
+
+
+def _check_unpatched(model: PreTrainedModel) -> None:
+    """Nothing is patched twice, nor a part of a patched model, nor a model of which a part is patched."""
+    if is_patched(model):
+        raise UnsupportedError("the model is patched already; call hf_accel.unpatch(model) first")
+    outer = vars(model).get(PART_OF)
+    if outer is not None:
+        raise UnsupportedError(
+            f"this {type(model).__name__} is a part of a patched {outer} and is patched with it; use it as it is, or "
+            f"call hf_accel.unpatch() on the {outer} first"
+        )
+    for name, module in model.named_modules():
+        if STATE in vars(module):
+            raise UnsupportedError(
+                f"{name!r} in this {type(model).__name__}, a {type(module).__name__}, is patched already; call "
+                f"hf_accel.unpatch(model.{name}) first"
+            )
 
 
 def unpatch(model: Model) -> Model:
@@ -108,6 +126,9 @@ def unpatch(model: Model) -> Model:
     """
     inner = transformers_model(model)
     if not is_patched(inner):
+        outer = getattr(inner, "__dict__", {}).get(PART_OF)
+        if outer is not None:
+            raise UnsupportedError(f"this is a part of a patched {outer}; call hf_accel.unpatch() on the whole")
         raise UnsupportedError("the model is not patched; there is nothing to take out")
     state: PatchState = vars(inner)[STATE]
     state.generation.require_idle("unpatch()")
@@ -142,12 +163,16 @@ def _check_layers(model: PreTrainedModel, journal: Journal) -> None:
 
 @contextmanager
 def patched(model: Model, **keywords: Any) -> Iterator[Model]:
-    """`with patched(model, ...):` patches for the length of a block, also if the block raises."""
-    patch(model, **keywords)
+    """`with patched(model, ...):` patches for the length of a block, also if the block raises.
+
+    What the block has unpatched itself, or unpatched and patched again, stays as it left it.
+    """
+    state = vars(_inner(patch(model, **keywords)))[STATE]
     try:
         yield model
     finally:
-        unpatch(model)
+        if vars(_inner(model)).get(STATE) is state:
+            unpatch(model)
 
 
 def is_patched(model: nn.Module) -> bool:
@@ -157,10 +182,9 @@ def is_patched(model: nn.Module) -> bool:
 
 def stats(model: nn.Module) -> dict[str, Any]:
     """Of the last generate() of a patched model: seconds, tokens per second, blocks, waste, prefix hits."""
-    if not is_patched(model):
-        transformers_model(model)
-        raise UnsupportedError("the model is not patched; hf_accel.stats() has nothing to report")
-    return dict(vars(_inner(model))[STATE].generation.statistics)
+    if is_patched(model):
+        return dict(vars(_inner(model))[STATE].generation.statistics)
+    raise UnsupportedError(f"the model is not patched: {type(transformers_model(model)).__name__} has no statistics")
 
 
 def _inner(model: Any) -> Any:
@@ -221,9 +245,22 @@ def apply_plan(todo: Plan, loaded: Mapping[str, Packed] | None = None) -> None:
         replace_linears(todo, journal, originals, loaded)  # when nothing can refuse any more: it frees weights
         _share_inputs(todo, journal)
     except BaseException as error:
-        originals.recover(error)
-        journal.undo()
+        _recover(journal, originals, error)
         raise
+
+
+def _recover(journal: Journal, originals: Originals, error: BaseException) -> None:
+    """Take back what was done until `error`. Another interrupt waits: a model half patched would compute nonsense."""
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            originals.recover(error)
+            journal.undo()
+            break
+        except KeyboardInterrupt as again:
+            interrupt = again
+    if interrupt is not None:
+        raise interrupt from error
 
 
 def _replace_config(model: PreTrainedModel, journal: Journal) -> None:
@@ -252,17 +289,7 @@ def _mark_quantized(todo: Plan, journal: Journal) -> None:
     # what follows goes into configs of our own
     model.config.quantization_config = settings
     model.config._is_quantized = True
-    _break_ties(model, layers, journal)
-
-
-def _break_ties(model: PreTrainedModel, quantized: Collection[str], journal: Journal) -> None:
-    """An INT8 head is a copy of the embedding: tying it again would put the float weights over it."""
-    for submodel, attribute, ties in list(broken_ties(model, quantized)):
-        journal.attribute(submodel, attribute, ties)
-        if submodel is model and not model.all_tied_weights_keys:
-            # nothing is tied any more, which others (PEFT, say) look up there
-            model.config.tie_word_embeddings = False
-            model.config.get_text_config(decoder=True).tie_word_embeddings = False
+    break_ties(model, layers, journal)
 
 
 def _switch_attention(todo: Plan, journal: Journal) -> None:
@@ -312,6 +339,9 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
     )
     state = PatchState(todo.config, todo.to_dict(), journal, originals, generation)
     journal.attribute(model, STATE, state)
+    for part in model.modules():
+        if part is not model and isinstance(part, PreTrainedModel):
+            journal.attribute(part, PART_OF, type(model).__name__)
     if not todo.stock_cache:
         journal.attribute(model, "__class__", mixed_class(AcceleratedGeneration, type(model)))
         # the journal writes the entries itself; the handle only gives out an id that no other hook has

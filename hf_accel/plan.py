@@ -277,7 +277,10 @@ def _plan_linear(site: LinearSite, config: WeightConfig, device_type: str | None
 
 def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
     """Weight bytes that one decode step reads: all but the input embedding, unless it is the head as well."""
-    embedding = model.get_input_embeddings()
+    try:
+        embedding: Any = model.get_input_embeddings()
+    except NotImplementedError:  # a model of several inputs, or of images alone
+        embedding = None
     table = getattr(embedding, "weight", None)
     head = model.get_output_embeddings()
     skipped = table if table is not None and getattr(head, "weight", None) is not table else None
@@ -303,7 +306,13 @@ def _on_disk(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str,
 
 def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[AttentionPlan]:
     quantized_kv = config.cache is not None and config.cache.dtype != "auto"
-    for site in attention_sites(model, quantized_kv=quantized_kv):
+    sites = attention_sites(model, quantized_kv=quantized_kv)
+    if not sites and config.attention not in ("auto", None):
+        raise UnsupportedError(
+            f"attention={config.attention!r} was asked for, but {type(model).__name__} has no attention that hf_accel "
+            "knows; leave attention= out, or pass attention=None"
+        )
+    for site in sites:
         backend, refusals = attention_backends.choose(site.spec, config.attention or "auto")
         reason = "; ".join(f"{name} refused: {why}" for name, why in refusals) or "first choice"
         yield AttentionPlan(site, backend, reason)

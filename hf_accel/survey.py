@@ -16,7 +16,7 @@ from .attention import AttentionSpec
 from .attention.hf import NAME as ATTENTION_NAME
 from .attention.hf import eager_agrees
 from .attention.structure import AttentionCode, attention_code, code_of
-from .cache.hf import layer_windows
+from .cache.hf import NOT_PAGED, layer_windows
 from .check import named
 from .config import GROUP_SIZES
 from .errors import UnsupportedError
@@ -225,13 +225,13 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
     try:
         layer_windows(model.config)
     except UnsupportedError as error:
-        return str(error).removesuffix("; use cache=None")
+        return str(error).removesuffix(f"; {NOT_PAGED}")
     return _bidirectional_refusal(model)
 
 
 def _masks_windows(model: PreTrainedModel) -> bool:
     """Whether some part makes masks for a window. Which layers get them is checked in each pass."""
-    parts = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
+    parts: set[Any] = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
     return any(name in (source.text(part) or "") for part in parts for name in WINDOW_MASKS)
 
 

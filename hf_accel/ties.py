@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 
 from transformers import PreTrainedModel
 
+from .journal import Journal
+
 
 def remaining_ties(ties: Mapping[str, str], quantized: Collection[str]) -> dict[str, str]:
     """`ties` (parameter -> the one that it is) without the weights of the modules `quantized`.
@@ -49,3 +51,13 @@ def broken_ties(
         for attribute, ties in (("all_tied_weights_keys", every), ("_tied_weights_keys", own)):
             if (remaining := remaining_ties(ties, names)) != ties:
                 yield submodel, attribute, remaining
+
+
+def break_ties(model: PreTrainedModel, quantized: Collection[str], journal: Journal) -> None:
+    """Write `broken_ties` through the journal, and into the config, which must be the model's own, if none is left."""
+    for submodel, attribute, ties in list(broken_ties(model, quantized)):
+        journal.attribute(submodel, attribute, ties)
+        if submodel is model and not model.all_tied_weights_keys:
+            # what others, such as PEFT, look up
+            model.config.tie_word_embeddings = False
+            model.config.get_text_config(decoder=True).tie_word_embeddings = False

@@ -108,6 +108,7 @@ def test_samples(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert computed < alone / 3  # the prompt once, and not four times
 
 
+@pytest.mark.long
 def test_distil(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     run("distil", "4", monkeypatch=monkeypatch)

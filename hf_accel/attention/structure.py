@@ -55,9 +55,14 @@ def _missing(entries: dict[str, Any]) -> set[str]:
     return {name for name, value in entries.items() if value is None}
 
 
-@lru_cache(maxsize=4096)
 def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> AttentionCode:
     """What is known of the modules of a class whose attributes of the names `absent` are None."""
+    key: Any = kind
+    return _attention_code(key, absent)
+
+
+@lru_cache(maxsize=4096)
+def _attention_code(kind: type, absent: frozenset[str]) -> AttentionCode:
     name = kind.__name__
     functions = _functions(kind, absent)
     if functions is None:
@@ -98,7 +103,7 @@ def _functions(kind: type, absent: frozenset[str]) -> list[ast.FunctionDef] | No
                 return None
             continue
         found[name] = _without_dead_branches(node, absent)
-        waiting += [n.attr for n in ast.walk(found[name]) if _is_own_attribute(n)]
+        waiting += [n.attr for n in ast.walk(found[name]) if isinstance(n, ast.Attribute) and _is_own(n)]
     return list(found.values())
 
 
@@ -112,8 +117,8 @@ def _own_method(kind: type, name: str) -> FunctionType | None:
     return None
 
 
-def _is_own_attribute(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+def _is_own(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
 class _DeadBranches(ast.NodeTransformer):

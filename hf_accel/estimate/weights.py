@@ -89,8 +89,13 @@ def weight_tensors(model: PreTrainedModel, *, skip: tuple[str, ...]) -> Iterator
     Raises UnsupportedError for a model whose linears are quantized, and for experts without a known number per token.
     """
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and "weight" not in module._parameters:
-            raise UnsupportedError(f"{name} of this model holds no plain weight; unpatch it, or pass model.config")
+        weights = list(module._parameters.values())
+        lacks = isinstance(module, nn.Linear) and "weight" not in module._parameters
+        if lacks or any(type(weight) is not nn.Parameter for weight in weights if weight is not None):
+            raise UnsupportedError(
+                f"{name} of this model holds no plain weight but what another library makes of it; pass model.config, "
+                "and the model is counted before that"
+            )
     sites = {id(site.module.weight): site for site in linear_sites(model, skip)}
     seen: set[int] = set()
     for module in model.modules():

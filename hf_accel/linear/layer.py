@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch
@@ -261,6 +262,7 @@ class QuantLinear(nn.Linear):
     def __getstate__(self) -> dict[str, Any]:
         """Backends hold opaque tensors that cannot be copied; the stored form can."""
         buffers = {**self._buffers, **state(self.quantized)}
+        _keep_for_child(buffers)
         return self.__dict__ | {"_buffers": buffers, "choice": None, "_packed": self.choice is not None}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
@@ -274,3 +276,10 @@ class QuantLinear(nn.Linear):
         group = f", group_size={self.group_size}" if self.bits == 4 else ""
         group += "" if self.symmetric else ", symmetric=False"
         return f"{super().extra_repr()}, bits={self.bits}{group}, backend={backend}"
+
+
+def _keep_for_child(tensors: Any) -> None:
+    """A process that is being started (spawn) gets tensors by file descriptors: they must not be closed until then."""
+    starting = get_spawning_popen()
+    if starting is not None:
+        vars(starting).setdefault("_hf_accel_tensors", []).append(tensors)

@@ -11,6 +11,7 @@ from ..check import check_model
 from ..config import CacheConfig
 from ..linear import QuantLinear
 from ..patch import STATE, PatchState, is_patched, patch, unpatch
+from ..survey import attention_sites
 from ..twin import twin
 
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
@@ -51,7 +52,7 @@ def quantized_reference(model: PreTrainedModel) -> PreTrainedModel:
     state_of(reference).journal.undo()  # puts the float Linears back, whose weights may be gone
     for name, layer in layers.items():
         inner.set_submodule(name, _in_plain_torch(layer))
-    own_attention = attention == ATTENTION_NAME
+    own_attention = attention == ATTENTION_NAME and attention_sites(inner, quantized_kv=False)
     return patch(reference, weights=None, attention="reference" if own_attention else None, cache=cache, fuse=False)
 
 

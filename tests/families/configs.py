@@ -57,7 +57,7 @@ SIZES: dict[str, int] = {
     "swa_num_key_value_heads": 2, "global_num_key_value_heads": 2, "num_global_key_value_heads": 2,
     "decoder_num_key_value_heads": 2, "encoder_num_key_value_heads": 2,
     "head_dim": HEAD_DIM, "d_kv": HEAD_DIM, "d_head": HEAD_DIM, "dim_head": HEAD_DIM, "kv_channels": HEAD_DIM,
-    "swa_head_dim": HEAD_DIM, "global_head_dim": HEAD_DIM, "attention_head_dim": HEAD_DIM,
+    "swa_head_dim": HEAD_DIM, "global_head_dim": HEAD_DIM,
     "query_pre_attn_scalar": HEAD_DIM, "rotary_dim": HEAD_DIM // 2, "v_head_dim": HEAD_DIM, "swa_v_head_dim": HEAD_DIM,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": HEAD_DIM, "q_lora_rank": 32, "kv_lora_rank": 32, "o_lora_rank": 32,
     "o_groups": 2, "qk_head_dim": HEAD_DIM + 8,
@@ -79,7 +79,7 @@ SIZES: dict[str, int] = {
     "mamba_num_heads": 8, "mamba_head_dim": HEAD_DIM, "state_size": 8, "ssm_state_size": 8, "mamba_headdim": HEAD_DIM,
     "n_groups": 1, "mamba_ngroups": 1, "n_mamba_heads": 2, "mamba_n_groups": 1, "linear_key_head_dim": HEAD_DIM,
     "linear_value_head_dim": HEAD_DIM, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_head_dim": HEAD_DIM, "linear_num_heads": HEADS, "attention_hidden_size": HIDDEN, "time_step_rank": 4,
+    "linear_head_dim": HEAD_DIM, "linear_num_heads": HEADS, "time_step_rank": 4,
     # images and sound
     "image_size": 32, "patch_size": 8, "img_size": 32, "crop_size": 32, "image_seq_length": 16,
     "num_mel_bins": 16, "n_mel_bins": 16, "num_query_tokens": 4, "vision_output_dim": HIDDEN,

@@ -29,11 +29,8 @@ def single(kind: str) -> dict[str, Tensor]:
     return {name: value[1:2] for name, value in batch.items()}
 
 
-def forward_inputs(kind: str, *, encoder_decoder: bool) -> dict[str, Tensor]:
-    """What forward is called with; an encoder-decoder gets a decoder's tokens too."""
-    batch = prompts(kind)
-    if encoder_decoder:
-        decoder = prompts("encoder", seed=2)["input_ids"].clamp(min=FIRST_WORD)
-        decoder[:, 0] = BEGIN
-        batch["decoder_input_ids"] = decoder
-    return batch
+def decoder_prompts(rows: int) -> Tensor:
+    """What a decoder has said so far, [rows, 13]."""
+    ids = prompts("encoder", rows=rows, seed=2)["input_ids"].clamp(min=FIRST_WORD)
+    ids[:, 0] = BEGIN
+    return ids

@@ -87,6 +87,8 @@ def build(family: Family, *, seed: int = 0, gain: float = 1.0) -> PreTrainedMode
     model = model.float().eval()
     if model.can_generate():
         model.generation_config.eos_token_id = None  # texts of one length: nothing ends by chance
+        if hasattr(model.generation_config, "max_denoising_steps"):
+            model.generation_config.max_denoising_steps = 4
         if model.config.is_encoder_decoder:
             model.generation_config.decoder_start_token_id = BEGIN
     return model

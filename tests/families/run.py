@@ -20,6 +20,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # a few models compile what is given a static cache: minutes for each
 
 import torch
 import transformers

@@ -16,7 +16,7 @@ FAST = {  # and what must stay on hf_accel's own path
     Family("causal", "mixtral", "MixtralForCausalLM"): RAGGED,
     Family("causal", "diffllama", "DiffLlamaForCausalLM"): ("int8 forward",),
     Family("causal", "jamba", "JambaForCausalLM"): ("int8 forward",),
-    Family("vision", "llava", "LlavaForConditionalGeneration"): ("forward", "int8 forward"),
+    Family("vision", "llava", "LlavaForConditionalGeneration"): ("forward", *RAGGED),
     Family("seq2seq", "t5", "T5ForConditionalGeneration"): ("int8 forward",),
     Family("encoder", "bert", "BertForMaskedLM"): ("forward", "int8 forward"),
 }

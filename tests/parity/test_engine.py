@@ -268,16 +268,16 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
         ({"prompt": torch.ones(1, 3, dtype=torch.bool)}, "at least one token id"),
         (
             {"prompt": torch.ones(2, 3, dtype=torch.int64)},
-            r"the shape \(2, 3\); submit each row of token ids",
+            r"the shape \(2, 3\); give each row of token ids",
         ),
         ({"prompt": [[1, 2], [3]]}, "at least one token id"),
         ({"prompt": None}, "at least one token id, not None"),
         ({"prompt": 5}, "at least one token id, not 5"),
-        ({"prompt": {"input_ids": [1, 2]}}, r"submit its ids: prompt\['input_ids'\]"),
-        ({"prompt": ["a", "b"]}, "a list of texts; submit each by itself"),
+        ({"prompt": {"input_ids": [1, 2]}}, r"give its ids: prompt\['input_ids'\]"),
+        ({"prompt": ["a", "b"]}, "a list of texts; give each by itself"),
         (
             {"prompt": [{"role": "user", "content": "?"}]},
-            r"submit tokenizer.apply_chat_template\(messages, .*=False\)",
+            r"tokenizer.apply_chat_template\(messages, .*=False\)",
         ),
         ({"temperature": -1}, "temperature=-1"),
         ({"stop": ""}, "empty string"),
@@ -366,7 +366,7 @@ def test_text(engine: Engine) -> None:
 KINDS = [list, tuple, iter, torch.tensor, np.array, lambda ids: [np.int32(i) for i in ids], lambda ids: [ids]]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=["list", "tuple", "iterator", "tensor", "array", "numpy", "batch of one"])
 def test_prompts_of_any_kind(kind: Any) -> None:
     with Engine(target("llama")) as engine:
         wanted = engine.submit(kind(PROMPTS[0]), max_new_tokens=np.int64(NEW_TOKENS), seed=np.uint8(1), n=np.int64(1))

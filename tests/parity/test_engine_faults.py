@@ -185,7 +185,12 @@ def test_an_engine_that_is_forgotten_ends(model: Any, used: bool) -> None:
     hf_accel.unpatch(model)
 
 
-def test_a_request_outlives_its_engine(model: Any) -> None:
+def test_who_holds_a_request_holds_its_engine(model: Any) -> None:
+    request = Engine(model).submit(PROMPTS[0], max_new_tokens=LONG)
+    next(iter(request))
+    with pytest.raises(UnsupportedError, match="1 running"):
+        hf_accel.unpatch(model)
+    request.cancel()
     assert list(Engine(model).submit(PROMPTS[0], max_new_tokens=NEW_TOKENS)) == expected(PROMPTS[0])
 
 

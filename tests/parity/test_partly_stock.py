@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    CLIPConfig,
+    CLIPModel,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     FalconConfig,
@@ -159,3 +161,16 @@ def test_compressed_keys_stay_in_stock_s_cache() -> None:
     plan = hf_accel.plan(hf_accel.unpatch(model), weights=None).to_dict()
     reasons = [choice["reason"] for choice in plan["choices"] if choice["topic"] == "cache"]
     assert len(reasons) == 1 and "caches compressed keys and makes K from them" in reasons[0]
+
+
+def test_a_model_of_text_and_images() -> None:
+    """It has no one input embedding, and makes no text."""
+    text = {"vocab_size": VOCABULARY, "eos_token_id": 2, "bos_token_id": None, "pad_token_id": PADDING}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = CLIPConfig(text_config=text | sizes, vision_config={**sizes, "image_size": 16, "patch_size": 8})
+    model = CLIPModel(config).eval()
+    given = {"input_ids": prompts(2, 6), "pixel_values": torch.randn(3, 3, 16, 16)}
+    with torch.no_grad():
+        expected = model(**given).logits_per_text
+        hf_accel.patch(model, weights=None)
+        assert torch.allclose(model(**given).logits_per_text, expected, atol=1e-5)

@@ -72,6 +72,32 @@ def test_unpatch_twice() -> None:
             function(model)
 
 
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_a_part_of_a_patched_model(weights: str | None) -> None:
+    model = hf_accel.patch(build("llama"), weights=weights)
+    expected = logits(model)
+    text = "this LlamaModel is a part of a patched LlamaForCausalLM and is patched with it; use it as it is, or call"
+    with pytest.raises(hf_accel.UnsupportedError, match=text):
+        hf_accel.patch(model.model)
+    with pytest.raises(hf_accel.UnsupportedError, match=r"part of a patched LlamaForCausalLM; .* on the whole"):
+        hf_accel.unpatch(model.model)
+    assert torch.equal(logits(model), expected)
+    hf_accel.unpatch(model)
+    hf_accel.unpatch(hf_accel.patch(model.model))
+
+
+def test_a_model_with_a_patched_part() -> None:
+    model = build("llama")
+    before = snapshot(model)
+    hf_accel.patch(model.model)
+    patched = snapshot(model)
+    with pytest.raises(hf_accel.UnsupportedError, match=r"'model' .*, a LlamaModel, .*unpatch\(model.model\) first"):
+        hf_accel.patch(model)
+    assert snapshot(model) == patched
+    hf_accel.unpatch(model.model)
+    assert snapshot(model) == before
+
+
 @pytest.mark.parametrize("shape", [(0, 5), (1, 0)])
 @pytest.mark.parametrize("weights", [None, "int8"])
 def test_empty_input(weights: str | None, shape: tuple[int, int]) -> None:
@@ -222,6 +248,24 @@ def test_patched_with_an_exception() -> None:
     with pytest.raises(KeyError), hf_accel.patched(model):
         raise KeyError
     assert snapshot(model) == before
+
+
+def test_patched_and_unpatched_inside() -> None:
+    model = build("llama")
+    before = snapshot(model)
+    with hf_accel.patched(model):
+        hf_accel.unpatch(model)
+    assert snapshot(model) == before
+
+
+def test_patched_and_patched_otherwise_inside() -> None:
+    """What is there at the end is not the block's to take out."""
+    model = build("llama")
+    with hf_accel.patched(model):
+        hf_accel.unpatch(model)
+        hf_accel.patch(model, weights=None)
+    assert hf_accel.is_patched(model)
+    assert not any(isinstance(module, QuantLinear) for module in model.modules())
 
 
 def test_patched_with_bad_input() -> None:

@@ -331,6 +331,26 @@ def test_what_is_computed_from_it_is_a_plain_tensor() -> None:
     assert layer.writes == 0
 
 
+def test_a_parameter_made_of_it_is_one_of_its_own() -> None:
+    layer = QuantLinear.from_weight(torch.randn(32, 32), config=hf_accel.WeightConfig())
+    other = nn.Linear(32, 32, bias=False)
+    other.weight = nn.Parameter(layer.weight.contiguous())
+    before = bits(layer.weight.data.clone())
+    x = torch.randn(3, 32)
+    other(x).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=1.0).step()
+    assert (layer.writes, bits(layer.weight.data.clone())) == (0, before)
+    twin = copy.deepcopy(other)
+    assert type(twin.weight) is nn.Parameter
+    assert torch.equal(twin(x), other(x))
+    other.to(torch.float64)
+    assert other.weight.dtype == torch.float64
+    assert other.weight.is_leaf
+    other.weight.data = torch.zeros(32, 32, dtype=torch.float64)
+    assert not other.weight.any()
+    assert layer.writes == 0
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [

@@ -48,7 +48,7 @@ def stock_attention(
 
     query [B, Hq, Q, D], key and value [B, Hkv, T, D] -> [B, Q, Hq, Dv], and weights [B, Hq, Q, T] or None.
     """
-    name, eager = stock_name(module), eager_function(type(module))
+    name, eager = stock_name(module), eager_function(module)
     weights = bool(options.get("output_attentions")) or collects_attentions()
     if eager is None or (name != EAGER and not weights):
         function = AttentionInterface()[SDPA if name == EAGER else name]
@@ -91,9 +91,14 @@ def _full_mask(
     return torch.where(mask, 0.0, lowest).to(query.dtype)
 
 
-@lru_cache(maxsize=1024)
-def eager_function(kind: type) -> Any:
+def eager_function(module: nn.Module) -> Any:
     """The plain-torch attention of the file that a module's class comes from; None if it has none."""
+    kind: Any = type(module)
+    return _eager_function(kind)
+
+
+@lru_cache(maxsize=1024)
+def _eager_function(kind: type) -> Any:
     original: type = kind.__bases__[1] if issubclass(kind, Mixin) else kind
     name = attention_code(original).eager
     return None if name is None else getattr(sys.modules.get(original.__module__), name, None)
@@ -102,7 +107,7 @@ def eager_function(kind: type) -> Any:
 @torch.no_grad()
 def eager_agrees(module: nn.Module, spec: AttentionSpec) -> bool:
     """Whether the module's own eager function gives what our reference gives, on random numbers."""
-    eager = eager_function(type(module))
+    eager = eager_function(module)
     if eager is None:
         return False
     generator = torch.Generator().manual_seed(0)
@@ -113,7 +118,8 @@ def eager_agrees(module: nn.Module, spec: AttentionSpec) -> bool:
     mask = torch.full((TRIED, TRIED), torch.finfo(torch.float32).min).triu(1)[None, None]
     options = {"softcap": spec.softcap, "s_aux": sinks}
     twin = copy.copy(module)
-    twin._parameters = {**module._parameters, **({} if sinks is None else {"sinks": sinks})}
+    own: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
+    twin._parameters = {**module._parameters, **own}
     try:
         given = {name: value for name, value in options.items() if value is not None}
         got = eager(twin, query, key, value, mask, scaling=scale, dropout=0.0, **given)[0]

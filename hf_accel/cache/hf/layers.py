@@ -10,6 +10,7 @@ from ...config import CacheConfig
 from ...errors import UnsupportedError
 from ..group import PageGroup
 
+NOT_PAGED = "use transformers' own cache"
 REMADE = "make it with hf_accel.PagedCache(model.config)"
 FIRST_TOKENS = 1024  # where a cache that grows begins, over all sequences
 QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -20,9 +21,11 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
 
     Raises UnsupportedError for layers that hold anything but keys and values of all, or of the last, tokens.
     """
+    if not isinstance(config, PreTrainedConfig):
+        raise UnsupportedError(f"config is a {type(config).__name__}; a PagedCache is made from model.config")
     decoder = config.get_text_config(decoder=True)
     if "chunked_attention" in (getattr(decoder, "layer_types", None) or ()):
-        raise UnsupportedError("a paged cache cannot hold chunked attention layers; use cache=None")
+        raise UnsupportedError(f"a paged cache cannot hold chunked attention layers; {NOT_PAGED}")
     windows: list[int | None] = []
     for layer in DynamicCache(config=decoder).layers:
         if type(layer) is DynamicLayer:
@@ -30,9 +33,11 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
         elif type(layer) is DynamicSlidingWindowLayer:
             windows.append(layer.sliding_window)
         else:
-            raise UnsupportedError(f"a paged cache cannot hold a {type(layer).__name__}; use cache=None")
+            raise UnsupportedError(f"a paged cache cannot hold a {type(layer).__name__}; {NOT_PAGED}")
     if not windows:
-        raise UnsupportedError(f"{type(config).__name__} describes no decoder layers; a paged cache needs some")
+        raise UnsupportedError(
+            f"{type(config).__name__} describes no decoder layers, and a paged cache needs some; {NOT_PAGED}"
+        )
     return windows
 
 

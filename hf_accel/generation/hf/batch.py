@@ -132,7 +132,9 @@ class _Batch:
             criteria = self.model._get_stopping_criteria(generation_config=config, stopping_criteria=[])
             refusal = processors_refusal(processors, criteria, batch_size=1)
             if refusal is not None:
-                raise UnsupportedError(f"generate_batch cannot serve this generation_config: {refusal}")
+                raise UnsupportedError(
+                    f"generate_batch cannot serve this generation_config: {refusal}; use generate()"
+                )
             logprobs = 0 if self.logprobs else None
             sampling = StockSampling(processors, greedy=not config.do_sample, num_logprobs=logprobs)
             known = sampling, StockStop.of(criteria, {})

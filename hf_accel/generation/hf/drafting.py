@@ -140,7 +140,12 @@ def draft_refusal(target: PreTrainedModel, draft: PreTrainedModel) -> str | None
         )
     patched = _twin(vars(target)[STATE].generation, draft, None)
     refusal = ragged_refusal(patched)
-    return None if refusal is None else f"the draft model {type(draft).__name__} cannot run on pages: {refusal}"
+    if refusal is None:
+        return None
+    return (
+        f"the draft model {type(draft).__name__} cannot run on pages: {refusal}; use another draft model, or 'suffix' "
+        "or 'ngram', which need none"
+    )
 
 
 def _twin(state: GenerationState, model: PreTrainedModel, weights: str | None) -> PreTrainedModel:

@@ -140,12 +140,12 @@ class Engine:
     def _hand_over(self, sequences: list[Sequence], rules: StopRules) -> Request:
         # weak: in a cycle a handle that was dropped would live, and its request run, until the garbage collector comes
         of_sample: weakref.WeakKeyDictionary[Sample, Sequence] = weakref.WeakKeyDictionary()
-        decode, loop = self._decode, self.loop
+        decode = self._decode
         request = Request(
             num_samples=len(sequences),
             decode=None if decode is None else lambda tokens: rules.cut(decode(tokens)),
-            on_cancel=lambda sample: loop.cancel(of_sample[sample]),
-            on_wait=loop.refuse_own_thread,
+            on_cancel=lambda sample: self.loop.cancel(of_sample[sample]),  # who holds a request holds its engine
+            on_wait=self.loop.refuse_own_thread,
         )
         of_sample.update(zip(request.samples, sequences, strict=True))
         self.loop.submit(sequences[0], dict(zip(sequences, request.samples, strict=True)))

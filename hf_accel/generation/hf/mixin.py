@@ -246,7 +246,7 @@ class AcceleratedGeneration(Mixin):
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own manager, over this model's weights; it knows no attention but transformers'."""
         self._generation_state.statistics = {"loop": f"stock: {MANAGER}"}
-        model = model_for_manager(self)  # type: ignore[arg-type]
+        model = model_for_manager(self)
         return super(AcceleratedGeneration, model).init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
 
     def destroy_cached_continuous_batching_manager(self) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -44,8 +45,9 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             f"the input has {source.shape[0]} rows of {source.shape[1]} tokens; give at least one token in one row"
         )
     mask = kwargs.get("attention_mask")
-    ours = isinstance(cache, PagedCache) and attention_is_ours(model.config)
-    if not ours or source is None or not (mask is None or _is_columns(mask)):
+    if not isinstance(cache, PagedCache) or source is None or not (mask is None or _is_columns(mask)):
+        return
+    if not attention_is_ours(model.config):
         return  # the cache hands out all columns, as to any model
     cache.check_config(model.config)  # type: ignore[arg-type]
     mask = None if mask is None else mask.bool()
@@ -134,4 +136,9 @@ def positions_depend_on_length(config: Any) -> bool:
 
 def other_input(inputs: dict[str, Any]) -> str | None:
     """The name of an input that keys and values may depend on besides token ids; None if there is none."""
-    return next((name for name, value in inputs.items() if name not in TEXT_INPUTS and value is not None), None)
+    return next((name for name, value in inputs.items() if name not in TEXT_INPUTS and not _is_nothing(value)), None)
+
+
+def _is_nothing(value: object) -> bool:
+    """As stock gives the outputs of encoders where there are no images."""
+    return value is None or (isinstance(value, Mapping) and not value)

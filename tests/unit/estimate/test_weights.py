@@ -9,6 +9,7 @@ from transformers import LlamaForCausalLM
 
 from hf_accel.config import WeightConfig
 from hf_accel.errors import UnsupportedError
+from hf_accel.estimate import estimate
 from hf_accel.estimate.source import shapes_of
 from hf_accel.estimate.weights import WeightTensor, weight_tensors
 
@@ -79,6 +80,20 @@ def test_a_quantized_model_is_refused():
     del layer.weight
     with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn\.q_proj of this model holds no plain weight"):
         list(weight_tensors(model, skip=()))
+
+
+def test_another_librarys_weights_are_refused():
+    """bitsandbytes packs two numbers into one, torchao tells of the numbers that it has replaced."""
+
+    class Packed(torch.nn.Parameter):
+        pass
+
+    model = LlamaForCausalLM(TINY["llama"])
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.weight = Packed(layer.weight.data[: len(layer.weight) // 2])
+    with pytest.raises(UnsupportedError, match=r"q_proj of this model holds no plain weight .*; pass model.config"):
+        estimate(model, context=4, bandwidth=1e9)
+    assert estimate(model.config, context=4, bandwidth=1e9).weights_bytes
 
 
 def test_experts_without_a_number_per_token_are_refused():

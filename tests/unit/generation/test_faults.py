@@ -86,12 +86,12 @@ def expected(number: int, window: int | None) -> list[list[int]]:
 class Faults:
     """Counts the calls of all points, and raises at one of them; before what it stands for, or after it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, points: list[tuple[type, str]] = POINTS) -> None:
         self.count = 0
         self.at: int | None = None
         self.error: type[BaseException] = RuntimeError
         self.names: list[str] = []
-        for owner, name in POINTS:
+        for owner, name in points:
             monkeypatch.setattr(owner, name, self._watched(owner, name))
 
     def _watched(self, owner: type, name: str) -> Any:
@@ -211,6 +211,29 @@ def test_a_failure_ends_one_request(name: str, faults: Faults) -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_failure_at_any_point_ends_one_request(name: str, error: type[BaseException], faults: Faults) -> None:
     check_points(name, faults, [(point, error) for point in range(1, len(points_of(name, faults)) + 1)])
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_room_in_many_groups_is_given_as_a_whole_or_not_at_all(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two groups copy the last block; the second of them fails."""
+    pages = toy_pages(8, block_size=2, window=5)
+    row = pages.open([])
+    pages.append(row, 3)
+    fork = row.fork()
+    used = [group.pool.num_used for group in pages.groups]
+    faults = Faults(monkeypatch, [(Slots, "copy")])
+    faults.arm(2, error)
+    with pytest.raises(error, match="injected"):
+        pages.append(fork, 2)
+    assert [table.num_tokens for table in fork.tables] == [3, 3]
+    assert pages.groups[1].pool.num_used == used[1] and fork.tables[1].blocks == row.tables[1].blocks
+    pages.append(fork, 2)
+    assert [table.num_tokens for table in fork.tables] == [5, 5]
+    for each in (row, fork):
+        each.release()
+    check_blocks(pages, [])
 
 
 # -- who is to blame ------------------------------------------------------------------------------------------

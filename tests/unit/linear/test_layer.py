@@ -138,6 +138,24 @@ def test_the_output_has_the_inputs_dtype(make_layer, x, dtype):
     torch.testing.assert_close(got.to(BF16), run(layer, x), rtol=2**-7, atol=2**-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, FP32, BF16])
+def test_under_autocast_the_output_has_the_dtype_of_torchs_linear(make_layer, x, dtype):
+    layer, stock = make_layer(), nn.Linear(128, 48).to(dtype)
+    for lower in (BF16, torch.float16):
+        with torch.autocast("cpu", dtype=lower):
+            assert run(layer, x.to(dtype)).dtype == run(stock, x.to(dtype)).dtype
+            assert layer(x.to(dtype).requires_grad_()).dtype == stock(x.to(dtype)).dtype
+    assert run(layer, x.to(dtype)).dtype == dtype
+
+
+def test_a_bias_whose_data_is_replaced_is_read_anew(make_layer, x):
+    """As PEFT and transformers replace it; the old memory is free then."""
+    layer = make_layer()
+    expected = run(layer, x) - layer.bias
+    layer.bias.data = torch.zeros(48, dtype=FP32)
+    torch.testing.assert_close(run(layer, x).to(BF16), expected, rtol=2**-5, atol=2**-5)
+
+
 def test_gradients_reach_the_input_through_every_backend(make_layer, x):
     layer = make_layer()
     x.requires_grad_()

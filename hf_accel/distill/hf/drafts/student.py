@@ -102,10 +102,13 @@ def block_influence(model: PreTrainedModel, dataset: Any, tokenizer: Any = None)
 
 def _floats_of(teacher: PreTrainedModel) -> Any:
     """The teacher's weights before any patch, in a model that is not patched."""
-    if hasattr(teacher, "get_base_model") or getattr(teacher, "_hf_peft_config_loaded", False):
-        raise UnsupportedError("the teacher has an adapter; call merge_and_unload() first, or give its base model")
-    if not isinstance(teacher, PreTrainedModel):
+    adapted = hasattr(teacher, "get_base_model") or getattr(teacher, "_hf_peft_config_loaded", False)
+    if not adapted and not isinstance(teacher, PreTrainedModel):
         raise UnsupportedError(f"the teacher is a {type(teacher).__name__}; give a transformers model")
+    if adapted or any(hasattr(module, "base_layer") for module in teacher.modules()):  # of PEFT's, in its base too
+        raise UnsupportedError(
+            "the teacher has an adapter; give what merge_and_unload() returns, or load the base model without it"
+        )
     if teacher.config.is_encoder_decoder:
         raise UnsupportedError(
             f"{type(teacher).__name__} is an encoder-decoder, of which init_student cannot tell which half to cut; "

@@ -1,0 +1,229 @@
+"""What the fast path does not know goes to stock's loop: the same tokens, and stats(), the plan or a warning tell."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+import hf_accel
+from hf_accel.attention.hf.forward import attention_forward
+
+from .families import PADDING, build, inputs, prompts
+
+
+def patched(family: str = "llama", **keywords: Any) -> PreTrainedModel:
+    return hf_accel.patch(build(family), weights=None, **keywords)
+
+
+def tokens(model: PreTrainedModel, layout: str = "left", **settings: Any) -> Tensor:
+    torch.manual_seed(3)
+    defaults = {"do_sample": False, "max_new_tokens": 8}
+    output: Any = model.generate(**inputs(layout), **defaults | settings)
+    return output if isinstance(output, Tensor) else output.sequences
+
+
+def loop(model: PreTrainedModel) -> str:
+    return str(hf_accel.stats(model)["loop"])
+
+
+def attentions(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+
+
+# -- one call ----------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_falls_back_warns_once() -> None:
+    model = patched()
+    asked = {"output_scores": True, "return_dict_in_generate": True}
+    with pytest.warns(hf_accel.HfAccelWarning, match=r"output_scores=True.*stats\(model\)") as caught:
+        tokens(model, **asked)
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tokens(model, **asked)
+        assert loop(model).startswith("stock: output_scores=True")
+        tokens(model)
+        assert loop(model) == "ragged"
+
+
+def test_a_call_that_asks_for_another_cache_does_not_warn() -> None:
+    model = patched()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tokens(model, use_cache=False)
+        assert loop(model) == "stock: it has no paged cache"
+
+
+def test_an_input_that_is_no_tensor_is_an_input() -> None:
+    """As vision-language models hand on what their encoder made of an image."""
+    from hf_accel.generation.hf.step import other_input
+
+    text = {"input_ids": prompts(1, 3), "use_cache": True, "attention_mask": None, "token_type_ids": None}
+    assert other_input(text) is None
+    assert other_input(text | {"mm_encoder_outputs": {}}) is None  # a prompt without images
+    assert other_input(text | {"mm_encoder_outputs": {"image": object()}}) == "mm_encoder_outputs"
+    assert other_input(text | {"is_causal": False}) == "is_causal"
+
+
+# -- a model that was changed after patch() ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_attention_that_was_switched(family: str, implementation: str) -> None:
+    model = patched(family)
+    expected = {mode: tokens(build(family), **settings) for mode, settings in MODES.items()}
+    model.set_attn_implementation(implementation)
+    with pytest.warns(hf_accel.HfAccelWarning, match=f"set to '{implementation}' after"):
+        assert torch.equal(tokens(model), expected["greedy"])
+    assert implementation in loop(model)
+    for mode, settings in MODES.items():
+        assert torch.equal(tokens(model, **settings), expected[mode])
+    own = hf_accel.PagedCache(model.config, block_size=4)  # one of ours then serves as any other
+    assert torch.equal(tokens(model, past_key_values=own), expected["greedy"])
+    with pytest.raises(hf_accel.UnsupportedError, match=r"set_attn_implementation\('hf_accel'\)"):
+        hf_accel.Engine(model)
+    model.set_attn_implementation("hf_accel")  # the way out that it names
+    assert torch.equal(tokens(model), expected["greedy"])
+    assert loop(model) == "ragged"
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 0},
+    "beams": {"num_beams": 3},
+}
+
+
+def test_modules_that_are_made_bidirectional() -> None:
+    """As LLM2Vec does; stock's sdpa then sees all of a prompt without padding."""
+    stock, model = build("llama"), patched()
+    causal = tokens(stock, "single")
+    for module in (*attentions(stock), *attentions(model)):
+        module.is_causal = False
+    expected = tokens(stock, "single")
+    assert not torch.equal(expected, causal)
+    with pytest.warns(hf_accel.HfAccelWarning, match="it is not causal"):
+        assert torch.equal(tokens(model, "single"), expected)
+    assert torch.equal(tokens(model, "single", num_beams=2), tokens(stock, "single", num_beams=2))
+    with torch.no_grad():
+        ids = inputs("single")["input_ids"]
+        assert torch.allclose(model(ids).logits, stock(ids).logits, atol=1e-4)
+    assert "is not causal" in str(hf_accel.plan(stock, weights=None).stock_cache)
+    engine = hf_accel.Engine(model)
+    with engine, pytest.raises(hf_accel.UnsupportedError, match="it is not causal"):
+        engine.submit(ids[0].tolist(), max_new_tokens=2).result()
+
+
+def test_nothing_was_drawn_before_it_fell_back() -> None:
+    stock, model = build("llama"), patched()
+    for module in (*attentions(stock), *attentions(model)):
+        module.is_causal = False
+    expected = tokens(stock, "single", do_sample=True, top_k=0)
+    with pytest.warns(hf_accel.HfAccelWarning):
+        assert torch.equal(tokens(model, "single", do_sample=True, top_k=0), expected)
+
+
+def test_a_module_that_is_not_causal_keeps_the_mask_of_eager() -> None:
+    """BigBirdPegasus' way: is_causal is False, the mask is causal, and eager goes by the mask."""
+    stock = build("llama")
+    stock.set_attn_implementation("eager")
+    for module in attentions(stock):
+        module.is_causal = False
+    expected = tokens(stock, "single")
+    model = hf_accel.patch(stock, weights=None)
+    assert torch.equal(tokens(model, "single"), expected)
+    assert loop(model) == "ragged"
+
+
+# -- attention ---------------------------------------------------------------------------------------------
+
+
+def test_an_attention_of_the_user_stays() -> None:
+    def doubled(module: nn.Module, query: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        return sdpa_attention_forward(module, query * 2, *arguments, **keywords)
+
+    AttentionInterface.register("doubled", doubled)
+    AttentionMaskInterface.register("doubled", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    try:
+        model = build("llama")
+        model.set_attn_implementation("doubled")
+        expected = tokens(model)
+        plan = hf_accel.plan(model, weights=None)
+        assert plan.stock_attention is not None and "'doubled'" in plan.stock_attention
+        with pytest.raises(hf_accel.UnsupportedError, match="doubled"):
+            hf_accel.plan(model, weights=None, cache="paged")
+        hf_accel.patch(model, weights=None)
+        assert torch.equal(tokens(model), expected)
+    finally:
+        AttentionInterface._global_mapping.pop("doubled")
+        AttentionMaskInterface._global_mapping.pop("doubled")
+
+
+def test_a_mask_that_is_given_by_its_place() -> None:
+    """model(ids, mask): the pass must know of the padding as if it were named."""
+    stock, model = build("llama"), patched()
+    given = inputs("left")
+    ids, mask = given["input_ids"], given["attention_mask"]
+    with torch.no_grad():
+        cache = hf_accel.PagedCache(model.config, block_size=4)
+        actual = model(ids, mask, past_key_values=cache).logits
+        expected = stock(ids, mask).logits
+        assert torch.allclose(actual[mask.bool()], expected[mask.bool()], atol=1e-4)
+        assert cache.statistics()["blocks_used"] == sum(-(-int(n) // 4) for n in mask.sum(1))
+
+
+def test_a_keyword_that_is_not_known_goes_to_stocks_function() -> None:
+    model = patched("gpt2")
+    module = attentions(model)[0]
+    query, key, value = (torch.randn(1, 4, 3, 8) for _ in range(3))
+    bias = torch.randn(1, 4, 3, 3)
+    expected = sdpa_attention_forward(module, query, key, value, None, position_bias=bias)[0]
+    actual = attention_forward(module, query, key, value, None, position_bias=bias)[0]
+    assert torch.equal(actual, expected)
+    assert not torch.allclose(actual, attention_forward(module, query, key, value, None)[0], atol=1e-3)
+
+
+def test_values_that_are_not_the_caches_are_never_overlooked() -> None:
+    model = patched()
+    module = attentions(model)[0]
+    cache = hf_accel.PagedCache(model.config)
+    cache.prepare(1, 3, device=torch.device("cpu"))
+    key, value = cache.update(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8), 0)
+    query = torch.randn(1, 4, 3, 8)
+    with pytest.raises(hf_accel.UnsupportedError, match="changes V"):
+        attention_forward(module, query, key, value * 2, None)
+
+
+def test_dropout_in_training_is_not_left_out() -> None:
+    """Over pages as over K and V: with a share of 1 nothing is left."""
+    model = patched()
+    module = attentions(model)[0]
+    cache = hf_accel.PagedCache(model.config)
+    cache.prepare(1, 3, device=torch.device("cpu"))
+    key, value = cache.update(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8), 0)
+    out = attention_forward(module, torch.randn(1, 4, 3, 8), key, value, None, dropout=1.0)[0]
+    assert not out.any()
+
+
+def test_attention_that_came_with_loading_has_a_stock_to_go_back_to() -> None:
+    model = build("gpt2")
+    model.set_attn_implementation("hf_accel")
+    given = inputs("left")
+    with torch.no_grad():
+        weights = model(**given, output_attentions=True).attentions
+        stock = build("gpt2")
+        stock.set_attn_implementation("eager")
+        expected = stock(**given, output_attentions=True).attentions
+    rows = given["attention_mask"].bool()
+    for ours, theirs in zip(weights, expected, strict=True):
+        assert torch.allclose(ours.transpose(1, 2)[rows], theirs.transpose(1, 2)[rows], atol=1e-5)
+    assert PADDING == 0
