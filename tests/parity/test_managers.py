@@ -90,6 +90,12 @@ def test_generate_over_stock_s_paged_cache() -> None:
     assert hf_accel.stats(model)["seconds"] > 0
 
 
+def test_the_plan_says_whose_managers_they_are() -> None:
+    choices = hf_accel.plan(build("llama")).to_dict()["choices"]
+    (line,) = (choice for choice in choices if choice["what"] == "managers")
+    assert (line["topic"], line["choice"]) == ("generate", "stock's")
+
+
 def test_a_model_without_ragged_passes_answers_by_the_manager() -> None:
     model = build("llama")
     model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
