@@ -67,7 +67,7 @@ def linear_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[Line
             reason = f"the model is quantized by {other}" if other is not None else None
             reason = reason or _reason_to_skip(model, name, module, owners, skip, head)
             if reason is None and is_lost(name):
-                reason = "is renamed when it is saved, so that its scales would not be found again"
+                reason = "is renamed or joined with others when it is saved, so that it would not be found again"
             yield LinearSite(name, module, is_head=module is head, is_tied=tied, skip=reason)
 
 
@@ -176,7 +176,7 @@ def attention_refusal(model: PreTrainedModel) -> str | None:
         implementation = stock_implementation(model, module)
         if implementation not in STOCK_ATTENTION:
             return f"its attention was set to {implementation!r}, which may do what ours does not"
-    if getattr(model.config.get_text_config(decoder=True), "sliding_window", None) and not _masks_windows(model):
+    if _has_window(model.config.get_text_config(decoder=True)) and not _masks_windows(model):
         return f"{name} has a window in its config that its masks leave out"
     return _eager_refusal(model)
 
@@ -231,6 +231,13 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
     return _bidirectional_refusal(model)
 
 
+def _has_window(config: Any) -> bool:
+    try:
+        return bool(getattr(config, "sliding_window", None))
+    except RuntimeError:  # its layers have configs of their own
+        return True
+
+
 def _masks_windows(model: PreTrainedModel) -> bool:
     """Whether some part makes masks for a window. Which layers get them is checked in each pass."""
     parts: set[Any] = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
@@ -238,11 +245,13 @@ def _masks_windows(model: PreTrainedModel) -> bool:
 
 
 def _bidirectional_refusal(model: PreTrainedModel) -> str | None:
-    """Set if a module that keeps K and V is not causal, where its attention function goes by that."""
-    for site in attention_sites(model, quantized_kv=False):
-        causal = getattr(site.module, "is_causal", True)
-        if not causal and stock_implementation(model, site.module) != "eager":
-            return f"{site.name!r} is not causal"
+    """Set if the modules that keep K and V are not causal, where their attention function goes by that.
+
+    One of several may be for an encoder's output, which never comes.
+    """
+    sites = [s for s in attention_sites(model, quantized_kv=False) if stock_implementation(model, s.module) != "eager"]
+    if sites and not any(getattr(site.module, "is_causal", True) for site in sites):
+        return f"{sites[0].name!r} is not causal"
     return None
 
 

@@ -142,16 +142,18 @@ def module_settings(layer: QuantLinear | WeightConfig) -> dict[str, Any]:
 
 
 def lost_on_saving(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Whether transformers, which renames tensors while it saves and loads, would not find a module's scales again."""
+    """Whether transformers, which renames and joins tensors while it saves, would not find a module's own again."""
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     if not conversions:
         return lambda name: False
     there = [entry.reverse_transform() for entry in reversed(conversions)]
 
     def is_lost(name: str) -> bool:
-        scale = f"{name}.weight_scale"
-        stored, _ = rename_source_key(scale, *_kinds(there), reverse=True)
-        return bool(rename_source_key(stored, *_kinds(conversions))[0] != scale)
+        for tensor in (f"{name}.weight", f"{name}.weight_scale"):
+            stored, converter = rename_source_key(tensor, *_kinds(there), reverse=True)
+            if converter is not None or rename_source_key(stored, *_kinds(conversions))[0] != tensor:
+                return True
+        return False
 
     return is_lost
 

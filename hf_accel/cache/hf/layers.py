@@ -29,7 +29,7 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     windows: list[int | None] = []
     try:
         layers = DynamicCache(config=decoder).layers
-    except AttributeError as error:  # a config of another kind, which transformers cannot make a cache of either
+    except (AttributeError, RuntimeError) as error:  # of a config that transformers makes no cache from either
         raise UnsupportedError(f"transformers makes no cache from a {type(decoder).__name__}; {NOT_PAGED}") from error
     for layer in layers:
         if type(layer) is DynamicLayer:
