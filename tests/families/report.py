@@ -32,6 +32,7 @@ CPU: {classes} classes, compared feature by feature with the same model unpatche
 | stock | hf_accel leaves that part to transformers; the same answer |
 | refused | asked for by name, it fails with an error that says why; by default it is left to transformers |
 | stock cannot | transformers itself raises an error there, without hf_accel |
+| not tried | the comparison makes no such input for this model (mostly: no images of its kind) |
 
 The columns, with `hf_accel.patch(model, weights=None)` where nothing else is said:
 

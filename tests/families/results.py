@@ -14,7 +14,7 @@ import transformers
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "families"
-CODE = ("hf_accel", "tests/families")  # what a result depends on
+CODE = ("hf_accel", "tests/families", ":!tests/families/re*.py", ":!tests/families/test_*.py")  # what results depend on
 
 Line = dict[str, Any]
 
