@@ -93,7 +93,8 @@ class Int4Weight:
         """int8 [outputs, in / group], -8..7; None if symmetric."""
         if self.weight_zero_point is None:
             return None
-        start, stop, step = outputs.indices(self.shape[0])
+        wanted = range(self.shape[0])[outputs]  # slice.indices is unknown to older torch.compile
+        start, stop, step = wanted.start, wanted.stop, wanted.step
         first = start // NIBBLES
         words = self.weight_zero_point[first : -(-stop // NIBBLES)]
         first *= NIBBLES

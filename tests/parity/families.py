@@ -40,7 +40,12 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2": lambda: Qwen2Config(**DECODER),
     "mistral": lambda: MistralConfig(**DECODER, sliding_window=WINDOW),
     "gemma2": lambda: Gemma2Config(  # tied, its scaled-up embedding would only ever repeat the last token
-        **DECODER, head_dim=8, sliding_window=WINDOW, tie_word_embeddings=False, attn_logit_softcapping=2.0
+        **DECODER,
+        head_dim=8,
+        sliding_window=WINDOW,
+        tie_word_embeddings=False,
+        attn_logit_softcapping=2.0,
+        attn_implementation="eager",  # older transformers takes sdpa, which does not cap
     ),
     "gpt2": lambda: GPT2Config(
         vocab_size=VOCABULARY,

@@ -28,6 +28,8 @@ from transformers import (
 VOCABULARY = 64
 LABELS = (9, 3, 6, 1)  # how many tokens of each text are learnt from: unequal, so that a mean of means is wrong
 ALPHA, TEMPERATURE = 0.3, 2.0
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the newer name of the two that is there
+CHECKPOINTING = next(name for name in _CHECKPOINTING if name in TrainingArguments.__dataclass_fields__)
 
 
 def llama(seed: int = 0, layers: int = 1, vocab_size: int = VOCABULARY, **more: Any) -> LlamaForCausalLM:

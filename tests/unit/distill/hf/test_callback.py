@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ from transformers import (
     BertForSequenceClassification,
     BertForTokenClassification,
     Trainer,
-    TrainingArguments,
 )
 
 from hf_accel.distill.hf import DistillationCallback
 
 from .classroom import (
     ALPHA,
+    CHECKPOINTING,
     TEMPERATURE,
     arguments,
     bert,
@@ -139,9 +138,7 @@ def test_gradient_checkpointing_asks_once(tmp_path: Path, reentrant: bool) -> No
     teacher.register_forward_pre_hook(lambda *_: asked.append(1))
     expected = reference(student, teacher, texts(), shift=True)
     asked.clear()
-    names = {field.name for field in dataclasses.fields(TrainingArguments)}
-    name = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
-    more = {name: True, f"{name}_kwargs": {"use_reentrant": reentrant}}
+    more = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": reentrant}}
     assert distance(trained(tmp_path, student, teacher, texts(), 2, 2, **more), expected) < 1e-5
     assert len(asked) == 2
 

@@ -16,7 +16,7 @@ from hf_accel.distill.hf.training.transfer import documents_of
 from hf_accel.distill.transfer import NOWHERE, Projections
 from hf_accel.errors import UnsupportedError
 
-from .classroom import bert, classified, distance, gpt2, llama, t5, texts, update
+from .classroom import CHECKPOINTING, bert, classified, distance, gpt2, llama, t5, texts, update
 from .test_trainer import trainer
 
 ONLY: dict[str, Any] = {"alpha": 1.0}  # so that transfer and CE are all there is
@@ -160,11 +160,11 @@ def test_checkpointed_layers_give_the_same_update(tmp_path: Path) -> None:
         keywords = {"hidden_weight": 0.1, "attention_weight": 1.0, **more}
         return update(trainer(tmp_path, llama(1, layers=2), llama(2, layers=2, hidden_size=32), **keywords))
 
-    assert distance(changed(activation_checkpointing=True), changed()) < 1e-6
+    assert distance(changed(**{CHECKPOINTING: True}), changed()) < 1e-6
 
 
 def test_reentrant_checkpoints_are_refused(tmp_path: Path) -> None:
-    kinds = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}}
+    kinds = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}}
     with pytest.raises(UnsupportedError, match="use_reentrant"):
         trainer(tmp_path, llama(1, layers=2), llama(2, layers=2), attention_weight=1.0, **kinds).train()
 
