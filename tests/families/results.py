@@ -14,7 +14,8 @@ import transformers
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "families"
-CODE = ("hf_accel", "tests/families", ":!tests/families/re*.py", ":!tests/families/test_*.py")  # what results depend on
+# what results depend on
+CODE = ("hf_accel", "tests/families", ":!tests/families/re*.py", ":!tests/families/test_*.py")
 
 Line = dict[str, Any]
 
