@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from .models import families
 from .results import FOLDER, ROOT, Line, read, versions
 
 PAGE = ROOT / "docs" / "support.md"
+PLACE = re.compile(r" \(/[^)]*\)$")  # a file of the machine that it ran on
 TITLES = {
     "causal": "Causal language models",
     "seq2seq": "Sequence to sequence",
@@ -96,7 +98,7 @@ def _unbuilt(lines: list[Line]) -> Iterator[str]:
     unbuilt = [line for line in lines if line["feature"] == "build"]
     if unbuilt:
         yield "## Not compared\n\nNo tiny model of these could be built here:\n"
-        yield from (f"- {line['model']}: {line['reason'].split('. You')[0]}" for line in unbuilt)
+        yield from (f"- {line['model']}: {PLACE.sub('', line['reason'].split('. You')[0])}" for line in unbuilt)
 
 
 def main(folder: Path = FOLDER) -> int:
