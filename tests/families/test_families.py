@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import transformers
 
 from .features import FAULTS, outcomes
 from .models import Family
@@ -20,10 +21,16 @@ FAST = {  # and what must stay on hf_accel's own path
     Family("seq2seq", "t5", "T5ForConditionalGeneration"): ("int8 forward",),
     Family("encoder", "bert", "BertForMaskedLM"): ("forward", "int8 forward"),
 }
+OLDER = {  # what the oldest supported transformers, 5.17, cannot show
+    "gemma2": "its default attention is sdpa, which does not cap scores as its config asks for",
+    "llava": "its config does not declare its parts, so no tiny one can be made",
+}
 
 
 @pytest.mark.parametrize("family", FAST, ids=str)
 def test_patched_answers_as_stock(family: Family) -> None:
+    if family.model_type in OLDER and transformers.__version__.startswith("5.17."):
+        pytest.skip(OLDER[family.model_type])
     words = {feature: (result.word, result.reason) for feature, result in outcomes(family)}
     assert {feature: words[feature] for feature in words if words[feature][0] in (*FAULTS, "build")} == {}
     assert [feature for feature in FAST[family] if words[feature][0] != "fast"] == []

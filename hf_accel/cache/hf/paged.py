@@ -263,7 +263,7 @@ class PagedCache(Cache):
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}) must be negative: it counts the tokens to remove from the end")
         self._settle()
-        self.sequences.crop(-tokens_to_remove)
+        self.sequences.crop(-int(tokens_to_remove))  # the assisted loop of older transformers counts in a tensor
         self._set_columns()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

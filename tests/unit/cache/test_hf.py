@@ -345,6 +345,16 @@ def test_out_of_blocks_changes_nothing() -> None:
     assert cache.get_seq_length() == 8
 
 
+def test_a_count_to_crop_may_be_a_tensor() -> None:
+    cache = paged()
+    fill(cache, 1, 6)
+    cache.crop(-torch.tensor(2))
+    fill(cache, 1, 3, seed=1)
+    assert (cache.get_seq_length(), used(cache)) == (7, 2)
+    assert type(cache.sequences.num_columns) is int
+    check_blocks(cache)
+
+
 def test_out_of_blocks_takes_back_what_other_rows_got() -> None:
     cache = paged(max_tokens=5 * BLOCK)
     fill(cache, 2, 6)
