@@ -95,6 +95,8 @@ import os, signal, threading, time
 import hf_accel
 from tests.parity.families import build
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started without
+
 model = hf_accel.patch(build("llama"), weights=None)
 engine = hf_accel.Engine(model)
 request = engine.submit([1, 2, 3], max_new_tokens=10**7)
