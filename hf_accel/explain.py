@@ -75,6 +75,8 @@ def _attention_lines(plan: Plan) -> Iterator[Line]:
     for (backend, window, reason), names in groups.items():
         kind = "full" if window is None else f"window {window}"
         yield Line("attention", f"{len(names)} layers, {kind}", backend, reason)
+    for name, reason in plan.stock_parts.items():
+        yield Line("attention", name, "stock", reason)
 
 
 def _weight_lines(plan: Plan) -> Iterator[Line]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .attention.hf import BACKEND_ATTRIBUTE, STOCK_ATTRIBUTE
+from .attention.hf import BACKEND_ATTRIBUTE, STOCK_ATTRIBUTE, set_our_attention, stock_implementation, stock_name
 from .attention.hf import NAME as ATTENTION_NAME
 from .check import transformers_model
 from .config import Default, PatchConfig, WeightConfig
@@ -27,7 +27,7 @@ from .linear.hf import METHOD, AccelConfig, AccelQuantizer, module_settings
 from .originals import Originals
 from .pack import Packed, replace_linears
 from .plan import Plan, make_plan
-from .survey import attention_modules, common_group_size, stock_implementation
+from .survey import attention_modules, common_group_size
 from .ties import break_ties
 from .twin import twin
 
@@ -210,10 +210,12 @@ def make_draft(model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
 def with_stock_attention(model: PreTrainedModel) -> PreTrainedModel:
     """A patched model over the same numbers that attends as without us; the model given does not notice."""
     state: PatchState = vars(model)[STATE]
-    before = next(write.old for write in state.journal.writes if write.owner is model and write.key == "config")
-    name = before.get_text_config(decoder=True)._attn_implementation
     attending = twin(model)
-    attending.set_attn_implementation("sdpa" if name == ATTENTION_NAME else name)
+    before = {id(write.owner): write.old for write in state.journal.writes if write.key == "config"}
+    for module, own in zip(model.modules(), attending.modules(), strict=True):
+        if id(module) in before:
+            config: Any = own.config
+            config._attn_implementation_internal = stock_name(model, before[id(module)])
     return attending
 
 
@@ -297,7 +299,7 @@ def _switch_attention(todo: Plan, journal: Journal) -> None:
         return
     for module in attention_modules(todo.model):
         journal.attribute(module, STOCK_ATTRIBUTE, stock_implementation(todo.model, module))
-    todo.model.set_attn_implementation(ATTENTION_NAME)  # writes into our own copies of the configs
+    set_our_attention(todo.model, todo.model.set_attn_implementation)  # writes into our own copies of the configs
     chosen = todo.model.config.get_text_config(decoder=True)._attn_implementation
     if chosen != ATTENTION_NAME:
         raise UnsupportedError(f"{todo.title} kept attention {chosen!r}; patch it with attention=None")

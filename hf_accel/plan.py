@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from . import attention as attention_backends
 from .attention import AttentionBackend
+from .attention.hf import stock_parts
 from .check import check_model, check_skip
 from .config import PatchConfig, WeightConfig
 from .errors import UnsupportedError
@@ -101,6 +102,7 @@ class Plan:
     attention: tuple[AttentionPlan, ...]
     fused: FusedPlan
     stock_attention: str | None
+    stock_parts: dict[str, str]
     stock_cache: str | None
     stock_loop: str | None
     lines: tuple[Line, ...]
@@ -120,7 +122,7 @@ class Plan:
         """What may round a row differently beside other rows, as clauses; empty if the model is row-invariant."""
         chosen = {(p.choice.backend, p.config.bits) for p in self.quantized if p.choice is not None}
         clauses = {f"{b.name}'s INT{bits} linear rounds by batch size" for b, bits in chosen if not b.row_invariant}
-        if self.stock_attention:
+        if self.stock_attention or self.stock_parts:
             clauses.add("stock attention rounds by batch size")
         clauses |= {
             f"{p.backend.name}'s attention rounds by batch size" for p in self.attention if not p.backend.row_invariant
@@ -185,6 +187,7 @@ def make_plan(model: object, config: PatchConfig, *, find_originals: FindOrigina
         attention=attention,
         fused=_plan_fused(inner, config, linears),
         stock_attention=stock_attention,
+        stock_parts={} if stock_attention else stock_parts(inner),
         stock_cache=stock_cache,
         stock_loop=_stock_loop(inner, config, stock_cache),
         lines=(),

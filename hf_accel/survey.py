@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from . import source
 from .attention import AttentionSpec
 from .attention.hf import NAME as ATTENTION_NAME
-from .attention.hf import eager_agrees
+from .attention.hf import attention_refusals, eager_agrees, modules_outside, stock_implementation, stock_parts
 from .attention.structure import AttentionCode, attention_code, code_of
 from .cache.hf import NOT_PAGED, layer_windows
 from .check import named
@@ -169,9 +169,10 @@ def attention_refusal(model: PreTrainedModel) -> str | None:
         return f"{name} is an encoder-decoder; its cross-attention stays stock"
     if not model._can_set_attn_implementation():
         return f"the attention of {name} does not go through transformers' AttentionInterface"
-    for code in _codes(model):
-        if code.refusal is not None:
-            return code.refusal
+    parts = stock_parts(model)
+    for _, part, refusal in attention_refusals(model):
+        if part not in parts:
+            return refusal
     for module in attention_modules(model):
         implementation = stock_implementation(model, module)
         if implementation not in STOCK_ATTENTION:
@@ -187,18 +188,9 @@ def _codes(model: nn.Module) -> list[AttentionCode]:
     return list(dict.fromkeys(code_of(module) for module in others))
 
 
-def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """Those that call an attention function of transformers' interface."""
-    return [module for module in model.modules() if attention_code(type(module)).attends]
-
-
-def stock_implementation(model: PreTrainedModel, module: nn.Module) -> str:
-    """The name of what an attention module attends by without us."""
-    config: Any = getattr(module, "config", model.config)
-    name = getattr(config, "_attn_implementation", None) or model.config._attn_implementation
-    if name != ATTENTION_NAME:
-        return str(name)
-    return "sdpa" if model._supports_sdpa else "eager"  # it was loaded with our attention
+def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """Those that call an attention function of transformers' interface, but for the parts that keep theirs."""
+    return [module for _, module in modules_outside(model) if attention_code(type(module)).attends]
 
 
 def _eager_refusal(model: PreTrainedModel) -> str | None:
@@ -272,7 +264,7 @@ def attention_sites(model: PreTrainedModel, *, quantized_kv: bool) -> list[Atten
     if getattr(config, "num_attention_heads", None) is None:  # a model of several parts, each with its own
         return []
     sites = []
-    for name, module in model.named_modules():
+    for name, module in modules_outside(model):
         index = getattr(module, "layer_idx", None)
         if not (isinstance(index, int) and "attention" in type(module).__name__.lower() and hasattr(module, "config")):
             continue

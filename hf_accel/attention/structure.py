@@ -35,8 +35,8 @@ class AttentionCode:
     """What is known of a kind of module, as clauses; None where all is known.
 
     attends: it calls an attention function of transformers' interface. refusal: why that cannot be ours. unpaged: why
-    K and V cannot stay in pages on the way to it, or the cache cannot be one of pages. eager: the name, in the class's
-    file, of the function that it attends by where no other is chosen.
+    K and V cannot stay in pages on the way to it, or the cache cannot be one of pages, even if it can be ours. eager:
+    the name, in the class's file, of the function that it attends by where no other is chosen.
     """
 
     attends: bool = False
@@ -81,7 +81,7 @@ def _attention_code(kind: type, absent: frozenset[str]) -> AttentionCode:
         attends=attends,
         eager=next((eager for function in functions for eager in _eager_names(function)), None),
         refusal=next(iter(refusals), None),
-        unpaged=next(iter([*refusals, *unpaged]), None),
+        unpaged=next(iter(unpaged), None),
     )
 
 

@@ -9,9 +9,30 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from .forward import BACKEND_ATTRIBUTE, NAME, attention_forward, attention_is_ours
 from .mask import mask_forward
+from .parts import (
+    attention_refusals,
+    modules_outside,
+    set_our_attention,
+    stock_implementation,
+    stock_name,
+    stock_parts,
+)
 from .stock import STOCK_ATTRIBUTE, eager_agrees
 
-__all__ = ["BACKEND_ATTRIBUTE", "NAME", "STOCK_ATTRIBUTE", "attention_is_ours", "eager_agrees", "register"]
+__all__ = [
+    "BACKEND_ATTRIBUTE",
+    "NAME",
+    "STOCK_ATTRIBUTE",
+    "attention_is_ours",
+    "attention_refusals",
+    "eager_agrees",
+    "modules_outside",
+    "register",
+    "set_our_attention",
+    "stock_implementation",
+    "stock_name",
+    "stock_parts",
+]
 
 
 def register() -> None:

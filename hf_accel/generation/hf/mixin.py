@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 
+from ...attention.hf import NAME as ATTENTION_NAME
+from ...attention.hf import set_our_attention
 from ...cache.hf import PagedCache
 from ...config import Default, SpeculativeConfig, parse_speculative
 from ...errors import HfAccelWarning, NotRaggedError, UnsupportedError
@@ -45,6 +47,17 @@ class AcceleratedGeneration(Mixin):
         seconds = time.perf_counter() - start
         record(state, call, getattr(output, "sequences", output), seconds)
         return output
+
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        """transformers' own. Where ours is set back, the parts that keep their own attention keep it here too."""
+
+        def set_implementation(name: Any) -> None:
+            super(AcceleratedGeneration, self).set_attn_implementation(name, *args, **kwargs)  # type: ignore[misc]
+
+        if attn_implementation == ATTENTION_NAME:
+            set_our_attention(self, set_implementation)  # type: ignore[arg-type]
+        else:
+            set_implementation(attn_implementation)
 
     @property
     def _generation_state(self) -> GenerationState:

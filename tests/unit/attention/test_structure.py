@@ -113,10 +113,10 @@ class WithIndexer(nn.Module):
         (Plain, None, None),
         (WithoutEncoder, None, None),
         (OtherValues, None, "changes K or V"),
-        (OtherMask, "changes the mask", "changes the mask"),
-        (OtherKeyword, "passes position_bias=", "passes position_bias="),
+        (OtherMask, "changes the mask", None),
+        (OtherKeyword, "passes position_bias=", None),
         (ByItself, None, None),
-        (SoftmaxAttention, "computes attention by itself", "computes attention by itself"),
+        (SoftmaxAttention, "computes attention by itself", None),
         (ReadsLayers, None, "uses held.layers"),
     ],
 )
@@ -129,7 +129,7 @@ def test_forms(kind: type, refusal: str | None, unpaged: str | None) -> None:
 
 
 def test_a_part_that_is_none_is_never_used() -> None:
-    assert code_of(WithIndexer(None)).unpaged is None
+    assert code_of(WithIndexer(None)).refusal is None
     assert "changes the mask" in str(code_of(WithIndexer(nn.Identity())).refusal) or "passes indices=" in str(
         code_of(WithIndexer(nn.Identity())).refusal
     )
@@ -144,7 +144,7 @@ def test_code_that_cannot_be_read_is_not_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "kind", "unpaged"),
+    ("model", "kind", "reason"),
     [
         ("llama", "LlamaAttention", None),
         ("gpt2", "GPT2Attention", None),
@@ -161,10 +161,11 @@ def test_code_that_cannot_be_read_is_not_known() -> None:
         ("deepseek_v3", "DeepseekV3Attention", "changes K or V"),
     ],
 )
-def test_transformers_own(model: str, kind: str, unpaged: str | None) -> None:
+def test_transformers_own(model: str, kind: str, reason: str | None) -> None:
     try:
         file = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
     except ModuleNotFoundError:
         pytest.skip(f"this transformers has no {model}")
-    found = attention_code(getattr(file, kind)).unpaged
-    assert (found is None) == (unpaged is None) and (unpaged or "") in (found or "")
+    code = attention_code(getattr(file, kind))
+    found = code.refusal or code.unpaged
+    assert (found is None) == (reason is None) and (reason or "") in (found or "")

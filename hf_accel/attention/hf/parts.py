@@ -1,0 +1,72 @@
+"""Parts of a model that attend in ways of their own, and go on with that: towers for images or sound, mostly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..structure import code_of
+from .forward import NAME
+
+
+def stock_implementation(model: PreTrainedModel, module: nn.Module) -> str:
+    """The name of what a module of the model attends by without us."""
+    return stock_name(model, getattr(module, "config", model.config))
+
+
+def stock_name(model: PreTrainedModel, config: Any) -> str:
+    """What a part of the model with this config attends by without us."""
+    name = getattr(config, "_attn_implementation", None) or model.config._attn_implementation
+    if name != NAME:
+        return str(name)
+    part = next((m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is config), model)
+    return "sdpa" if part._supports_sdpa else "eager"  # it was loaded with our attention
+
+
+def attention_refusals(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, str, str]]:
+    """The innermost model around each module whose attention cannot be ours, the name of that model, and a clause."""
+    around: list[tuple[str, PreTrainedModel]] = [("", model)]
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("torch."):
+            continue
+        while around[-1][0] and not name.startswith(f"{around[-1][0]}."):
+            around.pop()
+        if isinstance(module, PreTrainedModel) and module is not model:
+            around.append((name, module))
+        refusal = code_of(module).refusal
+        if refusal is not None:
+            yield around[-1][1], around[-1][0], refusal
+
+
+def stock_parts(model: PreTrainedModel) -> dict[str, str]:
+    """The parts that keep their own attention, by name, each with the reason, as one clause.
+
+    Such a part has a config of its own, in which transformers looks up the attention and the masks of that part
+    alone. It cannot be one that the decoder is in.
+    """
+    decoder = {id(model.config), id(model.config.get_text_config(decoder=True))}
+    parts: dict[str, str] = {}
+    for part, name, refusal in attention_refusals(model):
+        if not any(id(getattr(module, "config", None)) in decoder for module in part.modules()):
+            parts.setdefault(name, refusal)
+    return parts
+
+
+def modules_outside(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """The model's modules by name, but for those in parts that keep their own attention."""
+    parts = stock_parts(model)
+    for name, module in model.named_modules():
+        if not any(name == part or name.startswith(f"{part}.") for part in parts):
+            yield name, module
+
+
+def set_our_attention(model: PreTrainedModel, set_implementation: Callable[[str], None]) -> None:
+    """Set our attention through transformers' own method, except in the parts that keep theirs."""
+    inside = [module for name in stock_parts(model) for module in model.get_submodule(name).modules()]
+    kept = [(m.config, stock_implementation(model, m)) for m in inside if isinstance(m, PreTrainedModel)]
+    set_implementation(NAME)
+    for config, name in kept:
+        config._attn_implementation_internal = name
