@@ -1,4 +1,4 @@
-"""One call of generate() as sequences in a Batcher: nothing is padded, and a row that has ended costs nothing."""
+"""One call of generate() as sequences of a Session: nothing is padded, and a row that has ended costs nothing."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaL
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ...cache.hf import PagedCache
-from ...cache.rows import Pages, Row, Span
+from ...cache.rows import Row, Span
 from ...config import SpeculativeConfig
 from ...errors import UnsupportedError
-from ..batcher import Batcher
 from ..sequence import Sequence
-from .drafting import keep_learnt, make_speculation
 from .processing import StockSampling, StockStop
-from .runner import ModelRunner
-from .step import weights_salt
+from .session import Session
 from .streams import RowStreams
 
 
@@ -54,31 +51,24 @@ class Call:
 
 def run(call: Call) -> tuple[Any, dict[str, Any]]:
     """Stock's result, and statistics of the speculation."""
-    cache, model = call.cache, call.model
-    groups = cache.sequences.groups
-    cache.sequences.use_salt(weights_salt(model))
-    runner, pages = ModelRunner(model, groups, cache.group_of_layer), Pages(groups)
-    speculation = make_speculation(call.speculative, runner, pages)
-    batcher = Batcher(runner, pages, speculation, token_budget=call.config.prefill_chunk_size)
-    sequences = _sequences(call)
-    try:
-        _loop(call, batcher, sequences)
-        result: Any = _result(call, sequences)
-        if sequences[0].keeps_row:
-            if call.config.return_dict_in_generate:
-                _compute_ends(runner, pages, sequences)
-            _keep(call, sequences)
-    except BaseException:
-        for sequence in sequences:
-            batcher.remove(sequence, "cancelled")
-            if sequence.kept_row is not None:
-                sequence.kept_row.release()
-        raise
-    finally:
-        keep_learnt(call.speculative, speculation, model)
-    statistics = {} if call.speculative is None else speculation.statistics.to_dict()
+    budget = call.config.prefill_chunk_size
+    with Session(call.model, call.cache, speculative=call.speculative, token_budget=budget) as session:
+        sequences = _sequences(call)
+        try:
+            _loop(call, session, sequences)
+            result: Any = _result(call, sequences)
+            if sequences[0].keeps_row:
+                if call.config.return_dict_in_generate:
+                    _compute_ends(session, sequences)
+                _keep(call, sequences)
+        except BaseException:
+            for sequence in sequences:
+                if sequence.kept_row is not None:
+                    sequence.kept_row.release()
+            raise
+        statistics = {} if call.speculative is None else session.speculation.statistics.to_dict()
     if call.config.return_dict_in_generate:
-        result = GenerateDecoderOnlyOutput(sequences=result, past_key_values=cache)
+        result = GenerateDecoderOnlyOutput(sequences=result, past_key_values=call.cache)
         if call.speculative is not None:
             result.spec_stats = statistics
     return result, statistics
@@ -111,10 +101,10 @@ def _sequences(call: Call) -> list[Sequence]:
     return sequences
 
 
-def _loop(call: Call, batcher: Batcher, sequences: list[Sequence]) -> None:
+def _loop(call: Call, session: Session, sequences: list[Sequence]) -> None:
     past = call.cache.sequences.rows
     if past:  # a cache that was passed along holds what the one row begins with
-        batcher.scheduler.require_room(sequences[0])  # before there is a row that holds blocks
+        session.scheduler.require_room(sequences[0])  # before there is a row that holds blocks
         row = Row(past[0].fork().tables, None)
         try:
             row.truncate(min(row.num_tokens, len(sequences[0].tokens) - 1))
@@ -122,13 +112,13 @@ def _loop(call: Call, batcher: Batcher, sequences: list[Sequence]) -> None:
         except BaseException:
             row.release()
             raise
-        batcher.enter(sequences[0], row)
+        session.add(sequences[0], row)
     else:
         for leader in sequences[:: call.repeats]:
-            batcher.add(leader)
+            session.add(leader)
     row_of = {sequence: row for row, sequence in enumerate(sequences)}
-    while batcher.has_work:
-        for progress in batcher.step():
+    while session.has_work:
+        for progress in session.step():
             if progress.error is not None:
                 raise progress.error
             if call.streams is not None:
@@ -158,9 +148,9 @@ def _result(call: Call, sequences: list[Sequence]) -> Tensor:
 
 
 @torch.inference_mode()
-def _compute_ends(runner: ModelRunner, pages: Pages, sequences: list[Sequence]) -> None:
+def _compute_ends(session: Session, sequences: list[Sequence]) -> None:
     """Rows that ended early get K and V of their last token too, which a next turn shows; it hides their padding."""
-    longest = max(sequence.num_new for sequence in sequences)
+    longest, pages = max(sequence.num_new for sequence in sequences), session.pages
     spans, ids = [], []
     for sequence in sequences:
         row = sequence.kept_row
@@ -169,7 +159,7 @@ def _compute_ends(runner: ModelRunner, pages: Pages, sequences: list[Sequence]) 
             ids.append(sequence.tokens[-1])
             pages.append(row, 1)
     if spans:
-        runner(ids, [span.start for span in spans], pages.step(spans, runner.device), [])
+        session.runner(ids, [span.start for span in spans], pages.step(spans, session.runner.device), [])
 
 
 def _keep(call: Call, sequences: list[Sequence]) -> None:
