@@ -64,7 +64,6 @@ PUBLIC_NAMES = [
     "PatchConfig",
     "Plan",
     "Request",
-    "SamplingParams",
     "SpeculativeConfig",
     "TeacherCache",
     "UnsupportedError",

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..cache.rows import Pages, Row, Span
-from .choice import Chosen, choose
-from .logprobs import TokenLogprobs
 from .runner import Runner
+from .sampling.choice import Chosen, choose
+from .sampling.logprobs import TokenLogprobs
 from .scheduler import Scheduler
 from .sequence import Chunk, Sequence
 from .speculation import Speculation

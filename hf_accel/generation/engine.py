@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from ..errors import HfAccelError
 from .batcher import Batcher, Progress
-from .logprobs import TokenLogprobs
+from .sampling.logprobs import TokenLogprobs
 from .sequence import Sequence
 
 CLOSED = "the engine is closed; make a new one"

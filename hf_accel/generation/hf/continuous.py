@@ -20,7 +20,7 @@ from transformers.utils import logging
 from ...config import CacheConfig
 from ...errors import HfAccelError, UnsupportedError
 from ..engine import EngineLoop
-from ..logprobs import TokenLogprobs
+from ..sampling.logprobs import TokenLogprobs
 from .factory import Reply, SequenceFactory, complete_config, session_settings
 from .session import Session
 from .state import STATE, GenerationState

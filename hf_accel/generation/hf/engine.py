@@ -17,10 +17,11 @@ from ...cache.rows import num_live_tokens
 from ...config import CacheConfig, Default, check_keywords, checked_keywords, parse_speculative
 from ...errors import UnsupportedError
 from ..engine import EngineLoop
-from ..purity import refuse_stateful
-from ..sampling import SamplingParams
+from ..sampling.params import SamplingParams
+from ..sampling.purity import refuse_stateful
+from ..sampling.sampling import Sampling
+from ..sampling.stopping import StopRules, StopStrings
 from ..sequence import Sequence
-from ..stopping import StopRules
 from ..stream import Request, Sample
 from .defaults import default_new_tokens, sampling_defaults, stop_token_ids
 from .drafting import draft_models
@@ -120,7 +121,8 @@ class Engine:
         ids = self._ids(prompt)
         limits = self._limit(max_new_tokens, len(ids))
         ends = tuple(self._ends() if stop_token_ids is None else stop_token_ids)
-        rules = StopRules(ends, stop, decode=self._decode)
+        strings = StopStrings(stop, self._decode)
+        rules = StopRules(frozenset(ends), (strings,) if strings.strings else ())
         params = self._sampling(sampling, ends)
         first = next(self._seeds) * 2654435761 % 2**62 if seed is None else _integer("seed", seed)
         rank = _integer("priority", priority)
@@ -130,15 +132,15 @@ class Engine:
         ]
         sequences[0].followers = sequences[1:]
         self.session.scheduler.require_room(sequences[0])
-        return self._hand_over(sequences, rules)
+        return self._hand_over(sequences, strings)
 
-    def _hand_over(self, sequences: list[Sequence], rules: StopRules) -> Request:
+    def _hand_over(self, sequences: list[Sequence], strings: StopStrings) -> Request:
         # weak: in a cycle a handle that was dropped would live, and its request run, until the garbage collector comes
         of_sample: weakref.WeakKeyDictionary[Sample, Sequence] = weakref.WeakKeyDictionary()
         decode = self._decode
         request = Request(
             num_samples=len(sequences),
-            decode=None if decode is None else lambda tokens: rules.cut(decode(tokens)),
+            decode=None if decode is None else lambda tokens: strings.cut(decode(tokens)),
             on_cancel=lambda sample: self.loop.cancel(of_sample[sample]),  # who holds a request holds its engine
             on_wait=self.loop.refuse_own_thread,
         )
@@ -163,13 +165,13 @@ class Engine:
     def _ends(self) -> Iterable[int]:
         return stop_token_ids(self.model)
 
-    def _sampling(self, given: dict[str, Any], ends: tuple[int, ...]) -> SamplingParams:
+    def _sampling(self, given: dict[str, Any], ends: tuple[int, ...]) -> Sampling:
         known = {field.name for field in dataclasses.fields(SamplingParams)}
         check_keywords("submit()", given, known.union(OWN_KEYWORDS))
-        params = SamplingParams(**{**sampling_defaults(self.model, given), "stop_token_ids": ends})
+        asked = SamplingParams(**{**sampling_defaults(self.model, given), "stop_token_ids": ends}).sampling()
         if self.session.speculation.drafters:
-            refuse_stateful(params, vocabulary_size(self.model))
-        return params
+            refuse_stateful(asked, vocabulary_size(self.model))
+        return asked
 
     @property
     def _decode(self) -> Callable[[list[int]], str] | None:

@@ -14,10 +14,12 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from ...config import CacheConfig, check_keywords
 from ...errors import UnsupportedError
-from ..logprobs import TokenLogprobs
+from ..sampling.logprobs import TokenLogprobs
+from ..sampling.sampling import Sampling
+from ..sampling.stopping import StopRules
 from ..sequence import Sequence
 from .defaults import default_new_tokens
-from .processing import StockSampling, StockStop, processors_refusal
+from .processing import processors_refusal, stock_sampling, stop_rules
 from .vocabulary import check_ids, token_ids
 
 TOKEN_BUDGET = 2048  # of a pass: throughput is all that counts here
@@ -66,7 +68,7 @@ class SequenceFactory:
         self.num_logprobs = 0 if settings is not None and settings.return_logprobs else None
         seed = None if settings is None else settings.seed
         self._generator = None if seed is None else torch.Generator().manual_seed(seed)
-        self._shared: dict[tuple[int, int], tuple[GenerationConfig, StockSampling, StockStop]] = {}
+        self._shared: dict[tuple[int, int], tuple[GenerationConfig, Sampling, StopRules]] = {}
 
     def make(self, name: str, prompt: abc.Sequence[int], config: GenerationConfig, timestamps: bool) -> list[Reply]:
         """The samples of one prompt, as transformers lists them: children first. config: as complete_config gives it.
@@ -89,7 +91,7 @@ class SequenceFactory:
             for own, sequence in zip(names, [*sequences[1:], sequences[0]], strict=True)
         ]
 
-    def _rules(self, config: GenerationConfig, length: int) -> tuple[StockSampling, StockStop]:
+    def _rules(self, config: GenerationConfig, length: int) -> tuple[Sampling, StopRules]:
         """Shared by all prompts of one config, unless its processors look at the prompt."""
         known = self._shared.get((id(config), 0)) or self._shared.get((id(config), length))
         if known is not None:
@@ -103,8 +105,8 @@ class SequenceFactory:
             raise UnsupportedError(
                 f"continuous batching cannot serve this generation_config: {refusal}; use generate()"
             )
-        sampling = StockSampling(processors, greedy=not config.do_sample, num_logprobs=self.num_logprobs)
-        stop = StockStop.of(criteria, {})
+        sampling = stock_sampling(processors, greedy=not config.do_sample, num_logprobs=self.num_logprobs)
+        stop = stop_rules(criteria)
         # the config is kept, so that no other one gets its id
         self._shared[id(config), length if sampling.uses_prefix else 0] = config, sampling, stop
         return sampling, stop

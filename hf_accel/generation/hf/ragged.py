@@ -16,7 +16,7 @@ from ...cache.rows import Row, Span
 from ...config import SpeculativeConfig
 from ...errors import UnsupportedError
 from ..sequence import Sequence
-from .processing import StockSampling, StockStop
+from .processing import BatchDraws, stock_sampling, stop_rules
 from .session import Session
 from .streams import RowStreams
 
@@ -76,13 +76,16 @@ def run(call: Call) -> tuple[Any, dict[str, Any]]:
 
 def _sequences(call: Call) -> list[Sequence]:
     """A sequence for each row; samples of one prompt follow the first of them."""
-    draws = call.speculative is None
+    draws = BatchDraws() if call.speculative is None else None
     greedy = not call.config.do_sample
-    sampling = StockSampling(call.processors, greedy=greedy, rows=len(call.input_ids) if draws else None)
-    stop = StockStop.of(call.criteria, sampling.padding)
+    sampling, stop = stock_sampling(call.processors, greedy=greedy, draw=draws), stop_rules(call.criteria)
     # pages of a fixed number are needed by the rows that go on
     keeps = call.cache.settings.max_tokens is None or call.config.return_dict_in_generate or len(call.input_ids) == 1
-    seeds = [0] * len(call.input_ids) if greedy or draws else torch.randint(2**62, (len(call.input_ids),)).tolist()
+    seeds = (
+        [0] * len(call.input_ids)
+        if greedy or draws is not None
+        else torch.randint(2**62, (len(call.input_ids),)).tolist()
+    )
     sequences: list[Sequence] = []
     for row, ids in enumerate(call.input_ids.tolist()):
         padding = 0 if call.mask is None else int((call.mask[row] == 0).sum())
@@ -92,12 +95,15 @@ def _sequences(call: Call) -> list[Sequence]:
             sampling=sampling,
             stop=stop,
             seed=seeds[row],
+            padding=ids[:padding],
+            index=row,
             keeps_row=keeps,
         )
-        sampling.padding[sequence], sampling.row_of[sequence] = ids[:padding], row
         if row % call.repeats:
             sequences[row - row % call.repeats].followers.append(sequence)
         sequences.append(sequence)
+    if draws is not None:
+        draws.sequences = sequences
     return sequences
 
 
@@ -116,14 +122,13 @@ def _loop(call: Call, session: Session, sequences: list[Sequence]) -> None:
     else:
         for leader in sequences[:: call.repeats]:
             session.add(leader)
-    row_of = {sequence: row for row, sequence in enumerate(sequences)}
     while session.has_work:
         for progress in session.step():
             if progress.error is not None:
                 raise progress.error
             if call.streams is not None:
                 finished = progress.sequence.is_finished
-                call.streams.tokens(row_of[progress.sequence], progress.tokens, finished)
+                call.streams.tokens(progress.sequence.index, progress.tokens, finished)
         if call.streams is not None:
             call.streams.flush()
     if call.streams is not None:

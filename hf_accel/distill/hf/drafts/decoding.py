@@ -14,8 +14,8 @@ from ....generation.controller import Controller
 from ....generation.hf.defaults import stop_token_ids
 from ....generation.hf.refusals import ragged_refusal
 from ....generation.hf.session import Session
-from ....generation.sampling import SamplingParams
-from ....generation.stopping import StopRules
+from ....generation.sampling.params import SamplingParams
+from ....generation.sampling.stopping import StopRules
 from ....patch import is_patched, make_draft
 
 TOKEN_BUDGET = 2048  # of a pass, where a prompt delays nobody
@@ -58,8 +58,8 @@ class Decoder:
         at_once: prompts that are under way together; None for all. controller: of what is drafted. progress: called
         after each pass with the tokens it brought; ends the run by returning False, which leaves continuations short.
         """
-        sampling = SamplingParams(temperature=self.temperature)
-        stop = StopRules(stop_token_ids=stop_token_ids(self.model))
+        sampling = SamplingParams(temperature=self.temperature).sampling()
+        stop = StopRules(frozenset(stop_token_ids(self.model)))
         sequences = [
             generated.Sequence(list(prompt), count, sampling, stop=stop, seed=self._seeds.getrandbits(62))
             for prompt, count in zip(prompts, max_new_tokens, strict=True)
