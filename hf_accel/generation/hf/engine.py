@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...cache.hf import page_groups
-from ...cache.rows import Pages, num_live_tokens
+from ...cache.rows import Pages
 from ...config import CacheConfig, Default, check_keywords, checked_keywords, parse_speculative
 from ...errors import UnsupportedError
 from ..batcher import Batcher
@@ -202,10 +202,8 @@ class Engine:
 
     def _waste(self) -> float:
         """The share of held slots without a token, now."""
-        pool = self.pages.groups[0].pool
-        held = pool.num_used * pool.block_size
         rows = [sequence.row for sequence in list(self.loop.batcher.scheduler.running)]
-        return 1 - num_live_tokens([row for row in rows if row is not None], 0) / held if held else 0.0
+        return self.pages.waste([row for row in rows if row is not None])
 
     def close(self, *, wait: bool = True) -> None:
         """Take on nothing more, and return when all has ended. wait: let requests finish, else cancel them."""
