@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cache.rows import num_live_tokens
 from ...config import CacheConfig, Default, check_keywords, checked_keywords, parse_speculative
 from ...errors import UnsupportedError
 from ..engine import EngineLoop
@@ -194,10 +193,8 @@ class Engine:
 
     def _waste(self) -> float:
         """The share of held slots without a token, now."""
-        pool = self.session.pages.groups[0].pool
-        held = pool.num_used * pool.block_size
         rows = [sequence.row for sequence in list(self.session.scheduler.running)]
-        return 1 - num_live_tokens([row for row in rows if row is not None], 0) / held if held else 0.0
+        return self.session.pages.waste([row for row in rows if row is not None])
 
     def close(self, *, wait: bool = True) -> None:
         """Take on nothing more, and return when all has ended. wait: let requests finish, else cancel them."""

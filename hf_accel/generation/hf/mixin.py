@@ -324,7 +324,7 @@ class AcceleratedGeneration(Mixin):
             call.prompt_columns = input_ids.shape[1]
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, PagedCache) and cache.get_seq_length():
-            cache.sequences.use_salt(weights_salt(self))  # type: ignore[arg-type]
+            cache.pages.use_salt(weights_salt(self))  # type: ignore[arg-type]
         known = other_input(model_kwargs) is None and ragged_refusal(self) is None  # type: ignore[arg-type]
         if not isinstance(cache, PagedCache) or cache.get_seq_length() or not known:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]

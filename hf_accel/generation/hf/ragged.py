@@ -111,7 +111,7 @@ def _loop(call: Call, session: Session, sequences: list[Sequence]) -> None:
     past = call.cache.sequences.rows
     if past:  # a cache that was passed along holds what the one row begins with
         session.scheduler.require_room(sequences[0])  # before there is a row that holds blocks
-        row = Row(past[0].fork().tables, None)
+        row = past[0].fork()
         try:
             row.truncate(min(row.num_tokens, len(sequences[0].tokens) - 1))
             _leave_last_block(call.cache, row)
@@ -170,7 +170,8 @@ def _compute_ends(session: Session, sequences: list[Sequence]) -> None:
 def _keep(call: Call, sequences: list[Sequence]) -> None:
     """Leave in the cache what stock leaves: all columns but the last, padding behind rows that ended early."""
     kept = [(sequence, sequence.kept_row) for sequence in sequences if sequence.kept_row is not None]
-    rows = [Row(row.tables, sequence.tokens[: row.num_tokens]) for sequence, row in kept]
+    for sequence, row in kept:
+        row.token_ids = sequence.tokens[: row.num_tokens]
     longest = max(sequence.num_new for sequence in sequences) - 1
     ends = [row.num_tokens - sequence.num_prompt for sequence, row in kept]
     real = None
@@ -179,4 +180,4 @@ def _keep(call: Call, sequences: list[Sequence]) -> None:
         after = torch.arange(longest)[None] < torch.tensor(ends)[:, None]
         real = torch.cat([before.bool().cpu(), after], dim=1)
         real = None if bool(real.all()) else real
-    call.cache.take_rows(rows, real, call.num_columns + longest)
+    call.cache.take_rows([row for _, row in kept], real, call.num_columns + longest)

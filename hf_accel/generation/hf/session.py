@@ -40,16 +40,16 @@ class Session(Batcher):
         controller: Controller | None = None,
     ) -> None:
         if isinstance(cache, PagedCache):
-            groups, group_of_layer = cache.sequences.groups, cache.group_of_layer
+            pages, group_of_layer = cache.pages, cache.group_of_layer
         else:
             groups, group_of_layer = page_groups(model.config, cache)
-        runner, pages = ModelRunner(model, groups, group_of_layer), Pages(groups)
+            pages = Pages(groups)
+        runner = ModelRunner(model, pages.groups, group_of_layer)
         speculation = make_speculation(speculative, runner, pages)
         if controller is not None:
             speculation.controller = controller
         super().__init__(runner, pages, speculation, token_budget=token_budget, max_running=max_running)
         self.model = model
-        self._use_salt = cache.sequences.use_salt if isinstance(cache, PagedCache) else pages.use_salt
         self._learns = speculative if controller is None else None
 
     def add(self, sequence: Sequence, row: Row | None = None) -> None:
@@ -58,7 +58,7 @@ class Session(Batcher):
         Raises OutOfBlocksError for a sequence that the pages could never hold.
         """
         if not self.has_work:
-            self._use_salt(weights_salt(self.model))
+            self.pages.use_salt(weights_salt(self.model))
         super().add(sequence, row)
 
     def statistics(self) -> dict[str, Any]:
