@@ -59,7 +59,7 @@ class Row:
 class Span:
     """Tokens start..start+count-1 of a row are computed in a pass; the row has slots for them already.
 
-    stored: how many tokens of the row are written elsewhere, because it shares their blocks; the pass writes the rest.
+    stored: the pass writes those from this number on, since the row shares the blocks of those before; 0: all.
     """
 
     row: Row
@@ -69,7 +69,7 @@ class Span:
 
     @property
     def num_written(self) -> int:
-        return self.start + self.count - max(self.start, self.stored)
+        return self.start + self.count - (self.stored or self.start)
 
 
 def _rolls(group: PageGroup) -> bool:
@@ -197,7 +197,10 @@ class Pages:
         start: the first token that the coming pass computes, if the row has slots for it already. The row slides
         to it when a new block is needed, and not when tokens are taken back, so that it can go back.
         """
-        if all(table.has_slots(count) for table in row.tables):
+        for table in row.tables:
+            if not table.has_slots(count):
+                break
+        else:
             for table in row.tables:
                 table.num_tokens += count
             return
@@ -261,7 +264,7 @@ def _group_step(group: PageGroup, index: int, spans: Sequence[Span], device: tor
     held: list[int] = []
     for span, table in zip(spans, tables, strict=True):
         stop = span.start + span.count
-        slots += table.slots(max(span.start, span.stored), stop)
+        slots += table.slots(span.stored or span.start, stop)
         held.append(stop - table.num_dropped_blocks * group.pool.block_size)
     written = None
     if len(slots) < sum(span.count for span in spans):

@@ -18,31 +18,23 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # level of each dtype
 class KVStorage:
     """K and V pages of one layer.
 
-    k_pages [num_blocks, num_kv_heads, block_size, key_dim], v_pages likewise with value_dim. quantized: a
-    dtype of LARGEST, with k_scales, v_scales [num_blocks, num_kv_heads, block_size], a scale per token and head
-    (symmetric absmax, rounded to `dtype` before it is used). Non-finite K or V make that token's head NaN.
+    keys [.., H, Dk], values [.., H, Dv]: states as they will come; only their shapes, dtypes and device count.
+    k_pages [num_blocks, H, block_size, Dk], v_pages [num_blocks, H, block_size, Dv]. quantized: a dtype of LARGEST,
+    with k_scales, v_scales [num_blocks, H, block_size], a scale per token and head (symmetric absmax, rounded to
+    `dtype` before it is used). Non-finite K or V make that token's head NaN.
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        *,
-        num_kv_heads: int,
-        block_size: int,
-        key_dim: int,
-        value_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        quantized: torch.dtype | None = None,
+        self, num_blocks: int, block_size: int, keys: Tensor, values: Tensor, *, quantized: torch.dtype | None = None
     ) -> None:
         self.block_size = block_size
-        self.dtype = dtype
-        page = (num_blocks, num_kv_heads, block_size)
-        stored = quantized or dtype
-        self.k_pages = _empty((*page, key_dim), dtype=stored, device=device)
-        self.v_pages = _empty((*page, value_dim), dtype=stored, device=device)
-        self.k_scales = _empty(page, dtype=dtype, device=device) if quantized else None
-        self.v_scales = _empty(page, dtype=dtype, device=device) if quantized else None
+        self.dtype = torch.promote_types(keys.dtype, values.dtype)
+        page = (num_blocks, keys.shape[-2], block_size)
+        stored, device = quantized or self.dtype, keys.device
+        self.k_pages = _empty((*page, keys.shape[-1]), dtype=stored, device=device)
+        self.v_pages = _empty((*page, values.shape[-1]), dtype=stored, device=device)
+        self.k_scales = _empty(page, dtype=self.dtype, device=device) if quantized else None
+        self.v_scales = _empty(page, dtype=self.dtype, device=device) if quantized else None
 
     @property
     def num_blocks(self) -> int:

@@ -60,10 +60,7 @@ def test_partly_filled_last_block_is_never_dropped() -> None:
 @pytest.mark.parametrize("grown", [False, True])
 def test_pages_made_in_inference_mode_can_be_written_outside_it(quantized: torch.dtype | None, grown: bool) -> None:
     with torch.inference_mode():
-        storage = KVStorage(
-            2, num_kv_heads=1, block_size=4, key_dim=8, value_dim=8, dtype=torch.float32, device="cpu",
-            quantized=quantized,
-        )  # fmt: skip
+        storage = KVStorage(2, 4, torch.empty(0, 1, 8), torch.empty(0, 1, 8), quantized=quantized)
         if grown:
             storage.grow(4)
     states = torch.ones(1, 1, 8)
@@ -186,7 +183,7 @@ def test_a_pass_that_stops_leaves_the_prefixes_of_others() -> None:
 
 def test_pages_that_cannot_grow_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """K without V would be taken for pages that have grown, and V written beyond its end."""
-    storage = KVStorage(2, num_kv_heads=1, block_size=4, key_dim=8, value_dim=8, dtype=torch.float32, device="cpu")
+    storage = KVStorage(2, 4, torch.empty(0, 1, 8), torch.empty(0, 1, 8))
     made = []
 
     def no_memory(*args: Any, **keywords: Any) -> Any:
