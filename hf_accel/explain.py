@@ -147,7 +147,7 @@ def _cache_lines(model: PreTrainedModel, plan: Plan) -> Iterator[Line]:
         return
     yield Line("generate", "greedy, sampling", "ragged", "no padding; a row that has ended costs nothing")
     yield Line("generate", "beams", "stock's loop", "over the paged cache; prompts stored once")
-    yield Line("generate", "managers", "stock's", "init_continuous_batching: stock's cache and attention")
+    yield Line("generate", "managers", "ragged", "init_continuous_batching: the loop that serves an Engine")
     yield _speculation_line(plan)
 
 

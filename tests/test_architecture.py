@@ -36,7 +36,7 @@ BOOKKEEPING = {  # and what that may use
     "generation.allocation", "generation.break_even", "generation.controller", "generation.cost_table",
     "generation.drafters.base", "generation.drafters.copying", "generation.drafters.ngram",
     "generation.drafters.suffix", "generation.roster", "generation.scheduler", "generation.sequence",
-    "generation.statistics", "generation.stopping", "generation.stream", "generation.waiting",
+    "generation.statistics", "generation.sampling.stopping", "generation.stream", "generation.waiting",
 }  # fmt: skip
 
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "other"}

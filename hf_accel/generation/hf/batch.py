@@ -37,7 +37,7 @@ def generate_batch(
         replies = [
             reply
             for number, (ids, config) in enumerate(zip(inputs, configs, strict=True))
-            for reply in factory.make(f"req_{number}", ids, config, timestamps)
+            for reply in factory.make(f"req_{number}", ids, config, timestamps=timestamps, what=f"prompt {number}")
         ]
         _run(session, replies, progress_bar)
         statistics = session.statistics()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import queue
 import threading
@@ -17,7 +18,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from transformers.generation.continuous_batching.requests import GenerationOutput
 from transformers.utils import logging
 
-from ...config import CacheConfig
+from ...config import CacheConfig, check_keywords
 from ...errors import HfAccelError, UnsupportedError
 from ..engine import EngineLoop
 from ..sampling.logprobs import TokenLogprobs
@@ -222,7 +223,9 @@ class ContinuousManager(ContinuousBatchingManager):
             self._count += request_id is None
             if name in self._under_way:
                 raise UnsupportedError(f"request_id={name!r} is under way already; give each request its own")
-        replies = self._factory.make(name, input_ids, self._config(asked), record_timestamps)
+        replies = self._factory.make(
+            name, input_ids, self._config(asked), timestamps=record_timestamps, what=f"the prompt of {name!r}"
+        )
         self._take_place()
         deliveries = [
             Delivery(reply, streaming, self.output_router.deliver, lambda: None, self._ended) for reply in replies
@@ -299,7 +302,10 @@ class ContinuousManager(ContinuousBatchingManager):
         """Requests that ask for the same share one, and so what is made of it."""
         key = repr(sorted(asked.items()))
         if key not in self._configs:
-            self._configs[key] = complete_config(self.model, self.generation_config, "add_request()", asked)
+            config = copy.deepcopy(self.generation_config)
+            check_keywords("add_request()", config.update(**asked), GenerationConfig().to_dict())
+            self.model._prepare_special_tokens(config, device=self.model.device)
+            self._configs[key] = config
         return self._configs[key]
 
     def _submit(self, deliveries: list[Delivery]) -> None:

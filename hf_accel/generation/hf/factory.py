@@ -70,13 +70,16 @@ class SequenceFactory:
         self._generator = None if seed is None else torch.Generator().manual_seed(seed)
         self._shared: dict[tuple[int, int], tuple[GenerationConfig, Sampling, StopRules]] = {}
 
-    def make(self, name: str, prompt: abc.Sequence[int], config: GenerationConfig, timestamps: bool) -> list[Reply]:
+    def make(
+        self, name: str, prompt: abc.Sequence[int], config: GenerationConfig, *, timestamps: bool, what: str
+    ) -> list[Reply]:
         """The samples of one prompt, as transformers lists them: children first. config: as complete_config gives it.
+        what: the prompt, in errors.
 
         Raises UnsupportedError for ids or a config that cannot be served.
         """
-        ids = token_ids(prompt, f"prompt {name}")
-        check_ids(self.model, ids, f"prompt {name}")
+        ids = token_ids(prompt, what)
+        check_ids(self.model, ids, what)
         if (config.num_beams or 1) > 1:
             raise UnsupportedError("continuous batching cannot search with beams; use generate(num_beams=...)")
         count = config.num_return_sequences or 1

@@ -18,8 +18,7 @@ from ...errors import HfAccelWarning, NotRaggedError, UnsupportedError
 from ...instance import Mixin
 from .assisted import assistant_refusal, assisted
 from .batch import complete_configs, generate_batch
-from .continuous import ContinuousManager
-from .managers import MANAGER, model_for_manager
+from .managers import destroy_managers, manager_for
 from .ragged import Call, run
 from .refusals import NO_PAGES, call_refusal, changed_refusal, ragged_refusal
 from .state import STATE, CallState, GenerationState
@@ -261,24 +260,10 @@ class AcceleratedGeneration(Mixin):
         self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
     ) -> Any:
         """A ContinuousManager, with transformers' interface; its own for a model that cannot run ragged."""
-        state = self._generation_state
-        if ragged_refusal(self) is not None:  # type: ignore[arg-type]
-            state.statistics = {"loop": f"stock: {MANAGER}"}
-            model = model_for_manager(self)
-            return super(AcceleratedGeneration, model).init_continuous_batching(  # type: ignore[misc]
-                generation_config, continuous_batching_config, workload_hints
-            )
-        if state.manager is None:
-            return ContinuousManager(self, generation_config, continuous_batching_config)  # type: ignore[arg-type]
-        return state.manager
+        return manager_for(self, generation_config, continuous_batching_config, workload_hints)  # type: ignore[arg-type]
 
     def destroy_cached_continuous_batching_manager(self) -> None:
-        state = self._generation_state
-        if state.manager is not None:
-            state.manager.destroy()
-        if state.attending is not None:
-            (_, model), state.attending = state.attending, None
-            super(AcceleratedGeneration, model).destroy_cached_continuous_batching_manager()  # type: ignore[misc]
+        destroy_managers(self)  # type: ignore[arg-type]
         super().destroy_cached_continuous_batching_manager()  # type: ignore[misc]
 
     @staticmethod

@@ -84,15 +84,16 @@ class Programme:
         shared = [1, 2, 3, 4, 5, 6, 7, 8, 9][: draw.choice([0, 4, 9])]  # many begin alike
         prompt = shared + [draw.randrange(VOCABULARY) for _ in range(draw.choice([1, 3, 12]))]
         limit = draw.choice([1, 2, 9, 25])
-        sampling = SamplingParams(
+        asked = SamplingParams(
             temperature=draw.choice([0.0, 0.0, 1.0, 0.7]),
             top_k=draw.choice([None, 4]),
             repetition_penalty=draw.choice([1.0, 1.0, 1.7]),
             min_new_tokens=draw.choice([0, 3]),
             stop_token_ids=(draw.randrange(VOCABULARY),),
             processors=draw.choice([(), (), (), (parity,), (Bad(len(prompt) + draw.randrange(6)),)]),
-        ).sampling()
-        stop = draw.choice([stops_at(sampling.stop_token_ids[0]), None])
+        )
+        sampling = asked.sampling()
+        stop = draw.choice([stops_at(asked.stop_token_ids[0]), None])
         if draw.random() < 0.05:
             stop = stop_that_raises
         priority, first = draw.choice([0, 0, 1]), draw.randrange(1000)

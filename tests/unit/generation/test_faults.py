@@ -123,7 +123,8 @@ class Served:
         self.runner = ToyRunner(self.pages)
         self.batcher = Batcher(self.runner, self.pages, self.speculation, **more)
         self.begins = threading.Event()
-        self.loop = EngineLoop(self.batcher, before_work=lambda: self.begins.wait(WAIT) and None)
+        self.loop = EngineLoop(self.batcher)
+        self.loop._commands.put(lambda: self.begins.wait(WAIT) and None)
 
     def submit(self, wish: Wish, **more: Any) -> list[Sample]:
         rule = {"stop": more.pop("stop", None)}
