@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..instance import Mixin
+from ..state import FUSED
 from .products import Products, is_plain, is_unobserved, native
 from .structure import gated_code
 
@@ -79,7 +80,7 @@ class GatedMLP(Mixin):
         """x [..., in] -> [..., in]."""
         if len(args) == 1 and not kwargs and native(args[0]):
             own, x = self.__dict__, args[0]
-            parts: GatedNames = own["_hf_accel_fused"]
+            parts: GatedNames = own[FUSED]
             modules: dict[str, nn.Module] = own["_modules"]
             gate, up = modules[parts.gate], modules[parts.up]
             if is_plain(gate) and is_plain(up) and _is_held(parts.activation, own):

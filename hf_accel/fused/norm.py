@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..instance import Mixin, original_class
 from ..kernels.cpu.library import FLOATS
 from ..kernels.cpu.norm import rms_norm
+from ..state import FUSED
 from ..tensors import is_plain as is_plain_tensor
 from .products import native
 
@@ -102,7 +103,7 @@ class NativeNorm(Mixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and native(args[0]):
             own, x = self.__dict__, args[0]
-            form = own["_hf_accel_fused"].form(self, original_class(self), x)
+            form = own[FUSED].form(self, original_class(self), x)
             if form is not None:
                 return _run(x, own["_parameters"]["weight"], form)
         return super().forward(*args, **kwargs)  # type: ignore[misc]

@@ -15,6 +15,7 @@ from ..kernels.cpu.library import FLOATS, refusal
 from ..kernels.cpu.tensors import is_recorded
 from ..linear import QuantLinear
 from ..linear.cpu import Cpu, CpuWeight
+from ..state import PRODUCTS, SHARED
 from ..tensors import is_plain as is_plain_tensor
 
 # Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place.
@@ -135,11 +136,11 @@ class NativeLinear(Mixin):
         """x [..., in] -> [..., out] in x's dtype."""
         if native(x):
             own = self.__dict__
-            shared = own.get("_hf_accel_shared")
+            shared = own.get(SHARED)
             out: Tensor | None = None if shared is None else shared.take(self, x)
             if out is not None:
                 return out
-            call = own["_hf_accel_products"].call((self,), x)
+            call = own[PRODUCTS].call((self,), x)
             if call is not None:
                 result: Tensor = call(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
                 return result

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..instance import Mixin, mixed_class
 from ..kernels.cpu.library import FLOATS
+from ..state import FUSED
 from .gated_mlp import GatedMLP, GatedNames, gated_names
 from .norm import NativeNorm, NormForms, norm_form
 from .products import NativeLinear, Products, is_readable
@@ -129,7 +130,7 @@ def _agrees(module: nn.Module, parts: GatedNames, dtype: torch.dtype) -> bool:
         twin._modules[name] = _small_linear(outputs, inputs, generator).to(dtype)
     x = torch.randn(3, 32, generator=generator).to(dtype)
     expected = type(module).forward(twin, x).double()
-    vars(twin)["_hf_accel_fused"] = replace(parts, products=Products(1, parts.products.epilogue))
+    vars(twin)[FUSED] = replace(parts, products=Products(1, parts.products.epilogue))
     twin.__class__ = mixed_class(GatedMLP, type(module))
     got = torch.cat([twin(row[None]).double() for row in x])
     return bool((got - expected).abs().max() <= 8 * torch.finfo(dtype).eps * expected.abs().max())

@@ -10,7 +10,7 @@ import torch
 
 import hf_accel
 from hf_accel import SpeculativeConfig
-from hf_accel.generation.hf.state import STATE
+from hf_accel.state import find_state
 
 from .families import FAMILIES, build
 from .snapshot import snapshot
@@ -193,4 +193,4 @@ def test_draft_models_and_configs_stay_as_they_are() -> None:
     by_engine(model, PROMPTS[:2], 8, speculative=draft)
     assert (snapshot(draft), draft.generation_config.to_dict(), model.generation_config.to_dict()) == before
     assert config.to_dict() == given
-    assert STATE not in vars(draft)
+    assert find_state(draft) is None

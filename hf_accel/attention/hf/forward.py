@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from ...cache.hf import PAGED_HANDLE, PagedKV
 from ...errors import UnsupportedError
 from ...kernels.cpu.tensors import is_recorded, product_dtype
+from ...state import BACKEND_ATTRIBUTE
 from .. import AttentionBackend, AttentionSpec, choose
 from ..structure import CALL_KEYWORDS
 from .mask import MaskInfo, expanded_mask, mask_info
 from .stock import EAGER, collects_attentions, recorded_attention, stock_attention, stock_name
 
 NAME = "hf_accel"
-BACKEND_ATTRIBUTE = "_hf_accel_attention"  # the backend that patch() chose for an attention module
 
 # Of attention, and what models pass on to all their layers for the sake of others.
 KNOWN_KEYWORDS = CALL_KEYWORDS | {

@@ -14,11 +14,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import output_capturing
 
 from ...instance import Mixin
+from ...state import STOCK_ATTRIBUTE
 from .. import AttentionSpec, ReferenceBackend
 from ..structure import attention_code
 from .mask import MaskInfo, expanded_mask
 
-STOCK_ATTRIBUTE = "_hf_accel_stock_attention"  # the implementation that a module had before patch()
 SDPA, EAGER = "sdpa", "eager"
 TRIED = 5  # tokens on which a function is compared
 

@@ -17,13 +17,13 @@ from ...cache.hf import page_groups
 from ...cache.rows import Pages
 from ...config import CacheConfig, SpeculativeConfig, check_keywords
 from ...errors import UnsupportedError
+from ...state import state_of
 from ..batcher import Batcher, Progress
 from ..sequence import Sequence
 from .defaults import default_new_tokens
 from .drafting import keep_learnt, make_speculation
 from .processing import StockSampling, StockStop, processors_refusal
 from .runner import ModelRunner
-from .state import STATE
 from .step import weights_salt
 from .vocabulary import check_ids, token_ids
 
@@ -89,7 +89,7 @@ class _Batch:
         timestamps: bool,
     ) -> None:
         self.model: Any = model
-        cache = vars(model)[STATE].generation.cache or CacheConfig()
+        cache = state_of(model).generation.cache or CacheConfig()
         honoured = _honoured(settings)
         if honoured.get("tokens") is not None:
             cache = dataclasses.replace(cache, max_tokens=honoured["tokens"])

@@ -18,6 +18,7 @@ from ...cache.hf import page_groups
 from ...cache.rows import Pages, num_live_tokens
 from ...config import CacheConfig, Default, check_keywords, checked_keywords, parse_speculative
 from ...errors import UnsupportedError
+from ...state import state_of
 from ..batcher import Batcher
 from ..engine import EngineLoop
 from ..purity import refuse_stateful
@@ -27,9 +28,9 @@ from ..stopping import StopRules
 from ..stream import Request, Sample
 from .defaults import default_new_tokens, sampling_defaults, stop_token_ids
 from .drafting import draft_models, make_speculation
+from .generation_state import GenerationState
 from .refusals import ragged_refusal
 from .runner import ModelRunner
-from .state import STATE, GenerationState
 from .step import weights_salt
 from .vocabulary import check_ids, token_ids, vocabulary_size
 
@@ -84,7 +85,7 @@ class Engine:
         self.loop = EngineLoop(batcher, before_work=functools.partial(_use_weights, self.pages, self.model))
         weakref.finalize(self, self.loop.retire).atexit = False
         for each in (self.model, *draft_models(self.speculation)):
-            vars(each)[STATE].generation.engines.add(self)
+            state_of(each).generation.engines.add(self)
         self._seeds = itertools.count(torch.initial_seed() % 2**62)
 
     def __repr__(self) -> str:
@@ -237,9 +238,7 @@ def _integer(name: str, value: Any, *, least: int | None = None) -> int:
 
 
 def _state(model: Any) -> GenerationState:
-    if STATE not in getattr(model, "__dict__", {}):
-        raise UnsupportedError("the model is not patched; call hf_accel.patch(model) first")
-    state: GenerationState = vars(model)[STATE].generation
+    state = state_of(model).generation
     refusal = ragged_refusal(model)
     if refusal is not None:
         raise UnsupportedError(f"an Engine cannot serve this model: {refusal}; use model.generate()")

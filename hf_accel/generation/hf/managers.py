@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ...attention.hf import attention_is_ours
-from .state import STATE, GenerationState
+from ...state import state_of
 from .step import weights_salt
 
 MANAGER = "transformers' continuous batching manager"
@@ -18,7 +18,7 @@ def model_for_manager(model: Any) -> PreTrainedModel:
 
     The same one for as long as the weights and adapters are the same: a manager that is kept is kept on it.
     """
-    state: GenerationState = vars(model)[STATE].generation
+    state = state_of(model).generation
     if not attention_is_ours(model.config):
         return model
     salt = weights_salt(model)

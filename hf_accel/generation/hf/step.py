@@ -19,8 +19,8 @@ from ...errors import UnsupportedError
 from ...instance import original_class
 from ...kernels.cpu.tensors import autocast_dtype
 from ...linear import QuantLinear
+from ...state import state_of
 from ...tensors import plain_tensors
-from .state import STATE, GenerationState
 
 # What a pass over text is made of: equal token ids then mean equal keys and values. Anything else is not known.
 TEXT_INPUTS = {
@@ -100,8 +100,7 @@ def weights_salt(model: nn.Module) -> bytes:
 
     It changes with the patch, when a Parameter is written to or replaced, an adapter switched, or autocast.
     """
-    state: GenerationState = vars(model)[STATE].generation
-    digest = hashlib.blake2b(state.patch_id, digest_size=16)
+    digest = hashlib.blake2b(state_of(model).generation.patch_id, digest_size=16)
     digest.update(str(autocast_dtype(model_device(model).type)).encode())
     for module in model.modules():
         for parameter in module._parameters.values():

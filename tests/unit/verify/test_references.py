@@ -14,6 +14,7 @@ from hf_accel.generation.hf import AcceleratedGeneration
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear, choose
 from hf_accel.linear.onednn import is_exact
+from hf_accel.state import state_of
 from hf_accel.twin import twin
 from hf_accel.verify.passes import new_cache
 from hf_accel.verify.references import float_reference, quantized_reference, widened
@@ -91,7 +92,7 @@ def test_freed_originals_are_read_into_the_twin_alone(tmp_path: Path) -> None:
     before = snapshot(model)
     assert torch.equal(logits(float_reference(model)), logits(build("llama")))
     assert snapshot(model) == before
-    freed = [parameter for parameter, _ in vars(model)["_hf_accel"].originals.dropped]
+    freed = [parameter for parameter, _ in state_of(model).originals.dropped]
     assert freed and not any(parameter.numel() for parameter in freed)
     assert torch.equal(logits(hf_accel.unpatch(model)), logits(build("llama")))
 
