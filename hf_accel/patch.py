@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .attention import PlannedAttention
 from .attention.hf import NAME as ATTENTION_NAME
 from .attention.hf import set_our_attention, stock_implementation, stock_name
 from .check import transformers_model
@@ -303,7 +304,8 @@ def _switch_attention(todo: Plan, journal: Journal) -> None:
     if chosen != ATTENTION_NAME:
         raise UnsupportedError(f"{todo.title} kept attention {chosen!r}; patch it with attention=None")
     for attention in todo.attention:
-        journal.attribute(attention.site.module, BACKEND_ATTRIBUTE, attention.backend.name)
+        planned = PlannedAttention(attention.backend, attention.site.spec)
+        journal.attribute(attention.site.module, BACKEND_ATTRIBUTE, planned)
 
 
 def _fuse(todo: Plan, journal: Journal) -> None:

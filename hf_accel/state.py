@@ -18,7 +18,7 @@ STATE = "_hf_accel"  # its PatchState
 PART_OF = "_hf_accel_part_of"  # the name of the class of the model around it
 
 # On attention modules.
-BACKEND_ATTRIBUTE = "_hf_accel_attention"  # the name of the backend that the plan chose
+BACKEND_ATTRIBUTE = "_hf_accel_attention"  # its PlannedAttention
 STOCK_ATTRIBUTE = "_hf_accel_stock_attention"  # the implementation that the module had before patch()
 
 # On modules with a native forward: what it reads.

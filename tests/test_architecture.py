@@ -16,7 +16,7 @@ PACKAGE = Path(hf_accel.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # What `state` holds has types of higher rooms, which it imports for the type checker alone.
-FACTS = {"errors", "config", "hardware", "instance", "journal", "source", "state", "tensors"}
+FACTS = {"errors", "config", "hardware", "instance", "journal", "layouts", "source", "state", "tensors"}
 CORE = {  # room -> the rooms before it
     "kernels": set(),
     "cache": {"kernels"},

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import output_capturing
 
 from ...cache.hf import PAGED_HANDLE, PagedKV
 from ...errors import UnsupportedError
 from ...kernels.cpu.tensors import is_recorded, product_dtype
+from ...layouts import KV, AttentionOptions, Ragged
 from ...state import BACKEND_ATTRIBUTE
-from .. import AttentionBackend, AttentionSpec, choose
+from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose
 from ..structure import CALL_KEYWORDS
 from .mask import MaskInfo, expanded_mask, mask_info
 from .stock import EAGER, collects_attentions, recorded_attention, stock_attention, stock_name
@@ -68,33 +70,32 @@ def attention_forward(
         )  # fmt: skip
     wanted = product_dtype(query)
     query, key, value = _in_one_dtype(query, key, value, wanted if paged is None else paged.storage.dtype)
-    options: dict[str, Any] = {
-        "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
-        "softcap": kwargs.get("softcap"),
-        "sinks": kwargs.get("s_aux", kwargs.get("sinks")),
-    }
-    window = None if info is None else info.window
-    backend = _backend(module, query, value, window, dropout, options, paged)
+    options = AttentionOptions(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        causal=causal or info is not None,
+        window=None if info is None else info.window,
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux", kwargs.get("sinks")),
+        dropout=dropout,
+    )
+    backend = _backend(module, query, value, options, paged)
     if paged is not None:
         plain = info is not None or (attention_mask is None and causal)
-        if plain and paged.contiguous and paged.window == window and not dropout:
-            return _paged(backend, query, key, value, paged, window, options).to(wanted).contiguous(), None
+        if plain and paged.contiguous and paged.window == options.window and not dropout:
+            return _paged(backend, query, KV(key, value), paged, options).to(wanted).contiguous(), None
         if info is not None:
-            paged.check_window(window)
+            paged.check_window(info.window)
         key, value = paged.columns("it attends with a mask of its own, or drops weights")
     elif kwargs.get("cu_seq_lens_q") is not None and query.shape[0] == 1:
-        return _packed(
-            backend, query, key, value, causal or info is not None, kwargs, options | {"dropout": dropout}
-        ).to(wanted), None
+        return _packed(backend, query, KV(key, value), options, kwargs).to(wanted), None
     mask = attention_mask
     if info is not None and attention_mask is not None:
-        mask, causal = expanded_mask(attention_mask, info, query.shape[2]) if info.padded else None, True
-    if window is not None and (mask is not None or window >= key.shape[2]):
-        window = None
-    out = backend.dense(
-        query, key, value, mask=mask, causal=causal and mask is None, window=window, dropout=dropout, **options
-    )
-    return out.to(wanted).contiguous(), None
+        mask = expanded_mask(attention_mask, info, query.shape[2]) if info.padded else None
+    if mask is not None:
+        options = options._replace(causal=False, window=None)
+    elif options.window is not None and options.window >= key.shape[2]:
+        options = options._replace(window=None)
+    return backend.dense(query, KV(key, value), options, mask=mask).to(wanted).contiguous(), None
 
 
 def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,7 +113,7 @@ def _unknown(
         name = next((n for n in kwargs if n not in KNOWN_KEYWORDS and kwargs[n] is not None), None)
         if name is not None:
             return f"it is given {name}="
-    if kwargs.get("output_attentions") or collects_attentions():
+    if kwargs.get("output_attentions") or (output_capturing._active_collector.get() and collects_attentions()):
         return "it is asked for attention weights"
     if info is None:
         return None if mask is None or mask.ndim == 4 else f"it is given a mask of shape {tuple(mask.shape)}"
@@ -120,56 +121,52 @@ def _unknown(
     return None if causal or not info.left_out or stock_name(module) == EAGER else "it is not causal"
 
 
-def _paged(
-    backend: AttentionBackend,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    paged: PagedKV,
-    window: int | None,
-    options: Any,
-) -> Tensor:
+def _paged(backend: AttentionBackend, query: Tensor, kv: KV, paged: PagedKV, options: AttentionOptions) -> Tensor:
     """Attention of a forward pass over the pages; over K and V themselves where they are all there is."""
     step, group, storage = paged.step, paged.group_step, paged.storage
-    if step.fresh and storage.k_scales is None:
-        if step.rows is None:
-            return backend.dense(query, key, value, mask=None, causal=True, window=window, **options)
-        out = backend.packed(
-            step.tokens(query), step.tokens(key), step.tokens(value),
-            cu_q=step.cu_q, cu_k=step.cu_q, max_q=step.max_q, max_k=step.max_q, causal=True, window=window, **options,
-        )  # fmt: skip
+    if not step.fresh or storage.k_scales is not None:
+        pages = KV(storage.k_pages, storage.v_pages, storage.k_scales, storage.v_scales)
+        ragged = Ragged(step.cu_q, group.kv_len, step.max_q, group.max_kv, group.block_table)
+        out = backend.paged(step.tokens(query), pages, ragged, options)
+    elif step.rows is None:
+        return backend.dense(query, kv, options)
     else:
-        out = backend.paged(
-            step.tokens(query), storage.k_pages, storage.v_pages, storage.k_scales, storage.v_scales,
-            group.block_table, step.cu_q, group.kv_len, step.max_q, group.max_kv, window=window, **options,
-        )  # fmt: skip
+        ragged = Ragged(step.cu_q, step.cu_q.diff(), step.max_q, step.max_q)
+        out = backend.packed(step.tokens(query), KV(step.tokens(kv.k), step.tokens(kv.v)), ragged, options)
     return step.columns(out, query.shape[0])
 
 
 def _packed(
-    backend: AttentionBackend, query: Tensor, key: Tensor, value: Tensor, causal: bool, kwargs: Any, options: Any
+    backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionOptions, kwargs: dict[str, Any]
 ) -> Tensor:
     """Several sequences end to end in one row, told apart by cu_seq_lens (transformers' FlashAttentionKwargs)."""
     cu_q = kwargs["cu_seq_lens_q"]
-    cu_k = kwargs.get("cu_seq_lens_k", cu_q)
-    out = backend.packed(
-        query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1),
-        cu_q=cu_q, cu_k=cu_k, max_q=int((cu_q[1:] - cu_q[:-1]).max()), max_k=int((cu_k[1:] - cu_k[:-1]).max()),
-        causal=causal, window=kwargs.get("sliding_window"), **options,
-    )  # fmt: skip
-    return out.unsqueeze(0)
+    q_len, kv_len = cu_q.diff(), kwargs.get("cu_seq_lens_k", cu_q).diff()
+    ragged = Ragged(cu_q, kv_len, int(q_len.max()), int(kv_len.max()))
+    tokens, own = (x[0].transpose(0, 1) for x in (kv.k, kv.v)), options._replace(window=kwargs.get("sliding_window"))
+    return backend.packed(query[0].transpose(0, 1), KV(*tokens), ragged, own).unsqueeze(0)
 
 
 def _backend(
-    module: nn.Module,
-    query: Tensor,
-    value: Tensor,
-    window: int | None,
-    dropout: float,
-    options: dict[str, Any],
-    paged: PagedKV | None,
+    module: nn.Module, query: Tensor, value: Tensor, options: AttentionOptions, paged: PagedKV | None
 ) -> AttentionBackend:
-    chosen: str = getattr(module, BACKEND_ATTRIBUTE, "auto")
+    """The planned one, where a call asks for what was planned: a model can be given another dtype, say, since."""
+    planned: PlannedAttention | None = getattr(module, BACKEND_ATTRIBUTE, None)
+    quantized_kv = paged is not None and paged.storage.k_scales is not None
+    if planned is not None:
+        spec = planned.spec
+        if (
+            spec.dtype is query.dtype
+            and spec.device_type == query.device.type
+            and (spec.num_heads, spec.head_dim) == query.shape[1::2]
+            and (spec.num_kv_heads, spec.value_dim) == value.shape[1::2]
+            and spec.window == options.window
+            and spec.softcap == options.softcap
+            and spec.sinks is (options.sinks is not None)
+            and spec.quantized_kv is quantized_kv
+            and not options.dropout
+        ):
+            return planned.backend
     spec = AttentionSpec(
         dtype=query.dtype,
         device_type=query.device.type,
@@ -177,18 +174,18 @@ def _backend(
         value_dim=value.shape[-1],
         num_heads=query.shape[1],
         num_kv_heads=value.shape[1],
-        window=window,
-        softcap=options["softcap"],
-        sinks=options["sinks"] is not None,
-        quantized_kv=paged is not None and paged.storage.k_scales is not None,
-        dropout=dropout > 0,
+        window=options.window,
+        softcap=options.softcap,
+        sinks=options.sinks is not None,
+        quantized_kv=quantized_kv,
+        dropout=options.dropout > 0,
     )
-    return _choose(spec, chosen)
+    return _choose(spec, "auto" if planned is None else planned.backend.name)
 
 
 @lru_cache(maxsize=4096)
 def _choose(spec: AttentionSpec, name: str) -> AttentionBackend:
-    """The planned backend; another one for what it refuses: the model may have been given another dtype since."""
+    """The backend of this name; another one for what it refuses."""
     try:
         return choose(spec, name)[0]
     except UnsupportedError:

@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import output_capturing
 
 from ...instance import Mixin
+from ...layouts import KV, AttentionOptions
 from ...state import STOCK_ATTRIBUTE
 from .. import AttentionSpec, ReferenceBackend
 from ..structure import attention_code
@@ -123,9 +124,8 @@ def eager_agrees(module: nn.Module, spec: AttentionSpec) -> bool:
     try:
         given = {name: value for name, value in options.items() if value is not None}
         got = eager(twin, query, key, value, mask, scaling=scale, dropout=0.0, **given)[0]
-        expected = ReferenceBackend().dense(
-            query, key, value, mask=None, causal=True, scale=scale, softcap=spec.softcap, sinks=sinks
-        )
+        wanted = AttentionOptions(scale, softcap=spec.softcap, sinks=sinks)
+        expected = ReferenceBackend().dense(query, KV(key, value), wanted)
     except Exception:  # a function that wants more than we know of
         return False
     return got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
@@ -141,15 +141,11 @@ def recorded_attention(
         return result
     asked = options["is_causal"]
     causal = mask is None and query.shape[2] > 1 and (getattr(module, "is_causal", True) if asked is None else asked)
-    out = ReferenceBackend().dense(
-        query,
-        key,
-        value,
-        mask=mask,
-        causal=causal,
+    ours = AttentionOptions(
         scale=query.shape[-1] ** -0.5 if options["scaling"] is None else options["scaling"],
+        causal=causal,
         softcap=options.get("softcap"),
         sinks=sinks,
         dropout=options["dropout"],
     )
-    return out.contiguous(), None
+    return ReferenceBackend().dense(query, KV(key, value), ours, mask=mask).contiguous(), None

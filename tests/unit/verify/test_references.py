@@ -14,7 +14,7 @@ from hf_accel.generation.hf import AcceleratedGeneration
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear, choose
 from hf_accel.linear.onednn import is_exact
-from hf_accel.state import state_of
+from hf_accel.state import BACKEND_ATTRIBUTE, state_of
 from hf_accel.twin import twin
 from hf_accel.verify.passes import new_cache
 from hf_accel.verify.references import float_reference, quantized_reference, widened
@@ -139,7 +139,8 @@ def test_the_quantized_reference_is_plain(settings: dict[str, Any]) -> None:
     for name, module in reference.named_modules():
         if not isinstance(module, QuantLinear | type(reference)):
             assert type(module) is type(stock.get_submodule(name))
-    assert {m._hf_accel_attention for m in reference.modules() if "Attention" in type(m).__name__} == {"reference"}
+    attention = [vars(m)[BACKEND_ATTRIBUTE] for m in reference.modules() if "Attention" in type(m).__name__]
+    assert {planned.backend.name for planned in attention} == {"reference"}
     paged = "cache" in settings
     assert isinstance(reference, AcceleratedGeneration) is paged
     assert isinstance(new_cache(reference), PagedCache) is paged
