@@ -17,8 +17,7 @@ from .attention.hf import set_our_attention, stock_implementation, stock_name
 from .check import transformers_model
 from .config import Default, PatchConfig, WeightConfig
 from .errors import HfAccelError, UnsupportedError
-from .fused.products import Products
-from .fused.shared_input import SharedInput
+from .fused.projections import FusedProjections, ProjectionCall
 from .generation.hf import AcceleratedGeneration, GenerationState, prepare_step
 from .instance import mixed_class
 from .journal import Journal
@@ -30,9 +29,9 @@ from .plan import Plan, make_plan
 from .state import (
     BACKEND_ATTRIBUTE,
     FUSED,
+    FUSED_PROJECTIONS,
     PART_OF,
-    PRODUCTS,
-    SHARED,
+    PROJECTION,
     STATE,
     STOCK_ATTRIBUTE,
     PatchState,
@@ -245,7 +244,7 @@ def apply_plan(todo: Plan, loaded: Mapping[str, Packed] | None = None) -> None:
         _fuse(todo, journal)
         _enter_generation(todo, journal, originals)
         replace_linears(todo, journal, originals, loaded)  # when nothing can refuse any more: it frees weights
-        _share_inputs(todo, journal)
+        _fuse_projections(todo, journal)
     except BaseException as error:
         _recover(journal, originals, error)
         raise
@@ -315,19 +314,19 @@ def _fuse(todo: Plan, journal: Journal) -> None:
         journal.attribute(site.module, FUSED, site.state)
     for site in todo.fused.linears:
         journal.attribute(site.module, "__class__", mixed_class(site.mixin, type(site.module)))
-        journal.attribute(site.module, PRODUCTS, Products(todo.fused.float_rows))
+        journal.attribute(site.module, PROJECTION, ProjectionCall(todo.fused.float_rows))
 
 
-def _share_inputs(todo: Plan, journal: Journal) -> None:
+def _fuse_projections(todo: Plan, journal: Journal) -> None:
     """Let layers that are called on one tensor know each other, those that replace others included."""
-    for shared_site in todo.fused.shared:
-        layers = [todo.model.get_submodule(name) for name in shared_site.layers]
-        shared = SharedInput(layers, todo.fused.float_rows)
+    for site in todo.fused.projections:
+        layers = [todo.model.get_submodule(name) for name in site.layers]
+        projections = FusedProjections(layers, todo.fused.float_rows)
         for layer in layers:
             if isinstance(layer, QuantLinear):
-                layer.shared = shared  # a module of ours, which unpatch takes out whole
+                layer.fused_projections = projections  # a module of ours, which unpatch takes out whole
             else:
-                journal.attribute(layer, SHARED, shared)
+                journal.attribute(layer, FUSED_PROJECTIONS, projections)
 
 
 def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> None:

@@ -23,8 +23,8 @@ STOCK_ATTRIBUTE = "_hf_accel_stock_attention"  # the implementation that the mod
 
 # On modules with a native forward: what it reads.
 FUSED = "_hf_accel_fused"  # of a norm or an MLP
-PRODUCTS = "_hf_accel_products"  # of a float Linear
-SHARED = "_hf_accel_shared"  # of Linears that are called on one tensor
+PROJECTION = "_hf_accel_projection"  # of a float Linear
+FUSED_PROJECTIONS = "_hf_accel_fused_projections"  # of Linears that are called on one tensor
 
 
 @dataclass

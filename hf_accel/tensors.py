@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+PLAIN = (Tensor, nn.Parameter, nn.Buffer)  # types whose numbers are where data_ptr() says, in their dtype
+
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether its numbers are where data_ptr() says, in its dtype."""
-    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+    return type(tensor) in PLAIN
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:

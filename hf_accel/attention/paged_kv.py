@@ -16,7 +16,7 @@ from .masking import visible_keys
 class PagedSequence(NamedTuple):
     """A sequence of a Ragged that has work; blocks wholly behind the window are left out."""
 
-    index: int
+    number: int  # of the row in the block table
     first_query: int
     num_queries: int
     first_block: int
@@ -35,13 +35,13 @@ class PagedSequence(NamedTuple):
 def paged_sequences(ragged: Ragged, *, block_size: int, window: int | None) -> Iterator[PagedSequence]:
     """The sequences that have both queries and keys."""
     starts, lengths = ragged.cu_q.tolist(), ragged.kv_len.tolist()
-    for index, ((start, stop), num_keys) in enumerate(zip(pairwise(starts), lengths, strict=True)):
+    for number, ((start, stop), num_keys) in enumerate(zip(pairwise(starts), lengths, strict=True)):
         queries = range(stop - start)
         keys = visible_keys(queries, num_queries=len(queries), num_keys=num_keys, causal=True, window=window)
         if queries and keys:
             first = keys.start // block_size
             count = -(-keys.stop // block_size) - first
-            yield PagedSequence(index, start, len(queries), first, count, num_keys - first * block_size)
+            yield PagedSequence(number, start, len(queries), first, count, num_keys - first * block_size)
 
 
 def gather(pages: KV, blocks: Tensor, dtype: torch.dtype) -> KV:

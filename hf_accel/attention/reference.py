@@ -33,7 +33,7 @@ class ReferenceBackend(AttentionBackend):
         lse = empty_lse(q, options.sinks)
         assert ragged.block_table is not None
         for sequence in paged_sequences(ragged, block_size=kv.k.shape[2], window=options.window):
-            blocks = ragged.block_table[sequence.index, sequence.blocks].unsqueeze(0)
+            blocks = ragged.block_table[sequence.number, sequence.blocks].unsqueeze(0)
             k, v, *_ = gather(kv, blocks, torch.float32)
             used = KV(k[:, :, : sequence.num_keys], v[:, :, : sequence.num_keys])
             rows = q[sequence.queries].transpose(0, 1).unsqueeze(0)  # [1, Hq, Q, D]

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..instance import Mixin
+from ..kernels.cpu.tensors import native
 from ..state import FUSED
-from .products import Products, is_plain, is_unobserved, native
+from .projections import ProjectionCall, is_plain, is_unobserved
 from .structure import gated_code
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -32,7 +33,7 @@ class GatedNames:
     up: str
     down: str
     activation: tuple[str, Any] | None
-    products: Products
+    call: ProjectionCall
 
 
 def gated_names(module: nn.Module, float_rows: int) -> GatedNames | None:
@@ -48,7 +49,7 @@ def gated_names(module: nn.Module, float_rows: int) -> GatedNames | None:
     if epilogue is None:
         return None
     held = (str(code.activation), activation) if named else None
-    return GatedNames(code.gate, code.up, code.down, held, Products(float_rows, epilogue))
+    return GatedNames(code.gate, code.up, code.down, held, ProjectionCall(float_rows, epilogue))
 
 
 def _epilogue(activation: Any) -> str | None:
@@ -84,7 +85,7 @@ class GatedMLP(Mixin):
             modules: dict[str, nn.Module] = own["_modules"]
             gate, up = modules[parts.gate], modules[parts.up]
             if is_plain(gate) and is_plain(up) and _is_held(parts.activation, own):
-                call = parts.products.call((gate, up), x)
+                call = parts.call.ready((gate, up), x)
                 if call is not None:
                     hidden = call(x.reshape(-1, x.shape[-1]))
                     return modules[parts.down](hidden.view(*x.shape[:-1], -1))

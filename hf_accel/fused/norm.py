@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..instance import Mixin, original_class
+from ..instance import Mixin
 from ..kernels.cpu.library import FLOATS
 from ..kernels.cpu.norm import rms_norm
+from ..kernels.cpu.tensors import native
 from ..state import FUSED
 from ..tensors import is_plain as is_plain_tensor
-from .products import native
 
 # Of the inputs tried: their sizes (at the smallest, eps counts), their shapes, and whether the module is training.
 TRIALS = ((1e-3, (4,), False), (1.0, (2, 2), False), (300.0, (2, 1, 2), False), (1.0, (4,), True))
@@ -39,18 +39,14 @@ class NormForms:
 
     def form(self, module: nn.Module, kind: type, x: Tensor) -> NormForm | None:
         """That of a module of the class `kind` for this input, tried when first asked for."""
-        weight = module._parameters["weight"]
+        own = module.__dict__
+        weight = own["_parameters"]["weight"]
         if weight is None or x.shape[-1:] != weight.shape or not weight.is_cpu:
             return None
-        key = x.dtype, weight.dtype, _eps(module)
+        key = x.dtype, weight.dtype, own.get("variance_epsilon") or own.get("eps")
         if key not in self._known:
             self._known[key] = norm_form(module, kind, dtype=x.dtype)
         return self._known[key]
-
-
-def _eps(module: nn.Module) -> object:
-    own = module.__dict__
-    return own.get("variance_epsilon") or own.get("eps")
 
 
 def norm_form(module: nn.Module, kind: type | None = None, *, dtype: torch.dtype | None = None) -> NormForm | None:
@@ -59,7 +55,7 @@ def norm_form(module: nn.Module, kind: type | None = None, *, dtype: torch.dtype
     kind: the class whose forward it is. None if it is no RMSNorm, and holds anything besides a weight and an eps.
     """
     weight = module._parameters.get("weight")
-    eps = _eps(module)
+    eps = vars(module).get("variance_epsilon") or vars(module).get("eps")
     if len(list(module.parameters())) != 1 or module._modules or module._buffers:
         return None
     if weight is None or weight.ndim != 1 or not is_plain_tensor(weight) or not isinstance(eps, float):
@@ -103,7 +99,7 @@ class NativeNorm(Mixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and native(args[0]):
             own, x = self.__dict__, args[0]
-            form = own[FUSED].form(self, original_class(self), x)
+            form = own[FUSED].form(self, self.original_class, x)
             if form is not None:
                 return _run(x, own["_parameters"]["weight"], form)
         return super().forward(*args, **kwargs)  # type: ignore[misc]

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
-from ..instance import Mixin, original_class
+from ..instance import Mixin
 from ..kernels.cpu.library import FLOATS
 from ..kernels.cpu.rope import rope
-from ..kernels.cpu.tensors import is_recorded
-from ..tensors import is_plain as is_plain_tensor
-from .products import native
+from ..kernels.cpu.tensors import native
+from ..tensors import PLAIN
 
 NAME = "apply_rotary_pos_emb"
 Rotation = Callable[..., tuple[Tensor, Tensor]]
@@ -92,7 +92,7 @@ def _rewritten(original: type) -> Callable[..., Any]:
 
 def _is_usual(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Whether these are what the form was tried on: whole heads, and a row of the tables for each token."""
-    if not (native(q) and all(is_plain_tensor(tensor) for tensor in (k, cos, sin))):
+    if not (native(q) and type(k) in PLAIN and type(cos) in PLAIN and type(sin) in PLAIN):
         return False
     if not (k.is_cpu and cos.is_cpu and sin.is_cpu and q.ndim == k.ndim == 4 and cos.ndim == 3):
         return False
@@ -114,6 +114,6 @@ class NativeRotary(Mixin):
     """Mixed into such an attention module."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if is_recorded():  # a compiler could not follow into a function that was made here
+        if is_compiling():  # a compiler could not follow into a function that was made here
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        return _rewritten(original_class(self))(self, *args, **kwargs)
+        return _rewritten(self.original_class)(self, *args, **kwargs)

@@ -16,7 +16,7 @@ from ..kernels.cpu.library import FLOATS
 from ..state import FUSED
 from .gated_mlp import GatedMLP, GatedNames, gated_names
 from .norm import NativeNorm, NormForms, norm_form
-from .products import NativeLinear, Products, is_readable
+from .projections import NativeLinear, ProjectionCall, is_readable
 from .rotary import NativeRotary, rotary_form
 from .structure import siblings
 
@@ -35,7 +35,7 @@ class FusedSite:
 
 
 @dataclass(frozen=True)
-class SharedSite:
+class ProjectionSite:
     """Linear layers of one parent that are called on one tensor."""
 
     parent: str
@@ -79,7 +79,7 @@ def _site(
         return Dropped(name, site.kind, f"the native call does not compute in {named}")
     if isinstance(site.state, GatedNames):
         parts = site.state
-        signature = (type(module), parts.gate, parts.up, parts.down, parts.products.epilogue)
+        signature = (type(module), parts.gate, parts.up, parts.down, parts.call.epilogue)
         if signature not in checked:
             checked[signature] = _agrees(module, parts, dtype)
         return site if checked[signature] else Dropped(name, site.kind, DIFFERS)
@@ -105,14 +105,14 @@ def native_linears(model: nn.Module) -> Iterator[FusedSite]:
             yield FusedSite(name, module, "linear", NativeLinear, None)
 
 
-def shared_sites(model: nn.Module) -> Iterator[SharedSite]:
+def projection_sites(model: nn.Module) -> Iterator[ProjectionSite]:
     """Linear layers that their parent calls on one and the same tensor."""
     for name, module in model.named_modules():
         for names in siblings(type(module).forward):
             layers = [getattr(module, child, None) for child in names]
             if all(isinstance(layer, nn.Linear) for layer in layers):
                 prefix = f"{name}." if name else ""
-                yield SharedSite(name, tuple(prefix + child for child in names))
+                yield ProjectionSite(name, tuple(prefix + child for child in names))
 
 
 @torch.no_grad()
@@ -130,7 +130,7 @@ def _agrees(module: nn.Module, parts: GatedNames, dtype: torch.dtype) -> bool:
         twin._modules[name] = _small_linear(outputs, inputs, generator).to(dtype)
     x = torch.randn(3, 32, generator=generator).to(dtype)
     expected = type(module).forward(twin, x).double()
-    vars(twin)[FUSED] = replace(parts, products=Products(1, parts.products.epilogue))
+    vars(twin)[FUSED] = replace(parts, call=ProjectionCall(1, parts.call.epilogue))
     twin.__class__ = mixed_class(GatedMLP, type(module))
     got = torch.cat([twin(row[None]).double() for row in x])
     return bool((got - expected).abs().max() <= 8 * torch.finfo(dtype).eps * expected.abs().max())

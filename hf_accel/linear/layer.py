@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..config import Activations, WeightConfig
 from ..errors import HfAccelWarning, UnsupportedError
-from ..kernels.cpu.tensors import product_dtype
+from ..kernels.cpu.tensors import native, product_dtype
 from .backend import LinearSpec
 from .formats import QuantizedWeight, check_group_size, from_state, state, zeros
 from .reference import differentiable_linear
@@ -55,7 +55,7 @@ class QuantLinear(nn.Linear):
         self.activations = activations
         self.requested_backend = backend
         self.choice: Choice | None = None
-        self.shared: Any = None  # what computes this layer together with others on the same input, see fused
+        self.fused_projections: Any = None  # what computes this layer together with others on one tensor, see fused
         self._packed: Any = None
         self.writes = 0  # times that another weight was put into it
         self.changes: list[Tensor] = []  # what was added to the weight and not taken out again, each as a sketch
@@ -106,14 +106,15 @@ class QuantLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         choice = self.choice or self.pack().choice
         assert choice is not None
-        if self.shared is not None and (shared := self.shared.take(self, x)) is not None:
-            return shared  # type: ignore[no-any-return]
+        if self.fused_projections is not None and native(x):
+            fused: Tensor | None = self.fused_projections.take(self, x)
+            if fused is not None:
+                return fused
         rows = x.reshape(-1, self.in_features)
         if rows.dtype is not choice.spec.dtype:
             rows = rows.to(choice.spec.dtype)
         rows = rows.contiguous()
-        learns = rows.requires_grad or (self.bias is not None and self.bias.requires_grad)
-        if learns and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (rows.requires_grad or (self.bias is not None and self.bias.requires_grad)):
             out: Tensor = differentiable_linear(rows, self.bias, choice.backend, self._packed)
         else:
             out = choice.backend.run(rows, self._packed, self.bias)

@@ -29,7 +29,7 @@ def paged_attention(
         gathered = together if len(batch) > 1 else alone
         rows, kv, mask = gathered(pages, ragged, batch, window=options.window, dtype=q.dtype)
         own = options if mask is None else options._replace(causal=False, window=None)
-        queries = q[rows].unflatten(0, (len(batch), -1)).transpose(1, 2)  # [B, Hq, Q, D]
+        queries = q[rows].view(len(batch), -1, *q.shape[1:]).transpose(1, 2)  # [B, Hq, Q, D]
         part, part_lse = attend(queries, kv, mask, own, return_lse=return_lse)
         out[rows] = part.transpose(1, 2).flatten(0, 1)
         if lse is not None and part_lse is not None:
@@ -63,7 +63,7 @@ def alone(
     """The one sequence of `batch`: its query rows and its keys, which bottom-right order makes visible."""
     [sequence] = batch
     assert ragged.block_table is not None
-    k, v, *_ = gather(pages, ragged.block_table[sequence.index, sequence.blocks].unsqueeze(0), dtype)
+    k, v, *_ = gather(pages, ragged.block_table[sequence.number, sequence.blocks].unsqueeze(0), dtype)
     return sequence.queries, KV(k[:, :, : sequence.num_keys], v[:, :, : sequence.num_keys]), None
 
 
@@ -74,13 +74,13 @@ def together(
     block_table, device = ragged.block_table, ragged.cu_q.device
     assert block_table is not None
     fields = torch.tensor(batch, device=device).unsqueeze(2).unbind(1)  # each [B, 1]
-    index, first_query, _, first_block, num_blocks, num_keys = fields
+    number, first_query, _, first_block, num_blocks, num_keys = fields
     steps = torch.arange(batch[-1].num_blocks, device=device)
     needed = steps < num_blocks
-    blocks = block_table[index, first_block + steps * needed]
+    blocks = block_table[number, first_block + steps * needed]
     # Padding repeats a full block, for 0 * garbage may be NaN: where there is padding, the longest has a full one.
     kv = gather(pages, torch.where(needed, blocks, blocks[-1, 0]), dtype)
-    clear_unused(kv.v.unflatten(2, (len(steps), -1)), num_blocks - 1, num_keys)
+    clear_unused(kv.v.view(*kv.v.shape[:2], len(steps), -1, kv.v.shape[3]), num_blocks - 1, num_keys)
     query = torch.arange(batch[0].num_queries, device=device)
     seen = visible(
         num_keys - len(query) + query, torch.arange(kv.k.shape[2], device=device), causal=True, window=window

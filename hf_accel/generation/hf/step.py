@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ...attention.hf import attention_is_ours
 from ...cache.hf import PagedCache
 from ...errors import UnsupportedError
-from ...instance import original_class
 from ...kernels.cpu.tensors import autocast_dtype
 from ...linear import QuantLinear
 from ...state import state_of
@@ -37,7 +36,7 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if torch.compiler.is_compiling() or is_compiled(model):
         return  # operators of torch alone; a PagedCache then hands out K and V of all columns
     if args:
-        kwargs = dict(zip(_parameters(original_class(model)), args, strict=False)) | kwargs
+        kwargs = dict(zip(_parameters(model.original_class), args, strict=False)) | kwargs
     cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
     source = kwargs.get("inputs_embeds") if ids is None else ids
     if source is not None and 0 in source.shape[:2]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch._C import _are_functorch_transforms_active, _is_tracing, _len_torch_dispatch_stack
+from torch.compiler import is_compiling
 
 from ...errors import UnsupportedError
+from ...tensors import PLAIN
+from .library import FLOATS
 
 
 def is_recorded() -> bool:
@@ -14,17 +17,27 @@ def is_recorded() -> bool:
 
     torch.compile, export, jit.trace, make_fx, fake tensors, FLOP counters; vmap, grad and jvp.
     """
+    return is_compiling() or _len_torch_dispatch_stack() > 0 or _are_functorch_transforms_active() or _is_tracing()
+
+
+def native(x: object) -> bool:
+    """Whether a native call may take the place of torch's operators on x."""
     return (
-        torch.compiler.is_compiling()
-        or _len_torch_dispatch_stack() > 0
-        or _are_functorch_transforms_active()
-        or torch.jit.is_tracing()  # type: ignore[no-untyped-call]
+        not torch.is_grad_enabled()
+        and not is_recorded()
+        and type(x) in PLAIN
+        and x.is_cpu  # type: ignore[attr-defined]
+        and x.dtype in FLOATS  # type: ignore[attr-defined]
+        and not torch.is_autocast_enabled("cpu")
     )
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which torch multiplies by x, and attends: that of autocast where it is on, or x's own."""
-    return x.dtype if x.dtype is torch.float64 else autocast_dtype(x.device.type) or x.dtype
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype is torch.float64:
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:

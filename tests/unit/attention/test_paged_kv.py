@@ -32,8 +32,8 @@ def test_blocks_that_a_sequence_needs(
 def test_sequences_keep_their_numbers() -> None:
     ragged = Ragged(torch.tensor([0, 2, 2, 3]), torch.tensor([5, 7, 1]), 2, 7)
     first, second = paged_sequences(ragged, block_size=4, window=None)
-    assert (first.index, first.queries, first.blocks) == (0, slice(0, 2), slice(0, 2))
-    assert (second.index, second.queries, second.blocks) == (2, slice(2, 3), slice(0, 1))
+    assert (first.number, first.queries, first.blocks) == (0, slice(0, 2), slice(0, 2))
+    assert (second.number, second.queries, second.blocks) == (2, slice(2, 3), slice(0, 1))
 
 
 def test_gather_orders_heads_then_tokens() -> None:

@@ -17,6 +17,7 @@ from hf_accel.fused.rotary import NativeRotary, RotaryForm, rotary_form
 from hf_accel.fused.sites import fused_sites
 from hf_accel.instance import mixed_class
 from hf_accel.kernels import cpu as kernels
+from hf_accel.state import FUSED
 
 from . import models
 from .models import Attention, ClampedMLP, ClampedRMSNorm, GatedMLP, GemmaRMSNorm, LlamaRMSNorm, Rotating, SwappedMLP
@@ -28,7 +29,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def mixed(module: nn.Module, mixin: type, state: object) -> nn.Module:
     twin = copy.deepcopy(module)
     twin.__class__ = mixed_class(mixin, type(module))
-    vars(twin)["_hf_accel_fused"] = state
+    vars(twin)[FUSED] = state
     return twin
 
 
@@ -103,7 +104,7 @@ def test_a_gated_mlp_is_recognized_and_close(act, epilogue, dtype):
     sites, dropped = fused_sites(nn.ModuleList([module]), dtype, 64)
     assert [site.kind for site in sites] == ["mlp"]
     assert not dropped
-    assert sites[0].state.products.epilogue == epilogue
+    assert sites[0].state.call.epilogue == epilogue
     native = mixed(module, NativeMLP, sites[0].state)
     x = torch.randn(2, 3, 40).to(dtype)
     with torch.no_grad():
