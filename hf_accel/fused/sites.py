@@ -14,10 +14,9 @@ from torch import nn
 from ..instance import Mixin, mixed_class
 from ..kernels.cpu.library import FLOATS
 from ..state import FUSED
-from .gated_mlp import GatedMLP, GatedNames, gated_names
-from .norm import NativeNorm, NormForms, norm_form
+from .forms import GatedNames, gated_names, norm_form, rotary_form
+from .modules import NativeGatedMLP, NativeNorm, NativeRotary, NormForms
 from .projections import NativeLinear, ProjectionCall, is_readable
-from .rotary import NativeRotary, rotary_form
 from .structure import siblings
 
 DIFFERS = "the native call differs from the module's own result on random input"
@@ -95,7 +94,7 @@ def _candidate(name: str, module: nn.Module, dtype: torch.dtype, float_rows: int
     if rotary_form(module, dtype) is not None:
         return FusedSite(name, module, "rotary", NativeRotary, None)
     parts = gated_names(module, float_rows)
-    return None if parts is None else FusedSite(name, module, "mlp", GatedMLP, parts)
+    return None if parts is None else FusedSite(name, module, "mlp", NativeGatedMLP, parts)
 
 
 def native_linears(model: nn.Module) -> Iterator[FusedSite]:
@@ -131,7 +130,7 @@ def _agrees(module: nn.Module, parts: GatedNames, dtype: torch.dtype) -> bool:
     x = torch.randn(3, 32, generator=generator).to(dtype)
     expected = type(module).forward(twin, x).double()
     vars(twin)[FUSED] = replace(parts, call=ProjectionCall(1, parts.call.epilogue))
-    twin.__class__ = mixed_class(GatedMLP, type(module))
+    twin.__class__ = mixed_class(NativeGatedMLP, type(module))
     got = torch.cat([twin(row[None]).double() for row in x])
     return bool((got - expected).abs().max() <= 8 * torch.finfo(dtype).eps * expected.abs().max())
 

@@ -1,12 +1,18 @@
-"""The attention function: a backend of ours for what it understands, the model's own function for all else."""
+"""The attention function: a backend of ours for what it understands, the model's own function for all else.
+
+And the mask function: a small mask that says what it means where that is known, stock's own for all else.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 from transformers.utils import output_capturing
 
 from ...cache.hf import PAGED_HANDLE, PagedKV
@@ -16,10 +22,10 @@ from ...layouts import KV, AttentionOptions, Ragged
 from ...state import BACKEND_ATTRIBUTE
 from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose
 from ..structure import CALL_KEYWORDS
-from .mask import MaskInfo, expanded_mask, mask_info
 from .stock import EAGER, collects_attentions, recorded_attention, stock_attention, stock_name
 
 NAME = "hf_accel"
+_INFO = "_hf_accel_mask"  # on a mask of ours: its MaskInfo
 
 # Of attention, and what models pass on to all their layers for the sake of others.
 KNOWN_KEYWORDS = CALL_KEYWORDS | {
@@ -48,25 +54,24 @@ def attention_forward(
 
     What it does not understand goes to the function that the model has without us, which may return weights.
     """
+    info: MaskInfo | None = getattr(attention_mask, _INFO, None)
     if is_recorded():
-        info = mask_info(attention_mask)
-        if info is not None and attention_mask is not None:  # made outside of what is compiled
-            attention_mask = expanded_mask(attention_mask, info, query.shape[2])
+        mask = _whole_mask(attention_mask, info, query)  # if it is one of ours, made outside of what is compiled
         return recorded_attention(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+            module, query, KV(key, value), mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
     paged: PagedKV | None = getattr(key, PAGED_HANDLE, None)
     if paged is not None:
         paged.check_values(value)
-    info = mask_info(attention_mask)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     unknown = _unknown(module, attention_mask, info, causal, kwargs)
     if unknown is not None:
         if paged is not None:
             key, value = paged.columns(unknown)
+        mask, left_out = _whole_mask(attention_mask, info, query), info is not None and info.left_out
         return stock_attention(
-            module, query, key, value, attention_mask, info,
-            dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
+            module, query, KV(key, value), mask,
+            left_out=left_out, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
         )  # fmt: skip
     wanted = product_dtype(query)
     query, key, value = _in_one_dtype(query, key, value, wanted if paged is None else paged.storage.dtype)
@@ -88,9 +93,7 @@ def attention_forward(
         key, value = paged.columns("it attends with a mask of its own, or drops weights")
     elif kwargs.get("cu_seq_lens_q") is not None and query.shape[0] == 1:
         return _packed(backend, query, KV(key, value), options, kwargs).to(wanted), None
-    mask = attention_mask
-    if info is not None and attention_mask is not None:
-        mask = expanded_mask(attention_mask, info, query.shape[2]) if info.padded else None
+    mask = None if info is not None and not info.padded else _whole_mask(attention_mask, info, query)
     if mask is not None:
         options = options._replace(causal=False, window=None)
     elif options.window is not None and options.window >= key.shape[2]:
@@ -190,3 +193,90 @@ def _choose(spec: AttentionSpec, name: str) -> AttentionBackend:
         return choose(spec, name)[0]
     except UnsupportedError:
         return choose(spec)[0]
+
+
+# -- masks ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class MaskInfo:
+    """What a 2-D mask [B, T] stands for: causal attention, within `window`, to columns that are not padding.
+
+    left_out: where stock's sdpa makes no mask, and goes by is_causal instead.
+    """
+
+    window: int | None
+    padded: bool
+    left_out: bool
+    expanded: Tensor | None = None
+
+
+def mask_forward(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    config: Any = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """A 2-D mask that carries a MaskInfo for causal attention, within a window or not; stock's 4-D one for all else.
+
+    It is never None where stock would make a mask: a module whose is_causal is False would lose it.
+    """
+    aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    known = aligned and allow_is_causal_skip and _is_causal(mask_function, local_size)
+    if not known or is_recorded():
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=False,
+            config=config,
+            **kwargs,
+        )
+    columns = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
+    padded = columns is not None and not bool(columns.all())
+    if not padded or columns is None:
+        columns = torch.ones(1, 1, dtype=torch.bool, device=kwargs.get("device")).expand(batch_size, kv_length)
+    mask = columns.view_as(columns)  # a tensor of our own: the note must not stick to the user's mask
+    whole = q_length in (1, kv_length) and (local_size is None or kv_length < local_size)
+    setattr(mask, _INFO, MaskInfo(local_size, padded, left_out=whole and not padded))
+    return mask
+
+
+_WINDOWED: Any = sliding_window_causal_mask_function(1)
+
+
+def _is_causal(mask_function: Any, local_size: int | None) -> bool:
+    """Whether it is transformers' own function for causal attention, within a window of `local_size` if given."""
+    if local_size is None:
+        return mask_function is causal_mask_function
+    if getattr(mask_function, "__code__", None) is not _WINDOWED.__code__:
+        return False
+    (window, causal), (own_window, _) = (f.__closure__[0].cell_contents for f in (mask_function, _WINDOWED))
+    same = window.__code__ is own_window.__code__ and causal is causal_mask_function
+    return bool(same and window.__closure__[0].cell_contents == local_size)
+
+
+def _whole_mask(mask: Tensor | None, info: MaskInfo | None, query: Tensor) -> Tensor | None:
+    """The 4-D bool mask [B, 1, Q, T] of a 2-D one of ours, made once a forward pass; any other as it is."""
+    if mask is None or info is None:
+        return mask
+    if info.expanded is None:
+        columns = torch.arange(mask.shape[1], device=mask.device)
+        queries = columns[-query.shape[2] :, None]
+        visible = columns <= queries
+        if info.window is not None:
+            visible &= columns > queries - info.window
+        info.expanded = visible & mask[:, None, None, :]
+    return info.expanded

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from hf_accel.fused.norm import NormForms
+from hf_accel.fused.modules import NormForms
 from hf_accel.fused.projections import NativeLinear, ProjectionCall
 from hf_accel.fused.sites import FusedSite, fused_sites, native_linears
 from hf_accel.instance import mixed_class
