@@ -55,13 +55,13 @@ def replace_linears(
         for linear in waiting:
             _check_finite(linear)
     while ready:
-        _place(ready.pop(next(iter(ready))), by_name, todo, journal, originals)
+        _place(ready.pop(next(iter(ready))), by_name, todo, journal=journal, originals=originals)
     if waiting:
-        _pack_and_place(waiting, by_name, todo, journal, originals)
+        _pack_and_place(waiting, by_name, todo, journal=journal, originals=originals)
 
 
 def _pack_and_place(
-    waiting: list[LinearPlan], by_name: dict[str, LinearPlan], todo: Plan, journal: Journal, originals: Originals
+    waiting: list[LinearPlan], by_name: dict[str, LinearPlan], todo: Plan, *, journal: Journal, originals: Originals
 ) -> None:
     count = None if todo.model.device.type == "cpu" else 1
     # transformers' own, which logging.disable_progress_bar() turns off
@@ -71,10 +71,10 @@ def _pack_and_place(
     ):
         for linear in waiting:
             for packed in workers.put(partial(_pack_linear, linear, todo.on_disk)):
-                _place(packed, by_name, todo, journal, originals)
+                _place(packed, by_name, todo, journal=journal, originals=originals)
                 bar.update()
         for packed in workers.finish():
-            _place(packed, by_name, todo, journal, originals)
+            _place(packed, by_name, todo, journal=journal, originals=originals)
             bar.update()
 
 
@@ -85,11 +85,11 @@ def _pack_linear(linear: LinearPlan, on_disk: Mapping[str, Path] | None) -> Pack
     if on_disk is not None and not linear.site.is_tied:
         stored = f"{name}.weight"
         source = Source.of(linear.site.parameter, on_disk[stored], stored)
-    return pack_weight(name, linear.site.weight.detach(), linear.config, choice, source)
+    return pack_weight(name, linear.site.weight.detach(), linear.config, choice=choice, source=source)
 
 
 @torch.no_grad()
-def pack_weight(name: str, weight: Tensor, config: WeightConfig, choice: Choice, source: Source | None) -> Packed:
+def pack_weight(name: str, weight: Tensor, config: WeightConfig, *, choice: Choice, source: Source | None) -> Packed:
     """Quantize a float weight [out, in]. Raises UnsupportedError for NaN and infinity, with the layer's name."""
     try:
         return Packed(name, choice, choice.backend.quantize(weight, config), source)
@@ -108,7 +108,7 @@ def _check_finite(linear: LinearPlan) -> None:
 
 
 def _place(
-    packed: Packed, by_name: Mapping[str, LinearPlan], todo: Plan, journal: Journal, originals: Originals
+    packed: Packed, by_name: Mapping[str, LinearPlan], todo: Plan, *, journal: Journal, originals: Originals
 ) -> None:
     """Put the quantized layer where the Linear was, and free the Linear's weight if it may go."""
     site = by_name[packed.name].site

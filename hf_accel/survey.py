@@ -65,7 +65,7 @@ def linear_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[Line
         if isinstance(module, nn.Linear | Conv1D) and isinstance(module._parameters.get("weight"), nn.Parameter):
             tied = any(isinstance(owner, nn.Embedding) for owner in owners[id(module.weight)])
             reason = f"the model is quantized by {other}" if other is not None else None
-            reason = reason or _reason_to_skip(model, name, module, owners, skip, head)
+            reason = reason or _reason_to_skip(model, name, module, owners=owners, skip=skip, head=head)
             if reason is None and is_lost(name):
                 reason = "is renamed or joined with others when it is saved, so that it would not be found again"
             yield LinearSite(name, module, is_head=module is head, is_tied=tied, skip=reason)
@@ -117,6 +117,7 @@ def _reason_to_skip(
     model: PreTrainedModel,
     name: str,
     module: nn.Module,
+    *,
     owners: dict[int, list[nn.Module]],
     skip: tuple[str, ...],
     head: nn.Module | None,
@@ -268,12 +269,14 @@ def attention_sites(model: PreTrainedModel, *, quantized_kv: bool) -> list[Atten
         index = getattr(module, "layer_idx", None)
         if not (isinstance(index, int) and "attention" in type(module).__name__.lower() and hasattr(module, "config")):
             continue
-        sites.append(AttentionSite(name, module, _spec(config, model, module, windows, index, quantized_kv)))
+        window = windows[index] if 0 <= index < len(windows) else None
+        spec = _spec(config, model, module, window=window, quantized_kv=quantized_kv)
+        sites.append(AttentionSite(name, module, spec))
     return sites
 
 
 def _spec(
-    config: Any, model: PreTrainedModel, module: nn.Module, windows: list[int | None], index: int, quantized_kv: bool
+    config: Any, model: PreTrainedModel, module: nn.Module, *, window: int | None, quantized_kv: bool
 ) -> AttentionSpec:
     num_heads = config.num_attention_heads
     head_dim = getattr(module, "head_dim", None) or config.hidden_size // num_heads
@@ -286,7 +289,7 @@ def _spec(
         value_dim=getattr(module, "v_head_dim", None) or head_dim,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        window=windows[index] if 0 <= index < len(windows) else None,
+        window=window,
         softcap=getattr(config, "attn_logit_softcapping", None),
         sinks=getattr(module, "sinks", None) is not None,
         quantized_kv=quantized_kv,

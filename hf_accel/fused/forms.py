@@ -56,18 +56,18 @@ def norm_form(module: nn.Module, kind: type | None = None, *, dtype: torch.dtype
         return None
     forms = [NormForm(eps, offset, first) for offset, first in product((0.0, 1.0), (True, False))]
     with torch.random.fork_rng(devices=[]):  # one with dropout in it would take of the user's random numbers
-        differences = [_difference(copy.copy(module), kind or type(module), weight, form, dtype) for form in forms]
+        differences = [_difference(copy.copy(module), kind or type(module), form, dtype) for form in forms]
     least = min(differences)
     return None if least == math.inf else forms[differences.index(least)]
 
 
 @torch.no_grad()
-def _difference(module: Any, kind: Any, weight: Tensor, form: NormForm, dtype: torch.dtype) -> float:
+def _difference(module: Any, kind: Any, form: NormForm, dtype: torch.dtype) -> float:
     """The share of numbers that differ from the module's own; infinite where one does by more than a rounding.
 
     torch's own sums differ in the last bit by how memory is aligned, so that equality cannot be asked for.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator, weight = torch.Generator().manual_seed(0), module._parameters["weight"]
     different = 0.0
     for magnitude, shape, module.training in TRIALS:
         x = (torch.randn(*shape, weight.shape[0], generator=generator) * magnitude).to(dtype)

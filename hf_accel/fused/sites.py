@@ -56,7 +56,7 @@ def fused_sites(model: nn.Module, dtype: torch.dtype, float_rows: int) -> tuple[
     dropped: list[Dropped] = []
     checked: dict[Any, bool] = {}  # by what the check depends on
     for name, module in model.named_modules():
-        found = _site(name, module, dtype, float_rows, checked)
+        found = _site(name, module, dtype, float_rows, checked=checked)
         if isinstance(found, FusedSite):
             sites.append(found)
         elif found is not None:
@@ -65,7 +65,7 @@ def fused_sites(model: nn.Module, dtype: torch.dtype, float_rows: int) -> tuple[
 
 
 def _site(
-    name: str, module: nn.Module, dtype: torch.dtype, float_rows: int, checked: dict[Any, bool]
+    name: str, module: nn.Module, dtype: torch.dtype, float_rows: int, *, checked: dict[Any, bool]
 ) -> FusedSite | Dropped | None:
     site = _candidate(name, module, dtype, float_rows)
     if site is None:

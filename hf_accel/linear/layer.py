@@ -36,13 +36,17 @@ class QuantLinear(nn.Linear):
     def __init__(
         self, weight: QuantizedWeight, bias: Tensor | None, *, activations: Activations, backend: str
     ) -> None:
-        self._describe(weight.shape, weight.bits, weight.group_size, weight.symmetric, activations, backend)
+        self._describe(
+            weight.shape, bits=weight.bits, group_size=weight.group_size, symmetric=weight.symmetric,
+            activations=activations, backend=backend,
+        )  # fmt: skip
         self._buffers.update(state(weight))
         self._set_bias(bias)
 
     def _describe(
         self,
         shape: tuple[int, int],
+        *,
         bits: int,
         group_size: int,
         symmetric: bool,
@@ -82,7 +86,10 @@ class QuantLinear(nn.Linear):
         layer, spec = cls.__new__(cls), choice.spec
         group_size = spec.in_features if spec.bits == 8 else spec.group_size
         shape = (spec.out_features, spec.in_features)
-        layer._describe(shape, spec.bits, group_size, spec.symmetric, spec.activations, backend)
+        layer._describe(
+            shape, bits=spec.bits, group_size=group_size, symmetric=spec.symmetric, activations=spec.activations,
+            backend=backend,
+        )  # fmt: skip
         layer.choice, layer._packed = choice, packed
         layer._set_bias(bias)
         return layer

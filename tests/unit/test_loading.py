@@ -203,9 +203,9 @@ def test_few_float_weights_at_a_time(threads: int, tmp_path: Path, monkeypatch: 
         most = max(most, under_way)
         return take(self, name, tensor, stored_as)
 
-    def packed(*args: Any) -> Any:
+    def packed(*args: Any, **kwargs: Any) -> Any:
         nonlocal under_way
-        result = pack_weight(*args)
+        result = pack_weight(*args, **kwargs)
         under_way -= 1
         return result
 

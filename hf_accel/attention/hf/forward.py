@@ -64,7 +64,7 @@ def attention_forward(
     if paged is not None:
         paged.check_values(value)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    unknown = _unknown(module, attention_mask, info, causal, kwargs)
+    unknown = _unknown(module, attention_mask, info, causal=causal, kwargs=kwargs)
     if unknown is not None:
         if paged is not None:
             key, value = paged.columns(unknown)
@@ -83,16 +83,16 @@ def attention_forward(
         sinks=kwargs.get("s_aux", kwargs.get("sinks")),
         dropout=dropout,
     )
-    backend = _backend(module, query, value, options, paged)
+    backend = _backend(module, query, value, options, paged=paged)
     if paged is not None:
         plain = info is not None or (attention_mask is None and causal)
         if plain and paged.contiguous and paged.window == options.window and not dropout:
-            return _paged(backend, query, KV(key, value), paged, options).to(wanted).contiguous(), None
+            return _paged(backend, query, KV(key, value), options, paged=paged).to(wanted).contiguous(), None
         if info is not None:
             paged.check_window(info.window)
         key, value = paged.columns("it attends with a mask of its own, or drops weights")
     elif kwargs.get("cu_seq_lens_q") is not None and query.shape[0] == 1:
-        return _packed(backend, query, KV(key, value), options, kwargs).to(wanted), None
+        return _packed(backend, query, KV(key, value), options, kwargs=kwargs).to(wanted), None
     mask = None if info is not None and not info.padded else _whole_mask(attention_mask, info, query)
     if mask is not None:
         options = options._replace(causal=False, window=None)
@@ -109,7 +109,7 @@ def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype)
 
 
 def _unknown(
-    module: nn.Module, mask: Tensor | None, info: MaskInfo | None, causal: bool, kwargs: dict[str, Any]
+    module: nn.Module, mask: Tensor | None, info: MaskInfo | None, *, causal: bool, kwargs: dict[str, Any]
 ) -> str | None:
     """What our attention does not understand of a call, as a clause; None if it understands all."""
     if not kwargs.keys() <= KNOWN_KEYWORDS:
@@ -124,7 +124,7 @@ def _unknown(
     return None if causal or not info.left_out or stock_name(module) == EAGER else "it is not causal"
 
 
-def _paged(backend: AttentionBackend, query: Tensor, kv: KV, paged: PagedKV, options: AttentionOptions) -> Tensor:
+def _paged(backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionOptions, *, paged: PagedKV) -> Tensor:
     """Attention of a forward pass over the pages; over K and V themselves where they are all there is."""
     step, group, storage = paged.step, paged.group_step, paged.storage
     if not step.fresh or storage.k_scales is not None:
@@ -140,7 +140,7 @@ def _paged(backend: AttentionBackend, query: Tensor, kv: KV, paged: PagedKV, opt
 
 
 def _packed(
-    backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionOptions, kwargs: dict[str, Any]
+    backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionOptions, *, kwargs: dict[str, Any]
 ) -> Tensor:
     """Several sequences end to end in one row, told apart by cu_seq_lens (transformers' FlashAttentionKwargs)."""
     cu_q = kwargs["cu_seq_lens_q"]
@@ -151,7 +151,7 @@ def _packed(
 
 
 def _backend(
-    module: nn.Module, query: Tensor, value: Tensor, options: AttentionOptions, paged: PagedKV | None
+    module: nn.Module, query: Tensor, value: Tensor, options: AttentionOptions, *, paged: PagedKV | None
 ) -> AttentionBackend:
     """The planned one, where a call asks for what was planned: a model can be given another dtype, say, since."""
     planned: PlannedAttention | None = getattr(module, BACKEND_ATTRIBUTE, None)
