@@ -6,7 +6,8 @@ import random
 from collections.abc import Iterator
 from itertools import islice
 
-from hf_accel.cache import BlockPool, BlockTable
+from hf_accel.cache.pool import BlockPool
+from hf_accel.cache.table import BlockTable
 
 from .bench import Bench
 from .engine_waste import BUDGET, engine_waste

@@ -29,7 +29,6 @@ from .errors import HfAccelError, HfAccelWarning, OutOfBlocksError, UnsupportedE
 from .estimate import Estimate, estimate
 from .generation.drafters.base import Draft, Drafter
 from .generation.hf import Engine
-from .generation.sampling import SamplingParams
 from .generation.stream import Request
 from .linear.hf import AccelConfig
 from .loading import register as _register_quantizer
@@ -60,7 +59,6 @@ __all__ = [
     "PatchConfig",
     "Plan",
     "Request",
-    "SamplingParams",
     "SpeculativeConfig",
     "TeacherCache",
     "UnsupportedError",

@@ -65,7 +65,6 @@ PUBLIC_NAMES = [
     "PatchConfig",
     "Plan",
     "Request",
-    "SamplingParams",
     "SpeculativeConfig",
     "TeacherCache",
     "UnsupportedError",

@@ -45,7 +45,8 @@ from benchmarks.setups.stock import Stock
 from benchmarks.tables import Table, cell
 from benchmarks.timing import Generation, median_ratio, take_turns, time_generate
 from benchmarks.waste import admit, lengths, waste
-from hf_accel.cache import BlockPool, BlockTable
+from hf_accel.cache.pool import BlockPool
+from hf_accel.cache.table import BlockTable
 from hf_accel.kernels import cpu as kernels
 from hf_accel.twin import twin
 

@@ -65,10 +65,13 @@ class KVStorage:
         if self._is_native(keys, values):
             write_pages(keys, values, KV(self.k_pages, self.v_pages, self.k_scales, self.v_scales), slots)
             return
-        blocks = torch.div(slots, self.block_size, rounding_mode="floor")
-        place = (blocks, slice(None), slots - blocks * self.block_size)
+        place = self._place(slots)
         self._write(self.k_pages, self.k_scales, keys.detach(), place)
         self._write(self.v_pages, self.v_scales, values.detach(), place)
+
+    def _place(self, slots: Tensor) -> tuple[Tensor | slice, ...]:
+        blocks = torch.div(slots, self.block_size, rounding_mode="floor")
+        return blocks, slice(None), slots - blocks * self.block_size
 
     def _is_native(self, keys: Tensor, values: Tensor) -> bool:
         """Whether the kernel can write this; it gives the bits of the torch path below."""
@@ -88,8 +91,7 @@ class KVStorage:
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of slots [...], dequantized: [..., H, Dk] and [..., H, Dv]."""
-        blocks = torch.div(slots, self.block_size, rounding_mode="floor")
-        place = (blocks, slice(None), slots - blocks * self.block_size)
+        place = self._place(slots)
         keys, values = self.k_pages[place], self.v_pages[place]
         if self.k_scales is None or self.v_scales is None:
             return keys, values

@@ -175,7 +175,7 @@ def test_blocks_of_a_failed_turn_are_free_again() -> None:
     cache = hf_accel.PagedCache(model.config, block_size=4, max_tokens=64)
     ids = prompts(1, 20)
     first = model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
-    pool = cache.sequences.groups[0].pool
+    pool = cache.pages.groups[0].pool
     used = pool.num_used
     with pytest.raises(OutOfBlocksError):
         model.generate(first, past_key_values=cache, max_new_tokens=50, do_sample=False)

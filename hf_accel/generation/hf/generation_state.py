@@ -49,7 +49,7 @@ class GenerationState:
     make_draft: makes draft models; drafts: those made, by what they were made of. controllers: what earlier calls have
     learnt, while no call uses it. calls: of generate() that are under way, by thread. make_attending: makes a model
     that attends as without us; attending: the last one, and the weights that it was made of. warned: what was said
-    aloud. engines: made for this model.
+    aloud. engines: made for this model. manager: the one that was kept for the next session.
     """
 
     cache: CacheConfig | None
@@ -65,10 +65,18 @@ class GenerationState:
     attending: tuple[bytes, PreTrainedModel] | None = None
     statistics: dict[str, Any] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
+    manager: Any = None
     engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # weak: one that is forgotten serves nobody
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"drafts": {}, "controllers": {}, "calls": {}, "engines": None, "attending": None}
+        return vars(self) | {
+            "drafts": {},
+            "controllers": {},
+            "calls": {},
+            "engines": None,
+            "attending": None,
+            "manager": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state | {"engines": weakref.WeakSet()})

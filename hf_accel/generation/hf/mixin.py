@@ -19,6 +19,7 @@ from ...instance import Mixin
 from ...state import state_of
 from .assisted import assistant_refusal, assisted
 from .batch import complete_configs, generate_batch
+from .continuous import ContinuousManager
 from .generation_state import CallState, GenerationState
 from .managers import MANAGER, model_for_manager
 from .ragged import Call, run
@@ -247,7 +248,7 @@ class AcceleratedGeneration(Mixin):
             self,  # type: ignore[arg-type]
             inputs,
             complete_configs(self, generation_config, len(inputs), kwargs),
-            settings=continuous_batching_config,
+            continuous_batching_config,
             speculative=state.speculative if speculative is UNSAID else parse_speculative(speculative),
             timestamps=record_timestamps,
             progress_bar=progress_bar,
@@ -256,14 +257,25 @@ class AcceleratedGeneration(Mixin):
         state.record(new_tokens, len(outputs), time.perf_counter() - start, statistics)
         return outputs
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own manager, over this model's weights; it knows no attention but transformers'."""
-        self._generation_state.statistics = {"loop": f"stock: {MANAGER}"}
-        model = model_for_manager(self)
-        return super(AcceleratedGeneration, model).init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
+    def init_continuous_batching(
+        self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
+    ) -> Any:
+        """A ContinuousManager, with transformers' interface; its own for a model that cannot run ragged."""
+        state = self._generation_state
+        if ragged_refusal(self) is not None:  # type: ignore[arg-type]
+            state.statistics = {"loop": f"stock: {MANAGER}"}
+            model = model_for_manager(self)
+            return super(AcceleratedGeneration, model).init_continuous_batching(  # type: ignore[misc]
+                generation_config, continuous_batching_config, workload_hints
+            )
+        if state.manager is None:
+            return ContinuousManager(self, generation_config, continuous_batching_config)  # type: ignore[arg-type]
+        return state.manager
 
     def destroy_cached_continuous_batching_manager(self) -> None:
         state = self._generation_state
+        if state.manager is not None:
+            state.manager.destroy()
         if state.attending is not None:
             (_, model), state.attending = state.attending, None
             super(AcceleratedGeneration, model).destroy_cached_continuous_batching_manager()  # type: ignore[misc]
@@ -312,7 +324,7 @@ class AcceleratedGeneration(Mixin):
             call.prompt_columns = input_ids.shape[1]
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, PagedCache) and cache.get_seq_length():
-            cache.sequences.use_salt(weights_salt(self))  # type: ignore[arg-type]
+            cache.pages.use_salt(weights_salt(self))  # type: ignore[arg-type]
         known = other_input(model_kwargs) is None and ragged_refusal(self) is None  # type: ignore[arg-type]
         if not isinstance(cache, PagedCache) or cache.get_seq_length() or not known:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]

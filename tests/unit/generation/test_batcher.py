@@ -16,14 +16,14 @@ from hf_accel.generation.acceptance import verifier as verifier_named
 from hf_accel.generation.batcher import Batcher, Progress
 from hf_accel.generation.controller import Controller
 from hf_accel.generation.drafters.base import Drafter
-from hf_accel.generation.sampling import SamplingParams
+from hf_accel.generation.sampling.params import SamplingParams
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation import Speculation
 
 from .programme import check_blocks
 from .toy import VOCABULARY, ToyDrafter, ToyRunner, sequential, toy_pages
 
-GREEDY = SamplingParams()
+GREEDY = SamplingParams().sampling()
 
 
 class Broken(RuntimeError):
@@ -91,7 +91,7 @@ class Programme:
             min_new_tokens=draw.choice([0, 3]),
             stop_token_ids=(draw.randrange(VOCABULARY),),
             processors=draw.choice([(), (), (), (parity,), (Bad(len(prompt) + draw.randrange(6)),)]),
-        )
+        ).sampling()
         stop = draw.choice([stops_at(sampling.stop_token_ids[0]), None])
         if draw.random() < 0.05:
             stop = stop_that_raises

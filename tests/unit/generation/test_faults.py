@@ -20,7 +20,8 @@ from hf_accel.generation.acceptance.token import TokenVerifier
 from hf_accel.generation.batcher import Batcher
 from hf_accel.generation.controller import Controller
 from hf_accel.generation.engine import EngineLoop
-from hf_accel.generation.sampling import SamplingParams
+from hf_accel.generation.sampling.params import SamplingParams
+from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation import Speculation
 from hf_accel.generation.stream import Sample
@@ -70,8 +71,8 @@ WISHES = [
 ]
 
 
-def params(wish: Wish, **more: Any) -> SamplingParams:
-    return SamplingParams(temperature=wish.temperature, **more)
+def params(wish: Wish, **more: Any) -> Sampling:
+    return SamplingParams(temperature=wish.temperature, **more).sampling()
 
 
 @functools.cache

@@ -21,8 +21,8 @@ from hf_accel.cache.rows import Pages
 from hf_accel.cache.step import Step
 from hf_accel.generation.acceptance.base import Place, Verifier
 from hf_accel.generation.drafters.base import Draft, Drafter
-from hf_accel.generation.prefix import Prefix
 from hf_accel.generation.sampling import Sampling
+from hf_accel.generation.sampling.prefix import Prefix
 from hf_accel.generation.sequence import Sequence
 
 VOCABULARY = 12

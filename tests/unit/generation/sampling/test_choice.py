@@ -12,14 +12,15 @@ from torch import Tensor
 
 from hf_accel.errors import HfAccelError
 from hf_accel.generation.acceptance import VERIFIERS, Place, TokenVerifier, verifier
-from hf_accel.generation.choice import Chosen, choose, processed
 from hf_accel.generation.drafters.base import Draft
-from hf_accel.generation.prefix import Prefix
-from hf_accel.generation.sampling import SamplingParams
+from hf_accel.generation.sampling.choice import Chosen, choose, processed
+from hf_accel.generation.sampling.params import SamplingParams
+from hf_accel.generation.sampling.prefix import Prefix
+from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Sequence
 from hf_accel.kernels import cpu
 
-from .chi_square import chi_square, critical
+from ..chi_square import chi_square, critical
 
 V = 11
 NAMES = sorted(VERIFIERS)
@@ -37,11 +38,11 @@ def rows(sequences: list[Sequence], drafts: list[Draft]) -> Tensor:
     return torch.stack([model(s.tokens + d.tokens[:j]) for s, d in pairs for j in range(len(d) + 1)])
 
 
-def sequence(params: SamplingParams, seed: int = 0) -> Sequence:
+def sequence(params: Sampling, seed: int = 0) -> Sequence:
     return Sequence([1, 2, 1], 1000, params, seed=seed)
 
 
-def generated(params: SamplingParams, name: str, draft: Callable[[Sequence], Draft], count: int = 30) -> list[int]:
+def generated(params: Sampling, name: str, draft: Callable[[Sequence], Draft], count: int = 30) -> list[int]:
     one = sequence(params, seed=5)
     while one.num_new < count:
         drafts = [draft(one)]
@@ -66,7 +67,7 @@ def some_right(one: Sequence) -> Draft:
 @pytest.mark.parametrize("penalties", [{}, PENALTIES, {"min_new_tokens": 20, "stop_token_ids": (3, 4)}])
 def test_drafts_that_were_not_drawn_change_nothing(name: str, temperature: float, penalties: dict[str, float]) -> None:
     """So penalties at draft positions are those of the sequential run, and the same seed gives the same tokens."""
-    params = SamplingParams(temperature=temperature, top_p=0.95, **penalties)
+    params = SamplingParams(temperature=temperature, top_p=0.95, **penalties).sampling()
     plain = generated(params, name, lambda one: Draft())
     assert generated(params, name, some_right) == plain
     assert generated(params, name, lambda one: Draft([0, 0])) == plain
@@ -82,18 +83,18 @@ def test_greedy_takes_the_largest_and_of_equals_the_first(
         monkeypatch.setattr(cpu, "refusal", lambda: "not here")
     logits = torch.tensor([[0, 5, 5], [7, 1, 7], [0, 0, 1], [2, 2, 2]], dtype=dtype)
     drafts = [Draft([1, 2]), Draft()]
-    sequences = [sequence(SamplingParams()) for _ in drafts]
+    sequences = [sequence(SamplingParams().sampling()) for _ in drafts]
     assert choose(logits, sequences, drafts, TokenVerifier()) == [Chosen([1, 0], 1), Chosen([0], 0)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sequences_are_chosen_for_together_as_alone(name: str) -> None:
     kinds = [
-        SamplingParams(),
-        SamplingParams(temperature=0.7),
-        SamplingParams(temperature=0.7, logprobs=2),
-        SamplingParams(repetition_penalty=1.3),
-        SamplingParams(temperature=1.3, top_k=4, **PENALTIES),
+        SamplingParams().sampling(),
+        SamplingParams(temperature=0.7).sampling(),
+        SamplingParams(temperature=0.7, logprobs=2).sampling(),
+        SamplingParams(repetition_penalty=1.3).sampling(),
+        SamplingParams(temperature=1.3, top_k=4, **PENALTIES).sampling(),
     ]
     sequences = [sequence(params, seed) for seed, params in enumerate(kinds * 3)]
     laws = [model([seed]).softmax(0).expand(2, -1) for seed in range(15)]
@@ -110,7 +111,7 @@ def test_a_processor_sees_each_prefix_once() -> None:
         seen.extend(input_ids.tolist())
         return scores
 
-    params = SamplingParams(temperature=1.0, processors=(counting,))
+    params = SamplingParams(temperature=1.0, processors=(counting,)).sampling()
     sequences = [sequence(params), Sequence([9], 5, params)]
     drafts = [Draft([4, 5]), Draft()]
     choose(rows(sequences, drafts), sequences, drafts, TokenVerifier())
@@ -142,7 +143,7 @@ class Spiteful:
     ],
 )
 def test_an_error_is_its_own_sequences_alone(temperature: float, how: str, words: str) -> None:
-    params = SamplingParams(temperature=temperature, processors=(Spiteful(how),), logprobs=1)
+    params = SamplingParams(temperature=temperature, processors=(Spiteful(how),), logprobs=1).sampling()
     sequences = [sequence(params, 1), Sequence([9], 5, params), sequence(params, 2)]
     drafts = [Draft([4]), Draft([1, 2]), Draft()]
     first, failed, last = choose(rows(sequences, drafts), sequences, drafts, TokenVerifier())
@@ -167,7 +168,7 @@ def test_a_prefix_that_nobody_reaches_may_fail(name: str, how: str, temperature:
         scores[:, 4] = -torch.inf
         return scores
 
-    params = SamplingParams(temperature=temperature, processors=(grammar,))
+    params = SamplingParams(temperature=temperature, processors=(grammar,)).sampling()
     law = torch.full((2, V), 1 / V)
     for draft in (Draft([4, 1]), Draft([1, 4]), Draft([4, 1], law), Draft([1, 4], law)):
         sequences = [sequence(params, seed) for seed in range(50)]
@@ -178,7 +179,7 @@ def test_a_prefix_that_nobody_reaches_may_fail(name: str, how: str, temperature:
 
 
 def test_logits_that_are_not_numbers() -> None:
-    one, other = (Sequence([token], 5, SamplingParams(temperature=1.0)) for token in (1, 2))
+    one, other = (Sequence([token], 5, SamplingParams(temperature=1.0).sampling()) for token in (1, 2))
     logits = torch.stack([model([1]), model([2]) * torch.nan])
     fine, failed = choose(logits, [one, other], [Draft(), Draft()], TokenVerifier())
     assert isinstance(fine, Chosen)
@@ -187,7 +188,7 @@ def test_logits_that_are_not_numbers() -> None:
 
 def test_wrong_number_of_rows() -> None:
     with pytest.raises(HfAccelError, match=r"3 rows of logits .* need 2"):
-        choose(torch.zeros(3, V), [sequence(SamplingParams())], [Draft([1])], TokenVerifier())
+        choose(torch.zeros(3, V), [sequence(SamplingParams().sampling())], [Draft([1])], TokenVerifier())
 
 
 def test_no_sequence_at_all() -> None:
@@ -195,7 +196,7 @@ def test_no_sequence_at_all() -> None:
 
 
 def test_logprobs_are_the_models_own() -> None:
-    params = SamplingParams(logit_bias={7: 100.0}, logprobs=2)
+    params = SamplingParams(logit_bias={7: 100.0}, logprobs=2).sampling()
     one, draft = sequence(params), Draft([7])
     (chosen,) = choose(rows([one], [draft]), [one], [draft], TokenVerifier())
     assert isinstance(chosen, Chosen) and chosen.tokens == [7, 7] and chosen.logprobs is not None
@@ -209,42 +210,40 @@ def test_logprobs_are_the_models_own() -> None:
         assert [value for _, value in report.top] == pytest.approx([logits[t] - total for t in most], abs=1e-5)
 
 
-class Drawing(SamplingParams):
+def drawing(probabilities: Tensor, sequences: list[Sequence]) -> list[int]:
     """Draws by itself where nothing is drafted."""
-
-    def _last(self, probabilities: Tensor, sequences: list[Sequence]) -> list[int]:
-        assert probabilities.shape == (len(sequences), V)
-        torch.testing.assert_close(probabilities.sum(-1), torch.ones(len(sequences)))
-        return [seq.seed for seq in sequences]
-
-    @property
-    def draw(self) -> Callable[[Tensor, list[Sequence]], list[int]]:
-        return self._last
+    assert probabilities.shape == (len(sequences), V)
+    torch.testing.assert_close(probabilities.sum(-1), torch.ones(len(sequences)))
+    return [seq.seed for seq in sequences]
 
 
 def test_a_sampling_may_draw_undrafted_tokens_itself() -> None:
-    sequences = [sequence(Drawing(temperature=1.0, top_k=3), seed) for seed in range(6)]
+    steps = SamplingParams(temperature=1.0, top_k=3).sampling().steps
+    own = Sampling(steps, greedy=False, draw=drawing)
+    sequences = [sequence(own, seed) for seed in range(6)]
     law = torch.full((1, V), 1 / V)
     drafts = [Draft(), Draft([1]), Draft(), Draft([2], law), Draft(), Draft()]
     results = choose(rows(sequences, drafts), sequences, drafts, TokenVerifier())
-    verified = [sequence(SamplingParams(temperature=1.0, top_k=3), seed) for seed in range(6)]
+    verified = [sequence(SamplingParams(temperature=1.0, top_k=3).sampling(), seed) for seed in range(6)]
     as_usual = choose(rows(verified, drafts), verified, drafts, TokenVerifier())
     for index, draft in enumerate(drafts):
         assert results[index] == (as_usual[index] if len(draft) else Chosen([index], 0))
 
 
 def test_a_draw_that_raises_is_an_error_of_its_sequences() -> None:
-    class Failing(Drawing):
-        def _last(self, probabilities: Tensor, sequences: list[Sequence]) -> list[int]:
-            raise RuntimeError("no numbers left")
+    def failing(probabilities: Tensor, sequences: list[Sequence]) -> list[int]:
+        raise RuntimeError("no numbers left")
 
-    sequences = [sequence(Failing(temperature=1.0)), sequence(SamplingParams())]
+    sequences = [sequence(Sampling(greedy=False, draw=failing)), sequence(SamplingParams().sampling())]
     failed, fine = choose(rows(sequences, [Draft()] * 2), sequences, [Draft()] * 2, TokenVerifier())
     assert isinstance(failed, RuntimeError) and isinstance(fine, Chosen)
 
 
 def test_drafters_get_the_law_that_the_model_would_be_given() -> None:
-    kinds = [SamplingParams(temperature=0.6, top_k=4, **PENALTIES), SamplingParams(repetition_penalty=1.5)]
+    kinds = [
+        SamplingParams(temperature=0.6, top_k=4, **PENALTIES).sampling(),
+        SamplingParams(repetition_penalty=1.5).sampling(),
+    ]
     asked = [(sequence(kinds[n % 2]), [5, 1][: n // 2]) for n in range(6)]
     logits = torch.stack([model(seq.tokens + drafted) for seq, drafted in asked])
     laws = processed(logits, asked)
@@ -255,7 +254,7 @@ def test_drafters_get_the_law_that_the_model_would_be_given() -> None:
 
 
 def test_a_drafter_gets_some_law_even_where_processing_fails() -> None:
-    params = SamplingParams(temperature=1.0, processors=(Spiteful("raises"),))
+    params = SamplingParams(temperature=1.0, processors=(Spiteful("raises"),)).sampling()
     asked = [(sequence(params), []), (Sequence([9], 5, params), [])]
     laws = processed(torch.zeros(2, V), asked)
     torch.testing.assert_close(laws.sum(-1), torch.ones(2))
@@ -265,7 +264,7 @@ def test_a_drafter_gets_some_law_even_where_processing_fails() -> None:
 def test_law_of_two_tokens_under_processing(name: str) -> None:
     """3000 sequences with drafts drawn from a rough law, against the product of what process() says."""
     count, judge = 3000, verifier(name)
-    params = SamplingParams(temperature=0.9, top_k=4, repetition_penalty=1.3)
+    params = SamplingParams(temperature=0.9, top_k=4, repetition_penalty=1.3).sampling()
     sequences = [sequence(params, seed) for seed in range(count)]
     q = [(model([1, 2, 1]) + torch.linspace(0, 1, V)).softmax(0)]
     first = judge.draw(q[0].expand(count, -1), [Place(seed, 3) for seed in range(count)])

@@ -9,17 +9,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..errors import HfAccelError
-from ..kernels import cpu
-from ..kernels.cpu import vocabulary
-from ..kernels.cpu.library import DTYPES
-from .acceptance.base import Place, Verifier, follow
-from .drafters.base import Draft
+from ...errors import HfAccelError
+from ...kernels import cpu
+from ...kernels.cpu import vocabulary
+from ...kernels.cpu.library import DTYPES
+from ..acceptance.base import Place, Verifier, follow
+from ..drafters.base import Draft
+from ..sequence import Sequence
 from .logprobs import TokenLogprobs, logprobs
 from .prefix import Prefix, prefix_of
-from .sampling import Sampling
-from .scores import processed_scores
-from .sequence import Sequence
+from .sampling import Sampling, processed_scores
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 def _kind(sampling: Sampling) -> Hashable:
     """What is done together: all that take the largest logit as it is, and otherwise those of one key."""
-    return True if sampling.plain else (type(sampling), sampling.key)
+    return True if sampling.plain else sampling.key
 
 
 def _lined_up(sequences: abc.Sequence[Sequence], drafts: abc.Sequence[Draft]) -> list[Member]:

@@ -7,11 +7,12 @@ import copy
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError
-from .sampling import Processor, SamplingParams, name_of
+from ...errors import UnsupportedError
+from .processors import Function, OneByOne, name_of
+from .sampling import Sampling
 
 
-def is_stateful(processor: Processor, vocabulary_size: int) -> bool:
+def is_stateful(processor: Function, vocabulary_size: int) -> bool:
     """Whether a copy of the processor answers the same input differently the second time, after another in between.
 
     True is certain. False is not: a state that shows later, or only for certain tokens, is not found; nor is one that
@@ -34,9 +35,9 @@ def is_stateful(processor: Processor, vocabulary_size: int) -> bool:
     return not torch.equal(first, again)
 
 
-def refuse_stateful(params: SamplingParams, vocabulary_size: int) -> None:
-    """Raises UnsupportedError for a processor that drafts would mislead."""
-    for processor in params.processors:
+def refuse_stateful(sampling: Sampling, vocabulary_size: int) -> None:
+    """Raises UnsupportedError for a user's processor that drafts would mislead."""
+    for processor in [step.function for step in sampling.steps if isinstance(step, OneByOne)]:
         if is_stateful(processor, vocabulary_size):
             raise UnsupportedError(
                 f"the logits processor {name_of(processor)} answers the same input differently when asked again, so "
@@ -45,5 +46,5 @@ def refuse_stateful(params: SamplingParams, vocabulary_size: int) -> None:
             )
 
 
-def _answer(processor: Processor, ids: Tensor, scores: Tensor) -> Tensor:
+def _answer(processor: Function, ids: Tensor, scores: Tensor) -> Tensor:
     return processor(ids.clone(), scores.clone()).clone().nan_to_num()

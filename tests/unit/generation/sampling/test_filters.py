@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from hf_accel.generation import filters
+from hf_accel.generation.sampling import filters
 from hf_accel.kernels import cpu
 
 ROWS = 12

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.generation.purity import is_stateful, refuse_stateful
-from hf_accel.generation.sampling import SamplingParams
+from hf_accel.generation.sampling.params import SamplingParams
+from hf_accel.generation.sampling.purity import is_stateful, refuse_stateful
 
 
 class Counting:
@@ -49,7 +49,7 @@ def broken(input_ids: Tensor, scores: Tensor) -> Tensor:
 def test_stateful(processor: object) -> None:
     assert is_stateful(processor, 32)
     with pytest.raises(UnsupportedError, match=r"(Counting|Uncopyable|noisy) answers .* speculative=None"):
-        refuse_stateful(SamplingParams(processors=(processor,)), 32)
+        refuse_stateful(SamplingParams(processors=(processor,)).sampling(), 32)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_stateful(processor: object) -> None:
 )
 def test_pure(processor: object) -> None:
     assert not is_stateful(processor, 32)
-    refuse_stateful(SamplingParams(processors=(processor,)), 32)
+    refuse_stateful(SamplingParams(processors=(processor,)).sampling(), 32)
 
 
 def test_asking_changes_nothing() -> None:

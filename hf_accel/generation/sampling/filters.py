@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels import cpu
-from ..kernels.cpu import vocabulary
+from ...kernels import cpu
+from ...kernels.cpu import vocabulary
 
 # The mass of a prefix of the sorted vocabulary, summed in another order, differs by less than this. Where the decision
 # is closer than that, or falls between equal scores, the row is sorted whole, as transformers does.

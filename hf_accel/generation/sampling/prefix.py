@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .sequence import Sequence
+    from ..sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,12 @@ class Prefix:
         if not self.drafted:
             return committed
         return torch.cat([committed, torch.tensor(self.drafted, dtype=torch.int64)])
+
+    @property
+    def columns(self) -> Tensor:
+        """As `ids`, behind the padding that transformers' own processors would see before them."""
+        padding = self.sequence.padding if self.sequence is not None else []
+        return torch.cat([torch.tensor(padding, dtype=torch.int64), self.ids]) if padding else self.ids
 
 
 def prefix_of(sequence: Sequence, drafted: abc.Sequence[int] = ()) -> Prefix:
