@@ -93,7 +93,7 @@ def _difference(module: Any, kind: Any, weight: Tensor, form: NormForm, dtype: t
 
 
 def _run(x: Tensor, weight: Tensor, form: NormForm) -> Tensor:
-    return rms_norm(x, weight, form.eps, offset=form.offset, round_first=form.round_first)[0]
+    return rms_norm(x, weight, form.eps, offset=form.offset, round_first=form.round_first)
 
 
 class NativeNorm(Mixin):

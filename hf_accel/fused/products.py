@@ -12,10 +12,10 @@ from ..instance import Mixin
 from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.integer_linear import IntegerLinear
 from ..kernels.cpu.library import FLOATS, refusal
-from ..kernels.cpu.tensors import is_recorded
 from ..linear import QuantLinear
 from ..linear.cpu import Cpu, CpuWeight
 from ..tensors import is_plain as is_plain_tensor
+from ..tensors import is_recorded
 
 # Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place.
 FLOAT_ROWS = {torch.bfloat16: 16, torch.float16: 128, torch.float32: 128}

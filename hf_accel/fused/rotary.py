@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ..instance import Mixin, original_class
 from ..kernels.cpu.library import FLOATS
 from ..kernels.cpu.rope import rope
-from ..kernels.cpu.tensors import is_recorded
 from ..tensors import is_plain as is_plain_tensor
+from ..tensors import is_recorded
 from .products import native
 
 NAME = "apply_rotary_pos_emb"

@@ -19,7 +19,7 @@ from ..kernels.cpu.integer_linear import (
     stored_zeros,
     unpack,
 )
-from ..kernels.cpu.tensors import is_recorded
+from ..tensors import is_recorded
 from .backend import Backend, LinearSpec
 from .formats import Int4Weight, Int8Weight, QuantizedWeight, check_group_size, pack_zero_points
 from .rtn import refuse_not_finite

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..config import Activations, WeightConfig
 from ..errors import HfAccelWarning, UnsupportedError
-from ..kernels.cpu.tensors import product_dtype
+from ..tensors import product_dtype
 from .backend import LinearSpec
 from .formats import QuantizedWeight, check_group_size, from_state, state, zeros
 from .reference import differentiable_linear

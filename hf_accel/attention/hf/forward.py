@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...cache.hf import PAGED_HANDLE, PagedKV
 from ...errors import UnsupportedError
-from ...kernels.cpu.tensors import is_recorded, product_dtype
+from ...tensors import is_recorded, product_dtype
 from .. import AttentionBackend, AttentionSpec, choose
 from ..structure import CALL_KEYWORDS
 from .mask import MaskInfo, expanded_mask, mask_info

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
-from ...kernels.cpu.tensors import is_recorded
+from ...tensors import is_recorded
 
 _INFO = "_hf_accel_mask"
 

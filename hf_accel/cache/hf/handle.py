@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ...errors import NotRaggedError, UnsupportedError
-from ...kernels.cpu.tensors import product_dtype
+from ...tensors import product_dtype
 from ..group import PageGroup
 from ..step import GroupStep, Step
 from ..storage import KVStorage

@@ -17,9 +17,8 @@ from ...attention.hf import attention_is_ours
 from ...cache.hf import PagedCache
 from ...errors import UnsupportedError
 from ...instance import original_class
-from ...kernels.cpu.tensors import autocast_dtype
 from ...linear import QuantLinear
-from ...tensors import plain_tensors
+from ...tensors import autocast_dtype, plain_tensors
 from .state import STATE, GenerationState
 
 # What a pass over text is made of: equal token ids then mean equal keys and values. Anything else is not known.
