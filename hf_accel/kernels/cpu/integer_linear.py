@@ -59,15 +59,16 @@ class PackedWeight:
         return self.group_size if self.bits == 4 else ACTIVATION_GROUP
 
 
-def pack(bits: int, stored: Tensor, scales: Tensor, in_features: int, zeros: Tensor | None = None) -> PackedWeight:
+def pack(bits: int, stored: Tensor, scales: Tensor, zeros: Tensor | None = None) -> PackedWeight:
     """stored: int8 [out, in], or for 4 bits bytes [out, in / 2]; scales [out, groups] in the stored dtype.
 
     zeros: uint8 [out, groups], the level 0..15 that stands for 0; for 4 bits only.
     """
-    packed = _packed_bytes(bits, len(stored), in_features)
     stored = stored.contiguous()
+    in_features = stored.shape[1] * 8 // bits
+    packed = _packed_bytes(bits, len(stored), in_features)
     _pack(FORMATS[bits], threads(), len(stored), in_features, stored.data_ptr(), packed.data_ptr())
-    return _weight(bits, packed, scales, zeros, in_features)
+    return _weight(bits, packed, scales, zeros, in_features=in_features)
 
 
 def unpack(weight: PackedWeight) -> Tensor:
@@ -99,7 +100,7 @@ def quantize(
         weight.data_ptr(), weight.stride(0), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(),
         packed.data_ptr(), finite.data_ptr(),
     )  # fmt: skip
-    return (_weight(bits, packed, scales, zeros, in_features), scales) if finite else None
+    return (_weight(bits, packed, scales, zeros, in_features=in_features), scales) if finite else None
 
 
 def _packed_bytes(bits: int, out_features: int, in_features: int) -> Tensor:
@@ -109,7 +110,7 @@ def _packed_bytes(bits: int, out_features: int, in_features: int) -> Tensor:
     return packed
 
 
-def _weight(bits: int, packed: Tensor, scales: Tensor, zeros: Tensor | None, in_features: int) -> PackedWeight:
+def _weight(bits: int, packed: Tensor, scales: Tensor, zeros: Tensor | None, *, in_features: int) -> PackedWeight:
     out_features, groups = scales.shape
     scales = _by_block(scales)
     return PackedWeight(
