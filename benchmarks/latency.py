@@ -176,8 +176,8 @@ def read_all(manager: Any, workload: Workload, arrived: dict[str, float], times:
 
 def arrivals(workload: Workload) -> Iterator[tuple[int, float]]:
     """The number of each request when it arrives, with the time at which it should have."""
-    assert arriving.arrivals is not None
+    assert workload.arrivals is not None
     start = time.perf_counter()
-    for number, arrival in enumerate(arriving.arrivals):
+    for number, arrival in enumerate(workload.arrivals):
         time.sleep(max(0.0, start + arrival - time.perf_counter()))
         yield number, start + arrival
