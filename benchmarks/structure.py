@@ -41,7 +41,6 @@ PACKAGE = "hf_accel"
 FOLDERS = ("hf_accel", "tests", "benchmarks", "examples")
 MOST_PARAMETERS, MOST_POSITIONAL, MOST_LINES = 6, 4, 60
 SAME_LINES = 6  # lines in a row that stand twice
-IMPORTS = 7  # of which the median is taken
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -210,14 +209,14 @@ def passed_files(tree: Path) -> dict[str, list[str]]:
     return json.loads(python(tree, str(Path(__file__).with_name("structure_run.py"))).splitlines()[-1])
 
 
-def import_seconds(tree: Path) -> tuple[float, float]:
+def import_seconds(tree: Path, times: int) -> tuple[float, float]:
     """Of transformers' own model class alone, and with hf_accel before it: medians, taken in turns."""
     alone, both = "from transformers import LlamaForCausalLM", "import hf_accel"
     clock = "import time; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
     taken: dict[str, list[float]] = {alone: [], f"{both}; {alone}": []}
     for code in taken:
         python(tree, "-c", code)  # compiled, and read from the disk, before any is timed
-    for _ in range(IMPORTS):
+    for _ in range(times):
         for code, seconds in taken.items():
             seconds.append(float(python(tree, "-c", clock.format(code)).splitlines()[-1]))
     first, second = (statistics.median(seconds) for seconds in taken.values())
@@ -239,22 +238,21 @@ def python(tree: Path, *arguments: str) -> str:
 # -- the table -----------------------------------------------------------------------------------------------
 
 
-def count(tree: Path) -> dict[str, float]:
-    """Every number of one tree."""
+def count(tree: Path, *, imports: int) -> dict[str, float]:
+    """Every number of one tree. imports: how often they are timed; 0 leaves them out."""
     python_files = sources(tree, PACKAGE, ".py")
     native_files = sources(tree, PACKAGE, ".cpp", ".h")
     defined = [f for path in python_files for f in functions(ast.parse(path.read_text(encoding="utf-8")))]
     counted = [parameters(function, is_method) for _, function, is_method in defined]
     two_files, two_classes = names_of_two(python_files)
     passed = passed_files(tree)
-    alone, both = import_seconds(tree)
     found: dict[str, float] = {
         "lines of code, hf_accel, Python": sum(len(code_lines(path)) for path in python_files),
         "lines of code, hf_accel, C++": sum(len(code_lines(path)) for path in native_files),
     }
     for folder in FOLDERS[1:]:
         found[f"lines of code, {folder}"] = sum(len(code_lines(path)) for path in sources(tree, folder, ".py"))
-    return found | {
+    found |= {
         "lines in all, hf_accel, Python": sum(len(path.read_text().splitlines()) for path in python_files),
         "files, hf_accel, Python": len(python_files),
         "files of a decode step": len(passed["step"]),
@@ -272,10 +270,13 @@ def count(tree: Path) -> dict[str, float]:
         "import circles, with types": len(circles(import_graph(tree, with_types=True))),
         "modules in them": sum(map(len, circles(import_graph(tree, with_types=True)))),
         f"lines that stand twice, {SAME_LINES} in a row": repeated_lines([*python_files, *native_files]),
-        "seconds to import a model class": round(alone, 3),
-        "seconds with hf_accel": round(both, 3),
-        "percent longer": round(100 * (both / alone - 1), 1),
     }
+    if imports:
+        alone, both = import_seconds(tree, imports)
+        found["seconds to import a model class"] = round(alone, 3)
+        found["seconds with hf_accel"] = round(both, 3)
+        found["percent longer"] = round(100 * (both / alone - 1), 1)
+    return found
 
 
 def commit_of(tree: Path) -> str:
@@ -290,11 +291,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("trees", nargs="*", type=Path, help="work trees of other commits, with their kernels compiled")
+    parser.add_argument("--imports", type=int, default=7, help="times that imports are timed; 0 leaves them out")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the results")
     arguments = parser.parse_args(argv)
     columns = known_columns(arguments.out / f"{TOPIC}.json")
-    columns |= {commit_of(tree): count(tree.resolve()) for tree in arguments.trees}
-    columns[THIS] = count(HERE)
+    columns |= {commit_of(tree): count(tree.resolve(), imports=arguments.imports) for tree in arguments.trees}
+    columns[THIS] = count(HERE, imports=arguments.imports)
     names = list(dict.fromkeys(name for column in columns.values() for name in column))
     rows = [{"count": name, **{title: column.get(name) for title, column in columns.items()}} for name in names]
     table = Table("The code in numbers", rows, NOTE)

@@ -14,9 +14,13 @@ from benchmarks.structure import (
     MOST_LINES,
     MOST_PARAMETERS,
     MOST_POSITIONAL,
+    circles,
+    code_lines,
     functions,
     num_lines,
     parameters,
+    passed_files,
+    repeated_lines,
     sources,
 )
 
@@ -195,3 +199,45 @@ def test_names_stand_once(kind: str, known: set[str]) -> None:
     found = same_names(kind)
     assert {name: places for name, places in found.items() if name not in known} == {}
     assert known - found.keys() <= {"hf"}, "take these from the list"
+
+
+# -- the counts themselves -----------------------------------------------------------------------------------
+
+SAMPLE = '''"""A docstring
+of two lines."""
+
+import os  # a comment
+
+# another
+def f(a, *, b=(
+    1,
+)):
+    """Its own."""
+    return """not
+a docstring"""
+'''
+
+
+def test_lines_of_code(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(SAMPLE)
+    assert list(code_lines(tmp_path / "a.py")) == [4, 7, 8, 9, 11, 12]
+    (tmp_path / "a.h").write_text("// a comment\nint a;  // and another\n/* two\nlines */ int b;\n\n")
+    assert code_lines(tmp_path / "a.h") == {2: "int a;", 4: "int b;"}
+
+
+def test_repeated_lines(tmp_path: Path) -> None:
+    body = "".join(f"    x{number} = {number}\n" for number in range(6))
+    (tmp_path / "a.py").write_text(f"def f():\n{body}    return x1\n")
+    (tmp_path / "b.py").write_text(f"def g():\n{body}    return x2\n")
+    assert repeated_lines(sorted(tmp_path.glob("*.py"))) == 12
+
+
+def test_circles() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": {"f"}, "f": {"e"}}
+    assert sorted(circles(graph)) == [["a", "b", "c"], ["e", "f"]]
+
+
+def test_files_that_a_step_passes() -> None:
+    found = passed_files(ROOT)
+    assert set(found["step"]) < set(found["generate"]) and "patch.py" in found["patch"]
+    assert set(found["eager"]) <= set(found["public"])
