@@ -77,7 +77,7 @@ class Packer:
             source = None if self._lose else Source.of(tensor, file, stored_as)
         weight = tensor.t() if isinstance(linear.site.module, Conv1D) else tensor
         choice = choose(LinearSpec.of(weight, linear.config, has_bias=linear.site.bias is not None))
-        return pack_weight(linear.site.name, weight, linear.config, choice=choice, source=source)
+        return pack_weight(linear.site.name, weight, linear.config, choice, source=source)
 
 
 def _own_copy(tensor: Tensor, file: Path, name: str) -> Tensor:

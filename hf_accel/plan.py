@@ -151,7 +151,6 @@ class Plan:
             "weight_bytes": {"before": self.bytes_before, "after": self.bytes_after},
             "bandwidth_bytes_per_second": self.bandwidth,
             "least_seconds_per_token": {"before": self.seconds_before, "after": self.seconds_after},
-            "decode_bound": "memory",
         }
 
     def __str__(self) -> str:

@@ -10,8 +10,8 @@ from torch import Tensor
 from ..kernels import cpu as kernels
 from ..kernels.cpu.attention import write_pages
 from ..kernels.cpu.library import FLOATS
-from ..kernels.cpu.tensors import is_recorded
 from ..layouts import KV
+from ..tensors import is_recorded
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # level of each dtype that quantized pages may have
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ..instance import Mixin
+from ..kernels.cpu.library import native
 from ..kernels.cpu.norm import rms_norm
 from ..kernels.cpu.rope import rope
-from ..kernels.cpu.tensors import native
 from ..state import FUSED
 from ..tensors import PLAIN
 from .forms import ROTATION, GatedNames, NormForm, Rotation, form_of_rotation, norm_form
@@ -48,7 +48,7 @@ class NativeNorm(Mixin):
             form = own[FUSED].form(self, self.original_class, x)
             if form is not None:
                 weight = own["_parameters"]["weight"]
-                return rms_norm(x, weight, form.eps, offset=form.offset, round_first=form.round_first)[0]
+                return rms_norm(x, weight, form.eps, offset=form.offset, round_first=form.round_first)
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 

@@ -12,8 +12,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from ..instance import Mixin
 from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.integer_linear import IntegerLinear
-from ..kernels.cpu.library import FLOATS, refusal
-from ..kernels.cpu.tensors import native
+from ..kernels.cpu.library import FLOATS, native, refusal
 from ..linear import QuantLinear
 from ..linear.cpu import Cpu, CpuWeight
 from ..state import FUSED_PROJECTIONS, PROJECTION

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..config import Activations, WeightConfig
 from ..errors import HfAccelWarning, UnsupportedError
-from ..kernels.cpu.tensors import native, product_dtype
+from ..kernels.cpu.library import native
+from ..tensors import product_dtype
 from .backend import LinearSpec
 from .formats import QuantizedWeight, check_group_size, from_state, state, zeros
 from .reference import differentiable_linear
@@ -36,26 +37,17 @@ class QuantLinear(nn.Linear):
     def __init__(
         self, weight: QuantizedWeight, bias: Tensor | None, *, activations: Activations, backend: str
     ) -> None:
-        self._describe(
-            weight.shape, bits=weight.bits, group_size=weight.group_size, symmetric=weight.symmetric,
-            activations=activations, backend=backend,
-        )  # fmt: skip
+        self._describe(weight.shape, (weight.bits, weight.group_size, weight.symmetric), activations, backend)
         self._buffers.update(state(weight))
         self._set_bias(bias)
 
     def _describe(
-        self,
-        shape: tuple[int, int],
-        *,
-        bits: int,
-        group_size: int,
-        symmetric: bool,
-        activations: Activations,
-        backend: str,
+        self, shape: tuple[int, int], levels: tuple[int, int, bool], activations: Activations, backend: str
     ) -> None:
+        """levels: the weight's bits, its group size, and whether it is symmetric."""
         nn.Module.__init__(self)
         self.out_features, self.in_features = shape
-        self.bits, self.group_size, self.symmetric = bits, group_size, symmetric
+        self.bits, self.group_size, self.symmetric = levels
         self.activations = activations
         self.requested_backend = backend
         self.choice: Choice | None = None
@@ -85,11 +77,8 @@ class QuantLinear(nn.Linear):
         """A layer over what `choice.backend.quantize` made of a weight of `choice.spec`."""
         layer, spec = cls.__new__(cls), choice.spec
         group_size = spec.in_features if spec.bits == 8 else spec.group_size
-        shape = (spec.out_features, spec.in_features)
-        layer._describe(
-            shape, bits=spec.bits, group_size=group_size, symmetric=spec.symmetric, activations=spec.activations,
-            backend=backend,
-        )  # fmt: skip
+        levels = (spec.bits, group_size, spec.symmetric)
+        layer._describe((spec.out_features, spec.in_features), levels, spec.activations, backend)
         layer.choice, layer._packed = choice, packed
         layer._set_bias(bias)
         return layer

@@ -203,9 +203,9 @@ def test_few_float_weights_at_a_time(threads: int, tmp_path: Path, monkeypatch: 
         most = max(most, under_way)
         return take(self, name, tensor, stored_as)
 
-    def packed(*args: Any, **kwargs: Any) -> Any:
+    def packed(*args: Any, **keywords: Any) -> Any:
         nonlocal under_way
-        result = pack_weight(*args, **kwargs)
+        result = pack_weight(*args, **keywords)
         under_way -= 1
         return result
 

@@ -17,9 +17,9 @@ from transformers.utils import output_capturing
 
 from ...cache.hf import PAGED_HANDLE, PagedKV
 from ...errors import UnsupportedError
-from ...kernels.cpu.tensors import is_recorded, product_dtype
 from ...layouts import KV, AttentionOptions, Ragged
 from ...state import BACKEND_ATTRIBUTE
+from ...tensors import is_recorded, product_dtype
 from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose
 from ..structure import CALL_KEYWORDS
 from .stock import EAGER, collects_attentions, recorded_attention, stock_attention, stock_name

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from ...attention.hf import attention_is_ours
 from ...cache.hf import PagedCache
 from ...errors import UnsupportedError
-from ...kernels.cpu.tensors import autocast_dtype
 from ...linear import QuantLinear
 from ...state import state_of
-from ...tensors import plain_tensors
+from ...tensors import autocast_dtype, plain_tensors
 
 # What a pass over text is made of: equal token ids then mean equal keys and values. Anything else is not known.
 TEXT_INPUTS = {
