@@ -31,8 +31,7 @@ from .generation.drafters.base import Draft, Drafter
 from .generation.hf import Engine
 from .generation.stream import Request
 from .linear.hf import AccelConfig
-from .linear.hf import register as _register_quantizer
-from .loading import register as _register_loading
+from .loading import register as _register_quantizer
 from .patch import is_patched, patch, patched, plan, stats, unpatch
 from .plan import Plan
 from .verify import Certificate, verify
@@ -80,4 +79,3 @@ __all__ = [
 
 _register_attention()
 _register_quantizer()
-_register_loading()

@@ -10,7 +10,8 @@ from torch import Tensor
 from ..kernels import cpu as kernels
 from ..kernels.cpu.attention import write_pages
 from ..kernels.cpu.library import FLOATS
-from ..kernels.cpu.tensors import is_recorded
+from ..layouts import KV
+from ..tensors import is_recorded
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # level of each dtype that quantized pages may have
 
@@ -54,7 +55,7 @@ class KVStorage:
         if keys.dtype is not self.dtype or values.dtype is not self.dtype:
             keys, values = keys.to(self.dtype), values.to(self.dtype)
         if self._is_native(keys, values):
-            write_pages(keys, values, self.k_pages, self.v_pages, self.k_scales, self.v_scales, slots)
+            write_pages(keys, values, KV(self.k_pages, self.v_pages, self.k_scales, self.v_scales), slots)
             return
         place = self._place(slots)
         self._write(self.k_pages, self.k_scales, keys.detach(), place)

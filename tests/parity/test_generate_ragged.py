@@ -133,7 +133,7 @@ def test_patching_takes_no_random_numbers(settings: dict[str, Any]) -> None:
 # -- a cache that goes on ------------------------------------------------------------------------------------
 
 
-def talk(family: str, rows: int, turns: int, speculative_turns: int, drafts: Any) -> None:
+def talk(family: str, *, rows: int, turns: int, speculative_turns: int, drafts: Any) -> None:
     """Each turn goes on from the last one's cache, with early ends, and is compared to stock's without any cache."""
     model, plain = target(family), stock(family)
     ids = prompts(rows, 9)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...errors import NotRaggedError, UnsupportedError
-from ...kernels.cpu.tensors import product_dtype
+from ...tensors import product_dtype
 from ..group import PageGroup
 from ..step import GroupStep, Step
 from ..storage import KVStorage

@@ -11,9 +11,9 @@ from transformers.utils import logging
 
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
+from ...state import state_of
 from .factory import Reply, SequenceFactory, complete_config, session_settings
 from .session import Session
-from .state import STATE
 
 
 def generate_batch(
@@ -29,7 +29,7 @@ def generate_batch(
     """Stock's outputs by request, and statistics. configs: one for each prompt, already complete."""
     if isinstance(inputs, abc.Mapping):
         raise UnsupportedError("inputs is a dict, as a tokenizer returns it; give lists of token ids without padding")
-    state = vars(model)[STATE].generation
+    state = state_of(model).generation
     factory = SequenceFactory(model, settings)
     with Session(
         model, speculative=speculative, **session_settings(settings, state.cache or CacheConfig())

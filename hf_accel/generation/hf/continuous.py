@@ -20,11 +20,11 @@ from transformers.utils import logging
 
 from ...config import CacheConfig, check_keywords
 from ...errors import HfAccelError, UnsupportedError
+from ...state import state_of
 from ..engine import EngineLoop
 from ..sampling.logprobs import TokenLogprobs
 from .factory import Reply, SequenceFactory, complete_config, session_settings
 from .session import Session
-from .state import STATE, GenerationState
 
 logger = logging.get_logger(__name__)
 QUEUE_SECONDS = 10  # that add_request waits for a place in the queue, as transformers' own does
@@ -113,7 +113,7 @@ class ContinuousManager(ContinuousBatchingManager):
         generation_config: GenerationConfig | None,
         continuous_batching_config: ContinuousBatchingConfig | None,
     ) -> None:
-        state: GenerationState = vars(model)[STATE].generation
+        state = state_of(model).generation
         settings = continuous_batching_config or getattr(generation_config, "continuous_batching_config", None)
         self.model: Any = model
         self.continuous_batching_config = settings or ContinuousBatchingConfig()
@@ -172,7 +172,7 @@ class ContinuousManager(ContinuousBatchingManager):
     ) -> None:
         """Take on nothing more. block: wait for the requests under way, at most `timeout` seconds. hard_stop: they
         fail instead. keep_for_next_session: init_continuous_batching returns this manager again."""
-        loop, state = self._loop, vars(self.model)[STATE].generation
+        loop, state = self._loop, state_of(self.model).generation
         if loop is None:
             logger.warning("Manager not started.")
             return
@@ -193,7 +193,7 @@ class ContinuousManager(ContinuousBatchingManager):
     def destroy(self) -> None:
         if self.is_running():
             self.stop(block=True)
-        vars(self.model)[STATE].generation.manager = None
+        state_of(self.model).generation.manager = None
 
     @contextmanager
     def pause(self) -> Iterator[None]:

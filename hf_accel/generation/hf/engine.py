@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...config import CacheConfig, Default, check_keywords, checked_keywords, parse_speculative
 from ...errors import UnsupportedError
+from ...state import state_of
 from ..engine import EngineLoop
 from ..sampling.params import SamplingParams
 from ..sampling.purity import refuse_stateful
@@ -24,9 +25,9 @@ from ..sequence import Sequence
 from ..stream import Request, Sample
 from .defaults import default_new_tokens, sampling_defaults, stop_token_ids
 from .drafting import draft_models
+from .generation_state import GenerationState
 from .refusals import ragged_refusal
 from .session import Session
-from .state import STATE, GenerationState
 from .vocabulary import check_ids, token_ids, vocabulary_size
 
 UNSAID: Any = Default("unsaid")
@@ -79,7 +80,7 @@ class Engine:
         self.loop = EngineLoop(self.session)
         weakref.finalize(self, self.loop.retire).atexit = False
         for each in (self.model, *draft_models(self.session.speculation)):
-            vars(each)[STATE].generation.engines.add(self)
+            state_of(each).generation.engines.add(self)
         self._seeds = itertools.count(torch.initial_seed() % 2**62)
 
     def __repr__(self) -> str:
@@ -221,9 +222,7 @@ def _integer(name: str, value: Any, *, least: int | None = None) -> int:
 
 
 def _state(model: Any) -> GenerationState:
-    if STATE not in getattr(model, "__dict__", {}):
-        raise UnsupportedError("the model is not patched; call hf_accel.patch(model) first")
-    state: GenerationState = vars(model)[STATE].generation
+    state = state_of(model).generation
     refusal = ragged_refusal(model)
     if refusal is not None:
         raise UnsupportedError(f"an Engine cannot serve this model: {refusal}; use model.generate()")

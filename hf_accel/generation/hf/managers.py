@@ -7,15 +7,16 @@ from typing import Any
 from transformers import GenerationMixin, PreTrainedModel
 
 from ...attention.hf import attention_is_ours
+from ...state import state_of
 from .continuous import ContinuousManager
+from .generation_state import GenerationState
 from .refusals import ragged_refusal
-from .state import STATE, GenerationState
 from .step import weights_salt
 
 
 def manager_for(model: PreTrainedModel, generation_config: Any, batching_config: Any, hints: Any) -> Any:
     """The manager that was kept for this session, or a new one."""
-    state: GenerationState = vars(model)[STATE].generation
+    state: GenerationState = state_of(model).generation
     refusal = ragged_refusal(model)
     if refusal is not None:
         state.statistics = {"loop": f"stock: transformers' continuous batching manager, because {refusal}"}
@@ -28,7 +29,7 @@ def manager_for(model: PreTrainedModel, generation_config: Any, batching_config:
 
 def destroy_managers(model: PreTrainedModel) -> None:
     """End the managers that were kept."""
-    state: GenerationState = vars(model)[STATE].generation
+    state: GenerationState = state_of(model).generation
     if state.manager is not None:
         state.manager.destroy()
     if state.attending is not None:
@@ -41,7 +42,7 @@ def _model_for_stock(model: Any) -> PreTrainedModel:
 
     The same one for as long as the weights and adapters are the same: a manager that is kept is kept on it.
     """
-    state: GenerationState = vars(model)[STATE].generation
+    state = state_of(model).generation
     if not attention_is_ours(model.config):
         return model
     salt = weights_salt(model)

@@ -16,12 +16,13 @@ from ...cache.hf import PagedCache
 from ...config import Default, SpeculativeConfig, parse_speculative
 from ...errors import HfAccelWarning, NotRaggedError, UnsupportedError
 from ...instance import Mixin
+from ...state import state_of
 from .assisted import assistant_refusal, assisted
 from .batch import complete_configs, generate_batch
+from .generation_state import CallState, GenerationState
 from .managers import destroy_managers, manager_for
 from .ragged import Call, run
 from .refusals import NO_PAGES, call_refusal, changed_refusal, ragged_refusal
-from .state import STATE, CallState, GenerationState
 from .step import other_input, positions_count_tokens, positions_depend_on_length, weights_salt
 from .streams import RowStreams
 
@@ -61,8 +62,7 @@ class AcceleratedGeneration(Mixin):
 
     @property
     def _generation_state(self) -> GenerationState:
-        state: GenerationState = vars(self)[STATE].generation
-        return state
+        return state_of(self).generation
 
     # -- stock's modes ---------------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ class AcceleratedGeneration(Mixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, *rest: Any
     ) -> None:
-        state: GenerationState = vars(self)[STATE].generation
+        state = self._generation_state
         given = model_kwargs.get("past_key_values")
         wanted = state.cache is not None and generation_config.use_cache is not False
         # attention weights are as wide as stock's cache, which drops what a window has left behind

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...errors import HfAccelError
 from ...kernels import cpu
-from ...kernels.cpu import vocabulary
 from ...kernels.cpu.library import DTYPES
+from ...kernels.cpu.logits import argmax as native_argmax
 from ..acceptance.base import Place, Verifier, follow
 from ..drafters.base import Draft
 from ..sequence import Sequence
@@ -99,7 +99,7 @@ def processed(logits: Tensor, rows: abc.Sequence[tuple[Sequence, list[int]]]) ->
 def argmax(logits: Tensor) -> Tensor:
     """The index of each row's largest, of equals the lowest -> int64 [n]."""
     if logits.device.type == "cpu" and logits.dtype in DTYPES and cpu.refusal() is None:
-        return vocabulary.argmax(logits)
+        return native_argmax(logits)
     return logits.argmax(-1)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import cpu
-from ...kernels.cpu import vocabulary
+from ...kernels.cpu.logits import topk as native_topk
 
 # The mass of a prefix of the sorted vocabulary, summed in another order, differs by less than this. Where the decision
 # is closer than that, or falls between equal scores, the row is sorted whole, as transformers does.
@@ -100,6 +100,6 @@ def _without(scores: Tensor, cut: Tensor) -> Tensor:
 def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row, descending, and where they are."""
     if scores.device.type == "cpu" and cpu.refusal() is None and not scores.requires_grad:
-        return vocabulary.topk(scores, k)
+        return native_topk(scores, k)
     values, indices = scores.topk(k, dim=-1)
     return values, indices

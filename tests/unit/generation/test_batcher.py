@@ -112,7 +112,9 @@ class Programme:
         for each in family:
             self.streamed[each] = []
             rule = verifier_named(self.verify)
-            self.expected[each] = sequential(prompt, limit, sampling, stop, each.seed, rule, self.window)
+            self.expected[each] = sequential(
+                prompt, limit, sampling, stop, seed=each.seed, verifier=rule, window=self.window
+            )
 
     def step(self, *, arrivals: bool) -> None:
         draw = self.random.random()

@@ -80,7 +80,8 @@ def expected(number: int, window: int | None) -> list[list[int]]:
     """What each sample of a wish generates alone."""
     wish, rule = WISHES[number], verifier_named("token")
     return [
-        sequential(wish.prompt, wish.limit, params(wish), None, 7 + i, rule, window)[0] for i in range(wish.samples)
+        sequential(wish.prompt, wish.limit, params(wish), None, seed=7 + i, verifier=rule, window=window)[0]
+        for i in range(wish.samples)
     ]
 
 

@@ -57,7 +57,9 @@ def add(batcher: Batcher, *prompts: list[int], new_tokens: int = 13, **fields: A
 
 
 def alone(prompt: list[int], new_tokens: int = 13) -> list[int]:
-    return sequential(prompt, new_tokens, SamplingParams().sampling(), None, 0, verifier("token"), None)[0]
+    return sequential(
+        prompt, new_tokens, SamplingParams().sampling(), None, seed=0, verifier=verifier("token"), window=None
+    )[0]
 
 
 def finish(batcher: Batcher) -> None:

@@ -16,10 +16,10 @@ from transformers.utils import logging
 from ....config import checked_keywords, positive_int
 from ....errors import UnsupportedError
 from ....generation.controller import Controller
-from ....generation.hf.state import STATE
 from ....generation.hf.vocabulary import vocabulary_size
 from ....generation.sequence import Sequence
 from ....patch import is_patched
+from ....state import state_of
 from ...measure import AcceptanceReport, Agreement, Trials, never_falling
 from ...modes import evaluating
 from .decoding import Decoder, as_patched
@@ -91,13 +91,13 @@ def _same_vocabulary(target: Any, draft: Any) -> None:
 def _form(model: Any) -> str:
     if not is_patched(model):
         return "patched(weights=None)"
-    config = vars(model)[STATE].config
+    config = state_of(model).config
     return "patched" if config.weights is None else f"patched({config.weights.label})"
 
 
 def _limit(patched: Any, max_draft: int, batch_size: int) -> int:
     """Drafts do not make a pass wider than rows are rounded alike."""
-    alike = vars(patched)[STATE].generation.alike_rows
+    alike = state_of(patched).generation.alike_rows
     return max_draft if alike is None else max(1, min(max_draft, alike // batch_size - 1))
 
 

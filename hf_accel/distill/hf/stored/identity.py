@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 
 from ....errors import UnsupportedError
-from ....generation.hf import STATE
+from ....state import find_state
 
 SAMPLES = 4096
 VOLATILE = {
@@ -54,7 +54,7 @@ def base_model(model: Any) -> Any:
 def describe(model: Any) -> dict[str, Any]:
     """Of a teacher, as JSON. weights: a hash of a sample of each tensor, adapters and quantized layers included."""
     base = base_model(model)
-    state = vars(base).get(STATE)
+    state = find_state(base)
     return {
         "name": base.config.name_or_path,
         "class": type(base).__name__,

@@ -16,6 +16,7 @@ from hf_accel.distill.hf.drafts.student import init_student
 from hf_accel.generation.break_even import gains
 from hf_accel.generation.sampling.params import SamplingParams
 from hf_accel.generation.sequence import Sequence
+from hf_accel.state import state_of
 
 from .families import V, llama, made
 from .test_student import assert_same, snapshot
@@ -112,7 +113,7 @@ def test_both_models_stay_as_they_were(patched: bool) -> None:
     if patched:  # what the target has learnt of this draft stays, too
         draft = hf_accel.patch(draft, weights=None)
         target.generate(torch.tensor([[1, 2]]), max_new_tokens=4, speculative=draft)
-        known = dict(vars(target)["_hf_accel"].generation.controllers)
+        known = dict(state_of(target).generation.controllers)
         assert known
     before = snapshot(target), snapshot(draft)
     report = measure_acceptance(target, draft, rows, max_draft=1, max_tokens=100, **QUIET)
@@ -122,7 +123,7 @@ def test_both_models_stay_as_they_were(patched: bool) -> None:
     assert hf_accel.is_patched(target) == patched == hf_accel.is_patched(draft)
     assert report.setting.startswith("patched(int8) target" if patched else "patched(weights=None) target")
     if patched:
-        assert vars(target)["_hf_accel"].generation.controllers == known
+        assert state_of(target).generation.controllers == known
 
 
 def test_padded_vocabularies_are_cut_to_what_both_have() -> None:

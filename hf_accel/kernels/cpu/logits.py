@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from ctypes import byref, c_void_p
+from ctypes import Structure
 
 import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
-from .library import DTYPES, function, threads
-from .structs import VocabularyCall
-from .tensors import as_rows, refuse_gradients
+from .library import DTYPES, as_rows, kernel, refuse_gradients, threads
+from .structs import fields
 
 
-@functools.cache
-def _argmax() -> Callable[..., None]:
-    return function("argmax", c_void_p)
+class LogitsCall(Structure):
+    _fields_ = fields(pointers="logits", sizes="stride rows size k", pointers_="values indices", ints="dtype threads")
 
 
-@functools.cache
-def _topk() -> Callable[..., None]:
-    return function("topk", c_void_p)
+_argmax = kernel("argmax", LogitsCall)
+_topk = kernel("topk", LogitsCall)
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -32,11 +27,9 @@ def argmax(logits: Tensor) -> Tensor:
     logits, stride = as_rows(logits)
     size = logits.shape[-1]
     indices = torch.empty(logits.shape[:-1], dtype=torch.int64)
-    call = VocabularyCall(
-        logits.data_ptr(), stride, indices.numel(), size, 1, None, indices.data_ptr(), DTYPES[logits.dtype],
-        threads(),
-    )  # fmt: skip
-    _argmax()(byref(call))
+    _argmax(
+        logits.data_ptr(), stride, indices.numel(), size, 1, 0, indices.data_ptr(), DTYPES[logits.dtype], threads()
+    )
     return indices
 
 
@@ -51,9 +44,8 @@ def topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     logits, stride = as_rows(logits)
     values = torch.empty((*logits.shape[:-1], k), dtype=logits.dtype)
     indices = torch.empty(values.shape, dtype=torch.int64)
-    call = VocabularyCall(
+    _topk(
         logits.data_ptr(), stride, indices.numel() // k if k else 0, logits.shape[-1], k, values.data_ptr(),
         indices.data_ptr(), DTYPES[logits.dtype], threads(),
     )  # fmt: skip
-    _topk()(byref(call))
     return values, indices

@@ -17,8 +17,6 @@ from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ..controller import Controller
 
-STATE = "_hf_accel"  # where patch() keeps its GenerationState on the model
-
 # (model, weights) -> a patched model over the same Parameters, which the given one does not notice
 MakeDraft = Callable[[PreTrainedModel, str | None], PreTrainedModel]
 

@@ -3,7 +3,7 @@
 
 #include "../parallel.h"
 #include "any_dtype.h"
-#include "declarations.h"
+#include "../kernels.h"
 
 namespace {
 
@@ -94,7 +94,7 @@ void topk_of(const T* logits, int64_t size, int64_t k, T* values, int64_t* indic
 
 }  // namespace
 
-void HFA_NAMESPACE::argmax(const VocabularyCall& call) {
+void HFA_NAMESPACE::argmax(const LogitsCall& call) {
   for_dtype(call.dtype, [&](auto* null) {
     const auto* logits = static_cast<decltype(null)>(const_cast<void*>(call.logits));
     parallel_for(call.rows, call.threads,
@@ -102,7 +102,7 @@ void HFA_NAMESPACE::argmax(const VocabularyCall& call) {
   });
 }
 
-void HFA_NAMESPACE::topk(const VocabularyCall& call) {
+void HFA_NAMESPACE::topk(const LogitsCall& call) {
   if (call.k == 0) return;
   for_dtype(call.dtype, [&](auto* null) {
     const auto* logits = static_cast<decltype(null)>(const_cast<void*>(call.logits));
