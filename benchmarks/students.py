@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_accel
-from hf_accel.distill.student import choose_layers
+from hf_accel.distill.drafts.kept_layers import choose_layers
 
 from .bench import Bench
 from .drafters import target_of

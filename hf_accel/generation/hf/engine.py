@@ -18,6 +18,7 @@ from ...cache.hf import page_groups
 from ...cache.rows import Pages, num_live_tokens
 from ...config import CacheConfig, Default, check_keywords, checked_keywords, parse_speculative
 from ...errors import UnsupportedError
+from ...models import without_adapters
 from ..batcher import Batcher
 from ..engine import EngineLoop
 from ..purity import refuse_stateful
@@ -69,7 +70,7 @@ class Engine:
         max_running: int | None = None,
         speculative: Any = UNSAID,
     ) -> None:
-        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.model = without_adapters(model)
         self.tokenizer = tokenizer
         state = _state(self.model)
         settings = state.cache or CacheConfig()
