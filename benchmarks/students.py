@@ -67,7 +67,7 @@ def kept_layers(settings: Settings) -> list[int]:
     if settings.student_layers:
         return list(settings.student_layers)
     total: int = load_model(target_of(settings)).config.num_hidden_layers
-    return choose_layers(total, total // 2, None, "first_last", list)
+    return choose_layers(total, total // 2, None, strategy="first_last", influence=list)
 
 
 # -- tables --------------------------------------------------------------------------------------------
