@@ -4,8 +4,8 @@ python -m benchmarks.distill_peak FORM VOCABULARY TOKENS WIDTH ROUNDS, from hidd
 states and head. The forms:
     torch    logits of both, whole; torch's cross_entropy and kl_div; autograd
     logits   logits of both, whole; distillation_loss
-    fused    fused_distillation_loss of hidden states of both
-    top      fused_distillation_loss of hidden states and a stored teacher's 64 best tokens
+    fused    distillation_loss of hidden states of both
+    top      distillation_loss of hidden states and a stored teacher's 64 best tokens
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, linear
 
-from hf_accel.distill.fused_loss import fused_distillation_loss
-from hf_accel.distill.head import Head
-from hf_accel.distill.losses import distillation_loss
-from hf_accel.distill.rows import HeadRows, TopRows
+from hf_accel.distill.losses.distillation_loss import distillation_loss
+from hf_accel.distill.losses.head import Head
+from hf_accel.distill.losses.logit_rows import HeadRows, TopRows
 
 from .peak import peak_bytes
 
@@ -44,7 +43,7 @@ def loss_of(form: str, hidden: Tensor, weight: Tensor, labels: Tensor) -> Loss:
 
     def fused(x: Tensor, w: Tensor) -> Tensor:
         options = {"alpha": ALPHA, "temperature": TEMPERATURE}
-        return fused_distillation_loss(x, Head(w), rows, labels, shift=False, **options)
+        return distillation_loss(HeadRows(x, Head(w)), rows, labels, shift=False, **options)
 
     rows: HeadRows | TopRows = HeadRows(hidden, Head(weight))
     if form == "top":

@@ -12,7 +12,8 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedModel
 
 import hf_accel
-from hf_accel import AcceptanceReport, SpeculativeConfig
+from hf_accel import SpeculativeConfig
+from hf_accel.distill.drafts.report import AcceptanceReport
 
 from .bench import Bench
 from .corpus import held_out_text

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_accel
-from hf_accel.distill.student import choose_layers
+from hf_accel.distill.drafts.kept_layers import choose_layers
 
 from .bench import Bench
 from .drafters import target_of
@@ -67,7 +67,7 @@ def kept_layers(settings: Settings) -> list[int]:
     if settings.students.layers:
         return list(settings.students.layers)
     total: int = load_model(target_of(settings)).config.num_hidden_layers
-    return choose_layers(total, total // 2, None, "first_last", list)
+    return choose_layers(total, total // 2, None, strategy="first_last", influence=list)
 
 
 # -- tables --------------------------------------------------------------------------------------------

@@ -5,41 +5,39 @@
     model.generate(**inputs)
     hf_accel.unpatch(model)
 
-Importing registers the attention "hf_accel" and the quantization method "hf_accel" with transformers.
+Importing registers the attention "hf_accel" and the quantization method "hf_accel" with transformers. The names of
+distillation, which need transformers' Trainer, are loaded when they are first asked for.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from .attention.hf import register as _register_attention
 from .cache.hf import PagedCache
 from .config import CacheConfig, PatchConfig, SpeculativeConfig, WeightConfig
-from .distill.hf import (
-    DistillationCallback,
-    DistillationConfig,
-    DistillationMixin,
-    DistillationSettings,
-    DistillationTrainer,
-    DraftResult,
-    TeacherCache,
-    distill_draft,
-    init_student,
-    measure_acceptance,
-)
-from .distill.losses import distillation_loss
-from .distill.measure import AcceptanceReport
 from .errors import HfAccelError, HfAccelWarning, OutOfBlocksError, UnsupportedError
 from .estimate import Estimate, estimate
 from .generation.drafters.base import Draft, Drafter
 from .generation.hf import Engine
-from .generation.stream import Request
 from .linear.hf import AccelConfig
 from .loading import register as _register_quantizer
 from .patch import is_patched, patch, patched, plan, stats, unpatch
 from .plan import Plan
 from .verify import Certificate, verify
 
+if TYPE_CHECKING:
+    from .distill.drafts.draft import distill_draft
+    from .distill.drafts.measuring import measure_acceptance
+    from .distill.drafts.student import init_student
+    from .distill.losses.distillation_loss import distillation_loss
+    from .distill.teachers.teacher_cache import TeacherCache
+    from .distill.trainer.callback import DistillationCallback
+    from .distill.trainer.distillation_trainer import DistillationMixin, DistillationTrainer
+    from .distill.trainer.settings import DistillationConfig, DistillationSettings
+
 __version__ = "0.1.0"
 __all__ = [
     "AccelConfig",
-    "AcceptanceReport",
     "CacheConfig",
     "Certificate",
     "DistillationCallback",
@@ -48,7 +46,6 @@ __all__ = [
     "DistillationSettings",
     "DistillationTrainer",
     "Draft",
-    "DraftResult",
     "Drafter",
     "Engine",
     "Estimate",
@@ -58,7 +55,6 @@ __all__ = [
     "PagedCache",
     "PatchConfig",
     "Plan",
-    "Request",
     "SpeculativeConfig",
     "TeacherCache",
     "UnsupportedError",
@@ -76,6 +72,32 @@ __all__ = [
     "unpatch",
     "verify",
 ]
+
+# Where each name is that is loaded when it is first asked for; the imports for type checkers above say the same.
+_LAZY = {
+    "DistillationCallback": "distill.trainer.callback",
+    "DistillationConfig": "distill.trainer.settings",
+    "DistillationMixin": "distill.trainer.distillation_trainer",
+    "DistillationSettings": "distill.trainer.settings",
+    "DistillationTrainer": "distill.trainer.distillation_trainer",
+    "TeacherCache": "distill.teachers.teacher_cache",
+    "distill_draft": "distill.drafts.draft",
+    "distillation_loss": "distill.losses.distillation_loss",
+    "init_student": "distill.drafts.student",
+    "measure_acceptance": "distill.drafts.measuring",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
 
 _register_attention()
 _register_quantizer()

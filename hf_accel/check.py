@@ -12,11 +12,12 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.pytorch_utils import Conv1D
 
 from .errors import UnsupportedError
+from .models import without_adapters
 
 
 def transformers_model(given: Any) -> PreTrainedModel:
     """The transformers model to work on, inside of a PEFT wrapper if need be; UnsupportedError if it is none."""
-    inner = given.get_base_model() if hasattr(given, "get_base_model") and not isinstance(given, type) else given
+    inner = without_adapters(given)
     if not isinstance(inner, PreTrainedModel):
         what = f"the class {given.__name__}" if isinstance(given, type) else f"{type(given).__name__}"
         raise UnsupportedError(f"hf_accel works on a transformers PreTrainedModel, not on {what}; {_way_out(given)}")

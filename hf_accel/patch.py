@@ -23,6 +23,7 @@ from .instance import mixed_class
 from .journal import Journal
 from .linear import QuantLinear
 from .linear.hf import METHOD, AccelConfig, AccelQuantizer, module_settings
+from .models import unwrapped
 from .originals import Originals
 from .pack import Packed, replace_linears
 from .plan import Plan, make_plan
@@ -166,29 +167,24 @@ def patched(model: Model, **keywords: Any) -> Iterator[Model]:
 
     What the block has unpatched itself, or unpatched and patched again, stays as it left it.
     """
-    state = state_of(_inner(patch(model, **keywords)))
+    state = state_of(unwrapped(patch(model, **keywords)))
     try:
         yield model
     finally:
-        if find_state(_inner(model)) is state:
+        if find_state(unwrapped(model)) is state:
             unpatch(model)
 
 
 def is_patched(model: nn.Module) -> bool:
     """Whether patch() was at work on the model, or on the one that PEFT or torch.compile has wrapped."""
-    return find_state(_inner(model)) is not None
+    return find_state(unwrapped(model)) is not None
 
 
 def stats(model: nn.Module) -> dict[str, Any]:
     """Of the last generate() of a patched model: seconds, tokens per second, blocks, waste, prefix hits."""
     if is_patched(model):
-        return dict(state_of(_inner(model)).generation.statistics)
+        return dict(state_of(unwrapped(model)).generation.statistics)
     raise UnsupportedError(f"the model is not patched: {type(transformers_model(model)).__name__} has no statistics")
-
-
-def _inner(model: Any) -> Any:
-    model = getattr(model, "_modules", {}).get("_orig_mod", model)  # torch.compile's
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def stock_twin(model: PreTrainedModel) -> PreTrainedModel:

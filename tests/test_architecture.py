@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ PACKAGE = Path(hf_accel.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # What `state` holds has types of higher rooms, which it imports for the type checker alone.
-FACTS = {"errors", "config", "hardware", "instance", "journal", "layouts", "source", "state", "tensors"}
+FACTS = {"errors", "config", "hardware", "instance", "journal", "layouts", "models", "source", "state", "tensors"}
 CORE = {  # room -> the rooms before it
     "kernels": set(),
     "cache": {"kernels"},
@@ -26,6 +27,8 @@ CORE = {  # room -> the rooms before it
     "generation": {"kernels", "cache", "attention", "linear", "fused"},
     "distill": {"cache", "generation"},
 }
+DISTILL = ["losses", "teachers", "trainer", "drafts"]  # its rooms: each may use those before it
+TORCH_ALONE = {"losses", "drafts.kept_layers", "drafts.report", "teachers.top_logits"}  # the others know transformers
 ABOVE = {"distill": {"patch"}}  # of composition, for a room's seam: a student samples, and a draft runs, patched
 OTHER_PACKAGES = {"distill": {"accelerate", "safetensors", "tqdm"}}  # tqdm: transformers requires it
 COMPOSITION = [  # each may use those before it
@@ -43,18 +46,11 @@ BOOKKEEPING = {  # and what that may use
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "other"}
 LONGEST_FILE = 360
 
-PUBLIC_NAMES = [
+EAGER_NAMES = [
     "AccelConfig",
-    "AcceptanceReport",
     "CacheConfig",
     "Certificate",
-    "DistillationCallback",
-    "DistillationConfig",
-    "DistillationMixin",
-    "DistillationSettings",
-    "DistillationTrainer",
     "Draft",
-    "DraftResult",
     "Drafter",
     "Engine",
     "Estimate",
@@ -64,17 +60,11 @@ PUBLIC_NAMES = [
     "PagedCache",
     "PatchConfig",
     "Plan",
-    "Request",
     "SpeculativeConfig",
-    "TeacherCache",
     "UnsupportedError",
     "WeightConfig",
-    "distill_draft",
-    "distillation_loss",
     "estimate",
-    "init_student",
     "is_patched",
-    "measure_acceptance",
     "patch",
     "patched",
     "plan",
@@ -82,6 +72,20 @@ PUBLIC_NAMES = [
     "unpatch",
     "verify",
 ]
+LAZY_NAMES = [
+    "DistillationCallback",
+    "DistillationConfig",
+    "DistillationMixin",
+    "DistillationSettings",
+    "DistillationTrainer",
+    "TeacherCache",
+    "distill_draft",
+    "distillation_loss",
+    "init_student",
+    "measure_acceptance",
+]
+PUBLIC_NAMES = sorted(EAGER_NAMES + LAZY_NAMES)
+MOST_EAGER = 25
 KEYWORDS = {
     "patch": ["weights", "attention", "cache", "fuse", "speculative", "keep_original", "deterministic", "config"],
     "verify": ["reference", "tokenizer", "max_new_tokens", "text"],
@@ -117,11 +121,12 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path) -> set[str]:
-    """Absolute names of what a file imports anywhere, like "hf_accel.cache.pool"; not what only types need."""
+def imports(path: Path, *, types: bool = False) -> set[str]:
+    """Absolute names of what a file imports anywhere, like "hf_accel.cache.pool". types: also what only types need."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     package = ["hf_accel", *path.relative_to(PACKAGE).parent.parts]
-    return {name for node in nodes_at_run_time(tree) for name in imported(node, package)}
+    nodes = ast.walk(tree) if types else nodes_at_run_time(tree)
+    return {name for node in nodes for name in imported(node, package)}
 
 
 def nodes_at_run_time(tree: ast.AST) -> Iterator[ast.AST]:
@@ -160,7 +165,10 @@ def outer(names: set[str]) -> set[str]:
 
 
 def is_seam(module: str) -> bool:
-    """hf.py, or a file in a folder hf/."""
+    """hf.py, a file in a folder hf/, or a file of distill that is not of torch alone."""
+    room, _, rest = module.partition(".")
+    if room == "distill":
+        return bool(rest) and not any(f"{rest}.".startswith(f"{alone}.") for alone in TORCH_ALONE)
     return "hf" in module.split(".")
 
 
@@ -193,6 +201,13 @@ def test_core_rooms_stand_in_order(path: Path) -> None:
         assert not [name for name in inner(names) if is_seam(name)], "it would bring transformers with it"
 
 
+@pytest.mark.parametrize("path", each_file("distill"))
+def test_rooms_of_distillation_stand_in_order(path: Path) -> None:
+    room = module_name(path).split(".")[1:2]
+    before = set(DISTILL[: DISTILL.index(room[0]) + 1]) if room else set()
+    assert {name.split(".")[1] for name in inner(imports(path)) if name.startswith("distill.")} <= before
+
+
 @pytest.mark.parametrize("path", each_file(*COMPOSITION))
 def test_composition_stands_in_order(path: Path) -> None:
     names = imports(path)
@@ -200,6 +215,36 @@ def test_composition_stands_in_order(path: Path) -> None:
     before = set(COMPOSITION[: COMPOSITION.index(room) + 1])
     assert {name.split(".")[0] for name in inner(names)} <= FACTS | CORE.keys() | before
     assert outer(names) <= {"torch", "transformers", "safetensors"}
+
+
+def circles() -> list[list[str]]:
+    """Sets of files each of which imports, over the others, itself; imports that only types need count too."""
+    known = {module_name(path) for path in FILES}
+    below = {module_name(path): inner(imports(path, types=True)) & known for path in FILES}
+    reached: dict[str, set[str]] = {}
+    for start in below:
+        seen: set[str] = set()
+        waiting = list(below[start])
+        while waiting:
+            name = waiting.pop()
+            if name not in seen:
+                seen.add(name)
+                waiting += below[name]
+        reached[start] = seen
+    found = {frozenset(b for b in reached[a] if a in reached[b]) for a in below if a in reached[a]}
+    return sorted(sorted(circle) for circle in found)
+
+
+CIRCLES_LEFT = [
+    ["cache.pool", "cache.prefix"],
+    ["explain", "plan"],
+    ["generation.penalties", "generation.prefix", "generation.sampling", "generation.sequence"],
+    ["linear.layer", "linear.writable"],
+]
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    assert [circle for circle in circles() if circle not in CIRCLES_LEFT] == []
 
 
 @pytest.mark.parametrize("module", sorted(BOOKKEEPING))
@@ -217,6 +262,31 @@ def test_files_are_small_and_well_named(path: Path) -> None:
 
 def test_public_names_are_a_decision() -> None:
     assert sorted(hf_accel.__all__) == PUBLIC_NAMES
+    assert set(PUBLIC_NAMES) <= set(dir(hf_accel))
+    assert len(EAGER_NAMES) <= MOST_EAGER
+    with pytest.raises(AttributeError, match="'hf_accel' has no attribute 'patsch'"):
+        hf_accel.patsch  # noqa: B018
+
+
+def test_distillation_is_loaded_when_it_is_asked_for() -> None:
+    script = f"""if True:
+        import sys, hf_accel
+        assert not [name for name in sys.modules if name.startswith(("hf_accel.distill", "transformers.trainer"))]
+        assert sorted(set({LAZY_NAMES}) - set(vars(hf_accel))) == sorted({LAZY_NAMES})
+        assert hf_accel.distillation_loss is hf_accel.distillation_loss
+        assert "hf_accel.distill.losses.distillation_loss" in sys.modules and "transformers.trainer" not in sys.modules
+        """
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_lazy_names_are_those_that_type_checkers_see() -> None:
+    """What __init__ imports for types is what it imports when a name is asked for."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    branch = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        alias.name: node.module for node in branch.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert seen == hf_accel._LAZY
 
 
 @pytest.mark.parametrize("name", KEYWORDS)

@@ -10,11 +10,12 @@ from torch import nn
 from ..check import check_skip
 from ..config import Default, checked_keywords, one_of, parse_weights, positive_int
 from ..errors import UnsupportedError
+from ..models import without_adapters
 from ..survey import check_groups, linear_sites
 from .attention import AttentionBytes, attention_layers
 from .result import Bound, Estimate
 from .roofline import Machine
-from .source import decoder_config, inside, shapes_of
+from .source import decoder_config, shapes_of
 from .unpatched import settings_of
 from .weights import weight_tensors
 from .workload import Workload
@@ -54,7 +55,7 @@ def estimate(
     """
     positive_int("context", context)
     positive_int("batch", batch)
-    patched = settings_of(inside(model)) if isinstance(model, nn.Module) else (None, None)
+    patched = settings_of(without_adapters(model)) if isinstance(model, nn.Module) else (None, None)
     weights = patched[0] if isinstance(weights, Default) else weights
     kv_dtype = patched[1] if isinstance(kv_dtype, Default) else kv_dtype
     one_of("kv_dtype", kv_dtype, (None, "auto", "int8", "fp8"))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedError
+from ..models import without_adapters
 from .unpatched import is_ours, unpatched_shapes
 
 
@@ -22,7 +23,7 @@ def shapes_of(source: Any, *, dtype: torch.dtype | None) -> Any:
 
     if isinstance(source, nn.Module):
         check_decoder(decoder_config(source))
-        inner = inside(source)
+        inner = without_adapters(source)
         if dtype not in (None, inner.dtype):
             raise UnsupportedError(
                 f"dtype={dtype} is for a config or a path; the model given is counted in its own {inner.dtype}: leave "
@@ -40,11 +41,6 @@ def shapes_of(source: Any, *, dtype: torch.dtype | None) -> Any:
             return cast(Any, AutoModelForCausalLM).from_config(decoder, **({"dtype": dtype} if dtype else {}))
     except ValueError as error:
         raise UnsupportedError(f"{type(config).__name__} makes no causal language model: {error}") from error
-
-
-def inside(model: Any) -> Any:
-    """The model without PEFT's wrapper."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def decoder_config(model: nn.Module) -> Any:

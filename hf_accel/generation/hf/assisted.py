@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ...config import SpeculativeConfig
+from ...models import without_adapters
 from .drafting import draft_refusal
 
 
@@ -27,5 +28,5 @@ def assisted(
 
 def assistant_refusal(model: Any, assistant: Any) -> str | None:
     """Why assistant_model= is left to stock's loop, as one clause; None if it can draft over pages."""
-    draft = assistant.get_base_model() if hasattr(assistant, "get_base_model") else assistant
+    draft = without_adapters(assistant)
     return draft_refusal(model, draft) if isinstance(draft, PreTrainedModel) else "the assistant is no model"

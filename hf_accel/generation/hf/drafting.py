@@ -12,6 +12,7 @@ from ...cache.hf import page_groups
 from ...cache.rows import Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
+from ...models import without_adapters
 from ...state import find_state, state_of
 from ..acceptance import verifier
 from ..acceptance.base import Verifier
@@ -25,7 +26,7 @@ from .candidates import CandidateDrafter
 from .generation_state import GenerationState
 from .refusals import ragged_refusal
 from .runner import ModelRunner
-from .vocabulary import vocabulary_size
+from .vocabulary import vocabulary_refusal, vocabulary_size
 
 
 def make_speculation(config: SpeculativeConfig | None, runner: ModelRunner, pages: Pages) -> Speculation:
@@ -79,7 +80,7 @@ class _Drafters:
             return wanted
         if isinstance(wanted, CandidateGenerator) or (callable(wanted) and not isinstance(wanted, PreTrainedModel)):
             return CandidateDrafter(wanted, vocabulary_size(self.target))
-        model = wanted.get_base_model() if hasattr(wanted, "get_base_model") else wanted
+        model = without_adapters(wanted)
         if isinstance(model, PreTrainedModel):
             return self._model(model)
         raise UnsupportedError(
@@ -132,12 +133,11 @@ def draft_refusal(target: PreTrainedModel, draft: PreTrainedModel) -> str | None
     """Why a model cannot draft for another over pages, and what to do; None if it can."""
     if draft is target:
         return "the draft model is the model itself; use drafter='self-int4' for a coarser form"
-    # padded vocabularies of one tokenizer differ a little; those of two tokenizers mostly a lot
-    ours, theirs = vocabulary_size(target), vocabulary_size(draft)
-    if abs(ours - theirs) > max(1024, ours // 50):
+    refusal = vocabulary_refusal(target, draft)
+    if refusal is not None:
         return (
-            f"the draft model has {theirs} tokens and the model {ours}: not the same tokenizer; use a draft model "
-            "with the same one, or pass tokenizer= and assistant_tokenizer= for transformers' own loop"
+            f"{refusal}; use a draft model with the same one, or pass tokenizer= and assistant_tokenizer= for "
+            "transformers' own loop"
         )
     patched = _twin(state_of(target).generation, draft, None)
     refusal = ragged_refusal(patched)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...config import CacheConfig, Default, check_keywords, checked_keywords, parse_speculative
 from ...errors import UnsupportedError
+from ...models import without_adapters
 from ...state import state_of
 from ..engine import EngineLoop
 from ..sampling.params import SamplingParams
@@ -66,7 +67,7 @@ class Engine:
         max_running: int | None = None,
         speculative: Any = UNSAID,
     ) -> None:
-        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.model = without_adapters(model)
         self.tokenizer = tokenizer
         state = _state(self.model)
         settings = state.cache or CacheConfig()

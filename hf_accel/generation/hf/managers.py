@@ -33,7 +33,8 @@ def destroy_managers(model: PreTrainedModel) -> None:
     if state.manager is not None:
         state.manager.destroy()
     if state.attending is not None:
-        (_, attending), state.attending = state.attending, None
+        attending: Any = state.attending[1]
+        state.attending = None
         GenerationMixin.destroy_cached_continuous_batching_manager(attending)
 
 

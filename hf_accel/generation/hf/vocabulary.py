@@ -16,6 +16,17 @@ def vocabulary_size(model: Any) -> int:
     return size
 
 
+def vocabulary_refusal(target: Any, draft: Any) -> str | None:
+    """Why a model cannot draft for another, as one clause; None if both may have one tokenizer.
+
+    The padded vocabularies of one tokenizer differ a little, those of two tokenizers mostly a lot.
+    """
+    ours, theirs = vocabulary_size(target), vocabulary_size(draft)
+    if abs(ours - theirs) <= max(1024, ours // 50):
+        return None
+    return f"the draft model has {theirs} tokens and the model {ours}: not the same tokenizer"
+
+
 def check_ids(model: Any, ids: Sequence[int], name: str) -> None:
     """Raise UnsupportedError unless the model has an embedding for each of these ids, of which there is one."""
     size = vocabulary_size(model)

@@ -1,0 +1,1 @@
+"""Students made of a teacher's layers, and draft models for speculation: trained and measured."""

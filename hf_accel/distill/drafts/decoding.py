@@ -1,0 +1,85 @@
+"""A model's own continuations, sampled at a temperature and nothing else, with a draft or without."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from transformers import PreTrainedModel
+
+from ...config import CacheConfig, SpeculativeConfig
+from ...errors import UnsupportedError
+from ...generation import sequence as generated
+from ...generation.controller import Controller
+from ...generation.hf.defaults import stop_token_ids
+from ...generation.hf.refusals import ragged_refusal
+from ...generation.hf.session import Session
+from ...generation.sampling.params import SamplingParams
+from ...generation.sampling.stopping import StopRules
+from ...patch import is_patched, make_draft
+
+TOKEN_BUDGET = 2048  # of a pass, where a prompt delays nobody
+
+
+def as_patched(model: PreTrainedModel) -> PreTrainedModel:
+    """The model itself if it is patched, or a patched one over the same Parameters with the same weights.
+
+    Raises UnsupportedError for a model that cannot run ragged, and so neither speculate nor be a draft.
+    """
+    patched = model if is_patched(model) else make_draft(model, None)
+    refusal = ragged_refusal(patched)
+    if refusal is not None:
+        raise UnsupportedError(f"{type(model).__name__} cannot decode in ragged rows, as speculation needs: {refusal}")
+    return patched
+
+
+class Decoder:
+    """Continues prompts with a model that is patched. Nothing of it is written to, torch's generators included."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, temperature: float, seed: int, draft: PreTrainedModel | None = None
+    ) -> None:
+        self.model, self.temperature = model, temperature
+        self._seeds = random.Random(seed)
+        # num_draft=0: not the config of any call whose controller the model may have kept
+        self._config = None if draft is None else SpeculativeConfig(drafter=draft, num_draft=0)
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: Sequence[int],
+        *,
+        at_once: int | None = None,
+        controller: Controller | None = None,
+        progress: Callable[[int], bool] = lambda tokens: True,
+    ) -> list[list[int]]:
+        """The new tokens of each prompt, up to an end-of-sequence token or as many as are wanted.
+
+        at_once: prompts that are under way together; None for all. controller: of what is drafted. progress: called
+        after each pass with the tokens it brought; ends the run by returning False, which leaves continuations short.
+        """
+        sampling = SamplingParams(temperature=self.temperature).sampling()
+        stop = StopRules(frozenset(stop_token_ids(self.model)))
+        sequences = [
+            generated.Sequence(list(prompt), count, sampling, stop=stop, seed=self._seeds.getrandbits(62))
+            for prompt, count in zip(prompts, max_new_tokens, strict=True)
+        ]
+        session = Session(
+            self.model,
+            CacheConfig(prefix_sharing=False),
+            speculative=self._config,
+            token_budget=TOKEN_BUDGET,
+            max_running=at_once,
+            controller=controller,
+        )
+        with session:
+            for sequence in sequences:
+                session.add(sequence)
+            while session.has_work:
+                brought = session.step()
+                for one in brought:
+                    if one.error is not None:
+                        raise one.error
+                if not progress(sum(len(one.tokens) for one in brought)):
+                    break
+        return [sequence.tokens[sequence.num_prompt :] for sequence in sequences]

@@ -1,0 +1,254 @@
+"""distill_draft: a draft model for speculative decoding, from the model that it shall draft for."""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
+from transformers.utils import logging
+
+from ...config import checked_keywords, positive_int
+from ...errors import UnsupportedError
+from ...models import evaluating
+from ..losses.objective import Objective
+from ..trainer.callback import DistillationCallback
+from ..trainer.on_policy import collated, continued
+from .decoding import Decoder, as_patched
+from .measuring import measure_acceptance
+from .report import AcceptanceReport
+from .student import init_student
+from .token_rows import prompt_of, token_rows, windows
+
+HELD_OUT = 0.1  # of the rows, at most MOST_HELD_OUT, that are measured on and not trained on
+MOST_HELD_OUT = 32
+AT_ONCE = 32  # prompts that the target continues together
+STEPS, BATCH, RATE = 500, 8, 5e-4
+
+
+class DraftResult(NamedTuple):
+    """A trained draft, and what it was worth before and after; None where measuring was left out."""
+
+    draft: PreTrainedModel
+    before: AcceptanceReport | None
+    after: AcceptanceReport | None
+
+
+@checked_keywords()
+def distill_draft(
+    target: PreTrainedModel,
+    dataset: Any,
+    *,
+    num_layers: int | None = None,
+    layers: Sequence[int] | None = None,
+    strategy: str = "uniform",
+    loss: str = "lk",
+    alpha: float = 0.0,
+    temperature: float = 1.0,
+    regenerate: bool | float = True,
+    prompt_tokens: int = 32,
+    max_length: int = 256,
+    max_steps: int | None = None,
+    batch_size: int | None = None,
+    learning_rate: float | None = None,
+    args: TrainingArguments | None = None,
+    share_embeddings: bool = True,
+    tokenizer: Any = None,
+    measure: bool | Mapping[str, Any] = True,
+    seed: int = 0,
+    progress_bar: bool = True,
+) -> DraftResult:
+    """Make and train a draft model for `target`: draft, before, after = distill_draft(target, dataset, num_layers=1).
+
+    The draft begins as some of the target's layers (`init_student`; one, if nothing is said). It learns the target's
+    distribution, by a loss that is about acceptance (loss="lk", 2602.23881), on text that the target itself writes
+    after the beginnings of the dataset's rows (DistillSpec, 2310.08461). `model.generate(..., speculative=draft)` of a
+    patched target uses it, and draft.save_pretrained keeps it.
+
+    dataset: rows of token ids, dicts with input_ids, or with `tokenizer` texts; cut to max_length tokens. A tenth of
+        the rows, at most 32, are kept for measuring.
+    loss, alpha: as in `distillation_loss`; alpha=0 learns from the target alone.
+    temperature: at which the draft will be used; the target writes, the loss compares, and both are measured at it.
+        0 is greedy search, for which the loss compares at 1.
+    regenerate: share of the rows of which the target rewrites what follows the first prompt_tokens (at most half a
+        row); True is all, False none.
+    max_steps, batch_size, learning_rate: 500, 8 and 5e-4 with a cosine; or args, which then rule the training alone.
+    share_embeddings: embeddings and head are the target's memory, and not trained; False copies and trains them.
+    measure: also run `measure_acceptance` before and after, on the rows kept for it; or keywords for it.
+
+    The target stays as it is: weights, patch, mode; so do torch's, numpy's and Python's random numbers.
+    Raises UnsupportedError for a target that cannot speculate, or has no float weights to begin from.
+    """
+    share = float(regenerate)
+    if not 0 <= share <= 1:
+        raise UnsupportedError(f"regenerate={regenerate!r}: the share of the rows to rewrite is from 0 to 1")
+    positive_int("prompt_tokens", prompt_tokens)
+    positive_int("max_length", max_length)
+    objective = Objective(alpha, temperature or 1.0, loss)
+    with random_state_kept(), evaluating(target), tempfile.TemporaryDirectory() as folder:
+        given = {"max_steps": max_steps, "batch_size": batch_size, "learning_rate": learning_rate}
+        fixed = {"output_dir": folder, "seed": seed, "disable_tqdm": not progress_bar}
+        arguments = _arguments(args, given, target, **fixed)
+        patched = as_patched(target)
+        if num_layers is None and layers is None:
+            num_layers = 1
+        train, held_out = _rows(dataset, target, arguments, tokenizer=tokenizer, max_length=max_length)
+        draft = init_student(
+            target, num_layers=num_layers, layers=layers, strategy=strategy, dataset=train,
+            share_embeddings=share_embeddings,
+        ).eval()  # fmt: skip
+
+        def measured() -> AcceptanceReport | None:
+            if measure is False:
+                return None
+            more = {} if measure is True else dict(measure)
+            given = {"prompt_tokens": prompt_tokens, "seed": seed, "progress_bar": progress_bar, **more}
+            return measure_acceptance(target, draft, held_out, **{"temperature": temperature, **given})
+
+        before = measured()
+        decoder = Decoder(patched, temperature=temperature, seed=seed)
+        rewriting = Rewriting(share, prompt_tokens, max_length, seed, progress_bar)
+        examples = _examples(decoder, train, rewriting)
+        unseen = [{"input_ids": row, "labels": row} for row in held_out]  # for an eval_strategy of args
+        _train(draft, target, objective, (examples, unseen), args=arguments)
+        after = measured()
+    return DraftResult(draft, before, after)
+
+
+def _arguments(
+    args: TrainingArguments | None, given: Mapping[str, float | None], target: Any, **fixed: Any
+) -> TrainingArguments:
+    """given: max_steps, batch_size and learning_rate. fixed: what else is passed to TrainingArguments."""
+    said = {name: value for name, value in given.items() if value is not None}
+    if args is not None and said:
+        raise UnsupportedError(f"args= says how to train, and so do {', '.join(said)}; leave one of them out")
+    for name in said.keys() - {"learning_rate"}:
+        positive_int(name, said[name])
+    if args is None:
+        found: dict[str, Any] = {"max_steps": STEPS, "batch_size": BATCH, "learning_rate": RATE, **said}
+        steps = found["max_steps"]
+        args = TrainingArguments(
+            max_steps=steps,
+            per_device_train_batch_size=found["batch_size"],
+            learning_rate=found["learning_rate"],
+            lr_scheduler_type="cosine",
+            warmup_steps=min(steps // 10, 50),
+            weight_decay=0.0,
+            logging_steps=max(1, steps // 10),
+            save_strategy="no",
+            report_to=[],
+            use_cpu=target.device.type == "cpu",
+            dataloader_pin_memory=False,
+            **fixed,
+        )
+    if args.device.type != target.device.type:
+        raise UnsupportedError(
+            f"args trains on {args.device}, and the target is on {target.device}; move it there, or set use_cpu"
+        )
+    return args
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """torch's, numpy's and Python's generators are after the block as they were before."""
+    # A program without numpy needs none of its state.
+    numpy = sys.modules.get("numpy")
+    python, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(arrays)
+
+
+# -- data ----------------------------------------------------------------------------------------------
+
+
+def _rows(
+    dataset: Any, target: Any, args: TrainingArguments, *, tokenizer: Any, max_length: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Rows to train on, as many as the steps can take, and others to measure on."""
+    wanted = None
+    if args.max_steps > 0:
+        wanted = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        wanted += MOST_HELD_OUT
+    rows = token_rows(dataset, target, tokenizer=tokenizer, limit=wanted)
+    parts = list(islice(windows(rows, max_length), wanted))
+    if len(parts) < 2:
+        raise UnsupportedError("dataset is one row, and one to train on and one to measure on are needed; give more")
+    held = max(1, min(MOST_HELD_OUT, round(HELD_OUT * len(parts))))
+    return parts[:-held], parts[-held:]
+
+
+@dataclass(frozen=True)
+class Rewriting:
+    """How a target continues the rows of a dataset: a share of them, after their first prompt_tokens tokens (at most
+    half a row), up to max_length tokens in all."""
+
+    share: float
+    prompt_tokens: int
+    max_length: int
+    seed: int = 0
+    progress_bar: bool = False
+
+
+def _examples(decoder: Decoder, rows: list[list[int]], rewriting: Rewriting) -> list[dict[str, list[int]]]:
+    """Rows as input_ids and labels. Of those that the target continues, the prompt is not learnt."""
+    chosen = set(random.Random(rewriting.seed).sample(range(len(rows)), round(rewriting.share * len(rows))))
+    examples = [{"input_ids": row, "labels": row} for i, row in enumerate(rows) if i not in chosen]
+    prompts = [prompt_of(rows[i], rewriting.prompt_tokens) for i in sorted(chosen)]
+    with logging.tqdm(
+        total=len(prompts), desc="The target writes", unit=" rows", disable=not rewriting.progress_bar
+    ) as bar:
+        for start in range(0, len(prompts), AT_ONCE):
+            some = prompts[start : start + AT_ONCE]
+            made = decoder.run(some, [max(1, rewriting.max_length - len(prompt)) for prompt in some])
+            examples += [continued(prompt, new) for prompt, new in zip(some, made, strict=True)]
+            bar.update(len(some))
+    return examples
+
+
+# -- training ------------------------------------------------------------------------------------------
+
+
+def _pupil(draft: Any) -> Any:
+    """What is trained: the draft in float32, in which small steps are not rounded away."""
+    count = draft.config.get_text_config(decoder=True).num_hidden_layers
+    pupil: Any = init_student(draft, num_layers=count, dtype=torch.float32)
+    frozen = {name for name, parameter in draft.named_parameters() if not parameter.requires_grad}
+    for name, parameter in pupil.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    return pupil
+
+
+def _train(
+    draft: Any, target: Any, objective: Objective, examples: tuple[Any, Any], *, args: TrainingArguments
+) -> None:
+    """The draft takes over the result in its own dtypes."""
+    pupil = _pupil(draft)
+    teach = DistillationCallback(target, alpha=objective.alpha, temperature=objective.temperature, loss=objective.loss)
+    trainer = Trainer(
+        model=pupil,
+        args=args,
+        train_dataset=examples[0],
+        eval_dataset=examples[1],
+        data_collator=collated,
+        callbacks=[teach],
+    )
+    if args.disable_tqdm:
+        trainer.remove_callback(PrinterCallback)  # it would print every log
+    trainer.train()
+    learnt = dict(pupil.named_parameters())
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            if parameter.requires_grad:  # shared ones are the target's
+                parameter.copy_(learnt[name])

@@ -1,0 +1,230 @@
+"""Which layers of a teacher a student keeps, and what follows for its config and its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import UnsupportedError
+from ...models import layer_lists
+
+STRATEGIES = ("uniform", "first_last", "importance")
+# What a config says of its layers, beside lists with an entry for each: how many of the first or of the last are of a
+# kind, and the numbers of those that are.
+COUNTS_OF_FIRST = ("max_window_layers", "first_k_dense_replace", "num_dense_layers", "n_dense_layers")
+COUNTS_OF_LAST = ("num_kv_shared_layers",)
+NUMBERS = (
+    "mlp_only_layers", "moe_layers", "attn_layer_indices", "full_attn_idxs", "full_attention_idxs",
+    "full_attn_layers", "full_attention_layers", "kda_layers", "linear_attention_layers", "global_attn_idx",
+)  # fmt: skip
+NOT_OF_LAYERS = ("architectures", "id2label", "stage_names", "out_features", "out_indices", "pruned_heads")
+OWN_NUMBER = ("layer_idx", "layer_id", "layer_index", "layer_number")
+
+
+# -- which layers --------------------------------------------------------------------------------------
+
+
+def choose_layers(
+    total: int,
+    num_layers: int | None,
+    layers: Sequence[int] | None,
+    *,
+    strategy: str,
+    influence: Callable[[], list[float]],
+) -> list[int]:
+    """Numbers of the layers that are kept, in order. influence: of each layer, asked for by "importance" alone.
+
+    Raises UnsupportedError for layers that are not there, twice there or out of order, and an unknown strategy.
+    """
+    if (num_layers is None) == (layers is None):
+        raise UnsupportedError(
+            f"num_layers={num_layers!r} and layers={layers!r}: give one of them, how many layers to keep or which"
+        )
+    if layers is not None:
+        return _checked(list(layers), total)
+    if isinstance(num_layers, bool) or not isinstance(num_layers, int) or not 1 <= num_layers <= total:
+        raise UnsupportedError(f"num_layers={num_layers!r}: the teacher has {total} layers; keep 1 to {total}")
+    if strategy == "uniform":
+        return [i * total // num_layers for i in range(num_layers)]
+    if strategy == "first_last":
+        return _first_last(total, num_layers)
+    if strategy == "importance":
+        return most_influential(influence(), num_layers)
+    raise UnsupportedError(f"strategy={strategy!r} is not known; there are {', '.join(STRATEGIES)}")
+
+
+def _checked(layers: list[int], total: int) -> list[int]:
+    if not layers:
+        raise UnsupportedError("layers=[] keeps none; name at least one")
+    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < total for i in layers):
+        raise UnsupportedError(f"layers={layers}: the teacher has layers 0 to {total - 1}")
+    if any(a >= b for a, b in pairwise(layers)):
+        raise UnsupportedError(f"layers={layers} must rise, each once: layers work in the teacher's order")
+    return layers
+
+
+def _first_last(total: int, count: int) -> list[int]:
+    if count == 1 and total > 1:
+        raise UnsupportedError(
+            "strategy='first_last' keeps two layers at least; give num_layers=2, or strategy='uniform'"
+        )
+    return [(2 * i * (total - 1) + count - 1) // (2 * (count - 1)) if i else 0 for i in range(count)]
+
+
+def most_influential(influence: Sequence[float], count: int) -> list[int]:
+    """The `count` layers of the largest influence, in order; of equals the earlier ones."""
+    best = sorted(range(len(influence)), key=lambda i: (-influence[i], i))
+    return sorted(best[:count])
+
+
+class Influence:
+    """Block influence of layers (ShortGPT, Men et al. 2403.03853): 1 - the mean cosine between a token's hidden state
+    before and after the layer. A context in which the layers are watched; forward passes in it must not be padded."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = layers
+        self._sums = [0.0] * len(layers)
+        self._counts = [0] * len(layers)
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Influence:
+        for number, layer in enumerate(self._layers):
+            self._handles.append(layer.register_forward_hook(self._watch(number), with_kwargs=True))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _watch(self, number: int) -> Callable[..., None]:
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            before = args[0] if args else kwargs["hidden_states"]
+            behind = output[0] if isinstance(output, tuple) else output
+            cosines = torch.nn.functional.cosine_similarity(before.float(), behind.float(), dim=-1)
+            self._sums[number] += float(cosines.sum())
+            self._counts[number] += cosines.numel()
+
+        return after
+
+    def values(self) -> list[float]:
+        """Of each layer. Raises UnsupportedError if a layer has not run."""
+        if not all(self._counts):
+            raise UnsupportedError("strategy='importance' saw no text: dataset= has no tokens; give some")
+        return [1 - total / count for total, count in zip(self._sums, self._counts, strict=True)]
+
+
+# -- the config ----------------------------------------------------------------------------------------
+
+
+def keep_in_config(config: Any, kept: Sequence[int]) -> None:
+    """Write into the config of a model (transformers', of the text part) that it has the layers `kept` alone."""
+    total = config.num_hidden_layers
+    for name, value in list(vars(config).items()):
+        if name in COUNTS_OF_FIRST and isinstance(value, int):
+            setattr(config, name, sum(i < value for i in kept))
+        elif name in COUNTS_OF_LAST and isinstance(value, int):
+            setattr(config, name, sum(i >= total - value for i in kept))
+        elif name in NUMBERS and isinstance(value, list | tuple):
+            setattr(config, name, type(value)(kept.index(i) for i in value if i in kept))
+        elif isinstance(value, list | tuple) and len(value) == total and _is_of_layers(name):
+            setattr(config, name, type(value)(value[i] for i in kept))
+    config.num_hidden_layers = len(kept)
+
+
+def _is_of_layers(name: str) -> bool:
+    return name not in NOT_OF_LAYERS and not name.endswith(("token_id", "token_ids"))
+
+
+# -- the weights ---------------------------------------------------------------------------------------
+
+
+def shortened(teacher: nn.Module, student: nn.Module, total: int, kept: Sequence[int]) -> list[str]:
+    """Names of the lists of layers, of which the student has only as many as are kept.
+
+    Raises UnsupportedError if there are none: the layers then are no list, or one layer's weights serve for all.
+    """
+    modules = dict(student.named_modules())
+    names = []
+    for name in layer_lists(teacher, total):
+        counterpart = modules.get(name)
+        if isinstance(counterpart, nn.ModuleList) and len(counterpart) == len(kept):
+            names.append(name)
+    if not names:
+        raise UnsupportedError(
+            f"{type(teacher).__name__} has no list of {total} layers of which a student could keep some"
+        )
+    return names
+
+
+def teacher_name(name: str, lists: Sequence[str], kept: Sequence[int]) -> str:
+    """What a tensor or module of the student is called in the teacher."""
+    for prefix in lists:
+        if name.startswith(prefix + "."):
+            number, _, rest = name[len(prefix) + 1 :].partition(".")
+            return f"{prefix}.{kept[int(number)]}" + (f".{rest}" if rest else "")
+    return name
+
+
+def check_layers(teacher: nn.Module, student: nn.Module, lists: Sequence[str], kept: Sequence[int]) -> None:
+    """Raise UnsupportedError where a layer, built for its new place, is not what it was in its old one: its kind of
+    attention, its window, whether it rotates."""
+    ours = dict(teacher.named_modules())
+    for name, module in student.named_modules():
+        twin = ours.get(teacher_name(name, lists, kept))
+        if teacher_name(name, lists, kept) == name and not any(name.startswith(f"{one}.") for one in lists):
+            continue
+        if twin is None or type(twin) is not type(module):
+            found = "nothing" if twin is None else type(twin).__name__
+            raise _changed(teacher, f"{name} is {type(module).__name__}, in the teacher it was {found}")
+        for key, value in vars(module).items():
+            if key in OWN_NUMBER or key.startswith("_") or key == "training" or isinstance(module, nn.Dropout):
+                continue
+            if isinstance(value, bool | int | float | str | None) and vars(twin).get(key, value) != value:
+                raise _changed(teacher, f"{name}.{key} is {value!r}, in the teacher it was {vars(twin)[key]!r}")
+
+
+def _changed(teacher: nn.Module, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(teacher).__name__}: {what}, because the config says by the layer's number what it is; choose layers= "
+        "that keep the pattern"
+    )
+
+
+@torch.no_grad()
+def copy_weights(teacher: nn.Module, student: nn.Module, lists: Sequence[str], kept: Sequence[int]) -> None:
+    """Give the student copies of the teacher's tensors, each in the dtype that the student's has.
+
+    Raises UnsupportedError, before anything is written, unless both have the same tensors of the same shapes.
+    """
+    theirs, ours = teacher.state_dict(), student.state_dict()
+    sources = {name: teacher_name(name, lists, kept) for name in ours}
+    numbers = {str(i) for i in kept}
+    wanted = {
+        name
+        for name in theirs
+        if all(not name.startswith(f"{one}.") or name[len(one) + 1 :].partition(".")[0] in numbers for one in lists)
+    }
+    odd = sorted(wanted.symmetric_difference(sources.values()))
+    odd += [name for name, source in sources.items() if source in theirs and theirs[source].shape != ours[name].shape]
+    if odd:
+        raise UnsupportedError(
+            f"{type(teacher).__name__} is not what its config builds: {odd[0]!r} and {len(odd) - 1} more tensors "
+            "have no counterpart of their shape in a model with fewer layers; merge adapters and undo changes first"
+        )
+    for name, tensor in ours.items():
+        tensor.copy_(theirs[sources[name]])
+    _copy_hidden_buffers(teacher, student, lists, kept)
+
+
+def _copy_hidden_buffers(teacher: nn.Module, student: nn.Module, lists: Sequence[str], kept: Sequence[int]) -> None:
+    """Those that no state dict has, like rotary frequencies, where both have one of the same shape and dtype."""
+    theirs: dict[str, Tensor] = dict(teacher.named_buffers())
+    for name, buffer in student.named_buffers():
+        source = theirs.get(teacher_name(name, lists, kept))
+        if source is not None and source.shape == buffer.shape and source.dtype == buffer.dtype:
+            buffer.copy_(source)

@@ -1,0 +1,231 @@
+"""measure_acceptance: how often a target accepts a draft's tokens, and what drafting costs on this machine."""
+
+from __future__ import annotations
+
+import random
+from collections import abc
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ...config import checked_keywords, positive_int
+from ...errors import UnsupportedError
+from ...generation.controller import Controller
+from ...generation.hf.vocabulary import vocabulary_refusal, vocabulary_size
+from ...generation.sequence import Sequence
+from ...models import evaluating
+from ...patch import is_patched
+from ...state import state_of
+from .decoding import Decoder, as_patched
+from .report import AcceptanceReport, Agreement, Trials, never_falling
+from .token_rows import prompt_of, token_rows, windows
+
+WINDOW = 512  # tokens of a text that both models read in one pass
+HOLD = 8  # passes in a row with one draft length: the first still runs on what another length left in the caches
+SKIP = 2  # of them are not timed
+
+
+@checked_keywords()
+def measure_acceptance(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    dataset: Any,
+    *,
+    temperature: float = 1.0,
+    max_draft: int = 8,
+    max_tokens: int = 2048,
+    prompt_tokens: int = 32,
+    max_new_tokens: int = 128,
+    batch_size: int = 1,
+    tokenizer: Any = None,
+    seed: int = 0,
+    progress_bar: bool = True,
+) -> AcceptanceReport:
+    """Try a draft model out on this machine, and say whether to use it and with how many drafted tokens.
+
+    Both models read up to max_tokens of the dataset (teacher-forced acceptance). Then the target continues the
+    beginnings of its rows (prompt_tokens of them, or half a row that is shorter) by up to max_new_tokens each and
+    max_tokens in all, batch_size at once, with drafts of 0 to max_draft tokens in turn: acceptance by position and
+    the cost of each length come from the same passes, and the prediction for each length from both.
+
+    target, draft: a model that is patched runs as it is; one that is not as hf_accel.patch(weights=None) would run it.
+        Both are left as they were.
+    dataset: rows of token ids, dicts with input_ids, or with `tokenizer` texts. temperature: of the target and the
+    draft, without top-k or top-p; 0 for greedy search.
+
+    Raises UnsupportedError for models that cannot speculate together, and for a dataset without tokens.
+    """
+    for name, value in {"max_draft": max_draft, "max_tokens": max_tokens, "batch_size": batch_size}.items():
+        positive_int(name, value)
+    positive_int("prompt_tokens", prompt_tokens)
+    positive_int("max_new_tokens", max_new_tokens)
+    if draft is target:
+        raise UnsupportedError("the draft is the target itself; give a smaller model")
+    refusal = vocabulary_refusal(target, draft)
+    if refusal is not None:
+        raise UnsupportedError(f"{refusal}; a draft needs the target's")
+    rows = token_rows(dataset, target, tokenizer=tokenizer, limit=max_tokens)
+    bar = logging.tqdm(total=2 * max_tokens, desc="Measuring the draft", unit=" tokens", disable=not progress_bar)
+    with bar, evaluating(target, draft):
+        read = _read(target, draft, rows, temperature, most=max_tokens, bar=bar)
+        patched = as_patched(target)
+        limit = _limit(patched, max_draft, batch_size)
+        watch = Watch(limit, batch_size, seed)
+        decoder = Decoder(patched, temperature=temperature, seed=seed, draft=as_patched(draft))
+        prompts = [prompt_of(row, prompt_tokens) for row in rows]
+        made = _decode(decoder, prompts, watch, bar, max_new_tokens=max_new_tokens, most=max_tokens)
+    setting = f"{_form(target)} target, {_form(draft)} draft"
+    return _report(read, watch, made, temperature=temperature, setting=setting)
+
+
+def _form(model: Any) -> str:
+    if not is_patched(model):
+        return "patched(weights=None)"
+    config = state_of(model).config
+    return "patched" if config.weights is None else f"patched({config.weights.label})"
+
+
+def _limit(patched: Any, max_draft: int, batch_size: int) -> int:
+    """Drafts do not make a pass wider than rows are rounded alike."""
+    alike = state_of(patched).generation.alike_rows
+    return max_draft if alike is None else max(1, min(max_draft, alike // batch_size - 1))
+
+
+# -- reading -------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _read(target: Any, draft: Any, rows: list[list[int]], temperature: float, *, most: int, bar: Any) -> Agreement:
+    read = Agreement()
+    known = vocabulary_size(draft)
+    for window in windows(rows, WINDOW):
+        ids = torch.tensor([window[: most - read.positions]], device=target.device)
+        theirs = torch.where(ids < known, ids, 0).to(draft.device)
+        draft_logits = draft(input_ids=theirs).logits[0].to(target.device)
+        read.add(target(input_ids=ids).logits[0], draft_logits, temperature)
+        bar.update(ids.shape[1])
+        if read.positions >= most:
+            break
+    return read
+
+
+# -- decoding ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Pass:
+    """What is known of the pass under way. length: of each draft; timed: it decodes for all sequences, and nothing
+    else."""
+
+    length: int = 0
+    timed: bool = False
+    lengths: list[int] = field(default_factory=list)
+
+
+class Watch(Controller):
+    """A Controller that drafts every length in turn, whatever comes of it, and keeps the time."""
+
+    def __init__(self, max_draft: int, batch_size: int, seed: int) -> None:
+        super().__init__(max_draft, max_draft)
+        self.batch_size, self.trials = batch_size, Trials(max_draft)
+        self.draft_seconds: list[float] = []
+        self.verify_seconds: list[list[float]] = [[] for _ in range(max_draft + 1)]
+        self._random, self._turn = random.Random(seed), [max_draft, 0]  # at least these, in a short run
+        self._length, self._held = 0, HOLD
+        self._now = Pass()
+
+    def lengths(
+        self,
+        sequences: abc.Sequence[Sequence],
+        limits: abc.Sequence[int],
+        *,
+        other_rows: int = 0,
+        is_free: bool = True,
+        source: str = "",
+    ) -> list[int]:
+        self._held += 1
+        if self._held > HOLD:
+            if not self._turn:
+                self._turn = list(range(self.max_draft + 1))
+                self._random.shuffle(self._turn)
+            self._length, self._held = self._turn.pop(), 1
+        whole = len(sequences) == self.batch_size and not other_rows and min(limits) >= self._length
+        self._now = Pass(self._length, whole and self._held > SKIP)
+        return [min(self._length, limit) for limit in limits]
+
+    def observe_drafting(self, tokens: int, passes: int, seconds: float, source: str = "") -> None:
+        if self._now.timed:
+            self.draft_seconds.append(seconds / passes)
+
+    def observe_drafts(self, sequence: Sequence, drafted: int, accepted: int, source: str = "") -> None:
+        self.trials.add(drafted, accepted)
+        self._now.lengths.append(drafted)
+
+    def observe_pass(self, rows: int, seconds: float) -> None:
+        now, self._now = self._now, Pass()
+        if now.timed and now.lengths == [now.length] * self.batch_size:
+            self.verify_seconds[now.length].append(seconds)
+
+
+def _decode(
+    decoder: Decoder, prompts: list[list[int]], watch: Watch, bar: Any, *, max_new_tokens: int, most: int
+) -> tuple[int, int]:
+    """Prompts that were begun and tokens they got: `most`, for which the prompts come again if there are too few."""
+    begun = tokens = 0
+
+    def progress(brought: int) -> bool:
+        nonlocal tokens
+        tokens += brought
+        bar.update(brought)
+        return tokens < most
+
+    while tokens < most:
+        wanted = [max_new_tokens] * len(prompts)
+        made = decoder.run(prompts, wanted, at_once=watch.batch_size, controller=watch, progress=progress)
+        begun += sum(bool(one) for one in made)
+    return begun, tokens
+
+
+def _report(
+    read: Agreement, watch: Watch, made: tuple[int, int], *, temperature: float, setting: str
+) -> AcceptanceReport:
+    seconds = _by_length(watch.verify_seconds)
+    if seconds is None or not watch.draft_seconds:
+        raise UnsupportedError(
+            f"max_tokens={made[1]} is too few to time a batch of {watch.batch_size}; give more, or a smaller "
+            "batch_size"
+        )
+    counts = [len(times) for times in watch.verify_seconds]
+    verify = never_falling(seconds, counts)
+    return AcceptanceReport(
+        temperature=temperature,
+        batch_size=watch.batch_size,
+        text_acceptance=read.acceptance,
+        text_error=read.error,
+        text_same_top=read.same_top,
+        text_positions=read.positions,
+        acceptances=tuple(watch.trials.acceptances()),
+        verified=tuple(watch.trials.verified),
+        prompts=made[0],
+        tokens=made[1],
+        step_seconds=verify[0],
+        draft_cost=median(watch.draft_seconds) / verify[0],
+        verify_costs=tuple(one / verify[0] for one in verify),
+        setting=setting,
+    )
+
+
+def _by_length(times: list[list[float]]) -> list[float] | None:
+    """Medians; a length that was never timed is on the line between its neighbours. None if an end was not timed."""
+    known = [(length, median(some)) for length, some in enumerate(times) if some]
+    if not known or known[0][0] != 0 or known[-1][0] != len(times) - 1:
+        return None
+    seconds: list[float] = []
+    for (left, low), (right, high) in pairwise(known):
+        seconds += [low + (high - low) * (i - left) / (right - left) for i in range(left, right)]
+    return [*seconds, known[-1][1]]

@@ -1,0 +1,196 @@
+"""What a draft is worth to a target: measured acceptances and costs, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import inf, sqrt
+from typing import Any
+
+from torch import Tensor
+
+from ...generation.break_even import break_even_acceptance, expected_tokens, speed_up
+from ...generation.cost_table import isotonic
+from ..losses.closed_forms import agreement
+
+WEIGHT = 4
+WORTHWHILE = 1.05  # a speed-up that timing can tell from none
+
+
+class Agreement:
+    """Means of `agreement` over positions, in double precision."""
+
+    def __init__(self) -> None:
+        self.positions = 0
+        self._sum = self._squares = self._same = 0.0
+
+    def add(self, target_logits: Tensor, draft_logits: Tensor, temperature: float) -> None:
+        chances, same = agreement(target_logits, draft_logits, temperature)
+        self.positions += len(chances)
+        self._sum += float(chances.double().sum())
+        self._squares += float(chances.double().square().sum())
+        self._same += float(same.sum())
+
+    @property
+    def acceptance(self) -> float:
+        return self._sum / self.positions
+
+    @property
+    def same_top(self) -> float:
+        return self._same / self.positions
+
+    @property
+    def error(self) -> float:
+        """Standard error of `acceptance`, as if positions were independent."""
+        return sqrt(max(0.0, self._squares / self.positions - self.acceptance**2) / max(1, self.positions - 1))
+
+
+class Trials:
+    """Drafts that were verified, by position: the accepted ones, and the first that was not."""
+
+    def __init__(self, length: int) -> None:
+        self.verified = [0] * length
+        self.accepted = [0] * length
+
+    def add(self, drafted: int, accepted: int) -> None:
+        for position in range(min(drafted, accepted + 1)):
+            self.verified[position] += 1
+            self.accepted[position] += position < accepted
+
+    def acceptances(self) -> list[float]:
+        """Of each position, if all before it were accepted. A position is taken to be like the one before it as far as
+        it was not verified often itself, which late ones hardly are: that weighs as much as WEIGHT verified tokens."""
+        rates: list[float] = []
+        for verified, accepted in zip(self.verified, self.accepted, strict=True):
+            if rates:
+                rates.append((accepted + WEIGHT * rates[-1]) / (verified + WEIGHT))
+            else:
+                rates.append(accepted / verified if verified else 0.0)
+        return rates
+
+
+@dataclass(frozen=True)
+class AcceptanceReport:
+    """How often a target accepts a draft's tokens, what that costs on this machine, and whether it pays.
+
+    temperature: of both; 0 is greedy search. batch_size: sequences that decoded together.
+    text_acceptance, text_error: teacher-forced on the dataset's own text: the mean of sum(min(p, q)), or at
+        temperature 0 of both finding the same token likeliest, and its standard error. text_same_top: the share where
+        they do. text_positions: how many.
+    acceptances: by position in the draft, if all before it were accepted, in the target's own continuations of
+        `prompts` prompts, `tokens` tokens in all; verified: drafted tokens that this rests on.
+    step_seconds: of a pass of the target over the last token of each sequence, everything included.
+    draft_cost: of a drafted token, and verify_costs: of a pass that verifies 0, 1, 2, ... drafted tokens, both in
+        units of step_seconds.
+    setting: what the two models ran as.
+    """
+
+    temperature: float
+    batch_size: int
+    text_acceptance: float
+    text_error: float
+    text_same_top: float
+    text_positions: int
+    acceptances: tuple[float, ...]
+    verified: tuple[int, ...]
+    prompts: int
+    tokens: int
+    step_seconds: float
+    draft_cost: float
+    verify_costs: tuple[float, ...]
+    setting: str
+
+    @property
+    def max_draft(self) -> int:
+        return len(self.acceptances)
+
+    def expected_tokens(self, num_draft: int) -> float:
+        """Tokens that a pass brings a sequence."""
+        return expected_tokens(self.acceptances[:num_draft])
+
+    def speed_up(self, num_draft: int) -> float:
+        """Predicted, over no draft."""
+        return speed_up(self.acceptances[:num_draft], self.draft_cost, self.verify_costs[num_draft])
+
+    def break_even(self, num_draft: int) -> float:
+        """The acceptance, the same at each position, from which on so many tokens pay; inf if they never do."""
+        return break_even_acceptance(num_draft, self.draft_cost, self.verify_costs[num_draft])
+
+    @property
+    def num_draft(self) -> int:
+        """The best number of tokens to draft, at least 1."""
+        return max(range(1, self.max_draft + 1), key=self.speed_up)
+
+    @property
+    def use(self) -> bool:
+        """Whether drafting makes generation faster by more than timing can be wrong."""
+        return self.speed_up(self.num_draft) >= WORTHWHILE
+
+    @property
+    def verdict(self) -> str:
+        best = self.num_draft
+        factor, needed = self.speed_up(best), self.break_even(best)
+        if self.use:
+            return f"use it with num_draft={best}: {factor:.2f}x as fast is predicted"
+        mean = mean_acceptance(self.acceptances[:best])
+        reason = (
+            f"a drafted token costs {self.draft_cost:.2f} steps, which no acceptance pays for: make the draft smaller"
+            if needed == inf
+            else f"{mean:.0%} is accepted, and it pays from {needed:.0%}: train the draft longer, or make it smaller"
+        )
+        start = "it hardly matters" if factor >= 1 else "do not use it"
+        return f"{start}: at best {factor:.2f}x, with num_draft={best}; {reason}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; break_even is None where no acceptance pays."""
+        counts = range(1, self.max_draft + 1)
+        by_count = [
+            {
+                "num_draft": count,
+                "expected_tokens": self.expected_tokens(count),
+                "verify_cost": self.verify_costs[count],
+                "speed_up": self.speed_up(count),
+                "break_even": None if (needed := self.break_even(count)) == inf else needed,
+            }
+            for count in counts
+        ]
+        return asdict(self) | {
+            "by_num_draft": by_count,
+            "num_draft": self.num_draft,
+            "use": self.use,
+            "verdict": self.verdict,
+        }
+
+    def __str__(self) -> str:
+        what = "greedy agreement" if self.temperature == 0 else f"acceptance at temperature {self.temperature:g}"
+        lines = [
+            f"{what} on the dataset's text: {self.text_acceptance:.3f} +- {self.text_error:.3f}, same top token "
+            f"{self.text_same_top:.0%} ({self.text_positions:,} positions)",
+            f"on {self.tokens:,} tokens of the target's own after {self.prompts} prompts, batch {self.batch_size}, "
+            f"{self.setting}:",
+            f"a step of the target {1e3 * self.step_seconds:.2f} ms, of the draft {self.draft_cost:.2f} of it",
+            f"{'num_draft':>9} {'accepted':>9} {'verified':>9} {'tokens a pass':>14} {'verify cost':>12} "
+            f"{'break-even':>11} {'speed-up':>9}",
+        ]
+        for count in range(1, self.max_draft + 1):
+            needed = self.break_even(count)
+            lines.append(
+                f"{count:>9} {self.acceptances[count - 1]:>9.0%} {self.verified[count - 1]:>9} "
+                f"{self.expected_tokens(count):>14.2f} {self.verify_costs[count]:>12.2f} "
+                f"{'never' if needed == inf else format(needed, '.0%'):>11} {self.speed_up(count):>8.2f}x"
+            )
+        return "\n".join([*lines, self.verdict])
+
+
+def mean_acceptance(acceptances: Sequence[float]) -> float:
+    """The acceptance, the same at each position, that brings as many tokens a pass."""
+    wanted, low, high = expected_tokens(acceptances), 0.0, 1.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_tokens([middle] * len(acceptances)) < wanted else (low, middle)
+    return high
+
+
+def never_falling(seconds: Sequence[float], counts: Sequence[int]) -> list[float]:
+    """Seconds of passes of growing width without the noise that makes a wider one look cheaper."""
+    return isotonic(list(seconds), [float(max(1, count)) for count in counts])

@@ -1,1 +1,0 @@
-"""Students made of a teacher's layers, and drafts: trained, measured."""

@@ -1,1 +1,0 @@
-"""DistillationTrainer: the hook, transfer from inside the teacher, and the student's own samples."""

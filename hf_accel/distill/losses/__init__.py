@@ -1,0 +1,1 @@
+"""Losses of distillation in torch alone, with gradients that are computed along with the value."""

@@ -1,0 +1,91 @@
+"""Which positions are learnt from, and what their labels are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Size, Tensor
+
+from ...errors import UnsupportedError
+from .logit_rows import DenseRows, PickedRows, Rows
+from .objective import Objective
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Of all positions flattened to [M]: index int64 [N], those that count; targets int64 [N], their labels. Without
+    labels both are None: all count."""
+
+    shape: Size
+    index: Tensor | None
+    targets: Tensor | None
+
+    def __len__(self) -> int:
+        return self.shape.numel() if self.index is None else len(self.index)
+
+    def rows(self, teacher: Rows) -> Rows:
+        """The teacher's, of these N positions."""
+        if teacher.shape == self.shape:
+            flat = teacher.flat()
+            if self.index is None:
+                return flat
+            return PickedRows(flat.logits, self.index) if isinstance(flat, DenseRows) else flat[self.index]
+        if teacher.shape == (len(self),):
+            return teacher
+        raise UnsupportedError(
+            f"the teacher speaks of {list(teacher.shape)} positions, the student of {list(self.shape)}, of which "
+            f"{len(self)} have labels: give both the same batch, or one row of the teacher for each label"
+        )
+
+
+def find_positions(
+    shape: Size, labels: Tensor | None, objective: Objective, *, shift: bool, ignore_index: int
+) -> Positions:
+    """shape: of the student's positions, [B, T] or [B]. shift: a position's label is the next one's."""
+    if labels is None:
+        if objective.alpha:
+            raise UnsupportedError(f"labels=None, but alpha={objective.alpha} gives them a share: pass alpha=0")
+        return Positions(shape, None, None)
+    if labels.shape != shape:
+        raise UnsupportedError(
+            f"labels are {list(labels.shape)}, but the logits speak of {list(shape)} positions; one class number is "
+            "needed for each (soft labels: pass them as the teacher's logits, with labels=None and alpha=0)"
+        )
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise UnsupportedError(
+            f"labels are {labels.dtype}, but class numbers are needed; without: labels=None, alpha=0"
+        )
+    if shift:
+        if len(shape) < 2:
+            raise UnsupportedError(
+                f"shift=True, but labels {list(shape)} have no sequence: classification is shift=False"
+            )
+        following = torch.full_like(labels, ignore_index)
+        following[..., :-1] = labels[..., 1:]
+        labels = following
+    flat = labels.flatten()
+    index = (flat != ignore_index).nonzero()[:, 0]
+    return Positions(shape, index, flat[index].long())
+
+
+def check_targets(targets: Tensor, size: int) -> None:
+    """Raises if a label is none of the first `size` classes."""
+    wrong = targets[(targets < 0) | (targets >= size)]
+    if len(wrong):
+        raise UnsupportedError(
+            f"label {int(wrong[0])} is not among the {size} classes that student and teacher share: correct it, mark "
+            "it with ignore_index, or give a teacher that knows it"
+        )
+
+
+def shared_size(student: int, teacher: Rows | None, vocab_size: int | None) -> int:
+    """How many classes count: what lies beyond, padding, is cut off both."""
+    widths = [student] if teacher is None else [student, teacher.vocab_size]
+    if vocab_size is not None and not 0 < vocab_size <= min(widths):
+        known = " and the teacher ".join(map(str, widths))
+        raise UnsupportedError(f"vocab_size={vocab_size}, but the student has {known} classes")
+    size = vocab_size or min(widths)
+    if size < 2 and teacher is not None:
+        raise UnsupportedError("one class has probability 1 everywhere: distil a regression with an error of its own")
+    return size

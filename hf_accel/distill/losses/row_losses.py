@@ -1,0 +1,149 @@
+"""Losses of rows of logits and their gradient, a few rows at a time: no more than TILE_BYTES of each intermediate."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .closed_forms import FLOOR, value_and_gradient
+from .head import Head, wide, widen
+from .logit_rows import DenseRows, HeadRows, Rows, TopRows
+from .objective import Objective
+
+TILE_BYTES = 1 << 20  # of one intermediate, on each thread of a CPU: they stay in its cache
+CHUNK_BYTES = 1 << 25  # of logits that a head makes at once: enough rows to multiply well
+OTHER_TILE_BYTES = OTHER_CHUNK_BYTES = 1 << 28  # elsewhere a few large kernels are faster
+
+
+def slices(rows: int, row_bytes: int, budget: int) -> Iterator[slice]:
+    """0 to rows in pieces of at most `budget` bytes, of one row at least, and of equal size up to one."""
+    most = max(1, budget // max(1, row_bytes))
+    pieces = -(-rows // most)
+    edges = [rows * i // pieces for i in range(pieces + 1)] if pieces else []
+    return (slice(a, b) for a, b in itertools.pairwise(edges))
+
+
+def chunk_bytes(device: torch.device) -> int:
+    return CHUNK_BYTES if device.type == "cpu" else OTHER_CHUNK_BYTES
+
+
+def tile_bytes(device: torch.device) -> int:
+    return TILE_BYTES * torch.get_num_threads() if device.type == "cpu" else OTHER_TILE_BYTES
+
+
+@dataclass(frozen=True)
+class LossTask:
+    """What is computed of `count` rows. size: the first so many classes count. teacher: of these rows, or None for no
+    D. targets: int64 [count], classes, or None for no cross entropy. index: int64 [count], which rows of the student's
+    these are, or None for all."""
+
+    objective: Objective
+    size: int
+    count: int
+    teacher: Rows | None = None
+    targets: Tensor | None = None
+    index: Tensor | None = None
+
+    def where(self, part: slice) -> slice | Tensor:
+        """Which rows of the student's the rows `part` are."""
+        return part if self.index is None else self.index[part]
+
+    def part(self, part: slice) -> LossTask:
+        """The task of the rows `part`, whose student is cut out already."""
+        teacher = None if self.teacher is None else self.teacher[part]
+        targets = None if self.targets is None else self.targets[part]
+        return LossTask(self.objective, self.size, part.stop - part.start, teacher, targets)
+
+
+class RowLosses:
+    """Cross entropy and T^2 * D, ce and kd, of each row of a task, in the order in which `add` is given them.
+
+    like: any tensor of the student's. head: of a student whose logits are not finished (scaled, capped) yet.
+    """
+
+    def __init__(self, task: LossTask, like: Tensor, head: Head | None = None) -> None:
+        self.objective, self.size, self.head = task.objective, task.size, head
+        # Results kept tile by tile would split the heap's free blocks, and tiles would no longer fit where the last
+        # ones were. So there is one tensor for all of them.
+        self.ce, self.kd = (like.new_zeros(task.count, dtype=wide(like)) for _ in range(2))
+        self._done = 0
+
+    def add(self, logits: Tensor, task: LossTask, gradient: Tensor | None) -> None:
+        """logits: [M, >= size]. task: of some of these rows. gradient: a buffer like logits, perhaps logits itself,
+        for alpha * dCE + (1 - alpha) * T^2 * dD; nothing is written to rows that the task leaves out."""
+        teacher = task.teacher
+        if isinstance(teacher, HeadRows):
+            teacher = teacher.prepared(self.size)
+        for part in slices(task.count, 4 * self.size, chunk_bytes(logits.device)):
+            said = None if teacher is None else teacher[part]
+            said = said.dense() if isinstance(said, HeadRows) else said
+            for tile in slices(part.stop - part.start, 4 * self.size, tile_bytes(logits.device)):
+                rows = slice(part.start + tile.start, part.start + tile.stop)
+                where = task.where(rows)
+                targets = None if task.targets is None else task.targets[rows]
+                z = widen(logits[where, : self.size])
+                found = self._tile(z, targets, None if said is None else said[tile], gradient is not None)
+                self._done += len(z)
+                if gradient is not None:
+                    gradient[where, : self.size] = 0 if found is None else found.to(gradient.dtype)
+
+    def _tile(
+        self, z: Tensor, targets: Tensor | None, teacher: DenseRows | TopRows | None, wanted: bool
+    ) -> Tensor | None:
+        """The gradient, if wanted, of rows z [n, size] that may be overwritten."""
+        if self.head is not None:
+            self.head.finish_(z)
+        gradient = self._divergence(z, teacher, wanted) if teacher is not None else None
+        if targets is not None:
+            gradient = self._cross_entropy(z, targets, wanted, gradient)
+        if self.head is not None and gradient is not None:
+            self.head.unfinish_(gradient, z)
+        return gradient
+
+    def _put(self, results: Tensor, values: Tensor) -> None:
+        results[self._done : self._done + len(values)] = values
+
+    def _cross_entropy(self, z: Tensor, targets: Tensor, wanted: bool, gradient: Tensor | None) -> Tensor | None:
+        chosen = targets[:, None]
+        log_p = torch.log_softmax(z, -1)
+        self._put(self.ce, log_p.gather(-1, chosen).neg_()[:, 0])
+        alpha = self.objective.alpha
+        if not wanted or not alpha:
+            return gradient
+        p = log_p.exp_().scatter_add_(-1, chosen, log_p.new_full(chosen.shape, -1.0))
+        return p.mul_(alpha) if gradient is None else gradient.add_(p, alpha=alpha)
+
+    def _divergence(self, z: Tensor, teacher: DenseRows | TopRows, wanted: bool) -> Tensor | None:
+        t, weight = self.objective.temperature, 1 - self.objective.alpha
+        y = z / t
+        if isinstance(teacher, TopRows):
+            value, gradient = self._top(y, teacher, wanted)
+            value = value if teacher.excess is None else value.sub_(teacher.excess)
+        else:
+            value, gradient = self._dense(y, teacher)
+        self._put(self.kd, value.mul_(t * t))
+        return gradient.mul_(weight * t) if wanted and weight else None
+
+    def _dense(self, y: Tensor, teacher: DenseRows) -> tuple[Tensor, Tensor]:
+        log_t = teacher.log_probs(self.size, self.objective.temperature, y.dtype)
+        log_s = torch.log_softmax(y, -1, out=y).clamp_min_(FLOOR)
+        return value_and_gradient(log_s, log_t, self.objective)
+
+    def _top(self, y: Tensor, teacher: TopRows, wanted: bool) -> tuple[Tensor, Tensor]:
+        """The rest of the student's vocabulary is one class, whose gradient its tokens share as they share its
+        probability."""
+        ids, log_t = teacher.classes(self.size, y.dtype)
+        beyond = teacher.vocab_size > self.size
+        y = torch.nn.functional.pad(y, (0, 1), value=-torch.inf) if beyond else y  # where ids beyond `size` go
+        top = y.gather(-1, ids)
+        y.scatter_(-1, ids, -torch.inf)
+        rest = y.logsumexp(-1, keepdim=True).clamp_min_(torch.finfo(y.dtype).min)
+        log_s = torch.log_softmax(torch.cat((top, rest), -1), -1).clamp_min_(FLOOR)
+        value, slope = value_and_gradient(log_s, log_t, self.objective)
+        if wanted:
+            y.sub_(rest).exp_().mul_(slope[:, -1:]).scatter_(-1, ids, slope[:, :-1])
+        return value, y[:, : self.size]

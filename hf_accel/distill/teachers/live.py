@@ -1,0 +1,123 @@
+"""Teachers in memory: a model, or the student of a LoRA training without its adapters."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UnsupportedError
+from ...models import evaluating, unwrapped
+from ..losses.logit_rows import DenseRows, HeadRows, Rows
+from .last_hidden import LastHidden, check_head, head_of
+from .matching import check_pair
+from .teacher import LABELS, PACKING, Teacher
+
+
+class ModelTeacher(Teacher):
+    """A transformers model, patched by hf_accel or not, in any float dtype, on any device: inputs are moved to it.
+    It answers in eval mode without gradients; its own flags are as they were between two questions."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._tokenizer: Any = None
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def check(self, student: Any, objective: Any) -> None:
+        check_pair(student, self.model, self._tokenizer)
+
+    def rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
+        return answer(self.model, inputs, select)
+
+    def compact_rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
+        return compact_answer(self.model, inputs, select)
+
+
+class BaseTeacher(Teacher):
+    """The student of a LoRA training without its adapters: no second model in memory."""
+
+    def __init__(self) -> None:
+        self._student: Any = None
+
+    def check(self, student: Any, objective: Any) -> None:
+        if not hasattr(student, "disable_adapter"):
+            raise UnsupportedError(
+                f"teacher='base' is the student without its adapters, and {type(student).__name__} has none; wrap it "
+                "by peft.get_peft_model, or give a model as the teacher"
+            )
+        self._student = weakref.ref(student)
+
+    def rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
+        with self._bare() as student:
+            return answer(student, inputs, select)
+
+    def compact_rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
+        with self._bare() as student:
+            return compact_answer(student, inputs, select)
+
+    @contextmanager
+    def _bare(self) -> Iterator[Any]:
+        student = self._student()
+        trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
+        frozen = [parameter for parameter in student.parameters() if not parameter.requires_grad]
+        try:
+            with student.disable_adapter():
+                yield student
+        finally:  # PEFT thaws every active adapter afterwards, whatever was frozen before
+            for flag, parameters in ((True, trained), (False, frozen)):
+                for parameter in parameters:
+                    parameter.requires_grad_(flag)
+
+
+@torch.no_grad()
+def answer(model: Any, inputs: Mapping[str, Any], select: Tensor) -> DenseRows:
+    """The logits of `model` at `select`."""
+    with evaluating(model):
+        logits = model(**_on(model.device, taken_by(model, inputs))).logits
+    _check_positions(logits, select)
+    return DenseRows(logits[select.to(logits.device)].to(select.device))
+
+
+@torch.no_grad()
+def compact_answer(model: Any, inputs: Mapping[str, Any], select: Tensor) -> Rows:
+    """The same as hidden states and a head, if the model has one that can be left out."""
+    head = head_of(model)
+    if head is None or model.device != select.device:  # a head answers where it is
+        return answer(model, inputs, select)
+    hidden = LastHidden(model)
+    try:
+        with evaluating(model):
+            last = model(**taken_by(model, inputs), logits_to_keep=1).logits
+    finally:
+        hidden.remove()
+    check_head(model, head, hidden.value, last)
+    _check_positions(hidden.value, select)
+    return HeadRows(hidden.value[select], head)
+
+
+def _check_positions(answers: Tensor, select: Tensor) -> None:
+    if answers.shape[:-1] != select.shape:
+        raise UnsupportedError(
+            f"the teacher answers for {tuple(answers.shape[:-1])} and the student's labels are {tuple(select.shape)}: "
+            "they do not speak of the same positions; a teacher with virtual tokens (prompt tuning) cannot be used"
+        )
+
+
+def taken_by(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a student's inputs a teacher's forward takes (DistilBERT's has no token_type_ids, BERT's has)."""
+    forward = inspect.signature(unwrapped(model).forward).parameters
+    is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in forward.values())
+    rest = PACKING if is_open else ()
+    given = {key: value for key, value in inputs.items() if key not in LABELS and (key in forward or key in rest)}
+    return {**given, "use_cache": False} if "use_cache" in forward or is_open else given
+
+
+def _on(device: torch.device, inputs: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}

@@ -1,0 +1,252 @@
+"""A teacher on disk: its best logits for every text of a dataset, found by the text itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...config import checked_keywords, positive_int
+from ...errors import HfAccelError, UnsupportedError
+from ..losses.logit_rows import Rows
+from .cache_building import BuildOptions, survey, write_cache
+from .cache_files import DTYPES, INDEX, PARTIAL, CacheSettings, Index, Shard
+from .identity import describe, hash_vocabulary, task_of
+from .teacher import Teacher
+from .texts import SHOWN, Text, texts_of
+from .top_logits import TopLogits
+
+SHARD_BYTES = 2**28
+
+
+class TeacherCache(Teacher):
+    """What a teacher said of a dataset, asked once and stored, for training without the teacher in memory.
+
+        hf_accel.TeacherCache.build(teacher, dataset, "answers")
+        Trainer(..., callbacks=[hf_accel.DistillationCallback(hf_accel.TeacherCache("answers"))])
+
+    A text is found by a hash of its ids without padding, so batches, their order, padding and its side are free, and
+    no column or collator is needed. Of each position the top_k best logits are stored and the log-sum-exp over the
+    whole vocabulary at each temperature, hence the log-probabilities exact up to rounding, and the mass of the rest,
+    which is large at temperatures above 1. A few ids drawn from the rest stand for it, such that the gradient of
+    loss="fkl" is on average that of the whole vocabulary (Anshumann et al., Sparse logit sampling, 2025); the other
+    losses compare these ids and one bucket. Where k is the whole vocabulary all is exact, at every temperature.
+
+    Shards are mapped into memory: only the rows of a batch are read, and each is checked against its CRC-32.
+    """
+
+    tokenizer: Any = None  # the student's, if known: set before `check`
+
+    def __init__(self, path: str | Path) -> None:
+        """Open what `build` made. Raises HfAccelError, with the file's name, if something is missing or damaged."""
+        self.path = Path(path)
+        if not (self.path / INDEX).exists():
+            cause = "its build was interrupted" if (self.path / PARTIAL).exists() else f"there is no {INDEX}"
+            raise HfAccelError(f"{self.path} is not a complete teacher's cache: {cause}; call TeacherCache.build")
+        self._index = Index.read(self.path / INDEX)
+        self._shards = [Shard(self.path, entry, self.settings) for entry in self._index.shards]
+        self._places = {key: (s, number) for s in self._shards for number, key in enumerate(s.keys())}
+        self._objective: Any = None
+
+    @classmethod
+    @checked_keywords(k="top_k=", temperature="temperatures=[...]")
+    def build(
+        cls,
+        teacher: Any,
+        dataset: Iterable[Any],
+        path: str | Path,
+        *,
+        top_k: int = 64,
+        samples: int | None = None,
+        temperatures: Sequence[float] = (1.0, 2.0),
+        batch_size: int = 8,
+        collator: Callable[[list[Any]], Mapping[str, Any]] | None = None,
+        tokenizer: Any = None,
+        positions: str = "labels",
+        vocab_size: int | None = None,
+        dtype: str = "float16",
+        shard_bytes: int = SHARD_BYTES,
+        overwrite: bool = False,
+        progress: bool = True,
+    ) -> TeacherCache:
+        """Ask `teacher`, a causal or masked language model or a classifier, for every text of `dataset`, and open it.
+
+        The teacher may be patched or quantized; it is asked in eval mode, and left as it was.
+        dataset: what a Trainer takes: rows with input_ids, and attention_mask, labels, token_type_ids,
+            position_ids where the student gets them too; or bare lists of ids. collator: makes the model's inputs of
+            a list of one row, for datasets that need one; no random one, such as one that masks afresh.
+        top_k, samples: of top_k ids at each position `samples`, by default half of them, are drawn from all but the
+            best; 0 is better for other losses than "fkl", to which a drawn id is only one more that is known.
+        temperatures: those that can be trained at. The highest is drawn at.
+        tokenizer: stored as a hash for `check_tokenizer`; taken from the collator if it has one.
+        positions: "labels" answers where a row's labels are not -100, and everywhere in rows without labels; "all"
+            everywhere, for other labels later.
+        vocab_size: ids from there on are cut off: the teacher's padding, if the student has less of it.
+        dtype: "float16", "bfloat16" or "float32", of the logits, stored less the best of each position.
+        shard_bytes: of one file, about; a build that is interrupted goes on after the last complete one if it is
+            started again. Rows that a complete cache of the same settings lacks are added to it.
+        overwrite: replace a cache of something else, which stays until the new one is complete.
+
+        Raises UnsupportedError for what cannot be stored, or if the path holds something else, and HfAccelError if
+        a file cannot be written; a cache that was complete stays so.
+        """
+        for name, value in {"top_k": top_k, "batch_size": batch_size, "shard_bytes": shard_bytes}.items():
+            positive_int(name, value)
+        path = Path(path)
+        if path.exists() and not path.is_dir():
+            raise UnsupportedError(f"{path} is a file; a cache is a folder")
+        task, size = survey(teacher, vocab_size)
+        top_k = min(top_k, size)
+        tokenizer = tokenizer if tokenizer is not None else getattr(collator, "tokenizer", None)
+        settings = CacheSettings(
+            teacher=describe(teacher),
+            tokenizer=hash_vocabulary(tokenizer) if tokenizer is not None else None,
+            task=task,
+            positions=positions,
+            vocab_size=size,
+            top_k=top_k,
+            samples=(top_k // 2 if top_k < size else 0) if samples is None else samples,
+            temperatures=sorted({float(t) for t in temperatures}),
+            dtype=dtype,
+        )
+        options = BuildOptions(batch_size, collator, shard_bytes, overwrite, progress)
+        write_cache(teacher, dataset, path, settings, options=options)
+        return cls(path)
+
+    @property
+    def settings(self) -> CacheSettings:
+        return self._index.settings
+
+    def __len__(self) -> int:
+        """Texts."""
+        return len(self._places)
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions that are answered for."""
+        return sum(entry.positions for entry in self._index.shards)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """On disk, all included, per position."""
+        return sum(entry.bytes for entry in self._index.shards) / self.num_tokens
+
+    def __repr__(self) -> str:
+        s = self.settings
+        return (
+            f"TeacherCache({str(self.path)!r}: {s.teacher['class']} {s.teacher['name']!r}, {len(self):,} texts, "
+            f"{self.num_tokens:,} tokens, top {s.top_k - s.samples} + {s.samples} drawn of {s.vocab_size:,}, "
+            f"T={s.temperatures}, "
+            f"{self.bytes_per_token:.0f} bytes per token)"
+        )
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.path,)
+
+    def verify(self) -> None:
+        """Read everything once. Raises HfAccelError for the first shard with a row that has changed."""
+        for shard in self._shards:
+            for number in range(len(shard.keys())):
+                shard.row(number)
+
+    def check(self, student: Any, objective: Any) -> None:
+        """See Teacher. The rows that are asked for from now on are for this objective."""
+        if self.tokenizer is not None:
+            self.check_tokenizer(self.tokenizer)
+        self._column(objective.temperature)
+        self._objective = objective
+        task = task_of(student)
+        if task is not None and task != self.settings.task:
+            raise UnsupportedError(
+                f"{self.path} is of a {self.settings.teacher['class']}, and {type(student).__name__} predicts "
+                "something else; build it from a teacher of the student's kind"
+            )
+        config = getattr(student, "config", None)
+        size = getattr(config, "num_labels" if task == "sequence" else "vocab_size", None)
+        if size is not None and size < self.settings.vocab_size:
+            raise UnsupportedError(
+                f"{self.path} speaks of {self.settings.vocab_size} ids, and the student has {size}; if the rest is "
+                f"padding, build it with vocab_size={size}"
+            )
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Raises UnsupportedError if the cache was built with a tokenizer of another vocabulary."""
+        known = self.settings.tokenizer
+        if known is not None and hash_vocabulary(tokenizer) != known:
+            raise UnsupportedError(f"{self.path} was built with another tokenizer; use that one, or build it again")
+
+    def rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
+        """See Teacher. Raises UnsupportedError for a text that is not stored, or a position without an answer."""
+        if self._objective is None:
+            raise HfAccelError("TeacherCache.check(student, objective) comes before rows(): it says for which loss")
+        found = [self._answers(text, wanted) for text, wanted in _wanted(texts_of(inputs), select)]
+        parts = zip(*(part.tensors() for part in found or [self._nothing()]), strict=True)
+        answers = TopLogits(*(torch.cat(same).to(select.device) for same in parts))
+        s, temperature = self.settings, self._objective.temperature
+        if s.top_k == s.vocab_size:
+            return answers.dense()
+        column, best = self._column(temperature), s.top_k - s.samples
+        if s.samples and self._objective.loss == "fkl":
+            return answers.sampled(best, temperature, column, drawn_at=max(s.temperatures), vocab_size=s.vocab_size)
+        return answers.top(temperature, column, s.vocab_size)
+
+    def _column(self, temperature: float) -> int:
+        s = self.settings
+        for column, known in enumerate(s.temperatures):
+            if math.isclose(known, temperature, rel_tol=1e-9):
+                return column
+        if s.top_k == s.vocab_size:
+            return 0
+        raise UnsupportedError(
+            f"{self.path} holds the sums for T={s.temperatures}, and not for temperature={temperature}; train at one "
+            f"of those, or build it with temperatures={(*s.temperatures, temperature)}"
+        )
+
+    def _answers(self, text: Text, wanted: Tensor) -> TopLogits:
+        """wanted: int64 [n], positions within the text, ascending."""
+        if text.key not in self._places:
+            raise UnsupportedError(
+                f"row {text.row} of the batch, {text}, is not among the {len(self)} texts of {self.path}: packing, "
+                "truncation, the chat template or the tokenizer differ from when it was built, or the batch has "
+                "padding and no attention_mask; build it from the very dataset that is trained on"
+            )
+        shard, number = self._places[text.key]
+        stored = shard.row(number)
+        if len(wanted) == len(stored.positions) and bool((stored.positions == wanted).all()):
+            return stored.answers
+        at = torch.searchsorted(stored.positions.long(), wanted).clamp_max(len(stored.positions) - 1)
+        missing = wanted[stored.positions[at] != wanted]
+        if len(missing):
+            raise UnsupportedError(
+                f"{self.path} has no answer for {len(missing)} positions of row {text.row} of the batch, {text}, from "
+                f"position {missing[:SHOWN].tolist()} on: other labels are trained on than it was built with; build "
+                "it with positions='all'"
+            )
+        return stored.answers[at]
+
+    def _nothing(self) -> TopLogits:
+        k, temperatures = self.settings.top_k, len(self.settings.temperatures)
+        ids, logits = torch.zeros(0, k, dtype=torch.int64), torch.zeros(0, k, dtype=DTYPES[self.settings.dtype])
+        return TopLogits(ids, logits, torch.zeros(0, temperatures), torch.zeros(0))
+
+
+def _wanted(texts: list[Text], select: Tensor) -> list[tuple[Text, Tensor]]:
+    """The texts that have a selected position, in order, each with those."""
+    select = select.detach().cpu()
+    if select.dim() == 1:  # one answer for each row
+        first = torch.zeros(1, dtype=torch.int64)
+        if [text.row for text in texts] != list(range(len(select))):
+            raise UnsupportedError("a classifier reads one text in each row; packed or empty rows cannot be answered")
+        return [(text, first) for text in texts if select[text.row]]
+    found = [(text, select[text.row, text.start : text.stop].nonzero().flatten()) for text in texts]
+    outside = int(select.sum()) - sum(len(wanted) for _, wanted in found)
+    if outside:
+        raise UnsupportedError(
+            f"{outside} labels are to be predicted from padding (left padding, and a label at the first token); pad "
+            "to the right, or set the first label of each row to -100"
+        )
+    return [(text, wanted) for text, wanted in found if len(wanted)]

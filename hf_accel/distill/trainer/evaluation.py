@@ -1,0 +1,70 @@
+"""How far a student is from its teacher, while it is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..losses.closed_forms import agreement
+from ..losses.distillation_loss import divergence_sum
+from ..losses.logit_rows import DenseRows, Rows
+from ..losses.objective import Objective
+from ..teachers.labels import learnt, shifts
+from ..teachers.teacher import Teacher
+from .hook import with_decoder_inputs
+
+ROWS = 256  # of logits compared at a time: float32 of both, and what is made of them
+
+
+class EvaluationMeter:
+    """Sums over the labels of the batches that a model in evaluation mode is given; its outputs stay as they are."""
+
+    def __init__(self, teacher: Teacher, objective: Objective, shift: bool | None, device: torch.device) -> None:
+        self.shift = shift
+        self.teacher, self.objective = teacher, objective
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # divergence, acceptance, count
+        self.has_acceptance = True
+
+    @contextmanager
+    def watching(self, model: Any) -> Iterator[None]:
+        handle = model.register_forward_hook(self._after, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @staticmethod
+    def metrics(sums: Tensor, has_acceptance: bool, prefix: str) -> dict[str, float]:
+        kd, acceptance, count = sums.tolist()
+        if not count:
+            return {}
+        found = {f"{prefix}_kd_loss": kd / count}
+        return found | ({f"{prefix}_acceptance": acceptance / count} if has_acceptance else {})
+
+    def _after(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        labels, logits = kwargs.get("labels"), getattr(output, "logits", None)
+        if model.training or labels is None or logits is None:
+            return
+        labels, shift = kwargs.get("shift_labels"), False
+        if labels is None:
+            labels, shift = kwargs["labels"], shifts(model) if self.shift is None else self.shift
+        select = learnt(labels, shift)[0].to(logits.device)
+        if select.shape != logits.shape[:-1] or not select.any():
+            return
+        with torch.no_grad():
+            self._add(logits[select], self.teacher.rows(with_decoder_inputs(model, kwargs), select))
+
+    def _add(self, student: Tensor, teacher: Rows) -> None:
+        kd = divergence_sum(student, teacher, self.objective)
+        acceptance = 0.0
+        if isinstance(teacher, DenseRows):
+            size = min(student.shape[-1], teacher.vocab_size)
+            logits = (rows[:, :size].split(ROWS) for rows in (teacher.logits, student))
+            acceptance = sum(agreement(t, s, 1.0)[0].sum().item() for t, s in zip(*logits, strict=True))
+        self.has_acceptance &= isinstance(teacher, DenseRows)
+        found = [kd.item(), acceptance, len(student)]
+        self.sums += torch.tensor(found, dtype=torch.float64, device=self.sums.device)

@@ -1,0 +1,338 @@
+"""A forward hook that turns a training model's loss into the objective of a distillation."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UnsupportedError
+from ...models import unwrapped
+from ..losses.distillation_loss import divergence_sum, loss_sums
+from ..losses.logit_rows import HeadRows
+from ..losses.objective import Objective
+from ..teachers.labels import Divisor, check_reading, learnt, shifts
+from ..teachers.last_hidden import LastHidden, check_head, head_of
+from ..teachers.matching import check_fusible, check_student
+from ..teachers.teacher import Teacher
+from .averages import Averages
+
+TARGETS = ("labels", "shift_labels", "num_items_in_batch")
+
+
+class DistillationHook:
+    """Between `install` and `remove` the model's loss in training mode is alpha * its own + (1 - alpha) * T^2 * D, and
+    both are divided by what its own loss is divided by. In eval mode, or without gradients, the model is as it was.
+
+    shift: whether position i learns label i + 1; None to read it from the model's loss.
+    fused: never hold logits [B, T, V]: the model is asked for one position's, and both losses are computed from hidden
+    states. A model that TRL's SFTTrainer calls with fused_lm_head=True has no logits, and learns so in any case.
+
+    is_divided: whether the loss is divided by the labels of the whole step, and not of the micro-batch. items: where a
+    trainer divides by itself, what it divides by, if that is known before the forward pass; only logs depend on it.
+
+    A forward or backward pass that fails or is interrupted leaves the hook on the model, since nobody tells a callback
+    that a training broke off. The next forward pass finds that the last one did not end, takes the hook off and is
+    the model's own.
+    """
+
+    def __init__(
+        self, teacher: Teacher, objective: Objective, *, shift: bool | None = None, fused: bool = False
+    ) -> None:
+        self.teacher, self.objective, self.shift, self.fused = teacher, objective, shift, fused
+        self.is_divided = False
+        self.items: Any = None
+        self._model: Any = None
+        self._handles: list[Any] = []
+        self._begin()
+
+    def prepare(self, model: Any, tokenizer: Any = None) -> None:
+        """Before training. Raises UnsupportedError if the teacher cannot teach this model. tokenizer: its own."""
+        check_student(model)
+        shifts(model)
+        if self.fused:
+            check_fusible(model, self.teacher)
+        if tokenizer is not None:
+            self.teacher.check_tokenizer(tokenizer)
+        self.teacher.check(model, self.objective)
+        self._model = model
+        self._begin()
+
+    def _begin(self) -> None:
+        self._divisor = Divisor()
+        self._is_checked = self._is_underway = self._answered = self._learnt = False
+        self._inputs: dict[str, Any] = {}
+        self._hidden: LastHidden | None = None
+        self._told: list[tuple[Tensor, Tensor, int | None]] = []
+
+    def install(self, model: Any) -> None:
+        """A second time changes nothing. Raises UnsupportedError if another hook teaches this model."""
+        if model is not self._model:
+            self.prepare(model)
+        if self._handles or self.objective.alpha == 1:
+            return
+        for hook in list(model._forward_hooks.values()):
+            other = getattr(inspect.unwrap(hook), "__self__", None)
+            if isinstance(other, DistillationHook):
+                if not other._is_underway:
+                    raise UnsupportedError("two teachers for one model in one training: give one DistillationCallback")
+                other.remove()
+        self._handles = [
+            model.register_forward_pre_hook(_not_compiled(self._before), with_kwargs=True),
+            model.register_forward_hook(_not_compiled(self._after), with_kwargs=True),
+        ]
+
+    @property
+    def is_installed(self) -> bool:
+        return bool(self._handles)
+
+    def remove(self) -> None:
+        """Leaves the model as it was. A second time changes nothing."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._is_underway = False
+        self._release()
+
+    def _release(self) -> None:
+        self._inputs = {}
+        if self._hidden is not None:
+            self._hidden.remove()
+            self._hidden = None
+
+    def confirm(self) -> None:
+        """After a backward pass: raises UnsupportedError if it did not go through the loss that was given."""
+        answered, learnt = self._answered, self._learnt
+        self._answered = self._learnt = False
+        if learnt or not self._handles:
+            return
+        what = "did not learn from" if answered else "never asked for"
+        raise UnsupportedError(
+            f"the trainer {what} the loss of {type(unwrapped(self._model)).__name__}.forward: it computes one of its "
+            "own, so the teacher had no say; use hf_accel.DistillationTrainer, or hf_accel.distillation_loss in your "
+            "own compute_loss"
+        )
+
+    def report(self, averages: Averages, micro_batches: int | None = None) -> None:
+        """Add both parts of the losses since the last report. micro_batches: of the whole step; None for as many as
+        have had labels since."""
+        labels = sum(count or 0 for _, _, count in self._told)
+        for ce, kd, count in self._told:
+            share = count / labels if count else 1.0 if self.is_divided else 1 / (micro_batches or len(self._told))
+            averages.add("ce_loss", ce, share)
+            averages.add("kd_loss", kd, share)
+        self._told.clear()
+
+    # -- one pass --------------------------------------------------------------------------------------
+
+    def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not is_learning(model):
+            return None
+        if self._is_underway:
+            self.remove()
+            return None
+        self._is_underway = True
+        self._inputs = inputs = {**_named(model, args), **kwargs}
+        _labels(inputs)
+        if inputs.get("fused_lm_head") or self.fused:
+            self._hidden = LastHidden(model)
+        if self.fused and not inputs.get("fused_lm_head"):
+            return (), {**{key: value for key, value in inputs.items() if key not in TARGETS}, "logits_to_keep": 1}
+        self._divisor.watch(kwargs)
+        return args, kwargs
+
+    def _after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if not is_learning(model):
+            return None
+        try:
+            inputs = self._inputs
+            if inputs.get("fused_lm_head"):
+                name, mixed = "log_probs", self._mix_log_probs(model, inputs, output)
+            elif self.fused:
+                name, mixed = "loss", self._mix_hidden(model, inputs, output)
+            else:
+                name, mixed = "loss", self._mix_logits(model, inputs, output)
+        finally:
+            self._release()
+        output[name] = mixed
+        self._answered, self._is_underway = True, False
+        mixed.register_hook(self._on_backward)
+        return output
+
+    def _on_backward(self, gradient: Tensor) -> None:
+        self._learnt = self._is_underway = True
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._on_backward_end)
+
+    def _on_backward_end(self) -> None:
+        self._is_underway = False
+
+    def _tell(self, ce: Any, kd: Any, is_divided: bool, count: int | None = None) -> None:
+        """count: of the labels, where what the trainer divides by is not known yet."""
+        self._told.append((torch.as_tensor(ce).detach(), torch.as_tensor(kd).detach(), count))
+        self.is_divided = is_divided
+
+    def _read(self, model: Any, inputs: dict[str, Any], shape: torch.Size) -> tuple[Tensor, Tensor, bool]:
+        """Which positions learn, what, and whether the labels were shifted for it. shape: of what predicts them."""
+        shift = inputs.get("shift_labels") is None and (shifts(model) if self.shift is None else self.shift)
+        select, chosen = learnt(_labels(inputs), shift)
+        if select.shape != shape:
+            raise UnsupportedError(
+                f"the student predicts {tuple(shape)} and its labels are {tuple(select.shape)}: prompt tuning, whose "
+                "virtual tokens predict too, and logits_to_keep cannot be distilled here; LoRA can"
+            )
+        return select, chosen, shift
+
+    def _mix_logits(self, model: Any, inputs: dict[str, Any], output: Any) -> Tensor:
+        """The model's own loss and the teacher's share."""
+        _check_output(output)
+        own, logits = output.loss, output.logits
+        select, chosen, shift = self._read(model, inputs, logits.shape[:-1])
+        self._settle(inputs, output, shift, len(chosen))
+        if not len(chosen):
+            # A mean over no label is not a number, with which plain training would go on.
+            return own if bool(torch.isfinite(own)) else logits.float().sum() * 0.0
+        divisor = self._divisor.of(inputs.get("num_items_in_batch"), len(chosen))
+        select = select.to(logits.device)
+        rows = self.teacher.rows(with_decoder_inputs(model, inputs), select)
+        kd = divergence_sum(logits, rows, self.objective, select=select) / divisor
+        balance = _balance(model, output, own.device)
+        self._tell(own - balance, kd, bool(self._divisor.is_given))
+        return self.objective.alpha * own + (1 - self.objective.alpha) * (kd + balance)
+
+    def _settle(self, inputs: dict[str, Any], output: Any, shift: bool, count: int) -> None:
+        """In the first pass: find what the own loss is divided by, and whether it reads the labels as we do."""
+        summed = self._divisor.settle(output.loss)
+        if self._is_checked or not count or self.shift is not None:
+            return
+        self._is_checked = True
+        if summed is None and getattr(output, "aux_loss", None) is None:
+            summed = output.loss.detach() * count
+        if summed is not None and inputs.get("shift_labels") is None:
+            check_reading(summed, output.logits, inputs["labels"].to(output.logits.device), shift)
+
+    def _mix_hidden(self, model: Any, inputs: dict[str, Any], output: Any) -> Tensor:
+        """Both losses from hidden states, as the model's own would be divided."""
+        assert self._hidden is not None
+        hidden, head = self._hidden.value, head_of(model)
+        assert head is not None
+        select, chosen, _ = self._read(model, inputs, hidden.shape[:-1])
+        with self._hidden.autocast():
+            if not self._is_checked:
+                check_head(model, head, hidden, output.logits)
+                self._is_checked = True
+            index, select = select.flatten().nonzero()[:, 0].to(hidden.device), select.to(hidden.device)
+            rows = self.teacher.compact_rows(with_decoder_inputs(model, inputs), select) if len(chosen) else None
+            targets = chosen.to(hidden.device)
+            sums = loss_sums(HeadRows(hidden, head).flat(), rows, self.objective, targets, index=index)
+        items = inputs.get("num_items_in_batch")
+        divisor = max(len(chosen), 1) if items is None else items
+        self._tell(sums.ce / divisor, sums.kd / divisor, items is not None)
+        return sums.total / divisor + _balance(model, output, hidden.device)
+
+    def _mix_log_probs(self, model: Any, inputs: dict[str, Any], output: Any) -> Tensor:
+        """SFTTrainer's loss is minus the sum of log_probs over the number of labels, so each label gets an equal share
+        of the teacher's part, and their sum is right."""
+        assert self._hidden is not None
+        hidden, head = self._hidden.value, head_of(model)
+        if head is None:
+            raise UnsupportedError(f"{type(unwrapped(model)).__name__} has no head to distil under fused_lm_head=True")
+        select, chosen, _ = self._read(model, inputs, hidden.shape[:-1])
+        log_probs, count = output.log_probs, max(len(chosen), 1)
+        if not len(chosen):
+            return self.objective.alpha * log_probs
+        with self._hidden.autocast():
+            index, select = select.flatten().nonzero()[:, 0].to(hidden.device), select.to(hidden.device)
+            rows = self.teacher.compact_rows(inputs, select)
+            only = replace(self.objective, alpha=0.0)
+            kd = loss_sums(HeadRows(hidden, head).flat(), rows, only, index=index).total
+        divisor = count if self.items is None else self.items
+        waits = count if self.items is None else None
+        self._tell(-log_probs.sum() / divisor, kd / divisor, self.items is not None, waits)
+        share = kd / count * output.label_mask
+        return self.objective.alpha * log_probs - (1 - self.objective.alpha) * share
+
+
+def refuse(args: Any, compute_loss_func: Any = None) -> None:
+    """Raises UnsupportedError for what a Trainer is given and under which a model does not tell its loss or logits."""
+    if args.label_smoothing_factor:
+        raise UnsupportedError(
+            f"label_smoothing_factor={args.label_smoothing_factor} takes the labels from the model, and the teacher's "
+            "softened answers are a better smoothing: set it to 0"
+        )
+    if compute_loss_func is not None:
+        raise UnsupportedError(
+            "compute_loss_func takes the labels from the model, so its loss cannot be mixed with the teacher's: leave "
+            "it out, or call hf_accel.distillation_loss in it"
+        )
+    liger = args.liger_kernel_config or {}
+    if args.use_liger_kernel and liger.get("fused_linear_cross_entropy", True):
+        raise UnsupportedError(
+            "use_liger_kernel=True fuses the head into the loss and keeps no logits: give "
+            "liger_kernel_config={'fused_linear_cross_entropy': False}"
+        )
+    if args.n_gpu > 1:
+        raise UnsupportedError(
+            f"{args.n_gpu} GPUs in one process (DataParallel) copy the model at each step, without its hooks: start "
+            "one process for each GPU (accelerate launch, torchrun), or set CUDA_VISIBLE_DEVICES to one"
+        )
+    if getattr(args, "loss_type", None) == "dft":
+        raise UnsupportedError("loss_type='dft' weighs tokens by their own probability: distil with loss_type='nll'")
+
+
+def is_learning(model: Any) -> bool:
+    return bool(model.training) and torch.is_grad_enabled()
+
+
+def _not_compiled(hook: Any) -> Any:
+    """A compiled model's graph breaks here. Nothing is compiled before dynamo is imported, which takes long."""
+    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
+
+
+def _check_output(output: Any) -> None:
+    missing = [name for name in ("loss", "logits") if getattr(output, name, None) is None]
+    if missing:
+        raise UnsupportedError(
+            f"{type(output).__name__} has no {' and no '.join(missing)}, and both are needed. Liger's fused loss "
+            "keeps no logits (liger_kernel_config={'fused_linear_cross_entropy': False}); tuples need return_dict=True"
+        )
+
+
+def _named(model: Any, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Positional arguments of a forward by their names."""
+    return dict(zip(inspect.signature(unwrapped(model).forward).parameters, args, strict=False)) if args else {}
+
+
+def _labels(inputs: dict[str, Any]) -> Tensor:
+    labels = inputs.get("shift_labels")
+    labels = inputs.get("labels") if labels is None else labels
+    if labels is None:
+        raise UnsupportedError(
+            f"the model was called in training without labels (it got {', '.join(inputs)}), so its loss is computed "
+            "elsewhere: a compute_loss_func or label smoothing takes them away. Leave these out, or use "
+            "hf_accel.distillation_loss in the compute_loss_func"
+        )
+    return labels
+
+
+def with_decoder_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The teacher's decoder reads what the student's does, which the student's own forward makes of its labels."""
+    inner = unwrapped(model)
+    if not getattr(inner.config, "is_encoder_decoder", False) or inputs.get("decoder_input_ids") is not None:
+        return inputs
+    if not hasattr(inner, "prepare_decoder_input_ids_from_labels"):
+        raise UnsupportedError(
+            f"{type(inner).__name__} does not tell what its decoder reads, and the teacher's must read the same; put "
+            "decoder_input_ids into the batch (DataCollatorForSeq2Seq(tokenizer, model=model))"
+        )
+    return {**inputs, "decoder_input_ids": inner.prepare_decoder_input_ids_from_labels(labels=inputs["labels"])}
+
+
+def _balance(model: Any, output: Any, device: torch.device) -> Any:
+    """The part of a mixture of experts' loss that keeps its experts busy: no label is in it, so it stays whole."""
+    share = getattr(unwrapped(model), "router_aux_loss_coef", None)
+    aux = getattr(output, "aux_loss", None)
+    return share * aux.to(device) if share is not None and isinstance(aux, Tensor) else 0.0

@@ -1,0 +1,236 @@
+"""Transfer from inside a teacher, hooked into a transformers model's forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import UnsupportedError
+from ..losses.inside import NOWHERE, hidden_loss, relation_heads, relation_loss, uniform_layer_map
+from ..teachers.labels import IGNORED, Divisor, learnt, shifts
+from ..teachers.live import ModelTeacher
+from .capture import RELATIONS, Capture, Projections, Site, layers_of, projections_of, text_config
+from .hook import DistillationHook, is_learning
+from .settings import DistillationSettings
+
+PROJECTIONS = "_distillation_projections"
+
+
+class Transfer:
+    """Adds hidden_weight * H + attention_weight * R to the loss of a student in training mode.
+
+    Between `install` and `remove` the student has hooks, and where its width is not its teacher's a submodule of
+    learned projections: the optimizer, clipping and data parallelism see them as any other parameter, and no
+    state_dict, and so no checkpoint of the student, does.
+    """
+
+    def __init__(self, hook: DistillationHook, settings: DistillationSettings, seed: int) -> None:
+        teacher = hook.teacher
+        if not isinstance(teacher, ModelTeacher):
+            raise UnsupportedError(
+                "hidden_weight and attention_weight need a teacher in memory: a cache has nothing but its words; give "
+                "the model as teacher_model, or set both to 0"
+            )
+        self.teacher, self.settings, self.seed = teacher, settings, seed
+        self._hook, self._own_divisor = hook, Divisor()
+        self._inputs: dict[str, Any] = {}
+        self.projections: Projections | None = None
+        self.last: dict[str, Tensor] = {}  # of the newest micro-batch, without weights
+        self._handles: list[Any] = []
+        self._student: Any = None
+
+    def install(self, student: Any) -> None:
+        """Hook into the student, after the hook for its words. Raises UnsupportedError where layers cannot be told."""
+        self._student = student
+        teacher = self.teacher.model
+        mine, others = layers_of(student, "student"), layers_of(teacher, "teacher")
+        self._maps(len(mine), len(others))
+        self.captures = (
+            Capture(_sites(student, mine, self.hidden, self.attention), learns=True),
+            Capture(_sites(teacher, others, self.hidden.values(), self.attention.values()), learns=False),
+        )
+        if self.attention:
+            self.causal = _is_causal(mine[0], "student")
+            if self.causal != _is_causal(others[0], "teacher"):
+                raise UnsupportedError("attention_weight: one of student and teacher is causal and the other is not")
+        self._project(student)
+        for capture in self.captures:
+            capture.install()
+        self._own_divisor = Divisor()
+        first = {"with_kwargs": True, "prepend": True}  # the hook for its words may take labels out of the call
+        self._handles.append(student.register_forward_pre_hook(self._before, **first))
+        self._handles.append(student.register_forward_hook(self._after, with_kwargs=True))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._student is None:
+            return
+        for capture in getattr(self, "captures", ()):
+            capture.remove()
+        self._student._modules.pop(PROJECTIONS, None)
+        self._student = None
+
+    # -- what is learnt from what ----------------------------------------------------------------------
+
+    def _maps(self, mine: int, others: int) -> None:
+        hidden = self.settings.layer_map("hidden_layer_map") or uniform_layer_map(mine, others)
+        attention = self.settings.layer_map("attention_layer_map") or {mine: others}
+        self.hidden = hidden if self.settings.hidden_weight else {}
+        self.attention = attention if self.settings.attention_weight else {}
+        for name, chosen in (("hidden_layer_map", self.hidden), ("attention_layer_map", self.attention)):
+            if any(left > mine or right > others for left, right in chosen.items()):
+                raise UnsupportedError(f"{name}={chosen}: the student has {mine} layers, the teacher {others}")
+
+    def _project(self, student: Any) -> None:
+        widths = [text_config(model).hidden_size for model in (student, self.teacher.model)]
+        if not self.hidden or widths[0] == widths[1]:
+            return
+        if self.projections is None:
+            device = next(student.parameters()).device
+            self.projections = Projections(self.hidden, widths[0], widths[1], self.seed).to(device)
+        student.add_module(PROJECTIONS, self.projections)
+        prefix = f"{PROJECTIONS}."
+
+        def leave_out(module: Any, state: dict[str, Any], at: str, metadata: Any) -> None:
+            for name in [name for name in state if name.startswith(at + prefix)]:
+                del state[name]
+
+        def not_missed(module: Any, keys: Any) -> None:
+            keys.missing_keys[:] = [name for name in keys.missing_keys if prefix not in name]
+
+        self._handles.append(student.register_state_dict_post_hook(leave_out))
+        self._handles.append(student.register_load_state_dict_post_hook(not_missed))
+
+    # -- one pass --------------------------------------------------------------------------------------
+
+    @property
+    def is_divided(self) -> bool:
+        """By the labels of the whole step, as the student's own loss; the hook for its words knows if there is one."""
+        return self._hook.is_divided if self._hook.is_installed else bool(self._own_divisor.is_given)
+
+    def _before(self, student: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not is_learning(student):
+            return None
+        for capture in self.captures:
+            capture.open()
+        self._inputs = dict(kwargs)
+        if not self._hook.is_installed:
+            self._own_divisor.watch(kwargs)
+        return args, kwargs
+
+    def _after(self, student: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if not is_learning(student):
+            return None
+        inputs, self._inputs = self._inputs, {}
+        is_summed = bool(inputs.get("fused_lm_head"))  # TRL: the trainer divides minus the sum of log_probs
+        if not self._hook.is_installed and not is_summed:
+            self._own_divisor.settle(output["loss"])
+        weights = token_weights(student, inputs, self._hook.shift)
+        if not self.captures[1].found:  # with alpha=1, or with no label, nobody has asked the teacher yet
+            self.teacher.compact_rows(inputs, torch.zeros_like(_labels(inputs), dtype=torch.bool))
+        for capture in self.captures:
+            capture.stop()
+        mine, others = self.captures[0].take(), self.captures[1].take()
+        count = max(round(weights.sum().item()), 1)
+        given = self._hook.items if is_summed else inputs.get("num_items_in_batch")
+        items = given if given is not None and (is_summed or self.is_divided) else count
+        total = weights.new_zeros(())
+        with torch.autocast(weights.device.type, enabled=False):
+            if self.hidden:
+                value = self._hidden(mine, others, weights) / items
+                self.last["hidden_loss"] = value.detach()
+                total = total + self.settings.hidden_weight * value
+            if self.attention:
+                value = self._relations(mine, others, weights, documents_of(inputs, weights)) / items
+                self.last["attention_loss"] = value.detach()
+                total = total + self.settings.attention_weight * value
+        if is_summed:
+            output["log_probs"] = output.log_probs - total * items / count * output.label_mask
+        else:
+            output["loss"] = output["loss"] + total
+        return output
+
+    def _hidden(
+        self, mine: Mapping[tuple[str, int], Tensor], others: Mapping[tuple[str, int], Tensor], weights: Tensor
+    ) -> Tensor:
+        """The mean over the layers chosen."""
+        total = weights.new_zeros(())
+        for left, right in self.hidden.items():
+            state = mine["layer", left]
+            if self.projections is not None:
+                state = self.projections.project(left, state)
+            total = total + hidden_loss(state, others["layer", right], weights, self.settings.hidden_loss)
+        return total / len(self.hidden)
+
+    def _relations(
+        self,
+        mine: Mapping[tuple[str, int], Tensor],
+        others: Mapping[tuple[str, int], Tensor],
+        weights: Tensor,
+        documents: Tensor,
+    ) -> Tensor:
+        """The sum over Q-Q, K-K and V-V of the mean over the layers chosen."""
+        total = weights.new_zeros(())
+        for left, right in self.attention.items():
+            pairs = [(mine[name, left], others[name, right]) for name in RELATIONS]
+            heads = relation_heads((x.shape[-1] for pair in pairs for x in pair), self.settings.relation_heads)
+            for s, t in pairs:
+                total = total + relation_loss(s, t, weights, documents, heads=heads, causal=self.causal)
+        return total / len(self.attention)
+
+
+def _sites(
+    model: Any, layers: nn.ModuleList, hidden: Iterable[int], attention: Iterable[int]
+) -> dict[tuple[str, int], Site]:
+    sites = {("layer", layer): Site(layers[layer - 1]) for layer in hidden}
+    for layer in attention:
+        found = projections_of(layers[layer - 1], f"layer {layer} of {type(model).__name__}")
+        sites |= {(name, layer): site for name, site in found.items()}
+    return sites
+
+
+def _labels(inputs: Mapping[str, Any]) -> Tensor:
+    shifted = inputs.get("shift_labels")
+    found: Tensor = inputs["labels"] if shifted is None else shifted
+    return found
+
+
+def token_weights(student: Any, inputs: Mapping[str, Any], shift: bool | None = None) -> Tensor:
+    """float32 [B, T]: 1 for a position that has a label, and where a whole row has one, 1 over its tokens."""
+    ids, labels = inputs.get("input_ids"), _labels(inputs)
+    batch, length = (inputs["inputs_embeds"] if ids is None else ids).shape[:2]
+    if labels.shape == (batch, length):
+        shift = shifts(student) if shift is None else shift
+        return learnt(labels, shift and inputs.get("shift_labels") is None)[0].float()
+    mask = inputs.get("attention_mask")
+    mask = torch.ones(batch, length, device=labels.device) if mask is None else mask.float()
+    if labels.dim() == 1:
+        mask = mask * (labels != IGNORED)[:, None]
+    return mask / mask.sum(-1, keepdim=True).clamp_min(1)
+
+
+def documents_of(inputs: Mapping[str, Any], weights: Tensor) -> Tensor:
+    """int64 [B, T]: which text of a row a token belongs to; rows packed from several restart their position_ids."""
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    found = torch.zeros_like(weights, dtype=torch.long)
+    if positions is not None:
+        found = (positions.expand(weights.shape) == 0).long().cumsum(-1)
+    if mask is None:
+        return found
+    if mask.dim() != 2:
+        raise UnsupportedError(f"attention_weight needs an attention_mask of [B, T], not of {tuple(mask.shape)}")
+    return found.masked_fill(mask == 0, NOWHERE)
+
+
+def _is_causal(layer: nn.Module, whose: str) -> bool:
+    found = {bool(module.is_causal) for module in layer.modules() if hasattr(module, "is_causal")}
+    if len(found) != 1:
+        raise UnsupportedError(
+            f"attention_weight: the {whose}'s layers do not say whether they are causal; set it to 0"
+        )
+    return found.pop()

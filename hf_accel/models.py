@@ -1,0 +1,50 @@
+"""A model as it is handed over: what is inside its wrappers, its lists of layers, and its mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def without_adapters(model: Any) -> Any:
+    """The model inside PEFT's wrapper; any other object as it is."""
+    is_adapted = hasattr(model, "get_base_model") and not isinstance(model, type)
+    return model.get_base_model() if is_adapted else model
+
+
+def unwrapped(model: Any, *, keep_adapters: bool = False) -> Any:
+    """The model inside what torch.compile, torch's data parallelism and PEFT wrap around it.
+
+    keep_adapters: a PEFT model is returned as it is, since generating needs its adapters.
+    """
+    while "_orig_mod" in getattr(model, "_modules", ()) or isinstance(model, PARALLEL):
+        model = model.module if isinstance(model, PARALLEL) else model._orig_mod
+    return model if keep_adapters else without_adapters(model)
+
+
+def layer_lists(model: nn.Module, count: int) -> dict[str, nn.ModuleList]:
+    """The outermost lists of `count` modules, by name: the layers, and what else there is one of for each layer."""
+    found: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, nn.ModuleList) and len(module) == count and not is_inside:
+            found[name] = module
+    return found
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """No dropout inside the block; afterwards every module is in the mode it was in."""
+    training = [module for model in models for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
