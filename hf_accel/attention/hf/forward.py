@@ -131,7 +131,7 @@ def _paged(backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionO
         pages = KV(storage.k_pages, storage.v_pages, storage.k_scales, storage.v_scales)
         ragged = Ragged(step.cu_q, group.kv_len, step.max_q, group.max_kv, group.block_table)
         out = backend.paged(step.tokens(query), pages, ragged, options)
-    elif step.rows is None:
+    elif step.token_columns is None:
         return backend.dense(query, kv, options)
     else:
         ragged = Ragged(step.cu_q, step.cu_q.diff(), step.max_q, step.max_q)
