@@ -28,18 +28,18 @@ Results = Mapping[str, Sequence[Served]]
 def measure(bench: Bench) -> list[Table]:
     settings = bench.settings
     systems = make_systems(bench)
-    mean = settings.serve_means[len(settings.serve_means) // 2]
+    mean = settings.serving.means[len(settings.serving.means) // 2]
     main = workload(bench, "exponential", mean)
     note = make_note(bench, systems, main)
     few = {name: systems[name] for name in (PADDED, CONTINUOUS, accel.INT8.name)}
     workloads = [workload(bench, law, mean) for law in LAWS if law != "exponential"]
-    workloads += [workload(bench, "exponential", other) for other in settings.serve_means if other != mean]
+    workloads += [workload(bench, "exponential", other) for other in settings.serving.means if other != mean]
     runs = {main.name: serve(bench, systems, main)}
     runs |= {one.name: serve(bench, few, one) for one in workloads}
     workloads = sorted([*workloads, main], key=lambda one: one.name.startswith("exponential") and one.useful)
     tables = [table(main, runs[main.name], note), trend(workloads, runs)]
-    if settings.serve_many:
-        many = workload(bench, "exponential", min(settings.serve_means), requests=settings.serve_many)
+    if settings.serving.many:
+        many = workload(bench, "exponential", min(settings.serving.means), requests=settings.serving.many)
         tables.append(table(many, serve(bench, few, many), note))
     return tables
 
@@ -47,9 +47,9 @@ def measure(bench: Bench) -> list[Table]:
 def workload(bench: Bench, law: str, mean: float, *, requests: int | None = None) -> Workload:
     return draw(
         law,
-        requests=requests or bench.settings.serve_requests,
+        requests=requests or bench.settings.serving.requests,
         mean=mean,
-        prompt_lengths=bench.settings.serve_prompts,
+        prompt_lengths=bench.settings.serving.prompts,
         vocabulary=bench.model.config.vocab_size,
         seed=bench.settings.seed,
     )
@@ -77,9 +77,9 @@ def make_note(bench: Bench, systems: dict[str, tuple[Any, Serve]], main: Workloa
     """Stock's generate_batch gets its settings on the way."""
     plain, _ = systems[CONTINUOUS]
     short = main.first(len(main.prompts), most_new=SEARCH_TOKENS)
-    batch_tokens, running = best_settings(plain, short, bench.settings.serve_choices)
+    batch_tokens, running = best_settings(plain, short, bench.settings.serving.choices)
     systems[CONTINUOUS] = plain, partial(continuous_with, batch_tokens, running)
-    rounds = f"Rounds: {bench.settings.serve_rounds}."
+    rounds = f"Rounds: {bench.settings.serving.rounds}."
     return f"{NOTE.format(batch_tokens=batch_tokens, running=running or 'all')} {rounds}"
 
 
@@ -90,7 +90,7 @@ def continuous_with(batch_tokens: int, running: int | None, model: Any, workload
 def serve(bench: Bench, systems: Mapping[str, tuple[Any, Serve]], workload: Workload) -> Results:
     print(f"  {len(workload.prompts)} requests, {workload.name}", flush=True)
     candidates = {name: partial(run, *system, workload) for name, system in systems.items()}
-    return take_turns(candidates, rounds=bench.settings.serve_rounds, warm_up=False)
+    return take_turns(candidates, rounds=bench.settings.serving.rounds, warm_up=False)
 
 
 def run(model: Any, serve: Serve, workload: Workload) -> Served:

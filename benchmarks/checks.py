@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_accel
-from hf_accel.generation.hf import STATE
+from hf_accel.state import state_of
 
 PROMPT_TOKENS = 16
 NEW_TOKENS = 8
@@ -42,7 +42,7 @@ def check(
 
 def choices(model: PreTrainedModel) -> list[str]:
     """What the patch really chose, so that a part that fell back is not taken for ours."""
-    lines = vars(model)[STATE].description["choices"]
+    lines = state_of(model).description["choices"]
     return [f"{line['topic']}, {line['what']}: {line['choice']}" for line in lines]
 
 

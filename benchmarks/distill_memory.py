@@ -27,7 +27,7 @@ NOTE = (
 
 def measure(bench: Bench) -> list[Table]:
     settings = bench.settings
-    cases = zip(settings.distill_vocabularies, settings.distill_contexts, strict=True)
+    cases = zip(settings.distill.vocabularies, settings.distill.contexts, strict=True)
     return [table(bench, classes, contexts * settings.context) for classes, contexts in cases]
 
 
@@ -35,7 +35,7 @@ def table(bench: Bench, classes: int, tokens: int) -> Table:
     found = {}
     for form in FORMS:
         print(f"    {form}, {classes} classes, {tokens} tokens in a new process", flush=True)
-        found[form] = call("distill_peak", form, classes, tokens, bench.settings.distill_width, bench.settings.rounds)
+        found[form] = call("distill_peak", form, classes, tokens, bench.settings.distill.width, bench.settings.rounds)
     check(found)
     rows = [row(form, found, 4 * classes * tokens) for form in FORMS]
     return Table(f"distillation loss, {classes} classes, {tokens} tokens", rows, NOTE)

@@ -64,8 +64,8 @@ def best_of(hidden: Tensor, weight: Tensor) -> TopRows:
     return TopRows(torch.cat([x.indices for x in found]), torch.cat([x.values for x in found]), len(weight))
 
 
-def main(form: str, vocabulary: str, tokens: str, width: str, rounds: str) -> None:
-    classes, rows, columns = int(vocabulary), int(tokens), int(width)
+def main(form: str, *numbers: str) -> None:
+    classes, rows, columns, rounds = map(int, numbers)
     seeded = torch.Generator().manual_seed(0)
     hidden, spoken = (torch.randn(rows, columns, generator=seeded) for _ in range(2))
     weight, speaker = (torch.randn(classes, columns, generator=seeded).div_(columns**0.5) for _ in range(2))
@@ -84,7 +84,7 @@ def main(form: str, vocabulary: str, tokens: str, width: str, rounds: str) -> No
         values[:] = [made.item(), *(gradient.norm().item() for gradient in found)]
 
     peak = peak_bytes(step)
-    for _ in range(int(rounds)):
+    for _ in range(rounds):
         step()
     print(json.dumps({"peak_bytes": peak, "seconds": statistics.median(seconds[1:]), "values": values}))
 

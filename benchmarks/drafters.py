@@ -42,20 +42,21 @@ class Run:
 
 
 def target_of(settings: Settings) -> str:
-    return settings.target or str(SHIPPED)
+    return settings.drafters.target or str(SHIPPED)
 
 
 def measure(bench: Bench) -> list[Table]:
     settings = bench.settings
     target = endless(load_model(target_of(settings)))
-    draft = endless(load_model(settings.draft)) if settings.draft else None
+    draft = endless(load_model(settings.drafters.draft)) if settings.drafters.draft else None
     if draft is None:
         bench.refused["draft model"] = "name a checkpoint with --draft, of the tokenizer of --target"
     tokens = read_tokens(AutoTokenizer.from_pretrained(target_of(settings)), settings)
     models = Models(target, hf_accel.patch(twin(target), weights=None, keep_original=True), draft)
-    for run in candidates(replace(settings, text_new_tokens=4), models, [tokens[:32]], 0.0).values():
+    few = replace(settings, drafters=replace(settings.drafters, new_tokens=4))
+    for run in candidates(few, models, [tokens[:32]], 0.0).values():
         run()  # the first calls make draft models and set libraries up
-    return [table(settings, models, tokens, temperature) for temperature in settings.text_temperatures]
+    return [table(settings, models, tokens, temperature) for temperature in settings.drafters.temperatures]
 
 
 def endless(model: PreTrainedModel) -> PreTrainedModel:
@@ -94,12 +95,14 @@ def table(settings: Settings, models: Models, tokens: list[int], temperature: fl
     rows: list[Row] = []
     for kind in KINDS:
         print(f"  {kind}, temperature {temperature:g}", flush=True)
-        ids = prompts(tokens, kind, count=settings.text_prompts, length=settings.text_prompt)
-        runs = take_turns(candidates(settings, models, ids, temperature), rounds=settings.text_rounds, warm_up=False)
+        ids = prompts(tokens, kind, count=settings.drafters.prompts, length=settings.drafters.prompt)
+        runs = take_turns(
+            candidates(settings, models, ids, temperature), rounds=settings.drafters.rounds, warm_up=False
+        )
         rows += [row(kind, name, runs) for name in (PLAIN, *models.drafters())]
     name = Path(target_of(settings)).name
-    draft = f", draft model {Path(settings.draft).name}" if settings.draft else ""
-    amount = f"{settings.text_new_tokens} tokens after each of {len(ids)} prompts"
+    draft = f", draft model {Path(settings.drafters.draft).name}" if settings.drafters.draft else ""
+    amount = f"{settings.drafters.new_tokens} tokens after each of {len(ids)} prompts"
     return Table(f"{name}{draft}: temperature {temperature:g}, {amount}", rows, NOTE)
 
 
@@ -125,10 +128,10 @@ def generate_all(
     for prompt in ids:
         column = torch.tensor([prompt])
         output = model.generate(
-            column, attention_mask=torch.ones_like(column), max_new_tokens=settings.text_new_tokens,
+            column, attention_mask=torch.ones_like(column), max_new_tokens=settings.drafters.new_tokens,
             pad_token_id=0, **sampling, **keywords,
         )  # fmt: skip
-        assert output.shape[1] == len(prompt) + settings.text_new_tokens
+        assert output.shape[1] == len(prompt) + settings.drafters.new_tokens
         if hf_accel.is_patched(model):
             counts.append(hf_accel.stats(model))
     seconds = time.perf_counter() - start

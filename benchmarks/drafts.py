@@ -49,21 +49,23 @@ def measure(bench: Bench) -> list[Table]:
     tokens = AutoTokenizer.from_pretrained(target_of(settings))(held_out_text(settings.text), verbose=False).input_ids
     with tempfile.TemporaryDirectory() as folder:
         drafts = train(settings, Path(folder))
-        tables = [acceptance(settings, target, drafts, tokens, t) for t in settings.text_temperatures[::-1]]
-        tables += [speed(settings, target, drafts, tokens, t) for t in settings.text_temperatures]
+        tables = [
+            acceptance(settings, target, drafts, tokens, temperature=t) for t in settings.drafters.temperatures[::-1]
+        ]
+        tables += [speed(settings, target, drafts, tokens, temperature=t) for t in settings.drafters.temperatures]
     return tables
 
 
 def train(settings: Settings, folder: Path) -> dict[tuple[str, int], PreTrainedModel]:
     """By kind and seed."""
-    wanted = [(kind, seed) for seed in settings.student_seeds for kind in KINDS]
+    wanted = [(kind, seed) for seed in settings.students.seeds for kind in KINDS]
     shared: Fields = {
         "target": target_of(settings),
         "text": settings.text,
-        "steps": settings.draft_steps,
-        "batch": settings.draft_rows,
-        "length": settings.draft_length,
-        "learning_rate": settings.draft_rate,
+        "steps": settings.drafts.steps,
+        "batch": settings.drafts.rows,
+        "length": settings.drafts.length,
+        "learning_rate": settings.drafts.rate,
     }
     paths = {(kind, seed): str(folder / f"{kind}-{seed}") for kind, seed in wanted}
     call_all(
@@ -77,14 +79,15 @@ def acceptance(
     target: PreTrainedModel,
     drafts: Mapping[tuple[str, int], PreTrainedModel],
     tokens: Sequence[int],
+    *,
     temperature: float,
 ) -> Table:
-    length = min(settings.draft_length, len(tokens) // 2)
+    length = min(settings.drafts.length, len(tokens) // 2)
     texts = [tokens[start : start + length] for start in range(0, len(tokens) - length, length)]
     found: dict[str, list[AcceptanceReport]] = {kind: [] for kind in KINDS}
     for (kind, _), draft in drafts.items():
         report = hf_accel.measure_acceptance(
-            target, draft, texts, temperature=temperature, max_draft=4, max_tokens=settings.draft_measured,
+            target, draft, texts, temperature=temperature, max_draft=4, max_tokens=settings.drafts.measured,
             progress_bar=False,
         )  # fmt: skip
         found[kind].append(report)
@@ -92,7 +95,7 @@ def acceptance(
     gain = mean(found["distilled"], "text_acceptance") / mean(found["text alone"], "text_acceptance")
     own = rows[1]["first_share"] / rows[0]["first_share"]
     title = (
-        f"temperature {temperature:g}, {settings.draft_steps} steps, mean of {len(settings.student_seeds)} seeds: "
+        f"temperature {temperature:g}, {settings.drafts.steps} steps, mean of {len(settings.students.seeds)} seeds: "
         f"acceptance on text {gain:.2f}x, on the target's own {own:.2f}x by distilling"
     )
     return Table(title, rows, NOTE)
@@ -127,9 +130,10 @@ def speed(
     target: PreTrainedModel,
     drafts: Mapping[tuple[str, int], PreTrainedModel],
     tokens: list[int],
+    *,
     temperature: float,
 ) -> Table:
-    ids = prompts(tokens, "open text", count=settings.draft_prompts, length=settings.draft_length)
+    ids = prompts(tokens, "open text", count=settings.drafts.prompts, length=settings.drafts.length)
     start = partial(generate_all, settings, ids, temperature, target)
     runs: dict[str, Any] = {PLAIN: partial(start, speculative=None)}
     runs["ngram"] = partial(start, speculative=SpeculativeConfig(drafter="ngram"))
@@ -137,7 +141,7 @@ def speed(
         runs[f"{kind}, seed {seed}"] = partial(start, speculative=SpeculativeConfig(drafter=draft))
     found = take_turns(runs, rounds=settings.rounds)
     rows = [speed_row(name, found[PLAIN], found[name]) for name in found]
-    amount = f"{settings.text_new_tokens} tokens after each of {len(ids)} prompts of {len(ids[0])}"
+    amount = f"{settings.drafters.new_tokens} tokens after each of {len(ids)} prompts of {len(ids[0])}"
     return Table(f"generate(), temperature {temperature:g}, {amount}", rows, SPEED_NOTE)
 
 

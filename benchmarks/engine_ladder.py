@@ -28,7 +28,7 @@ def measure(bench: Bench) -> Table:
     model = agreeing(bench, bench.entrant(accel.INT8)).model
     single, known = continuation(bench, bench.entrant(accel.INT8), 1)
     config = oracle(bench, known, acceptance=ACCEPTANCE, count="auto")
-    mean = bench.settings.serve_means[len(bench.settings.serve_means) // 2]
+    mean = bench.settings.serving.means[len(bench.settings.serving.means) // 2]
     many = workload(bench, "exponential", mean)
     few = many.first(max(1, len(many.prompts) // 4))
     steps = single.useful - 1
@@ -38,7 +38,7 @@ def measure(bench: Bench) -> Table:
         f"{len(many.prompts)} requests, one by one": partial(per_token, one_by_one, model, few),
         f"{len(many.prompts)} requests, continuous batching": partial(per_token, accelerated, model, many),
     }
-    seconds = take_turns(candidates, rounds=bench.settings.draft_rounds, warm_up=False)
+    seconds = take_turns(candidates, rounds=bench.settings.oracle.rounds, warm_up=False)
     note = NOTE.format(acceptance=ACCEPTANCE, alone=len(few.prompts))
     return Table(f"on top of {accel.INT8.name}", rows({n: statistics.median(s) for n, s in seconds.items()}), note)
 

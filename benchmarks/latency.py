@@ -33,17 +33,19 @@ def measure(bench: Bench) -> list[Table]:
     systems = Systems(bench, workload)
     print("  capacities", flush=True)
     rates = systems.capacities()
-    budgets = bench.settings.latency_budgets
+    budgets = bench.settings.latency.budgets
     rows: list[Row] = []
-    for load in bench.settings.latency_loads:
+    for load in bench.settings.latency.loads:
         arriving = poisson(workload, per_second=load * rates[STOCK], seed=bench.settings.seed)
-        rows.append(row(f"{load:.0%} of stock's", STOCK, systems.stock_budget, arriving, systems.stock_times))
+        rows.append(row(f"{load:.0%} of stock's", STOCK, systems.stock_budget, systems.stock_times, arriving=arriving))
         middle = budgets[len(budgets) // 2]
-        rows.append(row(f"{load:.0%} of stock's", OURS, middle, arriving, partial(systems.our_times, middle)))
-    for load in bench.settings.latency_loads:
+        rows.append(row(f"{load:.0%} of stock's", OURS, middle, partial(systems.our_times, middle), arriving=arriving))
+    for load in bench.settings.latency.loads:
         arriving = poisson(workload, per_second=load * rates[OURS], seed=bench.settings.seed)
         for budget in budgets:
-            rows.append(row(f"{load:.0%} of ours", OURS, budget, arriving, partial(systems.our_times, budget)))
+            rows.append(
+                row(f"{load:.0%} of ours", OURS, budget, partial(systems.our_times, budget), arriving=arriving)
+            )
     title = f"{len(workload.prompts)} requests, {workload.name} tokens each, prompts of {span(workload)} tokens"
     return [Table(title, rows, NOTE.format(stock=rates[STOCK], ours=rates[OURS], name=OURS))]
 
@@ -53,7 +55,7 @@ class Systems:
 
     def __init__(self, bench: Bench, workload: Workload) -> None:
         self.workload = workload
-        self.stock_budget = bench.settings.serve_choices[0][0]
+        self.stock_budget = bench.settings.serving.choices[0][0]
         self.plain = bench.entrant(stock.Stock()).model
         self.settings = stock_settings(workload, batch_tokens=self.stock_budget)
         self.model = agreeing(bench, bench.entrant(accel.INT8)).model
@@ -76,9 +78,9 @@ def make_workload(bench: Bench) -> Workload:
     settings = bench.settings
     return draw(
         "exponential",
-        requests=settings.latency_requests,
-        mean=min(settings.serve_means),
-        prompt_lengths=settings.serve_prompts,
+        requests=settings.latency.requests,
+        mean=min(settings.serving.means),
+        prompt_lengths=settings.serving.prompts,
         vocabulary=bench.model.config.vocab_size,
         seed=settings.seed,
     )
@@ -89,15 +91,15 @@ def span(workload: Workload) -> str:
     return f"{min(sizes)} to {max(sizes)}"
 
 
-def row(load: str, system: str, budget: int, workload: Workload, serve: Callable[[Workload], Times]) -> Row:
+def row(load: str, system: str, budget: int, serve: Callable[[Workload], Times], *, arriving: Workload) -> Row:
     print(f"    {load}, {system}, budget {budget}", flush=True)
-    times = serve(workload)
-    if [len(one) for one in times] != workload.lengths:
-        raise WrongResultError(f"{system}: asked for {workload.lengths} tokens and got {[*map(len, times)]}")
+    times = serve(arriving)
+    if [len(one) for one in times] != arriving.lengths:
+        raise WrongResultError(f"{system}: asked for {arriving.lengths} tokens and got {[*map(len, times)]}")
     first = [one[0] for one in times]
     between = [after - before for one in times for before, after in pairwise(one)]
-    assert workload.arrivals is not None
-    end = max(arrival + one[-1] for arrival, one in zip(workload.arrivals, times, strict=True))
+    assert arriving.arrivals is not None
+    end = max(arrival + one[-1] for arrival, one in zip(arriving.arrivals, times, strict=True))
     return {
         "load": load,
         "system": system,
@@ -106,7 +108,7 @@ def row(load: str, system: str, budget: int, workload: Workload, serve: Callable
         "first_p99_seconds": quantile(first, 0.99),
         "between_p50_seconds": quantile(between, 0.5),
         "between_p99_seconds": quantile(between, 0.99),
-        "useful_tokens_per_second": workload.useful / end,
+        "useful_tokens_per_second": arriving.useful / end,
     }
 
 

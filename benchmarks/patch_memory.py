@@ -23,18 +23,20 @@ def measure(bench: Bench) -> Table:
     settings, model_bytes = bench.settings, weight_bytes(bench.model)
     with tempfile.TemporaryDirectory(prefix="hf_accel-checkpoint-") as folder:
         bench.model.save_pretrained(folder)
-        ways = [("stock", "bf16", folder, "from_pretrained")]
+        ways = [(("stock", "bf16", folder), "from_pretrained")]
         for weights in WIDTHS:
-            ways.append(("memory", weights, settings.model, "patch, in memory, keep_original=False"))
-            ways.append(("checkpoint", weights, folder, 'patch, from a checkpoint, keep_original="auto"'))
-            ways.append(("load", weights, folder, "from_pretrained(quantization_config=AccelConfig)"))
-        rows = [row(way, weights, name, text, bench, model_bytes) for way, weights, name, text in ways]
+            ways.append((("memory", weights, settings.model), "patch, in memory, keep_original=False"))
+            ways.append((("checkpoint", weights, folder), 'patch, from a checkpoint, keep_original="auto"'))
+            ways.append((("load", weights, folder), "from_pretrained(quantization_config=AccelConfig)"))
+        rows = [row(*way, settings.layers, model_bytes=model_bytes) for way in ways]
     return Table(TITLE, rows, NOTE)
 
 
-def row(way: str, weights: str, name: str, text: str, bench: Bench, model_bytes: int) -> Row:
+def row(asked: tuple[str, str, str], text: str, layers: int | None, *, model_bytes: int) -> Row:
+    """asked: the way, the weights, and the model or its folder, as patch_peak takes them."""
+    way, weights, _ = asked
     print(f"    {way} {weights} in a new process", flush=True)
-    found = call("patch_peak", way, weights, name, bench.settings.layers or 0)
+    found = call("patch_peak", *asked, layers or 0)
     peak, before = found["peak_bytes"], model_bytes if way in ("memory", "checkpoint") else 0
     return {
         "way": text,

@@ -47,7 +47,7 @@ from .bench import Bench
 from .machine import machine, require_kernels, versions
 from .quiet import wait_until_quiet
 from .results_folder import FOLDER, write
-from .settings import Settings
+from .settings import Drafters, Settings, Students
 from .setups import SETUPS
 from .tables import Table
 
@@ -90,21 +90,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{topic}, {time.perf_counter() - start:.0f} s from the start", flush=True)
         tables = TOPICS[topic](bench)
         print("\n" + "\n".join(table.markdown() for table in tables))
-        result = record(topic, tables, bench, {**where, "busy_cores": busy}, arguments.command)
+        result = record(topic, tables, bench, machine={**where, "busy_cores": busy}, command=arguments.command)
         print(plots.draw(arguments.out, result), flush=True)
         print(f"written to {write(arguments.out, result)}", flush=True)
     print(f"{time.perf_counter() - start:.0f} s in all")
 
 
-def record(topic: str, tables: list[Table], bench: Bench, where: dict[str, Any], command: str) -> dict[str, Any]:
+def record(topic: str, tables: list[Table], bench: Bench, *, machine: dict[str, Any], command: str) -> dict[str, Any]:
     """JSON-able."""
     return {
         "topic": topic,
         "date": datetime.date.today().isoformat(),
         "command": command,
         "model": model_of(topic, bench),
-        "settings": {name: without_path(value) for name, value in dataclasses.asdict(bench.settings).items()},
-        "machine": where,
+        "settings": without_paths(dataclasses.asdict(bench.settings)),
+        "machine": machine,
         "versions": versions(),
         "verified": bench.verified,
         "refused": bench.refused,
@@ -122,9 +122,16 @@ def model_of(topic: str, bench: Bench) -> str:
         "student_speed": drafters.target_of(bench.settings),
         "ablation": drafters.target_of(bench.settings),
         "drafts": drafters.target_of(bench.settings),
-        "distill_memory": f"random heads of width {bench.settings.distill_width}",
+        "distill_memory": f"random heads of width {bench.settings.distill.width}",
     }
     return Path(own[topic]).name if topic in own else bench.description
+
+
+def without_paths(settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: without_paths(value) if isinstance(value, dict) else without_path(value)
+        for name, value in settings.items()
+    }
 
 
 def without_path(value: Any) -> Any:
@@ -178,9 +185,8 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         layers=arguments.layers,
         context=arguments.context,
         text=arguments.text,
-        target=arguments.target,
-        draft=arguments.draft,
-        student_layers=tuple(map(int, filter(None, arguments.layers_kept.split(",")))),
+        drafters=Drafters(target=arguments.target, draft=arguments.draft),
+        students=Students(layers=tuple(map(int, filter(None, arguments.layers_kept.split(","))))),
         setups=tuple(filter(None, arguments.setups.split(","))),
     )
     settings = settings.quicker() if arguments.quick else settings

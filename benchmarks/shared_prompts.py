@@ -36,10 +36,10 @@ def samples(bench: Bench) -> Table:
     candidates: dict[str, Callable[[], Served]] = {BASELINE: partial(sample, bench, plain, prompt)}
     for setup in (accel.EXACT, accel.INT8):
         candidates[setup.name] = partial(sample, bench, agreeing(bench, bench.entrant(setup)).model, prompt)
-    count, new = settings.samples, settings.shared_new_tokens
+    count, new = settings.shared.samples, settings.shared.new_tokens
     title = f"{count} samples of one prompt of {settings.context} tokens, {new} new tokens each"
     print(f"  {title}", flush=True)
-    runs = take_turns(candidates, rounds=settings.serve_rounds, warm_up=False)
+    runs = take_turns(candidates, rounds=settings.serving.rounds, warm_up=False)
     columns = settings.context + new - 1
     return Table(title, [row(name, count * columns, count * columns, runs) for name in runs], NOTE)
 
@@ -47,8 +47,8 @@ def samples(bench: Bench) -> Table:
 def sample(bench: Bench, model: Any, prompt: torch.Tensor) -> Served:
     settings = bench.settings
     torch.manual_seed(settings.seed)
-    config = greedy(settings.shared_new_tokens)
-    config.do_sample, config.num_return_sequences = True, settings.samples
+    config = greedy(settings.shared.new_tokens)
+    config.do_sample, config.num_return_sequences = True, settings.shared.samples
     start = time.perf_counter()
     if not hf_accel.is_patched(model):
         output = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
@@ -62,15 +62,15 @@ def system_prompt(bench: Bench) -> Table:
     """Requests that share their beginning, all at once."""
     settings = bench.settings
     workload = shared_prefix(
-        requests=settings.shared_requests,
+        requests=settings.shared.requests,
         shared=settings.context,
-        own=settings.shared_own,
-        new=settings.shared_new_tokens,
+        own=settings.shared.own,
+        new=settings.shared.new_tokens,
         vocabulary=bench.model.config.vocab_size,
         seed=settings.seed,
     )
     plain = bench.entrant(stock.Stock()).model
-    limits = stock_settings(workload, batch_tokens=settings.serve_choices[0][0])
+    limits = stock_settings(workload, batch_tokens=settings.serving.choices[0][0])
     candidates: dict[str, Callable[[], Served]] = {
         BASELINE: partial(padded, plain, workload),
         "stock generate_batch": partial(continuous, plain, workload, limits),
@@ -78,10 +78,10 @@ def system_prompt(bench: Bench) -> Table:
     for setup in (accel.EXACT, accel.INT8):
         candidates[setup.name] = partial(accelerated, bench.entrant(setup).model, workload)
     print(f"  {workload.name}", flush=True)
-    runs = take_turns(candidates, rounds=settings.serve_rounds, warm_up=False)
+    runs = take_turns(candidates, rounds=settings.serving.rounds, warm_up=False)
     for served in (one for results in runs.values() for one in results):
         served.checked(workload)
-    title = f"{workload.name}, {settings.shared_own} of their own and {settings.shared_new_tokens} new ones each"
+    title = f"{workload.name}, {settings.shared.own} of their own and {settings.shared.new_tokens} new ones each"
     note = f"{NOTE} Stock: one padded batch; how much of it stock's generate_batch finds shared, it does not tell."
     rows = [row(name, *padded_sizes(name, workload), runs) for name in runs]
     return Table(title, rows, note)

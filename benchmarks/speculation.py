@@ -43,13 +43,13 @@ class Decoding:
 
 def measure(bench: Bench) -> list[Table]:
     entrants = [agreeing(bench, bench.entrant(setup)) for setup in (accel.INT8, accel.EXACT, accel.INT4)]
-    tables = [table(bench, entrants, batch) for batch in bench.settings.draft_batches]
+    tables = [table(bench, entrants, batch) for batch in bench.settings.oracle.batches]
     return [*tables, nothing_accepted(bench, entrants[0])]
 
 
 def table(bench: Bench, entrants: list[Entrant], batch: int) -> Table:
     rows = [one for entrant in entrants for one in rows_of(bench, entrant, batch)]
-    title = f"oracle drafts, batch {batch}, {bench.settings.draft_new_tokens} tokens"
+    title = f"oracle drafts, batch {batch}, {bench.settings.oracle.new_tokens} tokens"
     return Table(title, rows, NOTE.format(rows=FLOAT_ROWS))
 
 
@@ -58,22 +58,22 @@ def rows_of(bench: Bench, entrant: Entrant, batch: int) -> list[Row]:
     print(f"  {entrant.setup.name}, batch {batch}", flush=True)
     workload, known = continuation(bench, entrant, batch)
     main = entrant.setup is accel.INT8
-    fixed = bench.settings.draft_counts if main else ()
-    acceptances = bench.settings.draft_acceptances[:: 1 if main else 3]
+    fixed = bench.settings.oracle.counts if main else ()
+    acceptances = bench.settings.oracle.acceptances[:: 1 if main else 3]
     wanted = [(a, count) for a in acceptances for count in ("auto", *(fixed if a else ()))]
     most = FLOAT_ROWS // batch - 1 if entrant.setup.exact else None
     oracles = {(a, count): oracle(bench, known, acceptance=a, count=count, most=most) for a, count in wanted}
-    runs = in_turns(entrant, workload, oracles, rounds=bench.settings.draft_rounds)
+    runs = in_turns(entrant, workload, oracles, rounds=bench.settings.oracle.rounds)
     return [row(entrant, acceptance, count, runs) for acceptance, count in wanted]
 
 
 def nothing_accepted(bench: Bench, entrant: Entrant) -> Table:
     rows = []
-    for batch in bench.settings.nothing_batches:
+    for batch in bench.settings.oracle.nothing_batches:
         print(f"  nothing accepted, batch {batch}", flush=True)
         workload, known = continuation(bench, entrant, batch)
         oracles = {(0.0, "auto"): oracle(bench, known, acceptance=0.0, count="auto")}
-        runs = in_turns(entrant, workload, oracles, rounds=bench.settings.nothing_rounds)
+        runs = in_turns(entrant, workload, oracles, rounds=bench.settings.oracle.nothing_rounds)
         drafted = runs[0.0, "auto"][-1].statistics["drafted"]
         rows.append(
             {
@@ -83,7 +83,7 @@ def nothing_accepted(bench: Bench, entrant: Entrant) -> Table:
                 "pass_seconds": statistics.median(d.seconds for d in runs[0.0, "auto"]) / (workload.lengths[0] - 1),
             }
         )
-    note = NOTHING_NOTE.format(rounds=bench.settings.nothing_rounds)
+    note = NOTHING_NOTE.format(rounds=bench.settings.oracle.nothing_rounds)
     return Table(f"{entrant.setup.name}, auto, nothing is accepted", rows, note)
 
 
@@ -96,8 +96,8 @@ def continuation(bench: Bench, entrant: Entrant, batch: int) -> tuple[Workload, 
     workload = draw(
         "fixed",
         requests=batch,
-        mean=settings.draft_new_tokens,
-        prompt_lengths=(settings.draft_prompt, settings.draft_prompt),
+        mean=settings.oracle.new_tokens,
+        prompt_lengths=(settings.oracle.prompt, settings.oracle.prompt),
         vocabulary=bench.model.config.vocab_size,
         seed=settings.seed,
     )

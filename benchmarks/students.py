@@ -42,7 +42,7 @@ ABLATION_NOTE = (
 
 def measure(bench: Bench) -> list[Table]:
     settings = bench.settings
-    trainings = [(kind, seed) for seed in settings.student_seeds for kind in KINDS]
+    trainings = [(kind, seed) for seed in settings.students.seeds for kind in KINDS]
     shared = common(settings)
     found = call_all("train_student", [{**shared, **KINDS[kind], "seed": seed} for kind, seed in trainings])
     rows = [row_of(kind, seed, result) for (kind, seed), result in zip(trainings, found, strict=True)]
@@ -54,18 +54,18 @@ def common(settings: Settings) -> Fields:
         "teacher": target_of(settings),
         "text": settings.text,
         "layers": kept_layers(settings),
-        "steps": settings.student_steps,
-        "batch": settings.student_batch,
-        "length": settings.student_length,
-        "learning_rate": settings.student_rate,
+        "steps": settings.students.steps,
+        "batch": settings.students.batch,
+        "length": settings.students.length,
+        "learning_rate": settings.students.rate,
         "measured": settings.quality_tokens,
     }
 
 
 def kept_layers(settings: Settings) -> list[int]:
     """Those that were named, or half of the teacher's, its first and last among them."""
-    if settings.student_layers:
-        return list(settings.student_layers)
+    if settings.students.layers:
+        return list(settings.students.layers)
     total: int = load_model(target_of(settings)).config.num_hidden_layers
     return choose_layers(total, total // 2, None, strategy="first_last", influence=list)
 
@@ -94,10 +94,10 @@ def summary(settings: Settings, rows: Sequence[Row]) -> Table:
     for kind in dict.fromkeys(row["student"] for row in rows):
         own = [row for row in rows if row["student"] == kind]
         table.append({"student": kind} | {name: statistics.mean(row[name] for row in own) for name in columns})
-    tokens = settings.student_steps * settings.student_batch * settings.student_length
+    tokens = settings.students.steps * settings.students.batch * settings.students.length
     title = (
-        f"layers {', '.join(map(str, kept_layers(settings)))} of the teacher, {settings.student_steps} steps, "
-        f"{tokens} tokens, mean of {len(settings.student_seeds)} seeds"
+        f"layers {', '.join(map(str, kept_layers(settings)))} of the teacher, {settings.students.steps} steps, "
+        f"{tokens} tokens, mean of {len(settings.students.seeds)} seeds"
     )
     return Table(title, table, NOTE)
 
@@ -107,7 +107,7 @@ def speed(bench: Bench) -> list[Table]:
     settings = bench.settings
     teacher = load_model(target_of(settings))
     student = hf_accel.init_student(teacher, layers=kept_layers(settings)).eval()
-    prompt = torch.randint(1, teacher.config.vocab_size, (1, settings.text_prompt))
+    prompt = torch.randint(1, teacher.config.vocab_size, (1, settings.drafters.prompt))
     rows: list[Row] = []
     for name, weights in (("stock", "stock"), ("hf_accel exact", None), ("hf_accel int8", "int8")):
         seconds = timed(settings, {"teacher": teacher, "student": student}, prompt, weights)
@@ -119,7 +119,7 @@ def speed(bench: Bench) -> list[Table]:
                 "student_seconds": statistics.median(seconds["student"]),
             }
         )
-    amount = f"{settings.text_new_tokens} tokens after {settings.text_prompt}"
+    amount = f"{settings.drafters.new_tokens} tokens after {settings.drafters.prompt}"
     return [
         Table(f"speed of a student of layers {', '.join(map(str, kept_layers(settings)))}, {amount}", rows, SPEED_NOTE)
     ]
@@ -131,7 +131,7 @@ def timed(settings: Settings, models: dict[str, PreTrainedModel], prompt: Any, w
         if weights != "stock":
             hf_accel.patch(model, weights=weights, keep_original=True)
     runs = {
-        name: lambda model=model: time_generate(model, prompt, num_new=settings.text_new_tokens).total
+        name: lambda model=model: time_generate(model, prompt, num_new=settings.drafters.new_tokens).total
         for name, model in models.items()
     }
     seconds = take_turns(runs, rounds=settings.rounds)
@@ -151,9 +151,11 @@ ABLATION: list[Fields] = [
 
 
 def ablation(bench: Bench) -> list[Table]:
-    settings = dataclasses.replace(bench.settings, student_steps=bench.settings.ablation_steps)
+    settings = bench.settings
+    students = dataclasses.replace(settings.students, steps=settings.students.ablation_steps)
+    settings = dataclasses.replace(settings, students=students)
     shared = common(settings)
-    trainings = [{**shared, **fields, "seed": seed} for fields in ABLATION for seed in settings.student_seeds]
+    trainings = [{**shared, **fields, "seed": seed} for fields in ABLATION for seed in settings.students.seeds]
     found = call_all("train_student", trainings)
     rows = []
     for fields in ABLATION:
@@ -171,8 +173,8 @@ def ablation(bench: Bench) -> list[Table]:
                 "acceptance +-": spread([100 * r["acceptance"] for r in own]),
             }
         )
-    tokens = settings.student_steps * settings.student_batch * settings.student_length
-    title = f"{settings.student_steps} steps, {tokens} tokens, mean of {len(settings.student_seeds)} seeds"
+    tokens = settings.students.steps * settings.students.batch * settings.students.length
+    title = f"{settings.students.steps} steps, {tokens} tokens, mean of {len(settings.students.seeds)} seeds"
     return [Table(title, rows, ABLATION_NOTE)]
 
 

@@ -6,7 +6,8 @@ import random
 from collections.abc import Iterator
 from itertools import islice
 
-from hf_accel.cache import BlockPool, BlockTable
+from hf_accel.cache.pool import BlockPool
+from hf_accel.cache.table import BlockTable
 
 from .bench import Bench
 from .engine_waste import BUDGET, engine_waste
@@ -18,16 +19,16 @@ Sequence = tuple[BlockTable, int]  # and how long it will get
 
 
 def measure(bench: Bench) -> list[Table]:
-    settings = bench.settings
-    layouts = {"blocks of 16": 16, "blocks of 256": 256, "the maximum reserved": settings.max_length}
+    settings, simulated = bench.settings, bench.settings.waste
+    layouts = {"blocks of 16": 16, "blocks of 256": 256, "the maximum reserved": simulated.max_length}
     wastes = {name: waste(settings, block_size) for name, block_size in layouts.items()}
     full = wastes["the maximum reserved"]
     rows = [
         {"layout": name, "ratio": (1 - share) / (1 - full), "waste_share": share} for name, share in wastes.items()
     ]
-    title = f"KV waste, {settings.requests} requests, lengths exponential with mean {settings.mean_length}"
+    title = f"KV waste, {simulated.requests} requests, lengths exponential with mean {simulated.mean_length}"
     note = (
-        f"At most {settings.max_length} tokens each, {CONCURRENT} at a time, a token each per step, on BlockPool and "
+        f"At most {simulated.max_length} tokens each, {CONCURRENT} at a time, a token each per step, on BlockPool and "
         "BlockTable. Ratio: sequences that the same memory holds, against reserving the maximum."
     )
     return [Table(title, rows, note), engine_table(settings)]
@@ -38,7 +39,7 @@ def engine_table(settings: Settings) -> Table:
     for block_size in (16, 256):
         share, passes = engine_waste(settings, lengths(settings), block_size=block_size, running=CONCURRENT)
         rows.append({"layout": f"blocks of {block_size}", "waste_share": share, "passes": passes})
-    title = f"KV waste of the engine's scheduler, the same lengths, {settings.requests} requests"
+    title = f"KV waste of the engine's scheduler, the same lengths, {settings.waste.requests} requests"
     note = (
         f"A random part of each length is prompt, computed in chunks; at most {CONCURRENT} requests and {BUDGET} "
         "tokens a pass. No model: waste is a matter of bookkeeping."
@@ -61,8 +62,8 @@ def waste(settings: Settings, block_size: int) -> float:
 
 def lengths(settings: Settings) -> Iterator[int]:
     generator = random.Random(settings.seed)
-    for _ in range(settings.requests):
-        yield min(settings.max_length, max(1, round(generator.expovariate(1 / settings.mean_length))))
+    for _ in range(settings.waste.requests):
+        yield min(settings.waste.max_length, max(1, round(generator.expovariate(1 / settings.waste.mean_length))))
 
 
 def admit(running: list[Sequence], waiting: Iterator[int], pool: BlockPool) -> list[Sequence]:

@@ -157,10 +157,17 @@ def train(args: argparse.Namespace) -> None:
     model = model.to(torch.bfloat16).eval()
     heldout_loss = evaluate(model, heldout, args.context)
     print(f"held-out perplexity {math.exp(heldout_loss):.2f}")
-    save(args, model, tokenizer, heldout_texts, log, heldout_loss, len(stream))
+    training = {
+        "training_tokens_in_corpus": len(stream),
+        "training_tokens_seen": args.steps * args.batch_size * args.context,
+        "heldout_loss_nats_per_token": round(heldout_loss, 4),
+        "heldout_perplexity": round(math.exp(heldout_loss), 3),
+        "loss": log,
+    }
+    save(args, model, tokenizer, heldout_texts=heldout_texts, training=training)
 
 
-def save(args, model, tokenizer, heldout_texts, log, heldout_loss, num_tokens) -> None:
+def save(args, model, tokenizer, *, heldout_texts, training) -> None:
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     model.generation_config.update(do_sample=False, max_new_tokens=64)
@@ -173,11 +180,7 @@ def save(args, model, tokenizer, heldout_texts, log, heldout_loss, num_tokens) -
         "settings": {k: v for k, v in vars(args).items() if k != "out"},
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "training_tokens_in_corpus": num_tokens,
-        "training_tokens_seen": args.steps * args.batch_size * args.context,
-        "heldout_loss_nats_per_token": round(heldout_loss, 4),
-        "heldout_perplexity": round(math.exp(heldout_loss), 3),
-        "loss": log,
+        **training,
     }
     (out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     shutil.copy(Path(sysconfig.get_paths()["stdlib"], "LICENSE.txt"), out)

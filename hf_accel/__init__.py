@@ -19,10 +19,8 @@ from .errors import HfAccelError, HfAccelWarning, OutOfBlocksError, UnsupportedE
 from .estimate import Estimate, estimate
 from .generation.drafters.base import Draft, Drafter
 from .generation.hf import Engine
-from .generation.sampling import SamplingParams
 from .linear.hf import AccelConfig
-from .linear.hf import register as _register_quantizer
-from .loading import register as _register_loading
+from .loading import register as _register_quantizer
 from .patch import is_patched, patch, patched, plan, stats, unpatch
 from .plan import Plan
 from .verify import Certificate, verify
@@ -57,7 +55,6 @@ __all__ = [
     "PagedCache",
     "PatchConfig",
     "Plan",
-    "SamplingParams",
     "SpeculativeConfig",
     "TeacherCache",
     "UnsupportedError",
@@ -104,4 +101,3 @@ def __dir__() -> list[str]:
 
 _register_attention()
 _register_quantizer()
-_register_loading()

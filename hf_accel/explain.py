@@ -122,8 +122,8 @@ def _fused_lines(plan: Plan) -> Iterator[Line]:
         if count:
             yield Line("fused", f"{count} {what}", choice, "checked on random input")
     covered = {site.name for site in fused.sites if site.kind == "mlp"}
-    shared = [site.layers for site in fused.shared if site.parent not in covered]
-    groups = Counter(tuple(name.rpartition(".")[2] for name in names) for names in shared)
+    fused_layers = [site.layers for site in fused.projections if site.parent not in covered]
+    groups = Counter(tuple(name.rpartition(".")[2] for name in names) for names in fused_layers)
     for names, count in groups.items():
         yield Line("fused", f"{count} x {', '.join(names)}", "one native call", "called on one tensor")
     if fused.linears:
@@ -147,7 +147,7 @@ def _cache_lines(model: PreTrainedModel, plan: Plan) -> Iterator[Line]:
         return
     yield Line("generate", "greedy, sampling", "ragged", "no padding; a row that has ended costs nothing")
     yield Line("generate", "beams", "stock's loop", "over the paged cache; prompts stored once")
-    yield Line("generate", "managers", "stock's", "init_continuous_batching: stock's cache and attention")
+    yield Line("generate", "managers", "ragged", "init_continuous_batching: the loop that serves an Engine")
     yield _speculation_line(plan)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 class Mixin:
     """Base of what is mixed in, in front of an object's own class."""
 
+    original_class: type  # what the object's class was
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy by the original class, since the mixed one cannot be found by its name."""
         reduced = super().__reduce_ex__(protocol)
@@ -21,15 +23,9 @@ _MIXED: dict[tuple[type, type], type] = {}
 def mixed_class(mixin: type[Mixin], original: type) -> type:
     """The subclass of (mixin, original), which passes for the original by name: transformers looks at names."""
     if (mixin, original) not in _MIXED:
-        names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-        _MIXED[mixin, original] = type(original.__name__, (mixin, original), names)
+        names: dict[str, Any] = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+        _MIXED[mixin, original] = type(original.__name__, (mixin, original), names | {"original_class": original})
     return _MIXED[mixin, original]
-
-
-def original_class(mixed: object) -> type:
-    """The class that an object of a mixed class had."""
-    original: type = type(mixed).__bases__[1]
-    return original
 
 
 def rebuild(mixin: type[Mixin], original: type) -> Any:

@@ -17,16 +17,21 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps
 from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from .checkpoint import check_loaded, prepare
+from .config import PatchConfig
 from .errors import HfAccelError
 from .linear import LinearSpec, QuantLinear, Workers, choose
-from .linear.hf import AccelConfig, AccelQuantizer
+from .linear.hf import METHOD, AccelConfig, AccelQuantizer
 from .originals import Source, read_tensor
 from .pack import Packed, pack_weight
-from .patch import STATE, apply_plan
+from .patch import apply_plan
 from .plan import LinearPlan, make_plan, plan_linears
+from .state import state_of
 
 COMPARED_ROWS = 16
 
@@ -72,7 +77,7 @@ class Packer:
             source = None if self._lose else Source.of(tensor, file, stored_as)
         weight = tensor.t() if isinstance(linear.site.module, Conv1D) else tensor
         choice = choose(LinearSpec.of(weight, linear.config, has_bias=linear.site.bias is not None))
-        return pack_weight(linear.site.name, weight, linear.config, choice, source)
+        return pack_weight(linear.site.name, weight, linear.config, choice, source=source)
 
 
 def _own_copy(tensor: Tensor, file: Path, name: str) -> Tensor:
@@ -84,21 +89,18 @@ def _own_copy(tensor: Tensor, file: Path, name: str) -> Tensor:
     return stored if torch.equal(stored[rows], tensor[rows]) else tensor
 
 
-def begin_loading(
-    model: PreTrainedModel, settings: AccelConfig, *, pre_quantized: bool, device_map: Any, files: Sequence[str]
+def make_packer(
+    model: PreTrainedModel, settings: PatchConfig, *, device_map: Any, files: Sequence[str]
 ) -> Packer | None:
     """What packs the weights of a model on meta; None where the model has to be loaded whole and patched then."""
-    if pre_quantized:
-        prepare(model, settings.modules, files)
-        return None
-    device_type, keep = _device_type(device_map), settings.patch.keep_original
+    device_type, keep = _device_type(device_map), settings.keep_original
     stored = _stored_tensors(files)
     if device_type is None or keep is True or (keep == "auto" and not stored):
         return None
     with _torch_as_ever():
         linears = [
             linear
-            for linear in plan_linears(model, settings.patch.weights, device_type=device_type)
+            for linear in plan_linears(model, settings.weights, device_type=device_type)
             if linear.choice is not None and not linear.site.is_tied
         ]
     return Packer(linears, device_type=device_type, files=stored, lose=keep is False) if linears else None
@@ -170,10 +172,60 @@ def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
             layer.pack()
     todo = make_plan(model, replace(settings.patch, weights=None))
     apply_plan(replace(todo, config=settings.patch))
-    vars(model)[STATE].originals.never_there = True
+    state_of(model).originals.never_there = True
+
+
+# -- transformers' part --------------------------------------------------------------------------------
+
+
+class LoadingQuantizer(AccelQuantizer):
+    """The one that from_pretrained makes: it quantizes while transformers loads."""
+
+    packer: Packer | None = None
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, device_map: Any = None, checkpoint_files: Sequence[str] | None = None, **_: Any
+    ) -> None:
+        settings, files = self.quantization_config, checkpoint_files or ()
+        if self.pre_quantized:
+            prepare(model, settings.modules, files)
+        else:
+            self.packer = make_packer(model, settings.patch, device_map=device_map, files=files)
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
+        return self.packer is not None and self.packer.wants(param_name)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        assert self.packer is not None
+        return HandOver(self.packer)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        packer, self.packer = self.packer, None
+        finish_loading(model, self.quantization_config, packer)
+        return model
+
+
+class HandOver(ConversionOps):
+    """The last step of reading a parameter: the packer takes those that it wants."""
+
+    def __init__(self, packer: Packer) -> None:
+        self.packer = packer
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **_: Any
+    ) -> dict[str, Any]:
+        # one whole name on both sides is a tensor that was renamed at most
+        stored_as = source_patterns[0] if len(source_patterns) == 1 and target_patterns == list(input_dict) else None
+        return {name: self._hand_over(name, values, stored_as) for name, values in input_dict.items()}
+
+    def _hand_over(self, name: str, values: Any, stored_as: str | None) -> Any:
+        if not self.packer.wants(name):
+            return values
+        return self.packer.take(name, values[0] if isinstance(values, list) else values, stored_as)
 
 
 def register() -> None:
-    """Tell the quantizer what to do around loading."""
-    AccelQuantizer.begin = staticmethod(begin_loading)
-    AccelQuantizer.finish = staticmethod(finish_loading)
+    """Make "hf_accel" a quantization method; harmless when repeated."""
+    if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        register_quantization_config(METHOD)(AccelConfig)
+        register_quantizer(METHOD)(LoadingQuantizer)

@@ -22,6 +22,7 @@ from .journal import Journal
 from .linear import Choice, QuantLinear, Workers
 from .originals import Originals, Source
 from .plan import LinearPlan, Plan
+from .survey import LinearSite
 
 HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
@@ -54,27 +55,27 @@ def replace_linears(
     if todo.config.keep_original is False:
         for linear in waiting:
             _check_finite(linear)
+
+    def replace(packed: Packed) -> None:
+        site = by_name[packed.name].site
+        _place(packed, site, todo, journal)
+        _let_go(packed, site, todo, originals)
+
     while ready:
-        _place(ready.pop(next(iter(ready))), by_name, todo, journal, originals)
-    if waiting:
-        _pack_and_place(waiting, by_name, todo, journal, originals)
-
-
-def _pack_and_place(
-    waiting: list[LinearPlan], by_name: dict[str, LinearPlan], todo: Plan, journal: Journal, originals: Originals
-) -> None:
-    count = None if todo.model.device.type == "cpu" else 1
-    # transformers' own, which logging.disable_progress_bar() turns off
+        replace(ready.pop(next(iter(ready))))
+    if not waiting:
+        return
+    # transformers' own bar, which logging.disable_progress_bar() turns off
     with (
-        Workers[Packed](count) as workers,
+        Workers[Packed](None if todo.model.device.type == "cpu" else 1) as workers,
         logging.tqdm(total=len(waiting), desc="Quantizing weights", unit=" layers", delay=PATIENCE) as bar,
     ):
         for linear in waiting:
             for packed in workers.put(partial(_pack_linear, linear, todo.on_disk)):
-                _place(packed, by_name, todo, journal, originals)
+                replace(packed)
                 bar.update()
         for packed in workers.finish():
-            _place(packed, by_name, todo, journal, originals)
+            replace(packed)
             bar.update()
 
 
@@ -85,11 +86,11 @@ def _pack_linear(linear: LinearPlan, on_disk: Mapping[str, Path] | None) -> Pack
     if on_disk is not None and not linear.site.is_tied:
         stored = f"{name}.weight"
         source = Source.of(linear.site.parameter, on_disk[stored], stored)
-    return pack_weight(name, linear.site.weight.detach(), linear.config, choice, source)
+    return pack_weight(name, linear.site.weight.detach(), linear.config, choice, source=source)
 
 
 @torch.no_grad()
-def pack_weight(name: str, weight: Tensor, config: WeightConfig, choice: Choice, source: Source | None) -> Packed:
+def pack_weight(name: str, weight: Tensor, config: WeightConfig, choice: Choice, *, source: Source | None) -> Packed:
     """Quantize a float weight [out, in]. Raises UnsupportedError for NaN and infinity, with the layer's name."""
     try:
         return Packed(name, choice, choice.backend.quantize(weight, config), source)
@@ -107,22 +108,22 @@ def _check_finite(linear: LinearPlan) -> None:
         )
 
 
-def _place(
-    packed: Packed, by_name: Mapping[str, LinearPlan], todo: Plan, journal: Journal, originals: Originals
-) -> None:
-    """Put the quantized layer where the Linear was, and free the Linear's weight if it may go."""
-    site = by_name[packed.name].site
+def _place(packed: Packed, site: LinearSite, todo: Plan, journal: Journal) -> None:
+    """Put the quantized layer where the Linear was."""
     layer = QuantLinear.from_packed(packed.weight, site.bias, choice=packed.choice)
     layer.train(site.module.training)
     for hooks in HOOKS:  # the very same dicts, so that what is registered on either is there for both
         vars(layer)[hooks] = vars(site.module)[hooks]
     layer._is_full_backward_hook = site.module._is_full_backward_hook
     parent_name, _, name = packed.name.rpartition(".")
-    parameter = site.parameter
     journal.item(todo.model.get_submodule(parent_name), "_modules", name, layer)
+
+
+def _let_go(packed: Packed, site: LinearSite, todo: Plan, originals: Originals) -> None:
+    """Free the weight of the Linear that was replaced, if it may go."""
     if site.is_tied or todo.config.keep_original is True:
         return
     if todo.config.keep_original is False:
-        originals.lose(parameter)
+        originals.lose(site.parameter)
     elif packed.source is not None:
-        originals.drop(parameter, packed.source)
+        originals.drop(site.parameter, packed.source)

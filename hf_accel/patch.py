@@ -1,25 +1,24 @@
-"""Apply a Plan to a model, and take it back. The only file that writes to a model, always through a Journal."""
+"""Apply a Plan to a model, and take it back. Every write goes through a Journal, here, in pack and in ties."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .attention.hf import BACKEND_ATTRIBUTE, STOCK_ATTRIBUTE, set_our_attention, stock_implementation, stock_name
+from .attention import PlannedAttention
 from .attention.hf import NAME as ATTENTION_NAME
+from .attention.hf import set_our_attention, stock_implementation, stock_name
 from .check import transformers_model
 from .config import Default, PatchConfig, WeightConfig
 from .errors import HfAccelError, UnsupportedError
-from .fused.products import Products
-from .fused.shared_input import SharedInput
-from .generation.hf import STATE, AcceleratedGeneration, GenerationState, prepare_step
+from .fused.projections import FusedProjections, ProjectionCall
+from .generation.hf import AcceleratedGeneration, GenerationState, prepare_step
 from .instance import mixed_class
 from .journal import Journal
 from .linear import QuantLinear
@@ -28,6 +27,18 @@ from .models import unwrapped
 from .originals import Originals
 from .pack import Packed, replace_linears
 from .plan import Plan, make_plan
+from .state import (
+    BACKEND_ATTRIBUTE,
+    FUSED,
+    FUSED_PROJECTIONS,
+    PART_OF,
+    PROJECTION,
+    STATE,
+    STOCK_ATTRIBUTE,
+    PatchState,
+    find_state,
+    state_of,
+)
 from .survey import attention_modules, common_group_size
 from .ties import break_ties
 from .twin import twin
@@ -38,18 +49,6 @@ AUTO: Any = Default("auto")
 PAGED: Any = Default("paged")
 ON: Any = Default("on")
 OFF: Any = Default("off")
-PART_OF = "_hf_accel_part_of"  # in a model within a patched one: the class of that
-
-
-@dataclass
-class PatchState:
-    """What patch() leaves on a model: what was done, the way back, and what generate needs."""
-
-    config: PatchConfig
-    description: dict[str, Any]
-    journal: Journal
-    originals: Originals
-    generation: GenerationState
 
 
 def plan(model: nn.Module, *, config: PatchConfig | Mapping[str, Any] | None = None, **keywords: Any) -> Plan:
@@ -111,7 +110,7 @@ def _check_unpatched(model: PreTrainedModel) -> None:
             f"call hf_accel.unpatch() on the {outer} first"
         )
     for name, module in model.named_modules():
-        if STATE in vars(module):
+        if find_state(module) is not None:
             raise UnsupportedError(
                 f"{name!r} in this {type(model).__name__}, a {type(module).__name__}, is patched already; call "
                 f"hf_accel.unpatch(model.{name}) first"
@@ -131,7 +130,7 @@ def unpatch(model: Model) -> Model:
         if outer is not None:
             raise UnsupportedError(f"this is a part of a patched {outer}; call hf_accel.unpatch() on the whole")
         raise UnsupportedError("the model is not patched; there is nothing to take out")
-    state: PatchState = vars(inner)[STATE]
+    state = state_of(inner)
     state.generation.require_idle("unpatch()")
     state.originals.check()
     _check_layers(inner, state.journal)
@@ -168,23 +167,23 @@ def patched(model: Model, **keywords: Any) -> Iterator[Model]:
 
     What the block has unpatched itself, or unpatched and patched again, stays as it left it.
     """
-    state = vars(unwrapped(patch(model, **keywords)))[STATE]
+    state = state_of(unwrapped(patch(model, **keywords)))
     try:
         yield model
     finally:
-        if vars(unwrapped(model)).get(STATE) is state:
+        if find_state(unwrapped(model)) is state:
             unpatch(model)
 
 
 def is_patched(model: nn.Module) -> bool:
     """Whether patch() was at work on the model, or on the one that PEFT or torch.compile has wrapped."""
-    return STATE in getattr(unwrapped(model), "__dict__", {})
+    return find_state(unwrapped(model)) is not None
 
 
 def stats(model: nn.Module) -> dict[str, Any]:
     """Of the last generate() of a patched model: seconds, tokens per second, blocks, waste, prefix hits."""
     if is_patched(model):
-        return dict(vars(unwrapped(model))[STATE].generation.statistics)
+        return dict(state_of(unwrapped(model)).generation.statistics)
     raise UnsupportedError(f"the model is not patched: {type(transformers_model(model)).__name__} has no statistics")
 
 
@@ -205,7 +204,7 @@ def make_draft(model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
 
 def with_stock_attention(model: PreTrainedModel) -> PreTrainedModel:
     """A patched model over the same numbers that attends as without us; the model given does not notice."""
-    state: PatchState = vars(model)[STATE]
+    state = state_of(model)
     attending = twin(model)
     before = {id(write.owner): write.old for write in state.journal.writes if write.key == "config"}
     for module, own in zip(model.modules(), attending.modules(), strict=True):
@@ -241,7 +240,7 @@ def apply_plan(todo: Plan, loaded: Mapping[str, Packed] | None = None) -> None:
         _fuse(todo, journal)
         _enter_generation(todo, journal, originals)
         replace_linears(todo, journal, originals, loaded)  # when nothing can refuse any more: it frees weights
-        _share_inputs(todo, journal)
+        _fuse_projections(todo, journal)
     except BaseException as error:
         _recover(journal, originals, error)
         raise
@@ -300,29 +299,30 @@ def _switch_attention(todo: Plan, journal: Journal) -> None:
     if chosen != ATTENTION_NAME:
         raise UnsupportedError(f"{todo.title} kept attention {chosen!r}; patch it with attention=None")
     for attention in todo.attention:
-        journal.attribute(attention.site.module, BACKEND_ATTRIBUTE, attention.backend.name)
+        planned = PlannedAttention(attention.backend, attention.site.spec)
+        journal.attribute(attention.site.module, BACKEND_ATTRIBUTE, planned)
 
 
 def _fuse(todo: Plan, journal: Journal) -> None:
     """Give modules a class of their own."""
     for site in todo.fused.sites:
         journal.attribute(site.module, "__class__", mixed_class(site.mixin, type(site.module)))
-        journal.attribute(site.module, "_hf_accel_fused", site.state)
+        journal.attribute(site.module, FUSED, site.state)
     for site in todo.fused.linears:
         journal.attribute(site.module, "__class__", mixed_class(site.mixin, type(site.module)))
-        journal.attribute(site.module, "_hf_accel_products", Products(todo.fused.float_rows))
+        journal.attribute(site.module, PROJECTION, ProjectionCall(todo.fused.float_rows))
 
 
-def _share_inputs(todo: Plan, journal: Journal) -> None:
+def _fuse_projections(todo: Plan, journal: Journal) -> None:
     """Let layers that are called on one tensor know each other, those that replace others included."""
-    for shared_site in todo.fused.shared:
-        layers = [todo.model.get_submodule(name) for name in shared_site.layers]
-        shared = SharedInput(layers, todo.fused.float_rows)
+    for site in todo.fused.projections:
+        layers = [todo.model.get_submodule(name) for name in site.layers]
+        projections = FusedProjections(layers, todo.fused.float_rows)
         for layer in layers:
             if isinstance(layer, QuantLinear):
-                layer.shared = shared  # a module of ours, which unpatch takes out whole
+                layer.fused_projections = projections  # a module of ours, which unpatch takes out whole
             else:
-                journal.attribute(layer, "_hf_accel_shared", shared)
+                journal.attribute(layer, FUSED_PROJECTIONS, projections)
 
 
 def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> None:

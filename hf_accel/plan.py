@@ -22,8 +22,8 @@ from .check import check_model, check_skip
 from .config import PatchConfig, WeightConfig
 from .errors import UnsupportedError
 from .explain import Line, explain, table
-from .fused.products import FLOAT_ROWS, UNLIMITED
-from .fused.sites import Dropped, FusedSite, SharedSite, fused_sites, native_linears, shared_sites
+from .fused.projections import FLOAT_ROWS, UNLIMITED
+from .fused.sites import Dropped, FusedSite, ProjectionSite, fused_sites, native_linears, projection_sites
 from .generation.hf import model_refusal
 from .hardware import detect, read_bandwidth
 from .kernels import cpu as kernels
@@ -78,14 +78,14 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class FusedPlan:
-    """Modules that get a native forward, float Linears read in place, and layers that share their input.
+    """Modules that get a native forward, float Linears read in place, and layers that are called on one tensor.
 
     float_rows: the most rows that float weights are multiplied by natively. reason: why there are none.
     """
 
     sites: tuple[FusedSite, ...] = ()
     linears: tuple[FusedSite, ...] = ()
-    shared: tuple[SharedSite, ...] = ()
+    projections: tuple[ProjectionSite, ...] = ()
     dropped: tuple[Dropped, ...] = ()
     float_rows: int = 0
     reason: str | None = None
@@ -151,7 +151,6 @@ class Plan:
             "weight_bytes": {"before": self.bytes_before, "after": self.bytes_after},
             "bandwidth_bytes_per_second": self.bandwidth,
             "least_seconds_per_token": {"before": self.seconds_before, "after": self.seconds_after},
-            "decode_bound": "memory",
         }
 
     def __str__(self) -> str:
@@ -338,7 +337,9 @@ def _plan_fused(model: PreTrainedModel, config: PatchConfig, linears: Iterable[L
     floats = [site for site in native_linears(model) if id(site.module) not in replaced]
     native = replaced | {id(site.module) for site in floats}
     native |= {id(module) for module in model.modules() if isinstance(module, QuantLinear)}
-    shared = [
-        site for site in shared_sites(model) if all(id(model.get_submodule(name)) in native for name in site.layers)
+    projections = [
+        site
+        for site in projection_sites(model)
+        if all(id(model.get_submodule(name)) in native for name in site.layers)
     ]
-    return FusedPlan(tuple(sites), tuple(floats), tuple(shared), tuple(dropped), float_rows)
+    return FusedPlan(tuple(sites), tuple(floats), tuple(projections), tuple(dropped), float_rows)

@@ -58,14 +58,13 @@ def linear_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[Line
 
     Pruning and weight normalization compute the weight anew in each pass, so that there is none to replace.
     """
-    head = model.get_output_embeddings()
-    owners = _weight_owners(model)
+    head, owners = model.get_output_embeddings(), _weight_owners(model)
     other, is_lost = other_quantizer(model), lost_on_saving(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and isinstance(module._parameters.get("weight"), nn.Parameter):
             tied = any(isinstance(owner, nn.Embedding) for owner in owners[id(module.weight)])
             reason = f"the model is quantized by {other}" if other is not None else None
-            reason = reason or _reason_to_skip(model, name, module, owners, skip, head)
+            reason = reason or _reason_to_skip(model, name, owners, skip)
             if reason is None and is_lost(name):
                 reason = "is renamed or joined with others when it is saved, so that it would not be found again"
             yield LinearSite(name, module, is_head=module is head, is_tied=tied, skip=reason)
@@ -114,13 +113,9 @@ def _weight_owners(model: PreTrainedModel) -> dict[int, list[nn.Module]]:
 
 
 def _reason_to_skip(
-    model: PreTrainedModel,
-    name: str,
-    module: nn.Module,
-    owners: dict[int, list[nn.Module]],
-    skip: tuple[str, ...],
-    head: nn.Module | None,
+    model: PreTrainedModel, name: str, owners: dict[int, list[nn.Module]], skip: tuple[str, ...]
 ) -> str | None:
+    module, head = model.get_submodule(name), model.get_output_embeddings()
     if any(named(name, wanted) for wanted in skip):
         return "named in skip="
     if type(module) not in (nn.Linear, Conv1D):
@@ -268,13 +263,13 @@ def attention_sites(model: PreTrainedModel, *, quantized_kv: bool) -> list[Atten
         index = getattr(module, "layer_idx", None)
         if not (isinstance(index, int) and "attention" in type(module).__name__.lower() and hasattr(module, "config")):
             continue
-        sites.append(AttentionSite(name, module, _spec(config, model, module, windows, index, quantized_kv)))
+        window = windows[index] if 0 <= index < len(windows) else None
+        sites.append(AttentionSite(name, module, _spec(model, module, window, quantized_kv=quantized_kv)))
     return sites
 
 
-def _spec(
-    config: Any, model: PreTrainedModel, module: nn.Module, windows: list[int | None], index: int, quantized_kv: bool
-) -> AttentionSpec:
+def _spec(model: PreTrainedModel, module: nn.Module, window: int | None, *, quantized_kv: bool) -> AttentionSpec:
+    config = model.config.get_text_config(decoder=True)
     num_heads = config.num_attention_heads
     head_dim = getattr(module, "head_dim", None) or config.hidden_size // num_heads
     groups = getattr(module, "num_key_value_groups", None)  # layers may differ
@@ -286,7 +281,7 @@ def _spec(
         value_dim=getattr(module, "v_head_dim", None) or head_dim,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        window=windows[index] if 0 <= index < len(windows) else None,
+        window=window,
         softcap=getattr(config, "attn_logit_softcapping", None),
         sinks=getattr(module, "sinks", None) is not None,
         quantized_kv=quantized_kv,

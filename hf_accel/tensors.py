@@ -1,15 +1,19 @@
-"""Tensors of other libraries, which may be made of several."""
+"""What a tensor is, and what torch does with it now: for those who would read its memory themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
+from torch._C import _are_functorch_transforms_active, _is_tracing, _len_torch_dispatch_stack
+from torch.compiler import is_compiling
+
+PLAIN = (Tensor, nn.Parameter, nn.Buffer)  # types whose numbers are where data_ptr() says, in their dtype
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether its numbers are where data_ptr() says, in its dtype."""
-    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+    return type(tensor) in PLAIN
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
@@ -20,3 +24,25 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         return
     for name in flatten()[0]:
         yield from plain_tensors(getattr(tensor, name))
+
+
+def is_recorded() -> bool:
+    """Whether torch records or transforms the operators that run now, among which it would not see a native call.
+
+    torch.compile, export, jit.trace, make_fx, fake tensors, FLOP counters; vmap, grad and jvp.
+    """
+    return is_compiling() or _len_torch_dispatch_stack() > 0 or _are_functorch_transforms_active() or _is_tracing()
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which torch multiplies by x, and attends: that of autocast where it is on, or x's own."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype is torch.float64:
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """That of torch.autocast, which knows no meta device; None where it is off."""
+    enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if enabled else None

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .generation.hf import STATE
 from .linear import QuantLinear
 from .pack import HOOKS
+from .state import find_state
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -31,7 +31,7 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
 def _modules(model: PreTrainedModel) -> Iterator[nn.Module]:
     """Those of the model, and those that a patch has put aside."""
     yield from model.modules()
-    state = vars(model).get(STATE)
+    state = find_state(model)
     for write in () if state is None else state.journal.writes:
         if isinstance(write.old, nn.Module):
             yield from write.old.modules()

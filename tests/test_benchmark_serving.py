@@ -20,7 +20,7 @@ from benchmarks.models import load_model
 from benchmarks.oracle import OracleDrafter, spoilt
 from benchmarks.run import parse, without_path
 from benchmarks.serving import Served, accelerated, continuous, one_by_one, padded, stock_settings
-from benchmarks.settings import Settings
+from benchmarks.settings import Drafters, Settings, Waste
 from benchmarks.waste import lengths
 from benchmarks.workload import Workload, draw, poisson, shared_prefix
 from hf_accel.twin import twin
@@ -159,7 +159,7 @@ def test_the_last_steps_of_the_ladder_come_in_pairs() -> None:
 
 @pytest.mark.parametrize(("block_size", "low", "high"), [(16, 0.012, 0.02), (256, 0.17, 0.27)])
 def test_waste_of_the_scheduler(block_size: int, low: float, high: float) -> None:
-    settings = Settings(requests=200)
+    settings = Settings(waste=Waste(requests=200))
     share, passes = engine_waste(settings, lengths(settings), block_size=block_size, running=32)
     assert low < share < high
     assert passes > 200
@@ -213,7 +213,7 @@ def test_every_drafter_runs(model: PreTrainedModel, temperature: float) -> None:
     stock = drafters.endless(twin(model).bfloat16())
     patched = hf_accel.patch(twin(stock), weights=None, keep_original=True)
     models = drafters.Models(stock, patched, drafters.endless(load_model("tiny", layers=1)))
-    settings = Settings(text_new_tokens=6)
+    settings = Settings(drafters=Drafters(new_tokens=6))
     for name, run in drafters.candidates(settings, models, [[1, 2, 3, 1, 2, 3, 1, 2]], temperature).items():
         counts = run().statistics
         assert not counts if name.startswith("stock") or name == "none" else counts["tokens"] >= 5
@@ -226,6 +226,6 @@ def test_only_names_of_files_are_recorded(tmp_path: Any) -> None:
     argv = ["drafters", "--target", str(tmp_path / "big"), "--draft", str(tmp_path / "small"), "--out", str(tmp_path)]
     arguments = parse(argv)
     assert arguments.command == f"python -m benchmarks.run drafters --target big --draft small --out {tmp_path.name}"
-    assert arguments.settings.target == str(tmp_path / "big")
+    assert arguments.settings.drafters.target == str(tmp_path / "big")
     assert without_path(str(tmp_path / "big")) == "big"
     assert without_path("bench-1b") == "bench-1b" and without_path(3) == 3

@@ -39,13 +39,14 @@ from benchmarks.machine import NoKernelsError, loaded_kernels, machine
 from benchmarks.models import BLOCK, cut, load_model, read_bytes, tensor_bytes, weight_bytes
 from benchmarks.peak import peak_bytes
 from benchmarks.results_folder import beside, provenance, replace, write
-from benchmarks.settings import Settings
+from benchmarks.settings import Settings, Waste
 from benchmarks.setups import SETUPS
 from benchmarks.setups.stock import Stock
 from benchmarks.tables import Table, cell
 from benchmarks.timing import Generation, median_ratio, take_turns, time_generate
 from benchmarks.waste import admit, lengths, waste
-from hf_accel.cache import BlockPool, BlockTable
+from hf_accel.cache.pool import BlockPool
+from hf_accel.cache.table import BlockTable
 from hf_accel.kernels import cpu as kernels
 from hf_accel.twin import twin
 
@@ -623,7 +624,7 @@ def test_one_topic_leaves_the_others_results(tmp_path: Path) -> None:
 
 
 def test_lengths_are_exponential_and_bounded() -> None:
-    drawn = list(lengths(Settings(requests=5000)))
+    drawn = list(lengths(Settings(waste=Waste(requests=5000))))
     assert len(drawn) == 5000
     assert min(drawn) >= 1 and max(drawn) == 2048
     assert 460 < sum(drawn) / 5000 < 520  # 500 less what is cut off above 2048
@@ -631,7 +632,7 @@ def test_lengths_are_exponential_and_bounded() -> None:
 
 @pytest.mark.parametrize(("block_size", "low", "high"), [(16, 0.012, 0.02), (256, 0.17, 0.25), (2048, 0.6, 0.8)])
 def test_waste_of_exponential_lengths(block_size: int, low: float, high: float) -> None:
-    assert low < waste(Settings(requests=300), block_size) < high
+    assert low < waste(Settings(waste=Waste(requests=300)), block_size) < high
 
 
 def test_no_more_sequences_run_than_fit() -> None:
@@ -643,7 +644,7 @@ def test_no_more_sequences_run_than_fit() -> None:
 
 
 def test_waste_of_a_single_token_per_request() -> None:
-    assert waste(Settings(requests=40, max_length=1), 16) == pytest.approx(15 / 16)
+    assert waste(Settings(waste=Waste(requests=40, max_length=1)), 16) == pytest.approx(15 / 16)
 
 
 def test_peak_counts_what_is_held_for_a_moment_only() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import UnsupportedError
-from .base import AttentionBackend, AttentionSpec
+from .base import AttentionBackend, AttentionSpec, PlannedAttention
 from .cpu import CpuBackend
 from .reference import ReferenceBackend
 from .sdpa import SdpaBackend
@@ -31,4 +31,13 @@ def choose(spec: AttentionSpec, name: str = "auto") -> tuple[AttentionBackend, l
     raise UnsupportedError(f"attention={name!r} cannot serve this model ({reasons}); use attention='auto'")
 
 
-__all__ = ["BACKENDS", "AttentionBackend", "AttentionSpec", "CpuBackend", "ReferenceBackend", "SdpaBackend", "choose"]
+__all__ = [
+    "BACKENDS",
+    "AttentionBackend",
+    "AttentionSpec",
+    "CpuBackend",
+    "PlannedAttention",
+    "ReferenceBackend",
+    "SdpaBackend",
+    "choose",
+]

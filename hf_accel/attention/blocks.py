@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..layouts import KV, AttentionOptions
 from .masking import restrict, visible, visible_keys
-
-Block = tuple[Tensor, Tensor, Tensor, Tensor | None]  # q, k, v, mask
 
 
 def row_blocks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, size: int, causal: bool, window: int | None
-) -> Iterator[Block]:
+    q: Tensor, kv: KV, mask: Tensor | None, options: AttentionOptions, *, size: int
+) -> Iterator[tuple[Tensor, KV, Tensor | None]]:
     """Blocks of `size` rows of q [B, H, Q, D]; each block's mask says what causal and window said."""
-    num_queries, num_keys = q.shape[2], k.shape[2]
+    num_queries, num_keys = q.shape[2], kv.k.shape[2]
+    causal, window = options.causal, options.window
     if mask is not None:
         mask = mask.expand(*mask.shape[:-2], num_queries, num_keys)
     for start in range(0, max(num_queries, 1), size):
@@ -29,7 +29,7 @@ def row_blocks(
                 positions, torch.arange(keys.start, keys.stop, device=q.device), causal=causal, window=window
             )
             block_mask = restrict(block_mask, seen)
-        yield cut(q, rows, dim=2), cut(k, keys, dim=2), cut(v, keys, dim=2), block_mask
+        yield cut(q, rows, dim=2), KV(cut(kv.k, keys, dim=2), cut(kv.v, keys, dim=2)), block_mask
 
 
 def cut(x: Tensor, span: range, *, dim: int) -> Tensor:

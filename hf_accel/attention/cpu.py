@@ -13,6 +13,7 @@ from torch import Tensor
 from ..kernels import cpu as kernels
 from ..kernels.cpu.attention import attend, attend_pages
 from ..kernels.cpu.library import FLOATS
+from ..layouts import KV, AttentionOptions, Ragged
 from .base import AttentionBackend, AttentionSpec
 from .sdpa import SdpaBackend
 
@@ -37,79 +38,20 @@ class CpuBackend(AttentionBackend):
             return f"heads of {max(spec.head_dim, spec.value_dim)} numbers are larger than its {LARGEST_DIM}"
         return kernels.refusal()
 
-    def dense(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        dropout: float = 0.0,
-    ) -> Tensor:
-        options: dict[str, Any] = {
-            "causal": causal, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks
-        }  # fmt: skip
-        if mask is not None or dropout > 0 or must_be_traced(q, k, v, sinks):
-            return self.torch.dense(q, k, v, mask=mask, dropout=dropout, **options)
-        return attend(q, k, v, **options)
+    def dense(self, q: Tensor, kv: KV, options: AttentionOptions, *, mask: Tensor | None = None) -> Tensor:
+        if mask is not None or options.dropout > 0 or must_be_traced(q, kv.k, kv.v, options.sinks):
+            return self.torch.dense(q, kv, options, mask=mask)
+        return attend(q, kv, options)
 
-    def packed(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        cu_q: Tensor,
-        cu_k: Tensor,
-        max_q: int,
-        max_k: int,
-        causal: bool,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        dropout: float = 0.0,
-    ) -> Tensor:
-        ends: dict[str, Any] = {"cu_q": cu_q, "cu_k": cu_k}
-        options: dict[str, Any] = {
-            "causal": causal, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks
-        }  # fmt: skip
-        if dropout > 0 or must_be_traced(q, k, v, sinks):
-            return self.torch.packed(q, k, v, **ends, max_q=max_q, max_k=max_k, dropout=dropout, **options)
-        return attend(q, k, v, **{name: x.to(torch.int32).contiguous() for name, x in ends.items()}, **options)
+    def packed(self, q: Tensor, kv: KV, ragged: Ragged, options: AttentionOptions) -> Tensor:
+        if options.dropout > 0 or must_be_traced(q, kv.k, kv.v, options.sinks):
+            return self.torch.packed(q, kv, ragged, options)
+        return attend(q, kv, options, ragged)
 
-    def paged(
-        self,
-        q: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        k_scales: Tensor | None,
-        v_scales: Tensor | None,
-        block_table: Tensor,
-        cu_q: Tensor,
-        kv_len: Tensor,
-        max_q: int,
-        max_kv: int,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Any:
-        options: dict[str, Any] = {
-            "scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "return_lse": return_lse
-        }  # fmt: skip
-        if must_be_traced(q, sinks):
-            return self.torch.paged(
-                q, k_pages, v_pages, k_scales, v_scales, block_table, cu_q, kv_len, max_q, max_kv, **options
-            )
-        out, lse = attend_pages(q, k_pages, v_pages, k_scales, v_scales, block_table, cu_q, kv_len, **options)
+    def paged(self, q: Tensor, kv: KV, ragged: Ragged, options: AttentionOptions, *, return_lse: bool = False) -> Any:
+        if must_be_traced(q, options.sinks):
+            return self.torch.paged(q, kv, ragged, options, return_lse=return_lse)
+        out, lse = attend_pages(q, kv, ragged, options, return_lse=return_lse)
         return (out, lse) if return_lse else out
 
 

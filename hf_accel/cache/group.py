@@ -42,20 +42,11 @@ class PageGroup:
         They hold what comes in another dtype as well as torch.cat would: exactly.
         """
         storage = self.storages.get(layer_idx)
-        dtype = keys.dtype if keys.dtype is values.dtype else torch.promote_types(keys.dtype, values.dtype)
         if storage is None:
-            storage = self.storages[layer_idx] = KVStorage(
-                self.pool.num_blocks,
-                num_kv_heads=keys.shape[-2],
-                block_size=self.pool.block_size,
-                key_dim=keys.shape[-1],
-                value_dim=values.shape[-1],
-                dtype=dtype,
-                device=keys.device,
-                quantized=self.quantized,
-            )
-        elif storage.dtype is not dtype:
-            storage.widen(dtype)
+            storage = KVStorage(self.pool.num_blocks, self.pool.block_size, keys, values, quantized=self.quantized)
+            self.storages[layer_idx] = storage
+        elif not (storage.dtype is keys.dtype is values.dtype):
+            storage.widen(torch.promote_types(keys.dtype, values.dtype))
         return storage
 
     def append(self, table: BlockTable, num_tokens: int) -> None:

@@ -47,12 +47,9 @@ class BlockPool:
             size, free = 2 * size, free + size
         return size
 
-    def can_allocate(self, num_blocks: int) -> bool:
-        return self.growable or num_blocks <= self.num_free
-
     def require(self, num_blocks: int) -> None:
         """Raise OutOfBlocksError, before anything is evicted, unless that many blocks can be given out."""
-        if not self.can_allocate(num_blocks):
+        if not self.growable and num_blocks > self.num_free:
             blocks = f"{self.num_blocks} blocks of {self.block_size} tokens are"
             found = (
                 f"{self.num_free} of {blocks} free, {num_blocks} are needed"

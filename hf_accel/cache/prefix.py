@@ -24,6 +24,7 @@ class PrefixIndex:
         self.lookups = 0  # full blocks asked for
         self.hits = 0  # full blocks found
         self.salt = b""
+        self.epoch = 0  # how often everything was forgotten: what was computed in another epoch is not known here
         self._blocks: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
 
@@ -74,6 +75,7 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Drop everything, as when the weights have changed."""
+        self.epoch += 1
         blocks = list(self._digests)
         self._blocks.clear()
         self._digests.clear()

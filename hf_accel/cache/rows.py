@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
-from ..errors import OutOfBlocksError
+from ..errors import UnsupportedError
 from .group import PageGroup
 from .step import GroupStep, Step, offsets
 from .table import BlockTable
@@ -16,17 +17,22 @@ from .table import BlockTable
 
 @dataclass
 class Row:
-    """One sequence: a block table per group, and its token ids where they are known (for prefix sharing)."""
+    """One sequence: a block table per group.
+
+    epoch: that of the prefix index when the sequence began; its blocks are published in no other. None: its K and V
+    do not follow from its token ids, and nobody may find them. token_ids: for those who keep them nowhere else.
+    """
 
     tables: list[BlockTable]
-    token_ids: list[int] | None = field(default_factory=list)
+    epoch: int | None
+    token_ids: list[int] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         return self.tables[0].num_tokens
 
     def fork(self) -> Row:
-        other = Row([], None if self.token_ids is None else list(self.token_ids))
+        other = Row([], self.epoch, list(self.token_ids))
         try:
             for table in self.tables:
                 other.tables.append(table.fork())
@@ -42,8 +48,7 @@ class Row:
                 table.truncate(min(num_tokens, table.num_tokens))
             else:
                 table.release()
-        if self.token_ids is not None:
-            del self.token_ids[num_tokens:]
+        del self.token_ids[num_tokens:]
 
     def release(self) -> None:
         for table in self.tables:
@@ -52,11 +57,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens start..start+count-1 of a row are computed in a pass; the row has slots for them already."""
+    """Tokens start..start+count-1 of a row are computed in a pass; the row has slots for them already.
+
+    stored: the pass writes those from this number on, since the row shares the blocks of those before; 0: all.
+    """
 
     row: Row
     start: int
     count: int
+    stored: int = 0
+
+    @property
+    def num_written(self) -> int:
+        return self.start + self.count - (self.stored or self.start)
 
 
 def _rolls(group: PageGroup) -> bool:
@@ -65,11 +78,13 @@ def _rolls(group: PageGroup) -> bool:
 
 
 class Pages:
-    """What a scheduler asks of the groups of pages: room, known beginnings, going back."""
+    """The one bookkeeper of the groups of pages: room, windows, known beginnings, and what a pass reads and writes."""
 
     def __init__(self, groups: list[PageGroup]) -> None:
         self.groups = groups
-        self.shares_prefixes = all(group.index is not None for group in groups)
+        # Blocks behind a window are gone when the prompt comes again, so that such a model shares none.
+        self.index = groups[0].index if len(groups) == 1 else None
+        self.epoch = 0 if self.index is None else self.index.epoch
 
     @property
     def block_size(self) -> int:
@@ -81,7 +96,32 @@ class Pages:
         bounded = [g.pool.num_blocks * self.block_size for g in self.groups if not g.pool.growable and not _rolls(g)]
         return min(bounded, default=None)
 
-    # -- rows ------------------------------------------------------------------------------------------
+    # -- known beginnings ------------------------------------------------------------------------------
+
+    def use_salt(self, salt: bytes) -> None:
+        """What K and V depend on besides the tokens: blocks of another salt are not found any more."""
+        if self.index is not None:
+            self.index.use_salt(salt)
+            self.epoch = self.index.epoch
+
+    def forget(self) -> None:
+        """Let nobody find any block: after a pass that failed they may hold anything."""
+        if self.index is not None:
+            self.index.clear()
+            self.epoch = self.index.epoch
+
+    def known(self, token_ids: Sequence[int]) -> list[int]:
+        """The blocks of the longest known beginning of these tokens, for `begin`."""
+        if self.index is None or self.index.epoch != self.epoch:  # others over these pages may have taken another salt
+            return []
+        return self.index.match(token_ids)
+
+    def begin(self, blocks: Sequence[int] = (), num_tokens: int = 0) -> Row:
+        """A row of the first `num_tokens` tokens that stand in `blocks`."""
+        row = Row([BlockTable(group.pool) for group in self.groups], self.epoch)
+        if num_tokens:
+            row.tables[0].adopt(blocks[: -(-num_tokens // self.block_size)], num_tokens)
+        return row
 
     def open(self, token_ids: Sequence[int]) -> Row:
         """A row that begins with what is known of these tokens; at least the last is left to compute.
@@ -89,18 +129,45 @@ class Pages:
         Only whole blocks are taken. A part of one would be copied before it is written to, and blocks that are
         published by the pass that computes them hold nothing yet.
         """
-        row = Row([BlockTable(group.pool) for group in self.groups], None)
-        if not self.shares_prefixes:
-            return row
-        matches = [group.index.match(token_ids) for group in self.groups if group.index is not None]
-        known = max(0, min(min(map(len, matches)), (len(token_ids) - 1) // self.block_size))
-        try:
-            for table, blocks in zip(row.tables, matches, strict=True):
-                table.adopt(blocks[:known], known * self.block_size)
-        except BaseException:
-            row.release()
-            raise
-        return row
+        blocks = self.known(token_ids)
+        return self.begin(blocks, max(0, min(len(blocks), (len(token_ids) - 1) // self.block_size)) * self.block_size)
+
+    def publish(self, row: Row, token_ids: Sequence[int]) -> list[int]:
+        """Let others find the full blocks of `token_ids`, which the row begins with and will not take back.
+
+        Returns those that nobody could find before.
+        """
+        if self.index is None or row.epoch != self.index.epoch:
+            return []
+        return self.index.insert(token_ids, row.tables[0].blocks)
+
+    def withdraw(self, blocks: Iterable[int]) -> None:
+        """Let nobody find these blocks, which were published and will not be written; a row still holds them."""
+        if self.index is not None:
+            for block in blocks:
+                if block in self.index:
+                    self.index.forget(block)
+
+    # -- windows ---------------------------------------------------------------------------------------
+
+    def slide(self, row: Row, start: int) -> None:
+        """Let go of what lies behind the windows of the token `start`; the row cannot go back further than to it."""
+        for group, table in zip(self.groups, row.tables, strict=True):
+            if group.window is not None:
+                table.drop_before(start - group.window + 1)
+
+    def require_held(self, row: Row, num_tokens: int) -> None:
+        """Raise UnsupportedError if a window has let go of what the row needs to go back to so many tokens."""
+        for group, table in zip(self.groups, row.tables, strict=True):
+            held = table.num_dropped_blocks * self.block_size
+            needed = 0 if group.window is None else max(0, num_tokens - group.window + 1)
+            if num_tokens and held > needed:
+                raise UnsupportedError(
+                    f"cannot go back to {num_tokens} tokens: a sliding window of {group.window} needs those from "
+                    f"{needed} on, and the cache holds those from {held} on; crop less, or reset() the cache"
+                )
+
+    # -- room ------------------------------------------------------------------------------------------
 
     def free_blocks(self) -> list[int]:
         """For each group, the blocks that can be given out; sys.maxsize where the pool grows."""
@@ -112,12 +179,6 @@ class Pages:
             table.blocks_needed(count if group.window is None else min(count, group.window))
             for group, table in zip(self.groups, row.tables, strict=True)
         ]
-
-    def slide(self, row: Row, start: int) -> None:
-        """Let go of what lies behind the windows of the token `start`; the row cannot go back further than to it."""
-        for group, table in zip(self.groups, row.tables, strict=True):
-            if group.window is not None:
-                table.drop_before(start - group.window + 1)
 
     def room(self, row: Row, most: int, *, start: int | None = None) -> int:
         """How many tokens can be appended, at most `most`. start: as for `append`."""
@@ -143,10 +204,9 @@ class Pages:
             for table in row.tables:
                 table.num_tokens += count
             return
-        if not self.can_append(row, count, start=start):
-            for group, table in zip(self.groups, row.tables, strict=True):
-                group.pool.require(table.blocks_needed(count))
-            raise OutOfBlocksError(f"no blocks for {count} more tokens")
+        self.slide(row, row.num_tokens if start is None else start)
+        for group, table in zip(self.groups, row.tables, strict=True):
+            group.pool.require(table.blocks_needed(count))
         longer: list[BlockTable] = []
         try:
             for group, table in zip(self.groups, row.tables, strict=True):
@@ -157,32 +217,13 @@ class Pages:
                 table.truncate(table.num_tokens - count)
             raise
 
-    def publish(self, row: Row, token_ids: Sequence[int]) -> None:
-        """Let others find the full blocks of `token_ids`, which the row begins with and will not take back."""
-        if self.shares_prefixes:
-            for group, table in zip(self.groups, row.tables, strict=True):
-                if group.index is not None:
-                    group.index.insert(token_ids, table.blocks)
-
-    def use_salt(self, salt: bytes) -> None:
-        """What K and V depend on besides the tokens: blocks of another salt are not found any more."""
-        for group in self.groups:
-            if group.index is not None:
-                group.index.use_salt(salt)
-
-    def forget(self) -> None:
-        """Let nobody find any block: after a pass that failed they may hold anything."""
-        for group in self.groups:
-            if group.index is not None:
-                group.index.clear()
-
     # -- a pass ----------------------------------------------------------------------------------------
 
     def step(self, spans: Sequence[Span], device: torch.device) -> Step:
         """What a forward pass over the tokens of these spans, end to end in one row, reads and writes."""
         counts = [span.count for span in spans]
         return Step(
-            groups=[group_step(group, index, spans, device) for index, group in enumerate(self.groups)],
+            groups=[_group_step(group, index, spans, device) for index, group in enumerate(self.groups)],
             cu_q=offsets(counts, device),
             max_q=max(counts, default=0),
             num_columns=sum(counts),
@@ -191,32 +232,48 @@ class Pages:
             contiguous=[True] * len(self.groups),
         )
 
+    # -- statistics ------------------------------------------------------------------------------------
 
-def num_live_tokens(rows: Iterable[Row], index: int) -> int:
-    """Tokens that rows hold in the pages of a group, those of a shared block counted once."""
-    tokens_in_block: dict[int, int] = {}
-    for row in rows:
-        table = row.tables[index]
-        size = table.pool.block_size
-        for number, block in enumerate(table.blocks):
-            filled = min(size, table.num_held_tokens - number * size)
-            tokens_in_block[block] = max(filled, tokens_in_block.get(block, 0))
-    return sum(tokens_in_block.values())
+    def statistics(self, rows: Iterable[Row]) -> dict[str, float | int]:
+        """Blocks in use and in all, their waste, and how many full blocks were looked for and found."""
+        return {
+            "blocks_used": sum(group.pool.num_used for group in self.groups),
+            "blocks_allocated": sum(group.pool.num_blocks for group in self.groups),
+            "waste": self.waste(rows),
+            "prefix_lookups": 0 if self.index is None else self.index.lookups,
+            "prefix_hits": 0 if self.index is None else self.index.hits,
+        }
+
+    def waste(self, rows: Iterable[Row]) -> float:
+        """The share of held slots without a token; `rows` are all that hold any."""
+        size = self.block_size
+        tokens_in: dict[tuple[int, int], int] = {}  # by group and block: a block that is shared counts once
+        for row in rows:
+            for index, table in enumerate(row.tables):
+                for number, block in enumerate(table.blocks):
+                    filled = min(size, table.num_held_tokens - number * size)
+                    tokens_in[index, block] = max(filled, tokens_in.get((index, block), 0))
+        held = sum(group.pool.num_used for group in self.groups) * size
+        return 1 - sum(tokens_in.values()) / held if held else 0.0
 
 
-def group_step(group: PageGroup, index: int, spans: Sequence[Span], device: torch.device) -> GroupStep:
+def _group_step(group: PageGroup, index: int, spans: Sequence[Span], device: torch.device) -> GroupStep:
     """The part of a Step that layers of one group see. A row may have slots beyond its span: nobody reads them."""
-    size = group.pool.block_size
     tables = [span.row.tables[index] for span in spans]
     slots: list[int] = []
+    held: list[int] = []
     for span, table in zip(spans, tables, strict=True):
-        slots += table.slots(span.start, span.start + span.count)
-    held = [
-        span.start + span.count - table.num_dropped_blocks * size for span, table in zip(spans, tables, strict=True)
-    ]
+        stop = span.start + span.count
+        slots += table.slots(span.stored or span.start, stop)
+        held.append(stop - table.num_dropped_blocks * group.pool.block_size)
+    written = None
+    if len(slots) < sum(span.count for span in spans):
+        ends = accumulate(span.count for span in spans)
+        places = [place for span, end in zip(spans, ends, strict=True) for place in range(end - span.num_written, end)]
+        written = torch.tensor(places, dtype=torch.int64, device=device)
     return GroupStep(
         slots=torch.tensor(slots, dtype=torch.int64, device=device),
-        written=None,
+        written=written,
         block_table=group.table_tensor(tables, device),
         kv_len=torch.tensor(held, dtype=torch.int32, device=device),
         max_kv=max(held, default=0),

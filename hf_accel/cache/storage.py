@@ -10,7 +10,8 @@ from torch import Tensor
 from ..kernels import cpu as kernels
 from ..kernels.cpu.attention import write_pages
 from ..kernels.cpu.library import FLOATS
-from ..kernels.cpu.tensors import is_recorded
+from ..layouts import KV
+from ..tensors import is_recorded
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # level of each dtype that quantized pages may have
 
@@ -18,31 +19,23 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # level of each dtype
 class KVStorage:
     """K and V pages of one layer.
 
-    k_pages [num_blocks, num_kv_heads, block_size, key_dim], v_pages likewise with value_dim. quantized: a
-    dtype of LARGEST, with k_scales, v_scales [num_blocks, num_kv_heads, block_size], a scale per token and head
-    (symmetric absmax, rounded to `dtype` before it is used). Non-finite K or V make that token's head NaN.
+    keys [.., H, Dk], values [.., H, Dv]: states as they will come; only their shapes, dtypes and device count.
+    k_pages [num_blocks, H, block_size, Dk], v_pages [num_blocks, H, block_size, Dv]. quantized: a dtype of LARGEST,
+    with k_scales, v_scales [num_blocks, H, block_size], a scale per token and head (symmetric absmax, rounded to
+    `dtype` before it is used). Non-finite K or V make that token's head NaN.
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        *,
-        num_kv_heads: int,
-        block_size: int,
-        key_dim: int,
-        value_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        quantized: torch.dtype | None = None,
+        self, num_blocks: int, block_size: int, keys: Tensor, values: Tensor, *, quantized: torch.dtype | None = None
     ) -> None:
         self.block_size = block_size
-        self.dtype = dtype
-        page = (num_blocks, num_kv_heads, block_size)
-        stored = quantized or dtype
-        self.k_pages = _empty((*page, key_dim), dtype=stored, device=device)
-        self.v_pages = _empty((*page, value_dim), dtype=stored, device=device)
-        self.k_scales = _empty(page, dtype=dtype, device=device) if quantized else None
-        self.v_scales = _empty(page, dtype=dtype, device=device) if quantized else None
+        self.dtype = torch.promote_types(keys.dtype, values.dtype)
+        page = (num_blocks, keys.shape[-2], block_size)
+        stored, device = quantized or self.dtype, keys.device
+        self.k_pages = _empty((*page, keys.shape[-1]), dtype=stored, device=device)
+        self.v_pages = _empty((*page, values.shape[-1]), dtype=stored, device=device)
+        self.k_scales = _empty(page, dtype=self.dtype, device=device) if quantized else None
+        self.v_scales = _empty(page, dtype=self.dtype, device=device) if quantized else None
 
     @property
     def num_blocks(self) -> int:
@@ -62,12 +55,15 @@ class KVStorage:
         if keys.dtype is not self.dtype or values.dtype is not self.dtype:
             keys, values = keys.to(self.dtype), values.to(self.dtype)
         if self._is_native(keys, values):
-            write_pages(keys, values, self.k_pages, self.v_pages, self.k_scales, self.v_scales, slots)
+            write_pages(keys, values, KV(self.k_pages, self.v_pages, self.k_scales, self.v_scales), slots)
             return
-        blocks = torch.div(slots, self.block_size, rounding_mode="floor")
-        place = (blocks, slice(None), slots - blocks * self.block_size)
+        place = self._place(slots)
         self._write(self.k_pages, self.k_scales, keys.detach(), place)
         self._write(self.v_pages, self.v_scales, values.detach(), place)
+
+    def _place(self, slots: Tensor) -> tuple[Tensor | slice, ...]:
+        blocks = torch.div(slots, self.block_size, rounding_mode="floor")
+        return blocks, slice(None), slots - blocks * self.block_size
 
     def _is_native(self, keys: Tensor, values: Tensor) -> bool:
         """Whether the kernel can write this; it gives the bits of the torch path below."""
@@ -87,8 +83,7 @@ class KVStorage:
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of slots [...], dequantized: [..., H, Dk] and [..., H, Dv]."""
-        blocks = torch.div(slots, self.block_size, rounding_mode="floor")
-        place = (blocks, slice(None), slots - blocks * self.block_size)
+        place = self._place(slots)
         keys, values = self.k_pages[place], self.v_pages[place]
         if self.k_scales is None or self.v_scales is None:
             return keys, values

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..generation.hf import STATE
 from ..linear import QuantLinear
+from ..state import find_state
 from ..twin import twin
 
 
 def is_ours(model: nn.Module) -> bool:
     """Whether patch() was at work on the model, or on what it was loaded from."""
-    return STATE in vars(model) or any(isinstance(module, QuantLinear) for module in model.modules())
+    return find_state(model) is not None or any(isinstance(module, QuantLinear) for module in model.modules())
 
 
 def unpatched_shapes(model: Any) -> Any:
@@ -24,7 +24,7 @@ def unpatched_shapes(model: Any) -> Any:
     Weights that the patch freed, or that never were there, stand on meta.
     """
     copied: Any = twin(model)
-    state = vars(copied).get(STATE)
+    state = find_state(copied)
     if state is not None:
         for write in state.journal.writes:
             if isinstance(write.new, QuantLinear):
@@ -51,7 +51,7 @@ def _linear(layer: QuantLinear) -> nn.Linear:
 
 def settings_of(model: nn.Module) -> tuple[Any, str | None]:
     """weights and kv_dtype as estimate() takes them: those that the model was patched with, else None."""
-    state = vars(model).get(STATE)
+    state = find_state(model)
     if state is None:
         return None, None
     cache = state.generation.cache

@@ -13,10 +13,10 @@ from torch import nn
 
 from ..instance import Mixin, mixed_class
 from ..kernels.cpu.library import FLOATS
-from .gated_mlp import GatedMLP, GatedNames, gated_names
-from .norm import NativeNorm, NormForms, norm_form
-from .products import NativeLinear, Products, is_readable
-from .rotary import NativeRotary, rotary_form
+from ..state import FUSED
+from .forms import GatedNames, gated_names, norm_form, rotary_form
+from .modules import NativeGatedMLP, NativeNorm, NativeRotary, NormForms
+from .projections import NativeLinear, ProjectionCall, is_readable
 from .structure import siblings
 
 DIFFERS = "the native call differs from the module's own result on random input"
@@ -34,7 +34,7 @@ class FusedSite:
 
 
 @dataclass(frozen=True)
-class SharedSite:
+class ProjectionSite:
     """Linear layers of one parent that are called on one tensor."""
 
     parent: str
@@ -56,7 +56,7 @@ def fused_sites(model: nn.Module, dtype: torch.dtype, float_rows: int) -> tuple[
     dropped: list[Dropped] = []
     checked: dict[Any, bool] = {}  # by what the check depends on
     for name, module in model.named_modules():
-        found = _site(name, module, dtype, float_rows, checked)
+        found = _site(name, module, dtype, float_rows, checked=checked)
         if isinstance(found, FusedSite):
             sites.append(found)
         elif found is not None:
@@ -65,7 +65,7 @@ def fused_sites(model: nn.Module, dtype: torch.dtype, float_rows: int) -> tuple[
 
 
 def _site(
-    name: str, module: nn.Module, dtype: torch.dtype, float_rows: int, checked: dict[Any, bool]
+    name: str, module: nn.Module, dtype: torch.dtype, float_rows: int, *, checked: dict[Any, bool]
 ) -> FusedSite | Dropped | None:
     site = _candidate(name, module, dtype, float_rows)
     if site is None:
@@ -78,7 +78,7 @@ def _site(
         return Dropped(name, site.kind, f"the native call does not compute in {named}")
     if isinstance(site.state, GatedNames):
         parts = site.state
-        signature = (type(module), parts.gate, parts.up, parts.down, parts.products.epilogue)
+        signature = (type(module), parts.gate, parts.up, parts.down, parts.call.epilogue)
         if signature not in checked:
             checked[signature] = _agrees(module, parts, dtype)
         return site if checked[signature] else Dropped(name, site.kind, DIFFERS)
@@ -94,7 +94,7 @@ def _candidate(name: str, module: nn.Module, dtype: torch.dtype, float_rows: int
     if rotary_form(module, dtype) is not None:
         return FusedSite(name, module, "rotary", NativeRotary, None)
     parts = gated_names(module, float_rows)
-    return None if parts is None else FusedSite(name, module, "mlp", GatedMLP, parts)
+    return None if parts is None else FusedSite(name, module, "mlp", NativeGatedMLP, parts)
 
 
 def native_linears(model: nn.Module) -> Iterator[FusedSite]:
@@ -104,14 +104,14 @@ def native_linears(model: nn.Module) -> Iterator[FusedSite]:
             yield FusedSite(name, module, "linear", NativeLinear, None)
 
 
-def shared_sites(model: nn.Module) -> Iterator[SharedSite]:
+def projection_sites(model: nn.Module) -> Iterator[ProjectionSite]:
     """Linear layers that their parent calls on one and the same tensor."""
     for name, module in model.named_modules():
         for names in siblings(type(module).forward):
             layers = [getattr(module, child, None) for child in names]
             if all(isinstance(layer, nn.Linear) for layer in layers):
                 prefix = f"{name}." if name else ""
-                yield SharedSite(name, tuple(prefix + child for child in names))
+                yield ProjectionSite(name, tuple(prefix + child for child in names))
 
 
 @torch.no_grad()
@@ -129,8 +129,8 @@ def _agrees(module: nn.Module, parts: GatedNames, dtype: torch.dtype) -> bool:
         twin._modules[name] = _small_linear(outputs, inputs, generator).to(dtype)
     x = torch.randn(3, 32, generator=generator).to(dtype)
     expected = type(module).forward(twin, x).double()
-    vars(twin)["_hf_accel_fused"] = replace(parts, products=Products(1, parts.products.epilogue))
-    twin.__class__ = mixed_class(GatedMLP, type(module))
+    vars(twin)[FUSED] = replace(parts, call=ProjectionCall(1, parts.call.epilogue))
+    twin.__class__ = mixed_class(NativeGatedMLP, type(module))
     got = torch.cat([twin(row[None]).double() for row in x])
     return bool((got - expected).abs().max() <= 8 * torch.finfo(dtype).eps * expected.abs().max())
 

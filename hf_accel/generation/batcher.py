@@ -6,14 +6,15 @@ import time
 from collections import abc
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from ..cache.rows import Pages, Row, Span
-from .choice import Chosen, choose
-from .logprobs import TokenLogprobs
 from .runner import Runner
+from .sampling.choice import Chosen, choose
+from .sampling.logprobs import TokenLogprobs
 from .scheduler import Scheduler
 from .sequence import Chunk, Sequence
 from .speculation import Speculation
@@ -47,21 +48,34 @@ class Batcher:
         self.runner, self.pages, self.speculation = runner, pages, speculation
         self.scheduler = Scheduler(pages, token_budget=token_budget, max_running=max_running)
         self.token_budget = token_budget
-        self.num_passes = self.num_computed = 0
+        self.num_passes = self.num_computed = self.peak_blocks = 0
         self.in_pass: list[Sequence] = []  # of the last pass, failed or not
 
-    def add(self, sequence: Sequence) -> None:
-        """Raises OutOfBlocksError for a sequence that the pages could never hold."""
-        self.scheduler.add(sequence)
+    def add(self, sequence: Sequence, row: Row | None = None) -> None:
+        """row: holds what is known of the sequence already.
 
-    def enter(self, sequence: Sequence, row: Row) -> None:
-        """Add a sequence that begins with what `row` holds of it already."""
-        self.scheduler.enter(sequence, row)
+        Raises OutOfBlocksError for a sequence that the pages could never hold.
+        """
+        if row is None:
+            self.scheduler.add(sequence)
+        else:
+            self.scheduler.enter(sequence, row)
 
     def remove(self, sequence: Sequence, reason: str, error: BaseException | None = None) -> None:
         """End a sequence now: its blocks are free, and it is in no later pass."""
         self.scheduler.remove(sequence, reason, error)
         self.speculation.forget(sequence)
+
+    def close(self) -> None:
+        """End all that is under way."""
+        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+            self.remove(sequence, "cancelled")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def isolate(self, sequences: abc.Sequence[Sequence]) -> None:
         """After a pass that failed: each of these gets passes of its own, before anybody goes on."""
@@ -83,6 +97,7 @@ class Batcher:
         try:
             chunks = self.scheduler.schedule()
             self.in_pass = [chunk.sequence for chunk in chunks]
+            self.peak_blocks = max(self.peak_blocks, sum(group.pool.num_used for group in self.pages.groups))
             if not chunks:
                 return self.take_failed()
             drafts = self.speculation.propose(chunks, self._room(chunks), self.pages)

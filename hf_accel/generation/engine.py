@@ -9,20 +9,35 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Many
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import HfAccelError
 from .batcher import Batcher, Progress
+from .sampling.logprobs import TokenLogprobs
 from .sequence import Sequence
-from .stream import Sample
 
 CLOSED = "the engine is closed; make a new one"
 FORKED = (
     "this process was forked from the one whose thread runs the engine, and has no such thread; make an Engine of its "
     "own here, or rather start processes by multiprocessing's \"spawn\": torch's own threads do not come along either"
 )
+
+
+class Handle(Protocol):
+    """What is told of a sequence, in the engine's thread. When nobody holds it any more, the sequence ends."""
+
+    def put(self, tokens: Many[int], logprobs: Many[TokenLogprobs] | None = None) -> object: ...
+
+    def finish(self, reason: str) -> None: ...
+
+    def fail(self, error: BaseException) -> None: ...
+
+    def orphan(self, error: BaseException) -> None:
+        """In a process forked from this one: nothing more comes."""
 
 
 @dataclass
@@ -41,22 +56,19 @@ class Totals:
 class EngineLoop:
     """Runs a Batcher as long as there is something to do.
 
-    All bookkeeping happens in one thread; others leave commands for it. before_work: called there each time work
-    begins after a pause.
-
+    All bookkeeping happens in one thread; others leave commands for it.
     An error that one sequence meets by itself ends that one. Of a pass that fails as a whole nobody knows whose fault
     it was, so each of its sequences is computed again alone, and the one that fails then has failed. As the thread is
     not the main one, no signal interrupts it: what is no Exception (SystemExit, say) comes from a request too.
     """
 
     batcher: Batcher
-    before_work: Callable[[], None] = lambda: None
     totals: Totals = field(default_factory=Totals)
 
     def __post_init__(self) -> None:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._handles: dict[Sequence, weakref.ref[Sample]] = {}
-        self._samples: weakref.WeakSet[Sample] = weakref.WeakSet()
+        self._handles: dict[Sequence, weakref.ref[Handle]] = {}
+        self._told: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._refusal: str | None = None  # why nothing more is taken on
         self._error: BaseException | None = None  # that ended the thread
         self._lock = threading.RLock()  # what is forgotten may retire in the middle of anything
@@ -65,26 +77,53 @@ class EngineLoop:
 
     # -- from any thread -------------------------------------------------------------------------------
 
-    def submit(self, leader: Sequence, handles: dict[Sequence, Sample]) -> None:
+    def submit(self, leader: Sequence, handles: Mapping[Sequence, Handle]) -> None:
         """Take on a sequence with its followers; what happens to each is told to its handle."""
         with self._lock:
             if self._refusal is not None:
                 raise HfAccelError(self._refusal) from self._error
+            self.start()
+            references = {sequence: weakref.ref(handle) for sequence, handle in handles.items()}
+            self._told.update(handles.values())
+            self._commands.put(lambda: self._add(leader, references))
+
+    def start(self) -> None:
+        """Begin to compute; the first request does so too."""
+        with self._lock:
             if self._thread is None:
                 _started.add(self)
                 thread = threading.Thread(target=self._run, name="hf_accel engine", daemon=True)
                 thread.start()
                 self._thread = thread
-            references = {sequence: weakref.ref(handle) for sequence, handle in handles.items()}
-            self._samples.update(handles.values())
-            self._commands.put(lambda: self._add(leader, references))
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """For the length of a `with` block no pass is computed; what is under way goes on after it."""
+        self.refuse_own_thread("pause()")
+        paused, go_on = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            paused.set()
+            go_on.wait()
+
+        with self._lock:
+            if not self.is_running:
+                raise HfAccelError(f"there is nothing to pause: {self._refusal or 'nothing was started'}")
+            self._commands.put(wait)
+        try:
+            while not paused.wait(0.1) and self.is_running:
+                pass
+            yield
+        finally:
+            go_on.set()
 
     def cancel(self, sequence: Sequence) -> None:
         """End it as soon as the pass under way is over; what has ended already stays as it is."""
         self._commands.put(lambda: self._cancel(sequence))
 
-    def close(self, *, wait: bool) -> None:
-        """Take on nothing more, and return when all has ended. wait: let requests finish, else cancel them.
+    def close(self, *, wait: bool, timeout: float | None = None) -> None:
+        """Take on nothing more, and return when all has ended, or after `timeout` seconds. wait: let requests finish,
+        else cancel them.
 
         An interrupt while it waits cancels them, and is raised when the pass under way is over: a thread in the middle
         of one aborts an interpreter that ends.
@@ -93,27 +132,34 @@ class EngineLoop:
         try:
             if not wait:
                 self._commands.put(self._cancel_all)
-            self._await_end()
+            self._await_end(timeout)
         except BaseException:
             self._commands.put(self._cancel_all)
             self._await_end()
             raise
 
-    def _await_end(self) -> None:
+    def _await_end(self, timeout: float | None = None) -> None:
         self.retire()
         if self._thread is not None:
-            self._over.wait()
+            self._over.wait(timeout)
 
-    def retire(self) -> None:
-        """Nobody can submit any more: end when those who hold a handle have been served. Never waits."""
+    def retire(self, *, cancel: bool = False) -> None:
+        """Nobody can submit any more: end when those who hold a handle have been served, or cancelled. Never waits."""
         with self._lock:
             self._refusal = self._refusal or CLOSED
+        if cancel:
+            self._commands.put(self._cancel_all)
         self._commands.put(None)
 
     @property
     def is_live(self) -> bool:
         """Whether it computes, or may be asked to."""
-        return self._refusal is None or (self._thread is not None and not self._over.is_set())
+        return self._refusal is None or self.is_running
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its thread is there."""
+        return self._thread is not None and not self._over.is_set()
 
     def refuse_own_thread(self, what: str) -> None:
         """Raise HfAccelError where the engine's thread would wait for itself, as in a logits processor."""
@@ -125,8 +171,8 @@ class EngineLoop:
         self._lock, self._thread = threading.RLock(), None
         self._commands, self._handles = queue.SimpleQueue(), {}
         self._refusal = FORKED
-        for sample in list(self._samples):
-            sample.orphan(HfAccelError(FORKED))
+        for handle in list(self._told):
+            handle.orphan(HfAccelError(FORKED))
 
     # -- in the engine's thread ------------------------------------------------------------------------
 
@@ -163,16 +209,16 @@ class EngineLoop:
             if self.batcher.has_work:
                 self._step()
         self._cancel_all()
+        self.batcher.close()
 
     def _wait(self) -> Any:
         """The next command, done; None if it is the last."""
         command = self._commands.get()
         if command is not None:
             command()
-            self.before_work()
         return command
 
-    def _add(self, leader: Sequence, handles: dict[Sequence, weakref.ref[Sample]]) -> None:
+    def _add(self, leader: Sequence, handles: dict[Sequence, weakref.ref[Handle]]) -> None:
         self._handles |= handles
         self.totals.requests += len(handles)
         try:

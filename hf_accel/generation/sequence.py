@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..cache.rows import Row
-    from .sampling import Sampling
+    from .sampling.sampling import Sampling
 
 
 class Status(Enum):
@@ -26,7 +26,8 @@ class Sequence:
     In a sequence that decodes that is all but the last; after a preemption it is 0 again, or what prefixes are known.
     sampling: how the next token is chosen. seed: of the sequence's own random numbers.
     stop: called with the sequence after each new token; a reason ends it there ("stop", "length").
-    priority: higher goes first. arrival: the order among equals, given by the scheduler.
+    padding, index: ids before the prompt in the padded batch of generate(), and its row there. priority: higher goes
+    first. arrival: the order among equals, given by the scheduler.
     followers: other samples of the same prompt, which begin from this one's pages.
     keeps_row: whether the pages outlive the sequence, in kept_row.
     """
@@ -37,6 +38,8 @@ class Sequence:
     stop: Callable[[Sequence], str | None] | None = None
     seed: int = 0
     priority: int = 0
+    padding: list[int] = field(default_factory=list)
+    index: int = 0
     num_prompt: int = field(init=False)
     num_computed: int = 0
     row: Row | None = None

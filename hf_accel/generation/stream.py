@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from .logprobs import TokenLogprobs
+    from .sampling.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True)

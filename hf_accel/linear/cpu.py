@@ -19,7 +19,7 @@ from ..kernels.cpu.integer_linear import (
     stored_zeros,
     unpack,
 )
-from ..kernels.cpu.tensors import is_recorded
+from ..tensors import is_recorded
 from .backend import Backend, LinearSpec
 from .formats import Int4Weight, Int8Weight, QuantizedWeight, check_group_size, pack_zero_points
 from .rtn import refuse_not_finite
@@ -64,10 +64,10 @@ class Cpu(Backend):
     def pack(self, weight: QuantizedWeight) -> CpuWeight:
         scale = weight.weight_scale
         if isinstance(weight, Int8Weight):
-            return CpuWeight(pack(8, weight.weight, scale, weight.shape[1]), scale.dtype)
+            return CpuWeight(pack(8, weight.weight, scale), scale.dtype)
         zero_point = weight.zero_points()
         zeros = None if zero_point is None else (zero_point + 8).view(torch.uint8)
-        packed = pack(4, weight.weight_packed.view(torch.uint8), scale, weight.shape[1], zeros)
+        packed = pack(4, weight.weight_packed.view(torch.uint8), scale, zeros)
         return CpuWeight(packed, scale.dtype)
 
     def quantize(self, weight: Tensor, config: WeightConfig) -> CpuWeight:

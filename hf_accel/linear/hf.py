@@ -1,21 +1,17 @@
-"""AccelConfig and the quantizer that transformers calls while it loads and saves.
+"""AccelConfig, and the quantizer that transformers calls while it saves a model with quantized layers.
 
-The weights of a float checkpoint are packed one by one as transformers reads them, and the model is then patched.
-A checkpoint saved from a patched model lists its quantized modules, which are built empty before the weights arrive
-(checkpoint.py).
+loading.py has the part that loads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, rename_source_key
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..config import PatchConfig, WeightConfig, check_patch_keywords
@@ -63,43 +59,10 @@ def _parse_modules(modules: object) -> dict[str, dict[str, Any]]:
     return {name: dict(settings) for name, settings in modules.items()}
 
 
-class Loader(Protocol):
-    """Takes float weights while transformers reads a checkpoint."""
-
-    def wants(self, name: str) -> bool:
-        """Whether the parameter `name` of the model is to be handed to `take`."""
-
-    def take(self, name: str, tensor: Tensor, stored_as: str | None) -> Tensor:
-        """What stands for the tensor in the model from now on; stored_as: its name in the checkpoint, if any."""
-
-
 class AccelQuantizer(HfQuantizer):
-    """What transformers asks about an hf_accel model. `begin` and `finish` are loading.py's part, set there."""
+    """What transformers asks about a model with quantized layers when it saves or trains it."""
 
     quantization_config: AccelConfig
-    loader: Loader | None = None
-    begin: Callable[..., Loader | None]
-    finish: Callable[..., None]
-
-    def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, device_map: Any = None, checkpoint_files: Sequence[str] | None = None, **_: Any
-    ) -> None:
-        settings = self.quantization_config
-        self.loader = type(self).begin(
-            model, settings, pre_quantized=self.pre_quantized, device_map=device_map, files=checkpoint_files or ()
-        )
-
-    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
-        return self.loader is not None and self.loader.wants(param_name)
-
-    def get_quantize_ops(self) -> ConversionOps:
-        assert self.loader is not None
-        return HandOver(self.loader)
-
-    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        loader, self.loader = self.loader, None
-        type(self).finish(model, self.quantization_config, loader)
-        return model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, Any]]:
         """Called by save_pretrained before it writes the config: which modules are quantized now."""
@@ -114,25 +77,6 @@ class AccelQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         """Adapters on top can be trained; the quantized weights themselves cannot."""
         return True
-
-
-class HandOver(ConversionOps):
-    """The last step of reading a parameter: a loader takes those that it wants."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-
-    def convert(
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **_: Any
-    ) -> dict[str, Any]:
-        # one whole name on both sides is a tensor that was renamed at most
-        stored_as = source_patterns[0] if len(source_patterns) == 1 and target_patterns == list(input_dict) else None
-        return {name: self._hand_over(name, values, stored_as) for name, values in input_dict.items()}
-
-    def _hand_over(self, name: str, values: Any, stored_as: str | None) -> Any:
-        if not self.loader.wants(name):
-            return values
-        return self.loader.take(name, values[0] if isinstance(values, list) else values, stored_as)
 
 
 def module_settings(layer: QuantLinear | WeightConfig) -> dict[str, Any]:
@@ -161,10 +105,3 @@ def lost_on_saving(model: PreTrainedModel) -> Callable[[str], bool]:
 def _kinds(conversions: Sequence[Any]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     return renamings, [entry for entry in conversions if isinstance(entry, WeightConverter)]
-
-
-def register() -> None:
-    """Make "hf_accel" a quantization method; harmless when repeated."""
-    if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        register_quantization_config(METHOD)(AccelConfig)
-        register_quantizer(METHOD)(AccelQuantizer)

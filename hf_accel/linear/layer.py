@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..config import Activations, WeightConfig
 from ..errors import HfAccelWarning, UnsupportedError
-from ..kernels.cpu.tensors import product_dtype
+from ..kernels.cpu.library import native
+from ..tensors import product_dtype
 from .backend import LinearSpec
 from .formats import QuantizedWeight, check_group_size, from_state, state, zeros
 from .reference import differentiable_linear
@@ -36,26 +37,21 @@ class QuantLinear(nn.Linear):
     def __init__(
         self, weight: QuantizedWeight, bias: Tensor | None, *, activations: Activations, backend: str
     ) -> None:
-        self._describe(weight.shape, weight.bits, weight.group_size, weight.symmetric, activations, backend)
+        self._describe(weight.shape, (weight.bits, weight.group_size, weight.symmetric), activations, backend)
         self._buffers.update(state(weight))
         self._set_bias(bias)
 
     def _describe(
-        self,
-        shape: tuple[int, int],
-        bits: int,
-        group_size: int,
-        symmetric: bool,
-        activations: Activations,
-        backend: str,
+        self, shape: tuple[int, int], levels: tuple[int, int, bool], activations: Activations, backend: str
     ) -> None:
+        """levels: the weight's bits, its group size, and whether it is symmetric."""
         nn.Module.__init__(self)
         self.out_features, self.in_features = shape
-        self.bits, self.group_size, self.symmetric = bits, group_size, symmetric
+        self.bits, self.group_size, self.symmetric = levels
         self.activations = activations
         self.requested_backend = backend
         self.choice: Choice | None = None
-        self.shared: Any = None  # what computes this layer together with others on the same input, see fused
+        self.fused_projections: Any = None  # what computes this layer together with others on one tensor, see fused
         self._packed: Any = None
         self.writes = 0  # times that another weight was put into it
         self.changes: list[Tensor] = []  # what was added to the weight and not taken out again, each as a sketch
@@ -81,8 +77,8 @@ class QuantLinear(nn.Linear):
         """A layer over what `choice.backend.quantize` made of a weight of `choice.spec`."""
         layer, spec = cls.__new__(cls), choice.spec
         group_size = spec.in_features if spec.bits == 8 else spec.group_size
-        shape = (spec.out_features, spec.in_features)
-        layer._describe(shape, spec.bits, group_size, spec.symmetric, spec.activations, backend)
+        levels = (spec.bits, group_size, spec.symmetric)
+        layer._describe((spec.out_features, spec.in_features), levels, spec.activations, backend)
         layer.choice, layer._packed = choice, packed
         layer._set_bias(bias)
         return layer
@@ -106,14 +102,15 @@ class QuantLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         choice = self.choice or self.pack().choice
         assert choice is not None
-        if self.shared is not None and (shared := self.shared.take(self, x)) is not None:
-            return shared  # type: ignore[no-any-return]
+        if self.fused_projections is not None and native(x):
+            fused: Tensor | None = self.fused_projections.take(self, x)
+            if fused is not None:
+                return fused
         rows = x.reshape(-1, self.in_features)
         if rows.dtype is not choice.spec.dtype:
             rows = rows.to(choice.spec.dtype)
         rows = rows.contiguous()
-        learns = rows.requires_grad or (self.bias is not None and self.bias.requires_grad)
-        if learns and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (rows.requires_grad or (self.bias is not None and self.bias.requires_grad)):
             out: Tensor = differentiable_linear(rows, self.bias, choice.backend, self._packed)
         else:
             out = choice.backend.run(rows, self._packed, self.bias)

@@ -10,21 +10,17 @@ from ..attention.hf import NAME as ATTENTION_NAME
 from ..check import check_model
 from ..config import CacheConfig
 from ..linear import QuantLinear
-from ..patch import STATE, PatchState, is_patched, patch, unpatch
+from ..patch import is_patched, patch, unpatch
+from ..state import state_of
 from ..survey import attention_sites
 from ..twin import twin
 
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
 
-def state_of(model: PreTrainedModel) -> PatchState:
-    state: PatchState = vars(check_model(model))[STATE]
-    return state
-
-
 def kv_config(model: PreTrainedModel) -> CacheConfig | None:
     """The cache of a patched model whose keys and values are quantized."""
-    settings = state_of(model).generation.cache if is_patched(model) else None
+    settings = state_of(check_model(model)).generation.cache if is_patched(model) else None
     return None if settings is None or settings.dtype == "auto" else settings
 
 
@@ -49,7 +45,7 @@ def quantized_reference(model: PreTrainedModel) -> PreTrainedModel:
     layers = {name: layer for name, layer in inner.named_modules() if isinstance(layer, QuantLinear)}
     attention = inner.config.get_text_config(decoder=True)._attn_implementation
     cache = kv_config(model)
-    state_of(reference).journal.undo()  # puts the float Linears back, whose weights may be gone
+    state_of(inner).journal.undo()  # puts the float Linears back, whose weights may be gone
     for name, layer in layers.items():
         inner.set_submodule(name, _in_plain_torch(layer))
     own_attention = attention == ATTENTION_NAME and attention_sites(inner, quantized_kv=False)

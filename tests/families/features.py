@@ -191,14 +191,16 @@ def same_tokens(stock: Any, patched: Tensor, prompt_columns: int) -> None:
         for column in range(columns):
             ours, theirs = int(patched[row, column]), int(expected[row, column])
             if ours != theirs:
-                _near_tie(stock, row, column - prompt_columns, ours, theirs)
+                _near_tie(stock, row, column - prompt_columns, tokens=(ours, theirs))
                 break
         else:
             if expected.shape != patched.shape:
                 raise Wrong(f"tokens {tuple(patched.shape)}, not {tuple(expected.shape)}")
 
 
-def _near_tie(stock: Any, row: int, step: int, ours: int, theirs: int) -> None:
+def _near_tie(stock: Any, row: int, step: int, *, tokens: tuple[int, int]) -> None:
+    """tokens: ours, and stock's."""
+    ours, theirs = tokens
     where = f"row {row}, new token {step}: {ours}, not {theirs}"
     logits = getattr(stock, "logits", None)
     if step < 0 or logits is None or step >= len(logits):

@@ -62,22 +62,23 @@ def results_of(family: Family, names: list[str] | None, seconds: float) -> Itera
             lost = f"its process ended with {process.exitcode}"
             break
         done.add(name)
-        yield _line(family, name, word, reason, took)
+        yield _line(family, name, (word, reason), took)
     process.kill()
     process.join()
     missing = [name for name in asked(family, names) if name not in done]
     if missing and "build" not in done:
-        yield _line(family, missing[0], "raises", lost, seconds)
+        yield _line(family, missing[0], ("raises", lost), seconds)
 
 
 def asked(family: Family, names: list[str] | None) -> list[str]:
     return [name for name in FEATURES if family.kind in KINDS[name] and (names is None or name in names)]
 
 
-def _line(family: Family, name: str, word: str, reason: str, seconds: float) -> Line:
+def _line(family: Family, name: str, found: tuple[str, str], seconds: float) -> Line:
+    """found: the word for what came out, and its reason."""
     return {
-        "model": family.label, "type": family.model_type, "kind": family.kind, "feature": name, "result": word,
-        "reason": reason, "seconds": round(seconds, 2),
+        "model": family.label, "type": family.model_type, "kind": family.kind, "feature": name, "result": found[0],
+        "reason": found[1], "seconds": round(seconds, 2),
     }  # fmt: skip
 
 

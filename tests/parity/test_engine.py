@@ -225,13 +225,13 @@ def test_who_makes_every_pass_fail_fails_alone() -> None:
 
 
 def test_an_engine_that_breaks_leaves_nobody_waiting() -> None:
-    """What is not of a pass at all: here, the digest of the weights."""
+    """What is not of a pass at all."""
     with Engine(target("llama")) as engine:
 
         def broken() -> None:
             raise SystemError("cannot go on")
 
-        engine.loop.before_work = broken
+        engine.loop._step = broken  # type: ignore[method-assign]
         handle = engine.submit(PROMPTS[0])
         with pytest.raises(SystemError, match="cannot go on"):
             handle.result(WAIT)

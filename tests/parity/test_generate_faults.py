@@ -81,7 +81,7 @@ def prompts(rows: int) -> Tensor:
 
 
 def blocks(cache: hf_accel.PagedCache) -> int:
-    return sum(group.pool.num_used for group in cache.sequences.groups)
+    return sum(group.pool.num_used for group in cache.pages.groups)
 
 
 @pytest.mark.parametrize("error", CAUSES, ids=repr)

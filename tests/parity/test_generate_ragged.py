@@ -133,7 +133,7 @@ def test_patching_takes_no_random_numbers(settings: dict[str, Any]) -> None:
 # -- a cache that goes on ------------------------------------------------------------------------------------
 
 
-def talk(family: str, rows: int, turns: int, speculative_turns: int, drafts: Any) -> None:
+def talk(family: str, *, rows: int, turns: int, speculative_turns: int, drafts: Any) -> None:
     """Each turn goes on from the last one's cache, with early ends, and is compared to stock's without any cache."""
     model, plain = target(family), stock(family)
     ids = prompts(rows, 9)
@@ -175,7 +175,7 @@ def test_blocks_of_a_failed_turn_are_free_again() -> None:
     cache = hf_accel.PagedCache(model.config, block_size=4, max_tokens=64)
     ids = prompts(1, 20)
     first = model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
-    pool = cache.sequences.groups[0].pool
+    pool = cache.pages.groups[0].pool
     used = pool.num_used
     with pytest.raises(OutOfBlocksError):
         model.generate(first, past_key_values=cache, max_new_tokens=50, do_sample=False)

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import hf_accel
-from hf_accel.fused.gated_mlp import GatedMLP
+from hf_accel.fused.modules import NativeGatedMLP
 from hf_accel.kernels import cpu as kernels
 
 from .families import DECODER, PADDING, VOCABULARY, build, inputs, prompts
@@ -53,7 +53,7 @@ def test_a_gated_mlp_whose_activation_is_a_function() -> None:
     hf_accel.patch(model, weights=None)
     assert torch.equal(greedy(model), expected)
     if kernels.refusal() is None:
-        assert sum(isinstance(module, GatedMLP) for module in model.modules()) == 2
+        assert sum(isinstance(module, NativeGatedMLP) for module in model.modules()) == 2
 
 
 # -- pipelines ---------------------------------------------------------------------------------------------

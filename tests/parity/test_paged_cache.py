@@ -154,6 +154,21 @@ def test_switched_adapter_drops_the_prefixes() -> None:
     assert cache.statistics()["prefix_hits"] == 0
 
 
+def test_a_turn_after_a_switch_is_no_prefix() -> None:
+    """Its K and V begin with those of the turn before the switch."""
+    model = hf_accel.patch(build("llama"), weights=None)
+    attention = model.model.layers[0].self_attn
+    attention.k_proj = adapter = Switch(attention.k_proj)
+    cache = paged(model)
+    chat = greedy(model, prompts(1, 13), past_key_values=cache)
+    adapter._disable_adapters = True
+    chat = greedy(model, chat, past_key_values=cache, max_new_tokens=12)
+    expected = greedy(model, chat)
+    cache.reset()
+    assert torch.equal(greedy(model, chat, past_key_values=cache), expected)
+    assert cache.statistics()["prefix_hits"] == 0
+
+
 def test_another_patch_drops_the_prefixes() -> None:
     model = build("llama")
     cache = paged(model)

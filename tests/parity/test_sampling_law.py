@@ -113,11 +113,12 @@ def statistic(drawn: dict[int, collections.Counter[tuple[int, ...]]], end: int |
 def by_engine(
     draws: int,
     numbers: list[int],
-    end: int | None,
     config: Any,
-    block_size: int,
-    options: dict[str, Any],
     sampling: Any,
+    *,
+    end: int | None = None,
+    block_size: int = 16,
+    **options: Any,
 ) -> dict[int, collections.Counter[tuple[int, ...]]]:
     drawn: dict[int, collections.Counter[tuple[int, ...]]] = collections.defaultdict(collections.Counter)
     ends = () if end is None else (end,)
@@ -183,13 +184,13 @@ def config_of(drafter: str, verify: Any, num_draft: int = 3) -> SpeculativeConfi
     ("drafter", "verify", "way"), [("model", "token", "penalty"), ("self-int4", "block", "top-p")]
 )
 def test_the_law_of_three_tokens(drafter: str, verify: str, way: str) -> None:
-    drawn = by_engine(4000, [0, 1], None, config_of(drafter, verify), 16, {}, WAYS[way])
+    drawn = by_engine(4000, [0, 1], config_of(drafter, verify), WAYS[way])
     assert statistic(drawn, None, **WAYS[way])
 
 
 def test_a_draft_that_lies_is_found() -> None:
     config = SpeculativeConfig(drafter=Liar(), num_draft=1)
-    assert not statistic(by_engine(2000, [0, 1], None, config, 16, {}, {}), None)
+    assert not statistic(by_engine(2000, [0, 1], config, {}), None)
 
 
 SITUATIONS: dict[str, tuple[list[int], int | None, int, dict[str, Any]]] = {
@@ -218,5 +219,5 @@ def test_the_law_everywhere(drafter: str, verify: str, way: str, situation: str)
     numbers, end, block_size, options = SITUATIONS[situation]
     config = None if drafter == "none" else config_of(drafter, verify)
     draws = 10_000 if "max_tokens" in options else 20_000  # preemption takes its time
-    drawn = by_engine(draws, numbers, end, config, block_size, options, WAYS[way])
+    drawn = by_engine(draws, numbers, config, WAYS[way], end=end, block_size=block_size, **options)
     assert statistic(drawn, end, **WAYS[way])

@@ -10,7 +10,7 @@ import torch
 
 import hf_accel
 from hf_accel import SpeculativeConfig
-from hf_accel.generation.hf.state import STATE
+from hf_accel.state import find_state
 
 from .families import FAMILIES, build
 from .snapshot import snapshot
@@ -69,7 +69,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_engine(family: str, drafter: str, block_size: int, settings: dict[str, Any], count: int) -> None:
+def assert_engine(family: str, drafter: str, block_size: int, settings: dict[str, Any], *, count: int) -> None:
     prompts = requests(count, shared=17, seed=3)
     model, expected = target(family, block_size), answers(family, prompts, NEW_TOKENS)
     tokens, stats = by_engine(model, prompts, NEW_TOKENS, speculative=speculative(drafter, family), **settings)
@@ -82,7 +82,7 @@ def assert_engine(family: str, drafter: str, block_size: int, settings: dict[str
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_budgets_blocks_and_preemption(block_size: int, settings: dict[str, Any]) -> None:
-    assert_engine("llama", "near model", block_size, settings, 10)
+    assert_engine("llama", "near model", block_size, settings, count=10)
 
 
 @pytest.mark.parametrize("drafter", ["self-int4", "suffix"])
@@ -101,7 +101,7 @@ def test_preemption_with_windows(family: str, drafter: str) -> None:
 @pytest.mark.parametrize("drafter", ["self-int4", "cascade"])
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_budgets_everywhere(family: str, drafter: str, block_size: int, settings: dict[str, Any]) -> None:
-    assert_engine(family, drafter, block_size, settings, 16)
+    assert_engine(family, drafter, block_size, settings, count=16)
 
 
 @pytest.mark.long
@@ -193,4 +193,4 @@ def test_draft_models_and_configs_stay_as_they_are() -> None:
     by_engine(model, PROMPTS[:2], 8, speculative=draft)
     assert (snapshot(draft), draft.generation_config.to_dict(), model.generation_config.to_dict()) == before
     assert config.to_dict() == given
-    assert STATE not in vars(draft)
+    assert find_state(draft) is None

@@ -69,7 +69,7 @@ SHARES = [i / 12 for i in range(13)]
 
 def failed_patch(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, step: int | None) -> tuple[Any, int]:
     """A patch that fails when all weights are replaced, and an interrupt while it recovers."""
-    monkeypatch.setitem(apply_plan.__globals__, "_share_inputs", fail)
+    monkeypatch.setitem(apply_plan.__globals__, "_fuse_projections", fail)
     with interrupted(step) as count, pytest.raises((ValueError, KeyboardInterrupt)) as error:
         hf_accel.patch(model)
     monkeypatch.undo()

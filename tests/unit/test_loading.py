@@ -18,6 +18,7 @@ import hf_accel
 from hf_accel import loading
 from hf_accel.linear import QuantLinear, choose, onednn, torch_int4
 from hf_accel.loading import Packer
+from hf_accel.state import state_of
 
 from ..parity.families import DECODER, FAMILIES, build, inputs
 from ..parity.snapshot import bits
@@ -49,7 +50,7 @@ def contents(model: PreTrainedModel) -> dict[str, bytes]:
 
 def description(model: PreTrainedModel) -> dict[str, Any]:
     """What patch() has noted, without what was measured."""
-    noted = copy.deepcopy(vars(model)["_hf_accel"].description)
+    noted = copy.deepcopy(state_of(model).description)
     noted["choices"] = [choice for choice in noted["choices"] if choice["topic"] != "speed"]
     return {key: noted[key] for key in ("model", "config", "choices", "weight_bytes")}
 
@@ -202,9 +203,9 @@ def test_few_float_weights_at_a_time(threads: int, tmp_path: Path, monkeypatch: 
         most = max(most, under_way)
         return take(self, name, tensor, stored_as)
 
-    def packed(*args: Any) -> Any:
+    def packed(*args: Any, **keywords: Any) -> Any:
         nonlocal under_way
-        result = pack_weight(*args)
+        result = pack_weight(*args, **keywords)
         under_way -= 1
         return result
 

@@ -55,12 +55,12 @@ class Spy:
         self.alive: list[int] = []
         self.pack_weight = pack.pack_weight
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
         call = len(self.alive)
         self.alive.append(sum(w.numel() > 0 for w in self.weights))
         if call == self.fail_at:
             raise self.error
-        return self.pack_weight(*args)
+        return self.pack_weight(*args, **keywords)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Spy:
         monkeypatch.setattr(pack, "pack_weight", self)

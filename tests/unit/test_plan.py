@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import hf_accel
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
+from hf_accel.state import BACKEND_ATTRIBUTE
 
 from ..parity.families import FAMILIES, build, inputs
 from ..parity.snapshot import snapshot
@@ -57,7 +58,7 @@ def test_patch_does_what_the_plan_says(family: str, keywords: dict[str, Any]) ->
         assert planned.spec is not None
         unread = {} if layer.bits == 4 else {"group_size": planned.spec.group_size}
         assert replace(layer.spec, **unread) == planned.spec
-    backends = [vars(m).get("_hf_accel_attention") for m in model.modules() if "_hf_accel_attention" in vars(m)]
+    backends = [vars(m)[BACKEND_ATTRIBUTE].backend.name for m in model.modules() if BACKEND_ATTRIBUTE in vars(m)]
     assert backends == [a.backend.name for a in plan.attention]
     cache = model.generate(**inputs("single"), max_new_tokens=2, return_dict_in_generate=True).past_key_values
     assert isinstance(cache, hf_accel.PagedCache) == (plan.stock_cache is None)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from .forward import BACKEND_ATTRIBUTE, NAME, attention_forward, attention_is_ours
-from .mask import mask_forward
+from .forward import NAME, attention_forward, attention_is_ours, mask_forward
 from .parts import (
     attention_refusals,
     modules_outside,
@@ -17,12 +16,10 @@ from .parts import (
     stock_name,
     stock_parts,
 )
-from .stock import STOCK_ATTRIBUTE, eager_agrees
+from .stock import eager_agrees
 
 __all__ = [
-    "BACKEND_ATTRIBUTE",
     "NAME",
-    "STOCK_ATTRIBUTE",
     "attention_is_ours",
     "attention_refusals",
     "eager_agrees",

@@ -1,23 +1,31 @@
-"""The attention function: a backend of ours for what it understands, the model's own function for all else."""
+"""The attention function: a backend of ours for what it understands, the model's own function for all else.
+
+And the mask function: a small mask that says what it means where that is known, stock's own for all else.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
+from transformers.utils import output_capturing
 
 from ...cache.hf import PAGED_HANDLE, PagedKV
 from ...errors import UnsupportedError
-from ...kernels.cpu.tensors import is_recorded, product_dtype
-from .. import AttentionBackend, AttentionSpec, choose
+from ...layouts import KV, AttentionOptions, Ragged
+from ...state import BACKEND_ATTRIBUTE
+from ...tensors import is_recorded, product_dtype
+from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose
 from ..structure import CALL_KEYWORDS
-from .mask import MaskInfo, expanded_mask, mask_info
 from .stock import EAGER, collects_attentions, recorded_attention, stock_attention, stock_name
 
 NAME = "hf_accel"
-BACKEND_ATTRIBUTE = "_hf_accel_attention"  # the backend that patch() chose for an attention module
+_INFO = "_hf_accel_mask"  # on a mask of ours: its MaskInfo
 
 # Of attention, and what models pass on to all their layers for the sake of others.
 KNOWN_KEYWORDS = CALL_KEYWORDS | {
@@ -46,55 +54,51 @@ def attention_forward(
 
     What it does not understand goes to the function that the model has without us, which may return weights.
     """
+    info: MaskInfo | None = getattr(attention_mask, _INFO, None)
     if is_recorded():
-        info = mask_info(attention_mask)
-        if info is not None and attention_mask is not None:  # made outside of what is compiled
-            attention_mask = expanded_mask(attention_mask, info, query.shape[2])
+        mask = _whole_mask(attention_mask, info, query)  # if it is one of ours, made outside of what is compiled
         return recorded_attention(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+            module, query, KV(key, value), mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
     paged: PagedKV | None = getattr(key, PAGED_HANDLE, None)
     if paged is not None:
         paged.check_values(value)
-    info = mask_info(attention_mask)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    unknown = _unknown(module, attention_mask, info, causal, kwargs)
+    unknown = _unknown(module, attention_mask, info, causal=causal, kwargs=kwargs)
     if unknown is not None:
         if paged is not None:
             key, value = paged.columns(unknown)
+        mask, left_out = _whole_mask(attention_mask, info, query), info is not None and info.left_out
         return stock_attention(
-            module, query, key, value, attention_mask, info,
-            dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
+            module, query, KV(key, value), mask,
+            left_out=left_out, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
         )  # fmt: skip
     wanted = product_dtype(query)
     query, key, value = _in_one_dtype(query, key, value, wanted if paged is None else paged.storage.dtype)
-    options: dict[str, Any] = {
-        "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
-        "softcap": kwargs.get("softcap"),
-        "sinks": kwargs.get("s_aux", kwargs.get("sinks")),
-    }
-    window = None if info is None else info.window
-    backend = _backend(module, query, value, window, dropout, options, paged)
+    options = AttentionOptions(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        causal=causal or info is not None,
+        window=None if info is None else info.window,
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux", kwargs.get("sinks")),
+        dropout=dropout,
+    )
+    backend = _backend(module, query, value, options, paged=paged)
     if paged is not None:
         plain = info is not None or (attention_mask is None and causal)
-        if plain and paged.contiguous and paged.window == window and not dropout:
-            return _paged(backend, query, key, value, paged, window, options).to(wanted).contiguous(), None
+        if plain and paged.contiguous and paged.window == options.window and not dropout:
+            return _paged(backend, query, KV(key, value), options, paged=paged).to(wanted).contiguous(), None
         if info is not None:
-            paged.check_window(window)
+            paged.check_window(info.window)
         key, value = paged.columns("it attends with a mask of its own, or drops weights")
     elif kwargs.get("cu_seq_lens_q") is not None and query.shape[0] == 1:
-        return _packed(
-            backend, query, key, value, causal or info is not None, kwargs, options | {"dropout": dropout}
-        ).to(wanted), None
-    mask = attention_mask
-    if info is not None and attention_mask is not None:
-        mask, causal = expanded_mask(attention_mask, info, query.shape[2]) if info.padded else None, True
-    if window is not None and (mask is not None or window >= key.shape[2]):
-        window = None
-    out = backend.dense(
-        query, key, value, mask=mask, causal=causal and mask is None, window=window, dropout=dropout, **options
-    )
-    return out.to(wanted).contiguous(), None
+        return _packed(backend, query, KV(key, value), options, kwargs=kwargs).to(wanted), None
+    mask = None if info is not None and not info.padded else _whole_mask(attention_mask, info, query)
+    if mask is not None:
+        options = options._replace(causal=False, window=None)
+    elif options.window is not None and options.window >= key.shape[2]:
+        options = options._replace(window=None)
+    return backend.dense(query, KV(key, value), options, mask=mask).to(wanted).contiguous(), None
 
 
 def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,14 +109,14 @@ def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype)
 
 
 def _unknown(
-    module: nn.Module, mask: Tensor | None, info: MaskInfo | None, causal: bool, kwargs: dict[str, Any]
+    module: nn.Module, mask: Tensor | None, info: MaskInfo | None, *, causal: bool, kwargs: dict[str, Any]
 ) -> str | None:
     """What our attention does not understand of a call, as a clause; None if it understands all."""
     if not kwargs.keys() <= KNOWN_KEYWORDS:
         name = next((n for n in kwargs if n not in KNOWN_KEYWORDS and kwargs[n] is not None), None)
         if name is not None:
             return f"it is given {name}="
-    if kwargs.get("output_attentions") or collects_attentions():
+    if kwargs.get("output_attentions") or (output_capturing._active_collector.get() and collects_attentions()):
         return "it is asked for attention weights"
     if info is None:
         return None if mask is None or mask.ndim == 4 else f"it is given a mask of shape {tuple(mask.shape)}"
@@ -120,56 +124,52 @@ def _unknown(
     return None if causal or not info.left_out or stock_name(module) == EAGER else "it is not causal"
 
 
-def _paged(
-    backend: AttentionBackend,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    paged: PagedKV,
-    window: int | None,
-    options: Any,
-) -> Tensor:
+def _paged(backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionOptions, *, paged: PagedKV) -> Tensor:
     """Attention of a forward pass over the pages; over K and V themselves where they are all there is."""
     step, group, storage = paged.step, paged.group_step, paged.storage
-    if step.fresh and storage.k_scales is None:
-        if step.rows is None:
-            return backend.dense(query, key, value, mask=None, causal=True, window=window, **options)
-        out = backend.packed(
-            step.tokens(query), step.tokens(key), step.tokens(value),
-            cu_q=step.cu_q, cu_k=step.cu_q, max_q=step.max_q, max_k=step.max_q, causal=True, window=window, **options,
-        )  # fmt: skip
+    if not step.fresh or storage.k_scales is not None:
+        pages = KV(storage.k_pages, storage.v_pages, storage.k_scales, storage.v_scales)
+        ragged = Ragged(step.cu_q, group.kv_len, step.max_q, group.max_kv, group.block_table)
+        out = backend.paged(step.tokens(query), pages, ragged, options)
+    elif step.rows is None:
+        return backend.dense(query, kv, options)
     else:
-        out = backend.paged(
-            step.tokens(query), storage.k_pages, storage.v_pages, storage.k_scales, storage.v_scales,
-            group.block_table, step.cu_q, group.kv_len, step.max_q, group.max_kv, window=window, **options,
-        )  # fmt: skip
+        ragged = Ragged(step.cu_q, step.cu_q.diff(), step.max_q, step.max_q)
+        out = backend.packed(step.tokens(query), KV(step.tokens(kv.k), step.tokens(kv.v)), ragged, options)
     return step.columns(out, query.shape[0])
 
 
 def _packed(
-    backend: AttentionBackend, query: Tensor, key: Tensor, value: Tensor, causal: bool, kwargs: Any, options: Any
+    backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionOptions, *, kwargs: dict[str, Any]
 ) -> Tensor:
     """Several sequences end to end in one row, told apart by cu_seq_lens (transformers' FlashAttentionKwargs)."""
     cu_q = kwargs["cu_seq_lens_q"]
-    cu_k = kwargs.get("cu_seq_lens_k", cu_q)
-    out = backend.packed(
-        query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1),
-        cu_q=cu_q, cu_k=cu_k, max_q=int((cu_q[1:] - cu_q[:-1]).max()), max_k=int((cu_k[1:] - cu_k[:-1]).max()),
-        causal=causal, window=kwargs.get("sliding_window"), **options,
-    )  # fmt: skip
-    return out.unsqueeze(0)
+    q_len, kv_len = cu_q.diff(), kwargs.get("cu_seq_lens_k", cu_q).diff()
+    ragged = Ragged(cu_q, kv_len, int(q_len.max()), int(kv_len.max()))
+    tokens, own = (x[0].transpose(0, 1) for x in (kv.k, kv.v)), options._replace(window=kwargs.get("sliding_window"))
+    return backend.packed(query[0].transpose(0, 1), KV(*tokens), ragged, own).unsqueeze(0)
 
 
 def _backend(
-    module: nn.Module,
-    query: Tensor,
-    value: Tensor,
-    window: int | None,
-    dropout: float,
-    options: dict[str, Any],
-    paged: PagedKV | None,
+    module: nn.Module, query: Tensor, value: Tensor, options: AttentionOptions, *, paged: PagedKV | None
 ) -> AttentionBackend:
-    chosen: str = getattr(module, BACKEND_ATTRIBUTE, "auto")
+    """The planned one, where a call asks for what was planned: a model can be given another dtype, say, since."""
+    planned: PlannedAttention | None = getattr(module, BACKEND_ATTRIBUTE, None)
+    quantized_kv = paged is not None and paged.storage.k_scales is not None
+    if planned is not None:
+        spec = planned.spec
+        if (
+            spec.dtype is query.dtype
+            and spec.device_type == query.device.type
+            and (spec.num_heads, spec.head_dim) == query.shape[1::2]
+            and (spec.num_kv_heads, spec.value_dim) == value.shape[1::2]
+            and spec.window == options.window
+            and spec.softcap == options.softcap
+            and spec.sinks is (options.sinks is not None)
+            and spec.quantized_kv is quantized_kv
+            and not options.dropout
+        ):
+            return planned.backend
     spec = AttentionSpec(
         dtype=query.dtype,
         device_type=query.device.type,
@@ -177,19 +177,106 @@ def _backend(
         value_dim=value.shape[-1],
         num_heads=query.shape[1],
         num_kv_heads=value.shape[1],
-        window=window,
-        softcap=options["softcap"],
-        sinks=options["sinks"] is not None,
-        quantized_kv=paged is not None and paged.storage.k_scales is not None,
-        dropout=dropout > 0,
+        window=options.window,
+        softcap=options.softcap,
+        sinks=options.sinks is not None,
+        quantized_kv=quantized_kv,
+        dropout=options.dropout > 0,
     )
-    return _choose(spec, chosen)
+    return _choose(spec, "auto" if planned is None else planned.backend.name)
 
 
 @lru_cache(maxsize=4096)
 def _choose(spec: AttentionSpec, name: str) -> AttentionBackend:
-    """The planned backend; another one for what it refuses: the model may have been given another dtype since."""
+    """The backend of this name; another one for what it refuses."""
     try:
         return choose(spec, name)[0]
     except UnsupportedError:
         return choose(spec)[0]
+
+
+# -- masks ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class MaskInfo:
+    """What a 2-D mask [B, T] stands for: causal attention, within `window`, to columns that are not padding.
+
+    left_out: where stock's sdpa makes no mask, and goes by is_causal instead.
+    """
+
+    window: int | None
+    padded: bool
+    left_out: bool
+    expanded: Tensor | None = None
+
+
+def mask_forward(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    config: Any = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """A 2-D mask that carries a MaskInfo for causal attention, within a window or not; stock's 4-D one for all else.
+
+    It is never None where stock would make a mask: a module whose is_causal is False would lose it.
+    """
+    aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    known = aligned and allow_is_causal_skip and _is_causal(mask_function, local_size)
+    if not known or is_recorded():
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=False,
+            config=config,
+            **kwargs,
+        )
+    columns = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
+    padded = columns is not None and not bool(columns.all())
+    if not padded or columns is None:
+        columns = torch.ones(1, 1, dtype=torch.bool, device=kwargs.get("device")).expand(batch_size, kv_length)
+    mask = columns.view_as(columns)  # a tensor of our own: the note must not stick to the user's mask
+    whole = q_length in (1, kv_length) and (local_size is None or kv_length < local_size)
+    setattr(mask, _INFO, MaskInfo(local_size, padded, left_out=whole and not padded))
+    return mask
+
+
+_WINDOWED: Any = sliding_window_causal_mask_function(1)
+
+
+def _is_causal(mask_function: Any, local_size: int | None) -> bool:
+    """Whether it is transformers' own function for causal attention, within a window of `local_size` if given."""
+    if local_size is None:
+        return mask_function is causal_mask_function
+    if getattr(mask_function, "__code__", None) is not _WINDOWED.__code__:
+        return False
+    (window, causal), (own_window, _) = (f.__closure__[0].cell_contents for f in (mask_function, _WINDOWED))
+    same = window.__code__ is own_window.__code__ and causal is causal_mask_function
+    return bool(same and window.__closure__[0].cell_contents == local_size)
+
+
+def _whole_mask(mask: Tensor | None, info: MaskInfo | None, query: Tensor) -> Tensor | None:
+    """The 4-D bool mask [B, 1, Q, T] of a 2-D one of ours, made once a forward pass; any other as it is."""
+    if mask is None or info is None:
+        return mask
+    if info.expanded is None:
+        columns = torch.arange(mask.shape[1], device=mask.device)
+        queries = columns[-query.shape[2] :, None]
+        visible = columns <= queries
+        if info.window is not None:
+            visible &= columns > queries - info.window
+        info.expanded = visible & mask[:, None, None, :]
+    return info.expanded

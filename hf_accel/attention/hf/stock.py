@@ -14,11 +14,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import output_capturing
 
 from ...instance import Mixin
+from ...layouts import KV, AttentionOptions
+from ...state import STOCK_ATTRIBUTE
 from .. import AttentionSpec, ReferenceBackend
 from ..structure import attention_code
-from .mask import MaskInfo, expanded_mask
 
-STOCK_ATTRIBUTE = "_hf_accel_stock_attention"  # the implementation that a module had before patch()
 SDPA, EAGER = "sdpa", "eager"
 TRIED = 5  # tokens on which a function is compared
 
@@ -36,29 +36,24 @@ def collects_attentions() -> bool:
 
 
 def stock_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    info: MaskInfo | None,
-    **options: Any,
+    module: nn.Module, query: Tensor, kv: KV, mask: Tensor | None, *, left_out: bool, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """As the model has it without us; eager where attention weights are asked for, which no other function returns.
 
-    query [B, Hq, Q, D], key and value [B, Hkv, T, D] -> [B, Q, Hq, Dv], and weights [B, Hq, Q, T] or None.
+    query [B, Hq, Q, D] over a dense kv -> [B, Q, Hq, Dv], and weights [B, Hq, Q, T] or None. left_out: stock's sdpa
+    has no mask here, and goes by is_causal instead.
     """
     name, eager = stock_name(module), eager_function(module)
     weights = bool(options.get("output_attentions")) or collects_attentions()
     if eager is None or (name != EAGER and not weights):
         function = AttentionInterface()[SDPA if name == EAGER else name]
-        result = function(module, query, key, value, _bool_mask(mask, info, query), **options)
+        result = function(module, query, kv.k, kv.v, None if left_out else mask, **options)
         return result[0], result[1]
-    full = _full_mask(mask, info, query, key, causal=_is_causal(module, name, options))
+    full = _full_mask(mask, query, kv.k, causal=_is_causal(module, name, options))
     del options["is_causal"]
     if options["scaling"] is None:
         options["scaling"] = query.shape[-1] ** -0.5
-    out, scores = eager(module, query, key, value, full, **options)
+    out, scores = eager(module, query, kv.k, kv.v, full, **options)
     return out, scores
 
 
@@ -68,21 +63,10 @@ def _is_causal(module: nn.Module, name: str, options: dict[str, Any]) -> bool:
     return name != EAGER and bool(getattr(module, "is_causal", True) if asked is None else asked)
 
 
-def _bool_mask(mask: Tensor | None, info: MaskInfo | None, query: Tensor) -> Tensor | None:
-    """What stock's sdpa is given: nothing where it goes by is_causal."""
-    if mask is None or info is None:
-        return mask
-    return None if info.left_out else expanded_mask(mask, info, query.shape[2])
-
-
-def _full_mask(
-    mask: Tensor | None, info: MaskInfo | None, query: Tensor, key: Tensor, *, causal: bool
-) -> Tensor | None:
+def _full_mask(mask: Tensor | None, query: Tensor, key: Tensor, *, causal: bool) -> Tensor | None:
     """What stock's eager is given: a mask to add to the scores."""
     q_length, kv_length = query.shape[2], key.shape[2]
-    if mask is not None and info is not None:
-        mask = expanded_mask(mask, info, q_length)
-    elif mask is None and causal and q_length > 1:
+    if mask is None and causal and q_length > 1:
         ones = torch.ones(q_length, kv_length, dtype=torch.bool, device=query.device)
         mask = ones.tril(kv_length - q_length)[None, None]
     if mask is None or mask.dtype != torch.bool:
@@ -123,33 +107,28 @@ def eager_agrees(module: nn.Module, spec: AttentionSpec) -> bool:
     try:
         given = {name: value for name, value in options.items() if value is not None}
         got = eager(twin, query, key, value, mask, scaling=scale, dropout=0.0, **given)[0]
-        expected = ReferenceBackend().dense(
-            query, key, value, mask=None, causal=True, scale=scale, softcap=spec.softcap, sinks=sinks
-        )
+        wanted = AttentionOptions(scale, softcap=spec.softcap, sinks=sinks)
+        expected = ReferenceBackend().dense(query, KV(key, value), wanted)
     except Exception:  # a function that wants more than we know of
         return False
     return got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def recorded_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    module: nn.Module, query: Tensor, kv: KV, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """While torch records what is computed: operators of torch alone, over masks that are None or whole."""
     sinks = options.get("s_aux", options.get("sinks"))
     if sinks is None and options.get("softcap") is None:
-        result: tuple[Tensor, Tensor | None] = sdpa_attention_forward(module, query, key, value, mask, **options)
+        result: tuple[Tensor, Tensor | None] = sdpa_attention_forward(module, query, kv.k, kv.v, mask, **options)
         return result
     asked = options["is_causal"]
     causal = mask is None and query.shape[2] > 1 and (getattr(module, "is_causal", True) if asked is None else asked)
-    out = ReferenceBackend().dense(
-        query,
-        key,
-        value,
-        mask=mask,
-        causal=causal,
+    ours = AttentionOptions(
         scale=query.shape[-1] ** -0.5 if options["scaling"] is None else options["scaling"],
+        causal=causal,
         softcap=options.get("softcap"),
         sinks=sinks,
         dropout=options["dropout"],
     )
-    return out.contiguous(), None
+    return ReferenceBackend().dense(query, kv, ours, mask=mask).contiguous(), None

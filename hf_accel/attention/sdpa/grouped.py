@@ -6,36 +6,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...layouts import KV, AttentionOptions
 from ..masking import apply_mask, hidden
 
 
 def grouped_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    dropout: float,
-    return_lse: bool,
+    q: Tensor, kv: KV, mask: Tensor | None, options: AttentionOptions, *, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """q [B, Hq, Q, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv] -> [B, Hq, Q, Dv], lse [B, Hq, Q] or None.
+    """q [B, Hq, Q, D] over a dense kv -> [B, Hq, Q, Dv], lse [B, Hq, Q] or None; `mask` stands for causal and window.
 
     The query heads of a key head are more rows of one product. Scores are float32: rounding them to bfloat16 would
     cost several times the error of the rest. The weights are rounded to v's dtype, as flash kernels do.
     """
+    (k, v, *_), sinks = kv, options.sinks
     batch, num_kv_heads, num_keys, value_dim = v.shape
     group_rows = q.shape[1] // num_kv_heads * q.shape[2]
     exact = torch.promote_types(q.dtype, torch.float32)
-    rows = (q.to(exact) * scale).reshape(batch, num_kv_heads, group_rows, q.shape[3])
+    rows = (q.to(exact) * options.scale).reshape(batch, num_kv_heads, group_rows, q.shape[3])
     scores = torch.matmul(rows, k.to(exact).transpose(2, 3)).view(*q.shape[:3], num_keys)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
     weights, lse = masked_softmax(scores, mask, need_lse=return_lse or sinks is not None)
-    if dropout > 0:
-        weights = F.dropout(weights, dropout)
+    if options.dropout > 0:
+        weights = F.dropout(weights, options.dropout)
     # torch has no fast float16 product on a CPU
     product = exact if v.dtype == torch.float16 and v.device.type == "cpu" else v.dtype
     out = torch.matmul(weights.to(product).view(batch, num_kv_heads, group_rows, num_keys), v.to(product))

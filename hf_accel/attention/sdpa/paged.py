@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...layouts import KV, AttentionOptions, Ragged
 from ..base import empty_lse
 from ..masking import visible
-from ..pages import PagedSequence, Pages, paged_sequences
+from ..paged_kv import PagedSequence, gather, paged_sequences
 from .dense import FEW_ROWS, attend
 
 MAX_PADDING = 256  # tokens a sequence; with more of them, a call of its own is cheaper
@@ -18,27 +18,19 @@ MAX_BYTES = 2**28  # of a gather that sequences share
 
 
 def paged_attention(
-    q: Tensor,
-    pages: Pages,
-    block_table: Tensor,
-    cu_q: Tensor,
-    kv_len: Tensor,
-    *,
-    window: int | None,
-    sinks: Tensor | None,
-    return_lse: bool,
-    **options: Any,
+    q: Tensor, pages: KV, ragged: Ragged, options: AttentionOptions, *, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """[N, Hq, D] -> [N, Hq, Dv], lse [N, Hq] or None; options are those of `attend`."""
-    out = q.new_zeros(*q.shape[:2], pages.values.shape[3])
-    lse = empty_lse(q, sinks) if return_lse else None
-    sequences = paged_sequences(cu_q, kv_len, block_size=pages.block_size, window=window)
-    limits = {"max_blocks": MAX_BYTES // pages.block_bytes, "max_padding": MAX_PADDING // pages.block_size}
-    for batch in batches(sequences, **limits):
-        attend_batch = together if len(batch) > 1 else alone
-        rows, part, part_lse = attend_batch(
-            q, pages, block_table, batch, window=window, sinks=sinks, return_lse=return_lse, **options
-        )
+    """[N, Hq, D] -> [N, Hq, Dv], lse [N, Hq] or None."""
+    out = q.new_zeros(*q.shape[:2], pages.v.shape[3])
+    lse = empty_lse(q, options.sinks) if return_lse else None
+    block_size, block_bytes = pages.k.shape[2], pages.k[:1].nbytes + pages.v[:1].nbytes
+    sequences = paged_sequences(ragged, block_size=block_size, window=options.window)
+    for batch in batches(sequences, max_blocks=MAX_BYTES // block_bytes, max_padding=MAX_PADDING // block_size):
+        gathered = together if len(batch) > 1 else alone
+        rows, kv, mask = gathered(pages, ragged, batch, window=options.window, dtype=q.dtype)
+        own = options if mask is None else options._replace(causal=False, window=None)
+        queries = q[rows].view(len(batch), -1, *q.shape[1:]).transpose(1, 2)  # [B, Hq, Q, D]
+        part, part_lse = attend(queries, kv, mask, own, return_lse=return_lse)
         out[rows] = part.transpose(1, 2).flatten(0, 1)
         if lse is not None and part_lse is not None:
             lse[rows] = part_lse.transpose(1, 2).flatten(0, 1).float()
@@ -66,35 +58,34 @@ def batches(sequences: Iterable[PagedSequence], *, max_blocks: int, max_padding:
 
 
 def alone(
-    q: Tensor, pages: Pages, block_table: Tensor, batch: list[PagedSequence], **options: Any
-) -> tuple[slice, Tensor, Tensor | None]:
-    """The one sequence of `batch`: its query rows, their output [1, Hq, Q, Dv] and lse."""
+    pages: KV, ragged: Ragged, batch: list[PagedSequence], *, window: int | None, dtype: torch.dtype
+) -> tuple[slice, KV, None]:
+    """The one sequence of `batch`: its query rows and its keys, which bottom-right order makes visible."""
     [sequence] = batch
-    k, v = pages.gather(block_table[sequence.row, sequence.blocks].unsqueeze(0), dtype=q.dtype)
-    rows = q[sequence.queries].transpose(0, 1).unsqueeze(0)  # [1, Hq, Q, D]
-    used = slice(sequence.num_keys)
-    return sequence.queries, *attend(rows, k[:, :, used], v[:, :, used], mask=None, causal=True, **options)
+    assert ragged.block_table is not None
+    k, v, *_ = gather(pages, ragged.block_table[sequence.number, sequence.blocks].unsqueeze(0), dtype)
+    return sequence.queries, KV(k[:, :, : sequence.num_keys], v[:, :, : sequence.num_keys]), None
 
 
 def together(
-    q: Tensor, pages: Pages, block_table: Tensor, batch: list[PagedSequence], *, window: int | None, **options: Any
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Several sequences padded to the blocks of the last one: query rows, output [B, Hq, Q, Dv] and lse."""
-    fields = torch.tensor(batch, device=q.device).unsqueeze(2).unbind(1)  # each [B, 1]
-    row, first_query, _, first_block, num_blocks, num_keys = fields
-    steps = torch.arange(batch[-1].num_blocks, device=q.device)
+    pages: KV, ragged: Ragged, batch: list[PagedSequence], *, window: int | None, dtype: torch.dtype
+) -> tuple[Tensor, KV, Tensor]:
+    """Several sequences padded to the blocks of the last one: query rows [B * Q], keys, and who sees which."""
+    block_table, device = ragged.block_table, ragged.cu_q.device
+    assert block_table is not None
+    fields = torch.tensor(batch, device=device).unsqueeze(2).unbind(1)  # each [B, 1]
+    number, first_query, _, first_block, num_blocks, num_keys = fields
+    steps = torch.arange(batch[-1].num_blocks, device=device)
     needed = steps < num_blocks
-    blocks = block_table[row, first_block + steps * needed]
+    blocks = block_table[number, first_block + steps * needed]
     # Padding repeats a full block, for 0 * garbage may be NaN: where there is padding, the longest has a full one.
-    k, v = pages.gather(torch.where(needed, blocks, blocks[-1, 0]), dtype=q.dtype)
-    clear_unused(v.view(*v.shape[:2], len(steps), pages.block_size, v.shape[3]), num_blocks - 1, num_keys)
-    query = torch.arange(batch[0].num_queries, device=q.device)
+    kv = gather(pages, torch.where(needed, blocks, blocks[-1, 0]), dtype)
+    clear_unused(kv.v.view(*kv.v.shape[:2], len(steps), -1, kv.v.shape[3]), num_blocks - 1, num_keys)
+    query = torch.arange(batch[0].num_queries, device=device)
     seen = visible(
-        num_keys - len(query) + query, torch.arange(k.shape[2], device=q.device), causal=True, window=window
+        num_keys - len(query) + query, torch.arange(kv.k.shape[2], device=device), causal=True, window=window
     )
-    rows = first_query + query  # [B, Q]
-    out, lse = attend(q[rows].transpose(1, 2), k, v, mask=seen.unsqueeze(1), causal=False, window=None, **options)
-    return rows.flatten(), out, lse
+    return (first_query + query).flatten(), kv, seen.unsqueeze(1)
 
 
 def clear_unused(values: Tensor, last_block: Tensor, num_keys: Tensor) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...errors import NotRaggedError, UnsupportedError
-from ...kernels.cpu.tensors import product_dtype
+from ...tensors import product_dtype
 from ..group import PageGroup
 from ..step import GroupStep, Step
 from ..storage import KVStorage
@@ -16,25 +18,60 @@ from ..storage import KVStorage
 PAGED_HANDLE = "_hf_accel_paged"  # the attribute of a K tensor that carries its PagedKV to the attention function
 
 
-class Layer(Protocol):
-    """A layer's view of a cache. cache.unread: the layer whose pages attention has not read yet.
+class CacheOverPages(Cache):
+    """unread: the layer whose pages attention has not read yet."""
 
-    columns: K and V of all columns; None where the cache holds none, since its tokens are those of many sequences.
-    """
+    unread: LayerOverPages | None = None
 
-    cache: Any
-    group: PageGroup
-    layer_idx: int
+    def check_read(self) -> None:
+        """Raise UnsupportedError if a layer's attention went past the pages."""
+        if self.unread is not None:
+            layer, self.unread = self.unread, None
+            raise UnsupportedError(bypassed(layer.layer_idx))
 
-    @property
-    def columns(self) -> Any: ...
+
+class LayerOverPages(CacheLayerMixin):
+    """One layer's view of a cache."""
+
+    is_initialized = False
+
+    def __init__(self, cache: CacheOverPages, layer_idx: int, group: PageGroup, group_index: int) -> None:
+        # not super().__init__(): it would set `keys` and `values`, which stand in the pages
+        self.attach(cache)
+        self.layer_idx, self.group, self.group_index = layer_idx, group, group_index
+
+    def attach(self, cache: CacheOverPages) -> None:
+        # weak: in a cycle the pages of a finished generate() would stay until the garbage collector runs
+        self.cache: Any = weakref.proxy(cache)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
+    def store(self, step: Step, keys: Tensor, values: Tensor) -> PagedKV:
+        """Write K, V [B, Hkv, Q, D] of a pass into the pages."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        group_step = step.groups[self.group_index]
+        new_keys, new_values = step.tokens(keys), step.tokens(values)
+        storage = self.group.storage(self.layer_idx, new_keys, new_values)
+        if group_step.written is not None:
+            new_keys, new_values = new_keys[group_step.written], new_values[group_step.written]
+        storage.write(new_keys, new_values, group_step.slots)
+        return PagedKV(self, storage, step, group_step, step.contiguous[self.group_index], values)
+
+    def columns(self) -> tuple[Tensor, Tensor] | None:
+        """K and V of all columns, [B, Hkv, T, D]; None if the cache holds none: its tokens are many sequences'."""
+        return None
+
+    def get_max_length(self) -> int:
+        return -1
 
 
 @dataclass
 class PagedKV:
     """What an attention function needs to read a layer's pages during one forward pass."""
 
-    layer: Layer
+    layer: LayerOverPages
     storage: KVStorage
     step: Step
     group_step: GroupStep
@@ -64,13 +101,13 @@ class PagedKV:
 
         Raises NotRaggedError, with the reason given, where the tokens are those of many sequences.
         """
-        if self.layer.columns is None:
+        columns = self.layer.columns()
+        if columns is None:
             raise NotRaggedError(
                 f"layer {self.layer.layer_idx} cannot attend over several sequences at once: {why}; use "
                 "model.generate(), which goes to transformers' own loop for it"
             )
-        keys, values = self.layer.columns()
-        return keys, values
+        return columns
 
     def check_window(self, window: int | None) -> None:
         """Raises UnsupportedError if attention may see tokens that the cache has dropped; window: that of the mask."""

@@ -4,46 +4,35 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...config import CacheConfig, check_keywords
 from ...errors import UnsupportedError
-from ..group import PageGroup
-from ..rows import Row
+from ..rows import Pages, Row
 from ..sequences import Sequences
 from ..step import Step
-from .handle import PagedKV, as_attended, bypassed
+from .handle import CacheOverPages, LayerOverPages, as_attended
 from .layers import FIRST_TOKENS, REMADE, check_windows, page_groups
 
 
-class PagedLayer(CacheLayerMixin):
+class PagedLayer(LayerOverPages):
     """One layer's view of the cache. `num_columns` counts what this layer has seen."""
 
     is_croppable = True
     supports_early_init = False
-
-    def __init__(self, cache: PagedCache, layer_idx: int, group_index: int) -> None:
-        # not super().__init__(): it would set `keys` and `values`, which are gathered on demand here
-        self.attach(cache)
-        self.layer_idx, self.group_index = layer_idx, group_index
-        self.group: PageGroup = cache.sequences.groups[group_index]
-        self.is_sliding = self.group.window is not None
-        self.is_initialized = False
-        self.num_columns = 0
-
-    def attach(self, cache: PagedCache) -> None:
-        # weak: in a cycle the pages of a finished generate() would stay until the garbage collector runs
-        self.cache: PagedCache = weakref.proxy(cache)
+    num_columns = 0
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "cache"}
+
+    @property
+    def is_sliding(self) -> bool:
+        return self.group.window is not None
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
@@ -53,9 +42,6 @@ class PagedLayer(CacheLayerMixin):
     def values(self) -> Tensor | None:  # type: ignore[override]
         return self.columns()[1] if self.layer_idx in self.group.storages else None
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-
     @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store K, V [B, Hkv, Q, D]; returns what attention is to read.
@@ -63,22 +49,11 @@ class PagedLayer(CacheLayerMixin):
         In a patched model that is K and V of this pass alone, K carrying a PagedKV; elsewhere it is all
         columns, gathered, as any attention function expects them.
         """
-        key_states, value_states = as_attended(key_states, value_states)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        step = self.cache.step_for(self, key_states)
-        group_step = step.groups[self.group_index]
-        keys, values = step.tokens(key_states), step.tokens(value_states)
-        storage = self.group.storage(self.layer_idx, keys, values)
-        if group_step.written is None:
-            storage.write(keys, values, group_step.slots)
-        else:
-            storage.write(keys[group_step.written], values[group_step.written], group_step.slots)
+        keys, values = as_attended(key_states, value_states)
+        step = self.cache.step_for(self, keys)
+        handle = self.store(step, keys, values)
         self.num_columns += step.num_columns
-        if step.gathers:
-            return self.columns()
-        handle = PagedKV(self, storage, step, group_step, step.contiguous[self.group_index], value_states)
-        return handle.attach(key_states), value_states
+        return self.columns() if step.gathers else (handle.attach(keys), values)
 
     def columns(self) -> tuple[Tensor, Tensor]:
         """K and V of all columns, [B, Hkv, T, D], gathered; zero in the padding and behind the window."""
@@ -94,16 +69,13 @@ class PagedLayer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         return self.num_columns
 
-    def get_max_length(self) -> int:
-        return -1
-
     def offload(self) -> None:
         raise UnsupportedError("a paged cache cannot be offloaded; use stock's DynamicCache(offloading=True)")
 
     prefetch = offload
 
 
-class PagedCache(Cache):
+class PagedCache(CacheOverPages):
     """A KV cache in blocks, with reference counts, copy-on-write and prefix sharing.
 
     Give it to a model as `past_key_values=`, or let `hf_accel.patch` do it. In a patched model padding
@@ -131,14 +103,14 @@ class PagedCache(Cache):
         check_keywords("PagedCache", keywords, [*known, "cache_config", "capacity"], {"max_cache_len": "max_tokens="})
         settings = CacheConfig(**keywords) if cache_config is None else cache_config
         groups, group_of_layer = page_groups(config, settings, capacity=capacity)
-        self._bind(settings, Sequences(groups), group_of_layer)
+        self._bind(settings, Sequences(Pages(groups)), group_of_layer)
         self._fitting: PreTrainedConfig | None = config
 
     def check_config(self, config: PreTrainedConfig) -> None:
         """Raise UnsupportedError unless the cache has the layers, and their windows, of this model's config."""
         if config is self._fitting:
             return
-        check_windows([self.sequences.groups[group].window for group in self.group_of_layer], config)
+        check_windows([layer.group.window for layer in self.paged_layers], config)
         self._fitting = config
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -150,14 +122,16 @@ class PagedCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _bind(self, settings: CacheConfig, sequences: Sequences, group_of_layer: list[int]) -> None:
-        self.settings = settings
-        self.sequences = sequences
-        self.group_of_layer = group_of_layer
+        self.settings, self.sequences, self.group_of_layer = settings, sequences, group_of_layer
         self.step: Step | None = None
-        self.unread: PagedLayer | None = None
-        self._column_slots: dict[int, tuple[int, Tensor]] = {}
-        self.paged_layers = [PagedLayer(self, i, g) for i, g in enumerate(group_of_layer)]
+        self._column_slots: dict[int, Tensor] = {}  # by group, for the pass that is under way
+        groups = sequences.pages.groups
+        self.paged_layers = [PagedLayer(self, i, groups[g], g) for i, g in enumerate(group_of_layer)]
         super().__init__(layers=list(self.paged_layers))
+
+    @property
+    def pages(self) -> Pages:
+        return self.sequences.pages
 
     # -- a forward pass --------------------------------------------------------------------------------
 
@@ -177,37 +151,30 @@ class PagedCache(Cache):
         """
         self._settle()
         if salt is not None:
-            self.sequences.use_salt(salt)
+            self.pages.use_salt(salt)
         self.step = self.sequences.prepare(batch_size, num_new, device=device, mask=mask, token_ids=token_ids)
         return self.step
 
     def _settle(self) -> None:
         """If the last forward pass stopped half-way, go back to before it; refuse if attention was bypassed."""
-        self._check_read()
+        self.check_read()
         self._column_slots.clear()
         self.step = None
-        if self._num_unfinished:
-            self.sequences.crop(self._num_unfinished)
+        if self._is_unfinished:
+            self.sequences.take_back()
             self._set_columns()
-            self._clear_prefixes()  # they count blocks that were never written
 
     @property
-    def _num_unfinished(self) -> int:
-        """Columns that were planned for and that not every layer has got to."""
-        return self.sequences.num_columns - min(layer.num_columns for layer in self.paged_layers)
-
-    def _check_read(self) -> None:
-        if self.unread is not None:
-            layer, self.unread = self.unread, None
-            raise UnsupportedError(bypassed(layer.layer_idx))
+    def _is_unfinished(self) -> bool:
+        """Whether a pass was planned for that not every layer has got to."""
+        return any(layer.num_columns != self.sequences.num_columns for layer in self.paged_layers)
 
     def step_for(self, layer: PagedLayer, keys: Tensor) -> Step:
         """The Step of this layer's update: as a patched model prepared it, or one where every column is a token."""
-        self._check_read()
+        self.check_read()
         if self.step is None or layer.num_columns + self.step.num_columns != self.sequences.num_columns:
             self._refuse_unwritten()
-            self._settle()
-            self.step = self.sequences.prepare(keys.shape[0], keys.shape[2], device=keys.device)
+            self.step = self.prepare(keys.shape[0], keys.shape[2], device=keys.device)
             self.step.gathers = True
         return self.step
 
@@ -222,15 +189,14 @@ class PagedCache(Cache):
 
     def column_slots(self, group_index: int, device: torch.device) -> Tensor:
         """Sequences.column_slots, computed once per group and pass."""
-        columns, slots = self._column_slots.get(group_index, (-1, torch.empty(0)))
-        if columns != self.sequences.num_columns:
-            columns, slots = self.sequences.num_columns, self.sequences.column_slots(group_index, device)
-            self._column_slots[group_index] = columns, slots
-        return slots
+        if group_index not in self._column_slots:
+            self._column_slots[group_index] = self.sequences.column_slots(group_index, device)
+        return self._column_slots[group_index]
 
     def adopt_prefix(self, token_ids: Tensor, mask: Tensor | None, salt: bytes) -> int:
         """Take over the blocks of known beginnings of these prompts; see Sequences.adopt_prefix."""
-        self.sequences.use_salt(salt)
+        self._settle()
+        self.pages.use_salt(salt)
         skipped = self.sequences.adopt_prefix(token_ids, mask)
         self._set_columns()
         return skipped
@@ -244,12 +210,7 @@ class PagedCache(Cache):
 
     @property
     def has_prefixes(self) -> bool:
-        return any(len(g.index) for g in self.sequences.groups if g.index is not None)
-
-    def _clear_prefixes(self) -> None:
-        for group in self.sequences.groups:
-            if group.index is not None:
-                group.index.clear()
+        return bool(self.pages.index)
 
     def _set_columns(self) -> None:
         self._column_slots.clear()
@@ -305,13 +266,13 @@ class PagedCache(Cache):
         # The pages may be shared with a fork, which can use the blocks again. No reset(): torch aborts the program
         # when its operators are called while the interpreter ends.
         if "paged_layers" in vars(self):
-            if self._num_unfinished:
-                self._clear_prefixes()
+            if self._is_unfinished:
+                self.sequences.take_back()
             self.sequences.reset()
 
     @property
     def is_initialized(self) -> bool:
-        return any(group.storages for group in self.sequences.groups)
+        return any(group.storages for group in self.pages.groups)
 
     @property
     def batch_size(self) -> int:
@@ -321,16 +282,6 @@ class PagedCache(Cache):
 
     def statistics(self) -> dict[str, float | int]:
         """Blocks, bytes, waste (share of held slots without a token) and prefix hits."""
-        groups = self.sequences.groups
-        held = sum(g.pool.num_used * g.pool.block_size for g in groups)
-        live = sum(self.sequences.num_live_tokens(i) for i in range(len(groups)))
-        per_block = [g.nbytes / g.pool.num_blocks for g in groups]
-        return {
-            "block_size": self.settings.block_size,
-            "blocks_used": sum(g.pool.num_used for g in groups),
-            "blocks_allocated": sum(g.pool.num_blocks for g in groups),
-            "kv_bytes": round(sum(g.pool.num_used * b for g, b in zip(groups, per_block, strict=True))),
-            "waste": 1 - live / held if held else 0.0,
-            "prefix_lookups": sum(g.index.lookups for g in groups if g.index is not None),
-            "prefix_hits": sum(g.index.hits for g in groups if g.index is not None),
-        }
+        kv_bytes = sum(g.pool.num_used * g.nbytes / g.pool.num_blocks for g in self.pages.groups)
+        statistics = self.pages.statistics(self.sequences.rows)
+        return {"block_size": self.settings.block_size, "kv_bytes": round(kv_bytes), **statistics}

@@ -7,19 +7,15 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel
 
-from ...cache.hf import page_groups
-from ...cache.rows import Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ...generation import sequence as generated
-from ...generation.batcher import Batcher
 from ...generation.controller import Controller
 from ...generation.hf.defaults import stop_token_ids
-from ...generation.hf.drafting import make_speculation
 from ...generation.hf.refusals import ragged_refusal
-from ...generation.hf.runner import ModelRunner
-from ...generation.sampling import SamplingParams
-from ...generation.stopping import StopRules
+from ...generation.hf.session import Session
+from ...generation.sampling.params import SamplingParams
+from ...generation.sampling.stopping import StopRules
 from ...patch import is_patched, make_draft
 
 TOKEN_BUDGET = 2048  # of a pass, where a prompt delays nobody
@@ -62,25 +58,28 @@ class Decoder:
         at_once: prompts that are under way together; None for all. controller: of what is drafted. progress: called
         after each pass with the tokens it brought; ends the run by returning False, which leaves continuations short.
         """
-        groups, group_of_layer = page_groups(self.model.config, CacheConfig(prefix_sharing=False))
-        runner, pages = ModelRunner(self.model, groups, group_of_layer), Pages(groups)
-        speculation = make_speculation(self._config, runner, pages)
-        if controller is not None:
-            speculation.controller = controller
-        batcher = Batcher(runner, pages, speculation, token_budget=TOKEN_BUDGET, max_running=at_once)
-        sampling = SamplingParams(temperature=self.temperature)
-        stop = StopRules(stop_token_ids=stop_token_ids(self.model))
+        sampling = SamplingParams(temperature=self.temperature).sampling()
+        stop = StopRules(frozenset(stop_token_ids(self.model)))
         sequences = [
             generated.Sequence(list(prompt), count, sampling, stop=stop, seed=self._seeds.getrandbits(62))
             for prompt, count in zip(prompts, max_new_tokens, strict=True)
         ]
-        for sequence in sequences:
-            batcher.add(sequence)
-        while batcher.has_work:
-            brought = batcher.step()
-            for one in brought:
-                if one.error is not None:
-                    raise one.error
-            if not progress(sum(len(one.tokens) for one in brought)):
-                break
+        session = Session(
+            self.model,
+            CacheConfig(prefix_sharing=False),
+            speculative=self._config,
+            token_budget=TOKEN_BUDGET,
+            max_running=at_once,
+            controller=controller,
+        )
+        with session:
+            for sequence in sequences:
+                session.add(sequence)
+            while session.has_work:
+                brought = session.step()
+                for one in brought:
+                    if one.error is not None:
+                        raise one.error
+                if not progress(sum(len(one.tokens) for one in brought)):
+                    break
         return [sequence.tokens[sequence.num_prompt :] for sequence in sequences]

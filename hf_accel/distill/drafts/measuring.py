@@ -16,11 +16,11 @@ from transformers.utils import logging
 from ...config import checked_keywords, positive_int
 from ...errors import UnsupportedError
 from ...generation.controller import Controller
-from ...generation.hf.state import STATE
 from ...generation.hf.vocabulary import vocabulary_refusal, vocabulary_size
 from ...generation.sequence import Sequence
 from ...models import evaluating
 from ...patch import is_patched
+from ...state import state_of
 from .decoding import Decoder, as_patched
 from .report import AcceptanceReport, Agreement, Trials, never_falling
 from .token_rows import prompt_of, token_rows, windows
@@ -87,13 +87,13 @@ def measure_acceptance(
 def _form(model: Any) -> str:
     if not is_patched(model):
         return "patched(weights=None)"
-    config = vars(model)[STATE].config
+    config = state_of(model).config
     return "patched" if config.weights is None else f"patched({config.weights.label})"
 
 
 def _limit(patched: Any, max_draft: int, batch_size: int) -> int:
     """The longest draft that keeps a pass within the number of rows that are rounded in one way."""
-    alike = vars(patched)[STATE].generation.alike_rows
+    alike = state_of(patched).generation.alike_rows
     return max_draft if alike is None else max(1, min(max_draft, alike // batch_size - 1))
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 
 from ...errors import UnsupportedError
-from ...generation.hf import STATE
 from ...models import unwrapped
+from ...state import find_state
 
 SAMPLES = 4096
 # These are described elsewhere, or change none of a teacher's answers.
@@ -57,7 +57,7 @@ def task_of(model: Any) -> str | None:
 def describe(model: Any) -> dict[str, Any]:
     """Of a teacher, as JSON. weights: a hash of a sample of each tensor, adapters and quantized layers included."""
     base = unwrapped(model)
-    state = vars(base).get(STATE)
+    state = find_state(base)
     return {
         "name": base.config.name_or_path,
         "class": type(base).__name__,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...cache.rows import Pages, Row, Span
 from ..acceptance.base import Place, Verifier
-from ..choice import argmax, processed
 from ..runner import Runner
+from ..sampling.choice import argmax, processed
 from ..sequence import Sequence
 from .base import Draft, Drafter
 

@@ -1,13 +1,12 @@
 """Generation as transformers sees it: what a patched model's generate does."""
 
 from .engine import Engine
+from .generation_state import GenerationState
 from .mixin import AcceleratedGeneration
 from .refusals import model_refusal
-from .state import STATE, GenerationState
 from .step import prepare_step, weights_salt
 
 __all__ = [
-    "STATE",
     "AcceleratedGeneration",
     "Engine",
     "GenerationState",

@@ -13,6 +13,7 @@ from ...cache.rows import Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ...models import without_adapters
+from ...state import find_state, state_of
 from ..acceptance import verifier
 from ..acceptance.base import Verifier
 from ..controller import Controller
@@ -22,9 +23,9 @@ from ..drafters.ngram import NgramDrafter
 from ..drafters.suffix import SuffixDrafter
 from ..speculation import Speculation
 from .candidates import CandidateDrafter
+from .generation_state import GenerationState
 from .refusals import ragged_refusal
 from .runner import ModelRunner
-from .state import STATE, GenerationState
 from .vocabulary import vocabulary_refusal, vocabulary_size
 
 
@@ -48,7 +49,7 @@ def _controller(config: SpeculativeConfig, state: GenerationState) -> Controller
 def keep_learnt(config: SpeculativeConfig | None, speculation: Speculation, model: Any) -> None:
     """At the end of a call, for the next."""
     if config is not None:
-        vars(model)[STATE].generation.controllers[_kind(config)] = speculation.controller
+        state_of(model).generation.controllers[_kind(config)] = speculation.controller
 
 
 def _kind(config: SpeculativeConfig) -> tuple[Any, ...]:
@@ -70,7 +71,7 @@ class _Drafters:
     def __init__(self, config: SpeculativeConfig, rule: Verifier, runner: ModelRunner, pages: Pages) -> None:
         self.config, self.rule, self.runner, self.pages = config, rule, runner, pages
         self.target: Any = runner.model
-        self.state: GenerationState = vars(self.target)[STATE].generation
+        self.state = state_of(self.target).generation
 
     def make(self, wanted: Any) -> Drafter:
         if isinstance(wanted, str):
@@ -138,7 +139,7 @@ def draft_refusal(target: PreTrainedModel, draft: PreTrainedModel) -> str | None
             f"{refusal}; use a draft model with the same one, or pass tokenizer= and assistant_tokenizer= for "
             "transformers' own loop"
         )
-    patched = _twin(vars(target)[STATE].generation, draft, None)
+    patched = _twin(state_of(target).generation, draft, None)
     refusal = ragged_refusal(patched)
     if refusal is None:
         return None
@@ -150,7 +151,7 @@ def draft_refusal(target: PreTrainedModel, draft: PreTrainedModel) -> str | None
 
 def _twin(state: GenerationState, model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
     """A patched model over the same Parameters; one that is patched already serves as it is."""
-    if weights is None and STATE in vars(model):
+    if weights is None and find_state(model) is not None:
         return model
     assert state.make_draft is not None
     known = state.drafts.get(weights)

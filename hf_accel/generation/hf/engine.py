@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import operator
 import weakref
@@ -14,24 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cache.hf import page_groups
-from ...cache.rows import Pages, num_live_tokens
 from ...config import CacheConfig, Default, check_keywords, checked_keywords, parse_speculative
 from ...errors import UnsupportedError
 from ...models import without_adapters
-from ..batcher import Batcher
+from ...state import state_of
 from ..engine import EngineLoop
-from ..purity import refuse_stateful
-from ..sampling import SamplingParams
+from ..sampling.params import SamplingParams
+from ..sampling.purity import refuse_stateful
+from ..sampling.sampling import Sampling
+from ..sampling.stopping import StopRules, StopStrings
 from ..sequence import Sequence
-from ..stopping import StopRules
 from ..stream import Request, Sample
 from .defaults import default_new_tokens, sampling_defaults, stop_token_ids
-from .drafting import draft_models, make_speculation
+from .drafting import draft_models
+from .generation_state import GenerationState
 from .refusals import ragged_refusal
-from .runner import ModelRunner
-from .state import STATE, GenerationState
-from .step import weights_salt
+from .session import Session
 from .vocabulary import check_ids, token_ids, vocabulary_size
 
 UNSAID: Any = Default("unsaid")
@@ -76,20 +73,19 @@ class Engine:
         settings = state.cache or CacheConfig()
         if max_tokens is not None:
             settings = dataclasses.replace(settings, max_tokens=max_tokens)
-        groups, group_of_layer = page_groups(self.model.config, settings)
-        runner, self.pages = ModelRunner(self.model, groups, group_of_layer), Pages(groups)
         config = state.speculative if isinstance(speculative, Default) else parse_speculative(speculative)
-        self.speculation = make_speculation(config, runner, self.pages)
-        batcher = Batcher(runner, self.pages, self.speculation, token_budget=token_budget, max_running=max_running)
         # nothing that the thread holds may hold the engine, so that one that is forgotten comes to an end
-        self.loop = EngineLoop(batcher, before_work=functools.partial(_use_weights, self.pages, self.model))
+        self.session = Session(
+            self.model, settings, speculative=config, token_budget=token_budget, max_running=max_running
+        )
+        self.loop = EngineLoop(self.session)
         weakref.finalize(self, self.loop.retire).atexit = False
-        for each in (self.model, *draft_models(self.speculation)):
-            vars(each)[STATE].generation.engines.add(self)
+        for each in (self.model, *draft_models(self.session.speculation)):
+            state_of(each).generation.engines.add(self)
         self._seeds = itertools.count(torch.initial_seed() % 2**62)
 
     def __repr__(self) -> str:
-        scheduler = self.loop.batcher.scheduler
+        scheduler = self.session.scheduler
         work = f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting" if self.is_live else "closed"
         return f"hf_accel.Engine({type(self.model).__name__}: {work})"
 
@@ -126,7 +122,8 @@ class Engine:
         ids = self._ids(prompt)
         limits = self._limit(max_new_tokens, len(ids))
         ends = tuple(self._ends() if stop_token_ids is None else stop_token_ids)
-        rules = StopRules(ends, stop, decode=self._decode)
+        strings = StopStrings(stop, self._decode)
+        rules = StopRules(frozenset(ends), (strings,) if strings.strings else ())
         params = self._sampling(sampling, ends)
         first = next(self._seeds) * 2654435761 % 2**62 if seed is None else _integer("seed", seed)
         rank = _integer("priority", priority)
@@ -135,16 +132,16 @@ class Engine:
             for number in range(_integer("n", n, least=1))
         ]
         sequences[0].followers = sequences[1:]
-        self.loop.batcher.scheduler.require_room(sequences[0])
-        return self._hand_over(sequences, rules)
+        self.session.scheduler.require_room(sequences[0])
+        return self._hand_over(sequences, strings)
 
-    def _hand_over(self, sequences: list[Sequence], rules: StopRules) -> Request:
+    def _hand_over(self, sequences: list[Sequence], strings: StopStrings) -> Request:
         # weak: in a cycle a handle that was dropped would live, and its request run, until the garbage collector comes
         of_sample: weakref.WeakKeyDictionary[Sample, Sequence] = weakref.WeakKeyDictionary()
         decode = self._decode
         request = Request(
             num_samples=len(sequences),
-            decode=None if decode is None else lambda tokens: rules.cut(decode(tokens)),
+            decode=None if decode is None else lambda tokens: strings.cut(decode(tokens)),
             on_cancel=lambda sample: self.loop.cancel(of_sample[sample]),  # who holds a request holds its engine
             on_wait=self.loop.refuse_own_thread,
         )
@@ -169,13 +166,13 @@ class Engine:
     def _ends(self) -> Iterable[int]:
         return stop_token_ids(self.model)
 
-    def _sampling(self, given: dict[str, Any], ends: tuple[int, ...]) -> SamplingParams:
+    def _sampling(self, given: dict[str, Any], ends: tuple[int, ...]) -> Sampling:
         known = {field.name for field in dataclasses.fields(SamplingParams)}
         check_keywords("submit()", given, known.union(OWN_KEYWORDS))
-        params = SamplingParams(**{**sampling_defaults(self.model, given), "stop_token_ids": ends})
-        if self.speculation.drafters:
-            refuse_stateful(params, vocabulary_size(self.model))
-        return params
+        asked = SamplingParams(**{**sampling_defaults(self.model, given), "stop_token_ids": ends}).sampling()
+        if self.session.speculation.drafters:
+            refuse_stateful(asked, vocabulary_size(self.model))
+        return asked
 
     @property
     def _decode(self) -> Callable[[list[int]], str] | None:
@@ -186,27 +183,20 @@ class Engine:
     @property
     def stats(self) -> dict[str, Any]:
         """Since the engine began: requests, tokens per second while busy, blocks, prefix hits, preemptions, drafts."""
-        totals, batcher = self.loop.totals, self.loop.batcher
-        pools = [group.pool for group in self.pages.groups]
-        speculation = {} if not self.speculation.drafters else self.speculation.statistics.to_dict()
+        totals, scheduler = self.loop.totals, self.session.scheduler
         return {
             **dataclasses.asdict(totals),
             "tokens_per_second": totals.new_tokens / totals.busy_seconds if totals.busy_seconds else 0.0,
-            **batcher.statistics(),
-            "running": len(batcher.scheduler.running),
-            "waiting": len(batcher.scheduler.waiting),
-            "blocks_used": sum(pool.num_used for pool in pools),
-            "blocks_allocated": sum(pool.num_blocks for pool in pools),
+            **self.session.statistics(),
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
             "waste": self._waste(),
-            "speculation": speculation,
         }
 
     def _waste(self) -> float:
         """The share of held slots without a token, now."""
-        pool = self.pages.groups[0].pool
-        held = pool.num_used * pool.block_size
-        rows = [sequence.row for sequence in list(self.loop.batcher.scheduler.running)]
-        return 1 - num_live_tokens([row for row in rows if row is not None], 0) / held if held else 0.0
+        rows = [sequence.row for sequence in list(self.session.scheduler.running)]
+        return self.session.pages.waste([row for row in rows if row is not None])
 
     def close(self, *, wait: bool = True) -> None:
         """Take on nothing more, and return when all has ended. wait: let requests finish, else cancel them."""
@@ -221,11 +211,6 @@ class Engine:
         self.close(wait=kind is None)
 
 
-def _use_weights(pages: Pages, model: Any) -> None:
-    """Prefixes that were computed with other weights or adapters are not found any more."""
-    pages.use_salt(weights_salt(model))
-
-
 def _integer(name: str, value: Any, *, least: int | None = None) -> int:
     """Of any kind that counts as one (numpy's, a tensor's); not a bool."""
     try:
@@ -238,9 +223,7 @@ def _integer(name: str, value: Any, *, least: int | None = None) -> int:
 
 
 def _state(model: Any) -> GenerationState:
-    if STATE not in getattr(model, "__dict__", {}):
-        raise UnsupportedError("the model is not patched; call hf_accel.patch(model) first")
-    state: GenerationState = vars(model)[STATE].generation
+    state = state_of(model).generation
     refusal = ragged_refusal(model)
     if refusal is not None:
         raise UnsupportedError(f"an Engine cannot serve this model: {refusal}; use model.generate()")

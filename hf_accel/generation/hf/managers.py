@@ -1,24 +1,49 @@
-"""transformers' own continuous batching of a patched model."""
+"""Who serves transformers' manager interface: our loop, or transformers' own for a model that cannot run ragged."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from ...attention.hf import attention_is_ours
-from .state import STATE, GenerationState
+from ...state import state_of
+from .continuous import ContinuousManager
+from .generation_state import GenerationState
+from .refusals import ragged_refusal
 from .step import weights_salt
 
-MANAGER = "transformers' continuous batching manager"
+
+def manager_for(model: PreTrainedModel, generation_config: Any, batching_config: Any, hints: Any) -> Any:
+    """The manager that was kept for this session, or a new one."""
+    state: GenerationState = state_of(model).generation
+    refusal = ragged_refusal(model)
+    if refusal is not None:
+        state.statistics = {"loop": f"stock: transformers' continuous batching manager, because {refusal}"}
+        attending: Any = _model_for_stock(model)
+        return GenerationMixin.init_continuous_batching(attending, generation_config, batching_config, hints)
+    if state.manager is None:
+        return ContinuousManager(model, generation_config, batching_config)
+    return state.manager
 
 
-def model_for_manager(model: Any) -> PreTrainedModel:
-    """What a manager may call, in a thread of its own, while this model goes on attending by our function.
+def destroy_managers(model: PreTrainedModel) -> None:
+    """End the managers that were kept."""
+    state: GenerationState = state_of(model).generation
+    if state.manager is not None:
+        state.manager.destroy()
+    if state.attending is not None:
+        attending: Any = state.attending[1]
+        state.attending = None
+        GenerationMixin.destroy_cached_continuous_batching_manager(attending)
+
+
+def _model_for_stock(model: Any) -> PreTrainedModel:
+    """What transformers' manager may call, in a thread of its own, while this model goes on attending by ours.
 
     The same one for as long as the weights and adapters are the same: a manager that is kept is kept on it.
     """
-    state: GenerationState = vars(model)[STATE].generation
+    state = state_of(model).generation
     if not attention_is_ours(model.config):
         return model
     salt = weights_salt(model)

@@ -16,12 +16,13 @@ from ...cache.hf import PagedCache
 from ...config import Default, SpeculativeConfig, parse_speculative
 from ...errors import HfAccelWarning, NotRaggedError, UnsupportedError
 from ...instance import Mixin
+from ...state import state_of
 from .assisted import assistant_refusal, assisted
 from .batch import complete_configs, generate_batch
-from .managers import MANAGER, model_for_manager
+from .generation_state import CallState, GenerationState
+from .managers import destroy_managers, manager_for
 from .ragged import Call, run
 from .refusals import NO_PAGES, call_refusal, changed_refusal, ragged_refusal
-from .state import STATE, CallState, GenerationState
 from .step import other_input, positions_count_tokens, positions_depend_on_length, weights_salt
 from .streams import RowStreams
 
@@ -61,8 +62,7 @@ class AcceleratedGeneration(Mixin):
 
     @property
     def _generation_state(self) -> GenerationState:
-        state: GenerationState = vars(self)[STATE].generation
-        return state
+        return state_of(self).generation
 
     # -- stock's modes ---------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class AcceleratedGeneration(Mixin):
             self,  # type: ignore[arg-type]
             inputs,
             complete_configs(self, generation_config, len(inputs), kwargs),
-            settings=continuous_batching_config,
+            continuous_batching_config,
             speculative=state.speculative if speculative is UNSAID else parse_speculative(speculative),
             timestamps=record_timestamps,
             progress_bar=progress_bar,
@@ -256,17 +256,14 @@ class AcceleratedGeneration(Mixin):
         state.record(new_tokens, len(outputs), time.perf_counter() - start, statistics)
         return outputs
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own manager, over this model's weights; it knows no attention but transformers'."""
-        self._generation_state.statistics = {"loop": f"stock: {MANAGER}"}
-        model = model_for_manager(self)
-        return super(AcceleratedGeneration, model).init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
+    def init_continuous_batching(
+        self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
+    ) -> Any:
+        """A ContinuousManager, with transformers' interface; its own for a model that cannot run ragged."""
+        return manager_for(self, generation_config, continuous_batching_config, workload_hints)  # type: ignore[arg-type]
 
     def destroy_cached_continuous_batching_manager(self) -> None:
-        state = self._generation_state
-        if state.attending is not None:
-            (_, model), state.attending = state.attending, None
-            super(AcceleratedGeneration, model).destroy_cached_continuous_batching_manager()  # type: ignore[misc]
+        destroy_managers(self)  # type: ignore[arg-type]
         super().destroy_cached_continuous_batching_manager()  # type: ignore[misc]
 
     @staticmethod
@@ -280,7 +277,7 @@ class AcceleratedGeneration(Mixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, *rest: Any
     ) -> None:
-        state: GenerationState = vars(self)[STATE].generation
+        state = self._generation_state
         given = model_kwargs.get("past_key_values")
         wanted = state.cache is not None and generation_config.use_cache is not False
         # attention weights are as wide as stock's cache, which drops what a window has left behind
@@ -312,7 +309,7 @@ class AcceleratedGeneration(Mixin):
             call.prompt_columns = input_ids.shape[1]
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, PagedCache) and cache.get_seq_length():
-            cache.sequences.use_salt(weights_salt(self))  # type: ignore[arg-type]
+            cache.pages.use_salt(weights_salt(self))  # type: ignore[arg-type]
         known = other_input(model_kwargs) is None and ragged_refusal(self) is None  # type: ignore[arg-type]
         if not isinstance(cache, PagedCache) or cache.get_seq_length() or not known:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]

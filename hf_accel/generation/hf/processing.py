@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import math
 from collections import abc
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process, stopping_criteria
 
-from ..prefix import Prefix
-from ..purity import is_stateful
-from ..sampling import Sampling
+from ..sampling.prefix import Prefix, prefix_of
+from ..sampling.processors import MinP, Processor, RepetitionPenalty, Temperature, TopKTopP
+from ..sampling.purity import is_stateful
+from ..sampling.sampling import Draw, Sampling
+from ..sampling.stopping import StopRules
 from ..sequence import Sequence
 
 # They look at the scores alone, so that rows with histories of any length go through together.
@@ -72,80 +75,40 @@ def _is_stock(thing: object) -> bool:
     return type(thing).__module__ in (logits_process.__name__, stopping_criteria.__name__)
 
 
-class StockSampling(Sampling):
-    """A LogitsProcessorList on rows of any length.
+@dataclass(frozen=True, eq=False)
+class Batched(Processor):
+    """transformers' own processors on rows of any length: each length by itself, behind the padding of stock's batch.
 
-    padding: ids that stand before each sequence's prompt in stock's input, which its processors see too.
-    rows: sequences that are sampled together by torch's own generator, as stock's loop does: each step draws for all
-    of them, finished ones included. None: each sequence has random numbers of its own.
+    processors: a LogitsProcessorList. blind: they look at the scores alone.
     """
 
-    def __init__(
-        self,
-        processors: LogitsProcessorList,
-        *,
-        greedy: bool,
-        rows: int | None = None,
-        num_logprobs: int | None = None,
-    ) -> None:
-        self.processors: Any = processors
-        self.rows = rows
-        self._greedy, self._num_logprobs = greedy, num_logprobs
-        self._uses_prefix = any(not isinstance(processor, BLIND) for processor in processors)
-        self.padding: dict[Sequence, list[int]] = {}
-        self.row_of: dict[Sequence, int] = {}
-        self._noise: dict[int, Tensor] = {}  # of each step that a row may still be at
-        self._num_steps = 0
+    processors: Any
+    blind: bool
 
     @property
-    def greedy(self) -> bool:
-        return self._greedy
+    def uses_prefix(self) -> bool:  # type: ignore[override]
+        return not self.blind
 
-    @property
-    def plain(self) -> bool:
-        return self._greedy and not self.processors
-
-    @property
-    def uses_prefix(self) -> bool:
-        return self._uses_prefix
-
-    @property
-    def key(self) -> int:
-        return id(self)
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return self._num_logprobs
-
-    @property
-    def draw(self) -> Callable[[Tensor, list[Sequence]], list[int]] | None:
-        return None if self.rows is None else self._draw
-
-    def process(self, logits: Tensor, prefixes: abc.Sequence[Prefix] | None) -> Tensor:
-        """[n, V] -> [n, V] float32."""
-        scores = logits.to(torch.float32, copy=True)
-        if not self.uses_prefix or prefixes is None:
+    def __call__(self, scores: Tensor, prefixes: abc.Sequence[Prefix]) -> Tensor:
+        if self.blind:
             empty = torch.empty((len(scores), 0), dtype=torch.int64, device=scores.device)
-            return self.processors(empty, scores)
-        columns = [self._before(prefix.sequence) + prefix.tokens for prefix in prefixes]
+            return self.processors(empty, scores.clone())
         by_length: dict[int, list[int]] = {}
+        columns = [prefix.columns for prefix in prefixes]
         for row, ids in enumerate(columns):
             by_length.setdefault(len(ids), []).append(row)
         out = torch.empty_like(scores)
         for rows in by_length.values():
-            same_length = torch.tensor([columns[row] for row in rows], dtype=torch.int64, device=scores.device)
-            out[rows] = self._for([prefixes[row].sequence for row in rows])(same_length, scores[rows])
+            ids = torch.stack([columns[row] for row in rows]).to(scores.device)
+            out[rows] = self._for([prefixes[row].sequence for row in rows])(ids, scores[rows])
         return out
-
-    def _before(self, sequence: Sequence | None) -> list[int]:
-        return [] if sequence is None else self.padding.get(sequence, [])
 
     def _for(self, sequences: abc.Sequence[Sequence | None]) -> Any:
         """The processors with their settings by row, if they have some, for the rows of these sequences."""
         name = "prompt_ignore_length"
         if not any(isinstance(getattr(processor, name, None), Tensor) for processor in self.processors):
             return self.processors
-        numbers = [0 if sequence is None else self.row_of.get(sequence, 0) for sequence in sequences]
+        numbers = [0 if sequence is None else sequence.index for sequence in sequences]
         chosen = LogitsProcessorList()
         for processor in self.processors:
             lengths = getattr(processor, name, None)
@@ -155,49 +118,84 @@ class StockSampling(Sampling):
             chosen.append(processor)
         return chosen
 
-    def _draw(self, probabilities: Tensor, sequences: abc.Sequence[Sequence]) -> list[int]:
-        """What torch.multinomial over all rows of the call would give these: the largest of p / e, e exponential.
 
-        Each step takes numbers for all rows, as in stock's loop, and a row those of its own step: chunks of prompts
-        and preemption bring rows out of step.
-        """
-        assert self.rows is not None
-        steps = [sequence.num_new for sequence in sequences]
-        behind = min(sequence.num_new for sequence in self.row_of if not sequence.is_finished)
-        self._noise = {step: noise for step, noise in self._noise.items() if step >= behind}
-        while self._num_steps <= max(steps):
-            self._noise[self._num_steps] = probabilities.new_empty(self.rows, probabilities.shape[1]).exponential_()
-            self._num_steps += 1
-        noise = [self._noise[step][self.row_of[sequence]] for step, sequence in zip(steps, sequences, strict=True)]
-        return (probabilities / torch.stack(noise)).argmax(-1).tolist()
+def stock_sampling(
+    processors: LogitsProcessorList,
+    *,
+    greedy: bool,
+    num_logprobs: int | None = None,
+    draw: Draw | None = None,
+) -> Sampling:
+    """A LogitsProcessorList as a Sampling: our own forms of those that we know, the others as they are."""
+    steps: list[Processor] = []
+    for processor in processors:
+        step = _known(processor) or Batched(LogitsProcessorList([processor]), isinstance(processor, BLIND))
+        last = steps[-1] if steps else None
+        if isinstance(step, TopKTopP) and isinstance(last, TopKTopP) and last.p is None and step.k is None:
+            steps[-1] = TopKTopP(last.k, step.p)
+        elif isinstance(step, Batched) and isinstance(last, Batched):
+            together = LogitsProcessorList([*last.processors, *step.processors])
+            steps[-1] = Batched(together, last.blind and step.blind)
+        else:
+            steps.append(step)
+    return Sampling(steps, greedy=greedy, num_logprobs=num_logprobs, draw=draw)
 
 
-@dataclass
-class StockStop:
-    """A sequence's stop rule from a StoppingCriteriaList: each is asked after every token, as in stock's loop.
+def _known(processor: Any) -> Processor | None:
+    """Our form of one of transformers' own, set as generate() sets it; None for any other."""
+    kind, has = type(processor), vars(processor)
+    if has.get("filter_value", -math.inf) != -math.inf or has.get("min_tokens_to_keep", 1) != 1:
+        return None
+    if kind is logits_process.TemperatureLogitsWarper:
+        return Temperature(processor.temperature)
+    if kind is logits_process.TopKLogitsWarper:
+        return TopKTopP(k=processor.top_k)
+    if kind is logits_process.TopPLogitsWarper:
+        return TopKTopP(p=processor.top_p)
+    if kind is logits_process.MinPLogitsWarper:
+        return MinP(processor.min_p)
+    if kind is logits_process.RepetitionPenaltyLogitsProcessor and has.get("prompt_ignore_length") is None:
+        return RepetitionPenalty(processor.penalty)
+    return None
 
-    The length is Sequence.max_new_tokens; ends: end-of-sequence ids.
+
+class BatchDraws:
+    """Draws for sequences of one call of generate() as torch.multinomial over all its rows does in stock's loop.
+
+    Each step takes numbers for all rows, finished ones included, and a row those of its own step: chunks of prompts
+    and preemption bring rows out of step.
     """
 
-    ends: frozenset[int]
-    others: list[Any]
-    padding: dict[Sequence, list[int]]
+    def __init__(self) -> None:
+        self.sequences: list[Sequence] = []
+        self._noise: dict[int, Tensor] = {}  # of each step that a row may still be at
+        self._num_steps = 0
 
-    @classmethod
-    def of(cls, criteria: StoppingCriteriaList, padding: dict[Sequence, list[int]]) -> StockStop:
-        ends: set[int] = set()
-        others = []
-        for criterion in criteria:
-            if isinstance(criterion, stopping_criteria.EosTokenCriteria):
-                ends.update(criterion.eos_token_id.flatten().tolist())
-            elif not isinstance(criterion, stopping_criteria.MaxLengthCriteria):
-                others.append(criterion)
-        return cls(frozenset(ends), others, padding)
+    def __call__(self, probabilities: Tensor, sequences: abc.Sequence[Sequence]) -> list[int]:
+        """The largest of p / e, e exponential."""
+        steps = [sequence.num_new for sequence in sequences]
+        behind = min(sequence.num_new for sequence in self.sequences if not sequence.is_finished)
+        self._noise = {step: noise for step, noise in self._noise.items() if step >= behind}
+        while self._num_steps <= max(steps):
+            noise = probabilities.new_empty(len(self.sequences), probabilities.shape[1])
+            self._noise[self._num_steps] = noise.exponential_()
+            self._num_steps += 1
+        noises = [self._noise[step][sequence.index] for step, sequence in zip(steps, sequences, strict=True)]
+        return (probabilities / torch.stack(noises)).argmax(-1).tolist()
 
-    def __call__(self, sequence: Sequence) -> str | None:
-        if sequence.tokens[-1] in self.ends:
-            return "stop"
-        if not self.others:
-            return None
-        ids = torch.tensor([self.padding.get(sequence, []) + sequence.tokens], dtype=torch.int64)
-        return "stop" if any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.others) else None
+
+def stop_rules(criteria: StoppingCriteriaList) -> StopRules:
+    """Each criterion is asked after every token, as in stock's loop. The length is Sequence.max_new_tokens."""
+    ends: set[int] = set()
+    others = []
+    for criterion in criteria:
+        if isinstance(criterion, stopping_criteria.EosTokenCriteria):
+            ends.update(criterion.eos_token_id.flatten().tolist())
+        elif not isinstance(criterion, stopping_criteria.MaxLengthCriteria):
+            others.append(functools.partial(_is_met, criterion))
+    return StopRules(frozenset(ends), tuple(others))
+
+
+def _is_met(criterion: Any, sequence: Sequence) -> bool:
+    met = criterion(prefix_of(sequence).columns[None].clone(), None)
+    return bool(torch.as_tensor(met).all())

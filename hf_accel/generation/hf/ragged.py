@@ -1,4 +1,4 @@
-"""One call of generate() as sequences in a Batcher: nothing is padded, and a row that has ended costs nothing."""
+"""One call of generate() as sequences of a Session: nothing is padded, and a row that has ended costs nothing."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaL
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ...cache.hf import PagedCache
-from ...cache.rows import Pages, Row, Span
+from ...cache.rows import Row, Span
 from ...config import SpeculativeConfig
 from ...errors import UnsupportedError
-from ..batcher import Batcher
 from ..sequence import Sequence
-from .drafting import keep_learnt, make_speculation
-from .processing import StockSampling, StockStop
-from .runner import ModelRunner
-from .step import weights_salt
+from .processing import BatchDraws, stock_sampling, stop_rules
+from .session import Session
 from .streams import RowStreams
 
 
@@ -54,31 +51,24 @@ class Call:
 
 def run(call: Call) -> tuple[Any, dict[str, Any]]:
     """Stock's result, and statistics of the speculation."""
-    cache, model = call.cache, call.model
-    groups = cache.sequences.groups
-    cache.sequences.use_salt(weights_salt(model))
-    runner, pages = ModelRunner(model, groups, cache.group_of_layer), Pages(groups)
-    speculation = make_speculation(call.speculative, runner, pages)
-    batcher = Batcher(runner, pages, speculation, token_budget=call.config.prefill_chunk_size)
-    sequences = _sequences(call)
-    try:
-        _loop(call, batcher, sequences)
-        result: Any = _result(call, sequences)
-        if sequences[0].keeps_row:
-            if call.config.return_dict_in_generate:
-                _compute_ends(runner, pages, sequences)
-            _keep(call, sequences)
-    except BaseException:
-        for sequence in sequences:
-            batcher.remove(sequence, "cancelled")
-            if sequence.kept_row is not None:
-                sequence.kept_row.release()
-        raise
-    finally:
-        keep_learnt(call.speculative, speculation, model)
-    statistics = {} if call.speculative is None else speculation.statistics.to_dict()
+    budget = call.config.prefill_chunk_size
+    with Session(call.model, call.cache, speculative=call.speculative, token_budget=budget) as session:
+        sequences = _sequences(call)
+        try:
+            _loop(call, session, sequences)
+            result: Any = _result(call, sequences)
+            if sequences[0].keeps_row:
+                if call.config.return_dict_in_generate:
+                    _compute_ends(session, sequences)
+                _keep(call, sequences)
+        except BaseException:
+            for sequence in sequences:
+                if sequence.kept_row is not None:
+                    sequence.kept_row.release()
+            raise
+        statistics = {} if call.speculative is None else session.speculation.statistics.to_dict()
     if call.config.return_dict_in_generate:
-        result = GenerateDecoderOnlyOutput(sequences=result, past_key_values=cache)
+        result = GenerateDecoderOnlyOutput(sequences=result, past_key_values=call.cache)
         if call.speculative is not None:
             result.spec_stats = statistics
     return result, statistics
@@ -86,13 +76,16 @@ def run(call: Call) -> tuple[Any, dict[str, Any]]:
 
 def _sequences(call: Call) -> list[Sequence]:
     """A sequence for each row; samples of one prompt follow the first of them."""
-    draws = call.speculative is None
+    draws = BatchDraws() if call.speculative is None else None
     greedy = not call.config.do_sample
-    sampling = StockSampling(call.processors, greedy=greedy, rows=len(call.input_ids) if draws else None)
-    stop = StockStop.of(call.criteria, sampling.padding)
+    sampling, stop = stock_sampling(call.processors, greedy=greedy, draw=draws), stop_rules(call.criteria)
     # pages of a fixed number are needed by the rows that go on
     keeps = call.cache.settings.max_tokens is None or call.config.return_dict_in_generate or len(call.input_ids) == 1
-    seeds = [0] * len(call.input_ids) if greedy or draws else torch.randint(2**62, (len(call.input_ids),)).tolist()
+    seeds = (
+        [0] * len(call.input_ids)
+        if greedy or draws is not None
+        else torch.randint(2**62, (len(call.input_ids),)).tolist()
+    )
     sequences: list[Sequence] = []
     for row, ids in enumerate(call.input_ids.tolist()):
         padding = 0 if call.mask is None else int((call.mask[row] == 0).sum())
@@ -102,38 +95,40 @@ def _sequences(call: Call) -> list[Sequence]:
             sampling=sampling,
             stop=stop,
             seed=seeds[row],
+            padding=ids[:padding],
+            index=row,
             keeps_row=keeps,
         )
-        sampling.padding[sequence], sampling.row_of[sequence] = ids[:padding], row
         if row % call.repeats:
             sequences[row - row % call.repeats].followers.append(sequence)
         sequences.append(sequence)
+    if draws is not None:
+        draws.sequences = sequences
     return sequences
 
 
-def _loop(call: Call, batcher: Batcher, sequences: list[Sequence]) -> None:
+def _loop(call: Call, session: Session, sequences: list[Sequence]) -> None:
     past = call.cache.sequences.rows
     if past:  # a cache that was passed along holds what the one row begins with
-        batcher.scheduler.require_room(sequences[0])  # before there is a row that holds blocks
-        row = Row(past[0].fork().tables, None)
+        session.scheduler.require_room(sequences[0])  # before there is a row that holds blocks
+        row = past[0].fork()
         try:
             row.truncate(min(row.num_tokens, len(sequences[0].tokens) - 1))
             _leave_last_block(call.cache, row)
         except BaseException:
             row.release()
             raise
-        batcher.enter(sequences[0], row)
+        session.add(sequences[0], row)
     else:
         for leader in sequences[:: call.repeats]:
-            batcher.add(leader)
-    row_of = {sequence: row for row, sequence in enumerate(sequences)}
-    while batcher.has_work:
-        for progress in batcher.step():
+            session.add(leader)
+    while session.has_work:
+        for progress in session.step():
             if progress.error is not None:
                 raise progress.error
             if call.streams is not None:
                 finished = progress.sequence.is_finished
-                call.streams.tokens(row_of[progress.sequence], progress.tokens, finished)
+                call.streams.tokens(progress.sequence.index, progress.tokens, finished)
         if call.streams is not None:
             call.streams.flush()
     if call.streams is not None:
@@ -158,9 +153,9 @@ def _result(call: Call, sequences: list[Sequence]) -> Tensor:
 
 
 @torch.inference_mode()
-def _compute_ends(runner: ModelRunner, pages: Pages, sequences: list[Sequence]) -> None:
+def _compute_ends(session: Session, sequences: list[Sequence]) -> None:
     """Rows that ended early get K and V of their last token too, which a next turn shows; it hides their padding."""
-    longest = max(sequence.num_new for sequence in sequences)
+    longest, pages = max(sequence.num_new for sequence in sequences), session.pages
     spans, ids = [], []
     for sequence in sequences:
         row = sequence.kept_row
@@ -169,13 +164,14 @@ def _compute_ends(runner: ModelRunner, pages: Pages, sequences: list[Sequence]) 
             ids.append(sequence.tokens[-1])
             pages.append(row, 1)
     if spans:
-        runner(ids, [span.start for span in spans], pages.step(spans, runner.device), [])
+        session.runner(ids, [span.start for span in spans], pages.step(spans, session.runner.device), [])
 
 
 def _keep(call: Call, sequences: list[Sequence]) -> None:
     """Leave in the cache what stock leaves: all columns but the last, padding behind rows that ended early."""
     kept = [(sequence, sequence.kept_row) for sequence in sequences if sequence.kept_row is not None]
-    rows = [Row(row.tables, sequence.tokens[: row.num_tokens]) for sequence, row in kept]
+    for sequence, row in kept:
+        row.token_ids = sequence.tokens[: row.num_tokens]
     longest = max(sequence.num_new for sequence in sequences) - 1
     ends = [row.num_tokens - sequence.num_prompt for sequence, row in kept]
     real = None
@@ -184,4 +180,4 @@ def _keep(call: Call, sequences: list[Sequence]) -> None:
         after = torch.arange(longest)[None] < torch.tensor(ends)[:, None]
         real = torch.cat([before.bool().cpu(), after], dim=1)
         real = None if bool(real.all()) else real
-    call.cache.take_rows(rows, real, call.num_columns + longest)
+    call.cache.take_rows([row for _, row in kept], real, call.num_columns + longest)

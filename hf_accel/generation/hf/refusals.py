@@ -10,8 +10,8 @@ from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaL
 
 from ...attention.hf import attention_is_ours
 from ...cache.hf import PagedCache
+from ...state import state_of
 from .processing import processors_refusal, stateful_refusal
-from .state import STATE, GenerationState
 from .step import is_compiled, other_input, positions_count_tokens, positions_depend_on_length
 
 NO_PAGES = "it has no paged cache"
@@ -48,8 +48,7 @@ def model_refusal(model: nn.Module) -> str | None:
 
 def ragged_refusal(model: nn.Module) -> str | None:
     """Why a patched model cannot run ragged as it is now, as one clause; None if it can."""
-    state: GenerationState = vars(model)[STATE].generation
-    return state.ragged_refusal or changed_refusal(model)
+    return state_of(model).generation.ragged_refusal or changed_refusal(model)
 
 
 def changed_refusal(model: nn.Module) -> str | None:

@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from ...attention.hf import attention_is_ours
 from ...cache.hf import PagedCache
 from ...errors import UnsupportedError
-from ...instance import original_class
-from ...kernels.cpu.tensors import autocast_dtype
 from ...linear import QuantLinear
-from ...tensors import plain_tensors
-from .state import STATE, GenerationState
+from ...state import state_of
+from ...tensors import autocast_dtype, plain_tensors
 
 # What a pass over text is made of: equal token ids then mean equal keys and values. Anything else is not known.
 TEXT_INPUTS = {
@@ -37,7 +35,7 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if torch.compiler.is_compiling() or is_compiled(model):
         return  # operators of torch alone; a PagedCache then hands out K and V of all columns
     if args:
-        kwargs = dict(zip(_parameters(original_class(model)), args, strict=False)) | kwargs
+        kwargs = dict(zip(_parameters(model.original_class), args, strict=False)) | kwargs
     cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
     source = kwargs.get("inputs_embeds") if ids is None else ids
     if source is not None and 0 in source.shape[:2]:
@@ -100,8 +98,7 @@ def weights_salt(model: nn.Module) -> bytes:
 
     It changes with the patch, when a Parameter is written to or replaced, an adapter switched, or autocast.
     """
-    state: GenerationState = vars(model)[STATE].generation
-    digest = hashlib.blake2b(state.patch_id, digest_size=16)
+    digest = hashlib.blake2b(state_of(model).generation.patch_id, digest_size=16)
     digest.update(str(autocast_dtype(model_device(model).type)).encode())
     for module in model.modules():
         for parameter in module._parameters.values():

@@ -1,48 +1,55 @@
-"""Attention over pages or rows, and writing into pages: tensors to pointers.
-
-A call is packed into the bytes of its C struct (src/attention.h): one step in Python, whatever the number of fields.
-"""
+"""Attention over pages or rows, and writing into pages: tensors to pointers."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import struct
-from typing import Any
+from ctypes import Structure
 
 import torch
 from torch import Tensor
 
-from .library import DTYPES, FLOATS, function, threads
-
-CALL = struct.Struct("=4q4q4q 2q 3q 4q 7q 2q 2q ff iiiiii")  # AttentionCall, without padding
-WRITE = struct.Struct("=4q2qq 4q2qq qqqq iiii")  # WriteCall
-PAGE_DTYPES = (*FLOATS, torch.int8, torch.float8_e4m3fn)
+from ...layouts import KV, AttentionOptions, Ragged
+from .library import DTYPES, kernel, threads
+from .structs import fields
 
 
-@functools.cache
-def _functions() -> tuple[Any, Any]:
-    return function("attention", ctypes.c_char_p), function("write_pages", ctypes.c_char_p)
+class Rows(Structure):
+    _fields_ = fields(pointers="data", sizes="batch head token")
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    cu_q: Tensor | None = None,
-    cu_k: Tensor | None = None,
-) -> Tensor:
-    """q [B, Hq, Q, D], k, v [B, Hkv, T, D] -> [B, Q, Hq, Dv]; with cu_q and cu_k [N, Hq, D] and [M, Hkv, D].
+class AttentionCall(Structure):
+    _fields_ = [
+        ("q", Rows), ("k", Rows), ("v", Rows),
+        *fields(
+            pointers="k_scales v_scales out lse sinks block_table cu_q cu_k kv_len",
+            sizes="sequences heads kv_heads head_dim value_dim num_queries num_keys",
+            sizes_="table_stride block_size window causal", floats="scale softcap",
+            ints="q_dtype k_dtype v_dtype scale_dtype sink_dtype threads",
+        ),
+    ]  # fmt: skip
 
-    Any strides outside the last dimension; dtypes of FLOATS; the semantics of attention/base.py.
+
+class PageWrite(Structure):
+    _fields_ = fields(pointers="states", sizes="head token", pointers_="pages scales", sizes_="dim")
+
+
+class WriteCall(Structure):
+    _fields_ = [
+        ("keys", PageWrite), ("values", PageWrite),
+        *fields(pointers="slots", sizes="tokens heads block_size", ints="dtype page_dtype threads"),
+    ]  # fmt: skip
+
+
+_attention = kernel("attention", AttentionCall)
+_write_pages = kernel("write_pages", WriteCall)
+
+
+def attend(q: Tensor, kv: KV, options: AttentionOptions, ragged: Ragged | None = None) -> Tensor:
+    """q [B, Hq, Q, D] over a dense kv -> [B, Q, Hq, Dv]; with `ragged` [N, Hq, D] over a packed one -> [N, Hq, Dv].
+
+    Any strides outside the last dimension; dtypes of FLOATS; the semantics of attention/base.py, without dropout.
     """
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, kv.k, kv.v))
+    cu_q, cu_k = (None, None) if ragged is None else (_starts(ragged.cu_q), _starts(ragged.cu_k))
     if cu_q is None:
         batch, num_heads, num_queries, dim = q.shape
         num_keys, sequences, q_stride = k.shape[2], batch, q.stride()
@@ -54,37 +61,28 @@ def attend(
         out = torch.empty(q.shape[0], num_heads, v.shape[2], dtype=q.dtype)
         (q_token, q_head, _), (k_token, k_head, _), (v_token, v_head, _) = q.stride(), k.stride(), v.stride()
         q_batch = k_batch = v_batch = 0
-    sinks = sinks if sinks is None else sinks.contiguous()
-    _functions()[0](
-        CALL.pack(
-            q.data_ptr(), q_batch, q_head, q_token, k.data_ptr(), k_batch, k_head, k_token,
-            v.data_ptr(), v_batch, v_head, v_token, 0, 0, out.data_ptr(), 0, 0 if sinks is None else sinks.data_ptr(),
-            0, 0 if cu_q is None else cu_q.data_ptr(), 0 if cu_k is None else cu_k.data_ptr(), 0,
-            sequences, num_heads, k.shape[1], dim, v.shape[-1], num_queries, num_keys, 0, 0, window or 0, causal,
-            scale, softcap or 0.0, DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[v.dtype], 0,
-            0 if sinks is None else DTYPES[sinks.dtype], threads(),
-        )
+    sinks = None if options.sinks is None else options.sinks.contiguous()
+    _attention(
+        q.data_ptr(), q_batch, q_head, q_token, k.data_ptr(), k_batch, k_head, k_token,
+        v.data_ptr(), v_batch, v_head, v_token, 0, 0, out.data_ptr(), 0, 0 if sinks is None else sinks.data_ptr(),
+        0, 0 if cu_q is None else cu_q.data_ptr(), 0 if cu_k is None else cu_k.data_ptr(), 0,
+        sequences, num_heads, k.shape[1], dim, v.shape[-1], num_queries, num_keys, 0, 0,
+        options.window or 0, options.causal, options.scale, options.softcap or 0.0,
+        DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[v.dtype], 0, 0 if sinks is None else DTYPES[sinks.dtype], threads(),
     )  # fmt: skip
     return out
 
 
+def _starts(offsets: Tensor) -> Tensor:
+    return offsets.to(torch.int32).contiguous()
+
+
 def attend_pages(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    k_scales: Tensor | None,
-    v_scales: Tensor | None,
-    block_table: Tensor,
-    cu_q: Tensor,
-    kv_len: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    return_lse: bool,
+    q: Tensor, kv: KV, ragged: Ragged, options: AttentionOptions, *, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The contract of AttentionBackend.paged; pages of PAGE_DTYPES, contiguous."""
+    (k_pages, v_pages, k_scales, v_scales), block_table, sinks = kv, ragged.block_table, options.sinks
+    assert block_table is not None
     q = q if q.stride(2) == 1 else q.contiguous()
     num_tokens, num_heads, dim = q.shape
     _, kv_heads, block_size, value_dim = v_pages.shape
@@ -94,44 +92,32 @@ def attend_pages(
     k_block, k_head, k_token, _ = k_pages.stride()
     v_block, v_head, v_token, _ = v_pages.stride()
     q_token, q_head, _ = q.stride()
-    _functions()[0](
-        CALL.pack(
-            q.data_ptr(), 0, q_head, q_token, k_pages.data_ptr(), k_block, k_head, k_token,
-            v_pages.data_ptr(), v_block, v_head, v_token,
-            0 if k_scales is None else k_scales.data_ptr(), 0 if v_scales is None else v_scales.data_ptr(),
-            out.data_ptr(), 0 if lse is None else lse.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
-            block_table.data_ptr(), cu_q.data_ptr(), 0, kv_len.data_ptr(),
-            len(kv_len), num_heads, kv_heads, dim, value_dim, 0, 0, block_table.stride(0), block_size, window or 0, 1,
-            scale, softcap or 0.0, DTYPES[q.dtype], DTYPES[k_pages.dtype], DTYPES[v_pages.dtype],
-            0 if k_scales is None else DTYPES[k_scales.dtype], 0 if sinks is None else DTYPES[sinks.dtype],
-            threads(),
-        )
+    _attention(
+        q.data_ptr(), 0, q_head, q_token, k_pages.data_ptr(), k_block, k_head, k_token,
+        v_pages.data_ptr(), v_block, v_head, v_token,
+        0 if k_scales is None else k_scales.data_ptr(), 0 if v_scales is None else v_scales.data_ptr(),
+        out.data_ptr(), 0 if lse is None else lse.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
+        block_table.data_ptr(), ragged.cu_q.data_ptr(), 0, ragged.kv_len.data_ptr(),
+        len(ragged.kv_len), num_heads, kv_heads, dim, value_dim, 0, 0, block_table.stride(0), block_size,
+        options.window or 0, True, options.scale, options.softcap or 0.0,
+        DTYPES[q.dtype], DTYPES[k_pages.dtype], DTYPES[v_pages.dtype],
+        0 if k_scales is None else DTYPES[k_scales.dtype], 0 if sinks is None else DTYPES[sinks.dtype], threads(),
     )  # fmt: skip
     return out, lse
 
 
-def write_pages(
-    keys: Tensor,
-    values: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    k_scales: Tensor | None,
-    v_scales: Tensor | None,
-    slots: Tensor,
-) -> None:
+def write_pages(keys: Tensor, values: Tensor, pages: KV, slots: Tensor) -> None:
     """keys [N, H, Dk], values [N, H, Dv] of FLOATS into slots [N] int64 of contiguous pages, as KVStorage.write.
 
     Pages in the dtype of keys, or int8 or float8_e4m3fn with scales in the dtype of keys.
     """
+    k_pages, v_pages, k_scales, v_scales = pages
     keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
     (k_token, k_head, _), (v_token, v_head, _) = keys.stride(), values.stride()
     num_tokens, heads, key_dim = keys.shape
-    _functions()[1](
-        WRITE.pack(
-            keys.data_ptr(), 0, k_head, k_token, k_pages.data_ptr(), 0 if k_scales is None else k_scales.data_ptr(),
-            key_dim, values.data_ptr(), 0, v_head, v_token, v_pages.data_ptr(),
-            0 if v_scales is None else v_scales.data_ptr(), values.shape[2],
-            slots.data_ptr(), num_tokens, heads, k_pages.shape[2],
-            DTYPES[keys.dtype], DTYPES[k_pages.dtype], threads(), 0,
-        )
+    _write_pages(
+        keys.data_ptr(), k_head, k_token, k_pages.data_ptr(), 0 if k_scales is None else k_scales.data_ptr(), key_dim,
+        values.data_ptr(), v_head, v_token, v_pages.data_ptr(), 0 if v_scales is None else v_scales.data_ptr(),
+        values.shape[2], slots.data_ptr(), num_tokens, heads, k_pages.shape[2],
+        DTYPES[keys.dtype], DTYPES[k_pages.dtype], threads(),
     )  # fmt: skip

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
-from .library import DTYPES, FLOATS, function, threads
+from .library import DTYPES, FLOATS, kernel, threads
 from .structs import EPILOGUES, Linear, LinearCall, Matrix
+
+_float_linear = kernel("float_linear", LinearCall)
 
 
 class FloatLinear:
@@ -44,11 +46,10 @@ class FloatLinear:
         self._linear = Linear(
             in_features=self.in_features, count=len(sizes), epilogue=EPILOGUES[epilogue], matrices=self._matrices
         )
-        self._run = function("linear", ctypes.c_void_p, ctypes.c_void_p)
         self._address = ctypes.addressof(self._linear)
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x: [rows, K] of a float dtype. residual: [rows, N] of x's dtype, added before rounding. -> [rows, N]"""
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [rows, K] of a float dtype -> [rows, N] in x's dtype."""
         if torch.is_grad_enabled() and (x.requires_grad or self._trains()):
             raise UnsupportedError("float linear: the kernel has no gradient; run it under torch.no_grad()")
         if x.stride(1) != 1:
@@ -56,17 +57,11 @@ class FloatLinear:
         pointers = [tensor.data_ptr() for _, _, tensor in self._sources]
         if pointers != self._pointers:
             self._point(pointers)
-        out = x.new_empty(x.shape[0], self.out_features)
-        dtype = DTYPES[x.dtype]
-        call = LinearCall(
-            x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr(), self.out_features,
-            None, 0, dtype, dtype, threads(),
-        )  # fmt: skip
-        if residual is not None:
-            if residual.stride(1) != 1:
-                residual = residual.contiguous()
-            call.residual, call.residual_stride = residual.data_ptr(), residual.stride(0)
-        self._run(self._address, ctypes.byref(call))
+        rows, dtype = x.shape[0], DTYPES[x.dtype]
+        out = x.new_empty(rows, self.out_features)
+        _float_linear(
+            self._address, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.out_features, dtype, dtype, threads()
+        )
         return out
 
     def _trains(self) -> bool:

@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
-import functools
-import struct
+import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_char_p, c_int64, c_void_p
+from ctypes import Structure
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .library import DTYPES, function, threads
-from .structs import EPILOGUES, Linear, Matrix, PackCall, QuantizeCall
+from .library import DTYPES, kernel, large_pages, threads
+from .structs import EPILOGUES, Linear, LinearCall, Matrix, fields
 
 BLOCK = 64  # outputs that are packed together
 ACTIVATION_GROUP = 128  # inputs that share an activation scale where the weight has no groups of its own
 FORMATS = {8: 3, 4: 5}  # bits -> Dtype of types.h
-CALL = struct.Struct("=7q3i4x")  # LinearCall of src/linear.h: packed in one step, whatever the number of fields
+
+
+class PackCall(Structure):
+    _fields_ = fields(ints="format threads", sizes="out_features in_features", pointers="stored packed")
+
+
+class QuantizeCall(Structure):
+    _fields_ = fields(
+        ints="format dtype threads", sizes="out_features in_features group", pointers="weight",
+        sizes_="weight_stride", pointers_="scales zeros packed finite",
+    )  # fmt: skip
+
+
+_integer_linear = kernel("integer_linear", LinearCall)
+_pack = kernel("pack", PackCall)
+_unpack = kernel("unpack", PackCall)
+_quantize_weight = kernel("quantize_weight", QuantizeCall)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
     """A weight [out_features, in_features] in blocks of 64 outputs (the last one padded).
 
-    packed: uint8, see packing.h. scales: float32 [blocks * 64] for 8 bits; [blocks, groups, 64] in the stored dtype
-    for 4 bits. zeros: uint8 [blocks, groups, 64], 0..15, w = (level - zero) * scale; None where it is 8 (4 bits).
+    packed: uint8, laid out as src/kernels.h says. scales: float32 [blocks * 64] for 8 bits; [blocks, groups, 64] in
+    the stored dtype for 4 bits. zeros, for 4 bits: uint8 [blocks, groups, 64], 0..15, w = (level - zero) * scale; None
+    where every one is 8.
     """
 
     bits: int
@@ -43,21 +59,24 @@ class PackedWeight:
         return self.group_size if self.bits == 4 else ACTIVATION_GROUP
 
 
-def pack(bits: int, stored: Tensor, scales: Tensor, in_features: int, zeros: Tensor | None = None) -> PackedWeight:
+def pack(bits: int, stored: Tensor, scales: Tensor, zeros: Tensor | None = None) -> PackedWeight:
     """stored: int8 [out, in], or for 4 bits bytes [out, in / 2]; scales [out, groups] in the stored dtype.
 
     zeros: uint8 [out, groups], the level 0..15 that stands for 0; for 4 bits only.
     """
+    stored = stored.contiguous()
+    in_features = stored.shape[1] * 8 // bits
     packed = _packed_bytes(bits, len(stored), in_features)
-    _pack("pack", bits, stored.contiguous(), packed, in_features)
-    return _weight(bits, packed, scales, zeros, in_features)
+    _pack(FORMATS[bits], threads(), len(stored), in_features, stored.data_ptr(), packed.data_ptr())
+    return _weight(bits, packed, scales, zeros, in_features=in_features)
 
 
 def unpack(weight: PackedWeight) -> Tensor:
     """What `pack` was given as `stored`."""
-    columns = weight.in_features if weight.bits == 8 else weight.in_features // 2
-    stored = torch.empty(weight.out_features, columns, dtype=torch.int8 if weight.bits == 8 else torch.uint8)
-    _pack("unpack", weight.bits, stored, weight.packed, weight.in_features)
+    outputs, inputs = weight.out_features, weight.in_features
+    columns, dtype = (inputs, torch.int8) if weight.bits == 8 else (inputs // 2, torch.uint8)
+    stored = torch.empty(outputs, columns, dtype=dtype)
+    _unpack(FORMATS[weight.bits], threads(), outputs, inputs, stored.data_ptr(), weight.packed.data_ptr())
     return stored
 
 
@@ -75,23 +94,23 @@ def quantize(
     packed = _packed_bytes(bits, out_features, in_features)
     scales = torch.empty(out_features, in_features // group, dtype=weight.dtype)
     zeros = None if symmetric or bits == 8 else torch.empty(scales.shape, dtype=torch.uint8)
-    call = QuantizeCall(
+    finite = torch.zeros(1, dtype=torch.bool)
+    _quantize_weight(
         FORMATS[bits], DTYPES[weight.dtype], threads(), out_features, in_features, group,
-        weight.data_ptr(), weight.stride(0), scales.data_ptr(), None if zeros is None else zeros.data_ptr(),
-        packed.data_ptr(), 0,
+        weight.data_ptr(), weight.stride(0), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(),
+        packed.data_ptr(), finite.data_ptr(),
     )  # fmt: skip
-    _function("quantize_weight", POINTER(QuantizeCall))(byref(call))
-    return (_weight(bits, packed, scales, zeros, in_features), scales) if call.finite else None
+    return (_weight(bits, packed, scales, zeros, in_features=in_features), scales) if finite else None
 
 
 def _packed_bytes(bits: int, out_features: int, in_features: int) -> Tensor:
     outputs, inputs = -(-out_features // BLOCK) * BLOCK, -(-in_features // 4) * 4
     packed = torch.empty(outputs * inputs * bits // 8, dtype=torch.uint8)
-    _function("large_pages", c_void_p, c_int64)(packed.data_ptr(), packed.nbytes)
+    large_pages(packed)
     return packed
 
 
-def _weight(bits: int, packed: Tensor, scales: Tensor, zeros: Tensor | None, in_features: int) -> PackedWeight:
+def _weight(bits: int, packed: Tensor, scales: Tensor, zeros: Tensor | None, *, in_features: int) -> PackedWeight:
     out_features, groups = scales.shape
     scales = _by_block(scales)
     return PackedWeight(
@@ -127,22 +146,12 @@ def stored_zeros(weight: PackedWeight) -> Tensor | None:
     return None if weight.zeros is None else _by_output(weight.zeros, weight.out_features)
 
 
-def _pack(name: str, bits: int, stored: Tensor, packed: Tensor, in_features: int) -> None:
-    call = PackCall(FORMATS[bits], threads(), len(stored), in_features, stored.data_ptr(), packed.data_ptr())
-    _function(name, POINTER(PackCall))(byref(call))
-
-
-@functools.cache
-def _function(name: str, *argtypes: Any) -> Any:
-    return function(name, *argtypes)
-
-
 class IntegerLinear:
     """Weights of one format that share their input, multiplied in one call.
 
     x [rows, in], any float dtype, last dimension contiguous -> [rows, sum of out] in x's dtype. epilogue "silu",
-    "gelu" or "gelu_tanh": of two weights, act(x W0^T + b0) * (x W1^T + b1), [rows, out]. residual like the output is
-    added before the only rounding. Activations are rounded to INT8 with a scale per row and group of inputs.
+    "gelu" or "gelu_tanh": of two weights, act(x W0^T + b0) * (x W1^T + b1), [rows, out]. The result is rounded once.
+    Activations are rounded to INT8 with a scale per row and group of inputs.
     Row i of the result depends on row i of x alone, and is the same on every instruction set.
     """
 
@@ -166,23 +175,17 @@ class IntegerLinear:
         self._linear = Linear(
             FORMATS[first.bits], first.activation_group, first.in_features, len(weights), EPILOGUES[epilogue], matrices
         )
-        self._address = byref(self._linear)
-        self._run = _function("linear", POINTER(Linear), c_char_p)
+        self._address = ctypes.addressof(self._linear)
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         rows, dtype = x.shape[0], DTYPES[x.dtype]
         for matrix, bias in self._biases:
             if matrix.bias != bias.data_ptr():  # `bias.data = other` since
                 matrix.bias, matrix.bias_dtype = bias.data_ptr(), DTYPES[bias.dtype]
         out = x.new_empty(rows, self.out_features)
-        added = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
-        self._run(
-            self._address,
-            CALL.pack(
-                x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.out_features, *added, dtype, dtype,
-                threads(),
-            ),
-        )  # fmt: skip
+        _integer_linear(
+            self._address, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.out_features, dtype, dtype, threads()
+        )
         return out
 
 

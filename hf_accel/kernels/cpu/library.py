@@ -5,15 +5,19 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch  # first: torch brings the OpenMP runtime that the kernels share
+from torch import Tensor
 
 from ...errors import HfAccelError, UnsupportedError
 from ...hardware.cpu import ISA_LEVELS, choose_isa, instruction_sets, usable_cores
+from ...tensors import PLAIN, is_recorded
 from .build import HERE, LIBRARY, REASON
+from .structs import Linear, Matrix, packed_format
 
 # The numbers of types.h.
 DTYPES: dict[torch.dtype, int] = {
@@ -44,6 +48,7 @@ def _library() -> ctypes.CDLL:
         reason = note.read_text(encoding="utf-8") if note.exists() else "run python -m hf_accel.kernels.cpu.build"
         raise UnsupportedError(f"cpu kernels: not built ({reason})")
     library = ctypes.CDLL(str(path))
+    _check_sizes(library)
     library.hfa_error.restype = ctypes.c_char_p
     level = choose_isa(instruction_sets(), requested=os.environ.get("HF_ACCEL_ISA"))
     if library.hfa_select(level.encode()):
@@ -57,6 +62,17 @@ def _library() -> ctypes.CDLL:
 
 
 _selected: list[str] = []
+_structs: dict[str, type[ctypes.Structure]] = {"Linear": Linear, "Matrix": Matrix}  # by the name that C has for each
+
+
+def _check_sizes(library: ctypes.CDLL) -> None:
+    """Raise UnsupportedError for a library that was compiled from other sources than these."""
+    if hasattr(library, "hfa_size_of"):
+        library.hfa_size_of.restype = ctypes.c_int64
+        sizes = {name: library.hfa_size_of(name.encode()) for name in _structs}
+        if sizes == {name: ctypes.sizeof(struct) for name, struct in _structs.items()}:
+            return
+    raise UnsupportedError("cpu kernels: compiled from other sources; run python -m hf_accel.kernels.cpu.build")
 
 
 def _below(level: str) -> list[str]:
@@ -101,13 +117,55 @@ def threads() -> int:
     return min(torch.get_num_threads(), _cores)
 
 
-def function(name: str, *argtypes: Any) -> Callable[..., None]:
-    """The C function hfa_`name` as a callable that raises HfAccelError when it fails; resolved once by the caller."""
-    raw = _library()[f"hfa_{name}"]  # not an attribute, which all callers would share with its argtypes
-    raw.argtypes = argtypes
+def large_pages(memory: Tensor) -> None:
+    """Ask for large pages under memory that was not touched yet; see api.cpp."""
+    call = _library().hfa_large_pages
+    call.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+    call(memory.data_ptr(), memory.nbytes)
 
-    def call(*args: Any) -> None:
-        if raw(*args):
+
+def kernel(name: str, call: type[ctypes.Structure]) -> Callable[..., None]:
+    """The kernel `name` of src/kernels.h, as a function of all numbers in its struct, in order.
+
+    That function raises HfAccelError when the kernel fails.
+    """
+    _structs[name] = call
+    pack = struct.Struct(packed_format(call)).pack
+    function: Any = None
+
+    def run(*fields: Any) -> None:
+        nonlocal function
+        if function is None:
+            function = _library()[f"hfa_{name}"]
+            function.argtypes = (ctypes.c_char_p,)
+        if function(pack(*fields)):
             raise HfAccelError(f"the cpu kernel {name} failed: {_library().hfa_error().decode()}")
 
-    return call
+    return run
+
+
+def native(x: object) -> bool:
+    """Whether a kernel may take the place of torch's operators on x."""
+    return (
+        not torch.is_grad_enabled()
+        and not is_recorded()
+        and type(x) in PLAIN
+        and x.is_cpu  # type: ignore[attr-defined]
+        and x.dtype in FLOATS  # type: ignore[attr-defined]
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def as_rows(x: Tensor) -> tuple[Tensor, int]:
+    """x [..., size] as rows one stride apart, and that stride in elements; a copy where it has none."""
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    if x.ndim == 2 and x.stride(1) == 1:
+        return x, x.stride(0)
+    return x.contiguous(), x.shape[-1]
+
+
+def refuse_gradients(kernel: str, *tensors: Tensor | None) -> None:
+    """Raises UnsupportedError if autograd would have to go through a kernel, which has no backward."""
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise UnsupportedError(f"{kernel}: the cpu kernel has no gradient; call it under torch.no_grad()")

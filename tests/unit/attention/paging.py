@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_accel.attention import AttentionBackend
+from hf_accel.layouts import KV, AttentionOptions, Ragged
 
 from .oracle import oracle
 
@@ -30,20 +31,21 @@ class Case:
     v_scales: Tensor | None = None
     window: int | None = None
 
-    def run(self, backend: AttentionBackend, **options: Any) -> Any:
+    def run(self, backend: AttentionBackend, *, return_lse: bool = False, **options: Any) -> Any:
         q_len, kv_len = ([x.shape[1] for x in xs] for xs in (self.q, self.k))
-        return backend.paged(
-            torch.cat([x.transpose(0, 1) for x in self.q] or [torch.empty(0, 4, 8)]),
-            self.k_pages,
-            self.v_pages,
-            self.k_scales,
-            self.v_scales,
-            self.block_table,
+        ragged = Ragged(
             torch.tensor([0, *q_len]).cumsum(0).int(),
             torch.tensor(kv_len, dtype=torch.int32),
             max(q_len, default=0),
             max(kv_len, default=0),
-            **{"scale": SCALE, "window": self.window, **options},
+            self.block_table,
+        )
+        return backend.paged(
+            torch.cat([x.transpose(0, 1) for x in self.q] or [torch.empty(0, 4, 8)]),
+            KV(self.k_pages, self.v_pages, self.k_scales, self.v_scales),
+            ragged,
+            AttentionOptions(**{"scale": SCALE, "window": self.window, **options}),
+            return_lse=return_lse,
         )
 
     def expected(self, **options: Any) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,9 @@ from hf_accel.attention import CpuBackend, ReferenceBackend
 from hf_accel.errors import UnsupportedError
 from hf_accel.hardware.cpu import ISA_LEVELS, instruction_sets
 from hf_accel.kernels import cpu as kernels
+from hf_accel.layouts import KV, AttentionOptions, Ragged
 
+from .calls import dense
 from .oracle import assert_close
 from .paging import SCALE, Case, make_case
 
@@ -129,14 +131,13 @@ def test_rows_equal_pages(isa: str, dtype: torch.dtype, window: int | None) -> N
     case = make_case([(600, 600), (33, 33)], dtype=dtype, dims=(24, 24), block_size=16, window=window)
     paged = case.run(BACKEND)
     q, k, v = (torch.cat([x.transpose(0, 1) for x in xs]) for xs in (case.q, case.k, case.v))
-    ends = torch.tensor([0, 600, 633], dtype=torch.int32)
-    options: dict[str, Any] = {"causal": True, "scale": SCALE, "window": window}
+    options = AttentionOptions(SCALE, window=window)
+    ragged = Ragged(*(torch.tensor(x, dtype=torch.int32) for x in ([0, 600, 633], [600, 33])), 600, 600)
     if window is None:  # with one, the cases differ in what the blocks behind it hold
-        assert same(BACKEND.packed(q, k, v, cu_q=ends, cu_k=ends, max_q=600, max_k=600, **options), paged)
+        assert same(BACKEND.packed(q, KV(k, v), ragged, options), paged)
     for start, stop in ((0, 600), (600, 633)):
-        heads_first = [x[start:stop].transpose(0, 1)[None] for x in (q, k, v)]
-        dense = BACKEND.dense(*heads_first, mask=None, **options)
-        assert same(dense[0], paged[start:stop])
+        own_q, *own = (x[start:stop].transpose(0, 1)[None] for x in (q, k, v))
+        assert same(BACKEND.dense(own_q, KV(*own), options)[0], paged[start:stop])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -153,7 +154,7 @@ def test_scores_of_any_size() -> None:
     q[0, 0, 2, 3] = float("nan")
     k[0, 0, 5] = torch.where(q[0, 0, 3] > 0, -float("inf"), float("inf"))  # a score of -inf for row 3
     k[0, 0, 5] = k[0, 0, 5].nan_to_num(posinf=-1e30, neginf=-1e30) * q[0, 0, 3].sign()
-    out = BACKEND.dense(q, k, v, mask=None, causal=False, scale=1.0)[0, :, 0]
+    out = dense(BACKEND, q, k, v, causal=False, scale=1.0)[0, :, 0]
     best = (k[0, 0] @ q[0, 0, 0]).argmax()
     torch.testing.assert_close(out[0], v[0, 0, best])
     assert out[2].isnan().all() and not out[[0, 1, 3]].isnan().any()
@@ -173,18 +174,17 @@ def test_a_prefix_of_nan_keys_reaches_only_those_who_see_it() -> None:
 @pytest.mark.parametrize("shape", [(0, 1), (3, 0)], ids=str)
 def test_tables_of_no_width_and_no_queries(shape: tuple[int, int]) -> None:
     sequences, queries = shape
-    out, lse = BACKEND.paged(
-        torch.randn(sequences * queries, 4, 8), torch.empty(2, 2, 4, 8), torch.empty(2, 2, 4, 8), None, None,
-        torch.empty(sequences, 0, dtype=torch.int32), torch.zeros(sequences + 1, dtype=torch.int32),
-        torch.zeros(sequences, dtype=torch.int32), 0, 0, scale=1.0, return_lse=True,
-    )  # fmt: skip
+    cu_q, kv_len = torch.zeros(sequences + 1, dtype=torch.int32), torch.zeros(sequences, dtype=torch.int32)
+    ragged = Ragged(cu_q, kv_len, 0, 0, torch.empty(sequences, 0, dtype=torch.int32))
+    q, pages = torch.randn(sequences * queries, 4, 8), KV(torch.empty(2, 2, 4, 8), torch.empty(2, 2, 4, 8))
+    out, lse = BACKEND.paged(q, pages, ragged, AttentionOptions(1.0), return_lse=True)
     assert out.shape == (0, 4, 8) and lse.shape == (0, 4)
 
 
 def test_gradients_go_through_torch() -> None:
     q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
-    assert BACKEND.dense(q, k, v, mask=None, causal=True, scale=1.0).requires_grad
+    assert dense(BACKEND, q, k, v, scale=1.0).requires_grad
     with torch.no_grad():
-        assert not BACKEND.dense(q, k, v, mask=None, causal=True, scale=1.0).requires_grad
+        assert not dense(BACKEND, q, k, v, scale=1.0).requires_grad
     with torch.inference_mode():
-        assert BACKEND.dense(q, k, v, mask=None, causal=True, scale=1.0).is_inference()
+        assert dense(BACKEND, q, k, v, scale=1.0).is_inference()

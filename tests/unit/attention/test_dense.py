@@ -6,6 +6,7 @@ from torch import Tensor
 
 from hf_accel.attention import BACKENDS, AttentionBackend
 
+from .calls import dense
 from .oracle import assert_close, oracle
 
 SCALE = 0.3
@@ -50,7 +51,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_oracle(backend: AttentionBackend, shape: tuple[int, int], causal: bool) -> None:
     q, k, v = operands(*shape)
-    out = backend.dense(q, k, v, mask=None, causal=causal, scale=SCALE)
+    out = dense(backend, q, k, v, causal=causal, scale=SCALE)
     assert out.dtype == q.dtype
     assert_close(out, oracle(q, k, v, causal=causal, scale=SCALE)[0])
 
@@ -60,7 +61,7 @@ def test_equals_oracle(backend: AttentionBackend, shape: tuple[int, int], causal
 @pytest.mark.parametrize("shape", [(1, 40), (5, 40), (33, 33), (33, 40), (20, 7)], ids=str)
 def test_window(backend: AttentionBackend, shape: tuple[int, int], causal: bool, window: int) -> None:
     q, k, v = operands(*shape, batch=1)
-    out = backend.dense(q, k, v, mask=None, causal=causal, scale=SCALE, window=window)
+    out = dense(backend, q, k, v, causal=causal, scale=SCALE, window=window)
     assert_close(out, oracle(q, k, v, causal=causal, scale=SCALE, window=window)[0])
 
 
@@ -73,7 +74,7 @@ def test_softcap_and_sinks(
 ) -> None:
     q, k, v = operands(*shape)
     extra = {"window": window, "softcap": softcap, "sinks": torch.tensor([-2.0, 0.0, 1.0, 3.0]) if sinks else None}
-    out = backend.dense(q, k, v, mask=None, causal=True, scale=SCALE, **extra)
+    out = dense(backend, q, k, v, scale=SCALE, **extra)
     assert_close(out, oracle(q, k, v, scale=SCALE, **extra)[0])
 
 
@@ -89,7 +90,7 @@ def test_dtypes_groups_and_dims(
     dtype: torch.dtype,
 ) -> None:
     q, k, v = operands(*shape, batch=1, heads=heads, dims=dims, dtype=dtype)
-    out = backend.dense(q, k, v, mask=None, causal=True, scale=dims[0] ** -0.5)
+    out = dense(backend, q, k, v, scale=dims[0] ** -0.5)
     assert out.dtype == dtype and out.shape == (1, shape[0], heads[0], dims[1])
     assert_close(out, oracle(q, k, v, scale=dims[0] ** -0.5)[0], dtype=dtype)
 
@@ -112,7 +113,7 @@ def test_mask_combines_with_causal_and_window(
 ) -> None:
     q, k, v = operands(*shape)
     allowed = MASKS[mask](*shape)
-    out = backend.dense(q, k, v, mask=allowed, causal=causal, scale=SCALE, window=window)
+    out = dense(backend, q, k, v, mask=allowed, causal=causal, scale=SCALE, window=window)
     assert_close(out, oracle(q, k, v, mask=allowed, causal=causal, scale=SCALE, window=window)[0])
 
 
@@ -122,7 +123,7 @@ def test_row_without_keys_is_zero(backend: AttentionBackend, num_queries: int, e
     q, k, v = operands(num_queries, num_queries)
     mask = torch.ones(2, 1, num_queries, num_queries, dtype=torch.bool)
     mask[0, 0, 1] = False
-    out = backend.dense(q, k, v, mask=mask, causal=True, scale=SCALE, **extra)
+    out = dense(backend, q, k, v, mask=mask, causal=True, scale=SCALE, **extra)
     assert torch.equal(out[0, 1], torch.zeros_like(out[0, 1]))
     assert not out.isnan().any() and out[1, 1].abs().min() > 0
 
@@ -132,7 +133,7 @@ def test_row_without_keys_is_zero(backend: AttentionBackend, num_queries: int, e
 def test_blocks_of_rows_join(backend: AttentionBackend, shape: tuple[int, int], extra: dict[str, float]) -> None:
     """Long prompts run in blocks of rows; the rows around the seams must not notice."""
     q, k, v = operands(*shape, batch=1, heads=(2, 1))
-    out = backend.dense(q, k, v, mask=None, causal=True, scale=SCALE, **extra)
+    out = dense(backend, q, k, v, scale=SCALE, **extra)
     shift = shape[1] - shape[0]
     for row in (0, 255, 256, 257, 299, shape[0] - 1):
         used = max(row + shift + 1, 0)
@@ -143,7 +144,7 @@ def test_blocks_of_rows_join(backend: AttentionBackend, shape: tuple[int, int], 
 @pytest.mark.parametrize("batch, num_queries", [(0, 1), (0, 20), (2, 0)])
 def test_nothing_to_do(backend: AttentionBackend, batch: int, num_queries: int) -> None:
     q, k, v = operands(num_queries, 20, batch=batch)
-    assert backend.dense(q, k, v, mask=None, causal=True, scale=SCALE).shape == (batch, num_queries, 4, 8)
+    assert dense(backend, q, k, v, scale=SCALE).shape == (batch, num_queries, 4, 8)
 
 
 def test_strided_operands(backend: AttentionBackend) -> None:
@@ -152,8 +153,8 @@ def test_strided_operands(backend: AttentionBackend) -> None:
     views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     assert not views[0].is_contiguous()
     for rows in (slice(None), slice(19, None)):
-        expected = backend.dense(q[:, :, rows], k, v, mask=None, causal=True, scale=SCALE)
-        actual = backend.dense(views[0][:, :, rows], *views[1:], mask=None, causal=True, scale=SCALE)
+        expected = dense(backend, q[:, :, rows], k, v, scale=SCALE)
+        actual = dense(backend, views[0][:, :, rows], *views[1:], scale=SCALE)
         assert_close(actual, expected)
 
 
@@ -174,7 +175,7 @@ def test_gradients_equal_oracle(backend: AttentionBackend, case: str) -> None:
     shape, extra = GRADIENT_CASES[case]
     weights = torch.randn(2, shape[0], 4, 8)
     gradients = []
-    for attention in (lambda *x, **o: backend.dense(*x, **o), lambda *x, **o: oracle(*x, **o)[0]):
+    for attention in (lambda *x, **o: dense(backend, *x, **o), lambda *x, **o: oracle(*x, **o)[0]):
         leaves = [x.requires_grad_() for x in operands(*shape)]
         out = attention(*leaves, **{"mask": None, "causal": True, "scale": SCALE, **extra})
         gradients.append(torch.autograd.grad((out * weights).sum(), leaves))
@@ -187,7 +188,7 @@ def test_gradient_of_sinks_and_bias(backend: AttentionBackend, num_queries: int)
     q, k, v = operands(num_queries, 20)
     weights = torch.randn(2, num_queries, 4, 8)
     gradients = []
-    for attention in (lambda *x, **o: backend.dense(*x, **o), lambda *x, **o: oracle(*x, **o)[0]):
+    for attention in (lambda *x, **o: dense(backend, *x, **o), lambda *x, **o: oracle(*x, **o)[0]):
         sinks = torch.tensor([-2.0, 0.0, 1.0, 3.0], requires_grad=True)
         bias = torch.randn(4, num_queries, 20, generator=torch.Generator().manual_seed(0)).requires_grad_()
         out = attention(q, k, v, mask=bias, causal=True, scale=SCALE, sinks=sinks)
@@ -200,10 +201,8 @@ def test_gradient_of_sinks_and_bias(backend: AttentionBackend, num_queries: int)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_dropout_is_unbiased(backend: AttentionBackend, num_queries: int, softcap: float | None) -> None:
     q, k, v = operands(num_queries, 20, batch=1)
-    exact = backend.dense(q, k, v, mask=None, causal=True, scale=SCALE, softcap=softcap)
-    runs = [
-        backend.dense(q, k, v, mask=None, causal=True, scale=SCALE, softcap=softcap, dropout=0.3) for _ in range(400)
-    ]
+    exact = dense(backend, q, k, v, scale=SCALE, softcap=softcap)
+    runs = [dense(backend, q, k, v, scale=SCALE, softcap=softcap, dropout=0.3) for _ in range(400)]
     assert not torch.equal(runs[0], runs[1])
     error = torch.stack(runs).mean(0) - exact
     assert error.abs().mean() < 0.03
@@ -214,6 +213,6 @@ def test_scores_of_low_precision_are_not_rounded(backend: AttentionBackend) -> N
     q, k, v = operands(1, 256, batch=1, dims=(64, 64))
     q, k = q.sign(), q.sign()[:, ::2] + 0.1 * k
     q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
-    out = backend.dense(q, k, v, mask=None, causal=True, scale=0.5)
+    out = dense(backend, q, k, v, scale=0.5)
     expected, _ = oracle(q, k, v, scale=0.5)
     assert (out - expected).norm() < 5e-3 * expected.norm()

@@ -5,6 +5,7 @@ import torch
 
 from hf_accel.attention.blocks import row_blocks
 from hf_accel.attention.masking import apply_mask, restrict, visible, visible_keys
+from hf_accel.layouts import KV, AttentionOptions
 
 INF = float("inf")
 
@@ -58,7 +59,8 @@ def test_row_blocks_hold_every_visible_pair_once(size: int, causal: bool, window
     num_queries, num_keys = 4, 7
     q, k = torch.arange(4.0).view(1, 1, 4, 1), torch.arange(7.0).view(1, 1, 7, 1)
     pairs = []
-    for block_q, block_k, block_v, mask in row_blocks(q, k, k + 10, None, size=size, causal=causal, window=window):
+    options = AttentionOptions(scale=1.0, causal=causal, window=window)
+    for block_q, (block_k, block_v, *_), mask in row_blocks(q, KV(k, k + 10), None, options, size=size):
         assert block_q.shape[2] <= size and torch.equal(block_k + 10, block_v)
         for i, query in enumerate(block_q.flatten().tolist()):
             keys = enumerate(block_k.flatten().tolist())

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_accel.attention import BACKENDS, AttentionBackend
+from hf_accel.layouts import KV, AttentionOptions, Ragged
 
 from .oracle import assert_close, oracle
 
@@ -23,8 +24,10 @@ def operands(lengths: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
 
 def packed(backend: AttentionBackend, x: tuple[Tensor, ...], lengths: list[tuple[int, int]], **options: Any) -> Tensor:
     q_len, k_len = zip(*lengths, strict=True)
-    ends = {"cu_q": torch.tensor([0, *q_len]).cumsum(0).int(), "cu_k": torch.tensor([0, *k_len]).cumsum(0).int()}
-    return backend.packed(*x, **ends, max_q=max(q_len), max_k=max(k_len), scale=SCALE, **options)
+    cu_q, kv_len = torch.tensor([0, *q_len]).cumsum(0).int(), torch.tensor(k_len, dtype=torch.int32)
+    q, *kv = x
+    ragged = Ragged(cu_q, kv_len, max(q_len), max(k_len))
+    return backend.packed(q, KV(*kv), ragged, AttentionOptions(SCALE, **options))
 
 
 def expected(x: tuple[Tensor, ...], lengths: list[tuple[int, int]], **options: Any) -> Tensor:
@@ -75,9 +78,6 @@ def test_dropout_reaches_every_sequence(backend: AttentionBackend) -> None:
 
 
 def test_no_sequences(backend: AttentionBackend) -> None:
-    nothing = torch.zeros(1, dtype=torch.int32)
-    out = backend.packed(
-        torch.empty(0, 4, 8), torch.empty(0, 2, 8), torch.empty(0, 2, 6), cu_q=nothing, cu_k=nothing, max_q=0, max_k=0,
-        causal=True, scale=SCALE,
-    )  # fmt: skip
-    assert out.shape == (0, 4, 6)
+    ragged = Ragged(torch.zeros(1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), 0, 0)
+    kv = KV(torch.empty(0, 2, 8), torch.empty(0, 2, 6))
+    assert backend.packed(torch.empty(0, 4, 8), kv, ragged, AttentionOptions(SCALE)).shape == (0, 4, 6)

@@ -8,9 +8,13 @@ import pytest
 import torch
 from transformers import MistralConfig
 
-from hf_accel.cache import BlockPool, BlockTable, KVStorage, PageGroup, PrefixIndex
 from hf_accel.cache import storage as storage_module
+from hf_accel.cache.group import PageGroup
 from hf_accel.cache.hf import PagedCache
+from hf_accel.cache.pool import BlockPool
+from hf_accel.cache.prefix import PrefixIndex
+from hf_accel.cache.storage import KVStorage
+from hf_accel.cache.table import BlockTable
 from hf_accel.errors import OutOfBlocksError, UnsupportedError
 
 
@@ -56,10 +60,7 @@ def test_partly_filled_last_block_is_never_dropped() -> None:
 @pytest.mark.parametrize("grown", [False, True])
 def test_pages_made_in_inference_mode_can_be_written_outside_it(quantized: torch.dtype | None, grown: bool) -> None:
     with torch.inference_mode():
-        storage = KVStorage(
-            2, num_kv_heads=1, block_size=4, key_dim=8, value_dim=8, dtype=torch.float32, device="cpu",
-            quantized=quantized,
-        )  # fmt: skip
+        storage = KVStorage(2, 4, torch.empty(0, 1, 8), torch.empty(0, 1, 8), quantized=quantized)
         if grown:
             storage.grow(4)
     states = torch.ones(1, 1, 8)
@@ -145,7 +146,7 @@ def test_an_error_while_a_pass_is_prepared_leaves_nothing_behind(max_tokens: int
                 done = len(made) < point
             except MemoryError:
                 cache.reset()
-        group = cache.sequences.groups[0]
+        group = cache.pages.groups[0]
         assert done or group.pool.num_used == 0
         cache.reset()
         assert torch.equal(turn(cache, PROMPTS[1:]), PROMPTS[1:].float())
@@ -164,9 +165,25 @@ def test_prompts_that_did_not_fit_are_found_by_nobody() -> None:
     assert torch.equal(turn(cache, both[:1]), both[:1].float())
 
 
+def test_a_pass_that_stops_leaves_the_prefixes_of_others() -> None:
+    """Nobody finds what it would have written, and everybody what was there before."""
+    cache = PagedCache(MistralConfig(num_hidden_layers=2, sliding_window=None), block_size=4)
+    ids = {"known": torch.arange(9)[None], "stopped": torch.cat([torch.arange(4), torch.arange(9)])[None]}
+    for name, each in ids.items():
+        cache.prepare(1, each.shape[1], device=each.device, token_ids=each, salt=b"weights")
+        for layer in range(2 if name == "known" else 1):
+            cache.update(states(each), states(each), layer)
+            cache.unread = None
+        assert len(cache.pages.known(each[0].tolist())) == each.shape[1] // 4
+        cache.reset()
+    assert len(cache.pages.known(ids["known"][0].tolist())) == 2
+    assert len(cache.pages.known(ids["stopped"][0].tolist())) == 1
+    assert cache.pages.groups[0].pool.num_used == 0
+
+
 def test_pages_that_cannot_grow_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """K without V would be taken for pages that have grown, and V written beyond its end."""
-    storage = KVStorage(2, num_kv_heads=1, block_size=4, key_dim=8, value_dim=8, dtype=torch.float32, device="cpu")
+    storage = KVStorage(2, 4, torch.empty(0, 1, 8), torch.empty(0, 1, 8))
     made = []
 
     def no_memory(*args: Any, **keywords: Any) -> Any:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_accel.cache import KVStorage
+from hf_accel.cache.storage import KVStorage
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -11,16 +11,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def storage_of(
     dtype: torch.dtype = torch.float32, *, quantized: torch.dtype | None = None, num_blocks: int = 5
 ) -> KVStorage:
-    return KVStorage(
-        num_blocks,
-        num_kv_heads=2,
-        block_size=4,
-        key_dim=8,
-        value_dim=6,
-        dtype=dtype,
-        device="cpu",
-        quantized=quantized,
-    )
+    return KVStorage(num_blocks, 4, *states(0, dtype), quantized=quantized)
 
 
 def states(num_tokens: int, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,17 +82,9 @@ def test_non_finite_states_stay_in_their_token_and_head() -> None:
 
 
 def test_int8_takes_half_the_bytes_and_a_scale() -> None:
-    plain = KVStorage(8, num_kv_heads=2, block_size=4, key_dim=64, value_dim=64, dtype=torch.bfloat16, device="cpu")
-    small = KVStorage(
-        8,
-        num_kv_heads=2,
-        block_size=4,
-        key_dim=64,
-        value_dim=64,
-        dtype=torch.bfloat16,
-        device="cpu",
-        quantized=torch.int8,
-    )
+    states = torch.empty(0, 2, 64, dtype=torch.bfloat16)
+    plain = KVStorage(8, 4, states, states)
+    small = KVStorage(8, 4, states, states, quantized=torch.int8)
     assert small.nbytes == plain.nbytes / 2 + 8 * 2 * 4 * 2 * 2
 
 

@@ -4,7 +4,9 @@ import random
 
 import pytest
 
-from hf_accel.cache import BlockPool, BlockTable, PrefixIndex
+from hf_accel.cache.pool import BlockPool
+from hf_accel.cache.prefix import PrefixIndex
+from hf_accel.cache.table import BlockTable
 from hf_accel.errors import OutOfBlocksError
 
 

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from hf_accel.cache import BlockPool, BlockTable
+from hf_accel.cache.pool import BlockPool
+from hf_accel.cache.table import BlockTable
 
 
 def lengths() -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_accel.cache import KVStorage
+from hf_accel.cache.storage import KVStorage
 from hf_accel.errors import UnsupportedError
 from hf_accel.hardware.cpu import ISA_LEVELS, instruction_sets
 from hf_accel.kernels import cpu as kernels
@@ -31,10 +31,7 @@ def written(
     keys: Tensor, values: Tensor, slots: Tensor, *, quantized: torch.dtype | None, native: bool
 ) -> dict[str, Tensor]:
     """What all of the pages hold afterwards; zero where nothing was written."""
-    storage = KVStorage(
-        9, num_kv_heads=keys.shape[1], block_size=4, key_dim=keys.shape[2], value_dim=values.shape[2],
-        dtype=keys.dtype, device="cpu", quantized=quantized,
-    )  # fmt: skip
+    storage = KVStorage(9, 4, keys, values, quantized=quantized)
     for tensor in storage._tensors().values():
         tensor.view(torch.uint8).zero_()
     if not native:

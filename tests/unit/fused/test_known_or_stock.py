@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from hf_accel.fused.norm import NormForms
-from hf_accel.fused.products import NativeLinear, Products
+from hf_accel.fused.modules import NormForms
+from hf_accel.fused.projections import NativeLinear, ProjectionCall
 from hf_accel.fused.sites import FusedSite, fused_sites, native_linears
 from hf_accel.instance import mixed_class
 from hf_accel.kernels import cpu as kernels
+from hf_accel.state import FUSED, PROJECTION
 
 from .models import GatedMLP, GemmaRMSNorm, LlamaRMSNorm, Rotating, apply_rotary_pos_emb, rotate_half
 
@@ -75,8 +76,8 @@ def native(module: nn.Module) -> nn.Module:
     sites, _ = fused_sites(module, torch.float32, 64)
     for site in [*sites, *(s for s in native_linears(module))]:
         site.module.__class__ = mixed_class(site.mixin, type(site.module))
-        vars(site.module)["_hf_accel_fused"] = site.state
-        vars(site.module)["_hf_accel_products"] = Products(64)
+        vars(site.module)[FUSED] = site.state
+        vars(site.module)[PROJECTION] = ProjectionCall(64)
     return module
 
 
@@ -269,4 +270,4 @@ def test_a_linear_with_a_subclass_for_a_weight_is_not_read() -> None:
     replaced(torch.randn(1, 4))
     replaced.weight = layer.weight
     assert isinstance(replaced, NativeLinear)
-    assert replaced._hf_accel_products.call((replaced,), torch.randn(1, 4)) is None
+    assert vars(replaced)[PROJECTION].ready((replaced,), torch.randn(1, 4)) is None

@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_accel.fused.gated_mlp import GatedMLP as NativeMLP
-from hf_accel.fused.gated_mlp import gated_names
-from hf_accel.fused.norm import NativeNorm, NormForm, NormForms, norm_form
-from hf_accel.fused.rotary import NativeRotary, RotaryForm, rotary_form
+from hf_accel.fused.forms import NormForm, RotaryForm, gated_names, norm_form, rotary_form
+from hf_accel.fused.modules import NativeGatedMLP, NativeNorm, NativeRotary, NormForms
 from hf_accel.fused.sites import fused_sites
 from hf_accel.instance import mixed_class
 from hf_accel.kernels import cpu as kernels
+from hf_accel.state import FUSED
 
 from . import models
 from .models import Attention, ClampedMLP, ClampedRMSNorm, GatedMLP, GemmaRMSNorm, LlamaRMSNorm, Rotating, SwappedMLP
@@ -28,7 +27,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def mixed(module: nn.Module, mixin: type, state: object) -> nn.Module:
     twin = copy.deepcopy(module)
     twin.__class__ = mixed_class(mixin, type(module))
-    vars(twin)["_hf_accel_fused"] = state
+    vars(twin)[FUSED] = state
     return twin
 
 
@@ -103,8 +102,8 @@ def test_a_gated_mlp_is_recognized_and_close(act, epilogue, dtype):
     sites, dropped = fused_sites(nn.ModuleList([module]), dtype, 64)
     assert [site.kind for site in sites] == ["mlp"]
     assert not dropped
-    assert sites[0].state.products.epilogue == epilogue
-    native = mixed(module, NativeMLP, sites[0].state)
+    assert sites[0].state.call.epilogue == epilogue
+    native = mixed(module, NativeGatedMLP, sites[0].state)
     x = torch.randn(2, 3, 40).to(dtype)
     with torch.no_grad():
         expected, got = module(x), native(x)
@@ -125,13 +124,13 @@ def test_a_gate_that_is_called_second_is_seen():
     module = SwappedMLP(8, 8)
     sites, dropped = fused_sites(nn.Sequential(module), torch.float32, 64)
     assert ([site.state.gate for site in sites], dropped) == (["up_proj"], [])
-    native, x = mixed(module, NativeMLP, sites[0].state), torch.randn(3, 8)
+    native, x = mixed(module, NativeGatedMLP, sites[0].state), torch.randn(3, 8)
     torch.testing.assert_close(native(x), module(x))
 
 
 def test_gradients_hooks_and_autocast_bring_the_original_back():
     module = GatedMLP(16, 24)
-    native = mixed(module, NativeMLP, gated_names(module, 64))
+    native = mixed(module, NativeGatedMLP, gated_names(module, 64))
     module.load_state_dict(native.state_dict())
     x = torch.randn(3, 16)
     native(x).sum().backward()
@@ -149,7 +148,7 @@ def test_gradients_hooks_and_autocast_bring_the_original_back():
 
 def test_new_weights_are_seen():
     module = GatedMLP(16, 24)
-    native = mixed(module, NativeMLP, gated_names(module, 64))
+    native = mixed(module, NativeGatedMLP, gated_names(module, 64))
     x = torch.randn(3, 16)
     with torch.no_grad():
         native(x)
@@ -165,7 +164,7 @@ def test_new_weights_are_seen():
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
 def test_a_copy_reads_its_own_weights(clone):
     module = GatedMLP(16, 24)
-    native = mixed(module, NativeMLP, gated_names(module, 64))
+    native = mixed(module, NativeGatedMLP, gated_names(module, 64))
     x = torch.randn(3, 16)
     with torch.no_grad():
         expected = native(x)
@@ -174,4 +173,4 @@ def test_a_copy_reads_its_own_weights(clone):
             parameter.zero_()
         assert torch.equal(twin(x), expected)
         assert type(twin).__name__ == "GatedMLP"
-        assert isinstance(twin, NativeMLP)
+        assert isinstance(twin, NativeGatedMLP)

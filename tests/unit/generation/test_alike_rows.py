@@ -7,6 +7,7 @@ import torch
 
 import hf_accel
 from hf_accel import Draft, Drafter
+from hf_accel.state import state_of
 from tests.parity.families import build, prompts
 
 
@@ -23,7 +24,7 @@ class Eager(Drafter):
 @pytest.mark.parametrize(("batch", "widest"), [(1, 6), (4, 16), (10, 16), (20, 120)])
 def test_a_pass_stays_within_the_rows_that_round_alike(batch: int, widest: int) -> None:
     model = hf_accel.patch(build("llama", dtype=torch.bfloat16), weights=None)
-    state = vars(model)["_hf_accel"].generation
+    state = state_of(model).generation
     state.alike_rows = 16  # also where no kernels are built
     rows: list[int] = []
     model.lm_head.register_forward_hook(lambda module, args, out: rows.append(out.shape[-2]))

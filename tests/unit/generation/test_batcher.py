@@ -16,14 +16,14 @@ from hf_accel.generation.acceptance import verifier as verifier_named
 from hf_accel.generation.batcher import Batcher, Progress
 from hf_accel.generation.controller import Controller
 from hf_accel.generation.drafters.base import Drafter
-from hf_accel.generation.sampling import SamplingParams
+from hf_accel.generation.sampling.params import SamplingParams
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation import Speculation
 
 from .programme import check_blocks
 from .toy import VOCABULARY, ToyDrafter, ToyRunner, sequential, toy_pages
 
-GREEDY = SamplingParams()
+GREEDY = SamplingParams().sampling()
 
 
 class Broken(RuntimeError):
@@ -84,7 +84,7 @@ class Programme:
         shared = [1, 2, 3, 4, 5, 6, 7, 8, 9][: draw.choice([0, 4, 9])]  # many begin alike
         prompt = shared + [draw.randrange(VOCABULARY) for _ in range(draw.choice([1, 3, 12]))]
         limit = draw.choice([1, 2, 9, 25])
-        sampling = SamplingParams(
+        asked = SamplingParams(
             temperature=draw.choice([0.0, 0.0, 1.0, 0.7]),
             top_k=draw.choice([None, 4]),
             repetition_penalty=draw.choice([1.0, 1.0, 1.7]),
@@ -92,7 +92,8 @@ class Programme:
             stop_token_ids=(draw.randrange(VOCABULARY),),
             processors=draw.choice([(), (), (), (parity,), (Bad(len(prompt) + draw.randrange(6)),)]),
         )
-        stop = draw.choice([stops_at(sampling.stop_token_ids[0]), None])
+        sampling = asked.sampling()
+        stop = draw.choice([stops_at(asked.stop_token_ids[0]), None])
         if draw.random() < 0.05:
             stop = stop_that_raises
         priority, first = draw.choice([0, 0, 1]), draw.randrange(1000)
@@ -111,7 +112,9 @@ class Programme:
         for each in family:
             self.streamed[each] = []
             rule = verifier_named(self.verify)
-            self.expected[each] = sequential(prompt, limit, sampling, stop, each.seed, rule, self.window)
+            self.expected[each] = sequential(
+                prompt, limit, sampling, stop, seed=each.seed, verifier=rule, window=self.window
+            )
 
     def step(self, *, arrivals: bool) -> None:
         draw = self.random.random()

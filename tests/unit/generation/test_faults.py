@@ -20,7 +20,8 @@ from hf_accel.generation.acceptance.token import TokenVerifier
 from hf_accel.generation.batcher import Batcher
 from hf_accel.generation.controller import Controller
 from hf_accel.generation.engine import EngineLoop
-from hf_accel.generation.sampling import SamplingParams
+from hf_accel.generation.sampling.params import SamplingParams
+from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation import Speculation
 from hf_accel.generation.stream import Sample
@@ -70,8 +71,8 @@ WISHES = [
 ]
 
 
-def params(wish: Wish, **more: Any) -> SamplingParams:
-    return SamplingParams(temperature=wish.temperature, **more)
+def params(wish: Wish, **more: Any) -> Sampling:
+    return SamplingParams(temperature=wish.temperature, **more).sampling()
 
 
 @functools.cache
@@ -79,7 +80,8 @@ def expected(number: int, window: int | None) -> list[list[int]]:
     """What each sample of a wish generates alone."""
     wish, rule = WISHES[number], verifier_named("token")
     return [
-        sequential(wish.prompt, wish.limit, params(wish), None, 7 + i, rule, window)[0] for i in range(wish.samples)
+        sequential(wish.prompt, wish.limit, params(wish), None, seed=7 + i, verifier=rule, window=window)[0]
+        for i in range(wish.samples)
     ]
 
 
@@ -122,7 +124,8 @@ class Served:
         self.runner = ToyRunner(self.pages)
         self.batcher = Batcher(self.runner, self.pages, self.speculation, **more)
         self.begins = threading.Event()
-        self.loop = EngineLoop(self.batcher, before_work=lambda: self.begins.wait(WAIT) and None)
+        self.loop = EngineLoop(self.batcher)
+        self.loop._commands.put(lambda: self.begins.wait(WAIT) and None)
 
     def submit(self, wish: Wish, **more: Any) -> list[Sample]:
         rule = {"stop": more.pop("stop", None)}

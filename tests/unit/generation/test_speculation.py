@@ -13,7 +13,7 @@ from hf_accel.generation.acceptance import verifier
 from hf_accel.generation.batcher import Batcher
 from hf_accel.generation.controller import Controller
 from hf_accel.generation.drafters.base import Draft, Drafter
-from hf_accel.generation.sampling import SamplingParams
+from hf_accel.generation.sampling.params import SamplingParams
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation import Speculation
 
@@ -50,14 +50,16 @@ def batcher_of(*drafters: Drafter, num_draft: Any = 4, num_blocks: int = 100, **
 
 
 def add(batcher: Batcher, *prompts: list[int], new_tokens: int = 13, **fields: Any) -> list[Sequence]:
-    sequences = [Sequence(list(prompt), new_tokens, SamplingParams(), **fields) for prompt in prompts]
+    sequences = [Sequence(list(prompt), new_tokens, SamplingParams().sampling(), **fields) for prompt in prompts]
     for sequence in sequences:
         batcher.add(sequence)
     return sequences
 
 
 def alone(prompt: list[int], new_tokens: int = 13) -> list[int]:
-    return sequential(prompt, new_tokens, SamplingParams(), None, 0, verifier("token"), None)[0]
+    return sequential(
+        prompt, new_tokens, SamplingParams().sampling(), None, seed=0, verifier=verifier("token"), window=None
+    )[0]
 
 
 def finish(batcher: Batcher) -> None:
@@ -151,7 +153,7 @@ class WrongShape(Scripted):
 )
 def test_bad_drafters_are_told_what_they_did(drafter: Drafter, message: str) -> None:
     batcher = batcher_of(drafter)
-    sampling = SamplingParams(temperature=1.0)
+    sampling = SamplingParams(temperature=1.0).sampling()
     sequence = Sequence([1, 2, 3], 9, sampling)
     batcher.add(sequence)
     batcher.step()

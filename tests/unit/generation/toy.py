@@ -21,8 +21,8 @@ from hf_accel.cache.rows import Pages
 from hf_accel.cache.step import Step
 from hf_accel.generation.acceptance.base import Place, Verifier
 from hf_accel.generation.drafters.base import Draft, Drafter
-from hf_accel.generation.prefix import Prefix
-from hf_accel.generation.sampling import Sampling
+from hf_accel.generation.sampling.prefix import Prefix
+from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Sequence
 
 VOCABULARY = 12
@@ -80,7 +80,7 @@ class ToyRunner:
         self.num_calls, self.num_rows = self.num_calls + 1, self.num_rows + len(ids)
         self.raises("before")
         ends = step.cu_q.tolist()
-        seen = [self._group(number, ids, positions, step, ends) for number in range(len(self.pages.groups))]
+        seen = [self._group(number, ids, positions, step, ends=ends) for number in range(len(self.pages.groups))]
         self.raises("after")
         numbers = [law_number(seen[0][row], seen[-1][row][-self._window :]) for row in keep]
         return LAWS[numbers]
@@ -90,7 +90,7 @@ class ToyRunner:
         return self.pages.groups[-1].window or 1
 
     def _group(
-        self, number: int, ids: list[int], positions: list[int], step: Step, ends: list[int]
+        self, number: int, ids: list[int], positions: list[int], step: Step, *, ends: list[int]
     ) -> list[list[int]]:
         """For each token what it sees of its sequence, itself included; all are written first."""
         group, part = self.pages.groups[number], step.groups[number]
@@ -122,7 +122,7 @@ def next_logits(tokens: list[int], window: int | None) -> Tensor:
 
 
 def sequential(
-    prompt: list[int], limit: int, sampling: Sampling, stop: Any, seed: int, verifier: Verifier, window: int | None
+    prompt: list[int], limit: int, sampling: Sampling, stop: Any, *, seed: int, verifier: Verifier, window: int | None
 ) -> tuple[list[int], Exception | None]:
     """What a request generates alone, token by token, and what it fails with."""
     sequence = Sequence(list(prompt), limit, sampling, seed=seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -19,8 +18,7 @@ import torch
 from hf_accel.errors import UnsupportedError
 from hf_accel.kernels.cpu import build, isa, library, refusal
 from hf_accel.kernels.cpu.float_linear import FloatLinear
-from hf_accel.kernels.cpu.structs import VocabularyCall
-from hf_accel.kernels.cpu.vocabulary import topk
+from hf_accel.kernels.cpu.logits import topk
 
 built = pytest.mark.skipif(refusal() is not None, reason=str(refusal()))
 
@@ -74,6 +72,13 @@ def test_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         library._library.__wrapped__()
     (tmp_path / build.REASON).write_text("no compiler")
     with pytest.raises(UnsupportedError, match=r"not built \(no compiler\)"):
+        library._library.__wrapped__()
+
+
+@built
+def test_a_library_of_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(library._structs, "norm", library.Linear)
+    with pytest.raises(UnsupportedError, match=r"compiled from other sources; run python -m hf_accel.kernels.cpu"):
         library._library.__wrapped__()
 
 
@@ -141,15 +146,3 @@ def test_threads_are_torchs_and_no_more_than_the_quota(monkeypatch: pytest.Monke
             assert library.threads() == expected
     finally:
         torch.set_num_threads(before)
-
-
-@built
-def test_two_callers_may_declare_a_function_differently() -> None:
-    first = library.function("argmax", ctypes.c_void_p)
-    library.function("argmax", ctypes.c_char_p)
-    logits, index = torch.tensor([1.0, 3.0, 2.0]), torch.zeros(1, dtype=torch.int64)
-    call = VocabularyCall(
-        logits.data_ptr(), 3, 1, 3, 1, None, index.data_ptr(), library.DTYPES[torch.float32], 1
-    )  # fmt: skip
-    first(ctypes.byref(call))
-    assert index.item() == 1

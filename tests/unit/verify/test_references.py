@@ -14,6 +14,7 @@ from hf_accel.generation.hf import AcceleratedGeneration
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear, choose
 from hf_accel.linear.onednn import is_exact
+from hf_accel.state import BACKEND_ATTRIBUTE, state_of
 from hf_accel.twin import twin
 from hf_accel.verify.passes import new_cache
 from hf_accel.verify.references import float_reference, quantized_reference, widened
@@ -91,7 +92,7 @@ def test_freed_originals_are_read_into_the_twin_alone(tmp_path: Path) -> None:
     before = snapshot(model)
     assert torch.equal(logits(float_reference(model)), logits(build("llama")))
     assert snapshot(model) == before
-    freed = [parameter for parameter, _ in vars(model)["_hf_accel"].originals.dropped]
+    freed = [parameter for parameter, _ in state_of(model).originals.dropped]
     assert freed and not any(parameter.numel() for parameter in freed)
     assert torch.equal(logits(hf_accel.unpatch(model)), logits(build("llama")))
 
@@ -133,12 +134,13 @@ def test_the_quantized_reference_is_plain(settings: dict[str, Any]) -> None:
         assert plain.choice.backend.name.startswith("reference")
         assert plain.choice.backend.activations == ours.choice.backend.activations
         assert torch.equal(plain.weight, ours.weight)
-        assert plain.shared is None
+        assert plain.fused_projections is None
     stock = build("llama")
     for name, module in reference.named_modules():
         if not isinstance(module, QuantLinear | type(reference)):
             assert type(module) is type(stock.get_submodule(name))
-    assert {m._hf_accel_attention for m in reference.modules() if "Attention" in type(m).__name__} == {"reference"}
+    attention = [vars(m)[BACKEND_ATTRIBUTE] for m in reference.modules() if "Attention" in type(m).__name__]
+    assert {planned.backend.name for planned in attention} == {"reference"}
     paged = "cache" in settings
     assert isinstance(reference, AcceleratedGeneration) is paged
     assert isinstance(new_cache(reference), PagedCache) is paged

@@ -59,16 +59,6 @@ HFA_API int hfa_select(const char* level) {
 
 HFA_API const char* hfa_error() { return message; }
 
-// call: the bytes of a LinearCall; copied, for they need not be aligned.
-HFA_API int hfa_linear(const Linear* linear, const void* call) {
-  const bool integers = linear->format == INT8 || linear->format == INT4;
-  return guarded([&] {
-    LinearCall c;
-    std::memcpy(&c, call, sizeof c);
-    (integers ? active->integer_linear : active->float_linear)(*linear, c);
-  });
-}
-
 // Ask for large pages under memory that was not touched yet: streaming through weights then misses the address cache
 // (TLB) once every 2 MB instead of every 4 KB. Advice only: without it all works the same.
 HFA_API int hfa_large_pages(void* memory, int64_t bytes) {
@@ -82,38 +72,27 @@ HFA_API int hfa_large_pages(void* memory, int64_t bytes) {
   return 0;
 }
 
-HFA_API int hfa_pack(const PackCall* call) {
-  return guarded([&] { active->pack(*call); });
-}
+// call: the bytes of the kernel's struct. They are copied, for they need not be aligned.
+#define HFA_CALL(name, Call)                         \
+  HFA_API int hfa_##name(const void* call) {         \
+    return guarded([&] {                             \
+      Call aligned;                                  \
+      std::memcpy(&aligned, call, sizeof aligned);   \
+      active->name(aligned);                         \
+    });                                              \
+  }
+HFA_KERNELS(HFA_CALL)
+#undef HFA_CALL
 
-HFA_API int hfa_unpack(const PackCall* call) {
-  return guarded([&] { active->unpack(*call); });
-}
-
-HFA_API int hfa_quantize_weight(QuantizeCall* call) {
-  return guarded([&] { active->quantize_weight(*call); });
-}
-
-HFA_API int hfa_norm(const NormCall* call) { return guarded([&] { active->norm(*call); }); }
-HFA_API int hfa_rope(const RopeCall* call) { return guarded([&] { active->rope(*call); }); }
-HFA_API int hfa_gated(const GatedCall* call) { return guarded([&] { active->gated(*call); }); }
-HFA_API int hfa_argmax(const VocabularyCall* call) { return guarded([&] { active->argmax(*call); }); }
-HFA_API int hfa_topk(const VocabularyCall* call) { return guarded([&] { active->topk(*call); }); }
-// call: the bytes of an AttentionCall, of a WriteCall; copied, for they need not be aligned
-HFA_API int hfa_attention(const void* call) {
-  return guarded([&] {
-    AttentionCall c;
-    std::memcpy(&c, call, sizeof c);
-    active->attention(c);
-  });
-}
-
-HFA_API int hfa_write_pages(const void* call) {
-  return guarded([&] {
-    WriteCall c;
-    std::memcpy(&c, call, sizeof c);
-    active->write_pages(c);
-  });
+// sizeof the struct of a kernel, or of a struct that is pointed to; -1 for another name.
+HFA_API int64_t hfa_size_of(const char* name) {
+#define HFA_SIZE(kernel, Call) \
+  if (!std::strcmp(name, #kernel)) return sizeof(Call);
+  HFA_KERNELS(HFA_SIZE)
+  HFA_SIZE(Linear, Linear)
+  HFA_SIZE(Matrix, Matrix)
+#undef HFA_SIZE
+  return -1;
 }
 
 }  // extern "C"

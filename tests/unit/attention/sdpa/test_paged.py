@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from hf_accel.attention.pages import PagedSequence
+from hf_accel.attention.paged_kv import PagedSequence
 from hf_accel.attention.sdpa.dense import FEW_ROWS
 from hf_accel.attention.sdpa.paged import batches
 
 
 def sequences(*sizes: tuple[int, int]) -> list[PagedSequence]:
     """From (queries, blocks) of each."""
-    return [PagedSequence(row, 0, queries, 0, blocks, 0) for row, (queries, blocks) in enumerate(sizes)]
+    return [PagedSequence(number, 0, queries, 0, blocks, 0) for number, (queries, blocks) in enumerate(sizes)]
 
 
 @pytest.mark.parametrize(
@@ -29,4 +29,4 @@ def sequences(*sizes: tuple[int, int]) -> list[PagedSequence]:
 )
 def test_batches(sizes: list[tuple[int, int]], rows: list[list[int]]) -> None:
     found = batches(sequences(*sizes), max_blocks=100, max_padding=8)
-    assert [[sequence.row for sequence in batch] for batch in found] == rows
+    assert [[sequence.number for sequence in batch] for batch in found] == rows

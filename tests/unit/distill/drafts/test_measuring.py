@@ -14,8 +14,9 @@ from hf_accel import SpeculativeConfig, UnsupportedError
 from hf_accel.distill.drafts.measuring import Watch, _by_length, measure_acceptance
 from hf_accel.distill.drafts.student import init_student
 from hf_accel.generation.break_even import gains
-from hf_accel.generation.sampling import SamplingParams
+from hf_accel.generation.sampling.params import SamplingParams
 from hf_accel.generation.sequence import Sequence
+from hf_accel.state import state_of
 
 from .families import V, llama, made
 from .test_student import assert_same, snapshot
@@ -112,7 +113,7 @@ def test_both_models_stay_as_they_were(patched: bool) -> None:
     if patched:  # what the target has learnt of this draft stays, too
         draft = hf_accel.patch(draft, weights=None)
         target.generate(torch.tensor([[1, 2]]), max_new_tokens=4, speculative=draft)
-        known = dict(vars(target)["_hf_accel"].generation.controllers)
+        known = dict(state_of(target).generation.controllers)
         assert known
     before = snapshot(target), snapshot(draft)
     report = measure_acceptance(target, draft, rows, max_draft=1, max_tokens=100, **QUIET)
@@ -122,7 +123,7 @@ def test_both_models_stay_as_they_were(patched: bool) -> None:
     assert hf_accel.is_patched(target) == patched == hf_accel.is_patched(draft)
     assert report.setting.startswith("patched(int8) target" if patched else "patched(weights=None) target")
     if patched:
-        assert vars(target)["_hf_accel"].generation.controllers == known
+        assert state_of(target).generation.controllers == known
 
 
 def test_padded_vocabularies_are_cut_to_what_both_have() -> None:
@@ -162,7 +163,7 @@ def test_a_model_that_cannot_speculate_is_refused() -> None:
 
 def test_watch_times_whole_passes_of_settled_lengths_only() -> None:
     watch = Watch(2, 2, seed=0)
-    sequences = [Sequence([1, 2], 100, SamplingParams()) for _ in range(2)]
+    sequences = [Sequence([1, 2], 100, SamplingParams().sampling()) for _ in range(2)]
     lengths = []
     for number in range(400):
         limits = [1, 9] if number % 51 == 0 else [9, 9]

@@ -14,6 +14,7 @@ from transformers import AlbertConfig, AlbertForMaskedLM, T5Config, T5ForConditi
 import hf_accel
 from hf_accel import UnsupportedError
 from hf_accel.distill.drafts.student import init_student
+from hf_accel.state import state_of
 
 from .families import DECODERS, ENCODERS, SMALL, V, llama, made
 
@@ -191,7 +192,7 @@ def test_a_teacher_whose_originals_were_freed_is_read_back(tmp_path: Path) -> No
     teacher = type(llama()).from_pretrained(tmp_path).eval()
     expected = init_student(teacher, layers=[0, 2])(IDS).logits
     hf_accel.patch(teacher, weights="int8")
-    state = vars(teacher)["_hf_accel"]
+    state = state_of(teacher)
     dropped = len(state.originals.dropped)
     assert dropped, "the test is about weights that are not in memory"
     assert torch.equal(init_student(teacher, layers=[0, 2])(IDS).logits, expected)

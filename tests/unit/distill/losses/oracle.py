@@ -44,7 +44,7 @@ def with_rest(log_probs: Tensor, ids: Tensor) -> Tensor:
 
 
 def total(
-    student: Tensor, teacher: Tensor, objective: Objective, labels: Tensor | None = None, ids: Tensor | None = None
+    student: Tensor, teacher: Tensor, objective: Objective, labels: Tensor | None = None, *, ids: Tensor | None = None
 ) -> Tensor:
     """alpha * sum of CE + (1 - alpha) * T^2 * sum of D of logits [N, V]; ids [N, k]: of the teacher's best, the others
     in one class."""

@@ -110,7 +110,7 @@ def test_every_loss_of_every_kind_of_teacher(loss: str, teacher: str) -> None:
     def ours(x: Tensor, given: Head) -> Tensor:
         return fused_sums(x, given, rows[teacher], objective, labels, chunk_bytes=5 * CLASSES * 8).total
 
-    expected = gradients(lambda x, given: total(logits_of(x, given), logits, objective, labels, ids), hidden, head)
+    expected = gradients(lambda x, given: total(logits_of(x, given), logits, objective, labels, ids=ids), hidden, head)
     agree(gradients(ours, hidden, head), expected, 1e-12)
 
 

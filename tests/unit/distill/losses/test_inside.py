@@ -35,7 +35,9 @@ def test_a_teacher_of_zeros_gives_a_finite_loss() -> None:
     assert torch.isfinite(s.grad).all()
 
 
-def expected_relations(s: Tensor, t: Tensor, weights: Tensor, documents: Tensor, heads: int, causal: bool) -> Tensor:
+def expected_relations(
+    s: Tensor, t: Tensor, weights: Tensor, documents: Tensor, *, heads: int, causal: bool
+) -> Tensor:
     """Token by token and head by head, over lists of those that are seen."""
     total = torch.zeros((), dtype=torch.float64)
     for b in range(len(s)):
@@ -63,7 +65,7 @@ def test_relations_are_those_of_a_loop(causal: bool, rows: int, monkeypatch: pyt
     t = torch.randn(batch, length, 24, dtype=torch.float64)
     documents = torch.tensor([[1, 1, 1, 2, 2, 2, 2], [NOWHERE, NOWHERE, 1, 1, 1, 1, 1]])
     weights = torch.tensor([[0, 1, 1, 0, 1, 0.5, 0], [0, 0, 1, 1, 0, 1, 1]])
-    expected = expected_relations(s, t, weights, documents, heads, causal)
+    expected = expected_relations(s, t, weights, documents, heads=heads, causal=causal)
     monkeypatch.setattr(inside, "RELATION_BYTES", rows * 4 * batch * heads * length)
     found = relation_loss(s, t, weights, documents, heads=heads, causal=causal)
     gradients = [torch.autograd.grad(value, s)[0] for value in (expected, found)]

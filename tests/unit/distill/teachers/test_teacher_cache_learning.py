@@ -75,7 +75,7 @@ def test_the_divergence_is_that_of_the_model(
     assert found.item() == pytest.approx(exact.item(), rel=0.02)
 
 
-def trained(teacher: Any, rows: Tensor, say: Any, objective: Objective, steps: int) -> float:
+def trained(teacher: Any, rows: Tensor, say: Any, objective: Objective, *, steps: int) -> float:
     """The divergence from the model itself, on texts it was not trained on."""
     model, order = student(teacher, 2), torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -92,8 +92,8 @@ def trained(teacher: Any, rows: Tensor, say: Any, objective: Objective, steps: i
 def test_a_student_learns_as_much(teacher: Any, cache: TeacherCache, rows: Tensor, steps: int) -> None:
     objective = Objective(temperature=1.0)
     cache.check(teacher, objective)
-    exact = trained(teacher, rows, lambda ids: online(teacher, ids), objective, steps)
-    found = trained(teacher, rows, lambda ids: cached(cache, ids), objective, steps)
+    exact = trained(teacher, rows, lambda ids: online(teacher, ids), objective, steps=steps)
+    found = trained(teacher, rows, lambda ids: cached(cache, ids), objective, steps=steps)
     assert found == pytest.approx(exact, rel=0.02)
     assert cache.bytes_per_token < 280
 
@@ -105,9 +105,9 @@ def test_draws_teach_what_one_bucket_cannot(teacher: Any, cache: TeacherCache, r
     bucket = TeacherCache.build(teacher, rows.tolist(), tmp_path, samples=0, progress=False)
     cache.check(teacher, objective)
     bucket.check(teacher, objective)
-    exact = trained(teacher, rows, lambda ids: online(teacher, ids), objective, 150)
+    exact = trained(teacher, rows, lambda ids: online(teacher, ids), objective, steps=150)
     drawn, merged = (
-        trained(teacher, rows, lambda ids, by=by: cached(by, ids), objective, 150) for by in (cache, bucket)
+        trained(teacher, rows, lambda ids, by=by: cached(by, ids), objective, steps=150) for by in (cache, bucket)
     )
     assert drawn - exact < (merged - exact) / 2
     assert drawn == pytest.approx(exact, rel=0.1)

@@ -25,7 +25,7 @@ from hf_accel.errors import UnsupportedError
 from ..classroom import VOCABULARY, arguments, bert, classified, gpt2, llama, t5, texts
 
 
-def train(folder: Path, student: Any, teacher: Any, data: Any = None, trainer: Any = Trainer, **more: Any) -> None:
+def train(folder: Path, student: Any, teacher: Any, data: Any = None, *, trainer: Any = Trainer, **more: Any) -> None:
     ours = {key: more.pop(key) for key in ("fused", "shift", "alpha") if key in more}
     given = {key: more.pop(key) for key in ("compute_loss_func", "processing_class") if key in more}
     callback = DistillationCallback(teacher, **ours)

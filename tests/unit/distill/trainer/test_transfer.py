@@ -141,11 +141,11 @@ def test_attention_relations(family: str, batch: int, accumulation: int, tmp_pat
         both = [vectors(m, o.hidden_states, at)
                 for m, o, at in ((student, mine, left), (teacher, theirs, right))]  # fmt: skip
         for s, t in zip(*both, strict=True):
-            total = total + 2.0 * relations(s[0], t[0].detach(), keep, row["attention_mask"], causal)
+            total = total + 2.0 * relations(s[0], t[0].detach(), keep, row["attention_mask"], causal=causal)
     assert distance(update(ours), expected_update(student, total / count)) < 1e-4
 
 
-def relations(s: Tensor, t: Tensor, keep: Tensor, mask: Tensor, causal: bool) -> Tensor:
+def relations(s: Tensor, t: Tensor, keep: Tensor, mask: Tensor, *, causal: bool) -> Tensor:
     total = torch.zeros(())
     for i in keep.nonzero().flatten().tolist():
         seen = [k for k in range(len(s)) if mask[k] and (k <= i or not causal)]

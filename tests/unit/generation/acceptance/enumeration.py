@@ -110,6 +110,7 @@ def law_of_pass(
     p: Law,
     q: Law,
     length: int,
+    *,
     drawn_from: Law | None = None,
     edit: Callable[[Tokens], Tokens] = lambda tokens: tokens,
 ) -> dict[Tokens, float]:

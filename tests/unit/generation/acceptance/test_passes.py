@@ -80,7 +80,9 @@ def law_of_passes(kind: Kind, naming: Naming, is_drawn: Callable[[int], bool]) -
                     share *= width
                 worlds.append((tokens, world, share))
         for (tokens, world, share), new in zip(
-            worlds, one_pass(kind, naming, [world for _, world, _ in worlds], start, is_drawn(start)), strict=True
+            worlds,
+            one_pass(kind, naming, [world for _, world, _ in worlds], start, is_drawn=is_drawn(start)),
+            strict=True,
         ):
             whole = tokens + tuple(new)
             kept = frozenset((key, value) for key, value in world.items() if key in later and key[0] >= len(whole))
@@ -92,7 +94,7 @@ def law_of_passes(kind: Kind, naming: Naming, is_drawn: Callable[[int], bool]) -
 
 
 def one_pass(
-    kind: Kind, naming: Naming, worlds: list[dict[Key, float]], start: int, is_drawn: bool
+    kind: Kind, naming: Naming, worlds: list[dict[Key, float]], start: int, *, is_drawn: bool
 ) -> list[list[int]]:
     verifier = kind(lambda seed, position, purpose, offset: worlds[seed][naming(position, purpose, offset)])
     length = TOTAL - start - 1

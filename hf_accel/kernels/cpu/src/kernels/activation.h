@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "../linear.h"
+#include "../kernels.h"
 #include "../simd/simd.h"
 
 namespace {

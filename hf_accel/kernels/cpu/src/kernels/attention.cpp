@@ -5,7 +5,7 @@
 // A tile is a few tokens of a sequence and the query heads of one key head. Its task packs the keys and values of a
 // split once (they stay in the second-level cache) for all of its rows, which pass by in groups whose scores stay in
 // the first-level cache.
-#include "declarations.h"
+#include "../kernels.h"
 
 #include "../parallel.h"
 #include "attention/products.h"

@@ -7,7 +7,7 @@
 #include "../parallel.h"
 #include "activation.h"
 #include "any_dtype.h"
-#include "declarations.h"
+#include "../kernels.h"
 #include "float_tile.h"
 
 namespace {
@@ -164,7 +164,7 @@ void sum_chunk(const Input<Dot>& input, const Chunk& chunk, float* sums) {
   else sum_packed<Dot, T>(input, chunk, sums);
 }
 
-// out = epilogue(sums + bias) + residual, rounded once
+// out = epilogue(sums + bias), rounded once
 void finish(const Linear& linear, const LinearCall& call, const Chunk& chunk, int64_t row, const float* sums,
             const float* up_sums) {
   const Matrix& matrix = *chunk.matrix;
@@ -180,8 +180,6 @@ void finish(const Linear& linear, const LinearCall& call, const Chunk& chunk, in
         value = gated(linear.epilogue, value, up);
       }
       const int64_t column = matrix.column + chunk.n + i;
-      if (call.residual)
-        value = add(value, load_dtype(call.residual, call.out_dtype, (row + r) * call.residual_stride + column, n));
       store_dtype(call.out, call.out_dtype, (row + r) * call.out_stride + column, value, n);
     }
 }
@@ -235,7 +233,8 @@ void run(const Linear& linear, const LinearCall& call) {
 
 }  // namespace
 
-void HFA_NAMESPACE::float_linear(const Linear& linear, const LinearCall& call) {
+void HFA_NAMESPACE::float_linear(const LinearCall& call) {
+  const Linear& linear = *call.linear;
 #if defined(HFA_BF16)
   if (linear.format == BF16 && call.x_dtype == BF16) return run<PairDot, Bf16>(linear, call);
 #endif

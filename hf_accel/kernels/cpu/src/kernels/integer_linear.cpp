@@ -4,7 +4,7 @@
 //
 // For each block of 64 outputs and chunk of rows, groups of inputs are the outer loop: the group's weights stay in
 // the first-level cache while all rows of the chunk pass by, and so do the chunk's float sums.
-#include "declarations.h"
+#include "../kernels.h"
 #include "activation.h"
 #include "any_dtype.h"
 #include "quantized_rows.h"
@@ -202,7 +202,7 @@ void block_chunk(const Linear& linear, const Matrix& matrix, const QuantizedRows
   }
 }
 
-// out = epilogue(sums + bias) + residual, rounded once
+// out = epilogue(sums + bias), rounded once
 void finish(const Linear& linear, const Matrix& matrix, const LinearCall& call, int64_t b, int64_t r0, int64_t rows,
             const float* sums, const float* up_sums) {
   const int64_t outputs = at_most(BLOCK, matrix.out_features - b * BLOCK);
@@ -218,8 +218,6 @@ void finish(const Linear& linear, const Matrix& matrix, const LinearCall& call, 
         value = gated(linear.epilogue, value, up);
       }
       const int64_t column = matrix.column + b * BLOCK + i;
-      if (call.residual)
-        value = add(value, load_dtype(call.residual, call.out_dtype, (r0 + r) * call.residual_stride + column, n));
       store_dtype(call.out, call.out_dtype, (r0 + r) * call.out_stride + column, value, n);
     }
 }
@@ -267,8 +265,9 @@ QuantizedRows quantize_input(const Linear& linear, const LinearCall& call) {
 
 }  // namespace
 
-void HFA_NAMESPACE::integer_linear(const Linear& linear, const LinearCall& call) {
+void HFA_NAMESPACE::integer_linear(const LinearCall& call) {
   if (call.rows == 0) return;
+  const Linear& linear = *call.linear;
   const QuantizedRows x = quantize_input(linear, call);
   if (linear.format == INT8) run<INT8>(linear, call, x);
   else run<INT4>(linear, call, x);

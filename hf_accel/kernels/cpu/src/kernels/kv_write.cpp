@@ -1,6 +1,6 @@
 // K and V of new tokens into the slots of pages: as they are, or quantized with a scale per token and head.
 // The arithmetic is cache/storage.py's, bit for bit: the scale is rounded to its stored dtype before it is used.
-#include "declarations.h"
+#include "../kernels.h"
 
 #include "../parallel.h"
 #include "../simd/simd.h"
@@ -49,7 +49,7 @@ template <class T, class P>
 void write(const WriteCall& c, const PageWrite& w, int64_t token, int64_t slot) {
   const int64_t block = slot / c.block_size, offset = slot % c.block_size;
   for (int64_t h = 0; h < c.heads; ++h) {
-    const T* const from = static_cast<const T*>(w.states.data) + token * w.states.token + h * w.states.head;
+    const T* const from = static_cast<const T*>(w.states) + token * w.token + h * w.head;
     const int64_t row = (block * c.heads + h) * c.block_size + offset;
     if constexpr (sizeof(P) == 1)
       quantize(from, w.dim, static_cast<P*>(w.pages) + row * w.dim, static_cast<T*>(w.scales) + row);

@@ -1,47 +1,25 @@
-// RMSNorm and LayerNorm over the last dimension, in float32, rounded where transformers' modules round.
+// RMSNorm over the last dimension, in float32, rounded where transformers' modules round.
 #include <cmath>
 
 #include "../parallel.h"
 #include "any_dtype.h"
 #include "cascade_sum.h"
-#include "declarations.h"
+#include "../kernels.h"
 
 namespace {
 
-// The row that is normalized: x, or x + residual rounded to T, which is written down.
-template <class T>
-const T* summed_row(const NormCall& call, int64_t r) {
-  const T* x = static_cast<const T*>(call.x) + r * call.x_stride;
-  if (!call.residual) return x;
-  const T* residual = static_cast<const T*>(call.residual) + r * call.residual_stride;
-  T* sum = static_cast<T*>(call.sum) + r * call.size;
-  for (int64_t i = 0; i < call.size; i += LANES) {
-    const int64_t left = call.size - i;
-    store_upto(sum + i, add(load_upto(x + i, left), load_upto(residual + i, left)), left);
-  }
-  return sum;
-}
-
 template <class T>
 void norm_row(const NormCall& call, int64_t r) {
-  const T* x = summed_row<T>(call, r);
-  const float count = static_cast<float>(call.size);
-  float mean = 0.0f;
-  if (call.kind == LAYER)
-    mean = cascade_sum(call.size, [&](int64_t k) { return load_as(x + k); },
-                       [&](int64_t k) { return to_float(x[k]); }) / count;
-  const F shift = set1(mean);
-  const auto centred = [&](F value) { return call.kind == LAYER ? sub(value, shift) : value; };
+  const T* x = static_cast<const T*>(call.x) + r * call.x_stride;
   const float squares = cascade_sum(
-      call.size, [&](int64_t k) { const F value = centred(load_as(x + k)); return mul(value, value); },
-      [&](int64_t k) { const float value = to_float(x[k]) - mean; return value * value; });
-  const F scale = set1(1.0f / std::sqrt(squares / count + call.eps)), offset = set1(call.offset);
+      call.size, [&](int64_t k) { const F value = load_as(x + k); return mul(value, value); },
+      [&](int64_t k) { const float value = to_float(x[k]); return value * value; });
+  const F scale = set1(1.0f / std::sqrt(squares / static_cast<float>(call.size) + call.eps)), offset = set1(call.offset);
   for (int64_t i = 0; i < call.size; i += LANES) {
     const int n = static_cast<int>(at_most(LANES, call.size - i));
-    F value = mul(centred(load_as_n(x + i, n)), scale);
+    F value = mul(load_as_n(x + i, n), scale);
     if (call.round_first) value = round_as(value, x);
-    if (call.weight) value = mul(value, add(offset, load_dtype(call.weight, call.weight_dtype, i, n)));
-    if (call.bias) value = add(value, load_dtype(call.bias, call.bias_dtype, i, n));
+    value = mul(value, add(offset, load_dtype(call.weight, call.weight_dtype, i, n)));
     store_dtype(call.out, call.out_dtype, r * call.size + i, value, n);
   }
 }

@@ -1,5 +1,5 @@
-// Weights into and out of the packed layout of packing.h.
-#include "declarations.h"
+// Weights into and out of the packed layout of kernels.h.
+#include "../kernels.h"
 #include "../parallel.h"
 #include "../simd/simd.h"
 
@@ -89,7 +89,7 @@ bool quantize_asymmetric(const T* weight, int64_t count, T& stored_scale, uint8_
 }
 
 template <class T>
-void quantize(QuantizeCall& call) {
+void quantize(const QuantizeCall& call) {
   const int64_t groups = call.in_features / call.group;
   std::atomic<bool> finite{true};
   parallel_for(ceil_div(call.out_features, BLOCK), call.threads, [&](int64_t b) {
@@ -114,7 +114,7 @@ void quantize(QuantizeCall& call) {
       place(call.format, levels, call.in_features, block, i);
     }
   });
-  call.finite = finite;
+  *call.finite = finite;
 }
 
 }  // namespace
@@ -148,7 +148,7 @@ void HFA_NAMESPACE::unpack(const PackCall& call) {
   });
 }
 
-void HFA_NAMESPACE::quantize_weight(QuantizeCall& call) {
+void HFA_NAMESPACE::quantize_weight(const QuantizeCall& call) {
   switch (call.dtype) {
     case BF16: return quantize<Bf16>(call);
     case F16: return quantize<F16_>(call);

@@ -1,16 +1,4 @@
-#include "declarations.h"
+#include "../kernels.h"
 
-extern const Kernels HFA_TABLE = {
-    HFA_NAMESPACE::integer_linear,
-    HFA_NAMESPACE::pack,
-    HFA_NAMESPACE::unpack,
-    HFA_NAMESPACE::quantize_weight,
-    HFA_NAMESPACE::float_linear,
-    HFA_NAMESPACE::norm,
-    HFA_NAMESPACE::rope,
-    HFA_NAMESPACE::gated,
-    HFA_NAMESPACE::argmax,
-    HFA_NAMESPACE::topk,
-    HFA_NAMESPACE::attention,
-    HFA_NAMESPACE::write_pages,
-};
+#define HFA_ENTRY(name, Call) HFA_NAMESPACE::name,
+extern const Kernels HFA_TABLE = {HFA_KERNELS(HFA_ENTRY)};

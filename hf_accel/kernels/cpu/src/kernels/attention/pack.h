@@ -1,7 +1,7 @@
 // The keys and values of a split, converted and laid out for the products.
 #pragma once
 
-#include "../../attention.h"
+#include "../../kernels.h"
 #include "words.h"
 
 namespace {

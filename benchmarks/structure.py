@@ -1,0 +1,333 @@
+"""The code in numbers: sizes, what one step passes through, circles, repetition, the time of an import.
+
+python -m benchmarks.structure            count this tree; the columns of other commits stay as they are in the file
+python -m benchmarks.structure PATH...    count those too, work trees of other commits
+
+Only Python's own library is needed to count; what runs hf_accel runs in processes of their own (structure_run.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import datetime
+import io
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .machine import machine, versions
+from .results_folder import FOLDER, write
+from .tables import Table
+
+TOPIC = "structure"
+COMMAND = "python -m benchmarks.structure"
+THIS = "this tree"
+NOTE = (
+    "Columns are commits. Lines of code leave out blanks, comments and docstrings. Files are those of hf_accel whose "
+    "functions run. Parameters leave out self; positional ones are those that may be given without their name."
+)
+HERE = Path(__file__).parents[1]
+PACKAGE = "hf_accel"
+FOLDERS = ("hf_accel", "tests", "benchmarks", "examples")
+MOST_PARAMETERS, MOST_POSITIONAL, MOST_LINES = 6, 4, 60
+SAME_LINES = 6  # lines in a row that stand twice
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+# -- lines ---------------------------------------------------------------------------------------------------
+
+
+def code_lines(path: Path) -> dict[int, str]:
+    """Line numbers that hold code, and the code: without blanks, comments and docstrings, white space folded."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return {number: line for number, line in enumerate(without_comments(text), 1) if line}
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    documented = set(docstring_lines(ast.parse(text)))
+    words: dict[int, list[str]] = defaultdict(list)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in skipped and token.start[0] not in documented:
+            for number, line in enumerate(token.string.splitlines() or [""], token.start[0]):
+                words[number].append(line.strip())
+    return {number: " ".join(line) for number, line in words.items()}
+
+
+def docstring_lines(tree: ast.AST) -> Iterator[int]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(getattr(first.value, "value", None), str):
+                yield from range(first.lineno, (first.end_lineno or first.lineno) + 1)
+
+
+def without_comments(text: str) -> list[str]:
+    """The lines of C++, with what its comments leave of them."""
+    kept = re.sub(r"/\*.*?\*/", lambda found: "\n" * found.group().count("\n"), text, flags=re.DOTALL)
+    return [" ".join(re.sub(r"//.*", "", line).split()) for line in kept.splitlines()]
+
+
+def sources(tree: Path, folder: str, *endings: str) -> list[Path]:
+    return sorted(path for ending in endings for path in (tree / folder).rglob(f"*{ending}"))
+
+
+def repeated_lines(files: Sequence[Path]) -> int:
+    """Lines of code that belong to a run of SAME_LINES which stands somewhere else too; imports do not count."""
+    places: dict[tuple[str, ...], list[tuple[Path, list[int]]]] = defaultdict(list)
+    for path in files:
+        lines = [(number, line) for number, line in code_lines(path).items() if is_telling(line)]
+        for start in range(len(lines) - SAME_LINES + 1):
+            window = lines[start : start + SAME_LINES]
+            places[tuple(line for _, line in window)].append((path, [number for number, _ in window]))
+    return len({(path, n) for found in places.values() if len(found) > 1 for path, numbers in found for n in numbers})
+
+
+def is_telling(line: str) -> bool:
+    return re.search(r"\w", line) is not None and not line.startswith(("import ", "from "))
+
+
+# -- definitions ---------------------------------------------------------------------------------------------
+
+
+def functions(tree: ast.AST, owner: str = "") -> Iterator[tuple[str, Function, bool]]:
+    """(qualified name, definition, whether it is a method) of each in a file."""
+    for node in ast.iter_child_nodes(tree):
+        named = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        name = f"{owner}.{node.name}".lstrip(".") if named else owner  # type: ignore[attr-defined]
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield name, node, isinstance(tree, ast.ClassDef)
+        yield from functions(node, name)
+
+
+def parameters(function: Function, is_method: bool) -> tuple[int, int]:
+    """How many there are beside self or cls, and how many of them are positional."""
+    given = function.args
+    static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in function.decorator_list)
+    positional = len(given.posonlyargs) + len(given.args) - (is_method and not static)
+    rest = (given.vararg is not None) + (given.kwarg is not None)
+    return positional + len(given.kwonlyargs) + rest, positional
+
+
+def num_lines(function: Function) -> int:
+    """From its first decorator on."""
+    first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
+    return (function.end_lineno or first) - first + 1
+
+
+def names_of_two(files: Sequence[Path]) -> tuple[int, int]:
+    """File names, and names of classes at the top of a file, that stand more than once."""
+    stems = Counter(path.stem for path in files if path.stem not in ("__init__", "hf"))
+    classes = Counter(
+        node.name
+        for path in files
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    )
+    return sum(n > 1 for n in stems.values()), sum(n > 1 for n in classes.values())
+
+
+# -- imports -------------------------------------------------------------------------------------------------
+
+
+def import_graph(tree: Path, *, with_types: bool) -> dict[str, set[str]]:
+    """module -> modules of the package that it names in an import, inside functions too."""
+    files = sources(tree, PACKAGE, ".py")
+    names = {module_name(tree, path): path for path in files}
+    return {
+        name: {found for found in imported(path, name, names, with_types=with_types) if found != name}
+        for name, path in names.items()
+    }
+
+
+def module_name(tree: Path, path: Path) -> str:
+    parts = path.relative_to(tree).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(path: Path, module: str, known: dict[str, Path], *, with_types: bool) -> Iterator[str]:
+    package = module if path.stem == "__init__" else module.rpartition(".")[0]
+    for node in nodes(ast.parse(path.read_text(encoding="utf-8")), with_types=with_types):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield from [name for name in (f"{origin}.{alias.name}", origin) if name in known][:1]
+
+
+def nodes(tree: ast.AST, *, with_types: bool) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if with_types or not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            yield node
+            yield from nodes(node, with_types=with_types)
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that each reach all of their group (Tarjan's strongly connected components)."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = lowest[name] = len(order)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in order:
+                visit(other)
+                lowest[name] = min(lowest[name], lowest[other])
+            elif other in stack:
+                lowest[name] = min(lowest[name], order[other])
+        if lowest[name] == order[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in graph:
+        if name not in order:
+            visit(name)
+    return found
+
+
+# -- what runs -----------------------------------------------------------------------------------------------
+
+
+def passed_files(tree: Path) -> dict[str, list[str]]:
+    """Files of the package that patch(), generate() and one step of it pass through, by structure_run.py."""
+    return json.loads(python(tree, str(Path(__file__).with_name("structure_run.py"))).splitlines()[-1])
+
+
+def import_seconds(tree: Path, times: int) -> tuple[float, float]:
+    """Of transformers' own model class alone, and with hf_accel before it: medians, taken in turns."""
+    alone, both = "from transformers import LlamaForCausalLM", "import hf_accel"
+    clock = "import time; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
+    taken: dict[str, list[float]] = {alone: [], f"{both}; {alone}": []}
+    for code in taken:
+        python(tree, "-c", code)  # compiled, and read from the disk, before any is timed
+    for _ in range(times):
+        for code, seconds in taken.items():
+            seconds.append(float(python(tree, "-c", clock.format(code)).splitlines()[-1]))
+    first, second = (statistics.median(seconds) for seconds in taken.values())
+    return first, second
+
+
+def python(tree: Path, *arguments: str) -> str:
+    """What a process with `tree` in front of its path prints."""
+    path = {"PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **path}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=tree, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{arguments[0]} in {tree.name}: {done.stderr.strip()[-2000:]}")
+    return done.stdout
+
+
+# -- the table -----------------------------------------------------------------------------------------------
+
+
+def count(tree: Path, *, imports: int) -> dict[str, float]:
+    """Every number of one tree. imports: how often they are timed; 0 leaves them out."""
+    python_files = sources(tree, PACKAGE, ".py")
+    native_files = sources(tree, PACKAGE, ".cpp", ".h")
+    defined = [f for path in python_files for f in functions(ast.parse(path.read_text(encoding="utf-8")))]
+    counted = [parameters(function, is_method) for _, function, is_method in defined]
+    two_files, two_classes = names_of_two(python_files)
+    passed = passed_files(tree)
+    found: dict[str, float] = {
+        "lines of code, hf_accel, Python": sum(len(code_lines(path)) for path in python_files),
+        "lines of code, hf_accel, C++": sum(len(code_lines(path)) for path in native_files),
+    }
+    for folder in FOLDERS[1:]:
+        found[f"lines of code, {folder}"] = sum(len(code_lines(path)) for path in sources(tree, folder, ".py"))
+    found |= {
+        "lines in all, hf_accel, Python": sum(len(path.read_text().splitlines()) for path in python_files),
+        "files, hf_accel, Python": len(python_files),
+        "files of a decode step": len(passed["step"]),
+        "files of generate()": len(passed["generate"]),
+        "files of patch()": len(passed["patch"]),
+        "public names": len(passed["public"]),
+        "public names, imported at once": len(passed["eager"]),
+        "functions": len(defined),
+        f"functions of more than {MOST_LINES} lines": sum(num_lines(f) > MOST_LINES for _, f, _ in defined),
+        f"functions of more than {MOST_PARAMETERS} parameters": sum(n > MOST_PARAMETERS for n, _ in counted),
+        f"functions of more than {MOST_POSITIONAL} positional ones": sum(n > MOST_POSITIONAL for _, n in counted),
+        "names of two or more files": two_files,
+        "names of two or more classes": two_classes,
+        "import circles": len(circles(import_graph(tree, with_types=False))),
+        "import circles, with types": len(circles(import_graph(tree, with_types=True))),
+        "modules in them": sum(map(len, circles(import_graph(tree, with_types=True)))),
+        f"lines that stand twice, {SAME_LINES} in a row": repeated_lines([*python_files, *native_files]),
+    }
+    if imports:
+        alone, both = import_seconds(tree, imports)
+        found["seconds to import a model class"] = round(alone, 3)
+        found["seconds with hf_accel"] = round(both, 3)
+        found["percent longer"] = round(100 * (both / alone - 1), 1)
+    return found
+
+
+def commit_of(tree: Path) -> str:
+    words = ["git", "-C", str(tree), "rev-parse", "--short=7", "HEAD"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.structure",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("trees", nargs="*", type=Path, help="work trees of other commits, with their kernels compiled")
+    parser.add_argument("--imports", type=int, default=7, help="times that imports are timed; 0 leaves them out")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the results")
+    arguments = parser.parse_args(argv)
+    columns = known_columns(arguments.out / f"{TOPIC}.json")
+    columns |= {commit_of(tree): count(tree.resolve(), imports=arguments.imports) for tree in arguments.trees}
+    columns[THIS] = count(HERE, imports=arguments.imports)
+    names = list(dict.fromkeys(name for column in columns.values() for name in column))
+    rows = [{"count": name, **{title: column.get(name) for title, column in columns.items()}} for name in names]
+    table = Table("The code in numbers", rows, NOTE)
+    print(table.markdown())
+    print(f"written to {write(arguments.out, record(table))}")
+
+
+def known_columns(path: Path) -> dict[str, dict[str, Any]]:
+    """Commits that were counted before and stand in the file."""
+    if not path.exists():
+        return {}
+    rows = json.loads(path.read_text(encoding="utf-8"))["tables"][0]["rows"]
+    titles = [title for title in rows[0] if title not in ("count", THIS)]
+    return {title: {row["count"]: row[title] for row in rows} for title in titles}
+
+
+def record(table: Table) -> dict[str, Any]:
+    """As every topic's."""
+    return {
+        "topic": TOPIC,
+        "date": datetime.date.today().isoformat(),
+        "command": COMMAND,
+        "model": "a Llama of two layers",
+        "settings": {},
+        "machine": machine(),
+        "versions": versions(),
+        "verified": [],
+        "refused": {},
+        "tables": [asdict(table)],
+    }
+
+
+if __name__ == "__main__":
+    main()

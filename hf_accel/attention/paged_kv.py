@@ -1,0 +1,62 @@
+"""Finding and gathering the blocks that hold the keys of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layouts import KV, Ragged
+from .masking import visible_keys
+
+
+class PagedSequence(NamedTuple):
+    """A sequence of a Ragged that has work; blocks wholly behind the window are left out."""
+
+    number: int  # of the row in the block table
+    first_query: int
+    num_queries: int
+    first_block: int
+    num_blocks: int
+    num_keys: int  # from the start of the first block on
+
+    @property
+    def queries(self) -> slice:
+        return slice(self.first_query, self.first_query + self.num_queries)
+
+    @property
+    def blocks(self) -> slice:
+        return slice(self.first_block, self.first_block + self.num_blocks)
+
+
+def paged_sequences(ragged: Ragged, *, block_size: int, window: int | None) -> Iterator[PagedSequence]:
+    """The sequences that have both queries and keys."""
+    starts, lengths = ragged.cu_q.tolist(), ragged.kv_len.tolist()
+    for number, ((start, stop), num_keys) in enumerate(zip(pairwise(starts), lengths, strict=True)):
+        queries = range(stop - start)
+        keys = visible_keys(queries, num_queries=len(queries), num_keys=num_keys, causal=True, window=window)
+        if queries and keys:
+            first = keys.start // block_size
+            count = -(-keys.stop // block_size) - first
+            yield PagedSequence(number, start, len(queries), first, count, num_keys - first * block_size)
+
+
+def gather(pages: KV, blocks: Tensor, dtype: torch.dtype) -> KV:
+    """Blocks [B, n] of pages as k [B, Hkv, n * block_size, D] and v, in `dtype` if they are quantized."""
+    heads = torch.arange(pages.k.shape[1], device=blocks.device, dtype=blocks.dtype).unsqueeze(1)
+    # One head of a block is contiguous: picking those puts the heads outside the tokens in a single copy.
+    picked = blocks.unsqueeze(1) * len(heads) + heads  # [B, Hkv, n]
+    return KV(_pick(pages.k, pages.k_scales, picked, dtype), _pick(pages.v, pages.v_scales, picked, dtype))
+
+
+def _pick(pages: Tensor, scales: Tensor | None, picked: Tensor, dtype: torch.dtype) -> Tensor:
+    """Entries [B, Hkv, n] of pages seen as [num_blocks * Hkv, block_size, D] -> [B, Hkv, n * block_size, D]."""
+    found = pages.view(-1, pages.shape[2] * pages.shape[3]).index_select(0, picked.flatten())
+    found = found.view(*picked.shape[:2], -1, pages.shape[3])
+    if scales is None:
+        return found
+    factors = scales.view(-1, scales.shape[2]).index_select(0, picked.flatten()).view(*found.shape[:3], 1)
+    return found.to(dtype) * factors.to(dtype)

@@ -1,0 +1,188 @@
+"""What a norm, a rotation or an MLP computes: read in its code, and found by trying our forms on random input.
+
+What is the same in one dtype need not be in another.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels.cpu.library import FLOATS
+from ..kernels.cpu.norm import rms_norm
+from ..kernels.cpu.rope import rope
+from ..tensors import is_plain as is_plain_tensor
+from .projections import ProjectionCall, is_unobserved
+from .structure import gated_code
+
+# -- norms ---------------------------------------------------------------------------------------------
+
+# Of the inputs tried: their sizes (at the smallest, eps counts), their shapes, and whether the module is training.
+TRIALS = ((1e-3, (4,), False), (1.0, (2, 2), False), (300.0, (2, 1, 2), False), (1.0, (4,), True))
+
+
+@dataclass(frozen=True)
+class NormForm:
+    """x / sqrt(mean(x^2) + eps) * (offset + weight); round_first: rounded to x's dtype before the product."""
+
+    eps: float
+    offset: float
+    round_first: bool
+
+
+def norm_form(module: nn.Module, kind: type | None = None, *, dtype: torch.dtype | None = None) -> NormForm | None:
+    """How a module normalizes inputs of `dtype` (its weight's by default), found by trying each form on random input.
+
+    kind: the class whose forward it is. None if it is no RMSNorm, and holds anything besides a weight and an eps.
+    """
+    weight = module._parameters.get("weight")
+    eps = vars(module).get("variance_epsilon") or vars(module).get("eps")
+    if len(list(module.parameters())) != 1 or module._modules or module._buffers:
+        return None
+    if weight is None or weight.ndim != 1 or not is_plain_tensor(weight) or not isinstance(eps, float):
+        return None
+    dtype = dtype or weight.dtype
+    if weight.dtype not in FLOATS or dtype not in FLOATS or not weight.is_cpu:
+        return None
+    forms = [NormForm(eps, offset, first) for offset, first in product((0.0, 1.0), (True, False))]
+    with torch.random.fork_rng(devices=[]):  # one with dropout in it would take of the user's random numbers
+        differences = [_difference(copy.copy(module), kind or type(module), form, dtype) for form in forms]
+    least = min(differences)
+    return None if least == math.inf else forms[differences.index(least)]
+
+
+@torch.no_grad()
+def _difference(module: Any, kind: Any, form: NormForm, dtype: torch.dtype) -> float:
+    """The share of numbers that differ from the module's own; infinite where one does by more than a rounding.
+
+    torch's own sums differ in the last bit by how memory is aligned, so that equality cannot be asked for.
+    """
+    generator, weight = torch.Generator().manual_seed(0), module._parameters["weight"]
+    different = 0.0
+    for magnitude, shape, module.training in TRIALS:
+        x = (torch.randn(*shape, weight.shape[0], generator=generator) * magnitude).to(dtype)
+        got = rms_norm(x, weight, form.eps, offset=form.offset, round_first=form.round_first)
+        expected = kind.forward(module, x)
+        if not isinstance(expected, Tensor) or got.dtype != expected.dtype or got.shape != expected.shape:
+            return math.inf
+        if not torch.allclose(got, expected, rtol=2 * torch.finfo(got.dtype).eps, atol=0):
+            return math.inf
+        different += float((got != expected).float().mean())
+    return different
+
+
+# -- rotations -----------------------------------------------------------------------------------------
+
+ROTATION = "apply_rotary_pos_emb"
+Rotation = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class RotaryForm:
+    """interleaved: pairs of neighbours, else of the halves. round_each: both products are rounded."""
+
+    interleaved: bool
+    round_each: bool
+
+
+def rotary_form(module: nn.Module, dtype: torch.dtype) -> RotaryForm | None:
+    """How the module's forward rotates q and k, found by trying each form on random input; None if not at all."""
+    forward = type(module).forward
+    if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names:
+        return None
+    original = forward.__globals__.get(ROTATION)
+    return None if original is None else form_of_rotation(original, dtype, dtype)
+
+
+@lru_cache(maxsize=256)
+def form_of_rotation(original: Rotation, dtype: torch.dtype, table_dtype: torch.dtype) -> RotaryForm | None:
+    """How a function rotates q and k of `dtype` by tables of `table_dtype`; None if in no way that we know."""
+    if dtype not in FLOATS or table_dtype not in FLOATS:
+        return None
+    forms = (RotaryForm(interleaved, each) for interleaved, each in product((False, True), (True, False)))
+    return next((form for form in forms if _rotates_alike(original, form, dtype, table_dtype)), None)
+
+
+@torch.no_grad()
+def _rotates_alike(original: Rotation, form: RotaryForm, dtype: torch.dtype, table_dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    q, k, angle = (torch.randn(2, *shape, generator=generator) for shape in ((6, 5, 16), (2, 5, 16), (5, 8)))
+    q, k = q.to(dtype), k.to(dtype)
+    angle = angle.repeat_interleave(2, dim=-1) if form.interleaved else torch.cat((angle, angle), dim=-1)
+    cos, sin = (angle * 3).cos().to(table_dtype), (angle * 3).sin().to(table_dtype)
+    try:
+        expected = original(q, k, cos, sin)
+        got = rope(q, k, cos, sin, interleaved=form.interleaved, round_each=form.round_each)
+        return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    except Exception:  # another function of that name, with other arguments or results
+        return False
+
+
+# -- gated MLPs ----------------------------------------------------------------------------------------
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+# Their own attributes are settings, which are seen by trying. Others must have none.
+KNOWN_MODULES = ("torch.nn.modules.activation", "transformers.activations")
+
+
+@dataclass
+class GatedNames:
+    """The names of an MLP's parts. activation: None if the code names a torch function; else what the name held."""
+
+    gate: str
+    up: str
+    down: str
+    activation: tuple[str, Any] | None
+    call: ProjectionCall
+
+
+def gated_names(module: nn.Module, float_rows: int) -> GatedNames | None:
+    """The parts of a module whose code is down(act(gate(x)) * up(x)) and nothing else; None for any other."""
+    code = gated_code(type(module).forward)
+    if code is None:
+        return None
+    if not all(isinstance(getattr(module, name, None), nn.Linear) for name in (code.gate, code.up, code.down)):
+        return None
+    named = isinstance(code.activation, str)
+    activation = getattr(module, code.activation, None) if isinstance(code.activation, str) else code.activation
+    epilogue = _epilogue(activation)
+    if epilogue is None:
+        return None
+    held = (str(code.activation), activation) if named else None
+    return GatedNames(code.gate, code.up, code.down, held, ProjectionCall(float_rows, epilogue))
+
+
+def _epilogue(activation: Any) -> str | None:
+    """Which of our activations a callable computes, found by calling it."""
+    if not callable(activation) or (isinstance(activation, nn.Module) and not _is_stateless(activation)):
+        return None
+    large = torch.logspace(1, 4, 7)
+    x = torch.cat([torch.linspace(-12, 12, 97), large, -large])
+    try:
+        got = activation(x.clone())
+    except Exception:  # a module that is not an activation fails in its own way
+        return None
+    if not isinstance(got, Tensor) or got.shape != x.shape or got.dtype != x.dtype:
+        return None
+    matches = (name for name, ours in ACTIVATIONS.items() if torch.allclose(ours(x), got, rtol=0, atol=1e-6))
+    return next(matches, None)
+
+
+def _is_stateless(activation: nn.Module) -> bool:
+    if activation._parameters or activation._buffers or activation._modules or not is_unobserved(activation):
+        return False
+    return type(activation).__module__ in KNOWN_MODULES or vars(activation).keys() == vars(nn.Module()).keys()

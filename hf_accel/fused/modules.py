@@ -1,0 +1,145 @@
+"""The forwards that patch() gives to norms, attention modules and MLPs: a native call, or the original's."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from ..instance import Mixin
+from ..kernels.cpu.library import native
+from ..kernels.cpu.norm import rms_norm
+from ..kernels.cpu.rope import rope
+from ..state import FUSED
+from ..tensors import PLAIN
+from .forms import ROTATION, GatedNames, NormForm, Rotation, form_of_rotation, norm_form
+from .projections import is_plain, is_unobserved
+
+# -- norms ---------------------------------------------------------------------------------------------
+
+
+class NormForms:
+    """The form of one norm by dtype: what is the same in float32 need not be in bfloat16. None: it has none."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], NormForm | None] = {}
+
+    def form(self, module: nn.Module, kind: type, x: Tensor) -> NormForm | None:
+        """That of a module of the class `kind` for this input, tried when first asked for."""
+        own = module.__dict__
+        weight = own["_parameters"]["weight"]
+        if weight is None or x.shape[-1:] != weight.shape or not weight.is_cpu:
+            return None
+        key = x.dtype, weight.dtype, own.get("variance_epsilon") or own.get("eps")
+        if key not in self._known:
+            self._known[key] = norm_form(module, kind, dtype=x.dtype)
+        return self._known[key]
+
+
+class NativeNorm(Mixin):
+    """Mixed into an RMSNorm: one native call instead of six operators."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and native(args[0]):
+            own, x = self.__dict__, args[0]
+            form = own[FUSED].form(self, self.original_class, x)
+            if form is not None:
+                weight = own["_parameters"]["weight"]
+                return rms_norm(x, weight, form.eps, offset=form.offset, round_first=form.round_first)
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+# -- rotations -----------------------------------------------------------------------------------------
+
+
+class NativeRotary(Mixin):
+    """Mixed into an attention module: its rotation is one native call.
+
+    The original forward runs as it is, but for the name `apply_rotary_pos_emb`, which it finds in globals of its own:
+    a copy of its function with our rotation under that name. Neither the class nor its module is touched.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():  # a compiler could not follow into a function that was made here
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return _rewritten(self.original_class)(self, *args, **kwargs)
+
+
+@lru_cache(maxsize=256)
+def _rewritten(original: type) -> FunctionType:
+    """The class's forward with our rotation; where that does not apply, with the original one."""
+    forward: Any = original.forward  # type: ignore[attr-defined]
+    stock: Rotation = forward.__globals__[ROTATION]
+
+    def rotate(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 4 and not kwargs and _is_usual(*args):
+            q, k, cos, sin = args
+            # what rounds alike in one dtype need not in another, which a model can be given after it was patched
+            form = form_of_rotation(stock, q.dtype, cos.dtype)
+            if form is not None:
+                return rope(q, k, cos, sin, interleaved=form.interleaved, round_each=form.round_each)
+        return stock(*args, **kwargs)
+
+    ours = FunctionType(
+        forward.__code__, forward.__globals__ | {ROTATION: rotate}, forward.__name__, forward.__defaults__,
+        forward.__closure__,
+    )  # fmt: skip
+    ours.__kwdefaults__ = forward.__kwdefaults__
+    return ours
+
+
+def _is_usual(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether these are what the form was tried on: whole heads, and a row of the tables for each token."""
+    if not (native(q) and type(k) in PLAIN and type(cos) in PLAIN and type(sin) in PLAIN):
+        return False
+    if not (k.is_cpu and cos.is_cpu and sin.is_cpu and q.ndim == k.ndim == 4 and cos.ndim == 3):
+        return False
+    batch, _, tokens, size = q.shape
+    return (
+        q.dtype is k.dtype
+        and cos.dtype is sin.dtype
+        and k.shape[0] == batch
+        and k.shape[2:] == q.shape[2:]
+        and cos.shape == sin.shape
+        and cos.shape[0] in (1, batch)
+        and cos.shape[1:] == (tokens, size)
+        and q.stride(-1) == k.stride(-1) == 1
+        and q.numel() > 0
+    )
+
+
+# -- gated MLPs ----------------------------------------------------------------------------------------
+
+
+class NativeGatedMLP(Mixin):
+    """Mixed into down(act(gate(x)) * up(x)): gate, up and the activation are one native call.
+
+    Adapters or hooks on its parts bring the original forward back.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """x [..., in] -> [..., in]."""
+        if len(args) == 1 and not kwargs and native(args[0]):
+            own, x = self.__dict__, args[0]
+            parts: GatedNames = own[FUSED]
+            modules: dict[str, nn.Module] = own["_modules"]
+            gate, up = modules[parts.gate], modules[parts.up]
+            if is_plain(gate) and is_plain(up) and _is_held(parts.activation, own):
+                call = parts.call.ready((gate, up), x)
+                if call is not None:
+                    hidden = call(x.reshape(-1, x.shape[-1]))
+                    return modules[parts.down](hidden.view(*x.shape[:-1], -1))
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+def _is_held(activation: tuple[str, Any] | None, own: dict[str, Any]) -> bool:
+    """Whether the activation is what it was when it was tried, and nobody wants to see it called."""
+    if activation is None:
+        return True
+    name, tried = activation
+    if isinstance(tried, nn.Module):
+        return own["_modules"].get(name) is tried and is_unobserved(tried)
+    return own.get(name) is tried

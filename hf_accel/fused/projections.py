@@ -1,0 +1,192 @@
+"""Linear layers by native calls: one whose float weight is read in place, or several on one tensor in one call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+from ..instance import Mixin
+from ..kernels.cpu.float_linear import FloatLinear
+from ..kernels.cpu.integer_linear import IntegerLinear
+from ..kernels.cpu.library import FLOATS, native, refusal
+from ..linear import QuantLinear
+from ..linear.cpu import Cpu, CpuWeight
+from ..state import FUSED_PROJECTIONS, PROJECTION
+from ..tensors import is_plain as is_plain_tensor
+
+# Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place.
+FLOAT_ROWS = {torch.bfloat16: 16, torch.float16: 128, torch.float32: 128}
+UNLIMITED = 2**62
+
+NativeCall = IntegerLinear | FloatLinear
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether calling `layer` does nothing but its product: no adapter around it, and nothing that wants to see it."""
+    kind = type(layer)
+    if kind is not QuantLinear and kind is not nn.Linear and not isinstance(layer, NativeLinear):
+        return False
+    return is_unobserved(layer)
+
+
+def is_unobserved(module: nn.Module) -> bool:
+    """Whether nobody would notice that a module is not called: no hooks, and the forward of its class."""
+    own = module.__dict__
+    hooked = own["_forward_hooks"] or own["_forward_pre_hooks"] or _global_forward_hooks or _global_forward_pre_hooks
+    return not hooked and "forward" not in own
+
+
+class ProjectionCall:
+    """One native call for one layer or several, made again when one of them was packed or replaced since.
+
+    epilogue: as IntegerLinear's. float_rows: the most rows that float weights are multiplied by natively.
+    A copy or a pickle starts without the call, which holds addresses.
+    """
+
+    def __init__(self, float_rows: int, epilogue: str | None = None) -> None:
+        self.float_rows, self.epilogue = float_rows, epilogue
+        self._held: list[tuple[Any, Any]] = []  # weights and biases, whose addresses the call has
+        self._call: NativeCall | None = None
+
+    def ready(self, layers: tuple[nn.Module, ...], x: Tensor) -> NativeCall | None:
+        """The call for these layers on x [..., in]; None where they have no common one, or torch's is faster.
+
+        None for an x of another size too, so that the layers complain of it themselves.
+        """
+        if not self._is_current(layers):
+            self._call, self._held = _make(layers, self.epilogue), [_tensors(layer) for layer in layers]
+        call, size = self._call, x.shape[-1]
+        if call is None or call.in_features != size or x.numel() == 0:
+            return None
+        if isinstance(call, FloatLinear):
+            takes = x.dtype is call.weights[0].dtype and x.numel() <= self.float_rows * size
+            return call if takes else None
+        return call
+
+    def _is_current(self, layers: tuple[nn.Module, ...]) -> bool:
+        if len(layers) != len(self._held):
+            return False
+        for layer, (weight, bias) in zip(layers, self._held, strict=True):
+            own = layer.__dict__
+            held = own["_packed"] if "_packed" in own else own["_parameters"].get("weight")
+            if held is not weight or own["_parameters"].get("bias") is not bias:
+                return False
+        return True
+
+    def __reduce__(self) -> Any:
+        return ProjectionCall, (self.float_rows, self.epilogue)
+
+
+def _tensors(layer: nn.Module) -> tuple[Any, Any]:
+    """A layer's weight, packed if it is quantized, and its bias."""
+    weight = layer._packed if isinstance(layer, QuantLinear) else layer._parameters.get("weight")
+    return weight, layer._parameters.get("bias")
+
+
+def _make(layers: tuple[nn.Module, ...], epilogue: str | None) -> NativeCall | None:
+    if refusal() is not None:  # a pickled model may arrive where no kernels were built
+        return None
+    quantized = [layer for layer in layers if isinstance(layer, QuantLinear)]
+    if len(quantized) == len(layers):
+        return _make_integer(quantized, epilogue)
+    if quantized or not all(is_readable(layer) for layer in layers):
+        return None
+    weights, biases = zip(*(_tensors(layer) for layer in layers), strict=True)
+    shapes = {tuple(weight.shape) for weight in weights}
+    if len({weight.dtype for weight in weights}) > 1 or len({columns for _, columns in shapes}) > 1:
+        return None
+    if epilogue is not None and len(shapes) > 1:
+        return None
+    return FloatLinear(weights, biases, epilogue)
+
+
+def _make_integer(layers: list[QuantLinear], epilogue: str | None) -> IntegerLinear | None:
+    if not all(layer.choice is not None and isinstance(layer.choice.backend, Cpu) for layer in layers):
+        return None
+    weights: list[CpuWeight] = [layer._packed for layer in layers]
+    if len({(w.weight.bits, w.weight.in_features, w.weight.activation_group) for w in weights}) > 1:
+        return None
+    if epilogue is not None and len({w.weight.out_features for w in weights}) > 1:
+        return None
+    return IntegerLinear([w.weight for w in weights], [layer.bias for layer in layers], epilogue=epilogue)
+
+
+def is_readable(layer: nn.Module) -> bool:
+    """Whether the kernels can read the layer's weight and bias where they are, and torch would multiply by them."""
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    if weight is None or weight.ndim != 2 or weight.dtype not in FLOATS:
+        return False
+    if bias is not None and (bias.dtype is not weight.dtype or bias.shape != weight.shape[:1]):
+        return False
+    tensors = [weight] if bias is None else [weight, bias]
+    return all(is_plain_tensor(t) and t.is_cpu and t.is_contiguous() for t in tensors)
+
+
+@dataclass
+class Pending:
+    """Results that are still to be asked for. version: that of x when they were computed."""
+
+    x: Tensor
+    version: int
+    results: dict[int, Tensor]
+
+
+class FusedProjections:
+    """Layers that are called on one tensor (q, k and v; gate and up), in the order in which their parent calls them.
+
+    The first call computes all of them: the weights are read once for all, and the input is quantized once. A layer
+    that is called on another tensor, or on this one after it was written to, is computed alone: the result never
+    depends on the fusion.
+    """
+
+    def __init__(self, layers: list[nn.Module], float_rows: int) -> None:
+        self.layers = layers
+        self.call = ProjectionCall(float_rows)
+        self.pending: Pending | None = None
+
+    def take(self, layer: nn.Module, x: Tensor) -> Tensor | None:
+        """The layer's result on x, for which `native` holds; None if it is to be computed alone."""
+        index, version = self.layers.index(layer), 0 if x.is_inference() else x._version
+        if index == 0:
+            self.pending = self._compute(x, version)
+        pending = self.pending
+        if pending is None or pending.x is not x or pending.version != version or index not in pending.results:
+            return None
+        result = pending.results.pop(index)
+        if not pending.results:
+            self.pending = None
+        return result
+
+    def _compute(self, x: Tensor, version: int) -> Pending | None:
+        call = self.call.ready(tuple(self.layers), x)
+        if call is None:
+            return None
+        out = call(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        parts = out.split([int(layer.out_features) for layer in self.layers], dim=-1)  # type: ignore[arg-type,no-untyped-call]
+        return Pending(x, version, dict(enumerate(parts)))
+
+    def __getstate__(self) -> dict[str, object]:
+        return vars(self) | {"pending": None}
+
+
+class NativeLinear(Mixin):
+    """Mixed into an nn.Linear: few rows are multiplied natively by the weight where it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out] in x's dtype."""
+        if native(x):
+            own: dict[str, Any] = self.__dict__
+            fused: FusedProjections | None = own.get(FUSED_PROJECTIONS)
+            out = None if fused is None else fused.take(self, x)  # type: ignore[arg-type]
+            if out is not None:
+                return out
+            call = own[PROJECTION].ready((self,), x)
+            if call is not None:
+                result: Tensor = call(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+                return result
+        stock: Tensor = super().forward(x)  # type: ignore[misc]
+        return stock

@@ -1,0 +1,163 @@
+"""From prompts and GenerationConfigs to sequences, under transformers' names for its requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import abc
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+from ...config import CacheConfig, check_keywords
+from ...errors import UnsupportedError
+from ..sampling.logprobs import TokenLogprobs
+from ..sampling.sampling import Sampling
+from ..sampling.stopping import StopRules
+from ..sequence import Sequence
+from .defaults import default_new_tokens
+from .processing import processors_refusal, stock_sampling, stop_rules
+from .vocabulary import check_ids, token_ids
+
+TOKEN_BUDGET = 2048  # of a pass: throughput is all that counts here
+
+
+@dataclass(eq=False)
+class Reply:
+    """What one sequence has brought so far, as transformers' GenerationOutput tells it."""
+
+    name: str
+    sequence: Sequence
+    timestamps: list[float] | None = None
+    created: float = field(default_factory=time.perf_counter)
+    started: float = -1
+    logprobs: list[float] = field(default_factory=list)
+    error: BaseException | None = None
+
+    def take(self, tokens: abc.Sequence[int], logprobs: abc.Sequence[TokenLogprobs] | None) -> None:
+        now = time.perf_counter()
+        self.started = now if self.started < 0 else self.started
+        if self.timestamps is not None:
+            self.timestamps += [now] * len(tokens)
+        self.logprobs += [one.logprob for one in logprobs or ()]
+
+    def output(self) -> GenerationOutput:
+        sequence, error = self.sequence, self.error or self.sequence.error
+        ended = RequestStatus.FINISHED if sequence.is_finished else RequestStatus.DECODING
+        return GenerationOutput(
+            request_id=self.name,
+            prompt_ids=sequence.tokens[: sequence.num_prompt],
+            generated_tokens=sequence.tokens[sequence.num_prompt :],
+            logprobs=list(self.logprobs),
+            error=None if error is None else str(error),
+            status=ended if error is None else RequestStatus.FAILED,
+            created_time=self.created,
+            lifespan=(self.started, time.perf_counter() if sequence.is_finished else -1),
+            timestamps=None if self.timestamps is None else list(self.timestamps),
+        )
+
+
+class SequenceFactory:
+    """Makes the sequences of one model; those of one config share what chooses and stops their tokens."""
+
+    def __init__(self, model: PreTrainedModel, settings: ContinuousBatchingConfig | None) -> None:
+        self.model: Any = model
+        self.num_logprobs = 0 if settings is not None and settings.return_logprobs else None
+        seed = None if settings is None else settings.seed
+        self._generator = None if seed is None else torch.Generator().manual_seed(seed)
+        self._shared: dict[tuple[int, int], tuple[GenerationConfig, Sampling, StopRules]] = {}
+
+    def make(
+        self, name: str, prompt: abc.Sequence[int], config: GenerationConfig, *, timestamps: bool, what: str
+    ) -> list[Reply]:
+        """The samples of one prompt, as transformers lists them: children first. config: as complete_config gives it.
+        what: the prompt, in errors.
+
+        Raises UnsupportedError for ids or a config that cannot be served.
+        """
+        ids = token_ids(prompt, what)
+        check_ids(self.model, ids, what)
+        if (config.num_beams or 1) > 1:
+            raise UnsupportedError("continuous batching cannot search with beams; use generate(num_beams=...)")
+        count = config.num_return_sequences or 1
+        sampling, stop = self._rules(config, len(ids))
+        seeds = torch.randint(2**62, (count,), generator=self._generator).tolist() if config.do_sample else [0] * count
+        limit = max(1, default_new_tokens(config, len(ids)))
+        sequences = [Sequence(list(ids), limit, sampling, stop=stop, seed=seed) for seed in seeds]
+        sequences[0].followers = sequences[1:]
+        names = [*(f"{name}__child#{i}" for i in range(count - 1)), name]
+        return [
+            Reply(own, sequence, [] if timestamps else None)
+            for own, sequence in zip(names, [*sequences[1:], sequences[0]], strict=True)
+        ]
+
+    def _rules(self, config: GenerationConfig, length: int) -> tuple[Sampling, StopRules]:
+        """Shared by all prompts of one config, unless its processors look at the prompt."""
+        known = self._shared.get((id(config), 0)) or self._shared.get((id(config), length))
+        if known is not None:
+            return known[1:]
+        processors = self.model._get_logits_processor(
+            generation_config=config, input_ids_seq_length=length, device=self.model.device
+        )
+        criteria = self.model._get_stopping_criteria(generation_config=config, stopping_criteria=[])
+        refusal = processors_refusal(processors, criteria, batch_size=1)
+        if refusal is not None:
+            raise UnsupportedError(
+                f"continuous batching cannot serve this generation_config: {refusal}; use generate()"
+            )
+        sampling = stock_sampling(processors, greedy=not config.do_sample, num_logprobs=self.num_logprobs)
+        stop = stop_rules(criteria)
+        # the config is kept, so that no other one gets its id
+        self._shared[id(config), length if sampling.uses_prefix else 0] = config, sampling, stop
+        return sampling, stop
+
+
+def complete_config(model: Any, config: GenerationConfig | None, what: str, keywords: dict[str, Any]) -> Any:
+    """A copy of a config, or the model's own, with `keywords` over it and its special tokens as tensors.
+
+    Raises UnsupportedError, naming `what`, for keywords that a GenerationConfig does not have.
+    """
+    complete, unknown = model._prepare_generation_config(config, **keywords)
+    check_keywords(what, unknown, GenerationConfig().to_dict())
+    model._prepare_special_tokens(complete, device=model.device)
+    return complete
+
+
+# -- transformers' ContinuousBatchingConfig ----------------------------------------------------------------
+
+HONOURED = (
+    "page_size", "num_blocks", "max_batch_tokens", "return_logprobs", "max_requests_per_batch", "allow_block_sharing",
+    "max_queue_size", "per_request_processors", "seed",
+)  # fmt: skip
+# They choose among ways of transformers' own loop which are all the same here: what they ask for is given.
+GRANTED = (
+    "drop_unsupported_processors", "auto_switch_to_flash", "disable_nccl_graph_mixing", "cpu_group_timeout",
+    "cpu_offload_space_safety_threshold",
+)  # fmt: skip
+
+
+def session_settings(given: ContinuousBatchingConfig | None, cache: CacheConfig) -> dict[str, Any]:
+    """What a Session is made with. Raises UnsupportedError for fields without a meaning here that are set."""
+    if given is None:
+        return {"cache": cache, "token_budget": TOKEN_BUDGET}
+    plain = type(given)()
+    for field_ in dataclasses.fields(given):
+        name, value = field_.name, getattr(given, field_.name)
+        asks = value != getattr(plain, name) and not (value is False and getattr(plain, name) is None)
+        if asks and name not in HONOURED + GRANTED:
+            raise UnsupportedError(
+                f"continuous_batching_config.{name}={value!r} has no meaning in hf_accel's continuous batching; "
+                f"leave it at its default ({', '.join(HONOURED)} are honoured)"
+            )
+    if given.num_blocks is not None:
+        cache = dataclasses.replace(cache, max_tokens=given.num_blocks * (given.page_size or 1))
+    if not given.allow_block_sharing:
+        cache = dataclasses.replace(cache, prefix_sharing=False)
+    return {
+        "cache": cache,
+        "token_budget": given.max_batch_tokens or TOKEN_BUDGET,
+        "max_running": given.max_requests_per_batch,
+    }

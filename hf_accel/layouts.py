@@ -1,0 +1,58 @@
+"""The operands of attention, as caches lay them out, backends take them and kernels read them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class KV(NamedTuple):
+    """K and V of one layer, in one of three layouts.
+
+    dense: k [B, Hkv, T, D], v [B, Hkv, T, Dv]. packed: sequences end to end, k [M, Hkv, D], v [M, Hkv, Dv].
+    paged: k [num_blocks, Hkv, block_size, D], v [.., Dv], contiguous; in the dtype of the queries, or in int8 or
+    float8_e4m3fn with k_scales and v_scales [num_blocks, Hkv, block_size].
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
+
+
+class Ragged(NamedTuple):
+    """B sequences whose queries stand end to end.
+
+    cu_q [B + 1] int32: where each sequence's queries begin, and where the last ones end. kv_len [B] int32: its keys,
+    those of the queries included. Both may be 0. max_q, max_kv: the largest of each (bounds for kernels; not checked).
+    block_table [B, max_blocks] int32: the pages of the keys, None where these are packed.
+    """
+
+    cu_q: Tensor
+    kv_len: Tensor
+    max_q: int
+    max_kv: int
+    block_table: Tensor | None = None
+
+    @property
+    def cu_k(self) -> Tensor:
+        """[B + 1] int32: where each sequence's keys begin if they are packed."""
+        return F.pad(self.kv_len.cumsum(0, dtype=self.cu_q.dtype), (1, 0))
+
+
+class AttentionOptions(NamedTuple):
+    """What is computed from q, k and v, besides the mask of a call.
+
+    scale: of the scores. causal: bottom-right; query i of Q stands at position p = T - Q + i of T keys and sees the
+    keys up to p. window: keys a query sees, itself included; None for all. softcap: bound of the scores (Gemma-2).
+    sinks [Hq]: exp(sink) is added to the softmax denominator (gpt-oss). dropout: of the weights.
+    """
+
+    scale: float
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    dropout: float = 0.0

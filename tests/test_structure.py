@@ -1,0 +1,243 @@
+"""The size of functions, and one name for one thing. What is exempt is printed with its reason: `pytest -s`."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.structure import (
+    FOLDERS,
+    MOST_LINES,
+    MOST_PARAMETERS,
+    MOST_POSITIONAL,
+    circles,
+    code_lines,
+    functions,
+    num_lines,
+    parameters,
+    passed_files,
+    repeated_lines,
+    sources,
+)
+
+ROOT = Path(__file__).parents[1]
+
+EXEMPT = {  # function -> why its signature, or its length, is what it is
+    "hf_accel/patch.py::patch": "public",
+    "hf_accel/estimate/estimate.py::estimate": "public",
+    "hf_accel/verify/verify.py::verify": "public",
+    "hf_accel/generation/hf/engine.py::Engine.submit": "public",
+    "hf_accel/distill/losses.py::distillation_loss": "public",
+    "hf_accel/distill/hf/callback.py::DistillationCallback.__init__": "public",
+    "hf_accel/distill/hf/drafts/student.py::init_student": "public",
+    "hf_accel/attention/hf/forward.py::attention_forward": "called by transformers",
+    "hf_accel/attention/hf/mask.py::mask_forward": "called by transformers",
+    "hf_accel/distill/hf/training/mixin.py::DistillationMixin.evaluation_loop": "called by transformers",
+    "hf_accel/generation/hf/mixin.py::AcceleratedGeneration._sample": "called by transformers",
+    "hf_accel/generation/hf/mixin.py::AcceleratedGeneration._assisted_decoding": "called by transformers",
+    "hf_accel/generation/hf/mixin.py::AcceleratedGeneration.generate_batch": "as transformers has it",
+    "hf_accel/distill/fused_loss.py::_FusedSums.forward": "called by torch.autograd",
+    "hf_accel/distill/losses.py::_LossSums.forward": "called by torch.autograd",
+    "hf_accel/linear/reference.py::_DifferentiableLinear.forward": "called by torch.autograd",
+    "hf_accel/linear/layer.py::QuantLinear._load_from_state_dict": "called by torch",
+    "hf_accel/attention/hf/stock.py::recorded_attention": "an operator of torch, which takes no objects",
+    "hf_accel/kernels/cpu/integer_linear.py::recorded_linear": "an operator of torch, which takes no objects",
+    "hf_accel/kernels/cpu/integer_linear.py::_": "its form for tensors without numbers",
+    "tests/unit/fused/models.py::apply_rotary_pos_emb": "as transformers has it",
+}
+NOT_YET: set[str] = {
+    "hf_accel/attention/base.py::AttentionBackend.dense",
+    "hf_accel/attention/base.py::AttentionBackend.packed",
+    "hf_accel/attention/base.py::AttentionBackend.paged",
+    "hf_accel/attention/blocks.py::row_blocks",
+    "hf_accel/attention/cpu.py::CpuBackend.dense",
+    "hf_accel/attention/cpu.py::CpuBackend.packed",
+    "hf_accel/attention/cpu.py::CpuBackend.paged",
+    "hf_accel/attention/hf/forward.py::_backend",
+    "hf_accel/attention/hf/forward.py::_packed",
+    "hf_accel/attention/hf/forward.py::_paged",
+    "hf_accel/attention/hf/forward.py::_unknown",
+    "hf_accel/attention/hf/stock.py::stock_attention",
+    "hf_accel/attention/reference.py::ReferenceBackend.dense",
+    "hf_accel/attention/reference.py::ReferenceBackend.paged",
+    "hf_accel/attention/reference.py::attend",
+    "hf_accel/attention/reference.py::attend_rows",
+    "hf_accel/attention/sdpa/__init__.py::SdpaBackend.dense",
+    "hf_accel/attention/sdpa/__init__.py::SdpaBackend.paged",
+    "hf_accel/attention/sdpa/dense.py::attend",
+    "hf_accel/attention/sdpa/dense.py::fused_attention",
+    "hf_accel/attention/sdpa/grouped.py::grouped_attention",
+    "hf_accel/attention/sdpa/paged.py::paged_attention",
+    "hf_accel/cache/sequences.py::Sequences._append_row",
+    "hf_accel/cache/sequences.py::Sequences._group_step",
+    "hf_accel/cache/storage.py::KVStorage.__init__",
+    "hf_accel/distill/fused_loss.py::_Gradients.__init__",
+    "hf_accel/distill/fused_loss.py::fused_distillation_loss",
+    "hf_accel/distill/fused_loss.py::fused_loss_sums",
+    "hf_accel/distill/hf/drafts/draft.py::_arguments",
+    "hf_accel/distill/hf/drafts/draft.py::_examples",
+    "hf_accel/distill/hf/drafts/draft.py::_rows",
+    "hf_accel/distill/hf/drafts/draft.py::_train",
+    "hf_accel/distill/hf/drafts/draft.py::distill_draft",
+    "hf_accel/distill/hf/drafts/measure.py::_decode",
+    "hf_accel/distill/hf/drafts/measure.py::_read",
+    "hf_accel/distill/hf/drafts/measure.py::_report",
+    "hf_accel/distill/hf/drafts/measure.py::measure_acceptance",
+    "hf_accel/distill/hf/stored/building.py::build",
+    "hf_accel/distill/hf/stored/content.py::_key",
+    "hf_accel/distill/hf/stored/content.py::_texts",
+    "hf_accel/distill/hf/stored/teacher_cache.py::TeacherCache.build",
+    "hf_accel/distill/hf/stored/teacher_cache.py::_check_arguments",
+    "hf_accel/distill/row_losses.py::RowLosses.__init__",
+    "hf_accel/distill/row_losses.py::RowLosses.add",
+    "hf_accel/distill/student.py::choose_layers",
+    "hf_accel/distill/top_logits.py::TopLogits.sampled",
+    "hf_accel/distill/transfer.py::_relation_rows",
+    "hf_accel/distill/transfer.py::relation_loss",
+    "hf_accel/fused/norm.py::_difference",
+    "hf_accel/fused/sites.py::_site",
+    "hf_accel/generation/acceptance/rejection.py::RejectionVerifier._look",
+    "hf_accel/generation/controller.py::Controller._choose",
+    "hf_accel/generation/controller.py::Controller._loss",
+    "hf_accel/generation/controller.py::Controller._probe",
+    "hf_accel/generation/hf/batch.py::generate_batch",
+    "hf_accel/generation/hf/mixin.py::AcceleratedGeneration._ragged",
+    "hf_accel/generation/hf/mixin.py::AcceleratedGeneration._refusal",
+    "hf_accel/generation/hf/refusals.py::call_refusal",
+    "hf_accel/generation/sampling.py::_number",
+    "hf_accel/generation/speculation.py::Speculation._ask",
+    "hf_accel/kernels/cpu/attention.py::attend",
+    "hf_accel/kernels/cpu/attention.py::attend_pages",
+    "hf_accel/kernels/cpu/attention.py::write_pages",
+}
+
+SAME_FILE_NAMES: dict[str, str] = {  # name -> why several files have it
+    "__init__": "Python's own",
+    "hf": "the seam of a room",
+    "cpu": "a backend has one name in every room",
+    "reference": "a backend has one name in every room",
+}
+NOT_YET_FILES: set[str] = {
+    "attention",
+    "base",
+    "config",
+    "engine",
+    "measure",
+    "mixin",
+    "norm",
+    "paged",
+    "prefix",
+    "ragged",
+    "rows",
+    "runner",
+    "source",
+    "step",
+    "structure",
+    "student",
+    "transfer",
+}
+NOT_YET_CLASSES: set[str] = {
+    "Choice",
+    "Pages",
+    "Reference",
+    "Span",
+    "Totals",
+}
+
+
+def crowded() -> Iterator[tuple[str, str]]:
+    """(function, what of it is too much) of all folders.
+
+    A test takes its fixtures by name. What tests call may have many settings, of which each call names a few.
+    """
+    for folder, path in ((name, path) for name in FOLDERS for path in sources(ROOT, name, ".py")):
+        for name, function, is_method in functions(ast.parse(path.read_text(encoding="utf-8"))):
+            total, positional = parameters(function, is_method)
+            total = 0 if folder == "tests" else total
+            positional = 0 if function.name.startswith("test_") else positional
+            much = [(num_lines(function), MOST_LINES, "lines"), (total, MOST_PARAMETERS, "parameters")]
+            much.append((positional, MOST_POSITIONAL, "positional parameters"))
+            found = ", ".join(f"{number} {what}" for number, most, what in much if number > most)
+            if found:
+                yield f"{path.relative_to(ROOT).as_posix()}::{name}", found
+
+
+def test_functions_are_small() -> None:
+    found = dict(crowded())
+    for name, reason in EXEMPT.items():
+        print(f"exempt: {name}, {found.get(name)}: {reason}")
+    assert {name: much for name, much in found.items() if name not in EXEMPT.keys() | NOT_YET} == {}
+
+
+def test_exemptions_are_needed() -> None:
+    assert (EXEMPT.keys() | NOT_YET) - dict(crowded()).keys() == set(), "take these from the list"
+
+
+def same_names(kind: str) -> dict[str, list[str]]:
+    """Names of files, or of classes at the top of one, that stand more than once in the package."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in sources(ROOT, "hf_accel", ".py"):
+        where = path.relative_to(ROOT).as_posix()
+        if kind == "file":
+            places[path.stem].append(where)
+        else:
+            body = ast.parse(path.read_text(encoding="utf-8")).body
+            for node in body:
+                if isinstance(node, ast.ClassDef):
+                    places[node.name].append(where)
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "known"), [("file", SAME_FILE_NAMES.keys() | NOT_YET_FILES), ("class", NOT_YET_CLASSES)]
+)
+def test_names_stand_once(kind: str, known: set[str]) -> None:
+    found = same_names(kind)
+    assert {name: places for name, places in found.items() if name not in known} == {}
+    assert known - found.keys() <= {"hf"}, "take these from the list"
+
+
+# -- the counts themselves -----------------------------------------------------------------------------------
+
+SAMPLE = '''"""A docstring
+of two lines."""
+
+import os  # a comment
+
+# another
+def f(a, *, b=(
+    1,
+)):
+    """Its own."""
+    return """not
+a docstring"""
+'''
+
+
+def test_lines_of_code(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(SAMPLE)
+    assert list(code_lines(tmp_path / "a.py")) == [4, 7, 8, 9, 11, 12]
+    (tmp_path / "a.h").write_text("// a comment\nint a;  // and another\n/* two\nlines */ int b;\n\n")
+    assert code_lines(tmp_path / "a.h") == {2: "int a;", 4: "int b;"}
+
+
+def test_repeated_lines(tmp_path: Path) -> None:
+    body = "".join(f"    x{number} = {number}\n" for number in range(6))
+    (tmp_path / "a.py").write_text(f"def f():\n{body}    return x1\n")
+    (tmp_path / "b.py").write_text(f"def g():\n{body}    return x2\n")
+    assert repeated_lines(sorted(tmp_path.glob("*.py"))) == 12
+
+
+def test_circles() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": {"f"}, "f": {"e"}}
+    assert sorted(circles(graph)) == [["a", "b", "c"], ["e", "f"]]
+
+
+def test_files_that_a_step_passes() -> None:
+    found = passed_files(ROOT)
+    assert set(found["step"]) < set(found["generate"]) and "patch.py" in found["patch"]
+    assert set(found["eager"]) <= set(found["public"])

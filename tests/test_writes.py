@@ -1,0 +1,104 @@
+"""Who writes to a model: the only files that do, and how. See docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from .test_architecture import FILES, module_name
+
+# Rooms that never hold a model: their setattr is about their own objects.
+WITHOUT_MODELS = ("cache.storage", "config", "generation.hf.processing", "kernels", "journal")
+WRITERS = {
+    # a user's model, through the journal; configs that the journal has put in the place of the user's
+    "patch": {"journal", "config"},
+    "pack": {"journal", "dict"},
+    "ties": {"journal", "config"},
+    "attention.hf.parts": {"config"},
+    # storage of weights that the journal has put aside
+    "originals": {"data"},
+    # a model that from_pretrained is making, before anybody has it
+    "checkpoint": {"setattr", "submodule", "dict"},
+    "loading": {"config", "dict"},
+    # what transformers writes into config.json
+    "linear.hf": {"config"},
+    # copies of our own
+    "attention.hf.stock": {"dict"},
+    "estimate.unpatched": {"submodule"},
+    "fused.sites": {"class", "dict"},
+    "twin": {"dict"},
+    "verify.references": {"submodule"},
+    "verify.rounding": {"hook"},
+    # notes on a tensor of one forward pass, and on a process that is being started
+    "attention.hf.forward": {"setattr"},
+    "cache.hf.handle": {"setattr"},
+    "linear.layer": {"dict"},
+    # a student, while it is made or trained
+    "distill": {"config", "data", "hook", "setattr"},
+}
+DICTS = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
+METHODS = {"setattr": "setattr", "delattr": "setattr", "set_submodule": "submodule"}
+
+
+def writes(tree: ast.AST) -> Iterator[str]:
+    """The kinds of writes in a file that could be to a model, a parameter or a config."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=targets) | ast.Delete(targets=targets):
+                yield from (kind for target in targets for kind in assigned(target))
+            case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
+                yield from assigned(target)
+            case ast.Call(func=function):
+                yield from called(ast.unparse(function))
+
+
+def assigned(target: ast.expr) -> Iterator[str]:
+    if isinstance(target, ast.Tuple | ast.List):
+        for element in target.elts:
+            yield from assigned(element)
+    elif isinstance(target, ast.Attribute | ast.Subscript):
+        owner, name = ast.unparse(target.value), getattr(target, "attr", "")
+        if name in ("__class__", "data"):
+            yield name.strip("_")
+        elif name in DICTS or (isinstance(target, ast.Subscript) and holds_entries(owner)):
+            yield "dict"
+        elif name and owner != "self" and (".config." in owner or owner.rpartition(".")[2].endswith("config")):
+            yield "config"
+
+
+def called(function: str) -> Iterator[str]:
+    owner, _, name = function.rpartition(".")
+    if owner.endswith("journal") and name in ("attribute", "item"):
+        yield "journal"
+    elif name in METHODS:
+        yield METHODS[name]
+    elif name.startswith("register_") and name.endswith("_hook"):
+        yield "hook"
+    elif name in ("pop", "update", "setdefault", "clear") and holds_entries(owner):
+        yield "dict"
+
+
+def holds_entries(owner: str) -> bool:
+    """Whether an expression is the dict of an object that is not the writer's own."""
+    own = owner in ("vars(self)", "self.__dict__") or owner.startswith("self._")
+    return not own and (owner.startswith("vars(") or owner.endswith((".__dict__", *DICTS)))
+
+
+def test_only_these_files_write_to_a_model() -> None:
+    found: dict[str, set[str]] = {}
+    for path in FILES:
+        module = module_name(path)
+        if not any(module == room or module.startswith(f"{room}.") for room in WITHOUT_MODELS):
+            kinds = set(writes(ast.parse(path.read_text(encoding="utf-8"))))
+            writer = next((w for w in WRITERS if module == w or module.startswith(f"{w}.")), module)
+            found[writer] = found.get(writer, set()) | kinds
+    assert {writer: kinds for writer, kinds in found.items() if kinds} == WRITERS
+
+
+def test_attributes_on_a_model_are_named_in_one_file() -> None:
+    notes = {"attention.hf.forward", "cache.hf.handle", "linear.layer"}
+    for path in FILES:
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        named = [string for string in strings if string.startswith("_hf_accel")]
+        assert not named or module_name(path) in {"state"} | notes
