@@ -15,8 +15,8 @@ from transformers import TrainingArguments
 
 import hf_accel
 from hf_accel import UnsupportedError
-from hf_accel.generation.sampling.params import SamplingParams
 from hf_accel.config import MEANT_BY_PATCH, PatchConfig, checked_keywords
+from hf_accel.generation.sampling.params import SamplingParams
 from tests.parity.families import build
 
 UNKNOWN: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
