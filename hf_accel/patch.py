@@ -26,7 +26,8 @@ from .linear.hf import METHOD, AccelConfig, AccelQuantizer, module_settings
 from .models import unwrapped
 from .originals import Originals
 from .pack import Packed, replace_linears
-from .plan import Plan, make_plan
+from .plan import Plan
+from .planning import make_plan
 from .state import (
     BACKEND_ATTRIBUTE,
     FUSED,
