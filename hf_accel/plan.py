@@ -28,7 +28,7 @@ from .generation.hf import model_refusal
 from .hardware import detect, read_bandwidth
 from .kernels import cpu as kernels
 from .kernels.cpu.library import FLOATS
-from .linear import Choice, LinearSpec, QuantLinear, Workers
+from .linear import BackendChoice, LinearSpec, QuantLinear, Workers
 from .linear import choose as choose_linear
 from .originals import checkpoint_files, parameter_bytes, readable
 from .survey import (
@@ -51,7 +51,7 @@ class LinearPlan:
     config: WeightConfig
     reason: str
     spec: LinearSpec | None = None
-    choice: Choice | None = None
+    choice: BackendChoice | None = None
 
     @property
     def bytes_read(self) -> int:
