@@ -48,7 +48,7 @@ def test_fields(name: str) -> None:
     assert of_python(STRUCTS[name]) == declared(name)
 
 
-@pytest.mark.parametrize("name", set(KERNELS.values()))
+@pytest.mark.parametrize("name", sorted(set(KERNELS.values())))
 def test_packed_bytes_are_those_of_ctypes(name: str) -> None:
     kind, form = STRUCTS[name], struct.Struct(packed_format(STRUCTS[name]))
     assert form.size == ctypes.sizeof(kind)
