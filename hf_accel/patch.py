@@ -182,7 +182,7 @@ def is_patched(model: nn.Module) -> bool:
 
 
 def stats(model: nn.Module) -> dict[str, Any]:
-    """Of the last generate() of a patched model: seconds, tokens per second, blocks, waste, prefix hits."""
+    """What the last generate() of a patched model took: seconds, tokens per second, blocks, waste, prefix hits."""
     if is_patched(model):
         return dict(state_of(unwrapped(model)).generation.statistics)
     raise UnsupportedError(f"the model is not patched: {type(transformers_model(model)).__name__} has no statistics")

@@ -16,7 +16,7 @@ from .attention import AttentionBackend
 from .config import PatchConfig, WeightConfig
 from .fused.projections import UNLIMITED
 from .fused.sites import Dropped, FusedSite, ProjectionSite
-from .linear import Choice, LinearSpec, QuantLinear
+from .linear import BackendChoice, LinearSpec, QuantLinear
 from .survey import (
     AttentionSite,
     LinearSite,
@@ -60,7 +60,7 @@ class LinearPlan:
     config: WeightConfig
     reason: str
     spec: LinearSpec | None = None
-    choice: Choice | None = None
+    choice: BackendChoice | None = None
 
     @property
     def bytes_read(self) -> int:
