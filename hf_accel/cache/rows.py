@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from ..errors import UnsupportedError
+from ..layouts import Ragged
 from .group import PageGroup
 from .step import GroupStep, Step, offsets
 from .table import BlockTable
@@ -222,10 +224,9 @@ class Pages:
     def step(self, spans: Sequence[Span], device: torch.device) -> Step:
         """What a forward pass over the tokens of these spans, end to end in one row, reads and writes."""
         counts = [span.count for span in spans]
+        cu_q = offsets(counts, device)
         return Step(
-            groups=[_group_step(group, index, spans, device) for index, group in enumerate(self.groups)],
-            cu_q=offsets(counts, device),
-            max_q=max(counts, default=0),
+            groups=[_group_step(group, index, spans, cu_q) for index, group in enumerate(self.groups)],
             num_columns=sum(counts),
             rows=None,
             fresh=False,
@@ -257,9 +258,9 @@ class Pages:
         return 1 - sum(tokens_in.values()) / held if held else 0.0
 
 
-def _group_step(group: PageGroup, index: int, spans: Sequence[Span], device: torch.device) -> GroupStep:
+def _group_step(group: PageGroup, index: int, spans: Sequence[Span], cu_q: Tensor) -> GroupStep:
     """The part of a Step that layers of one group see. A row may have slots beyond its span: nobody reads them."""
-    tables = [span.row.tables[index] for span in spans]
+    device, tables = cu_q.device, [span.row.tables[index] for span in spans]
     slots: list[int] = []
     held: list[int] = []
     for span, table in zip(spans, tables, strict=True):
@@ -271,10 +272,11 @@ def _group_step(group: PageGroup, index: int, spans: Sequence[Span], device: tor
         ends = accumulate(span.count for span in spans)
         places = [place for span, end in zip(spans, ends, strict=True) for place in range(end - span.num_written, end)]
         written = torch.tensor(places, dtype=torch.int64, device=device)
-    return GroupStep(
-        slots=torch.tensor(slots, dtype=torch.int64, device=device),
-        written=written,
-        block_table=group.table_tensor(tables, device),
+    ragged = Ragged(
+        cu_q,
         kv_len=torch.tensor(held, dtype=torch.int32, device=device),
+        max_q=max((span.count for span in spans), default=0),
         max_kv=max(held, default=0),
+        block_table=group.table_tensor(tables, device),
     )
+    return GroupStep(torch.tensor(slots, dtype=torch.int64, device=device), written, ragged)
