@@ -1,4 +1,4 @@
-"""The layers that free their blocks alike (all full-attention layers, or all with one window) share a pool."""
+"""Layers that free the same blocks (all full-attention layers, or all with one window) share a pool."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..cache.rows import Pages, Row, Span
+from ..cache.pages import CachedSequence, Pages, TokenRange
 from .runner import Runner
 from .sampling.choice import Chosen, choose
 from .sampling.logprobs import TokenLogprobs
@@ -51,15 +51,15 @@ class Batcher:
         self.num_passes = self.num_computed = self.peak_blocks = 0
         self.in_pass: list[Sequence] = []  # of the last pass, failed or not
 
-    def add(self, sequence: Sequence, row: Row | None = None) -> None:
-        """row: holds what is known of the sequence already.
+    def add(self, sequence: Sequence, cached: CachedSequence | None = None) -> None:
+        """cached: holds what is known of the sequence already.
 
         Raises OutOfBlocksError for a sequence that the pages could never hold.
         """
-        if row is None:
+        if cached is None:
             self.scheduler.add(sequence)
         else:
-            self.scheduler.enter(sequence, row)
+            self.scheduler.enter(sequence, cached)
 
     def remove(self, sequence: Sequence, reason: str, error: BaseException | None = None) -> None:
         """End a sequence now: its blocks are free, and it is in no later pass."""
@@ -142,18 +142,18 @@ class Batcher:
         ids: list[int] = []
         positions: list[int] = []
         keep: list[int] = []
-        spans = []
+        ranges = []
         for chunk, draft in zip(chunks, drafts, strict=True):
             sequence, start = chunk.sequence, chunk.sequence.num_computed
-            assert sequence.row is not None
+            assert sequence.cached is not None
             count = chunk.count + len(draft)
             ids += sequence.tokens[start : start + chunk.count]
             ids += draft
             positions += range(start, start + count)
-            spans.append(Span(sequence.row, start, count))
+            ranges.append(TokenRange(sequence.cached, start, count))
             if chunk.reaches_end:
                 keep += range(len(ids) - len(draft) - 1, len(ids))
-        return self.runner(ids, positions, self.pages.step(spans, self.runner.device), keep)
+        return self.runner(ids, positions, self.pages.step(ranges, self.runner.device), keep)
 
     def _choose(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[list[int]], logits: Tensor) -> list[Progress]:
         ends = [(c.sequence, d) for c, d in zip(chunks, drafts, strict=True) if c.reaches_end]
@@ -196,13 +196,13 @@ class Batcher:
             return Progress(sequence, tokens, reports, error)
         self.speculation.observe(sequence, chosen.num_accepted, len(tokens))
         before, sequence.num_computed = sequence.num_computed, len(sequence.tokens) - 1
-        assert sequence.row is not None
-        sequence.row.truncate(sequence.num_computed)
+        assert sequence.cached is not None
+        sequence.cached.truncate(sequence.num_computed)
         if sequence.num_computed // self.pages.block_size > (before - 1) // self.pages.block_size:
-            self.pages.publish(sequence.row, sequence.tokens[: sequence.num_computed])
+            self.pages.publish(sequence.cached, sequence.tokens[: sequence.num_computed])
         if reason is not None:
-            if sequence.keeps_row:
-                sequence.kept_row = sequence.row.fork()
+            if sequence.keeps:
+                sequence.kept = sequence.cached.fork()
             self.remove(sequence, reason)
         return Progress(sequence, tokens, reports)
 

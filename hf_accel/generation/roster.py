@@ -11,20 +11,20 @@ from .sequence import Sequence, Status
 from .waiting import PATIENCE, WaitingQueue
 
 if TYPE_CHECKING:
-    from ..cache.rows import Pages, Row
+    from ..cache.pages import CachedSequence, Pages
 
 
 class Roster:
-    """Sequences over pages: those that run hold rows, the others hold nothing.
+    """Sequences over pages: those that run hold pages, the others hold nothing.
 
-    Followers are samples of their leader's prompt, which get their rows when it is computed.
+    Followers are samples of their leader's prompt, which get their pages when it is computed.
     """
 
     def __init__(self, pages: Pages, patience: int = PATIENCE) -> None:
         self.pages = pages
         self.running: list[Sequence] = []  # in order
         self._waiting = WaitingQueue(patience)
-        self._leaders: dict[Sequence, Sequence] = {}  # of followers that have no row yet
+        self._leaders: dict[Sequence, Sequence] = {}  # of followers that hold no pages yet
         self._failed: list[Sequence] = []
         self._suspects: dict[Sequence, None] = {}  # in order
         self._tried: Sequence | None = None
@@ -68,15 +68,15 @@ class Roster:
             self._num_arrived += 1
         self._wait(sequence)
 
-    def enter(self, sequence: Sequence, row: Row) -> None:
-        """Run a sequence at once that begins with the tokens of `row`, which is the scheduler's from now on.
+    def enter(self, sequence: Sequence, cached: CachedSequence) -> None:
+        """Run a sequence at once that begins with the tokens of `cached`, which is the scheduler's from now on.
 
         Raises as `add` does.
         """
         self.require_room(sequence)
         sequence.arrival = self._num_arrived
         self._num_arrived += 1
-        self._run(sequence, row)
+        self._run(sequence, cached)
 
     def _wait(self, leader: Sequence) -> None:
         self._waiting.add(leader)
@@ -86,14 +86,14 @@ class Roster:
     def remove(self, sequence: Sequence, reason: str, error: BaseException | None = None) -> None:
         """The sequence has ended, wherever it stood; one that has ended before is left alone.
 
-        If it had followers that have no row yet, the first of them leads the others from now on.
+        If it had followers that hold no pages yet, the first of them leads the others from now on.
         """
         if sequence.is_finished:
             return
         leader = self._leaders.pop(sequence, None)
         if leader is not None:
             leader.followers.remove(sequence)
-        elif sequence.row is not None:
+        elif sequence.cached is not None:
             self.running.remove(sequence)
             self._release(sequence)
         elif sequence.arrival >= 0:
@@ -114,24 +114,24 @@ class Roster:
         return failed
 
     def fork(self, leader: Sequence) -> list[Sequence]:
-        """Give the followers of a leader whose prompt is computed rows over the same blocks; they run from now on.
+        """Give the followers of a leader whose prompt is computed the same blocks; they run from now on.
 
         Returns those that got one. Before the next schedule() each needs its first token, chosen from the leader's
         logits.
         """
-        if leader.row is None or leader.num_computed < leader.num_prompt:
+        if leader.cached is None or leader.num_computed < leader.num_prompt:
             raise ValueError(f"the leader's prompt is not computed: {leader.num_computed} of {leader.num_prompt}")
         forked = []
         for follower in list(leader.followers):
             try:
-                row = leader.row.fork()
+                cached = leader.cached.fork()
             except Exception as error:
                 self._fail(follower, error)
                 continue
-            row.truncate(leader.num_prompt)
+            cached.truncate(leader.num_prompt)
             leader.followers.remove(follower)
             del self._leaders[follower]
-            self._run(follower, row)
+            self._run(follower, cached)
             forked.append(follower)
         return forked
 
@@ -159,8 +159,8 @@ class Roster:
 
     # -- in and out ------------------------------------------------------------------------------------
 
-    def _run(self, sequence: Sequence, row: Row) -> None:
-        sequence.row, sequence.num_computed, sequence.status = row, row.num_tokens, Status.RUNNING
+    def _run(self, sequence: Sequence, cached: CachedSequence) -> None:
+        sequence.cached, sequence.num_computed, sequence.status = cached, cached.num_tokens, Status.RUNNING
         insort(self.running, sequence, key=self._waiting.rank)
 
     def _suspend(self, sequence: Sequence) -> None:
@@ -170,9 +170,9 @@ class Roster:
         self._waiting.add(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        assert sequence.row is not None
-        sequence.row.release()
-        sequence.row = None
+        assert sequence.cached is not None
+        sequence.cached.release()
+        sequence.cached = None
 
     def _fail(self, sequence: Sequence, error: BaseException) -> None:
         """It alone met an error; see take_failed."""

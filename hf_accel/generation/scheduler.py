@@ -11,7 +11,7 @@ from .sequence import Chunk, Sequence
 from .waiting import PATIENCE
 
 if TYPE_CHECKING:
-    from ..cache.rows import Pages, Row
+    from ..cache.pages import CachedSequence, Pages
 
 RETRY_PASSES = 16  # after which a refused sequence is looked at again, for what is known of its prompt by then
 
@@ -91,14 +91,14 @@ class Scheduler(Roster):
         chunks: list[Chunk] = []
         for other in [sequence for sequence in self.running if sequence is not suspect]:
             self._suspend(other)
-        if suspect.row is None:
+        if suspect.cached is None:
             try:
-                row = self.pages.open(suspect.tokens)
+                cached = self.pages.open(suspect.tokens)
             except Exception as error:
                 self._fail(suspect, error)
                 return chunks
             self._waiting.remove(suspect)
-            self._run(suspect, row)
+            self._run(suspect, cached)
         self._force(chunks, budget)
         return chunks
 
@@ -117,16 +117,16 @@ class Scheduler(Roster):
         chunks = []
         append = self.pages.append
         for sequence in decoding:
-            row = sequence.row
-            if row is None:
+            cached = sequence.cached
+            if cached is None:
                 continue  # preempted by one before it
             try:
                 try:
-                    append(row, 1)
+                    append(cached, 1)
                 except OutOfBlocksError:
-                    if not self._make_room(sequence, row):
+                    if not self._make_room(sequence, cached):
                         continue
-                    append(row, 1)
+                    append(cached, 1)
             except Exception as error:  # no memory to copy a block to, say: nobody else's tokens hang on it
                 self._fail(sequence, error)
                 continue
@@ -136,22 +136,22 @@ class Scheduler(Roster):
     def _prefill(self, chunks: list[Chunk], prefilling: list[Sequence], budget: int) -> int:
         """Returns what is left of the budget."""
         for sequence in prefilling:
-            if sequence.row is not None and budget > 0:
+            if sequence.cached is not None and budget > 0:
                 wanted = min(len(sequence.tokens) - sequence.num_computed, budget)
-                count = self._reserve(chunks, sequence, sequence.row, wanted)
+                count = self._reserve(chunks, sequence, sequence.cached, wanted)
                 budget -= count
                 if count < wanted and not sequence.is_finished:
                     break  # those behind it must not take the blocks that it waits for
         return budget
 
-    def _reserve(self, chunks: list[Chunk], sequence: Sequence, row: Row, wanted: int) -> int:
+    def _reserve(self, chunks: list[Chunk], sequence: Sequence, cached: CachedSequence, wanted: int) -> int:
         """A chunk of at most `wanted` tokens; returns how many there was room for. A failure ends the sequence."""
         try:
-            count = self.pages.room(row, wanted)
+            count = self.pages.room(cached, wanted)
             if count:
-                self.pages.append(row, count)
+                self.pages.append(cached, count)
                 chunk = Chunk(sequence, count)
-                self.pages.publish(row, sequence.tokens[: sequence.num_computed + count])
+                self.pages.publish(cached, sequence.tokens[: sequence.num_computed + count])
                 chunks.append(chunk)  # nothing fails between these two: what is published is computed in this pass
         except Exception as error:
             self._fail(sequence, error)
@@ -164,12 +164,12 @@ class Scheduler(Roster):
             self._admit(chunks, budget)
             return
         first = self.running[0]
-        assert first.row is not None
+        assert first.cached is not None
         left = len(first.tokens) - first.num_computed
         if not left:
             raise ValueError(f"sequence {first.arrival} runs with all {len(first.tokens)} tokens computed")
-        if self._make_room(first, first.row):
-            self._reserve(chunks, first, first.row, min(left, budget))
+        if self._make_room(first, first.cached):
+            self._reserve(chunks, first, first.cached, min(left, budget))
 
     # -- admission -------------------------------------------------------------------------------------
 
@@ -186,20 +186,20 @@ class Scheduler(Roster):
                 return
             free = self.pages.free_blocks()
             try:
-                row = self.pages.open(head.tokens)
+                cached = self.pages.open(head.tokens)
             except Exception as error:
                 self._fail(head, error)
                 slack, places = None, self._places()
                 continue
-            left = len(head.tokens) - row.num_tokens
-            taken = zip(slack, free, self.pages.free_blocks(), self.pages.blocks_for(row, left), strict=True)
+            left = len(head.tokens) - cached.num_tokens
+            taken = zip(slack, free, self.pages.free_blocks(), self.pages.blocks_for(cached, left), strict=True)
             rest = [had - (before - after) - needed - size for had, before, after, needed in taken]
-            if self.running and (min(rest) < 0 or not self.pages.can_append(row, 1)):
-                row.release()
+            if self.running and (min(rest) < 0 or not self.pages.can_append(cached, 1)):
+                cached.release()
                 self._refused = (head, slack, self._num_passes)
                 return
-            self._run(self._waiting.admit_head(), row)
-            count = self._reserve(chunks, head, row, min(left, budget))
+            self._run(self._waiting.admit_head(), cached)
+            count = self._reserve(chunks, head, cached, min(left, budget))
             if head.is_finished:
                 slack, places = None, self._places()
                 continue
@@ -220,22 +220,22 @@ class Scheduler(Roster):
         slack = self.pages.free_blocks()
         size = 0
         for sequence in self.running:
-            assert sequence.row is not None
+            assert sequence.cached is not None
             size += 1 + len(sequence.followers)
-            left = len(sequence.tokens) - sequence.row.num_tokens
+            left = len(sequence.tokens) - sequence.cached.num_tokens
             if left > 0:
-                slack = [h - n for h, n in zip(slack, self.pages.blocks_for(sequence.row, left), strict=True)]
+                slack = [h - n for h, n in zip(slack, self.pages.blocks_for(sequence.cached, left), strict=True)]
         return [have - size for have in slack]
 
     def _slide(self) -> None:
         """Free what lies behind the windows of all that run."""
         if any(group.window is not None for group in self.pages.groups):
             for sequence in self.running:
-                assert sequence.row is not None
-                self.pages.slide(sequence.row, sequence.num_computed)
+                assert sequence.cached is not None
+                self.pages.slide(sequence.cached, sequence.num_computed)
 
     def _was_refused(self, head: Sequence, slack: list[int]) -> bool:
-        """Not long ago, and no block has become free since: opening its row costs a digest of the prompt."""
+        """Not long ago, and no block has become free since: opening its pages costs a digest of the prompt."""
         if self._refused is None or self._refused[0] is not head:
             return False
         _, before, when = self._refused
@@ -244,10 +244,10 @@ class Scheduler(Roster):
 
     # -- who gives way ---------------------------------------------------------------------------------
 
-    def _make_room(self, sequence: Sequence, row: Row) -> bool:
+    def _make_room(self, sequence: Sequence, cached: CachedSequence) -> bool:
         """Preempt others until it can have one slot. False if it had to give way itself."""
         self._slide()
-        while not self.pages.can_append(row, 1):
+        while not self.pages.can_append(cached, 1):
             victim = self.running[-1]
             if victim is not sequence:
                 self._preempt(victim)
@@ -267,7 +267,7 @@ class Scheduler(Roster):
     def _no_room(self, sequence: Sequence) -> OutOfBlocksError:
         """There is no room although nothing else runs: the blocks must be held by others than this scheduler."""
         free, size = min(self.pages.free_blocks()), self.pages.block_size
-        held = 0 if sequence.row is None else sequence.row.num_tokens
+        held = 0 if sequence.cached is None else sequence.cached.num_tokens
         return OutOfBlocksError(
             f"a sequence of {len(sequence.tokens)} tokens has room for {held + free * size} although nothing else "
             f"runs (the cache can hold {self.pages.capacity}); release what else holds its blocks, or raise max_tokens"

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..cache.rows import Row
+    from ..cache.pages import CachedSequence
     from .sampling.sampling import Sampling
 
 
@@ -22,14 +22,14 @@ class Status(Enum):
 class Sequence:
     """A prompt and what was generated after it.
 
-    tokens: prompt and generated, all of them final. num_computed: of them, those whose K and V stand in `row`.
+    tokens: prompt and generated, all of them final. num_computed: of them, those whose K and V stand in `cached`.
     In a sequence that decodes that is all but the last; after a preemption it is 0 again, or what prefixes are known.
     sampling: how the next token is chosen. seed: of the sequence's own random numbers.
     stop: called with the sequence after each new token; a reason ends it there ("stop", "length").
     padding, index: ids before the prompt in the padded batch of generate(), and its row there. priority: higher goes
     first. arrival: the order among equals, given by the scheduler.
     followers: other samples of the same prompt, which begin from this one's pages.
-    keeps_row: whether the pages outlive the sequence, in kept_row.
+    keeps: whether the pages outlive the sequence, in kept.
     """
 
     tokens: list[int]
@@ -42,15 +42,15 @@ class Sequence:
     index: int = 0
     num_prompt: int = field(init=False)
     num_computed: int = 0
-    row: Row | None = None
+    cached: CachedSequence | None = None
     status: Status = Status.WAITING
     finish_reason: str | None = None
     error: BaseException | None = None
     arrival: int = -1
     num_preemptions: int = 0
     followers: list[Sequence] = field(default_factory=list)
-    keeps_row: bool = False
-    kept_row: Row | None = None
+    keeps: bool = False
+    kept: CachedSequence | None = None
     notes: dict[str, Any] = field(default_factory=dict)  # what its stop rule remembers
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a pass computes of a sequence: `count` tokens from num_computed on, which have slots in its row."""
+    """What a pass computes of a sequence: `count` tokens from num_computed on, which have slots already."""
 
     sequence: Sequence
     count: int

@@ -8,7 +8,7 @@ import warnings
 from collections import abc
 from dataclasses import replace
 
-from ..cache.rows import Pages
+from ..cache.pages import Pages
 from ..errors import HfAccelError, HfAccelWarning
 from .acceptance.base import Verifier
 from .controller import Controller
@@ -47,7 +47,7 @@ class Speculation:
     # -- before the pass -------------------------------------------------------------------------------
 
     def propose(self, chunks: abc.Sequence[Chunk], room: int | None, pages: Pages) -> list[list[int]]:
-        """Drafted tokens for each chunk, with slots for them in its row. room: tokens there may be in all."""
+        """Drafted tokens for each chunk, with slots for them. room: tokens there may be in all."""
         self._drafts, self._seconds = {}, 0.0
         rows = sum(chunk.count for chunk in chunks)
         if self.alike_rows is not None and rows <= self.alike_rows:
@@ -83,13 +83,13 @@ class Speculation:
         drafts = drafter.propose(chosen, [count for _, count in asked])
         ended = time.perf_counter()
         for (sequence, count), draft in zip(asked, drafts, strict=True):
-            assert sequence.row is not None
+            assert sequence.cached is not None
             if len(draft) > count:
                 raise HfAccelError(
                     f"the drafter {drafter.name!r} proposed {len(draft)} tokens where {count} were asked for; "
                     "propose at most lengths[i]"
                 )
-            sequence.row.truncate(sequence.num_computed + 1 + len(draft))
+            sequence.cached.truncate(sequence.num_computed + 1 + len(draft))
             if len(draft):
                 self._drafts[sequence] = draft if draft.source else replace(draft, source=drafter.name)
         if not drafter.is_free:
@@ -133,12 +133,12 @@ def reserve(
     granted = []
     left = sum(lengths) if room is None else room
     for sequence, length in zip(sequences, lengths, strict=True):
-        assert sequence.row is not None
+        assert sequence.cached is not None
         start = sequence.num_computed
-        count = pages.room(sequence.row, max(0, min(length, left)), start=start)
+        count = pages.room(sequence.cached, max(0, min(length, left)), start=start)
         if count:
             try:
-                pages.append(sequence.row, count, start=start)
+                pages.append(sequence.cached, count, start=start)
             except (MemoryError, RuntimeError):  # torch has no type of its own for memory that cannot be had
                 count = 0
         granted.append(count)

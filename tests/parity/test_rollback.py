@@ -12,7 +12,7 @@ from torch import Tensor
 import hf_accel
 from hf_accel import SpeculativeConfig
 from hf_accel.cache.hf import page_groups
-from hf_accel.cache.rows import Pages, Row
+from hf_accel.cache.pages import CachedSequence, Pages
 from hf_accel.config import CacheConfig
 from hf_accel.generation.batcher import Batcher
 from hf_accel.generation.hf.drafting import make_speculation
@@ -34,11 +34,11 @@ def batcher_of(model: Any, settings: CacheConfig, drafter: Any, num_draft: int) 
     return Batcher(runner, pages, make_speculation(config, runner, pages))
 
 
-def held(batcher: Batcher, row: Row, layer: int) -> tuple[Tensor, Tensor, int]:
+def held(batcher: Batcher, cached: CachedSequence, layer: int) -> tuple[Tensor, Tensor, int]:
     """K and V [T, H, D] of the tokens that a layer holds of a row, and which is the first."""
     runner: Any = batcher.runner
     number = runner.group_of_layer[layer]
-    group, table = batcher.pages.groups[number], row.tables[number]
+    group, table = batcher.pages.groups[number], cached.tables[number]
     first = table.num_dropped_blocks * group.pool.block_size
     return *group.storages[layer].read(torch.tensor(table.slots(first, table.num_tokens))), first
 
@@ -54,9 +54,9 @@ def assert_rows_hold_final_tokens(family: str, batcher: Batcher, model: Any) -> 
     """Returns how many rows there were."""
     running = batcher.scheduler.running
     for sequence in running:
-        assert sequence.row is not None and sequence.row.num_tokens == sequence.num_computed
+        assert sequence.cached is not None and sequence.cached.num_tokens == sequence.num_computed
         for layer in range(model.config.num_hidden_layers):
-            keys, values, first = held(batcher, sequence.row, layer)
+            keys, values, first = held(batcher, sequence.cached, layer)
             k, v = dense(family, sequence.tokens[: sequence.num_computed], layer)
             start = sequence.num_computed - len(k)  # stock keeps the window alone
             window = slice(max(0, first - start), None)
@@ -99,16 +99,16 @@ def test_pages_bit_for_bit(family: str, drafter: str, dtype: Any) -> None:
         batcher = batcher_of(model, CacheConfig(block_size=4, dtype=dtype), source, 5 * number)
         sequences = [Sequence(list(prompt), NEW_TOKENS, SamplingParams().sampling()) for prompt in PROMPTS]
         for sequence in sequences:
-            sequence.keeps_row = True
+            sequence.keeps = True
             batcher.add(sequence)
         while batcher.has_work:
             batcher.step()
         assert (batcher.speculation.statistics.drafted > batcher.speculation.statistics.accepted) == bool(number)
         found = {}
         for index, sequence in enumerate(sequences):
-            assert sequence.kept_row is not None and sequence.kept_row.num_tokens == len(sequence.tokens) - 1
+            assert sequence.kept is not None and sequence.kept.num_tokens == len(sequence.tokens) - 1
             for layer in range(2):
-                keys, values, first = held(batcher, sequence.kept_row, layer)
+                keys, values, first = held(batcher, sequence.kept, layer)
                 found[index, layer] = (keys, values)
                 assert first == 0
         pages.append(found)

@@ -129,7 +129,7 @@ def _paged(backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionO
     step, ragged, pages = paged.step, paged.group_step.ragged, paged.storage.pages
     if not step.fresh or pages.k_scales is not None:
         out = backend.paged(step.tokens(query), pages, ragged, options)
-    elif step.rows is None:
+    elif step.token_columns is None:
         return backend.dense(query, kv, options)
     else:
         ragged = Ragged(ragged.cu_q, ragged.cu_q.diff(), ragged.max_q, ragged.max_q)

@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig
 
 from ...config import CacheConfig, check_keywords
 from ...errors import UnsupportedError
-from ..rows import Pages, Row
-from ..sequences import Sequences
+from ..padded import PaddedBatch
+from ..pages import CachedSequence, Pages
 from ..step import Step
 from .handle import CacheOverPages, LayerOverPages, as_attended
 from .layers import FIRST_TOKENS, REMADE, check_windows, page_groups
@@ -103,7 +103,7 @@ class PagedCache(CacheOverPages):
         check_keywords("PagedCache", keywords, [*known, "cache_config", "capacity"], {"max_cache_len": "max_tokens="})
         settings = CacheConfig(**keywords) if cache_config is None else cache_config
         groups, group_of_layer = page_groups(config, settings, capacity=capacity)
-        self._bind(settings, Sequences(Pages(groups)), group_of_layer)
+        self._bind(settings, PaddedBatch(Pages(groups)), group_of_layer)
         self._fitting: PreTrainedConfig | None = config
 
     def check_config(self, config: PreTrainedConfig) -> None:
@@ -121,17 +121,17 @@ class PagedCache(CacheOverPages):
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def _bind(self, settings: CacheConfig, sequences: Sequences, group_of_layer: list[int]) -> None:
-        self.settings, self.sequences, self.group_of_layer = settings, sequences, group_of_layer
+    def _bind(self, settings: CacheConfig, padded: PaddedBatch, group_of_layer: list[int]) -> None:
+        self.settings, self.padded, self.group_of_layer = settings, padded, group_of_layer
         self.step: Step | None = None
         self._column_slots: dict[int, Tensor] = {}  # by group, for the pass that is under way
-        groups = sequences.pages.groups
+        groups = padded.pages.groups
         self.paged_layers = [PagedLayer(self, i, groups[g], g) for i, g in enumerate(group_of_layer)]
         super().__init__(layers=list(self.paged_layers))
 
     @property
     def pages(self) -> Pages:
-        return self.sequences.pages
+        return self.padded.pages
 
     # -- a forward pass --------------------------------------------------------------------------------
 
@@ -145,14 +145,14 @@ class PagedCache(CacheOverPages):
         token_ids: Tensor | None = None,
         salt: bytes | None = None,
     ) -> Step:
-        """Plan the next forward pass of a patched model: see Sequences.prepare.
+        """Plan the next forward pass of a patched model: see PaddedBatch.prepare.
 
         salt: what K and V depend on besides the tokens (weights, adapters); blocks of another salt are dropped.
         """
         self._settle()
         if salt is not None:
             self.pages.use_salt(salt)
-        self.step = self.sequences.prepare(batch_size, num_new, device=device, mask=mask, token_ids=token_ids)
+        self.step = self.padded.prepare(batch_size, num_new, device=device, mask=mask, token_ids=token_ids)
         return self.step
 
     def _settle(self) -> None:
@@ -161,18 +161,18 @@ class PagedCache(CacheOverPages):
         self._column_slots.clear()
         self.step = None
         if self._is_unfinished:
-            self.sequences.take_back()
+            self.padded.take_back()
             self._set_columns()
 
     @property
     def _is_unfinished(self) -> bool:
         """Whether a pass was planned for that not every layer has got to."""
-        return any(layer.num_columns != self.sequences.num_columns for layer in self.paged_layers)
+        return any(layer.num_columns != self.padded.num_columns for layer in self.paged_layers)
 
     def step_for(self, layer: PagedLayer, keys: Tensor) -> Step:
         """The Step of this layer's update: as a patched model prepared it, or one where every column is a token."""
         self.check_read()
-        if self.step is None or layer.num_columns + self.step.num_columns != self.sequences.num_columns:
+        if self.step is None or layer.num_columns + self.step.num_columns != self.padded.num_columns:
             self._refuse_unwritten()
             self.step = self.prepare(keys.shape[0], keys.shape[2], device=keys.device)
             self.step.gathers = True
@@ -181,31 +181,31 @@ class PagedCache(CacheOverPages):
     def _refuse_unwritten(self) -> None:
         """A layer that the model does not have looks like a pass that stopped before it, which would be undone."""
         missed = [layer.layer_idx for layer in self.paged_layers if layer.layer_idx not in layer.group.storages]
-        if missed and self.sequences.num_columns:
+        if missed and self.padded.num_columns:
             raise UnsupportedError(
                 f"layer {missed[0]} of the PagedCache got no keys and values: if the model has fewer layers, "
                 f"{REMADE}; if its first pass was interrupted, call the cache's reset() first"
             )
 
     def column_slots(self, group_index: int, device: torch.device) -> Tensor:
-        """Sequences.column_slots, computed once per group and pass."""
+        """PaddedBatch.column_slots, computed once per group and pass."""
         if group_index not in self._column_slots:
-            self._column_slots[group_index] = self.sequences.column_slots(group_index, device)
+            self._column_slots[group_index] = self.padded.column_slots(group_index, device)
         return self._column_slots[group_index]
 
     def adopt_prefix(self, token_ids: Tensor, mask: Tensor | None, salt: bytes) -> int:
-        """Take over the blocks of known beginnings of these prompts; see Sequences.adopt_prefix."""
+        """Take over the blocks of known beginnings of these prompts; see PaddedBatch.adopt_prefix."""
         self._settle()
         self.pages.use_salt(salt)
-        skipped = self.sequences.adopt_prefix(token_ids, mask)
+        skipped = self.padded.adopt_prefix(token_ids, mask)
         self._set_columns()
         return skipped
 
-    def take_rows(self, rows: list[Row], real: Tensor | None, num_columns: int) -> None:
-        """Hold these rows, and no others, as the sequences of [B, num_columns] columns; real: as in Sequences."""
+    def take(self, sequences: list[CachedSequence], real: Tensor | None, num_columns: int) -> None:
+        """Hold these sequences, and no others, in [B, num_columns] columns; real: as in PaddedBatch."""
         self._settle()
-        self.sequences.reset()
-        self.sequences.rows, self.sequences.real, self.sequences.num_columns = rows, real, num_columns
+        self.padded.reset()
+        self.padded.sequences, self.padded.real, self.padded.num_columns = sequences, real, num_columns
         self._set_columns()
 
     @property
@@ -215,7 +215,7 @@ class PagedCache(CacheOverPages):
     def _set_columns(self) -> None:
         self._column_slots.clear()
         for layer in self.paged_layers:
-            layer.num_columns = self.sequences.num_columns
+            layer.num_columns = self.padded.num_columns
 
     # -- transformers' Cache protocol ------------------------------------------------------------------
 
@@ -224,24 +224,24 @@ class PagedCache(CacheOverPages):
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}) must be negative: it counts the tokens to remove from the end")
         self._settle()
-        self.sequences.crop(-int(tokens_to_remove))  # the assisted loop of older transformers counts in a tensor
+        self.padded.crop(-int(tokens_to_remove))  # the assisted loop of older transformers counts in a tensor
         self._set_columns()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.batch_select_indices([i for i in range(len(self.sequences.rows)) for _ in range(repeats)])
+        self.batch_select_indices([i for i in range(len(self.padded.sequences)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
         self._settle()
-        self.sequences.select(torch.as_tensor(indices).tolist())
+        self.padded.select(torch.as_tensor(indices).tolist())
 
     def reset(self) -> None:
         """Forget the sequences; blocks of known prefixes stay for the next call (see CacheConfig.prefix_sharing)."""
         self.unread = None
         self._settle()
-        self.sequences.reset()
+        self.padded.reset()
         self._set_columns()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
@@ -249,7 +249,7 @@ class PagedCache(CacheOverPages):
         self._settle()
         fork = object.__new__(type(self))
         memo[id(self)] = fork
-        fork._bind(self.settings, self.sequences.fork(), self.group_of_layer)
+        fork._bind(self.settings, self.padded.fork(), self.group_of_layer)
         fork._fitting = self._fitting
         fork._set_columns()
         return fork
@@ -267,8 +267,8 @@ class PagedCache(CacheOverPages):
         # when its operators are called while the interpreter ends.
         if "paged_layers" in vars(self):
             if self._is_unfinished:
-                self.sequences.take_back()
-            self.sequences.reset()
+                self.padded.take_back()
+            self.padded.reset()
 
     @property
     def is_initialized(self) -> bool:
@@ -276,12 +276,12 @@ class PagedCache(CacheOverPages):
 
     @property
     def batch_size(self) -> int:
-        return len(self.sequences.rows) or -1
+        return len(self.padded.sequences) or -1
 
     # -- statistics ------------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, float | int]:
         """Blocks, bytes, waste (share of held slots without a token) and prefix hits."""
         kv_bytes = sum(g.pool.num_used * g.nbytes / g.pool.num_blocks for g in self.pages.groups)
-        statistics = self.pages.statistics(self.sequences.rows)
+        statistics = self.pages.statistics(self.padded.sequences)
         return {"block_size": self.settings.block_size, "kv_bytes": round(kv_bytes), **statistics}

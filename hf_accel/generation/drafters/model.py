@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...cache.rows import Pages, Row, Span
+from ...cache.pages import CachedSequence, Pages, TokenRange
 from ..acceptance.base import Place, Verifier
 from ..runner import Runner
 from ..sampling.choice import argmax, processed
@@ -23,9 +23,9 @@ TOGETHER = (
 
 @dataclass
 class Past:
-    """What a row of the draft model holds: `final` tokens of the sequence, and then these drafted ones."""
+    """What the draft model's pages hold of a sequence: `final` tokens of the sequence, and then these drafted ones."""
 
-    row: Row
+    cached: CachedSequence
     final: int = 0
     drafted: list[int] = field(default_factory=list)
 
@@ -112,25 +112,25 @@ class ModelDrafter(Drafter):
     def forget(self, sequence: Sequence) -> None:
         past = self._pasts.pop(sequence, None)
         if past is not None:
-            past.row.release()
+            past.cached.release()
 
     # -- what the draft model has seen -----------------------------------------------------------------
 
     def _past(self, sequence: Sequence) -> Past:
-        """The sequence's row, without the drafted tokens that were rejected."""
+        """The sequence's pages, without the drafted tokens that were rejected."""
         if self.is_shared:
-            assert sequence.row is not None
-            return Past(sequence.row, final=sequence.num_computed)
+            assert sequence.cached is not None
+            return Past(sequence.cached, final=sequence.num_computed)
         past = self._pasts.get(sequence)
         if past is None:
-            row = self.pages.open(self._known(sequence.tokens))
-            past = self._pasts[sequence] = Past(row, final=row.num_tokens)
+            cached = self.pages.open(self._known(sequence.tokens))
+            past = self._pasts[sequence] = Past(cached, final=cached.num_tokens)
         for token in past.drafted:
             if past.final >= len(sequence.tokens) - 1 or sequence.tokens[past.final] != token:
                 break
             past.final += 1
         past.drafted = []
-        past.row.truncate(past.final)
+        past.cached.truncate(past.final)
         return past
 
     def _known(self, tokens: list[int]) -> list[int]:
@@ -143,16 +143,16 @@ class ModelDrafter(Drafter):
         """Compute the next counts[i] tokens of each, which then count as past -> logits [n, num_tokens] after them."""
         ids: list[int] = []
         positions: list[int] = []
-        spans, keep = [], []
+        ranges, keep = [], []
         for draft, count in zip(drafts, counts, strict=True):
-            start, row = draft.past.count, draft.past.row
+            start, cached = draft.past.count, draft.past.cached
             if not self.is_shared:
-                self.pages.append(row, count)
-            spans.append(Span(row, start, count))
+                self.pages.append(cached, count)
+            ranges.append(TokenRange(cached, start, count))
             ids += self._known(draft.take(count))
             positions += range(start, start + count)
             keep.append(len(ids) - 1)
-        return self.runner(ids, positions, self.pages.step(spans, self.runner.device), keep)
+        return self.runner(ids, positions, self.pages.step(ranges, self.runner.device), keep)
 
     # -- tokens ----------------------------------------------------------------------------------------
 

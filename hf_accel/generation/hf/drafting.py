@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ...cache.hf import page_groups
-from ...cache.rows import Pages
+from ...cache.pages import Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ...models import without_adapters

@@ -195,7 +195,7 @@ class Engine:
 
     def _waste(self) -> float:
         """The share of held slots without a token, now."""
-        rows = [sequence.row for sequence in list(self.session.scheduler.running)]
+        rows = [sequence.cached for sequence in list(self.session.scheduler.running)]
         return self.session.pages.waste([row for row in rows if row is not None])
 
     def close(self, *, wait: bool = True) -> None:

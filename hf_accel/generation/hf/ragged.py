@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaL
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ...cache.hf import PagedCache
-from ...cache.rows import Row, Span
+from ...cache.pages import CachedSequence, TokenRange
 from ...config import SpeculativeConfig
 from ...errors import UnsupportedError
 from ..sequence import Sequence
@@ -57,14 +57,14 @@ def run(call: Call) -> tuple[Any, dict[str, Any]]:
         try:
             _loop(call, session, sequences)
             result: Any = _result(call, sequences)
-            if sequences[0].keeps_row:
+            if sequences[0].keeps:
                 if call.config.return_dict_in_generate:
                     _compute_ends(session, sequences)
                 _keep(call, sequences)
         except BaseException:
             for sequence in sequences:
-                if sequence.kept_row is not None:
-                    sequence.kept_row.release()
+                if sequence.kept is not None:
+                    sequence.kept.release()
             raise
         statistics = {} if call.speculative is None else session.speculation.statistics.to_dict()
     if call.config.return_dict_in_generate:
@@ -79,7 +79,7 @@ def _sequences(call: Call) -> list[Sequence]:
     draws = BatchDraws() if call.speculative is None else None
     greedy = not call.config.do_sample
     sampling, stop = stock_sampling(call.processors, greedy=greedy, draw=draws), stop_rules(call.criteria)
-    # pages of a fixed number are needed by the rows that go on
+    # pages of a fixed number are needed by the sequences that go on
     keeps = call.cache.settings.max_tokens is None or call.config.return_dict_in_generate or len(call.input_ids) == 1
     seeds = (
         [0] * len(call.input_ids)
@@ -97,7 +97,7 @@ def _sequences(call: Call) -> list[Sequence]:
             seed=seeds[row],
             padding=ids[:padding],
             index=row,
-            keeps_row=keeps,
+            keeps=keeps,
         )
         if row % call.repeats:
             sequences[row - row % call.repeats].followers.append(sequence)
@@ -108,17 +108,17 @@ def _sequences(call: Call) -> list[Sequence]:
 
 
 def _loop(call: Call, session: Session, sequences: list[Sequence]) -> None:
-    past = call.cache.sequences.rows
-    if past:  # a cache that was passed along holds what the one row begins with
-        session.scheduler.require_room(sequences[0])  # before there is a row that holds blocks
-        row = past[0].fork()
+    past = call.cache.padded.sequences
+    if past:  # a cache that was passed along holds what the one sequence begins with
+        session.scheduler.require_room(sequences[0])  # before there is a fork that holds blocks
+        cached = past[0].fork()
         try:
-            row.truncate(min(row.num_tokens, len(sequences[0].tokens) - 1))
-            _leave_last_block(call.cache, row)
+            cached.truncate(min(cached.num_tokens, len(sequences[0].tokens) - 1))
+            _leave_last_block(call.cache, cached)
         except BaseException:
-            row.release()
+            cached.release()
             raise
-        session.add(sequences[0], row)
+        session.add(sequences[0], cached)
     else:
         for leader in sequences[:: call.repeats]:
             session.add(leader)
@@ -135,12 +135,12 @@ def _loop(call: Call, session: Session, sequences: list[Sequence]) -> None:
         call.streams.end()
 
 
-def _leave_last_block(cache: PagedCache, row: Row) -> None:
-    """To the row that goes on in it: where blocks are counted out, there may be none to copy it to."""
-    extra = row.num_tokens % cache.settings.block_size
+def _leave_last_block(cache: PagedCache, cached: CachedSequence) -> None:
+    """To the sequence that goes on in it: where blocks are counted out, there may be none to copy it to."""
+    extra = cached.num_tokens % cache.settings.block_size
     if extra and cache.settings.max_tokens is not None:
         with contextlib.suppress(UnsupportedError):  # a window that has moved on cannot go back
-            cache.crop(row.num_tokens - extra - cache.sequences.rows[0].num_tokens)
+            cache.crop(cached.num_tokens - extra - cache.padded.sequences[0].num_tokens)
 
 
 def _result(call: Call, sequences: list[Sequence]) -> Tensor:
@@ -156,28 +156,28 @@ def _result(call: Call, sequences: list[Sequence]) -> Tensor:
 def _compute_ends(session: Session, sequences: list[Sequence]) -> None:
     """Rows that ended early get K and V of their last token too, which a next turn shows; it hides their padding."""
     longest, pages = max(sequence.num_new for sequence in sequences), session.pages
-    spans, ids = [], []
+    ranges, ids = [], []
     for sequence in sequences:
-        row = sequence.kept_row
-        if row is not None and sequence.num_new < longest and pages.can_append(row, 1):
-            spans.append(Span(row, row.num_tokens, 1))
+        cached = sequence.kept
+        if cached is not None and sequence.num_new < longest and pages.can_append(cached, 1):
+            ranges.append(TokenRange(cached, cached.num_tokens, 1))
             ids.append(sequence.tokens[-1])
-            pages.append(row, 1)
-    if spans:
-        session.runner(ids, [span.start for span in spans], pages.step(spans, session.runner.device), [])
+            pages.append(cached, 1)
+    if ranges:
+        session.runner(ids, [each.start for each in ranges], pages.step(ranges, session.runner.device), [])
 
 
 def _keep(call: Call, sequences: list[Sequence]) -> None:
     """Leave in the cache what stock leaves: all columns but the last, padding behind rows that ended early."""
-    kept = [(sequence, sequence.kept_row) for sequence in sequences if sequence.kept_row is not None]
-    for sequence, row in kept:
-        row.token_ids = sequence.tokens[: row.num_tokens]
+    kept = [(sequence, sequence.kept) for sequence in sequences if sequence.kept is not None]
+    for sequence, cached in kept:
+        cached.token_ids = sequence.tokens[: cached.num_tokens]
     longest = max(sequence.num_new for sequence in sequences) - 1
-    ends = [row.num_tokens - sequence.num_prompt for sequence, row in kept]
+    ends = [cached.num_tokens - sequence.num_prompt for sequence, cached in kept]
     real = None
     if call.mask is not None or min(ends) < longest:
         before = torch.ones_like(call.input_ids) if call.mask is None else call.mask
         after = torch.arange(longest)[None] < torch.tensor(ends)[:, None]
         real = torch.cat([before.bool().cpu(), after], dim=1)
         real = None if bool(real.all()) else real
-    call.cache.take_rows([row for _, row in kept], real, call.num_columns + longest)
+    call.cache.take([cached for _, cached in kept], real, call.num_columns + longest)

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ...cache.hf import PagedCache, page_groups
-from ...cache.rows import Pages, Row
+from ...cache.pages import CachedSequence, Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ..batcher import Batcher
 from ..controller import Controller
@@ -52,14 +52,14 @@ class Session(Batcher):
         self.model = model
         self._learns = speculative if controller is None else None
 
-    def add(self, sequence: Sequence, row: Row | None = None) -> None:
-        """row: holds what is known of the sequence already.
+    def add(self, sequence: Sequence, cached: CachedSequence | None = None) -> None:
+        """cached: holds what is known of the sequence already.
 
         Raises OutOfBlocksError for a sequence that the pages could never hold.
         """
         if not self.has_work:
             self.pages.use_salt(weights_salt(self.model))
-        super().add(sequence, row)
+        super().add(sequence, cached)
 
     def statistics(self) -> dict[str, Any]:
         """Those of the passes; blocks in use now, and allocated; what speculation did, if there is any."""

@@ -97,7 +97,7 @@ class Pair:
 def check_blocks(cache: PagedCache, *others: PagedCache) -> None:
     """Every reference of every block is held by a table, and none beside."""
     for number, group in enumerate(cache.pages.groups):
-        tables = [row.tables[number] for c in (cache, *others) for row in c.sequences.rows]
+        tables = [row.tables[number] for c in (cache, *others) for row in c.padded.sequences]
         held = [block for table in tables for block in table.blocks]
         assert group.pool.num_used == len(set(held))
         assert all(group.pool.reference_count(block) == held.count(block) for block in set(held))

@@ -351,7 +351,7 @@ def test_a_count_to_crop_may_be_a_tensor() -> None:
     cache.crop(-torch.tensor(2))
     fill(cache, 1, 3, seed=1)
     assert (cache.get_seq_length(), used(cache)) == (7, 2)
-    assert type(cache.sequences.num_columns) is int
+    assert type(cache.padded.num_columns) is int
     check_blocks(cache)
 
 

@@ -150,7 +150,7 @@ def test_an_error_while_a_pass_is_prepared_leaves_nothing_behind(max_tokens: int
         assert done or group.pool.num_used == 0
         cache.reset()
         assert torch.equal(turn(cache, PROMPTS[1:]), PROMPTS[1:].float())
-        assert group.pool.num_used == len({b for row in cache.sequences.rows for b in row.tables[0].blocks})
+        assert group.pool.num_used == len({b for row in cache.padded.sequences for b in row.tables[0].blocks})
     assert point > 12
 
 
@@ -160,7 +160,7 @@ def test_prompts_that_did_not_fit_are_found_by_nobody() -> None:
     both = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 9], [9, 8, 7, 6, 5, 4, 3, 2, 1]])
     with pytest.raises(OutOfBlocksError):
         turn(cache, both)
-    assert not cache.sequences.rows and not cache.has_prefixes
+    assert not cache.padded.sequences and not cache.has_prefixes
     cache.reset()
     assert torch.equal(turn(cache, both[:1]), both[:1].float())
 

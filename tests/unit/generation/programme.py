@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hf_accel.cache.group import PageGroup
-from hf_accel.cache.rows import Pages
+from hf_accel.cache.pages import Pages
 from hf_accel.errors import OutOfBlocksError
 from hf_accel.generation.scheduler import Scheduler
 from hf_accel.generation.sequence import Chunk, Sequence, Status
@@ -77,14 +77,14 @@ class Pass:
             owned = {
                 slot: sequence
                 for sequence, count in verified.items()
-                if sequence.row is not None
-                for slot in self.held(sequence.row.tables[number], count)
+                if sequence.cached is not None
+                for slot in self.held(sequence.cached.tables[number], count)
             }
             written: dict[int, Sequence] = {}
             for chunk in chunks:
                 sequence, (start, stop, known) = chunk.sequence, self.extent(chunk, drafts)
-                assert sequence.row is not None
-                slots = sequence.row.tables[number].slots(start, stop)
+                assert sequence.cached is not None
+                slots = sequence.cached.tables[number].slots(start, stop)
                 for slot, digest in zip(slots, known[start:stop], strict=True):
                     assert slot not in written, "two rows write one slot in a pass"
                     assert slot not in owned, "a slot that others have read is written again"
@@ -92,8 +92,8 @@ class Pass:
             for chunk in chunks:
                 start, stop, known = self.extent(chunk, drafts)
                 first = 0 if group.window is None else max(0, start - group.window + 1)
-                assert chunk.sequence.row is not None
-                slots = chunk.sequence.row.tables[number].slots(first, stop)
+                assert chunk.sequence.cached is not None
+                slots = chunk.sequence.cached.tables[number].slots(first, stop)
                 assert [memory.slots.get(slot) for slot in slots] == known[first:stop], "wrong K and V are read"
 
     @staticmethod
@@ -112,7 +112,7 @@ class Pass:
 def check_blocks(pages: Pages, running: Iterable[Sequence]) -> None:
     """Every reference of every block is held by a row that runs."""
     for number, group in enumerate(pages.groups):
-        held = [block for s in running if s.row is not None for block in s.row.tables[number].blocks]
+        held = [block for s in running if s.cached is not None for block in s.cached.tables[number].blocks]
         assert group.pool.num_used == len(set(held))
         assert all(group.pool.reference_count(block) == held.count(block) for block in set(held))
         assert group.pool.num_used + group.pool.num_free == group.pool.num_blocks
@@ -165,7 +165,7 @@ class Programme:
     def end(self, sequence: Sequence, reason: str) -> None:
         self.scheduler.remove(sequence, reason)
         self.scheduler.remove(sequence, "a second time")
-        assert sequence.status is Status.FINISHED and sequence.finish_reason == reason and sequence.row is None
+        assert sequence.status is Status.FINISHED and sequence.finish_reason == reason and sequence.cached is None
         self.alive.remove(sequence)
         self.ended += 1
 
@@ -177,7 +177,7 @@ class Programme:
         assert bool(chunks) == bool(waiting or ran)
         self.check_chunks(chunks)
         self.check_admissions(waiting, ran, chunks)
-        verified = {s: count for s, count in verified.items() if s.row is not None and s in ran}
+        verified = {s: count for s, count in verified.items() if s.cached is not None and s in ran}
         if fails:
             self.scheduler.restart()
             self.restarted += 1
@@ -193,22 +193,22 @@ class Programme:
         if not chunk.reaches_end or sequence.followers or self.random.random() < 0.5:
             return []
         wanted = min(self.random.randint(0, 6), sequence.num_left - 1)
-        assert sequence.row is not None
-        count = self.pages.room(sequence.row, wanted, start=sequence.num_computed)
-        self.pages.append(sequence.row, count, start=sequence.num_computed)
+        assert sequence.cached is not None
+        count = self.pages.room(sequence.cached, wanted, start=sequence.num_computed)
+        self.pages.append(sequence.cached, count, start=sequence.num_computed)
         return [self.random.randrange(VOCABULARY) for _ in range(count)]
 
     def commit(self, chunk: Chunk, draft: list[int]) -> None:
-        sequence, row = chunk.sequence, chunk.sequence.row
-        assert row is not None
+        sequence, cached = chunk.sequence, chunk.sequence.cached
+        assert cached is not None
         if not chunk.reaches_end:
             sequence.num_computed += chunk.count
             return
         accepted = draft[: self.random.randint(0, len(draft))]
         sequence.num_computed += chunk.count + len(accepted)
-        row.truncate(sequence.num_computed)
+        cached.truncate(sequence.num_computed)
         sequence.tokens += accepted
-        self.pages.publish(row, sequence.tokens[: sequence.num_computed])
+        self.pages.publish(cached, sequence.tokens[: sequence.num_computed])
         forked = self.scheduler.fork(sequence) if sequence.followers else []
         self.forked += len(forked)
         for each in (sequence, *forked):
@@ -227,9 +227,9 @@ class Programme:
         assert len(counts) == len(chunks) and min(counts.values(), default=1) > 0
         assert counts.keys() <= set(self.scheduler.running)
         for sequence in self.scheduler.running:
-            assert sequence.row is not None
-            assert all(t.num_tokens == sequence.num_computed + counts.get(sequence, 0) for t in sequence.row.tables)
-            assert sequence.row.num_tokens <= len(sequence.tokens)
+            assert sequence.cached is not None
+            assert all(t.num_tokens == sequence.num_computed + counts.get(sequence, 0) for t in sequence.cached.tables)
+            assert sequence.cached.num_tokens <= len(sequence.tokens)
 
     def check_admissions(self, waiting: list[Sequence], ran: list[Sequence], chunks: list[Chunk]) -> None:
         """Priority, then arrival; but who is oldest and was overtaken `patience` times goes first for good."""
@@ -251,12 +251,12 @@ class Programme:
     def check(self) -> None:
         check_blocks(self.pages, self.scheduler.running)
         running = self.scheduler.running
-        assert all(s.status is Status.RUNNING and s.row is not None for s in running)
-        assert all(s.row.num_tokens == s.num_computed for s in running if s.row is not None)
+        assert all(s.status is Status.RUNNING and s.cached is not None for s in running)
+        assert all(s.cached.num_tokens == s.num_computed for s in running if s.cached is not None)
         rest = set(self.alive) - set(running)
         behind = {follower for s in self.alive for follower in s.followers}
         assert set(self.scheduler.waiting) == rest - behind
-        assert all(s.status is Status.WAITING and s.row is None and s.num_computed == 0 for s in rest)
+        assert all(s.status is Status.WAITING and s.cached is None and s.num_computed == 0 for s in rest)
 
     def drain(self) -> None:
         """Everyone comes to an end without new arrivals, and gives back all blocks."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hf_accel.cache.rows import Pages
+from hf_accel.cache.pages import Pages
 from hf_accel.errors import OutOfBlocksError
 from hf_accel.generation.acceptance import verifier as verifier_named
 from hf_accel.generation.batcher import Batcher, Progress
@@ -137,7 +137,7 @@ class Programme:
             progress = self.batcher.step()
         except RuntimeError:
             self.counts["broken"] += 1
-            assert all(len(s.tokens) == before[s] and s.row is None for s in self.alive)
+            assert all(len(s.tokens) == before[s] and s.cached is None for s in self.alive)
             return
         for each in progress:
             sequence = each.sequence
@@ -151,7 +151,7 @@ class Programme:
     def end(self, sequence: Sequence, how: str) -> None:
         self.alive.remove(sequence)
         self.counts[how] += 1
-        assert sequence.row is None and sequence.is_finished
+        assert sequence.cached is None and sequence.is_finished
         self.learn(sequence)
 
     def learn(self, sequence: Sequence) -> None:

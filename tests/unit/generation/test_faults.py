@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from hf_accel.cache.group import PageGroup
+from hf_accel.cache.pages import Pages
 from hf_accel.cache.pool import BlockPool
 from hf_accel.cache.prefix import PrefixIndex
-from hf_accel.cache.rows import Pages
 from hf_accel.cache.table import BlockTable
 from hf_accel.errors import HfAccelError, HfAccelWarning, OutOfBlocksError
 from hf_accel.generation.acceptance import verifier as verifier_named
@@ -222,19 +222,19 @@ def test_room_in_many_groups_is_given_as_a_whole_or_not_at_all(
 ) -> None:
     """Two groups copy the last block; the second of them fails."""
     pages = toy_pages(8, block_size=2, window=5)
-    row = pages.open([])
-    pages.append(row, 3)
-    fork = row.fork()
+    cached = pages.open([])
+    pages.append(cached, 3)
+    fork = cached.fork()
     used = [group.pool.num_used for group in pages.groups]
     faults = Faults(monkeypatch, [(Slots, "copy")])
     faults.arm(2, error)
     with pytest.raises(error, match="injected"):
         pages.append(fork, 2)
     assert [table.num_tokens for table in fork.tables] == [3, 3]
-    assert pages.groups[1].pool.num_used == used[1] and fork.tables[1].blocks == row.tables[1].blocks
+    assert pages.groups[1].pool.num_used == used[1] and fork.tables[1].blocks == cached.tables[1].blocks
     pages.append(fork, 2)
     assert [table.num_tokens for table in fork.tables] == [5, 5]
-    for each in (row, fork):
+    for each in (cached, fork):
         each.release()
     check_blocks(pages, [])
 
@@ -326,10 +326,10 @@ def test_no_memory_for_drafts_means_no_drafts(monkeypatch: pytest.MonkeyPatch) -
     engine = served("growing")
     append = Pages.append
 
-    def full(pages: Pages, row: Any, count: int, *, start: int | None = None) -> None:
+    def full(pages: Pages, cached: Any, count: int, *, start: int | None = None) -> None:
         if start is not None:  # a draft's
             raise RuntimeError("can't allocate memory")
-        append(pages, row, count)
+        append(pages, cached, count)
 
     monkeypatch.setattr(Pages, "append", full)
     assert others_beside(engine) == []

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from hf_accel.cache.rows import Pages
+from hf_accel.cache.pages import Pages
 from hf_accel.errors import OutOfBlocksError, UnsupportedError
 from hf_accel.generation.scheduler import Scheduler
 from hf_accel.generation.sequence import Chunk, Sequence, Status
@@ -201,7 +201,7 @@ def test_blocks_held_by_others_fail_a_sequence_instead_of_hanging() -> None:
         commit(scheduler, scheduler.schedule())
         ended += scheduler.take_failed()
     assert ended == [starts, grows] and grows.num_new == 6
-    assert all(s.finish_reason == "failed" and s.row is None for s in ended)
+    assert all(s.finish_reason == "failed" and s.cached is None for s in ended)
     with pytest.raises(OutOfBlocksError, match="12 tokens has room for 8 although nothing else runs"):
         raise starts.error or AssertionError
     other.release()
@@ -224,12 +224,12 @@ def test_windows_that_roll_have_no_capacity() -> None:
 
 def test_drafts_behind_a_reserved_slot_keep_what_the_window_still_sees() -> None:
     pages = pages_of(6, windows=(5,))
-    row = pages.open([])
-    pages.append(row, 8)
-    pages.append(row, 1)  # the pass computes token 8, which sees tokens 4..8
-    pages.append(row, 7, start=8)
-    assert row.tables[0].slots(4, 16)
-    row.truncate(9)
+    cached = pages.open([])
+    pages.append(cached, 8)
+    pages.append(cached, 1)  # the pass computes token 8, which sees tokens 4..8
+    pages.append(cached, 7, start=8)
+    assert cached.tables[0].slots(4, 16)
+    cached.truncate(9)
 
 
 def test_admission_leaves_room_for_those_that_run() -> None:
@@ -267,7 +267,7 @@ def test_the_victim_is_of_the_lowest_priority_then_the_latest() -> None:
         order += [i for i, s in enumerate(sequences) if s.num_preemptions > before[i]]
     assert order == [2, 1, 3]
     assert scheduler.waiting == [sequences[i] for i in (3, 1, 2)]
-    assert all(s.num_computed == 0 and s.row is None and s.num_new > 0 for s in scheduler.waiting)
+    assert all(s.num_computed == 0 and s.cached is None and s.num_new > 0 for s in scheduler.waiting)
 
 
 def test_what_was_preempted_goes_on_where_it_was() -> None:
@@ -295,10 +295,10 @@ def test_prompts_under_way_that_block_each_other_are_resolved() -> None:
     scheduler = scheduler_of(*sequences, num_blocks=9, budget=20)
     pages = scheduler.pages
     step(scheduler)
-    row = pages.open([])
-    scheduler._run(sequences[1], row)  # as if it had been admitted
+    cached = pages.open([])
+    scheduler._run(sequences[1], cached)  # as if it had been admitted
     scheduler._waiting.remove(sequences[1])
-    pages.append(row, 16)
+    pages.append(cached, 16)
     sequences[1].num_computed = 16
     while scheduler.has_work:
         chunks = scheduler.schedule()

@@ -133,7 +133,7 @@ def test_slots_that_a_short_draft_does_not_need_go_back() -> None:
     batcher.step()
     for _ in range(5):
         batcher.step()
-        assert sequence.row is not None and sequence.row.num_tokens == sequence.num_computed
+        assert sequence.cached is not None and sequence.cached.num_tokens == sequence.num_computed
         assert batcher.pages.groups[0].pool.num_used == -(-sequence.num_computed // 4)
 
 
@@ -160,5 +160,5 @@ def test_bad_drafters_are_told_what_they_did(drafter: Drafter, message: str) -> 
     tokens = list(sequence.tokens)
     with pytest.raises(HfAccelError, match=message):
         batcher.step()
-    assert sequence.tokens == tokens and sequence.row is None  # it could go on, computed anew
+    assert sequence.tokens == tokens and sequence.cached is None  # it could go on, computed anew
     assert batcher.pages.groups[0].pool.num_used == 0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_accel.cache.group import PageGroup
-from hf_accel.cache.rows import Pages
+from hf_accel.cache.pages import Pages
 from hf_accel.cache.step import Step
 from hf_accel.generation.acceptance.base import Place, Verifier
 from hf_accel.generation.drafters.base import Draft, Drafter

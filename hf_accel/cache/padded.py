@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from .rows import Pages, Row, Span
+from .pages import CachedSequence, Pages, TokenRange
 from .step import Step
 
 
-class Sequences:
+class PaddedBatch:
     """Which tokens of B sequences stand in which columns. All writes of bookkeeping happen in `prepare`."""
 
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
-        self.rows: list[Row] = []
+        self.sequences: list[CachedSequence] = []
         self.num_columns = 0
         self.real: Tensor | None = None  # [B, num_columns] bool, False is padding; None: no padding at all
         # For take_back: what was there before the pass that was prepared last, and the blocks that it published.
-        self._before: tuple[list[Row], list[int], int, Tensor | None] = ([], [], 0, None)
+        self._before: tuple[list[CachedSequence], list[int], int, Tensor | None] = ([], [], 0, None)
         self._published: list[int] = []
 
     # -- the next forward pass -------------------------------------------------------------------------
@@ -46,22 +46,22 @@ class Sequences:
         token_ids: [B, num_new] or None; with known ids, equal beginnings share blocks.
         Raises OutOfBlocksError when a fixed pool is exhausted, with the sequences as they were, as after any error.
         """
-        if self.rows and len(self.rows) != batch_size:
+        if self.sequences and len(self.sequences) != batch_size:
             raise UnsupportedError(
-                f"the cache holds {len(self.rows)} sequences and the input has {batch_size}; "
+                f"the cache holds {len(self.sequences)} sequences and the input has {batch_size}; "
                 "call cache.reset(), or give a cache to each batch"
             )
         real = self._extended_mask(batch_size, num_new, mask)
         new_real = None if real is None else real[:, self.num_columns :]
         counts = [num_new] * batch_size if new_real is None else new_real.sum(1).tolist()
-        ids = [None] * batch_size if token_ids is None else _ids_per_row(token_ids, new_real)
-        starts = [row.num_tokens for row in self.rows] or [0] * batch_size
-        self._before, self._published = (self.rows, starts, self.num_columns, self.real), []
+        ids = [None] * batch_size if token_ids is None else _ids_per_sequence(token_ids, new_real)
+        starts = [sequence.num_tokens for sequence in self.sequences] or [0] * batch_size
+        self._before, self._published = (self.sequences, starts, self.num_columns, self.real), []
         try:
-            spans = self._append(starts, counts, ids) if any(starts) else self._begin(counts, ids)
-            step = self.pages.step(spans, device)
+            ranges = self._append(starts, counts, ids) if any(starts) else self._begin(counts, ids)
+            step = self.pages.step(ranges, device)
             step.num_columns, step.fresh = num_new, not any(starts)
-            step.rows = None if new_real is None else new_real.flatten().nonzero().squeeze(1).to(device)
+            step.token_columns = None if new_real is None else new_real.flatten().nonzero().squeeze(1).to(device)
             step.contiguous = [self._contiguous(real, num_new, group.window) for group in self.pages.groups]
         except BaseException:
             self.take_back()
@@ -72,11 +72,11 @@ class Sequences:
 
     def take_back(self) -> None:
         """Undo the last `prepare`, whose pass did not come to its end: nobody finds the blocks that it published."""
-        rows, starts, self.num_columns, self.real = self._before
+        sequences, starts, self.num_columns, self.real = self._before
         self.pages.withdraw(self._published)
-        for row, start in zip(self.rows, starts, strict=False):  # an error may have left fewer rows
-            row.truncate(start)
-        self.rows = rows
+        for sequence, start in zip(self.sequences, starts, strict=False):  # an error may have left fewer sequences
+            sequence.truncate(start)
+        self.sequences = sequences
 
     def _extended_mask(self, batch_size: int, num_new: int, mask: Tensor | None) -> Tensor | None:
         past, total = self.num_columns, self.num_columns + num_new
@@ -102,9 +102,9 @@ class Sequences:
 
     @staticmethod
     def _contiguous(real: Tensor | None, num_new: int, window: int | None) -> bool:
-        """Whether bottom-right causal attention over a row's tokens equals attention over its columns.
+        """Whether bottom-right causal attention over a sequence's tokens equals attention over its columns.
 
-        The new tokens of each row must be at the end of the new columns; where a window counts columns,
+        The new tokens of each sequence must be at the end of the new columns; where a window counts columns,
         no padding may stand between tokens at all.
         """
         if real is None:
@@ -114,48 +114,48 @@ class Sequences:
         span = real if window is not None else real[:, -num_new:]
         return not bool((span[:, :-1] & ~span[:, 1:]).any())
 
-    def _begin(self, counts: list[int], ids: Sequence[list[int] | None]) -> list[Span]:
-        """New rows of counts[r] tokens, in known blocks as far as there are any; equal ones share all of theirs."""
-        self.rows, spans = [], []
-        twins: dict[tuple[int, ...], Row] = {}
+    def _begin(self, counts: list[int], ids: Sequence[list[int] | None]) -> list[TokenRange]:
+        """New sequences of counts[i] tokens, in known blocks as far as there are any; equal ones share all."""
+        self.sequences, ranges = [], []
+        twins: dict[tuple[int, ...], CachedSequence] = {}
         for count, new_ids in zip(counts, ids, strict=True):
             twin = twins.get(tuple(new_ids or ()))
             if twin is None:
                 blocks = self.pages.known(new_ids or ())
-                self.rows.append(self.pages.begin(blocks, len(blocks) * self.pages.block_size))
+                self.sequences.append(self.pages.begin(blocks, len(blocks) * self.pages.block_size))
             else:
-                self.rows.append(twin.fork())
-            spans.append(self._extend(self.rows[-1], 0, count, new_ids))
+                self.sequences.append(twin.fork())
+            ranges.append(self._extend(self.sequences[-1], 0, count, new_ids))
             if new_ids:
-                twins[tuple(new_ids)] = self.rows[-1]
-        return spans
+                twins[tuple(new_ids)] = self.sequences[-1]
+        return ranges
 
-    def _append(self, starts: list[int], counts: list[int], ids: Sequence[list[int] | None]) -> list[Span]:
-        """Room for counts[r] tokens in every row.
+    def _append(self, starts: list[int], counts: list[int], ids: Sequence[list[int] | None]) -> list[TokenRange]:
+        """Room for counts[i] more tokens in each sequence.
 
         Blocks behind the windows are released here, and not earlier, so that a crop can go back.
         """
-        for row, start in zip(self.rows, starts, strict=True):
-            self.pages.slide(row, start)
-        return [self._extend(*each) for each in zip(self.rows, starts, counts, ids, strict=True)]
+        for sequence, start in zip(self.sequences, starts, strict=True):
+            self.pages.slide(sequence, start)
+        return [self._extend(*each) for each in zip(self.sequences, starts, counts, ids, strict=True)]
 
-    def _extend(self, row: Row, start: int, count: int, ids: list[int] | None) -> Span:
-        """Slots for the tokens from `start` on, of which the row may hold some already."""
-        span = Span(row, start, count, stored=row.num_tokens)
-        self.pages.append(row, span.num_written, start=start)
+    def _extend(self, sequence: CachedSequence, start: int, count: int, ids: list[int] | None) -> TokenRange:
+        """Slots for the tokens from `start` on, of which the sequence may hold some already."""
+        tokens = TokenRange(sequence, start, count, stored=sequence.num_tokens)
+        self.pages.append(sequence, tokens.num_written, start=start)
         if ids is None:
-            row.epoch = None
-            return span
-        row.token_ids[start:] = ids
+            sequence.epoch = None
+            return tokens
+        sequence.token_ids[start:] = ids
         if (start + count) // self.pages.block_size > start // self.pages.block_size:
-            self._published += self.pages.publish(row, row.token_ids)
-        return span
+            self._published += self.pages.publish(sequence, sequence.token_ids)
+        return tokens
 
     def column_slots(self, index: int, device: torch.device) -> Tensor:
         """The slot of each column, [B, num_columns] int64; -1 for padding and for what lies behind the window."""
-        out = torch.full((len(self.rows), self.num_columns), -1, dtype=torch.int64)
-        for number, row in enumerate(self.rows):
-            table = row.tables[index]
+        out = torch.full((len(self.sequences), self.num_columns), -1, dtype=torch.int64)
+        for number, sequence in enumerate(self.sequences):
+            table = sequence.tables[index]
             dropped = table.num_dropped_blocks * self.pages.block_size
             slots = [-1] * dropped + table.slots(dropped, table.num_tokens)
             where = slice(None) if self.real is None else self.real[number].cpu()
@@ -167,64 +167,64 @@ class Sequences:
     def adopt_prefix(self, token_ids: Tensor, mask: Tensor | None) -> int:
         """Start empty sequences from known blocks; returns how many columns need not be computed.
 
-        All rows must skip equally many columns, since the input stays a rectangle, and at least one
+        All sequences must skip equally many columns, since the input stays a rectangle, and at least one
         column is left to compute. token_ids, mask: [B, T].
         """
         real = None if mask is None or bool(mask.all()) else mask.bool()
-        if self.rows or (real is not None and bool((real[:, :-1] & ~real[:, 1:]).any())):
+        if self.sequences or (real is not None and bool((real[:, :-1] & ~real[:, 1:]).any())):
             return 0
-        rows = _ids_per_row(token_ids, real)
-        blocks = [self.pages.known(ids) for ids in rows]
-        pads = [token_ids.shape[1] - len(ids) for ids in rows]
-        reach = [pad + len(of_row) * self.pages.block_size for pad, of_row in zip(pads, blocks, strict=True)]
+        sequences = _ids_per_sequence(token_ids, real)
+        blocks = [self.pages.known(ids) for ids in sequences]
+        pads = [token_ids.shape[1] - len(ids) for ids in sequences]
+        reach = [pad + len(found) * self.pages.block_size for pad, found in zip(pads, blocks, strict=True)]
         skipped = min([*reach, token_ids.shape[1] - 1])
         if skipped <= 0:
             return 0
-        for ids, pad, of_row in zip(rows, pads, blocks, strict=True):
-            row = self.pages.begin(of_row, max(0, skipped - pad))
-            row.token_ids = ids[: row.num_tokens]
-            self.rows.append(row)
+        for ids, pad, found in zip(sequences, pads, blocks, strict=True):
+            sequence = self.pages.begin(found, max(0, skipped - pad))
+            sequence.token_ids = ids[: sequence.num_tokens]
+            self.sequences.append(sequence)
         self.num_columns, self.real = skipped, None if real is None else real[:, :skipped]
         return skipped
 
     def crop(self, num_removed: int) -> None:
-        """Take back the last `num_removed` columns of every row.
+        """Take back the last `num_removed` columns of every sequence.
 
         Raises UnsupportedError, with nothing changed, if a sliding window has let go of what is left in it.
         """
         keep = max(0, self.num_columns - num_removed)
-        kept = [keep] * len(self.rows) if self.real is None else self.real[:, :keep].sum(1).tolist()
-        for row, num_tokens in zip(self.rows, kept, strict=True):
-            self.pages.require_held(row, num_tokens)
-        for row, num_tokens in zip(self.rows, kept, strict=True):
-            row.truncate(num_tokens)
+        kept = [keep] * len(self.sequences) if self.real is None else self.real[:, :keep].sum(1).tolist()
+        for sequence, num_tokens in zip(self.sequences, kept, strict=True):
+            self.pages.require_held(sequence, num_tokens)
+        for sequence, num_tokens in zip(self.sequences, kept, strict=True):
+            sequence.truncate(num_tokens)
         self.num_columns = keep
         self.real = None if self.real is None else self.real[:, :keep]
 
     def select(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in that order, repeated where an index is repeated (beams, n-best)."""
-        chosen = [self.rows[i].fork() for i in indices]
-        for row in self.rows:
-            row.release()
-        self.rows = chosen
+        """Keep the sequences `indices`, in that order, repeated where an index is repeated (beams, n-best)."""
+        chosen = [self.sequences[i].fork() for i in indices]
+        for sequence in self.sequences:
+            sequence.release()
+        self.sequences = chosen
         if self.real is not None:
             self.real = self.real[torch.tensor(indices, dtype=torch.int64, device=self.real.device)]
 
-    def fork(self) -> Sequences:
+    def fork(self) -> PaddedBatch:
         """The same sequences over the same pages; what either writes from here on is copied first."""
-        other = Sequences(copy.copy(self.pages))
-        other.rows = [row.fork() for row in self.rows]
+        other = PaddedBatch(copy.copy(self.pages))
+        other.sequences = [sequence.fork() for sequence in self.sequences]
         other.num_columns, other.real = self.num_columns, self.real
         return other
 
     def reset(self) -> None:
-        """Forget the sequences. Known blocks stay for a later prompt that begins alike, until they are needed."""
-        for row in self.rows:
-            row.release()
-        self.rows, self.num_columns, self.real = [], 0, None
+        """Forget the sequences. Known blocks stay for a later prompt that begins as they do, until they are needed."""
+        for sequence in self.sequences:
+            sequence.release()
+        self.sequences, self.num_columns, self.real = [], 0, None
 
 
-def _ids_per_row(token_ids: Tensor, real: Tensor | None) -> list[list[int]]:
+def _ids_per_sequence(token_ids: Tensor, real: Tensor | None) -> list[list[int]]:
     if real is None:
         return token_ids.tolist()
     return [ids[keep].tolist() for ids, keep in zip(token_ids, real.to(token_ids.device), strict=True)]

@@ -18,7 +18,7 @@ from .table import BlockTable
 
 
 @dataclass
-class Row:
+class CachedSequence:
     """One sequence: a block table per group.
 
     epoch: that of the prefix index when the sequence began; its blocks are published in no other. None: its K and V
@@ -33,8 +33,8 @@ class Row:
     def num_tokens(self) -> int:
         return self.tables[0].num_tokens
 
-    def fork(self) -> Row:
-        other = Row([], self.epoch, list(self.token_ids))
+    def fork(self) -> CachedSequence:
+        other = CachedSequence([], self.epoch, list(self.token_ids))
         try:
             for table in self.tables:
                 other.tables.append(table.fork())
@@ -58,13 +58,13 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Span:
-    """Tokens start..start+count-1 of a row are computed in a pass; the row has slots for them already.
+class TokenRange:
+    """Tokens start..start+count-1 of a sequence are computed in a pass; the sequence has slots for them already.
 
-    stored: the pass writes those from this number on, since the row shares the blocks of those before; 0: all.
+    stored: the pass writes those from this number on, since the sequence shares the blocks of those before; 0: all.
     """
 
-    row: Row
+    sequence: CachedSequence
     start: int
     count: int
     stored: int = 0
@@ -75,7 +75,7 @@ class Span:
 
 
 def _rolls(group: PageGroup) -> bool:
-    """Whether a row of any length fits, because a new block never comes before the window has left an old one."""
+    """Whether any length fits, because a new block never comes before the window has left an old one."""
     return group.window is not None and group.pool.num_blocks > -(-(group.window - 1) // group.pool.block_size)
 
 
@@ -118,15 +118,15 @@ class Pages:
             return []
         return self.index.match(token_ids)
 
-    def begin(self, blocks: Sequence[int] = (), num_tokens: int = 0) -> Row:
-        """A row of the first `num_tokens` tokens that stand in `blocks`."""
-        row = Row([BlockTable(group.pool) for group in self.groups], self.epoch)
+    def begin(self, blocks: Sequence[int] = (), num_tokens: int = 0) -> CachedSequence:
+        """A sequence of the first `num_tokens` tokens that stand in `blocks`."""
+        sequence = CachedSequence([BlockTable(group.pool) for group in self.groups], self.epoch)
         if num_tokens:
-            row.tables[0].adopt(blocks[: -(-num_tokens // self.block_size)], num_tokens)
-        return row
+            sequence.tables[0].adopt(blocks[: -(-num_tokens // self.block_size)], num_tokens)
+        return sequence
 
-    def open(self, token_ids: Sequence[int]) -> Row:
-        """A row that begins with what is known of these tokens; at least the last is left to compute.
+    def open(self, token_ids: Sequence[int]) -> CachedSequence:
+        """A sequence that begins with what is known of these tokens; at least the last is left to compute.
 
         Only whole blocks are taken. A part of one would be copied before it is written to, and blocks that are
         published by the pass that computes them hold nothing yet.
@@ -134,17 +134,17 @@ class Pages:
         blocks = self.known(token_ids)
         return self.begin(blocks, max(0, min(len(blocks), (len(token_ids) - 1) // self.block_size)) * self.block_size)
 
-    def publish(self, row: Row, token_ids: Sequence[int]) -> list[int]:
-        """Let others find the full blocks of `token_ids`, which the row begins with and will not take back.
+    def publish(self, sequence: CachedSequence, token_ids: Sequence[int]) -> list[int]:
+        """Let others find the full blocks of `token_ids`, which the sequence begins with and will not take back.
 
         Returns those that nobody could find before.
         """
-        if self.index is None or row.epoch != self.index.epoch:
+        if self.index is None or sequence.epoch != self.index.epoch:
             return []
-        return self.index.insert(token_ids, row.tables[0].blocks)
+        return self.index.insert(token_ids, sequence.tables[0].blocks)
 
     def withdraw(self, blocks: Iterable[int]) -> None:
-        """Let nobody find these blocks, which were published and will not be written; a row still holds them."""
+        """Let nobody find these blocks, which were published and will not be written; a sequence still holds them."""
         if self.index is not None:
             for block in blocks:
                 if block in self.index:
@@ -152,15 +152,15 @@ class Pages:
 
     # -- windows ---------------------------------------------------------------------------------------
 
-    def slide(self, row: Row, start: int) -> None:
-        """Let go of what lies behind the windows of the token `start`; the row cannot go back further than to it."""
-        for group, table in zip(self.groups, row.tables, strict=True):
+    def slide(self, sequence: CachedSequence, start: int) -> None:
+        """Let go of what lies behind the windows of token `start`; the sequence goes back no further than to it."""
+        for group, table in zip(self.groups, sequence.tables, strict=True):
             if group.window is not None:
                 table.drop_before(start - group.window + 1)
 
-    def require_held(self, row: Row, num_tokens: int) -> None:
-        """Raise UnsupportedError if a window has let go of what the row needs to go back to so many tokens."""
-        for group, table in zip(self.groups, row.tables, strict=True):
+    def require_held(self, sequence: CachedSequence, num_tokens: int) -> None:
+        """Raise UnsupportedError if a window has let go of what the sequence needs to go back to so many tokens."""
+        for group, table in zip(self.groups, sequence.tables, strict=True):
             held = table.num_dropped_blocks * self.block_size
             needed = 0 if group.window is None else max(0, num_tokens - group.window + 1)
             if num_tokens and held > needed:
@@ -175,43 +175,43 @@ class Pages:
         """For each group, the blocks that can be given out; sys.maxsize where the pool grows."""
         return [sys.maxsize if group.pool.growable else group.pool.num_free for group in self.groups]
 
-    def blocks_for(self, row: Row, count: int) -> list[int]:
-        """For each group, the blocks that `count` more tokens of a row take; at most those in a sliding window."""
+    def blocks_for(self, sequence: CachedSequence, count: int) -> list[int]:
+        """For each group, the blocks that `count` more tokens take; at most those in a sliding window."""
         return [
             table.blocks_needed(count if group.window is None else min(count, group.window))
-            for group, table in zip(self.groups, row.tables, strict=True)
+            for group, table in zip(self.groups, sequence.tables, strict=True)
         ]
 
-    def room(self, row: Row, most: int, *, start: int | None = None) -> int:
+    def room(self, sequence: CachedSequence, most: int, *, start: int | None = None) -> int:
         """How many tokens can be appended, at most `most`. start: as for `append`."""
-        self.slide(row, row.num_tokens if start is None else start)
-        for group, table in zip(self.groups, row.tables, strict=True):
+        self.slide(sequence, sequence.num_tokens if start is None else start)
+        for group, table in zip(self.groups, sequence.tables, strict=True):
             if not group.pool.growable:
                 most = min(most, table.slots_with(group.pool.num_free))
         return most
 
-    def can_append(self, row: Row, count: int, *, start: int | None = None) -> bool:
-        return self.room(row, count, start=start) == count
+    def can_append(self, sequence: CachedSequence, count: int, *, start: int | None = None) -> bool:
+        return self.room(sequence, count, start=start) == count
 
-    def append(self, row: Row, count: int, *, start: int | None = None) -> None:
-        """Slots for `count` more tokens. Raises as PageGroup.append does, with the row's tokens as they were.
+    def append(self, sequence: CachedSequence, count: int, *, start: int | None = None) -> None:
+        """Slots for `count` more tokens. Raises as PageGroup.append does, with the sequence's tokens as they were.
 
-        start: the first token that the coming pass computes, if the row has slots for it already. The row slides
-        to it when a new block is needed, and not when tokens are taken back, so that it can go back.
+        start: the first token that the coming pass computes, if the sequence has slots for it already. The sequence
+        slides to it when a new block is needed, and not when tokens are taken back, so that it can go back.
         """
-        for table in row.tables:
+        for table in sequence.tables:
             if not table.has_slots(count):
                 break
         else:
-            for table in row.tables:
+            for table in sequence.tables:
                 table.num_tokens += count
             return
-        self.slide(row, row.num_tokens if start is None else start)
-        for group, table in zip(self.groups, row.tables, strict=True):
+        self.slide(sequence, sequence.num_tokens if start is None else start)
+        for group, table in zip(self.groups, sequence.tables, strict=True):
             group.pool.require(table.blocks_needed(count))
         longer: list[BlockTable] = []
         try:
-            for group, table in zip(self.groups, row.tables, strict=True):
+            for group, table in zip(self.groups, sequence.tables, strict=True):
                 group.append(table, count)
                 longer.append(table)
         except BaseException:
@@ -221,36 +221,36 @@ class Pages:
 
     # -- a pass ----------------------------------------------------------------------------------------
 
-    def step(self, spans: Sequence[Span], device: torch.device) -> Step:
-        """What a forward pass over the tokens of these spans, end to end in one row, reads and writes."""
-        counts = [span.count for span in spans]
+    def step(self, ranges: Sequence[TokenRange], device: torch.device) -> Step:
+        """What a forward pass over the tokens of these ranges, end to end in one row, reads and writes."""
+        counts = [each.count for each in ranges]
         cu_q = offsets(counts, device)
         return Step(
-            groups=[_group_step(group, index, spans, cu_q) for index, group in enumerate(self.groups)],
+            groups=[_group_step(group, index, ranges, cu_q) for index, group in enumerate(self.groups)],
             num_columns=sum(counts),
-            rows=None,
+            token_columns=None,
             fresh=False,
             contiguous=[True] * len(self.groups),
         )
 
     # -- statistics ------------------------------------------------------------------------------------
 
-    def statistics(self, rows: Iterable[Row]) -> dict[str, float | int]:
+    def statistics(self, sequences: Iterable[CachedSequence]) -> dict[str, float | int]:
         """Blocks in use and in all, their waste, and how many full blocks were looked for and found."""
         return {
             "blocks_used": sum(group.pool.num_used for group in self.groups),
             "blocks_allocated": sum(group.pool.num_blocks for group in self.groups),
-            "waste": self.waste(rows),
+            "waste": self.waste(sequences),
             "prefix_lookups": 0 if self.index is None else self.index.lookups,
             "prefix_hits": 0 if self.index is None else self.index.hits,
         }
 
-    def waste(self, rows: Iterable[Row]) -> float:
-        """The share of held slots without a token; `rows` are all that hold any."""
+    def waste(self, sequences: Iterable[CachedSequence]) -> float:
+        """The share of held slots without a token; `sequences` are all that hold any."""
         size = self.block_size
         tokens_in: dict[tuple[int, int], int] = {}  # by group and block: a block that is shared counts once
-        for row in rows:
-            for index, table in enumerate(row.tables):
+        for sequence in sequences:
+            for index, table in enumerate(sequence.tables):
                 for number, block in enumerate(table.blocks):
                     filled = min(size, table.num_held_tokens - number * size)
                     tokens_in[index, block] = max(filled, tokens_in.get((index, block), 0))
@@ -258,24 +258,26 @@ class Pages:
         return 1 - sum(tokens_in.values()) / held if held else 0.0
 
 
-def _group_step(group: PageGroup, index: int, spans: Sequence[Span], cu_q: Tensor) -> GroupStep:
-    """The part of a Step that layers of one group see. A row may have slots beyond its span: nobody reads them."""
-    device, tables = cu_q.device, [span.row.tables[index] for span in spans]
+def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], cu_q: Tensor) -> GroupStep:
+    """The part of a Step that layers of one group see. Slots beyond a sequence's range are not read."""
+    device, tables = cu_q.device, [each.sequence.tables[index] for each in ranges]
     slots: list[int] = []
     held: list[int] = []
-    for span, table in zip(spans, tables, strict=True):
-        stop = span.start + span.count
-        slots += table.slots(span.stored or span.start, stop)
+    for each, table in zip(ranges, tables, strict=True):
+        stop = each.start + each.count
+        slots += table.slots(each.stored or each.start, stop)
         held.append(stop - table.num_dropped_blocks * group.pool.block_size)
     written = None
-    if len(slots) < sum(span.count for span in spans):
-        ends = accumulate(span.count for span in spans)
-        places = [place for span, end in zip(spans, ends, strict=True) for place in range(end - span.num_written, end)]
+    if len(slots) < sum(each.count for each in ranges):
+        ends = accumulate(each.count for each in ranges)
+        places = [
+            place for each, end in zip(ranges, ends, strict=True) for place in range(end - each.num_written, end)
+        ]
         written = torch.tensor(places, dtype=torch.int64, device=device)
     ragged = Ragged(
         cu_q,
         kv_len=torch.tensor(held, dtype=torch.int32, device=device),
-        max_q=max((span.count for span in spans), default=0),
+        max_q=max((each.count for each in ranges), default=0),
         max_kv=max(held, default=0),
         block_table=group.table_tensor(tables, device),
     )
