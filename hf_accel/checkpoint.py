@@ -243,8 +243,8 @@ def _check_scales(key: str, scale: Tensor) -> None:
 
 def _check_tensor(key: str, expected: Tensor, found: Found, described: str = "") -> None:
     as_described = f" with {described}" if described else ""
-    alike = found.dtype in FLOATS if expected.is_floating_point() else found.dtype == expected.dtype
-    if not alike:
+    same_kind = found.dtype in FLOATS if expected.is_floating_point() else found.dtype == expected.dtype
+    if not same_kind:
         wanted = "a floating-point dtype" if expected.is_floating_point() else expected.dtype
         raise HfAccelError(f"{key!r} is {found.dtype} in the checkpoint, but must be {wanted}{as_described}; {AGAIN}")
     if found.shape is not None and found.shape != tuple(expected.shape):

@@ -167,7 +167,8 @@ class CacheConfig:
 )
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """Speculative decoding: a drafter proposes tokens, one pass of the model verifies them; the output's law stays.
+    """Speculative decoding: a drafter proposes tokens, one pass of the model verifies them; the distribution of the
+    output stays.
 
     drafter: "auto" (looked up in the text so far), "ngram", "suffix" (longest repeated ending), "self-int4" (the
         model's own weights in INT4, for a model that is not quantized), a draft model with the same tokenizer, a

@@ -2,47 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from transformers import PreTrainedModel
 
 from .kernels import cpu as cpu_kernels
-
-if TYPE_CHECKING:
-    from .plan import LinearPlan, Plan
-
-
-@dataclass(frozen=True)
-class Line:
-    """One choice: about what, what was chosen, and why."""
-
-    topic: str
-    what: str
-    choice: str
-    reason: str
-
-
-WIDTH = 100  # columns of a table
-NARROWEST = 24  # columns for a reason, however long the rest is
-
-
-def table(lines: Sequence[Line]) -> Iterator[str]:
-    """Columns that fit in WIDTH: long reasons go on below, and a topic is named once."""
-    cells = [(line.topic, line.what, line.choice) for line in lines]
-    widths = [max((len(cell) for cell in column), default=0) for column in zip(*cells, strict=True)]
-    indent = sum(widths) + 2 * len(widths)
-    last = None
-    for line, (topic, *others) in zip(lines, cells, strict=True):
-        shown = ["" if topic == last else topic, *others]
-        head = "".join(cell.ljust(width) + "  " for cell, width in zip(shown, widths, strict=True))
-        reason = textwrap.wrap(line.reason, max(NARROWEST, WIDTH - indent), break_on_hyphens=False) or [""]
-        yield (head + reason[0]).rstrip()
-        yield from (" " * indent + more for more in reason[1:])
-        last = topic
+from .plan import Line, LinearPlan, Plan
 
 
 def explain(model: PreTrainedModel, plan: Plan) -> Iterator[Line]:

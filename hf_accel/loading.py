@@ -30,7 +30,8 @@ from .linear.hf import METHOD, AccelConfig, AccelQuantizer
 from .originals import Source, read_tensor
 from .pack import Packed, pack_weight
 from .patch import apply_plan
-from .plan import LinearPlan, make_plan, plan_linears
+from .plan import LinearPlan
+from .planning import make_plan, plan_linears
 from .state import state_of
 
 COMPARED_ROWS = 16

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from .config import WeightConfig
 from .errors import UnsupportedError
 from .journal import Journal
-from .linear import Choice, QuantLinear, Workers
+from .linear import BackendChoice, QuantLinear, Workers
 from .originals import Originals, Source
 from .plan import LinearPlan, Plan
 from .survey import LinearSite
@@ -37,7 +37,7 @@ class Packed:
     """A weight as `choice.backend` reads it. source: where the original can be read again, None if it is kept."""
 
     name: str
-    choice: Choice
+    choice: BackendChoice
     weight: Any
     source: Source | None
 
@@ -90,7 +90,9 @@ def _pack_linear(linear: LinearPlan, on_disk: Mapping[str, Path] | None) -> Pack
 
 
 @torch.no_grad()
-def pack_weight(name: str, weight: Tensor, config: WeightConfig, choice: Choice, *, source: Source | None) -> Packed:
+def pack_weight(
+    name: str, weight: Tensor, config: WeightConfig, choice: BackendChoice, *, source: Source | None
+) -> Packed:
     """Quantize a float weight [out, in]. Raises UnsupportedError for NaN and infinity, with the layer's name."""
     try:
         return Packed(name, choice, choice.backend.quantize(weight, config), source)

@@ -26,7 +26,8 @@ from .linear.hf import METHOD, AccelConfig, AccelQuantizer, module_settings
 from .models import unwrapped
 from .originals import Originals
 from .pack import Packed, replace_linears
-from .plan import Plan, make_plan
+from .plan import Plan
+from .planning import make_plan
 from .state import (
     BACKEND_ATTRIBUTE,
     FUSED,
@@ -181,7 +182,7 @@ def is_patched(model: nn.Module) -> bool:
 
 
 def stats(model: nn.Module) -> dict[str, Any]:
-    """Of the last generate() of a patched model: seconds, tokens per second, blocks, waste, prefix hits."""
+    """What the last generate() of a patched model took: seconds, tokens per second, blocks, waste, prefix hits."""
     if is_patched(model):
         return dict(state_of(unwrapped(model)).generation.statistics)
     raise UnsupportedError(f"the model is not patched: {type(transformers_model(model)).__name__} has no statistics")

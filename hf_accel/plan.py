@@ -1,13 +1,10 @@
-"""plan(model, ...) -> Plan: every choice with its reason. Reads the model, never writes to it.
-
-`patch` applies the Plan that this module makes, so the two agree by construction.
-"""
+"""A Plan: every choice about a model with its reason. `patch` applies it, so the two agree by construction."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +12,44 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from . import attention as attention_backends
 from .attention import AttentionBackend
-from .attention.hf import stock_parts
-from .check import check_model, check_skip
 from .config import PatchConfig, WeightConfig
-from .errors import UnsupportedError
-from .explain import Line, explain, table
-from .fused.projections import FLOAT_ROWS, UNLIMITED
-from .fused.sites import Dropped, FusedSite, ProjectionSite, fused_sites, native_linears, projection_sites
-from .generation.hf import model_refusal
-from .hardware import detect, read_bandwidth
-from .kernels import cpu as kernels
-from .kernels.cpu.library import FLOATS
-from .linear import Choice, LinearSpec, QuantLinear, Workers
-from .linear import choose as choose_linear
-from .originals import checkpoint_files, parameter_bytes, readable
+from .fused.projections import UNLIMITED
+from .fused.sites import Dropped, FusedSite, ProjectionSite
+from .linear import BackendChoice, LinearSpec, QuantLinear
 from .survey import (
     AttentionSite,
     LinearSite,
-    attention_refusal,
-    attention_sites,
-    cache_refusal,
-    check_groups,
-    linear_sites,
-    other_quantizer,
 )
+
+
+@dataclass(frozen=True)
+class Line:
+    """One choice: about what, what was chosen, and why."""
+
+    topic: str
+    what: str
+    choice: str
+    reason: str
+
+
+WIDTH = 100  # columns of a table
+NARROWEST = 24  # columns for a reason, however long the rest is
+
+
+def table(lines: Sequence[Line]) -> Iterator[str]:
+    """Columns that fit in WIDTH: long reasons go on below, and a topic is named once."""
+    cells = [(line.topic, line.what, line.choice) for line in lines]
+    widths = [max((len(cell) for cell in column), default=0) for column in zip(*cells, strict=True)]
+    indent = sum(widths) + 2 * len(widths)
+    last = None
+    for line, (topic, *others) in zip(lines, cells, strict=True):
+        shown = ["" if topic == last else topic, *others]
+        head = "".join(cell.ljust(width) + "  " for cell, width in zip(shown, widths, strict=True))
+        reason = textwrap.wrap(line.reason, max(NARROWEST, WIDTH - indent), break_on_hyphens=False) or [""]
+        yield (head + reason[0]).rstrip()
+        yield from (" " * indent + more for more in reason[1:])
+        last = topic
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ class LinearPlan:
     config: WeightConfig
     reason: str
     spec: LinearSpec | None = None
-    choice: Choice | None = None
+    choice: BackendChoice | None = None
 
     @property
     def bytes_read(self) -> int:
@@ -159,187 +168,3 @@ class Plan:
 
 def _is_float_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D) and not isinstance(module, QuantLinear)
-
-
-def make_plan(model: object, config: PatchConfig, *, find_originals: FindOriginals | None = None) -> Plan:
-    """The Plan for a model; raises UnsupportedError where an explicit request cannot be met.
-
-    find_originals: says which file holds each weight that will be replaced, or None unless all can be read back;
-        without it the checkpoint that the model came from is compared.
-    """
-    inner = check_model(model)
-    stock_attention = _refusal("attention", config, attention_refusal(inner), wanted=config.attention is not None)
-    no_cache = cache_refusal(inner) if config.attention is not None else "attention=None leaves attention stock"
-    stock_cache = _refusal("cache", config, no_cache, wanted=config.cache is not None)
-    _check_other_quantizer(inner, config)
-    linears = tuple(plan_linears(inner, config.weights))
-    attention = () if stock_attention else tuple(_plan_attention(inner, config))
-    before = parameter_bytes(list(inner.parameters()) + list(inner.buffers()))
-    after = before + sum(p.bytes_held for p in linears)
-    bandwidth = read_bandwidth(detect(inner.device))
-    read_before, read_after = _bytes_read(inner, ()), _bytes_read(inner, linears)
-    plan = Plan(
-        model=inner,
-        title=f"{type(inner).__name__}, {inner.num_parameters() / 1e6:,.1f} M parameters, {_kind(inner)}",
-        config=config,
-        linears=linears,
-        attention=attention,
-        fused=_plan_fused(inner, config, linears),
-        stock_attention=stock_attention,
-        stock_parts={} if stock_attention else stock_parts(inner),
-        stock_cache=stock_cache,
-        stock_loop=_stock_loop(inner, config, stock_cache),
-        lines=(),
-        bytes_before=before,
-        bytes_after=after,
-        bandwidth=bandwidth,
-        seconds_before=read_before / bandwidth,
-        seconds_after=read_after / bandwidth,
-        on_disk=(find_originals or _on_disk)(inner, linears) if config.keep_original == "auto" else None,
-    )
-    if config.deterministic and plan.variant:
-        raise UnsupportedError(f"deterministic=True cannot be met: {'; '.join(plan.variant)}; leave it False")
-    return replace(plan, lines=tuple(explain(inner, plan)))
-
-
-def _check_other_quantizer(model: PreTrainedModel, config: PatchConfig) -> None:
-    """Two quantizers cannot save one checkpoint: weights that another one made stay, and so does its label."""
-    other = other_quantizer(model)
-    asked = "weights" in config.explicit and config.weights is not None and not config.weights.only_if_faster
-    if other is not None and asked:
-        raise UnsupportedError(
-            f"weights= was asked for, but the model is quantized by {other} already; leave weights= out, or load the "
-            "float model"
-        )
-
-
-def _kind(model: PreTrainedModel) -> str:
-    return f"{str(model.dtype).removeprefix('torch.')} on {model.device.type}"
-
-
-def _refusal(keyword: str, config: PatchConfig, refusal: str | None, *, wanted: bool) -> str | None:
-    """Why a part stays stock; raises if the user asked for that part by name."""
-    if not wanted:
-        return f"{keyword}=None"
-    asked = getattr(config, keyword)
-    if refusal is not None and keyword in config.explicit and asked != "auto":
-        raise UnsupportedError(
-            f"{keyword}= was asked for, but {refusal}; leave {keyword}= out, or pass {keyword}=None"
-        )
-    return refusal
-
-
-def _stock_loop(model: PreTrainedModel, config: PatchConfig, stock_cache: str | None) -> str | None:
-    """Why generate stays on transformers' loops; raises if speculation was asked for, which they do not have."""
-    refusal = stock_cache or model_refusal(model)
-    if refusal is not None and config.speculative is not None:
-        raise UnsupportedError(f"speculative= was asked for, but {refusal}; leave speculative= out")
-    return refusal
-
-
-# -- linears -------------------------------------------------------------------------------------------
-
-
-def plan_linears(
-    model: PreTrainedModel, config: WeightConfig | None, *, device_type: str | None = None
-) -> Iterable[LinearPlan]:
-    """What happens to each Linear; device_type: where the weights will be, for a model that is on meta still."""
-    if config is None:
-        return
-    check_skip(model, config.skip)
-    sites = list(linear_sites(model, config.skip))
-    if config.bits == 4:
-        check_groups(sites, config.group_size)
-    for site in sites:
-        kept = _head_config(config) if site.is_head else config
-        if kept is None:
-            yield LinearPlan(site, config, "head=None")
-        elif site.skip is not None:
-            yield LinearPlan(site, kept, site.skip)
-        else:
-            yield _plan_linear(site, kept, device_type)
-
-
-def _head_config(config: WeightConfig) -> WeightConfig | None:
-    """The head is INT8 whatever the layers are: it is read for every token and decides its rank."""
-    if config.head is None:
-        return None
-    return WeightConfig(bits=8, activations=config.activations, only_if_faster=config.only_if_faster)
-
-
-def _plan_linear(site: LinearSite, config: WeightConfig, device_type: str | None) -> LinearPlan:
-    spec = LinearSpec.of(site.weight, config, has_bias=site.bias is not None, device_type=device_type)
-    choice = choose_linear(spec)
-    if config.only_if_faster and choice.seconds > choice.stock_seconds:
-        return LinearPlan(site, config, f"{config.label} was measured to be slower than stock")
-    refusals = [f"{name} refused: {why}" for name, why in choice.refusals]
-    reason = "; ".join([*refusals, *([choice.note] if choice.note else [])]) or "first choice"
-    return LinearPlan(site, config, reason, spec, choice)
-
-
-def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
-    """Weight bytes that one decode step reads: all but the input embedding, unless it is the head as well."""
-    try:
-        embedding: Any = model.get_input_embeddings()
-    except NotImplementedError:  # a model of several inputs, or of images alone
-        embedding = None
-    table = getattr(embedding, "weight", None)
-    head = model.get_output_embeddings()
-    skipped = table if table is not None and getattr(head, "weight", None) is not table else None
-    read = parameter_bytes(p for p in model.parameters() if p is not skipped)
-    return read + sum(linear.bytes_read for linear in linears)
-
-
-def _on_disk(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str, Path] | None:
-    """The files that hold every weight to be replaced, bit for bit; None unless all can be read back."""
-    files = checkpoint_files(model.config._name_or_path)
-    sites = [p.site for p in linears if p.choice is not None and not p.site.is_tied]
-    if not files or not sites:
-        return None
-    with Workers[bool]() as workers:
-        for site in sites:
-            if not all(workers.put(partial(readable, f"{site.name}.weight", site.parameter, files))):
-                return None
-        return files if all(workers.finish()) else None
-
-
-# -- attention -----------------------------------------------------------------------------------------
-
-
-def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[AttentionPlan]:
-    quantized_kv = config.cache is not None and config.cache.dtype != "auto"
-    sites = attention_sites(model, quantized_kv=quantized_kv)
-    if not sites and config.attention not in ("auto", None):
-        raise UnsupportedError(
-            f"attention={config.attention!r} was asked for, but {type(model).__name__} has no attention that hf_accel "
-            "knows; leave attention= out, or pass attention=None"
-        )
-    for site in sites:
-        backend, refusals = attention_backends.choose(site.spec, config.attention or "auto")
-        reason = "; ".join(f"{name} refused: {why}" for name, why in refusals) or "first choice"
-        yield AttentionPlan(site, backend, reason)
-
-
-# -- fused ---------------------------------------------------------------------------------------------
-
-
-def _plan_fused(model: PreTrainedModel, config: PatchConfig, linears: Iterable[LinearPlan]) -> FusedPlan:
-    if not config.fuse:
-        return FusedPlan(reason="fuse=False")
-    reason = kernels.refusal() if model.device.type == "cpu" else f"there are none for {model.device.type} yet"
-    if reason is None and model.dtype not in FLOATS:
-        reason = f"the native calls do not compute in {str(model.dtype).removeprefix('torch.')}"
-    if reason is not None:
-        return FusedPlan(reason=reason)
-    float_rows = UNLIMITED if config.deterministic else FLOAT_ROWS.get(model.dtype, 0)
-    sites, dropped = fused_sites(model, model.dtype, float_rows)
-    replaced = {id(linear.site.module) for linear in linears if linear.choice is not None}
-    floats = [site for site in native_linears(model) if id(site.module) not in replaced]
-    native = replaced | {id(site.module) for site in floats}
-    native |= {id(module) for module in model.modules() if isinstance(module, QuantLinear)}
-    projections = [
-        site
-        for site in projection_sites(model)
-        if all(id(model.get_submodule(name)) in native for name in site.layers)
-    ]
-    return FusedPlan(tuple(sites), tuple(floats), tuple(projections), tuple(dropped), float_rows)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..config import positive_int
 from ..errors import OutOfBlocksError
 
-if TYPE_CHECKING:
-    from .prefix import PrefixIndex
+
+class Known(Protocol):
+    """Which blocks hold something that may be asked for again."""
+
+    def __contains__(self, block: int) -> bool: ...
+    def forget(self, block: int) -> None: ...
 
 
 class BlockPool:
@@ -25,7 +29,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.growable = growable
-        self.index: PrefixIndex | None = None
+        self.index: Known | None = None
         # A stack: the block freed last is taken first, so that pages never touched stay uncommitted.
         self._blank = list(reversed(range(num_blocks)))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first

@@ -1,6 +1,6 @@
 """What a model costs before it is loaded: bytes, seconds per token and money, from its config alone."""
 
-from .attention import AttentionBytes
+from .attention_bytes import AttentionBytes
 from .estimate import estimate
 from .result import Bound, Estimate
 from .roofline import TYPICAL_BALANCE

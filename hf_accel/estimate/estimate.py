@@ -12,10 +12,10 @@ from ..config import Default, checked_keywords, one_of, parse_weights, positive_
 from ..errors import UnsupportedError
 from ..models import without_adapters
 from ..survey import check_groups, linear_sites
-from .attention import AttentionBytes, attention_layers
+from .attention_bytes import AttentionBytes, attention_layers
 from .result import Bound, Estimate
 from .roofline import Machine
-from .source import decoder_config, shapes_of
+from .shapes import decoder_config, shapes_of
 from .unpatched import settings_of
 from .weights import weight_tensors
 from .workload import Workload

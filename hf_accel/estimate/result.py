@@ -11,7 +11,7 @@ import torch
 
 from ..errors import UnsupportedError
 from ..hardware import Hardware, detect
-from .attention import AttentionBytes
+from .attention_bytes import AttentionBytes
 from .devices import memory_of
 
 

@@ -14,7 +14,7 @@ from ..config import WeightConfig
 from ..errors import UnsupportedError
 from ..linear.formats import zero_point_bytes
 from ..survey import LinearSite, linear_sites
-from .source import decoder_config
+from .shapes import decoder_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,7 +56,7 @@ class WeightTensor:
         return plain
 
     def _scale_bytes(self, recipe: WeightConfig) -> int:
-        """Of a linear's scales and zero points."""
+        """Bytes of a linear's scales and zero points."""
         scales = self._num_scales(recipe)
         zero_points = 0 if recipe.symmetric else zero_point_bytes(self.shape[0], scales // self.shape[0])
         return scales * self.itemsize + zero_points
@@ -69,7 +69,7 @@ class WeightTensor:
 
     @property
     def share_per_token(self) -> float:
-        """Of experts, the part that one token takes; of everything else, all."""
+        """The share of the numbers that one token uses: a part of the experts, all of everything else."""
         return min(1.0, self.top_k / self.shape[0]) if self.kind == "experts" else 1.0
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..config import WeightConfig
-from .attention import AttentionLayer
+from .attention_bytes import AttentionLayer
 from .roofline import Work
 from .weights import WeightTensor
 

@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.cpu.elementwise import rms_norm, rope
 from ..kernels.cpu.library import FLOATS
-from ..kernels.cpu.norm import rms_norm
-from ..kernels.cpu.rope import rope
 from ..tensors import is_plain as is_plain_tensor
 from .projections import ProjectionCall, is_unobserved
 from .structure import gated_code

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ..instance import Mixin
+from ..kernels.cpu.elementwise import rms_norm, rope
 from ..kernels.cpu.library import native
-from ..kernels.cpu.norm import rms_norm
-from ..kernels.cpu.rope import rope
 from ..state import FUSED
 from ..tensors import PLAIN
 from .forms import ROTATION, GatedNames, NormForm, Rotation, form_of_rotation, norm_form

@@ -1,7 +1,7 @@
 """What the machine is (cores, caches, memory) and what it was measured to do. Nothing is measured at import."""
 
-from .cpu import ISA_LEVELS
 from .device import Hardware, detect
-from .measure import float_peak, integer_peak, read_bandwidth
+from .processor import ISA_LEVELS
+from .speed import float_peak, integer_peak, read_bandwidth
 
 __all__ = ["ISA_LEVELS", "Hardware", "detect", "float_peak", "integer_peak", "read_bandwidth"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import UnsupportedError
-from .cpu import cache_bytes, choose_isa, cpu_name, instruction_sets, physical_cores, usable_cores
 from .memory import gpu_memory, host_memory
+from .processor import cache_bytes, choose_isa, cpu_name, instruction_sets, physical_cores, usable_cores
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,14 +3,14 @@
 from .backend import Backend, LinearSpec
 from .formats import Int4Weight, Int8Weight, QuantizedWeight
 from .layer import QuantLinear
-from .registry import BACKENDS, Choice, choose
+from .registry import BACKENDS, BackendChoice, choose
 from .rtn import quantize
 from .workers import Workers
 
 __all__ = [
     "BACKENDS",
     "Backend",
-    "Choice",
+    "BackendChoice",
     "Int4Weight",
     "Int8Weight",
     "LinearSpec",

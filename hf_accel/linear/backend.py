@@ -64,8 +64,9 @@ class Backend(ABC):
     """One way to multiply by a quantized weight.
 
     bits: the widths it reads. activations: "int8" if it rounds each row of the input to 8 bits.
-    reference: the backend of plain torch that rounds activations alike. row_invariant: row i of run(X) equals
-    run(X[i:i+1]) bit for bit. slow_start: a call costs so much by itself that it does not pay for a small weight.
+    reference: the backend of plain torch that rounds activations in the same way.
+    row_invariant: row i of run(X) equals run(X[i:i+1]) bit for bit.
+    slow_start: a call costs so much by itself that it does not pay for a small weight.
     """
 
     name: ClassVar[str]

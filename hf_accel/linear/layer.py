@@ -17,7 +17,7 @@ from ..tensors import product_dtype
 from .backend import LinearSpec
 from .formats import QuantizedWeight, check_group_size, from_state, state, zeros
 from .reference import differentiable_linear
-from .registry import Choice, choose
+from .registry import BackendChoice, choose
 from .writable import WritableWeight
 
 TAKEN_BACK = 0.25  # share of a change that may be left of it: rounding in bfloat16
@@ -50,7 +50,7 @@ class QuantLinear(nn.Linear):
         self.bits, self.group_size, self.symmetric = levels
         self.activations = activations
         self.requested_backend = backend
-        self.choice: Choice | None = None
+        self.choice: BackendChoice | None = None
         self.fused_projections: Any = None  # what computes this layer together with others on one tensor, see fused
         self._packed: Any = None
         self.writes = 0  # times that another weight was put into it
@@ -73,7 +73,9 @@ class QuantLinear(nn.Linear):
         return cls.from_packed(choice.backend.quantize(weight.detach(), config), bias, choice=choice, backend=backend)
 
     @classmethod
-    def from_packed(cls, packed: Any, bias: Tensor | None, *, choice: Choice, backend: str = "auto") -> QuantLinear:
+    def from_packed(
+        cls, packed: Any, bias: Tensor | None, *, choice: BackendChoice, backend: str = "auto"
+    ) -> QuantLinear:
         """A layer over what `choice.backend.quantize` made of a weight of `choice.spec`."""
         layer, spec = cls.__new__(cls), choice.spec
         group_size = spec.in_features if spec.bits == 8 else spec.group_size

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from ..errors import UnsupportedError
 from .backend import Backend, LinearSpec
 from .cpu import Cpu
-from .measure import measure
 from .onednn import OneDNN
 from .reference import REFERENCES, Reference, ReferenceByRow
+from .timing import measure
 from .torch_int4 import TorchInt4
 from .torch_int8 import TorchInt8
 
@@ -24,7 +24,7 @@ SMALL = 2**22
 
 
 @dataclass(frozen=True)
-class Choice:
+class BackendChoice:
     """The backend of a layer, why those before it were not taken, and what it costs."""
 
     spec: LinearSpec
@@ -37,17 +37,17 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        """Of one row, measured once per process and spec."""
+        """What one row takes, measured once per process and spec."""
         return measure(self.spec, self.backend)[1]
 
     @property
     def stock_seconds(self) -> float:
-        """Of one row through the stock linear in the same dtype."""
+        """What one row takes through the stock linear in the same dtype."""
         return measure(self.spec, self.backend)[0]
 
 
 @functools.cache
-def choose(spec: LinearSpec, name: str = "auto") -> Choice:
+def choose(spec: LinearSpec, name: str = "auto") -> BackendChoice:
     """The first backend, of those called `name`, that does not refuse.
 
     Raises UnsupportedError for an unknown name, and if every backend of that name refuses.
@@ -59,7 +59,7 @@ def choose(spec: LinearSpec, name: str = "auto") -> Choice:
     for backend in _candidates(spec, name):
         reason = backend.refuses(spec)
         if reason is None:
-            return Choice(spec, backend, tuple(refusals))
+            return BackendChoice(spec, backend, tuple(refusals))
         refusals.append((backend.name, reason))
     reasons = "; ".join(reason for _, reason in refusals) or f"it has no {spec.bits}-bit weights"
     raise UnsupportedError(

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from .layer import QuantLinear
+from .formats import QuantizedWeight
 
 IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 HARMLESS = {"requires_grad_", "detach_", "share_memory_"}
+
+
+class Writable(Protocol):
+    """A quantized layer. writes: how often its weight was replaced."""
+
+    writes: int
+
+    @property
+    def quantized(self) -> QuantizedWeight: ...
+    @property
+    def compute_dtype(self) -> torch.dtype: ...
+    def write(self, weight: Tensor) -> None: ...
 
 
 class WritableWeight(Tensor):
@@ -23,18 +34,18 @@ class WritableWeight(Tensor):
     nn.Parameter(weight), writes to the layer no more.
     """
 
-    _layer: QuantLinear
+    _layer: Writable
     _whole: WritableWeight | None = None  # of which this is a view; itself, if it is none; None: detached
     _seen: int  # the layer's `writes` when its weight was the same as this
     _is_hf_initialized = True  # transformers would draw random numbers for a new weight
 
     @classmethod
-    def of(cls, layer: QuantLinear) -> WritableWeight:
+    def of(cls, layer: Writable) -> WritableWeight:
         weight = layer.quantized.dequantize(layer.compute_dtype).as_subclass(cls)
         weight._layer, weight._whole, weight._seen = layer, weight, layer.writes
         return weight
 
-    def is_current(self, layer: QuantLinear) -> bool:
+    def is_current(self, layer: Writable) -> bool:
         """Whether this is the whole weight of `layer`, as it is now."""
         whole = self._whole
         return whole is not None and self._layer is layer and self.shape == whole.shape and whole._seen == layer.writes

@@ -89,7 +89,7 @@ class Cost:
 
     @property
     def change(self) -> float:
-        """Of the perplexity, relative to the reference's."""
+        """How much the perplexity changed, relative to the reference's."""
         return math.expm1(min(self.loss - self.reference_loss, LARGEST))
 
     def to_dict(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def measure_cost(
     model: PreTrainedModel, reference: PreTrainedModel, windows: Sequence[Tensor], *, name: str, text: str
 ) -> Cost:
     """Both models side by side; logits of one chunk of one window at a time are held."""
-    total = Totals()
+    total = CostSums()
     with logging.tqdm(total=len(windows), desc="Measuring the cost", unit=" windows", delay=PATIENCE) as bar:
         for window in windows:
             targets = window[0, 1:].to(model.device)
@@ -61,7 +61,7 @@ def predictions(model: PreTrainedModel, ids: Tensor) -> Iterator[Tensor]:
         yield output.logits[0].float().log_softmax(-1)
 
 
-class Totals:
+class CostSums:
     """Sums over tokens, in double precision."""
 
     def __init__(self) -> None:

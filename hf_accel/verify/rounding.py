@@ -32,7 +32,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..hardware import detect
 from ..linear import QuantLinear
-from ..linear.reference import Reference as PlainTorch
+from ..linear.reference import Reference
 from .passes import last_logits, new_cache
 from .references import WIDER, widened
 
@@ -40,7 +40,7 @@ LARGEST_ARBITER = 8 * 2**30  # bytes of its float weights
 SINGLE_STEPS = 8  # tokens at the end of a history that are computed one by one, at the least
 
 
-class Reference:
+class ReferenceModel:
     """A model to compare with."""
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
@@ -126,7 +126,7 @@ def flip_nearest(x: Tensor, size: int) -> Tensor:
 
 
 def _flip_input(layer: QuantLinear, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    assert layer.choice is not None and isinstance(layer.choice.backend, PlainTorch)
+    assert layer.choice is not None and isinstance(layer.choice.backend, Reference)
     size = layer.choice.backend.activation_group(layer.quantized)
     return (flip_nearest(args[0], size), *args[1:])
 

@@ -24,7 +24,7 @@ from .certificate import Certificate, Cost, Verdict
 from .cost import measure_cost, windows_of
 from .passes import continuation, logits_of_the_run
 from .references import float_reference, is_quantized, kv_config, quantized_reference, state_of
-from .rounding import Reference
+from .rounding import ReferenceModel
 
 # Keywords of generate() that may change how the model finds its tokens, and never which: not for the reference.
 OF_THE_MODEL = ("speculative", "assistant_model", "prompt_lookup_num_tokens")
@@ -70,7 +70,7 @@ def verify(
         AutoConfig.from_pretrained(reference)  # to fail now, and not after the prompts
     run = Run(model, ids, max_new_tokens, generate)
     if is_quantized(model):
-        exact = Reference(quantized_reference(model), _quantized_name(model))
+        exact = ReferenceModel(quantized_reference(model), _quantized_name(model))
         verdicts = run.verdicts(exact)
         del exact
         gc.collect()  # a patched model is a cycle; it shall go before the float model is there
@@ -95,7 +95,7 @@ class Run:
         return {name: value for name, value in self.settings.items() if name not in OF_THE_MODEL}
 
     @torch.no_grad()
-    def verdicts(self, reference: Reference) -> tuple[Verdict, ...]:
+    def verdicts(self, reference: ReferenceModel) -> tuple[Verdict, ...]:
         with logging.tqdm(total=len(self.prompts), desc="Verifying", unit=" prompts", delay=PATIENCE) as bar:
             found = []
             for prompt in self.prompts:
@@ -103,7 +103,7 @@ class Run:
                 bar.update()
         return tuple(found)
 
-    def _compare(self, reference: Reference, prompt: Tensor) -> Verdict:
+    def _compare(self, reference: ReferenceModel, prompt: Tensor) -> Verdict:
         expected = continuation(reference.model, prompt, self.max_new_tokens, self.common)
         actual = continuation(self.model, prompt, self.max_new_tokens, self.settings)
         shared = min(len(expected), len(actual))
@@ -147,18 +147,18 @@ def _cost(run: Run, reference: Any, windows: list[Tensor] | None) -> tuple[Cost 
     return measure_cost(run.model, given.model, windows, name=given.name, text=source), None
 
 
-def _float_reference(model: PreTrainedModel, reference: PreTrainedModel | str | Path | None) -> Reference:
+def _float_reference(model: PreTrainedModel, reference: PreTrainedModel | str | Path | None) -> ReferenceModel:
     if isinstance(reference, str | Path):
         loaded = AutoModelForCausalLM.from_pretrained(reference, dtype=model.dtype).eval()
-        return Reference(loaded.to(model.device), str(reference))
+        return ReferenceModel(loaded.to(model.device), str(reference))
     if reference is not None:
-        return Reference(reference, f"the given {type(reference).__name__}")
+        return ReferenceModel(reference, f"the given {type(reference).__name__}")
     if not is_patched(model):
         raise UnsupportedError("the model is not patched; patch it, or pass reference= to compare two models")
     originals = state_of(model).originals
     if originals.lost or originals.never_there:
         raise UnsupportedError(NO_ORIGINALS)
-    return Reference(float_reference(model), "the unpatched model")
+    return ReferenceModel(float_reference(model), "the unpatched model")
 
 
 def _check_generate(model: PreTrainedModel, generate: dict[str, Any]) -> None:

@@ -164,10 +164,10 @@ def test_undo_from_a_checkpoint(tmp_path: Path) -> None:
 
 def test_only_if_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """weights="auto" leaves alone what was measured to be slower, layer by layer."""
-    from hf_accel.linear import Choice
+    from hf_accel.linear import BackendChoice
 
-    monkeypatch.setattr(Choice, "seconds", property(lambda self: float(self.spec.in_features)))
-    monkeypatch.setattr(Choice, "stock_seconds", property(lambda self: 50.0))
+    monkeypatch.setattr(BackendChoice, "seconds", property(lambda self: float(self.spec.in_features)))
+    monkeypatch.setattr(BackendChoice, "stock_seconds", property(lambda self: 50.0))
     plan = hf_accel.plan(build("llama"), weights="auto")
     slow = [p for p in plan.linears if p.choice is None]
     assert {p.site.name.rsplit(".", 1)[1] for p in slow} == {"down_proj"}  # the one with 64 inputs

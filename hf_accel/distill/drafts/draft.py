@@ -27,7 +27,8 @@ from .report import AcceptanceReport
 from .student import init_student
 from .token_rows import prompt_of, token_rows, windows
 
-HELD_OUT = 0.1  # of the rows, at most MOST_HELD_OUT, that are measured on and not trained on
+# This share of the rows, at most MOST_HELD_OUT of them, is measured on and not trained on.
+HELD_OUT = 0.1
 MOST_HELD_OUT = 32
 AT_ONCE = 32  # prompts that the target continues together
 STEPS, BATCH, RATE = 500, 8, 5e-4
@@ -126,13 +127,13 @@ def _arguments(
     args: TrainingArguments | None, given: Mapping[str, float | None], target: Any, **fixed: Any
 ) -> TrainingArguments:
     """given: max_steps, batch_size and learning_rate. fixed: what else is passed to TrainingArguments."""
-    said = {name: value for name, value in given.items() if value is not None}
-    if args is not None and said:
-        raise UnsupportedError(f"args= says how to train, and so do {', '.join(said)}; leave one of them out")
-    for name in said.keys() - {"learning_rate"}:
-        positive_int(name, said[name])
+    named = {name: value for name, value in given.items() if value is not None}
+    if args is not None and named:
+        raise UnsupportedError(f"args= says how to train, and so do {', '.join(named)}; leave one of them out")
+    for name in named.keys() - {"learning_rate"}:
+        positive_int(name, named[name])
     if args is None:
-        found: dict[str, Any] = {"max_steps": STEPS, "batch_size": BATCH, "learning_rate": RATE, **said}
+        found: dict[str, Any] = {"max_steps": STEPS, "batch_size": BATCH, "learning_rate": RATE, **named}
         steps = found["max_steps"]
         args = TrainingArguments(
             max_steps=steps,

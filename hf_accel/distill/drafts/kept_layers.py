@@ -190,7 +190,7 @@ def check_layers(teacher: nn.Module, student: nn.Module, lists: Sequence[str], k
 
 def _changed(teacher: nn.Module, what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{type(teacher).__name__}: {what}, because the config says by the layer's number what it is; choose layers= "
+        f"{type(teacher).__name__}: {what}, since the config decides that by the layer's number; choose layers= "
         "that keep the pattern"
     )
 

@@ -26,8 +26,9 @@ from .report import AcceptanceReport, Agreement, Trials, never_falling
 from .token_rows import prompt_of, token_rows, windows
 
 WINDOW = 512  # tokens of a text that both models read in one pass
-HOLD = 8  # passes in a row with one draft length: the first still runs on what another length left in the caches
-SKIP = 2  # of them are not timed
+# Passes in a row with one draft length. The first run on what another length left in the caches and are not timed.
+HOLD = 8
+SKIP = 2
 
 
 @checked_keywords()
@@ -91,7 +92,7 @@ def _form(model: Any) -> str:
 
 
 def _limit(patched: Any, max_draft: int, batch_size: int) -> int:
-    """Drafts do not make a pass wider than rows are rounded alike."""
+    """The longest draft that keeps a pass within the number of rows that are rounded in one way."""
     alike = state_of(patched).generation.alike_rows
     return max_draft if alike is None else max(1, min(max_draft, alike // batch_size - 1))
 
@@ -119,8 +120,8 @@ def _read(target: Any, draft: Any, rows: list[list[int]], temperature: float, *,
 
 @dataclass
 class Pass:
-    """What is known of the pass under way. length: of each draft; timed: it decodes for all sequences, and nothing
-    else."""
+    """What is known of the pass under way. length: of each draft. timed: whether it decodes for all sequences and does
+    nothing else."""
 
     length: int = 0
     timed: bool = False
@@ -128,7 +129,7 @@ class Pass:
 
 
 class Watch(Controller):
-    """A Controller that drafts every length in turn, whatever comes of it, and keeps the time."""
+    """A Controller that drafts every length in turn, whatever is accepted, and keeps the time."""
 
     def __init__(self, max_draft: int, batch_size: int, seed: int) -> None:
         super().__init__(max_draft, max_draft)

@@ -136,7 +136,7 @@ def _built(source: Any, kept: list[int], dtype: torch.dtype | None) -> Any:
 
 
 def _take_dtypes(source: Any, student: Any) -> None:
-    """What the teacher keeps in float32 beside lower precision; of a layer, all are alike."""
+    """Give each module the dtype of its counterpart: a teacher may keep some in float32. Layers do not differ."""
     theirs = {name.rpartition(".")[0]: p.dtype for name, p in source.named_parameters()}
     for name, parameter in student.named_parameters():
         dtype = theirs.get(name.rpartition(".")[0], parameter.dtype)

@@ -1,4 +1,4 @@
-"""What a student learns from inside its teacher: hidden states, and which token relates to which."""
+"""Losses on what is inside a teacher: its hidden states, and which token relates to which."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def uniform_layer_map(student_layers: int, teacher_layers: int) -> dict[int, int
 def hidden_loss(student: Tensor, teacher: Tensor, weights: Tensor, kind: str) -> Tensor:
     """Sum over tokens of weights * distance. student, teacher: [..., H], any float dtype; weights: float [...].
 
-    kind "mse": the squared error over the teacher's squared length, so that layers of any scale count alike
+    kind "mse": the squared error over the teacher's squared length, so that layers of any scale count equally
     (SquareHead, 2310.06927, by token); "cosine": 1 - cos (DistilBERT, 1910.01108). Returns a float32 scalar,
     differentiable in student.
     """

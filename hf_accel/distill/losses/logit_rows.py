@@ -1,4 +1,4 @@
-"""What a teacher says at N positions: all logits, its hidden states and head, or its best tokens.
+"""Logits of N positions, in three forms: all of them, hidden states and the head that makes them, or the best tokens.
 
 Each kind has any leading shape, like [N] or [B, T]; `flat` makes it [N], and an index takes some of N.
 """
@@ -97,9 +97,9 @@ class HeadRows:
 
 @dataclass(frozen=True)
 class TopRows:
-    """ids: int64 [N, k], different in a row; log_probs: float [N, k], of those ids among all, softened by T. What
-    is missing to 1 is one bucket. vocab_size: of the teacher. excess: float [N], if the mass of the rest lies on some
-    tokens drawn from it: what D is too large by, whoever the student."""
+    """ids: int64 [N, k], different in a row. log_probs: float [N, k], of those ids among all, softened by T; the
+    probability of the rest is one bucket. vocab_size: of the teacher. excess: float [N], if the mass of the rest lies
+    on some tokens drawn from it: D is too large by so much, for any student."""
 
     ids: Tensor
     log_probs: Tensor

@@ -14,8 +14,8 @@ from .objective import Objective
 
 @dataclass(frozen=True)
 class Positions:
-    """Of all positions flattened to [M]: index int64 [N], those that count; targets int64 [N], their labels. Without
-    labels both are None: all count."""
+    """Which of all positions, flattened to [M], count. index: int64 [N], their numbers. targets: int64 [N], their
+    labels. Both are None without labels: then all count."""
 
     shape: Size
     index: Tensor | None
@@ -34,8 +34,8 @@ class Positions:
         if teacher.shape == (len(self),):
             return teacher
         raise UnsupportedError(
-            f"the teacher speaks of {list(teacher.shape)} positions, the student of {list(self.shape)}, of which "
-            f"{len(self)} have labels: give both the same batch, or one row of the teacher for each label"
+            f"the teacher has logits for {list(teacher.shape)} positions, the student for {list(self.shape)}, "
+            f"of which {len(self)} have labels: give both the same batch, or one row of the teacher for each label"
         )
 
 
@@ -49,7 +49,7 @@ def find_positions(
         return Positions(shape, None, None)
     if labels.shape != shape:
         raise UnsupportedError(
-            f"labels are {list(labels.shape)}, but the logits speak of {list(shape)} positions; one class number is "
+            f"labels are {list(labels.shape)}, but there are logits for {list(shape)} positions; one class number is "
             "needed for each (soft labels: pass them as the teacher's logits, with labels=None and alpha=0)"
         )
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:

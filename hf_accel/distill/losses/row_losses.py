@@ -14,13 +14,16 @@ from .head import Head, wide, widen
 from .logit_rows import DenseRows, HeadRows, Rows, TopRows
 from .objective import Objective
 
-TILE_BYTES = 1 << 20  # of one intermediate, on each thread of a CPU: they stay in its cache
-CHUNK_BYTES = 1 << 25  # of logits that a head makes at once: enough rows to multiply well
-OTHER_TILE_BYTES = OTHER_CHUNK_BYTES = 1 << 28  # elsewhere a few large kernels are faster
+# Of one intermediate, on each thread of a CPU: it stays in the thread's cache.
+TILE_BYTES = 1 << 20
+# Of logits that a head makes at once: enough rows to multiply well.
+CHUNK_BYTES = 1 << 25
+# On other devices a few large kernels are faster.
+OTHER_TILE_BYTES = OTHER_CHUNK_BYTES = 1 << 28
 
 
 def slices(rows: int, row_bytes: int, budget: int) -> Iterator[slice]:
-    """0 to rows in pieces of at most `budget` bytes, of one row at least, and of equal size up to one."""
+    """0 to rows, in pieces of at most `budget` bytes, but of one row at least; sizes differ by one row at most."""
     most = max(1, budget // max(1, row_bytes))
     pieces = -(-rows // most)
     edges = [rows * i // pieces for i in range(pieces + 1)] if pieces else []
@@ -79,14 +82,14 @@ class RowLosses:
         if isinstance(teacher, HeadRows):
             teacher = teacher.prepared(self.size)
         for part in slices(task.count, 4 * self.size, chunk_bytes(logits.device)):
-            said = None if teacher is None else teacher[part]
-            said = said.dense() if isinstance(said, HeadRows) else said
+            answers = None if teacher is None else teacher[part]
+            answers = answers.dense() if isinstance(answers, HeadRows) else answers
             for tile in slices(part.stop - part.start, 4 * self.size, tile_bytes(logits.device)):
                 rows = slice(part.start + tile.start, part.start + tile.stop)
                 where = task.where(rows)
                 targets = None if task.targets is None else task.targets[rows]
                 z = widen(logits[where, : self.size])
-                found = self._tile(z, targets, None if said is None else said[tile], gradient is not None)
+                found = self._tile(z, targets, None if answers is None else answers[tile], gradient is not None)
                 self._done += len(z)
                 if gradient is not None:
                     gradient[where, : self.size] = 0 if found is None else found.to(gradient.dtype)

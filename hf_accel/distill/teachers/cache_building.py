@@ -19,13 +19,13 @@ from ...errors import HfAccelError, UnsupportedError
 from ...models import evaluating, unwrapped
 from .cache_files import INDEX, LOCK, PARTIAL, SHARD, CacheSettings, Index, Shard, StoredRow, write_shard
 from .identity import task_of
+from .labels import IGNORED
 from .teacher import PACKING
 from .texts import READ, Text, texts_of
 from .top_logits import TopLogits, top_logits
 
 SEED = 0
 WINDOW = 64  # batches that are sorted by length together
-LABELLED = -100
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ def write_cache(teacher: Any, dataset: Any, folder: Path, settings: CacheSetting
         writer = CacheWriter(folder, index, options.shard_bytes)
         seen = Seen(index, folder, settings)
         size = options.batch_size
-        generator = torch.Generator(teacher.device).manual_seed(SEED + len(index.shards))  # not the same draws again
+        # A build that goes on draws others than the one that was interrupted.
+        generator = torch.Generator(teacher.device).manual_seed(SEED + len(index.shards))
         total = len(dataset) if hasattr(dataset, "__len__") else None
         bar = logging.tqdm(total=total, desc="Asking the teacher", unit=" rows", disable=not options.progress)
         with bar, torch.no_grad(), evaluating(teacher):
@@ -175,7 +176,7 @@ class Seen:
         return bool(self._positions)
 
     def new(self, questions: Iterable[Question]) -> list[Question]:
-        """Those to ask. A later one of the same text stands for the one before."""
+        """Those to ask. A later question about the same text replaces the one before."""
         found: dict[bytes, Question] = {}
         for question in questions:
             key, positions = question.name
@@ -192,14 +193,15 @@ class Seen:
 
 
 def every_position(text: Text, task: str) -> Tensor:
-    """Those that a model of this task speaks at, int32: a causal one has nothing to say of the end."""
+    """The positions at which a model of this task predicts, int32: a causal one predicts nothing at the last."""
     return torch.arange({"causal": len(text) - 1, "token": len(text), "sequence": 1}[task], dtype=torch.int32)
 
 
 def _windows(dataset: Any, size: int) -> Iterator[list[Any]]:
     if isinstance(dataset, Mapping):
         raise UnsupportedError(f"the dataset is a mapping of {', '.join(map(str, dataset))}; give one of them")
-    by_number = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")  # iter() need not know its end
+    # iter() over numbers need not know the end of a dataset that has only these two.
+    by_number = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     items = (dataset[i] for i in range(len(dataset))) if by_number else iter(dataset)
     while window := list(islice(items, size)):
         yield window
@@ -218,14 +220,14 @@ def _questions(
             if settings.positions == "labels" and labels is not None and settings.task != "sequence":
                 if labels.shape != inputs["input_ids"].shape:
                     raise UnsupportedError(f"labels of shape {tuple(labels.shape)} for {text}: one is needed for each")
-                said = labels[part] != LABELLED
-                positions = positions[said[1:] if settings.task == "causal" else said]
+                has_label = labels[part] != IGNORED
+                positions = positions[has_label[1:] if settings.task == "causal" else has_label]
             if len(positions):
                 yield Question(text, positions, types[part].long() if types is not None else None)
 
 
 def _as_batch(item: Any, accepted: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What a model would read of an item of the dataset, as tensors [1, T]; columns that it does not read are left."""
+    """The columns of a dataset's item that a model reads, as tensors [1, T]."""
     given = dict(item) if isinstance(item, Mapping) else {"input_ids": item}
     if "input_ids" not in given:
         raise UnsupportedError(
@@ -241,7 +243,7 @@ def _as_batch(item: Any, accepted: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _batches(questions: list[Question], size: int) -> Iterator[list[Question]]:
-    """Texts of like length together, the longest first: what does not fit shows at once."""
+    """Texts of similar length together, the longest first, so that what does not fit in memory fails at once."""
     ordered = sorted(questions, key=lambda question: len(question.text), reverse=True)
     for at in range(0, len(ordered), size):
         yield ordered[at : at + size]
@@ -294,7 +296,8 @@ def _alone(folder: Path) -> Iterator[None]:
     """One process writes; others on this machine wait, and find its rows. A lock dies with its process."""
     try:
         import fcntl
-    except ImportError:  # not on Windows
+    except ImportError:
+        # Windows has no such lock.
         yield
         return
     with (folder / LOCK).open("w") as lock:

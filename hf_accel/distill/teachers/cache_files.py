@@ -41,7 +41,7 @@ SMALL_VOCABULARY = 2**16
 class CacheSettings:
     """What a cache is of. Two builds with the same settings may share a folder.
 
-    task: "causal" (position i speaks of token i + 1), "token" (of itself) or "sequence" (one answer a text).
+    task: "causal" (position i predicts token i + 1), "token" (itself) or "sequence" (one answer a text).
     positions: "all", or "labels" for those with a label. top_k: of the ids of each position the last `samples` are
     drawn from the rest, at the highest of the temperatures. tokenizer: a hash of its vocabulary.
     """
@@ -76,7 +76,7 @@ class CacheSettings:
         return torch.uint16 if self.vocab_size <= SMALL_VOCABULARY else torch.int32
 
     def differences(self, other: CacheSettings) -> str:
-        """What differs from `other`, in words; the teacher's name does not count."""
+        """A description of what differs from `other`; the teacher's name does not count."""
         mine, theirs = self._flat(), other._flat()
         return "; ".join(f"{k}: there {mine.get(k)!r}, here {v!r}" for k, v in theirs.items() if mine.get(k) != v)
 
@@ -148,7 +148,7 @@ def renamed(file: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class StoredRow:
-    """One text: its positions, int32 [n], ascending, and what the teacher says there."""
+    """One text: its positions, int32 [n], ascending, and the teacher's answers there."""
 
     key: bytes
     positions: Tensor

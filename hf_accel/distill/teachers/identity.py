@@ -1,4 +1,4 @@
-"""Which model a teacher is, and which vocabulary it speaks."""
+"""Which model a teacher is, which kind of model, and which vocabulary it has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...models import unwrapped
 from ...state import find_state
 
 SAMPLES = 4096
-# These are said elsewhere, or change nothing that a teacher says.
+# These are described elsewhere, or change none of a teacher's answers.
 VOLATILE = {"transformers_version", "use_cache", "dtype", "torch_dtype", "quantization_config"}
 AUTO_CLASSES = {  # how modeling_auto's mappings are called, and who loads their classes
     "SEQ_TO_SEQ_CAUSAL_LM": "AutoModelForSeq2SeqLM",
@@ -50,7 +50,7 @@ def _kinds() -> dict[str, str]:
 
 
 def task_of(model: Any) -> str | None:
-    """What a model's logits speak of: "causal", the next token; "token", each itself; "sequence", the whole text."""
+    """What a model's logits predict: "causal", the next token; "token", each itself; "sequence", the whole text."""
     return TASKS.get(kind_of(model) or "")
 
 
@@ -75,8 +75,8 @@ def hash_vocabulary(tokenizer: Any) -> str:
 
 
 def _hash_config(config: Any) -> str:
-    said = {k: v for k, v in config.to_dict().items() if not k.startswith("_") and k not in VOLATILE}
-    return hashlib.blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    known = {k: v for k, v in config.to_dict().items() if not k.startswith("_") and k not in VOLATILE}
+    return hashlib.blake2b(json.dumps(known, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
 def _hash_weights(model: Any) -> str:

@@ -62,7 +62,8 @@ class Divisor:
     """
 
     def __init__(self) -> None:
-        self.is_given: bool | None = None  # None: not known yet
+        # None while it is not known.
+        self.is_given: bool | None = None
         self._probe: Tensor | None = None
 
     def watch(self, kwargs: dict[str, Any]) -> None:

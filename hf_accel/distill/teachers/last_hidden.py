@@ -1,4 +1,4 @@
-"""What stands between a transformers model's last hidden states and its logits."""
+"""A transformers model's last hidden states, and the head that makes its logits of them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from ...errors import UnsupportedError
 from ...models import unwrapped
 from ..losses.head import Head
 
-MULTIPLIERS = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # Cohere, Muse Glimmer, Falcon-H1
+# What configs call the factor of logits: Cohere's, Muse Glimmer's, Falcon-H1's.
+MULTIPLIERS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 
 def head_of(model: Any) -> Head | None:
-    """The head of a model that can leave out logits, in the shape of its weight if it is a plain linear layer and as
-    something to call else (quantized, adapted); None if it cannot."""
+    """The head of a model that can leave out logits: its weight if it is a plain linear layer, else (quantized,
+    adapted) something to call. None for a model that cannot."""
     inner = unwrapped(model)
     layer = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if layer is None or "logits_to_keep" not in inspect.signature(inner.forward).parameters:
@@ -37,7 +38,8 @@ def _scale(config: Any) -> float:
     scaling = getattr(config, "logits_scaling", None)
     if scaling is None:
         return 1.0
-    return float(scaling) if config.model_type == "hyperclovax" else 1 / scaling  # Granite divides
+    # Granite divides by it.
+    return float(scaling) if config.model_type == "hyperclovax" else 1 / scaling
 
 
 class LastHidden:

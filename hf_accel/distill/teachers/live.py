@@ -70,7 +70,8 @@ class BaseTeacher(Teacher):
         try:
             with student.disable_adapter():
                 yield student
-        finally:  # PEFT thaws every active adapter afterwards, whatever was frozen before
+        finally:
+            # PEFT lets every active adapter train again, whether it was frozen before or not.
             for flag, parameters in ((True, trained), (False, frozen)):
                 for parameter in parameters:
                     parameter.requires_grad_(flag)
@@ -89,7 +90,8 @@ def answer(model: Any, inputs: Mapping[str, Any], select: Tensor) -> DenseRows:
 def compact_answer(model: Any, inputs: Mapping[str, Any], select: Tensor) -> Rows:
     """The same as hidden states and a head, if the model has one that can be left out."""
     head = head_of(model)
-    if head is None or model.device != select.device:  # a head answers where it is
+    # A head computes on its own device, and the rows must be on that of `select`.
+    if head is None or model.device != select.device:
         return answer(model, inputs, select)
     hidden = LastHidden(model)
     try:
@@ -106,12 +108,12 @@ def _check_positions(answers: Tensor, select: Tensor) -> None:
     if answers.shape[:-1] != select.shape:
         raise UnsupportedError(
             f"the teacher answers for {tuple(answers.shape[:-1])} and the student's labels are {tuple(select.shape)}: "
-            "they do not speak of the same positions; a teacher with virtual tokens (prompt tuning) cannot be used"
+            "these are not the same positions; a teacher with virtual tokens (prompt tuning) cannot be used"
         )
 
 
 def taken_by(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a student's inputs a teacher's forward takes (DistilBERT's has no token_type_ids, BERT's has)."""
+    """Those of a student's inputs that a teacher's forward takes (BERT's takes token_type_ids, DistilBERT's none)."""
     forward = inspect.signature(unwrapped(model).forward).parameters
     is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in forward.values())
     rest = PACKING if is_open else ()

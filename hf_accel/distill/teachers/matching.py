@@ -1,4 +1,4 @@
-"""Whether a teacher's logits speak of the same things, in the same order, as a student's."""
+"""Whether a teacher predicts the same things, in the same order, as a student."""
 
 from __future__ import annotations
 
@@ -108,22 +108,22 @@ def _check_vocabularies(student: Any, teacher: Any, tokenizer: Any) -> None:
         return  # images, sounds
     if hasattr(tokenizer, "tokenizer"):
         tokenizer = tokenizer.tokenizer  # a processor's
-    words = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else None
-    if sizes[0] != sizes[1] and (words is None or max(words.values(), default=0) >= min(sizes)):
+    ours = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else None
+    if sizes[0] != sizes[1] and (ours is None or max(ours.values(), default=0) >= min(sizes)):
         raise UnsupportedError(
             f"the student's vocabulary has {sizes[0]} tokens and the teacher's {sizes[1]}. If both use one tokenizer "
             "and differ only in unused tokens at the end, give it to the Trainer (processing_class=tokenizer); with "
             "two tokenizers, choose another teacher, or train on texts that this one wrote"
         )
-    theirs = _local_vocabulary(teacher) if words else None
-    if words and theirs:
+    theirs = _local_vocabulary(teacher) if ours else None
+    if ours and theirs:
         names = {index: token for token, index in theirs.items()}
-        wrong = [token for token, index in words.items() if names.get(index, token) != token]
+        wrong = [token for token, index in ours.items() if names.get(index, token) != token]
         if wrong:
-            token = min(wrong, key=words.__getitem__)
+            token = min(wrong, key=ours.__getitem__)
             raise UnsupportedError(
-                f"the tokenizers differ in {len(wrong)} tokens: {words[token]} is {token!r} to the student and "
-                f"{names[words[token]]!r} to the teacher; choose a teacher with the student's tokenizer"
+                f"the tokenizers differ in {len(wrong)} tokens: {ours[token]} is {token!r} to the student and "
+                f"{names[ours[token]]!r} to the teacher; choose a teacher with the student's tokenizer"
             )
 
 

@@ -10,15 +10,17 @@ from torch import Tensor
 
 from ..losses.logit_rows import Rows
 
-LABELS = (  # of a student's forward, and no business of a teacher's
+# Arguments of a student's forward that a teacher's does not get.
+LABELS = (
     "labels", "num_items_in_batch", "shift_labels", "return_dict", "logits_to_keep", "output_hidden_states",
     "output_attentions", "output_router_logits", "use_cache", "past_key_values", "fused_lm_head",
 )  # fmt: skip
-PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # below a forward's **kwargs
+# Arguments that a forward passes down in its **kwargs.
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 class Teacher(ABC):
-    """What a hook asks once for each micro-batch. Not a module: nothing of it gets into the student's state."""
+    """What a hook asks once for each micro-batch. It is no module: nothing of it gets into a student's state."""
 
     def check_tokenizer(self, tokenizer: Any) -> None:  # noqa: B027
         """The student's, if known, before `check`. Raises UnsupportedError if the teacher was trained on another."""
@@ -31,7 +33,7 @@ class Teacher(ABC):
     def rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
         """inputs: the keywords of the student's forward (with decoder_input_ids if it is an encoder and a decoder).
         select: bool, the shape of the logits less the vocabulary: the N positions that are learnt from (already
-        shifted: position i speaks of token i + 1). The rows are on the device of `select`."""
+        shifted: position i predicts token i + 1). The rows are on the device of `select`."""
 
     def compact_rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
         """The same, without logits [B, T, V] where the teacher can do without."""

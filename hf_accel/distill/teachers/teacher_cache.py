@@ -24,7 +24,7 @@ SHARD_BYTES = 2**28
 
 
 class TeacherCache(Teacher):
-    """What a teacher said of a dataset, asked once and stored, for training without the teacher in memory.
+    """A teacher's answers for a dataset, asked once and stored, for training without the teacher in memory.
 
         hf_accel.TeacherCache.build(teacher, dataset, "answers")
         Trainer(..., callbacks=[hf_accel.DistillationCallback(hf_accel.TeacherCache("answers"))])
@@ -169,8 +169,8 @@ class TeacherCache(Teacher):
         size = getattr(config, "num_labels" if task == "sequence" else "vocab_size", None)
         if size is not None and size < self.settings.vocab_size:
             raise UnsupportedError(
-                f"{self.path} speaks of {self.settings.vocab_size} ids, and the student has {size}; if the rest is "
-                f"padding, build it with vocab_size={size}"
+                f"{self.path} has answers of {self.settings.vocab_size} ids, and the student has {size}; if the rest "
+                f"is padding, build it with vocab_size={size}"
             )
 
     def check_tokenizer(self, tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which rows of ids a batch holds, and what each is called: a name made of nothing but its content."""
+"""Which texts a batch holds, and a name for each that is made of its content alone."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def _ids(inputs: Mapping[str, Any]) -> Tensor:
 
 
 def _refuse_others(inputs: Mapping[str, Any]) -> None:
-    # position_ids say what PACKING says.
+    # Where there are position_ids, PACKING adds nothing to them.
     known = {*READ, *LABELS, *(PACKING if inputs.get("position_ids") is not None else ()), "cache_position"}
     for name, value in inputs.items():
         if name not in known and (isinstance(value, Tensor) or (name == "past_key_values" and value is not None)):
             raise UnsupportedError(
-                f"{name} changes what a teacher says, and a cache knows only rows of ids; leave it out, or teach with "
+                f"{name} changes a teacher's answers, and a cache knows only rows of ids; leave it out, or teach with "
                 "the model itself"
             )
 

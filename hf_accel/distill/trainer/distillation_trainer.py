@@ -33,7 +33,7 @@ else:
 
 
 class DistillationMixin(_Base):
-    """In front of Trainer, Seq2SeqTrainer, or one of TRL's, whose model then learns from a teacher too.
+    """Mixed in front of Trainer, Seq2SeqTrainer, or one of TRL's, it makes the model learn from a teacher too.
 
         class KD(hf_accel.DistillationMixin, SFTTrainer): ...
         KD(student, teacher_model=teacher, args=SFTConfig(...), distillation=hf_accel.DistillationSettings(alpha=0.5))
@@ -48,9 +48,9 @@ class DistillationMixin(_Base):
     Several processes give what one gives with average_tokens_across_devices=True (Trainer's default); without it each
     process divides by its own tokens, so that one with few of them counts as much as one with many.
 
-    To have it so on the CPU: `ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2`, or torchrun
-    (with --cpu, accelerate starts but one). Samples are other ones in several processes. The last evaluation batch is
-    filled up with rows from the first, which then count twice.
+    Several processes on the CPU: `ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2`, or
+    torchrun (with --cpu, accelerate starts only one). Samples differ from those that one process draws. The last
+    evaluation batch is filled up with rows from the first, which then count twice.
 
     Raises UnsupportedError for settings that cannot be had together.
     """
@@ -87,13 +87,13 @@ class DistillationMixin(_Base):
 
     @contextmanager
     def _distilling(self) -> Iterator[None]:
-        """Between these the model has hooks and projections: also if training ends by an exception."""
+        """Inside the block the model has hooks and projections; they are gone after it, also after an exception."""
         self._averages.clear()
         try:
-            if self._learns_words or self._transfer is not None:
+            if self._learns_logits or self._transfer is not None:
                 refuse(self.args, self.compute_loss_func)
                 self._refuse_callbacks()
-            if self._learns_words:
+            if self._learns_logits:
                 self._hook.objective = self._objective(sampled=self._sampler is not None)
                 self._hook.prepare(self.model, self.processing_class)
                 self._hook.install(self.model)
@@ -114,16 +114,16 @@ class DistillationMixin(_Base):
 
     def _named_losses(self) -> list[str]:
         settings = self.distillation
-        words = ["ce_loss", "kd_loss"] if self._learns_words else []
+        logged = ["ce_loss", "kd_loss"] if self._learns_logits else []
         inside = {"hidden_loss": settings.hidden_weight, "attention_loss": settings.attention_weight}
-        return [*words, *(name for name, weight in inside.items() if weight)]
+        return [*logged, *(name for name, weight in inside.items() if weight)]
 
     @property
-    def _learns_words(self) -> bool:
+    def _learns_logits(self) -> bool:
         return self.distillation.alpha < 1 or self._sampler is not None
 
     def _objective(self, sampled: bool) -> Any:
-        """A student's own words are no labels: on them the distance from the teacher is all there is."""
+        """A student's own samples are no labels: on them the loss is the distance from the teacher alone."""
         objective = self.distillation.objective()
         return dataclasses.replace(objective, alpha=0.0) if sampled else objective
 
@@ -138,7 +138,7 @@ class DistillationMixin(_Base):
             )
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Trainer's; what the loss was made of is kept for the log."""
+        """Trainer's; both parts of the loss are kept for the log."""
         self._hook.items = num_items_in_batch
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         self._hook.confirm()
@@ -164,12 +164,13 @@ class DistillationMixin(_Base):
         return StudentSampler.of(self.distillation, self.args.seed, config, self.processing_class)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """The batches of an optimizer step and the number of their labels; now and then the student's own samples."""
+        """The batches of an optimizer step and the number of their labels; in a share of the steps, the student's own
+        samples."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         step = self.state.global_step
         sampled = bool(batches) and self._sampler is not None and self._sampler.takes(step)
         self._averages.begin(sampled)
-        if self._learns_words:
+        if self._learns_logits:
             self._hook.objective = self._objective(sampled)
         if sampled and self._sampler is not None:
             student = unwrapped(self.model, keep_adapters=True)
@@ -178,7 +179,7 @@ class DistillationMixin(_Base):
             self._averages.count(batches)
         return batches, items
 
-    # -- what is told ----------------------------------------------------------------------------------
+    # -- logs and metrics ------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer's, with the losses that the logged one is made of."""
@@ -222,7 +223,7 @@ class DistillationMixin(_Base):
 
 
 class DistillationTrainer(DistillationMixin, Trainer):
-    """transformers' Trainer, whose model learns from a teacher too: DistillationMixin says what it does.
+    """transformers' Trainer, whose model learns from a teacher too; see DistillationMixin.
 
     DistillationTrainer(student, teacher_model=teacher, args=DistillationConfig("out", alpha=0.5), train_dataset=...)
     """

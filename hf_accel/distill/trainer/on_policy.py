@@ -1,4 +1,4 @@
-"""Batches of what the student itself says."""
+"""Batches that the student itself writes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StudentSampler:
 
     @classmethod
     def of(cls, settings: DistillationSettings, seed: int, model: GenerationConfig, tokenizer: Any) -> StudentSampler:
-        """With the end and padding tokens of the model, or where it has none of the tokenizer."""
+        """With the end and padding tokens of the model or, where it has none, of the tokenizer."""
         ends = model.eos_token_id if model.eos_token_id is not None else getattr(tokenizer, "eos_token_id", None)
         eos: list[int] = [] if ends is None else list(ends) if isinstance(ends, list | tuple) else [int(ends)]
         pads = (model.pad_token_id, getattr(tokenizer, "pad_token_id", None), *eos, 0)
@@ -42,7 +42,7 @@ class StudentSampler:
         return _number(self.seed, "window", step) / 2**63 < self.settings.lmbda
 
     def batches(self, student: Any, batches: list[Mapping[str, Any]], step: int, process: int) -> list[dict[str, Any]]:
-        """Those of a whole accumulation window, sampled from the weights as they are now."""
+        """The batches of a whole accumulation window, sampled from the weights as they are now."""
         prompts = [prompts_of(batch, self.settings.prompt_tokens) for batch in batches]
         made = []
         with _inference(student):
@@ -79,7 +79,7 @@ class StudentSampler:
 
 
 def prompts_of(batch: Mapping[str, Any], prompt_tokens: int | None) -> list[list[int]]:
-    """Of each row, without padding: its first `prompt_tokens` tokens, or those before its first label.
+    """The prompt of each row, without padding: its first `prompt_tokens` tokens, or those before its first label.
 
     Raises UnsupportedError for rows that have no prompt, and for batches that hold more than text.
     """
@@ -91,9 +91,9 @@ def prompts_of(batch: Mapping[str, Any], prompt_tokens: int | None) -> list[list
     mask = batch.get("attention_mask")
     mask = torch.ones_like(ids) if mask is None else mask
     prompts = []
-    for row, (tokens, told, real) in enumerate(zip(ids, labels, mask.bool(), strict=True)):
+    for row, (tokens, targets, real) in enumerate(zip(ids, labels, mask.bool(), strict=True)):
         if prompt_tokens is None:
-            first = torch.nonzero(told != -100)[:1].flatten().tolist()
+            first = torch.nonzero(targets != -100)[:1].flatten().tolist()
             prompt = tokens[: first[0]][real[: first[0]]] if first else tokens[real]
         else:
             prompt = tokens[real][:prompt_tokens]
@@ -125,7 +125,7 @@ def collated(examples: list[dict[str, list[int]]], pad: int = 0) -> dict[str, Te
 
 
 def _padded(rows: list[list[int]], pad: int, *, left: bool = False) -> tuple[Tensor, Tensor]:
-    """int64 [B, T]: the rows, and where they are."""
+    """int64 [B, T]: the rows, and a mask that is 1 where they are."""
     length = max(map(len, rows))
     ids, mask = torch.full((len(rows), length), pad), torch.zeros(len(rows), length, dtype=torch.long)
     for number, row in enumerate(rows):
@@ -152,7 +152,7 @@ def _inference(student: Any) -> Iterator[None]:
 
 @contextmanager
 def _without_defaults(student: Any) -> Iterator[None]:
-    """No penalty nor filter of the student's own: samples are from the distribution that it is trained to have."""
+    """Without the student's own penalties and filters, so that samples come from the distribution that is trained."""
     inner = unwrapped(student)
     own, inner.generation_config = inner.generation_config, GenerationConfig()
     try:
@@ -170,5 +170,5 @@ def _own_noise(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def _number(*what: Any) -> int:
-    """Of 63 bits, from the words given; the same in every process and version of Python."""
+    """A number of 63 bits made of `what`; the same in every process and version of Python."""
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "big") >> 1

@@ -31,19 +31,19 @@ class Transfer:
         teacher = hook.teacher
         if not isinstance(teacher, ModelTeacher):
             raise UnsupportedError(
-                "hidden_weight and attention_weight need a teacher in memory: a cache has nothing but its words; give "
+                "hidden_weight and attention_weight need a teacher in memory: a cache holds its logits alone; give "
                 "the model as teacher_model, or set both to 0"
             )
         self.teacher, self.settings, self.seed = teacher, settings, seed
         self._hook, self._own_divisor = hook, Divisor()
         self._inputs: dict[str, Any] = {}
         self.projections: Projections | None = None
-        self.last: dict[str, Tensor] = {}  # of the newest micro-batch, without weights
+        self.last: dict[str, Tensor] = {}  # losses of the newest micro-batch, without their weights
         self._handles: list[Any] = []
         self._student: Any = None
 
     def install(self, student: Any) -> None:
-        """Hook into the student, after the hook for its words. Raises UnsupportedError where layers cannot be told."""
+        """Hook into the student, after the hook for logits. Raises UnsupportedError where layers cannot be told."""
         self._student = student
         teacher = self.teacher.model
         mine, others = layers_of(student, "student"), layers_of(teacher, "teacher")
@@ -60,7 +60,8 @@ class Transfer:
         for capture in self.captures:
             capture.install()
         self._own_divisor = Divisor()
-        first = {"with_kwargs": True, "prepend": True}  # the hook for its words may take labels out of the call
+        # Ours is the first, since the hook for logits may take labels out of the call.
+        first = {"with_kwargs": True, "prepend": True}
         self._handles.append(student.register_forward_pre_hook(self._before, **first))
         self._handles.append(student.register_forward_hook(self._after, with_kwargs=True))
 
@@ -110,7 +111,7 @@ class Transfer:
 
     @property
     def is_divided(self) -> bool:
-        """By the labels of the whole step, as the student's own loss; the hook for its words knows if there is one."""
+        """Whether losses are divided by the labels of the whole step, as the student's own is."""
         return self._hook.is_divided if self._hook.is_installed else bool(self._own_divisor.is_given)
 
     def _before(self, student: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -127,11 +128,13 @@ class Transfer:
         if not is_learning(student):
             return None
         inputs, self._inputs = self._inputs, {}
-        is_summed = bool(inputs.get("fused_lm_head"))  # TRL: the trainer divides minus the sum of log_probs
+        # TRL's trainer divides minus the sum of log_probs.
+        is_summed = bool(inputs.get("fused_lm_head"))
         if not self._hook.is_installed and not is_summed:
             self._own_divisor.settle(output["loss"])
         weights = token_weights(student, inputs, self._hook.shift)
-        if not self.captures[1].found:  # with alpha=1, or with no label, nobody has asked the teacher yet
+        if not self.captures[1].found:
+            # With alpha=1, or with no label, nobody has asked the teacher yet.
             self.teacher.compact_rows(inputs, torch.zeros_like(_labels(inputs), dtype=torch.bool))
         for capture in self.captures:
             capture.stop()

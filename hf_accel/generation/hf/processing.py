@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process, stopping_criteria
 
-from ..sampling.prefix import Prefix, prefix_of
+from ..sampling.prefix import Prefix, Tokens, prefix_of
 from ..sampling.processors import MinP, Processor, RepetitionPenalty, Temperature, TopKTopP
 from ..sampling.purity import is_stateful
 from ..sampling.sampling import Draw, Sampling
@@ -103,7 +103,7 @@ class Batched(Processor):
             out[rows] = self._for([prefixes[row].sequence for row in rows])(ids, scores[rows])
         return out
 
-    def _for(self, sequences: abc.Sequence[Sequence | None]) -> Any:
+    def _for(self, sequences: abc.Sequence[Tokens | None]) -> Any:
         """The processors with their settings by row, if they have some, for the rows of these sequences."""
         name = "prompt_ignore_length"
         if not any(isinstance(getattr(processor, name, None), Tensor) for processor in self.processors):

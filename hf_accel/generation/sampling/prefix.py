@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ..sequence import Sequence
+
+class Tokens(Protocol):
+    """What a Sequence has before its next token. index: its row in the batch of generate(). notes: what is remembered
+    for it."""
+
+    tokens: list[int]
+    num_prompt: int
+    padding: list[int]
+    index: int
+    notes: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,7 @@ class Prefix:
     committed: list[int]
     num_prompt: int
     drafted: abc.Sequence[int] = ()
-    sequence: Sequence | None = field(default=None, repr=False)
+    sequence: Tokens | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.committed) + len(self.drafted)
@@ -55,11 +63,11 @@ class Prefix:
         return torch.cat([torch.tensor(padding, dtype=torch.int64), self.ids]) if padding else self.ids
 
 
-def prefix_of(sequence: Sequence, drafted: abc.Sequence[int] = ()) -> Prefix:
+def prefix_of(sequence: Tokens, drafted: abc.Sequence[int] = ()) -> Prefix:
     return Prefix(sequence.tokens, sequence.num_prompt, drafted, sequence)
 
 
-def _committed_ids(sequence: Sequence) -> Tensor:
+def _committed_ids(sequence: Tokens) -> Tensor:
     """The sequence's tokens as a tensor that grows with them: they are final, and a list takes long to convert."""
     room: Tensor
     room, known = sequence.notes.get("ids", (torch.empty(0, dtype=torch.int64), 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,7 @@ from ...errors import HfAccelError, UnsupportedError
 from .prefix import Prefix
 from .processors import Processor
 
-if TYPE_CHECKING:
-    from ..sequence import Sequence
-
-Draw = Callable[[Tensor, "list[Sequence]"], list[int]]
+Draw = Callable[[Tensor, list[Any]], list[int]]
 
 
 class Sampling:

@@ -5,9 +5,9 @@ instruction set; the other files turn tensors into pointers, one for each family
 in src/kernels, its struct and a line in src/kernels.h, and the file here that calls it.
 """
 
-from . import attention, float_linear, integer_linear, logits, norm, rope  # whose structs the library is checked for
+from . import attention, elementwise, float_linear, integer_linear, logits  # whose structs the library is checked for
 from .library import isa, refusal, threads, using_isa
 
 __all__ = [
-    "attention", "float_linear", "integer_linear", "isa", "logits", "norm", "refusal", "rope", "threads", "using_isa",
+    "attention", "elementwise", "float_linear", "integer_linear", "isa", "logits", "refusal", "threads", "using_isa",
 ]  # fmt: skip

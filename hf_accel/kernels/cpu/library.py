@@ -14,7 +14,7 @@ import torch  # first: torch brings the OpenMP runtime that the kernels share
 from torch import Tensor
 
 from ...errors import HfAccelError, UnsupportedError
-from ...hardware.cpu import ISA_LEVELS, choose_isa, instruction_sets, usable_cores
+from ...hardware.processor import ISA_LEVELS, choose_isa, instruction_sets, usable_cores
 from ...tensors import PLAIN, is_recorded
 from .build import HERE, LIBRARY, REASON
 from .structs import Linear, Matrix, packed_format

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_accel.attention import CpuBackend, ReferenceBackend
 from hf_accel.errors import UnsupportedError
-from hf_accel.hardware.cpu import ISA_LEVELS, instruction_sets
+from hf_accel.hardware.processor import ISA_LEVELS, instruction_sets
 from hf_accel.kernels import cpu as kernels
 from hf_accel.layouts import KV, AttentionOptions, Ragged
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_accel.cache.storage import KVStorage
 from hf_accel.errors import UnsupportedError
-from hf_accel.hardware.cpu import ISA_LEVELS, instruction_sets
+from hf_accel.hardware.processor import ISA_LEVELS, instruction_sets
 from hf_accel.kernels import cpu as kernels
 
 LEVELS = [level for level, needed in ISA_LEVELS.items() if needed <= instruction_sets()]

@@ -5,7 +5,7 @@ import torch
 from transformers import JambaConfig, LlamaConfig
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.estimate.attention import AttentionBytes, AttentionLayer, attention_layers
+from hf_accel.estimate.attention_bytes import AttentionBytes, AttentionLayer, attention_layers
 
 from .shapes import GEMMA2_2B, TINY
 

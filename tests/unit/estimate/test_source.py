@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.estimate.source import shapes_of
+from hf_accel.estimate.shapes import shapes_of
 
 from .shapes import TINY
 

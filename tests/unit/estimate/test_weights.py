@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 from hf_accel.config import WeightConfig
 from hf_accel.errors import UnsupportedError
 from hf_accel.estimate import estimate
-from hf_accel.estimate.source import shapes_of
+from hf_accel.estimate.shapes import shapes_of
 from hf_accel.estimate.weights import WeightTensor, weight_tensors
 
 from .shapes import TINY

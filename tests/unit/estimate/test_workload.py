@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from hf_accel.estimate.attention import AttentionLayer
+from hf_accel.estimate.attention_bytes import AttentionLayer
 from hf_accel.estimate.weights import WeightTensor
 from hf_accel.estimate.workload import Workload
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.hardware.cpu import ISA_LEVELS
+from hf_accel.hardware.processor import ISA_LEVELS
 from hf_accel.kernels.cpu import refusal, using_isa
 
 

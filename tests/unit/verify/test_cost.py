@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hf_accel
 from hf_accel.verify import cost as module
-from hf_accel.verify.cost import Totals, measure_cost, predictions, windows_of
+from hf_accel.verify.cost import CostSums, measure_cost, predictions, windows_of
 
 from ...parity.families import build, prompts
 
@@ -68,14 +68,14 @@ def test_keys_and_values_are_read_from_the_cache() -> None:
 
 def test_only_a_chunk_of_logits_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = []
-    monkeypatch.setattr(module.Totals, "add", lambda self, a, e, t: shapes.append((*a.shape, len(t))))
-    monkeypatch.setattr(module.Totals, "cost", lambda self, *args: None)
+    monkeypatch.setattr(module.CostSums, "add", lambda self, a, e, t: shapes.append((*a.shape, len(t))))
+    monkeypatch.setattr(module.CostSums, "cost", lambda self, *args: None)
     measured(build("llama"), build("llama"), [LONG])
     assert shapes == [(64, 101, 64), (64, 101, 64), (21, 101, 21)]
 
 
 def test_impossible_tokens_diverge_by_nothing() -> None:
-    total = Totals()
+    total = CostSums()
     log_p = torch.tensor([[0.0, -torch.inf]])
     total.add(log_p, log_p, torch.tensor([0]))
     assert (total.kl, total.loss) == (0, 0)

@@ -12,7 +12,7 @@ from hf_accel.linear import QuantLinear
 from hf_accel.linear.activations import round_groups
 from hf_accel.verify import rounding as module
 from hf_accel.verify.references import quantized_reference
-from hf_accel.verify.rounding import Jitter, Reference, flip_nearest, spread
+from hf_accel.verify.rounding import Jitter, ReferenceModel, flip_nearest, spread
 
 from ...parity.families import FAMILIES, build, prompts
 from ...parity.snapshot import snapshot
@@ -21,7 +21,7 @@ HISTORY = prompts(1, 20)
 
 
 def judge(model: PreTrainedModel, history: torch.Tensor = HISTORY, num_prompt: int = 12) -> tuple[Any, float, str]:
-    return Reference(model, "r").judge(history, num_prompt, {})
+    return ReferenceModel(model, "r").judge(history, num_prompt, {})
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_a_large_model_has_no_arbiter(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 4 * sum(p.numel() for p in model.parameters())
     for largest, there in ((size, True), (size - 1, False)):
         monkeypatch.setattr(module, "LARGEST_ARBITER", largest)
-        assert (Reference(model, "r").arbiter is not None) is there
+        assert (ReferenceModel(model, "r").arbiter is not None) is there
 
 
 def test_an_arbiter_has_to_leave_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_an_arbiter_has_to_leave_memory(monkeypatch: pytest.MonkeyPatch) -> None
     size = 8 * sum(p.numel() for p in model.parameters())
     for free, there in ((2 * size, True), (2 * size - 1, False), (None, True)):
         monkeypatch.setattr(module, "detect", lambda device, free=free: type("H", (), {"free_memory": free}))
-        assert (Reference(model, "r").arbiter is not None) is there
+        assert (ReferenceModel(model, "r").arbiter is not None) is there
 
 
 def test_quantized_layers_are_only_watched() -> None:

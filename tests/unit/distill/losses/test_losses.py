@@ -416,7 +416,7 @@ def test_what_does_not_fit_is_refused() -> None:
     refusal("soft labels", labels=torch.rand(2, 6, 13), alpha=0.5)
     refusal("labels are torch.float64", labels=labels.double())
     refusal("labels=None, but alpha", labels=None)
-    refusal("the teacher speaks of", teacher_logits=torch.randn(2, 5, 13))
+    refusal("the teacher has logits for", teacher_logits=torch.randn(2, 5, 13))
     refusal("no teacher", teacher_logits=None)
     refusal("the teacher's logits are", teacher_logits=torch.ones(2, 6, 13, dtype=torch.int64))
     refusal("the student's logits are", student_logits=torch.randn(13))

@@ -47,11 +47,11 @@ class AttentionLayer:
 
     @property
     def decode_operations(self) -> int:
-        """Of one query: two products, two operations per multiply-add."""
+        """Operations of one query: two products, and two operations per multiply-add."""
         return 4 * self.heads * self.head_dim * self.tokens
 
     def prefill_operations(self, context: int) -> int:
-        """Of `context` queries, each of which sees itself and what the window leaves of those before."""
+        """Operations of `context` queries, each of which sees itself and what the window leaves of those before."""
         pairs = self.tokens * context - self.tokens * (self.tokens - 1) // 2
         return 4 * self.heads * self.head_dim * pairs
 

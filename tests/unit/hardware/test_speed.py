@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from hf_accel.hardware import detect, float_peak, integer_peak, measure, read_bandwidth
+from hf_accel.hardware import detect, float_peak, integer_peak, read_bandwidth, speed
 
 MIB = 2**20
 CPU = dataclasses.replace(detect(), l2_bytes=MIB, l3_bytes=32 * MIB, free_memory=10**12)
@@ -14,10 +14,10 @@ CPU = dataclasses.replace(detect(), l2_bytes=MIB, l3_bytes=32 * MIB, free_memory
 
 @pytest.fixture(autouse=True)
 def forget():
-    for cached in (measure._read_bandwidth, measure._float_peak, measure._integer_peak):
+    for cached in (speed._read_bandwidth, speed._float_peak, speed._integer_peak):
         cached.cache_clear()
     yield
-    for cached in (measure._read_bandwidth, measure._float_peak, measure._integer_peak):
+    for cached in (speed._read_bandwidth, speed._float_peak, speed._integer_peak):
         cached.cache_clear()
 
 
@@ -32,7 +32,7 @@ def clock(monkeypatch):
         calls.append(device)
         return list(seconds)
 
-    monkeypatch.setattr(measure, "_seconds", fake)
+    monkeypatch.setattr(speed, "_seconds", fake)
     fake.calls = calls
     return fake
 
@@ -63,7 +63,7 @@ def test_bandwidth_is_measured_once_per_thread_count(clock, monkeypatch):
     ],
 )
 def test_the_buffer_is_larger_than_the_last_cache_but_leaves_memory_free(changes, size):
-    assert measure._buffer_bytes(dataclasses.replace(CPU, **changes)) == size
+    assert speed._buffer_bytes(dataclasses.replace(CPU, **changes)) == size
 
 
 def test_a_peak_is_two_operations_per_multiply_add_at_the_best_time(clock):
@@ -75,7 +75,7 @@ def test_a_peak_is_two_operations_per_multiply_add_at_the_best_time(clock):
 
 
 def test_a_quick_matmul_is_measured_at_the_larger_size_too(monkeypatch):
-    monkeypatch.setattr(measure, "_seconds", lambda run, device: [0.02])
+    monkeypatch.setattr(speed, "_seconds", lambda run, device: [0.02])
     assert float_peak(CPU) == 2 * 1024**3 / 0.02
 
 
@@ -83,19 +83,19 @@ def test_without_an_int8_matmul_there_is_no_integer_peak(monkeypatch):
     def missing(size, *, device):
         raise RuntimeError("no such operator")
 
-    monkeypatch.setattr(measure, "_onednn_matmul", missing)
-    monkeypatch.setattr(measure, "_int_matmul", missing)
+    monkeypatch.setattr(speed, "_onednn_matmul", missing)
+    monkeypatch.setattr(speed, "_int_matmul", missing)
     assert integer_peak(CPU) is None
 
 
-@pytest.mark.parametrize("build", [measure._onednn_matmul, measure._int_matmul])
+@pytest.mark.parametrize("build", [speed._onednn_matmul, speed._int_matmul])
 def test_the_int8_matmuls_multiply_integers(build):
     try:
         product = build(64, device="cpu")()
     except (AttributeError, NotImplementedError, RuntimeError) as error:
         pytest.skip(f"not in this build of torch: {error}")
     # oneDNN's operand is unsigned with zero point 128: a one stands for -127
-    assert product.float().unique().tolist() == [64.0 if build is measure._int_matmul else -127.0 * 64]
+    assert product.float().unique().tolist() == [64.0 if build is speed._int_matmul else -127.0 * 64]
 
 
 @pytest.mark.parametrize(("duration", "times"), [(0.001, 7), (0.02, 3), (0.03, 2), (1.0, 2)])
@@ -107,8 +107,8 @@ def test_the_first_call_warms_up_and_slow_ones_are_few(monkeypatch, duration, ti
         now[0] += duration if calls else 0.5
         calls.append(None)
 
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
-    assert measure._seconds(run, "cpu") == pytest.approx([duration] * times)
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: now[0])
+    assert speed._seconds(run, "cpu") == pytest.approx([duration] * times)
 
 
 def test_real_measurements_are_plausible_and_quick():

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hf_accel.linear import LinearSpec, choose
-from hf_accel.linear import measure as module
-from hf_accel.linear.measure import measure
+from hf_accel.linear import timing as module
 from hf_accel.linear.reference import REFERENCES, Reference
+from hf_accel.linear.timing import measure
 
 
 class Slow(Reference):

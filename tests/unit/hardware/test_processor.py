@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.hardware import cpu
+from hf_accel.hardware import processor
 
 AVX2 = frozenset({"avx2", "fma3", "sse4_2"})
 AVX_VNNI = AVX2 | {"avx_vnni"}
@@ -27,13 +27,13 @@ AVX512 = AVX2 | {"avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni
     ],
 )
 def test_the_best_level_is_chosen(features, level):
-    assert cpu.choose_isa(features) == level
-    assert cpu.choose_isa(features, requested="") == level
+    assert processor.choose_isa(features) == level
+    assert processor.choose_isa(features, requested="") == level
 
 
 @pytest.mark.parametrize("requested", ["avx_vnni", "avx2", "portable"])
 def test_a_lower_level_may_be_requested(requested):
-    assert cpu.choose_isa(AVX512 | AVX_VNNI, requested=requested) == requested
+    assert processor.choose_isa(AVX512 | AVX_VNNI, requested=requested) == requested
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_lower_level_may_be_requested(requested):
 )
 def test_a_level_that_cannot_run_is_an_error(requested, message):
     with pytest.raises(UnsupportedError) as error:
-        cpu.choose_isa(AVX2, requested=requested)
+        processor.choose_isa(AVX2, requested=requested)
     assert str(error.value) == message
 
 
@@ -58,15 +58,15 @@ def test_a_level_that_cannot_run_is_an_error(requested, message):
 def test_without_a_list_of_features_torchs_own_level_counts(monkeypatch, capability, level):
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert cpu.choose_isa(cpu.instruction_sets.__wrapped__()) == level
+    assert processor.choose_isa(processor.instruction_sets.__wrapped__()) == level
 
 
 def test_features_are_the_true_ones(monkeypatch):
     listed = {"avx2": True, "amx_int8": False, "l2_cache_size": 1, "cpu_name": "Some CPU", "num_physical_cores": 3}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: listed, raising=False)
-    assert cpu.instruction_sets.__wrapped__() == {"avx2"}
-    assert cpu.cpu_name.__wrapped__() == "Some CPU"
-    assert cpu.physical_cores.__wrapped__() == 3
+    assert processor.instruction_sets.__wrapped__() == {"avx2"}
+    assert processor.cpu_name.__wrapped__() == "Some CPU"
+    assert processor.physical_cores.__wrapped__() == 3
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_affinity_and_quota_limit_the_cores(monkeypatch, make_root, affinity, qu
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(affinity)), raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     root = make_root({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": f"{quota} 100000"})
-    assert cpu.usable_cores(root) == cores
+    assert processor.usable_cores(root) == cores
 
 
 def cache(core: int, index: int, *, level: int, size: str, shared: str) -> dict[str, str]:
@@ -95,12 +95,12 @@ def test_level_2_is_of_one_core_and_level_3_of_all(make_root):
         files |= cache(core, 2, level=2, size="1024K", shared=str(core))
         files |= cache(core, 3, level=3, size="8192K", shared="0-1" if core < 2 else "2-3")
     root = make_root(files)
-    assert cpu.cache_bytes(2, root) == 2**20
-    assert cpu.cache_bytes(3, root) == 2 * 8 * 2**20
+    assert processor.cache_bytes(2, root) == 2**20
+    assert processor.cache_bytes(3, root) == 2 * 8 * 2**20
 
 
 def test_without_sysfs_torch_is_asked_for_the_caches(monkeypatch, make_root):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"l2_cache_size": 5}, raising=False)
     root = make_root({})
-    assert cpu.cache_bytes(2, root) == 5
-    assert cpu.cache_bytes(3, root) is None
+    assert processor.cache_bytes(2, root) == 5
+    assert processor.cache_bytes(3, root) is None
