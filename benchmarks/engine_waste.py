@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hf_accel.cache.group import PageGroup
 from hf_accel.cache.pages import Pages
 from hf_accel.generation.sampling.params import SamplingParams
-from hf_accel.generation.scheduler import Scheduler
+from hf_accel.generation.scheduling.scheduler import Scheduler
 from hf_accel.generation.sequence import Sequence
 
 from .settings import Settings

@@ -17,8 +17,8 @@ from .cache.hf import PagedCache
 from .config import CacheConfig, PatchConfig, SpeculativeConfig, WeightConfig
 from .errors import HfAccelError, HfAccelWarning, OutOfBlocksError, UnsupportedError
 from .estimate import Estimate, estimate
-from .generation.drafters.base import Draft, Drafter
 from .generation.hf import Engine
+from .generation.speculation.drafters.drafter import Draft, Drafter
 from .linear.hf import AccelConfig
 from .loading import register as _register_quantizer
 from .patch import is_patched, patch, patched, plan, stats, unpatch

@@ -36,12 +36,28 @@ COMPOSITION = [  # each may use those before it
     "checkpoint", "loading", "verify",
 ]  # fmt: skip
 BOOKKEEPING = {  # and what that may use
-    "config", "errors", "cache.pool", "cache.prefix", "cache.table", "generation.acceptance_rates",
-    "generation.allocation", "generation.break_even", "generation.controller", "generation.cost_table",
-    "generation.drafters.base", "generation.drafters.copying", "generation.drafters.ngram",
-    "generation.drafters.suffix", "generation.roster", "generation.scheduler", "generation.sequence",
-    "generation.statistics", "generation.sampling.stopping", "generation.stream", "generation.waiting",
-}  # fmt: skip
+    "cache.pool",
+    "cache.prefix",
+    "cache.table",
+    "config",
+    "errors",
+    "generation.sampling.stopping",
+    "generation.scheduling.roster",
+    "generation.scheduling.scheduler",
+    "generation.scheduling.waiting",
+    "generation.sequence",
+    "generation.serving.stream",
+    "generation.speculation.acceptance_rates",
+    "generation.speculation.allocation",
+    "generation.speculation.break_even",
+    "generation.speculation.controller",
+    "generation.speculation.cost_table",
+    "generation.speculation.drafters.copying",
+    "generation.speculation.drafters.drafter",
+    "generation.speculation.drafters.ngram",
+    "generation.speculation.drafters.suffix",
+    "generation.speculation.statistics",
+}
 
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "other"}
 LONGEST_FILE = 360

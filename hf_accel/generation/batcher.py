@@ -15,9 +15,9 @@ from ..cache.pages import CachedSequence, Pages, TokenRange
 from .runner import Runner
 from .sampling.choice import Chosen, choose
 from .sampling.logprobs import TokenLogprobs
-from .scheduler import Scheduler
+from .scheduling.scheduler import Scheduler
 from .sequence import Chunk, Sequence
-from .speculation import Speculation
+from .speculation.speculation import Speculation
 
 
 @dataclass(frozen=True)

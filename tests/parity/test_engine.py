@@ -298,7 +298,7 @@ def test_stateful_processors_are_refused_with_drafts_only(engine: Engine) -> Non
             self.calls += 1
             return scores + self.calls * torch.arange(scores.shape[1]) % 7
 
-    if engine.speculation.drafters:
+    if engine.session.speculation.drafters:
         with pytest.raises(UnsupportedError, match="Counting answers the same input differently"):
             engine.submit(PROMPTS[0], processors=(Counting(),))
     else:
@@ -445,7 +445,7 @@ def test_samples_of_one_prompt(engine: Engine) -> None:
     settings = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "seed": 11}
     results = engine.submit(PROMPTS[3], n=4, **settings).results(WAIT)
     assert len({tuple(result.tokens) for result in results}) == 4
-    if not engine.speculation.drafters:
+    if not engine.session.speculation.drafters:
         assert engine.submit(PROMPTS[3], **settings).result(WAIT).tokens == results[0].tokens
 
 

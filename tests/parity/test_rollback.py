@@ -16,7 +16,7 @@ from hf_accel.cache.pages import CachedSequence, Pages
 from hf_accel.config import CacheConfig
 from hf_accel.generation.batcher import Batcher
 from hf_accel.generation.hf.drafting import make_speculation
-from hf_accel.generation.hf.runner import ModelRunner
+from hf_accel.generation.hf.model_runner import ModelRunner
 from hf_accel.generation.sampling.params import SamplingParams
 from hf_accel.generation.sequence import Sequence
 

@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ...generation import sequence as generated
-from ...generation.controller import Controller
 from ...generation.hf.defaults import stop_token_ids
 from ...generation.hf.refusals import ragged_refusal
 from ...generation.hf.session import Session
 from ...generation.sampling.params import SamplingParams
 from ...generation.sampling.stopping import StopRules
+from ...generation.speculation.controller import Controller
 from ...patch import is_patched, make_draft
 
 TOKEN_BUDGET = 2048  # of a pass, where a prompt delays nobody

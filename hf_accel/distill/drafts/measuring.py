@@ -15,9 +15,9 @@ from transformers.utils import logging
 
 from ...config import checked_keywords, positive_int
 from ...errors import UnsupportedError
-from ...generation.controller import Controller
 from ...generation.hf.vocabulary import vocabulary_refusal, vocabulary_size
 from ...generation.sequence import Sequence
+from ...generation.speculation.controller import Controller
 from ...models import evaluating
 from ...patch import is_patched
 from ...state import state_of

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...generation.break_even import break_even_acceptance, expected_tokens, speed_up
-from ...generation.cost_table import isotonic
+from ...generation.speculation.break_even import break_even_acceptance, expected_tokens, speed_up
+from ...generation.speculation.cost_table import isotonic
 from ..losses.closed_forms import agreement
 
 WEIGHT = 4

@@ -2,9 +2,9 @@
 
 from .engine import Engine
 from .generation_state import GenerationState
+from .inputs import prepare_step, weights_salt
 from .mixin import AcceleratedGeneration
 from .refusals import model_refusal
-from .step import prepare_step, weights_salt
 
 __all__ = [
     "AcceleratedGeneration",

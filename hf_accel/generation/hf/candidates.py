@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..drafters.base import Draft, Drafter
 from ..sequence import Sequence
+from ..speculation.drafters.drafter import Draft, Drafter
 
 
 class CandidateDrafter(Drafter):

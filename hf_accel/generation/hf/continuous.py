@@ -21,8 +21,8 @@ from transformers.utils import logging
 from ...config import CacheConfig, check_keywords
 from ...errors import HfAccelError, UnsupportedError
 from ...state import state_of
-from ..engine import EngineLoop
 from ..sampling.logprobs import TokenLogprobs
+from ..serving.engine_loop import EngineLoop
 from .factory import Reply, SequenceFactory, complete_config, session_settings
 from .session import Session
 

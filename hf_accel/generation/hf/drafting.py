@@ -14,18 +14,18 @@ from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ...models import without_adapters
 from ...state import find_state, state_of
-from ..acceptance import verifier
-from ..acceptance.base import Verifier
-from ..controller import Controller
-from ..drafters.base import Drafter
-from ..drafters.model import ModelDrafter
-from ..drafters.ngram import NgramDrafter
-from ..drafters.suffix import SuffixDrafter
-from ..speculation import Speculation
+from ..speculation.controller import Controller
+from ..speculation.drafters.drafter import Drafter
+from ..speculation.drafters.model import ModelDrafter
+from ..speculation.drafters.ngram import NgramDrafter
+from ..speculation.drafters.suffix import SuffixDrafter
+from ..speculation.speculation import Speculation
+from ..speculation.verifiers import verifier
+from ..speculation.verifiers.verifier import Verifier
 from .candidates import CandidateDrafter
 from .generation_state import GenerationState
+from .model_runner import ModelRunner
 from .refusals import ragged_refusal
-from .runner import ModelRunner
 from .vocabulary import vocabulary_refusal, vocabulary_size
 
 

@@ -17,13 +17,13 @@ from ...config import CacheConfig, Default, check_keywords, checked_keywords, pa
 from ...errors import UnsupportedError
 from ...models import without_adapters
 from ...state import state_of
-from ..engine import EngineLoop
 from ..sampling.params import SamplingParams
 from ..sampling.purity import refuse_stateful
 from ..sampling.sampling import Sampling
 from ..sampling.stopping import StopRules, StopStrings
 from ..sequence import Sequence
-from ..stream import Request, Sample
+from ..serving.engine_loop import EngineLoop
+from ..serving.stream import Request, Sample
 from .defaults import default_new_tokens, sampling_defaults, stop_token_ids
 from .drafting import draft_models
 from .generation_state import GenerationState

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ...cache.hf import PagedCache
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
-from ..controller import Controller
+from ..speculation.controller import Controller
 
 # (model, weights) -> a patched model over the same Parameters, which the given one does not notice
 MakeDraft = Callable[[PreTrainedModel, str | None], PreTrainedModel]

@@ -10,8 +10,8 @@ from ...attention.hf import attention_is_ours
 from ...state import state_of
 from .continuous import ContinuousManager
 from .generation_state import GenerationState
+from .inputs import weights_salt
 from .refusals import ragged_refusal
-from .step import weights_salt
 
 
 def manager_for(model: PreTrainedModel, generation_config: Any, batching_config: Any, hints: Any) -> Any:

@@ -19,11 +19,11 @@ from ...instance import Mixin
 from ...state import state_of
 from .assisted import assistant_refusal, assisted
 from .batch import complete_configs, generate_batch
+from .generate import Call, run
 from .generation_state import CallState, GenerationState
+from .inputs import other_input, positions_count_tokens, positions_depend_on_length, weights_salt
 from .managers import destroy_managers, manager_for
-from .ragged import Call, run
 from .refusals import NO_PAGES, call_refusal, changed_refusal, ragged_refusal
-from .step import other_input, positions_count_tokens, positions_depend_on_length, weights_salt
 from .streams import RowStreams
 
 UNSAID = Default("unsaid")

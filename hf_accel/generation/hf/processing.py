@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process, stopping_criteria
 
-from ..sampling.prefix import Prefix, Tokens, prefix_of
 from ..sampling.processors import MinP, Processor, RepetitionPenalty, Temperature, TopKTopP
 from ..sampling.purity import is_stateful
 from ..sampling.sampling import Draw, Sampling
 from ..sampling.stopping import StopRules
+from ..sampling.token_prefix import Prefix, Tokens, prefix_of
 from ..sequence import Sequence
 
 # They look at the scores alone, so that rows with histories of any length go through together.

@@ -11,8 +11,8 @@ from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaL
 from ...attention.hf import attention_is_ours
 from ...cache.hf import PagedCache
 from ...state import state_of
+from .inputs import is_compiled, other_input, positions_count_tokens, positions_depend_on_length
 from .processing import processors_refusal, stateful_refusal
-from .step import is_compiled, other_input, positions_count_tokens, positions_depend_on_length
 
 NO_PAGES = "it has no paged cache"
 # Phi-3's own preparation is only for rotary scaling that depends on the length, which is refused before.

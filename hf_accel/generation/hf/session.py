@@ -10,11 +10,11 @@ from ...cache.hf import PagedCache, page_groups
 from ...cache.pages import CachedSequence, Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ..batcher import Batcher
-from ..controller import Controller
 from ..sequence import Sequence
+from ..speculation.controller import Controller
 from .drafting import keep_learnt, make_speculation
-from .runner import ModelRunner
-from .step import weights_salt
+from .inputs import weights_salt
+from .model_runner import ModelRunner
 
 
 class Session(Batcher):

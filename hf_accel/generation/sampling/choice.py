@@ -13,12 +13,12 @@ from ...errors import HfAccelError
 from ...kernels import cpu
 from ...kernels.cpu.library import DTYPES
 from ...kernels.cpu.logits import argmax as native_argmax
-from ..acceptance.base import Place, Verifier, follow
-from ..drafters.base import Draft
 from ..sequence import Sequence
+from ..speculation.drafters.drafter import Draft
+from ..speculation.verifiers.verifier import Place, Verifier, follow
 from .logprobs import TokenLogprobs, logprobs
-from .prefix import Prefix, prefix_of
 from .sampling import Sampling, processed_scores
+from .token_prefix import Prefix, prefix_of
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from . import filters
-from .prefix import Prefix
+from .token_prefix import Prefix
 
 Function = Callable[[Tensor, Tensor], Tensor]  # input_ids [1, T] int64, scores [1, V] float32 -> scores
 Prefixes = abc.Sequence[Prefix]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...errors import HfAccelError, UnsupportedError
-from .prefix import Prefix
 from .processors import Processor
+from .token_prefix import Prefix
 
 Draw = Callable[[Tensor, list[Any]], list[int]]
 

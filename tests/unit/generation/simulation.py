@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from hf_accel.generation.controller import Controller
 from hf_accel.generation.sequence import Sequence
+from hf_accel.generation.speculation.controller import Controller
 
 Curve = Callable[[int], float]
 

@@ -12,13 +12,13 @@ import pytest
 
 from hf_accel.cache.pages import Pages
 from hf_accel.errors import OutOfBlocksError
-from hf_accel.generation.acceptance import verifier as verifier_named
 from hf_accel.generation.batcher import Batcher, Progress
-from hf_accel.generation.controller import Controller
-from hf_accel.generation.drafters.base import Drafter
 from hf_accel.generation.sampling.params import SamplingParams
 from hf_accel.generation.sequence import Sequence
-from hf_accel.generation.speculation import Speculation
+from hf_accel.generation.speculation.controller import Controller
+from hf_accel.generation.speculation.drafters.drafter import Drafter
+from hf_accel.generation.speculation.speculation import Speculation
+from hf_accel.generation.speculation.verifiers import verifier as verifier_named
 
 from .programme import check_blocks
 from .toy import VOCABULARY, ToyDrafter, ToyRunner, sequential, toy_pages

@@ -15,16 +15,16 @@ from hf_accel.cache.pool import BlockPool
 from hf_accel.cache.prefix import PrefixIndex
 from hf_accel.cache.table import BlockTable
 from hf_accel.errors import HfAccelError, HfAccelWarning, OutOfBlocksError
-from hf_accel.generation.acceptance import verifier as verifier_named
-from hf_accel.generation.acceptance.token import TokenVerifier
 from hf_accel.generation.batcher import Batcher
-from hf_accel.generation.controller import Controller
-from hf_accel.generation.engine import EngineLoop
 from hf_accel.generation.sampling.params import SamplingParams
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Sequence
-from hf_accel.generation.speculation import Speculation
-from hf_accel.generation.stream import Sample
+from hf_accel.generation.serving.engine_loop import EngineLoop
+from hf_accel.generation.serving.stream import Sample
+from hf_accel.generation.speculation.controller import Controller
+from hf_accel.generation.speculation.speculation import Speculation
+from hf_accel.generation.speculation.verifiers import verifier as verifier_named
+from hf_accel.generation.speculation.verifiers.token import TokenVerifier
 
 from .programme import check_blocks
 from .toy import Slots, ToyDrafter, ToyRunner, sequential, toy_pages
@@ -294,14 +294,14 @@ def test_a_drafter_that_fails_for_one_sequence_fails_it_alone() -> None:
 
 def test_what_fails_when_tokens_are_final_undoes_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = served("growing")
-    observe = engine.speculation.observe
+    observe = engine.session.speculation.observe
 
     def picky(sequence: Sequence, *rest: Any) -> None:
         if is_poisoned(sequence):
             raise Poisoned
         observe(sequence, *rest)
 
-    monkeypatch.setattr(engine.speculation, "observe", picky)
+    monkeypatch.setattr(engine.session.speculation, "observe", picky)
     (error,) = others_beside(engine, *engine.submit(BAD))
     assert isinstance(error, Poisoned)
 
@@ -333,7 +333,7 @@ def test_no_memory_for_drafts_means_no_drafts(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Pages, "append", full)
     assert others_beside(engine) == []
-    assert engine.speculation.statistics.drafted == 0
+    assert engine.session.speculation.statistics.drafted == 0
 
 
 # -- what is no Exception -------------------------------------------------------------------------------------

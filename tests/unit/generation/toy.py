@@ -19,11 +19,11 @@ from torch import Tensor
 from hf_accel.cache.group import PageGroup
 from hf_accel.cache.pages import Pages
 from hf_accel.cache.step import Step
-from hf_accel.generation.acceptance.base import Place, Verifier
-from hf_accel.generation.drafters.base import Draft, Drafter
-from hf_accel.generation.sampling.prefix import Prefix
 from hf_accel.generation.sampling.sampling import Sampling
+from hf_accel.generation.sampling.token_prefix import Prefix
 from hf_accel.generation.sequence import Sequence
+from hf_accel.generation.speculation.drafters.drafter import Draft, Drafter
+from hf_accel.generation.speculation.verifiers.verifier import Place, Verifier
 
 VOCABULARY = 12
 LAWS = torch.randn(4099, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 2  # one for each hash

@@ -13,9 +13,9 @@ import hf_accel
 from hf_accel import SpeculativeConfig, UnsupportedError
 from hf_accel.distill.drafts.measuring import Watch, _by_length, measure_acceptance
 from hf_accel.distill.drafts.student import init_student
-from hf_accel.generation.break_even import gains
 from hf_accel.generation.sampling.params import SamplingParams
 from hf_accel.generation.sequence import Sequence
+from hf_accel.generation.speculation.break_even import gains
 from hf_accel.state import state_of
 
 from .families import V, llama, made

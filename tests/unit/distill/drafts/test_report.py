@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from hf_accel.distill.drafts.report import AcceptanceReport, Agreement, Trials, agreement, mean_acceptance
-from hf_accel.generation.acceptance import verifier
-from hf_accel.generation.acceptance.base import Place
-from hf_accel.generation.drafters.base import Draft
+from hf_accel.generation.speculation.drafters.drafter import Draft
+from hf_accel.generation.speculation.verifiers import verifier
+from hf_accel.generation.speculation.verifiers.verifier import Place
 
 P, Q = (0.5, 0.3, 0.2), (0.2, 0.5, 0.3)
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from hf_accel.errors import HfAccelError
-from hf_accel.generation.acceptance import VERIFIERS, Place, TokenVerifier, verifier
-from hf_accel.generation.drafters.base import Draft
 from hf_accel.generation.sampling.choice import Chosen, choose, processed
 from hf_accel.generation.sampling.params import SamplingParams
-from hf_accel.generation.sampling.prefix import Prefix
 from hf_accel.generation.sampling.sampling import Sampling
+from hf_accel.generation.sampling.token_prefix import Prefix
 from hf_accel.generation.sequence import Sequence
+from hf_accel.generation.speculation.drafters.drafter import Draft
+from hf_accel.generation.speculation.verifiers import VERIFIERS, Place, TokenVerifier, verifier
 from hf_accel.kernels import cpu
 
 from ..chi_square import chi_square, critical

@@ -22,8 +22,8 @@ from transformers import (
 
 from hf_accel.errors import UnsupportedError
 from hf_accel.generation.sampling.params import SamplingParams
-from hf_accel.generation.sampling.prefix import Prefix
 from hf_accel.generation.sampling.sampling import Sampling
+from hf_accel.generation.sampling.token_prefix import Prefix
 
 V = 400
 PROMPT = 3

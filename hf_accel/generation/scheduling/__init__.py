@@ -1,0 +1,1 @@
+"""Who is computed in a pass, and who waits."""

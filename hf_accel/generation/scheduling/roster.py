@@ -1,0 +1,180 @@
+"""Which sequences run, which wait, and who waits behind whom."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ...errors import OutOfBlocksError, UnsupportedError
+from ..sequence import Sequence, Status
+from .waiting import PATIENCE, WaitingQueue
+
+if TYPE_CHECKING:
+    from ...cache.pages import CachedSequence, Pages
+
+
+class Roster:
+    """Sequences over pages: those that run hold pages, the others hold nothing.
+
+    Followers are samples of their leader's prompt, which get their pages when it is computed.
+    """
+
+    def __init__(self, pages: Pages, patience: int = PATIENCE) -> None:
+        self.pages = pages
+        self.running: list[Sequence] = []  # in order
+        self._waiting = WaitingQueue(patience)
+        self._leaders: dict[Sequence, Sequence] = {}  # of followers that hold no pages yet
+        self._failed: list[Sequence] = []
+        self._suspects: dict[Sequence, None] = {}  # in order
+        self._tried: Sequence | None = None
+        self._num_arrived = 0
+
+    # -- who is here -----------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """In the order of admission. Followers wait behind their leader and are not listed."""
+        return list(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Also if all that is left is to tell who failed."""
+        return bool(self.running or self._waiting or self._failed)
+
+    def require_room(self, sequence: Sequence) -> None:
+        """Raise OutOfBlocksError if the sequence would not even fit alone. May be called from any thread."""
+        capacity = self.pages.capacity
+        wanted = sequence.num_prompt + sequence.max_new_tokens
+        if capacity is not None and wanted > capacity:
+            raise OutOfBlocksError(
+                f"a prompt of {sequence.num_prompt} tokens and max_new_tokens={sequence.max_new_tokens} make {wanted} "
+                f"tokens, the cache holds {capacity}; lower max_new_tokens, shorten the prompt, or raise max_tokens"
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn, with its followers behind it.
+
+        Raises OutOfBlocksError, with nothing changed, if it or a follower is too long for the cache, and
+        UnsupportedError for an empty prompt.
+        """
+        group = [sequence, *sequence.followers]
+        for each in group:
+            if not each.tokens:
+                raise UnsupportedError("the prompt has no tokens; give at least one")
+            self.require_room(each)
+        for each in group:
+            each.arrival = self._num_arrived
+            self._num_arrived += 1
+        self._wait(sequence)
+
+    def enter(self, sequence: Sequence, cached: CachedSequence) -> None:
+        """Run a sequence at once that begins with the tokens of `cached`, which is the scheduler's from now on.
+
+        Raises as `add` does.
+        """
+        self.require_room(sequence)
+        sequence.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._run(sequence, cached)
+
+    def _wait(self, leader: Sequence) -> None:
+        self._waiting.add(leader)
+        for follower in leader.followers:
+            self._leaders[follower] = leader
+
+    def remove(self, sequence: Sequence, reason: str, error: BaseException | None = None) -> None:
+        """The sequence has ended, wherever it stood; one that has ended before is left alone.
+
+        If it had followers that hold no pages yet, the first of them leads the others from now on.
+        """
+        if sequence.is_finished:
+            return
+        leader = self._leaders.pop(sequence, None)
+        if leader is not None:
+            leader.followers.remove(sequence)
+        elif sequence.cached is not None:
+            self.running.remove(sequence)
+            self._release(sequence)
+        elif sequence.arrival >= 0:
+            self._waiting.remove(sequence)
+        sequence.status, sequence.finish_reason, sequence.error = Status.FINISHED, reason, error
+        self._waiting.forget(sequence)
+        self._suspects.pop(sequence, None)
+        if sequence.followers and sequence.arrival >= 0:
+            first, *others = sequence.followers
+            sequence.followers = []
+            del self._leaders[first]
+            first.followers = others
+            self._wait(first)
+
+    def take_failed(self) -> list[Sequence]:
+        """Sequences that failed since the last call, whose errors nobody was told."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def fork(self, leader: Sequence) -> list[Sequence]:
+        """Give the followers of a leader whose prompt is computed the same blocks; they run from now on.
+
+        Returns those that got one. Before the next schedule() each needs its first token, chosen from the leader's
+        logits.
+        """
+        if leader.cached is None or leader.num_computed < leader.num_prompt:
+            raise ValueError(f"the leader's prompt is not computed: {leader.num_computed} of {leader.num_prompt}")
+        forked = []
+        for follower in list(leader.followers):
+            try:
+                cached = leader.cached.fork()
+            except Exception as error:
+                self._fail(follower, error)
+                continue
+            cached.truncate(leader.num_prompt)
+            leader.followers.remove(follower)
+            del self._leaders[follower]
+            self._run(follower, cached)
+            forked.append(follower)
+        return forked
+
+    def restart(self) -> None:
+        """After a pass that failed: no block holds what it should, so all that run wait and are computed anew."""
+        self.pages.forget()
+        self._tried = None
+        while self.running:
+            self._suspend(self.running[-1])
+
+    def isolate(self, sequences: Iterable[Sequence]) -> None:
+        """After restart(), to find out whose fault it was: each of these has passes of its own before anybody goes on.
+
+        The last of them is one in which it decodes, as that is when there are drafts.
+        """
+        self._suspects = dict.fromkeys(sequence for sequence in sequences if not sequence.is_finished)
+
+    def _next_suspect(self) -> Sequence | None:
+        """Whose pass alone is next; who has been through the one before it without a failure goes free."""
+        if self._tried is not None:
+            self._suspects.pop(self._tried, None)
+        suspect = next(iter(self._suspects), None)
+        self._tried = suspect if suspect is not None and suspect.decodes else None
+        return suspect
+
+    # -- in and out ------------------------------------------------------------------------------------
+
+    def _run(self, sequence: Sequence, cached: CachedSequence) -> None:
+        sequence.cached, sequence.num_computed, sequence.status = cached, cached.num_tokens, Status.RUNNING
+        insort(self.running, sequence, key=self._waiting.rank)
+
+    def _suspend(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.num_computed, sequence.status = 0, Status.WAITING
+        self._waiting.add(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        assert sequence.cached is not None
+        sequence.cached.release()
+        sequence.cached = None
+
+    def _fail(self, sequence: Sequence, error: BaseException) -> None:
+        """It alone met an error; see take_failed."""
+        self.remove(sequence, "failed", error)
+        self._failed.append(sequence)

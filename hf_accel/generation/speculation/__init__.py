@@ -1,0 +1,1 @@
+"""How many tokens are drafted, by whom, and which of them stay."""

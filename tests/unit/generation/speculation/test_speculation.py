@@ -1,0 +1,164 @@
+"""Drafts between scheduler and model: slots, budgets, cascades, what is counted, and what a bad drafter does."""
+
+from __future__ import annotations
+
+from collections import abc
+from typing import Any
+
+import pytest
+import torch
+
+from hf_accel.errors import HfAccelError
+from hf_accel.generation.batcher import Batcher
+from hf_accel.generation.sampling.params import SamplingParams
+from hf_accel.generation.sequence import Sequence
+from hf_accel.generation.speculation.controller import Controller
+from hf_accel.generation.speculation.drafters.drafter import Draft, Drafter
+from hf_accel.generation.speculation.speculation import Speculation
+from hf_accel.generation.speculation.verifiers import verifier
+
+from ..toy import VOCABULARY, ToyRunner, next_logits, sequential, toy_pages
+
+
+class Scripted(Drafter):
+    """right: how many of its tokens are what the model says. most: proposes no more."""
+
+    def __init__(self, name: str = "scripted", right: int = 99, most: int = 99, *, is_free: bool = True) -> None:
+        self.name, self.right, self.most, self.is_free = name, right, most, is_free
+        self.asked: list[list[int]] = []
+        self.forgotten: list[Sequence] = []
+
+    def propose(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> list[Draft]:
+        self.asked.append(list(lengths))
+        return [self.one(*each) for each in zip(sequences, lengths, strict=True)]
+
+    def one(self, sequence: Sequence, length: int) -> Draft:
+        tokens: list[int] = []
+        for number in range(min(length, self.most)):
+            best = int(next_logits(sequence.tokens + tokens, None).argmax())
+            tokens.append(best if number < self.right else (best + 1) % VOCABULARY)
+        return Draft(tokens)
+
+    def forget(self, sequence: Sequence) -> None:
+        self.forgotten.append(sequence)
+
+
+def batcher_of(*drafters: Drafter, num_draft: Any = 4, num_blocks: int = 100, **more: Any) -> Batcher:
+    pages = toy_pages(num_blocks, block_size=4, window=None)
+    speculation = Speculation(verifier("token"), drafters, Controller(num_draft))
+    return Batcher(ToyRunner(pages), pages, speculation, **more)
+
+
+def add(batcher: Batcher, *prompts: list[int], new_tokens: int = 13, **fields: Any) -> list[Sequence]:
+    sequences = [Sequence(list(prompt), new_tokens, SamplingParams().sampling(), **fields) for prompt in prompts]
+    for sequence in sequences:
+        batcher.add(sequence)
+    return sequences
+
+
+def alone(prompt: list[int], new_tokens: int = 13) -> list[int]:
+    return sequential(
+        prompt, new_tokens, SamplingParams().sampling(), None, seed=0, verifier=verifier("token"), window=None
+    )[0]
+
+
+def finish(batcher: Batcher) -> None:
+    while batcher.has_work:
+        batcher.step()
+
+
+@pytest.mark.parametrize("right", range(6))
+def test_counts(right: int) -> None:
+    drafter = Scripted(right=right)
+    batcher = batcher_of(drafter)
+    [sequence] = add(batcher, [1, 2, 3])
+    finish(batcher)
+    assert sequence.tokens[3:] == alone([1, 2, 3])
+    statistics = batcher.speculation.statistics
+    per_pass = min(right, 4) + 1
+    assert batcher.num_passes == statistics.passes == statistics.steps == 1 + -(-12 // per_pass)
+    assert statistics.tokens == 13 and statistics.accepted == 13 - statistics.steps
+    assert drafter.forgotten == [sequence]
+
+
+def test_nothing_is_drafted_beyond_the_last_token() -> None:
+    drafter = Scripted()
+    batcher = batcher_of(drafter)
+    add(batcher, [1, 2, 3], new_tokens=4)
+    finish(batcher)
+    assert drafter.asked == [[2]]  # one token from the prompt's pass, two drafted, one after them
+
+
+def test_drafts_take_what_the_budget_leaves() -> None:
+    drafter = Scripted()
+    batcher = batcher_of(drafter, token_budget=6)
+    sequences = add(batcher, [1], [2], [3])
+    while batcher.has_work:
+        before = batcher.runner.num_rows  # type: ignore[attr-defined]
+        batcher.step()
+        assert batcher.runner.num_rows - before <= 6  # type: ignore[attr-defined]
+    assert drafter.asked[0] == [3]  # three rows decode, three rows are left, in order
+    assert [s.tokens[1:] for s in sequences] == [alone([1]), alone([2]), alone([3])]
+
+
+def test_nobody_is_preempted_for_drafts() -> None:
+    """Two sequences fill three blocks each at their end, and there are six."""
+    drafter = Scripted(right=0)
+    batcher = batcher_of(drafter, num_blocks=6, num_draft=40)
+    sequences = add(batcher, [1, 2, 3], [4, 5, 6], new_tokens=9)
+    finish(batcher)
+    assert batcher.scheduler.num_preempted == 0 and sum(map(sum, drafter.asked)) > 0
+    assert [s.tokens[3:] for s in sequences] == [alone([1, 2, 3], 9), alone([4, 5, 6], 9)]
+
+
+def test_a_cascade_asks_the_free_first_and_the_next_for_what_they_lack() -> None:
+    model, silent = Scripted("model", is_free=False), Scripted("silent", most=0)
+    batcher = batcher_of(model, silent)
+    add(batcher, [1, 2, 3])
+    finish(batcher)
+    assert batcher.speculation.drafters == [silent, model]
+    assert silent.asked == model.asked and len(model.asked) > 1
+    talkative = Scripted("talkative")
+    batcher = batcher_of(model, talkative)
+    model.asked.clear()
+    add(batcher, [1, 2, 3])
+    finish(batcher)
+    assert talkative.asked and not model.asked
+    assert set(batcher.speculation.controller.sources) == {"talkative"}
+
+
+def test_slots_that_a_short_draft_does_not_need_go_back() -> None:
+    batcher = batcher_of(Scripted(most=1), num_draft=30)
+    [sequence] = add(batcher, [1, 2, 3], new_tokens=60)
+    batcher.step()
+    for _ in range(5):
+        batcher.step()
+        assert sequence.cached is not None and sequence.cached.num_tokens == sequence.num_computed
+        assert batcher.pages.groups[0].pool.num_used == -(-sequence.num_computed // 4)
+
+
+class TooLong(Scripted):
+    def one(self, sequence: Sequence, length: int) -> Draft:
+        return Draft([1] * (length + 1))
+
+
+class WrongShape(Scripted):
+    def one(self, sequence: Sequence, length: int) -> Draft:
+        return Draft([1] * length, torch.ones(length, 3) / 3)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [(TooLong("long"), "'long' proposed 5 tokens where 4 were asked for"), (WrongShape(), "have 12 columns")],
+)
+def test_bad_drafters_are_told_what_they_did(drafter: Drafter, message: str) -> None:
+    batcher = batcher_of(drafter)
+    sampling = SamplingParams(temperature=1.0).sampling()
+    sequence = Sequence([1, 2, 3], 9, sampling)
+    batcher.add(sequence)
+    batcher.step()
+    tokens = list(sequence.tokens)
+    with pytest.raises(HfAccelError, match=message):
+        batcher.step()
+    assert sequence.tokens == tokens and sequence.cached is None  # it could go on, computed anew
+    assert batcher.pages.groups[0].pool.num_used == 0

@@ -1,0 +1,24 @@
+"""The inverse of the cumulative sum over many blocks, against Python's own accumulate."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from hf_accel.generation.speculation.verifiers.inverse import inverse_draw
+
+ONE = 1 - 2.0**-53
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 129, 1000])
+def test_first_index_beyond_the_share(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    weights = torch.rand(50, size, generator=generator) * (torch.rand(50, size, generator=generator) < 0.3)
+    weights[:, size // 2] += 0.1
+    uniforms = [0.0, ONE, *torch.rand(48, generator=generator, dtype=torch.float64).tolist()]
+    for row, u, got in zip(weights.tolist(), uniforms, inverse_draw(weights, uniforms), strict=True):
+        sums = list(itertools.accumulate(row))
+        possible = [token for token, weight in enumerate(row) if weight]
+        assert got == next((token for token in possible if sums[token] > u * sums[-1]), possible[-1])
