@@ -156,7 +156,7 @@ def test_a_result_says_where_and_how_it_came_about(read: Callable[[str], dict[st
     assert result["machine"]["busy_cores"] is None or result["machine"]["busy_cores"] >= 0
     assert f"kernels {loaded_kernels()}, others took " in provenance(result)
     assert result["versions"]["hf_accel"] == hf_accel.__version__
-    assert result["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(result["versions"]["torch"])  # the package may leave out "+cu132"
     assert [row["setup"] for row in result["verified"]] == ["stock", *OURS.split(",")]
     assert all(row["logits_error"] <= row["tolerance"] for row in result["verified"])
     assert "choices" not in result["verified"][0]
