@@ -332,7 +332,7 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
         None if todo.stock_cache else todo.config.cache,
         speculative=todo.config.speculative,
         ragged_refusal=todo.stock_loop,
-        alike_rows=todo.alike_rows,
+        invariant_rows=todo.invariant_rows,
         make_draft=make_draft,
         make_attending=with_stock_attention,
     )

@@ -146,7 +146,7 @@ class Plan:
         return sorted(clauses)
 
     @property
-    def alike_rows(self) -> int | None:
+    def invariant_rows(self) -> int | None:
         """The most rows that float linears round as they round one; None where that is any number, or not even two."""
         bounded = bool(self.fused.linears) and self.fused.float_rows < UNLIMITED
         return self.fused.float_rows if bounded else None

@@ -15,7 +15,7 @@ from . import source
 from .attention import AttentionSpec
 from .attention.hf import NAME as ATTENTION_NAME
 from .attention.hf import attention_refusals, eager_agrees, modules_outside, stock_implementation, stock_parts
-from .attention.structure import AttentionCode, attention_code, code_of
+from .attention.module_code import AttentionCode, attention_code, code_of
 from .cache.hf import NOT_PAGED, layer_windows
 from .check import named
 from .config import GROUP_SIZES

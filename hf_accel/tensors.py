@@ -6,7 +6,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch._C import _are_functorch_transforms_active, _is_tracing, _len_torch_dispatch_stack
+from torch._C import (
+    _are_functorch_transforms_active,
+    _is_any_autocast_enabled,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+)
 from torch.compiler import is_compiling
 
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)  # types whose numbers are where data_ptr() says, in their dtype
@@ -36,10 +41,9 @@ def is_recorded() -> bool:
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which torch multiplies by x, and attends: that of autocast where it is on, or x's own."""
-    kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype is torch.float64:
+    if not _is_any_autocast_enabled() or x.dtype is torch.float64:
         return x.dtype
-    return torch.get_autocast_dtype(kind)
+    return autocast_dtype(x.device.type) or x.dtype
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:

@@ -70,10 +70,7 @@ SAME_FILE_NAMES: dict[str, str] = {  # name -> why several files have it
     "cpu": "a backend has one name in every room",
     "reference": "a backend has one name in every room",
 }
-NOT_YET_FILES: set[str] = {
-    "paged",
-    "structure",
-}
+NOT_YET_FILES: set[str] = {}
 NOT_YET_CLASSES: set[str] = set()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import UnsupportedError
-from .base import AttentionBackend, AttentionSpec, PlannedAttention
+from .contract import AttentionBackend, AttentionSpec, PlannedAttention
 from .cpu import CpuBackend
 from .reference import ReferenceBackend
 from .sdpa import SdpaBackend

@@ -14,7 +14,7 @@ from ..kernels import cpu as kernels
 from ..kernels.cpu.attention import attend, attend_pages
 from ..kernels.cpu.library import FLOATS
 from ..layouts import KV, AttentionOptions, Ragged
-from .base import AttentionBackend, AttentionSpec
+from .contract import AttentionBackend, AttentionSpec
 from .sdpa import SdpaBackend
 
 LARGEST_DIM = 512

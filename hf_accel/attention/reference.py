@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..layouts import KV, AttentionOptions, Ragged
-from .base import AttentionBackend, AttentionSpec, empty_lse
 from .blocks import row_blocks
+from .contract import AttentionBackend, AttentionSpec, empty_lse
 from .masking import apply_mask
 from .paged_kv import gather, paged_sequences
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from ..errors import UnsupportedError
+from ..layouts import Ragged
 from .group import PageGroup
 from .step import GroupStep, Step, offsets
 from .table import BlockTable
@@ -222,10 +224,9 @@ class Pages:
     def step(self, ranges: Sequence[TokenRange], device: torch.device) -> Step:
         """What a forward pass over the tokens of these ranges, end to end in one row, reads and writes."""
         counts = [each.count for each in ranges]
+        cu_q = offsets(counts, device)
         return Step(
-            groups=[_group_step(group, index, ranges, device) for index, group in enumerate(self.groups)],
-            cu_q=offsets(counts, device),
-            max_q=max(counts, default=0),
+            groups=[_group_step(group, index, ranges, cu_q) for index, group in enumerate(self.groups)],
             num_columns=sum(counts),
             token_columns=None,
             fresh=False,
@@ -257,9 +258,9 @@ class Pages:
         return 1 - sum(tokens_in.values()) / held if held else 0.0
 
 
-def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], device: torch.device) -> GroupStep:
+def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], cu_q: Tensor) -> GroupStep:
     """The part of a Step that layers of one group see. Slots beyond a sequence's range are not read."""
-    tables = [each.sequence.tables[index] for each in ranges]
+    device, tables = cu_q.device, [each.sequence.tables[index] for each in ranges]
     slots: list[int] = []
     held: list[int] = []
     for each, table in zip(ranges, tables, strict=True):
@@ -273,10 +274,11 @@ def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], devi
             place for each, end in zip(ranges, ends, strict=True) for place in range(end - each.num_written, end)
         ]
         written = torch.tensor(places, dtype=torch.int64, device=device)
-    return GroupStep(
-        slots=torch.tensor(slots, dtype=torch.int64, device=device),
-        written=written,
-        block_table=group.table_tensor(tables, device),
+    ragged = Ragged(
+        cu_q,
         kv_len=torch.tensor(held, dtype=torch.int32, device=device),
+        max_q=max((each.count for each in ranges), default=0),
         max_kv=max(held, default=0),
+        block_table=group.table_tensor(tables, device),
     )
+    return GroupStep(torch.tensor(slots, dtype=torch.int64, device=device), written, ragged)

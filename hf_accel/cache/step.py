@@ -7,21 +7,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..layouts import Ragged
+
 
 @dataclass
 class GroupStep:
     """One forward pass as the layers of one group (same sliding window, so same blocks) see it.
 
-    block_table [B, max_blocks] int32 and kv_len [B] int32 begin at the first block that is still held;
-    kv_len counts the tokens of this pass too. slots: [number written] int64. written: int64 [number written],
-    which of the N tokens are stored (a token of a block that others share is stored once); None: all.
+    slots: [number written] int64. written: int64 [number written], which of the N tokens are stored (a token of a
+    block that others share is stored once); None: all. ragged: what they read; its block table and kv_len begin at the
+    first block that is still held.
     """
 
     slots: Tensor
     written: Tensor | None
-    block_table: Tensor
-    kv_len: Tensor
-    max_kv: int
+    ragged: Ragged
 
 
 @dataclass
@@ -29,7 +29,6 @@ class Step:
     """One forward pass over B sequences with N new tokens in all.
 
     token_columns: LongTensor [N], which of the flattened [B * Q] input columns hold a token; None when all do.
-    cu_q: [B + 1] int32, where each sequence's queries begin among the N.
     fresh: no sequence has a past, so K and V of this pass are all there is.
     contiguous: per group, whether bottom-right causal attention over a sequence's tokens is attention over its
         columns. Otherwise (padding on the right, or inside a sliding window) attention takes columns and a mask.
@@ -37,8 +36,6 @@ class Step:
     """
 
     groups: list[GroupStep]
-    cu_q: Tensor
-    max_q: int
     num_columns: int
     token_columns: Tensor | None
     fresh: bool

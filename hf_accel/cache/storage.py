@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,8 @@ class KVStorage:
     """K and V pages of one layer.
 
     keys [.., H, Dk], values [.., H, Dv]: states as they will come; only their shapes, dtypes and device count.
-    k_pages [num_blocks, H, block_size, Dk], v_pages [num_blocks, H, block_size, Dv]. quantized: a dtype of LARGEST,
-    with k_scales, v_scales [num_blocks, H, block_size], a scale per token and head (symmetric absmax, rounded to
-    `dtype` before it is used). Non-finite K or V make that token's head NaN.
+    quantized: a dtype of LARGEST for the pages, with a scale per token and head (symmetric absmax, rounded to `dtype`
+    before it is used). Non-finite K or V make that token's head NaN.
     """
 
     def __init__(
@@ -32,34 +32,29 @@ class KVStorage:
         self.dtype = torch.promote_types(keys.dtype, values.dtype)
         page = (num_blocks, keys.shape[-2], block_size)
         stored, device = quantized or self.dtype, keys.device
-        self.k_pages = _empty((*page, keys.shape[-1]), dtype=stored, device=device)
-        self.v_pages = _empty((*page, values.shape[-1]), dtype=stored, device=device)
-        self.k_scales = _empty(page, dtype=self.dtype, device=device) if quantized else None
-        self.v_scales = _empty(page, dtype=self.dtype, device=device) if quantized else None
+        self.pages = KV(*(_empty((*page, x.shape[-1]), dtype=stored, device=device) for x in (keys, values)))
+        if quantized:
+            self.pages = KV(*self.pages[:2], *(_empty(page, dtype=self.dtype, device=device) for _ in "kv"))
 
     @property
     def num_blocks(self) -> int:
-        return self.k_pages.shape[0]
+        return self.pages.k.shape[0]
 
     @property
     def nbytes(self) -> int:
         """Bytes reserved; what is committed depends on the blocks that were written."""
-        return sum(tensor.nbytes for tensor in self._tensors().values())
-
-    def _tensors(self) -> dict[str, Tensor]:
-        names = ("k_pages", "v_pages", "k_scales", "v_scales")
-        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+        return sum(tensor.nbytes for tensor in self.pages if tensor is not None)
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """keys [N, H, Dk] and values [N, H, Dv] into slots [N] int64, in place."""
         if keys.dtype is not self.dtype or values.dtype is not self.dtype:
             keys, values = keys.to(self.dtype), values.to(self.dtype)
         if self._is_native(keys, values):
-            write_pages(keys, values, KV(self.k_pages, self.v_pages, self.k_scales, self.v_scales), slots)
+            write_pages(keys, values, self.pages, slots)
             return
         place = self._place(slots)
-        self._write(self.k_pages, self.k_scales, keys.detach(), place)
-        self._write(self.v_pages, self.v_scales, values.detach(), place)
+        self._write(self.pages.k, self.pages.k_scales, keys.detach(), place)
+        self._write(self.pages.v, self.pages.v_scales, values.detach(), place)
 
     def _place(self, slots: Tensor) -> tuple[Tensor | slice, ...]:
         blocks = torch.div(slots, self.block_size, rounding_mode="floor")
@@ -69,7 +64,8 @@ class KVStorage:
         """Whether the kernel can write this; it gives the bits of the torch path below."""
         return (
             self.dtype in FLOATS
-            and keys.device.type == self.k_pages.device.type == "cpu"
+            and keys.is_cpu
+            and self.pages.k.is_cpu
             and not is_recorded()
             and kernels.refusal() is None
         )
@@ -84,34 +80,31 @@ class KVStorage:
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of slots [...], dequantized: [..., H, Dk] and [..., H, Dv]."""
         place = self._place(slots)
-        keys, values = self.k_pages[place], self.v_pages[place]
-        if self.k_scales is None or self.v_scales is None:
-            return keys, values
-        scales = self.k_scales[place].unsqueeze(-1), self.v_scales[place].unsqueeze(-1)
-        return keys.to(self.dtype) * scales[0], values.to(self.dtype) * scales[1]
+        k, v, k_scales, v_scales = self.pages
+        if k_scales is None or v_scales is None:
+            return k[place], v[place]
+        scales = k_scales[place].unsqueeze(-1), v_scales[place].unsqueeze(-1)
+        return k[place].to(self.dtype) * scales[0], v[place].to(self.dtype) * scales[1]
 
     def widen(self, dtype: torch.dtype) -> None:
         """Hold numbers of `dtype` too; what is stored keeps its value. Quantized pages stay as they are."""
         dtype = torch.promote_types(self.dtype, dtype)
-        if self.k_scales is None and dtype is not self.dtype:
+        if self.pages.k_scales is None and dtype is not self.dtype:
             with torch.inference_mode(False):
-                self.k_pages, self.v_pages = self.k_pages.to(dtype), self.v_pages.to(dtype)
+                self.pages = KV(self.pages.k.to(dtype), self.pages.v.to(dtype))
             self.dtype = dtype
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination)."""
-        sources, destinations = torch.tensor(pairs, device=self.k_pages.device).unbind(1)
-        for tensor in self._tensors().values():
-            tensor[destinations] = tensor[sources]
+        sources, destinations = torch.tensor(pairs, device=self.pages.k.device).unbind(1)
+        for tensor in self.pages:
+            if tensor is not None:
+                tensor[destinations] = tensor[sources]
 
     def grow(self, num_blocks: int) -> None:
         """Make room for more blocks; a pool doubles, so that this is rare. Raises with the pages as they were."""
-        larger = {}
-        for name, old in self._tensors().items():
-            larger[name] = _empty((num_blocks, *old.shape[1:]), dtype=old.dtype, device=old.device)
-            larger[name][: len(old)] = old
-        for name, new in larger.items():
-            setattr(self, name, new)
+        larger: Any = [None if old is None else _longer(old, num_blocks) for old in self.pages]
+        self.pages = KV(*larger)
 
 
 def _empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -119,6 +112,12 @@ def _empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device |
     # the first pass runs in inference mode: a later pass may write outside it.
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _longer(old: Tensor, num_blocks: int) -> Tensor:
+    new = _empty((num_blocks, *old.shape[1:]), dtype=old.dtype, device=old.device)
+    new[: len(old)] = old
+    return new
 
 
 def quantize(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

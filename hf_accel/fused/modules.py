@@ -76,7 +76,7 @@ def _rewritten(original: type) -> FunctionType:
     def rotate(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 4 and not kwargs and _is_usual(*args):
             q, k, cos, sin = args
-            # what rounds alike in one dtype need not in another, which a model can be given after it was patched
+            # A form that rounds as stock does in one dtype need not in another, which a patched model can be given.
             form = form_of_rotation(stock, q.dtype, cos.dtype)
             if form is not None:
                 return rope(q, k, cos, sin, interleaved=form.interleaved, round_each=form.round_each)

@@ -166,7 +166,7 @@ class FusedProjections:
         if call is None:
             return None
         out = call(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
-        parts = out.split([int(layer.out_features) for layer in self.layers], dim=-1)  # type: ignore[arg-type,no-untyped-call]
+        parts = out.split_with_sizes([int(layer.out_features) for layer in self.layers], dim=-1)  # type: ignore[arg-type]
         return Pending(x, version, dict(enumerate(parts)))
 
     def __getstate__(self) -> dict[str, object]:

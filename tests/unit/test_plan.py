@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_accel
+from hf_accel.attention import AttentionBackend, AttentionSpec, choose
+from hf_accel.attention.hf import forward
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
 from hf_accel.state import BACKEND_ATTRIBUTE
@@ -235,3 +238,23 @@ def test_row_invariance_is_claimed_where_it_holds(family, keywords, why) -> None
         assert why in line["reason"]
         with pytest.raises(hf_accel.UnsupportedError, match="deterministic=True cannot be met"):
             hf_accel.plan(model, weights=None, fuse=False, deterministic=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cache", ["paged", {"dtype": "int8"}], ids=str)
+def test_passes_take_the_planned_attention_until_the_model_changes(
+    family: str, cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[AttentionSpec] = []
+
+    def note(spec: AttentionSpec, name: str) -> AttentionBackend:
+        chosen.append(spec)
+        return choose(spec, name)[0]
+
+    monkeypatch.setattr(forward, "_choose", note)
+    model = hf_accel.patch(build(family), weights=None, cache=cache)
+    model.generate(**inputs("single"), max_new_tokens=4)
+    assert chosen == []
+    model.to(torch.bfloat16)
+    model.generate(**inputs("single"), max_new_tokens=2)
+    assert {spec.dtype for spec in chosen} == {torch.bfloat16}

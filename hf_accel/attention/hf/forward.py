@@ -21,7 +21,7 @@ from ...layouts import KV, AttentionOptions, Ragged
 from ...state import BACKEND_ATTRIBUTE
 from ...tensors import is_recorded, product_dtype
 from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose
-from ..structure import CALL_KEYWORDS
+from ..module_code import CALL_KEYWORDS
 from .stock import EAGER, collects_attentions, recorded_attention, stock_attention, stock_name
 
 NAME = "hf_accel"
@@ -126,15 +126,13 @@ def _unknown(
 
 def _paged(backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionOptions, *, paged: PagedKV) -> Tensor:
     """Attention of a forward pass over the pages; over K and V themselves where they are all there is."""
-    step, group, storage = paged.step, paged.group_step, paged.storage
-    if not step.fresh or storage.k_scales is not None:
-        pages = KV(storage.k_pages, storage.v_pages, storage.k_scales, storage.v_scales)
-        ragged = Ragged(step.cu_q, group.kv_len, step.max_q, group.max_kv, group.block_table)
+    step, ragged, pages = paged.step, paged.group_step.ragged, paged.storage.pages
+    if not step.fresh or pages.k_scales is not None:
         out = backend.paged(step.tokens(query), pages, ragged, options)
     elif step.token_columns is None:
         return backend.dense(query, kv, options)
     else:
-        ragged = Ragged(step.cu_q, step.cu_q.diff(), step.max_q, step.max_q)
+        ragged = Ragged(ragged.cu_q, ragged.cu_q.diff(), ragged.max_q, ragged.max_q)
         out = backend.packed(step.tokens(query), KV(step.tokens(kv.k), step.tokens(kv.v)), ragged, options)
     return step.columns(out, query.shape[0])
 
@@ -155,7 +153,7 @@ def _backend(
 ) -> AttentionBackend:
     """The planned one, where a call asks for what was planned: a model can be given another dtype, say, since."""
     planned: PlannedAttention | None = getattr(module, BACKEND_ATTRIBUTE, None)
-    quantized_kv = paged is not None and paged.storage.k_scales is not None
+    quantized_kv = paged is not None and paged.storage.pages.k_scales is not None
     if planned is not None:
         spec = planned.spec
         if (

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..structure import code_of
+from ..module_code import code_of
 from .forward import NAME
 
 

@@ -17,7 +17,7 @@ from ...instance import Mixin
 from ...layouts import KV, AttentionOptions
 from ...state import STOCK_ATTRIBUTE
 from .. import AttentionSpec, ReferenceBackend
-from ..structure import attention_code
+from ..module_code import attention_code
 
 SDPA, EAGER = "sdpa", "eager"
 TRIED = 5  # tokens on which a function is compared

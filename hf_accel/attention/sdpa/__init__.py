@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from ...layouts import KV, AttentionOptions, Ragged
-from ..base import AttentionBackend, AttentionSpec
+from ..contract import AttentionBackend, AttentionSpec
 from .dense import attend
-from .paged import paged_attention
+from .gathering import paged_attention
 
 
 class SdpaBackend(AttentionBackend):

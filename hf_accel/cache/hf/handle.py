@@ -1,4 +1,7 @@
-"""What stands between a cache's update and the attention function: a note on K that says where the pages are."""
+"""What stands between a cache's update and the attention function: a note on K that says where the pages are.
+
+RaggedCache is the cache of a ragged pass, that of transformers' own loops is in paged.py.
+"""
 
 from __future__ import annotations
 
@@ -130,3 +133,34 @@ def bypassed(layer_idx: int, what: str = "K") -> str:
         f"the attention of layer {layer_idx} did not read the paged cache (the model changes {what} on the "
         "way to its attention function); patch this model with cache=None"
     )
+
+
+# -- one pass over the tokens of many sequences, end to end in one row ---------------------------------
+
+
+class RaggedLayer(LayerOverPages):
+    """One layer's view. To the model it looks empty, so that it makes no mask: the step says who sees what."""
+
+    is_sliding = False
+    is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store K, V [1, Hkv, N, D] of the pass's tokens; K comes back with a PagedKV."""
+        self.cache.check_read()
+        keys, values = as_attended(key_states, value_states)
+        return self.store(self.cache.step, keys, values).attach(keys), values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+
+class RaggedCache(CacheOverPages):
+    """Given to the model as past_key_values with the `step` that says which slots are written and read."""
+
+    step: Step
+
+    def __init__(self, groups: list[PageGroup], group_of_layer: list[int]) -> None:
+        super().__init__(layers=[RaggedLayer(self, i, groups[g], g) for i, g in enumerate(group_of_layer)])

@@ -58,7 +58,7 @@ class PagedLayer(LayerOverPages):
     def columns(self) -> tuple[Tensor, Tensor]:
         """K and V of all columns, [B, Hkv, T, D], gathered; zero in the padding and behind the window."""
         storage = self.group.storages[self.layer_idx]
-        slots = self.cache.column_slots(self.group_index, storage.k_pages.device)
+        slots = self.cache.column_slots(self.group_index, storage.pages.k.device)
         keys, values = storage.read(slots.clamp(min=0))  # [B, T, Hkv, D]
         hidden = (slots < 0)[:, :, None, None]
         return keys.masked_fill_(hidden, 0).transpose(1, 2), values.masked_fill_(hidden, 0).transpose(1, 2)

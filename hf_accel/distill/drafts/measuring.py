@@ -93,8 +93,8 @@ def _form(model: Any) -> str:
 
 def _limit(patched: Any, max_draft: int, batch_size: int) -> int:
     """The longest draft that keeps a pass within the number of rows that are rounded in one way."""
-    alike = state_of(patched).generation.alike_rows
-    return max_draft if alike is None else max(1, min(max_draft, alike // batch_size - 1))
+    most = state_of(patched).generation.invariant_rows
+    return max_draft if most is None else max(1, min(max_draft, most // batch_size - 1))
 
 
 # -- reading -------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ class CandidateDrafter(Drafter):
     """A CandidateGenerator for each sequence: a copy of the one given, models aside, or what a function without
     arguments makes. num_tokens: the model's vocabulary; candidates beyond it, of a padded one, end a draft.
 
-    Its candidates count as looked up, whatever scores come with them: keeping each with the probability that the
-    model itself gives it is exact for any candidate, drawn from whatever law, and some generators hand out the scores
-    of a law that they did not draw from.
+    Its candidates count as looked up, whatever scores come with them. Keeping each with the probability that the model
+    itself gives it is exact for any candidate, whatever distribution it was drawn from, and some generators hand out
+    the scores of a distribution that they did not draw from.
     """
 
     name = "candidates"

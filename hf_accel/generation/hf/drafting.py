@@ -37,7 +37,7 @@ def make_speculation(config: SpeculativeConfig | None, runner: ModelRunner, page
     drafters = _Drafters(config, rule, runner, pages)
     wanted = config.drafter if isinstance(config.drafter, list | tuple) else [config.drafter]
     made = [drafters.make(one) for one in wanted]
-    return Speculation(rule, made, _controller(config, drafters.state), alike_rows=drafters.state.alike_rows)
+    return Speculation(rule, made, _controller(config, drafters.state), invariant_rows=drafters.state.invariant_rows)
 
 
 def _controller(config: SpeculativeConfig, state: GenerationState) -> Controller:

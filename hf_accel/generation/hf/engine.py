@@ -49,8 +49,9 @@ class Engine:
     per second. max_running: most requests that are under way at once. speculative: as SpeculativeConfig has it; left
     out, as the model was patched. tokenizer: for prompts and stops that are text.
 
-    Prompts that begin alike are stored and computed once. With seed= a request's tokens do not depend on what runs
-    beside it (as far as the plan calls the model row-invariant); where a model drafts, with verify="seeded" alone.
+    What prompts have in common at their beginning is stored and computed once. With seed= a request's tokens do not
+    depend on what runs beside it (as far as the plan calls the model row-invariant); where a model drafts, with
+    verify="seeded" alone.
     Leaving the `with` block waits for what is under way.
 
     Raises UnsupportedError for a model that is not patched, or cannot run ragged.

@@ -45,7 +45,7 @@ class GenerationState:
 
     patch_id: tells this patch from an earlier one of the same Parameters, whose quantized weights were others.
     speculative: for calls that do not say. ragged_refusal: why this model cannot compute all tokens in one ragged row.
-    alike_rows: the most rows that its linears round as they round one; None for any number.
+    invariant_rows: the most rows that its linears round as they round one; None for any number.
     make_draft: makes draft models; drafts: those made, by what they were made of. controllers: what earlier calls have
     learnt, while no call uses it. calls: of generate() that are under way, by thread. make_attending: makes a model
     that attends as without us; attending: the last one, and the weights that it was made of. warned: what was said
@@ -55,7 +55,7 @@ class GenerationState:
     cache: CacheConfig | None
     speculative: SpeculativeConfig | None = None
     ragged_refusal: str | None = None
-    alike_rows: int | None = None
+    invariant_rows: int | None = None
     make_draft: MakeDraft | None = None
     patch_id: bytes = field(default_factory=lambda: os.urandom(16))
     calls: dict[int, CallState] = field(default_factory=dict)

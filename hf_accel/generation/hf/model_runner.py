@@ -33,13 +33,13 @@ class ModelRunner:
 
     def __call__(self, ids: list[int], positions: list[int], step: Step, keep: list[int]) -> Tensor:
         """Logits [len(keep), V] of the tokens numbered in `keep`."""
-        self.cache.step = step
-        rows = torch.tensor(keep or [0], dtype=torch.int64, device=self.device)
+        self.cache.step, device = step, step.groups[0].slots.device
+        rows = torch.tensor(keep or [0], dtype=torch.int64, device=device)
         everything = len(keep) == len(ids)
         selection = {"logits_to_keep": 0 if everything else rows} if self.selects else {}
         output = self.model(
-            input_ids=torch.tensor([ids], dtype=torch.int64, device=self.device),
-            position_ids=torch.tensor([positions], dtype=torch.int64, device=self.device),
+            input_ids=torch.tensor([ids], dtype=torch.int64, device=device),
+            position_ids=torch.tensor([positions], dtype=torch.int64, device=device),
             past_key_values=self.cache,
             use_cache=True,
             return_dict=True,

@@ -78,22 +78,22 @@ def choose(
 
 
 def processed(logits: Tensor, rows: abc.Sequence[tuple[Sequence, list[int]]]) -> Tensor:
-    """The law of the next token of each sequence after some drafted ones -> [n, V] float32, for a model that drafts.
+    """The distribution of each sequence's next token after drafted ones -> [n, V] float32, for a model that drafts.
 
-    logits: [n, V]. What cannot be processed is left as it is, since any law may be drafted from: the error comes when
-    the model's own logits are processed.
+    logits: [n, V]. What cannot be processed is left as it is, since any distribution may be drafted from. The error
+    comes when the model's own logits are processed.
     """
     logits = logits.detach()
     groups: dict[Hashable, list[int]] = {}
     for row, (sequence, _) in enumerate(rows):
         groups.setdefault(_kind(sequence.sampling), []).append(row)
-    laws = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    distributions = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     for members in groups.values():
         sampling = rows[members[0]][0].sampling
         prefixes = [prefix_of(*rows[row]) for row in members]
         scores, _ = processed_scores(sampling, logits[members], prefixes)
-        laws[members] = _one_hot(scores) if sampling.greedy else scores.softmax(-1)
-    return laws
+        distributions[members] = _one_hot(scores) if sampling.greedy else scores.softmax(-1)
+    return distributions
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def _kept(members: list[Member], best: Tensor) -> list[Chosen | Exception]:
     return [_chosen(tokens) for tokens in kept]
 
 
-def _sampled(laws: Tensor, members: list[Member], verifier: Verifier) -> list[Chosen | Exception]:
+def _sampled(distributions: Tensor, members: list[Member], verifier: Verifier) -> list[Chosen | Exception]:
     draw = members[0].sequence.sampling.draw
     undrafted = [at for at, member in enumerate(members) if draw is not None and not len(member.draft)]
     others = [at for at in range(len(members)) if at not in set(undrafted)]
@@ -154,13 +154,15 @@ def _sampled(laws: Tensor, members: list[Member], verifier: Verifier) -> list[Ch
     if draw is not None and undrafted:
         own = [members[at] for at in undrafted]
         try:
-            tokens = draw(_rows(laws, own), [member.sequence for member in own])
+            tokens = draw(_rows(distributions, own), [member.sequence for member in own])
             results.update((at, _chosen([token])) for at, token in zip(undrafted, tokens, strict=True))
         except Exception as error:
             results.update((at, error) for at in undrafted)
     if others:
         own = [members[at] for at in others]
-        kept = verifier.verify(_rows(laws, own), [member.draft for member in own], [member.place for member in own])
+        kept = verifier.verify(
+            _rows(distributions, own), [member.draft for member in own], [member.place for member in own]
+        )
         results.update((at, _chosen(tokens)) for at, tokens in zip(others, kept, strict=True))
     return [results[at] for at in range(len(members))]
 

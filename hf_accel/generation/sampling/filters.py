@@ -61,7 +61,7 @@ def top_k_top_p(scores: Tensor, k: int, p: float) -> Tensor:
 
 
 def _cut(values: Tensor, total: Tensor, p: float, *, complete: bool) -> tuple[Tensor, Tensor]:
-    """The smallest score that stays, [n, 1], and whether that is beyond doubt, [n].
+    """The smallest score that stays, [n, 1], and whether that is certain, [n].
 
     values: the largest scores, descending; complete: there are no others. total: logarithm of the whole mass, [n, 1].
     """

@@ -105,7 +105,7 @@ class TextTail:
 
 
 def _shared(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
+    """How many characters two texts have in common at their beginning."""
     if other.startswith(one):
         return len(one)
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -11,12 +11,13 @@ from statistics import median_low
 FIRST = 5  # observations of a width whose median is its estimate; later ones move it
 FORGET = 0.05  # how far at most one later observation moves it
 CLIP = 1.5  # an observation counts as at most this much over or under the estimate
-FLAT = 0.05  # beyond what was seen, a row is taken to cost this part of the pass,
-SHARE = 0.5  # or this part of a row's share of it, whichever is less
-
-
-DOUBT = 2  # observations that may both be outliers: until there are more,
-SURPRISE = 2.0  # a width is not taken to cost more than this much over what was expected
+# Beyond what was seen, a row is taken to cost FLAT of the pass, or SHARE of a row's share of it, whichever is less.
+FLAT = 0.05
+SHARE = 0.5
+# Two observations may both be outliers. Until there are more than FEW, a width is not taken to cost more than
+# MOST_JUMP times what was expected.
+FEW = 2
+MOST_JUMP = 2.0
 NOISE = 0.1  # mean relative deviation of an observation, before any was seen
 
 
@@ -34,8 +35,8 @@ class Width:
         if self.count <= FIRST:
             self.first.append(seconds)
             self.seconds = median_low(self.first)  # outliers are slow ones
-            if self.count <= DOUBT:
-                self.seconds = min(self.seconds, SURPRISE * self.expected)
+            if self.count <= FEW:
+                self.seconds = min(self.seconds, MOST_JUMP * self.expected)
         else:
             clipped = min(max(seconds, self.seconds / CLIP), self.seconds * CLIP)
             self.seconds += max(FORGET, 1 / self.count) * (clipped - self.seconds)
@@ -61,17 +62,15 @@ class CostTable:
     def observe(self, rows: int, seconds: float) -> None:
         if rows < 1 or not seconds > 0:
             return
-        step = 1 << max(
-            0, rows.bit_length() - 6
-        )  # wide ones are like their neighbours: so there are few to look after
+        step = 1 << max(0, rows.bit_length() - 6)  # wide passes cost what their neighbours do: a few widths will do
         rows = round(rows / step) * step
         if rows not in self.widths:
             self.widths[rows] = Width(self.seconds(rows) if self.widths else inf)
         width = self.widths[rows]
-        if width.count > DOUBT:
+        if width.count > FEW:
             deviation = min(abs(seconds / width.seconds - 1), CLIP - 1)
             self._deviations += 1
-            self.noise += max(FORGET, 1 / (self._deviations + DOUBT)) * (deviation - self.noise)
+            self.noise += max(FORGET, 1 / (self._deviations + FEW)) * (deviation - self.noise)
         width.observe(seconds)
         self._curve = None
 
@@ -112,11 +111,11 @@ class CostTable:
 
     def _slope_beyond(self) -> float:
         widths, seconds = self.curve()
-        hope = seconds[-1] * min(FLAT, SHARE / widths[-1])
+        assumed = seconds[-1] * min(FLAT, SHARE / widths[-1])
         if len(widths) == 1:
-            return hope
+            return assumed
         last = (seconds[-1] - seconds[-2]) / (widths[-1] - widths[-2])
-        return max(hope, last / 4) if last > hope else max(last, hope / 4)
+        return max(assumed, last / 4) if last > assumed else max(last, assumed / 4)
 
     def to_dict(self) -> dict[str, float]:
         """JSON-able: seconds by width."""

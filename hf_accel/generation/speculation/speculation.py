@@ -25,7 +25,7 @@ class Speculation:
     A sequence takes the draft of the first drafter that has one for it. Those that cost nothing go first, in the order
     given: after a model, which always has a proposal, they would never be asked. No drafters: plain decoding.
 
-    alike_rows: the most rows that the model rounds as it rounds one. Drafts do not take a pass beyond that, where
+    invariant_rows: the most rows that the model rounds as it rounds one. Drafts do not take a pass beyond that, where
     verified tokens could differ from decoded ones; None for no such bound.
     """
 
@@ -35,9 +35,9 @@ class Speculation:
         drafters: abc.Sequence[Drafter] = (),
         controller: Controller | None = None,
         *,
-        alike_rows: int | None = None,
+        invariant_rows: int | None = None,
     ) -> None:
-        self.verifier, self.alike_rows = verifier, alike_rows
+        self.verifier, self.invariant_rows = verifier, invariant_rows
         self.drafters = sorted(drafters, key=lambda drafter: not drafter.is_free)
         self.controller = controller or Controller()
         self.statistics = SpeculationStatistics()
@@ -50,8 +50,8 @@ class Speculation:
         """Drafted tokens for each chunk, with slots for them. room: tokens there may be in all."""
         self._drafts, self._seconds = {}, 0.0
         rows = sum(chunk.count for chunk in chunks)
-        if self.alike_rows is not None and rows <= self.alike_rows:
-            room = min(self.alike_rows - rows, sys.maxsize if room is None else room)
+        if self.invariant_rows is not None and rows <= self.invariant_rows:
+            room = min(self.invariant_rows - rows, sys.maxsize if room is None else room)
         waiting = [chunk.sequence for chunk in chunks if chunk.sequence.decodes and chunk.sequence.num_left > 1]
         for drafter in self.drafters:
             if not waiting:

@@ -46,7 +46,7 @@ _write_pages = kernel("write_pages", WriteCall)
 def attend(q: Tensor, kv: KV, options: AttentionOptions, ragged: Ragged | None = None) -> Tensor:
     """q [B, Hq, Q, D] over a dense kv -> [B, Q, Hq, Dv]; with `ragged` [N, Hq, D] over a packed one -> [N, Hq, Dv].
 
-    Any strides outside the last dimension; dtypes of FLOATS; the semantics of attention/base.py, without dropout.
+    Any strides outside the last dimension; dtypes of FLOATS; the semantics of attention/contract.py, without dropout.
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, kv.k, kv.v))
     cu_q, cu_k = (None, None) if ragged is None else (_starts(ragged.cu_q), _starts(ragged.cu_k))

@@ -196,4 +196,4 @@ def test_pages_that_cannot_grow_stay_whole(monkeypatch: pytest.MonkeyPatch) -> N
         patch.setattr(storage_module, "_empty", no_memory)
         with pytest.raises(RuntimeError, match="can't allocate"):
             storage.grow(4)
-    assert len(storage.k_pages) == len(storage.v_pages) == storage.num_blocks == 2
+    assert len(storage.pages.k) == len(storage.pages.v) == storage.num_blocks == 2

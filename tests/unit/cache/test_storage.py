@@ -27,15 +27,15 @@ def test_what_is_written_is_read(dtype: torch.dtype) -> None:
     storage.write(keys, values, slots)
     read_keys, read_values = storage.read(slots)
     assert torch.equal(read_keys, keys) and torch.equal(read_values, values)
-    assert torch.equal(storage.k_pages[4, :, 1], keys[2])  # slot 17 is offset 1 of block 4
+    assert torch.equal(storage.pages.k[4, :, 1], keys[2])  # slot 17 is offset 1 of block 4
 
 
 def test_a_write_touches_its_slots_alone() -> None:
     storage = storage_of()
-    storage.k_pages.zero_()
+    storage.pages.k.zero_()
     storage.write(*states(1), torch.tensor([6]))
-    assert storage.k_pages.flatten(2).any(-1).sum() == 2  # one block, its two heads
-    assert not storage.k_pages[1, :, [0, 1, 3]].any()
+    assert storage.pages.k.flatten(2).any(-1).sum() == 2  # one block, its two heads
+    assert not storage.pages.k[1, :, [0, 1, 3]].any()
 
 
 @pytest.mark.parametrize("quantized", [None, torch.int8, torch.float8_e4m3fn])
@@ -68,9 +68,9 @@ def test_int8_scale_by_hand() -> None:
     keys, values = torch.zeros(1, 2, 8), torch.zeros(1, 2, 6)
     keys[0, 1, :3] = torch.tensor([1.27, -0.635, 0.005])
     storage.write(keys, values, torch.tensor([2]))
-    assert storage.k_scales is not None and storage.k_scales[0, 1, 2].item() == pytest.approx(0.01)
-    assert storage.k_pages[0, 1, 2, :3].tolist() == [127, -64, 0]  # -63.5 and 0.5 go to the even neighbour
-    assert storage.k_scales[0, 0, 2] == 0 and not storage.read(torch.tensor([2]))[0][0, 0].any()
+    assert storage.pages.k_scales is not None and storage.pages.k_scales[0, 1, 2].item() == pytest.approx(0.01)
+    assert storage.pages.k[0, 1, 2, :3].tolist() == [127, -64, 0]  # -63.5 and 0.5 go to the even neighbour
+    assert storage.pages.k_scales[0, 0, 2] == 0 and not storage.read(torch.tensor([2]))[0][0, 0].any()
 
 
 def test_non_finite_states_stay_in_their_token_and_head() -> None:
@@ -91,4 +91,4 @@ def test_int8_takes_half_the_bytes_and_a_scale() -> None:
 def test_writing_does_not_keep_a_graph() -> None:
     storage, (keys, values) = storage_of(), states(1)
     storage.write(keys.requires_grad_(), values, torch.tensor([0]))
-    assert not storage.k_pages.requires_grad
+    assert not storage.pages.k.requires_grad

@@ -32,12 +32,13 @@ def written(
 ) -> dict[str, Tensor]:
     """What all of the pages hold afterwards; zero where nothing was written."""
     storage = KVStorage(9, 4, keys, values, quantized=quantized)
-    for tensor in storage._tensors().values():
+    pages = {name: tensor for name, tensor in storage.pages._asdict().items() if tensor is not None}
+    for tensor in pages.values():
         tensor.view(torch.uint8).zero_()
     if not native:
         storage._is_native = lambda *_: False  # type: ignore[method-assign]
     storage.write(keys, values, slots)
-    return storage._tensors()
+    return pages
 
 
 def assert_same(keys: Tensor, values: Tensor, quantized: torch.dtype | None) -> None:

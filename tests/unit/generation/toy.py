@@ -79,7 +79,7 @@ class ToyRunner:
     def __call__(self, ids: list[int], positions: list[int], step: Step, keep: list[int]) -> Tensor:
         self.num_calls, self.num_rows = self.num_calls + 1, self.num_rows + len(ids)
         self.raises("before")
-        ends = step.cu_q.tolist()
+        ends = step.groups[0].ragged.cu_q.tolist()
         seen = [self._group(number, ids, positions, step, ends=ends) for number in range(len(self.pages.groups))]
         self.raises("after")
         numbers = [law_number(seen[0][row], seen[-1][row][-self._window :]) for row in keep]
@@ -102,9 +102,9 @@ class ToyRunner:
             slots.held[slot] = (position, token)
         seen: list[list[int]] = []
         for row, (start, end) in enumerate(pairwise(ends)):
-            held = int(part.kv_len[row])
+            held = int(part.ragged.kv_len[row])
             first = positions[end - 1] + 1 - held
-            blocks = part.block_table[row].tolist()
+            blocks = part.ragged.block_table[row].tolist()
             size = group.pool.block_size
             read = [slots.held.get(blocks[k // size] * size + k % size, (-1, -1)) for k in range(held)]
             assert positions[start:end] == list(range(positions[start], positions[end - 1] + 1))

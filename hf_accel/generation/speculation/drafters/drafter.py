@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Draft:
     """Proposed continuation of a sequence.
 
-    probabilities: [len(tokens), V] float32, the law that each token was drawn from, after all processing; None for
-    tokens that were not drawn but looked up or taken greedily.
+    probabilities: [len(tokens), V] float32, the distribution that each token was drawn from, after all processing;
+        None for tokens that were not drawn but looked up or taken greedily.
     source: what proposed it, where several could have.
     """
 
@@ -45,7 +45,7 @@ class Drafter(ABC):
         """A Draft for each sequence, of at most lengths[i] tokens; fewer, or none, where nothing is known.
 
         How long a draft is may depend on distributions and on earlier tokens, never on the value of a token drawn
-        (Draft.probabilities): dropping it would change the law of the output.
+        (Draft.probabilities): dropping it would change the distribution of the output.
         """
 
     def catch_up(self, sequences: abc.Sequence[Sequence]) -> None:  # noqa: B027 - most have nothing to catch up with

@@ -36,13 +36,13 @@ class Past:
 
 @dataclass
 class Growing:
-    """A draft that is being written. laws: what each of its tokens was drawn from, if they were drawn."""
+    """A draft that is being written. distributions: what each of its tokens was drawn from, if they were drawn."""
 
     sequence: Sequence
     past: Past
     length: int
     tokens: list[int] = field(default_factory=list)
-    laws: list[Tensor] = field(default_factory=list)
+    distributions: list[Tensor] = field(default_factory=list)
 
     @property
     def place(self) -> Place:
@@ -54,8 +54,8 @@ class Growing:
         return len(self.sequence.tokens) + len(self.tokens) - self.past.count
 
     @property
-    def law(self) -> Tensor | None:
-        return torch.stack(self.laws) if self.laws else None
+    def distribution(self) -> Tensor | None:
+        return torch.stack(self.distributions) if self.distributions else None
 
     def take(self, count: int) -> list[int]:
         """The next tokens to compute, as past from now on."""
@@ -107,7 +107,7 @@ class ModelDrafter(Drafter):
         for number in range(max(lengths, default=0)):
             growing = [draft for draft in drafts if draft.length > number]
             self._grow(growing, self._pass(growing, [draft.missing for draft in growing]))
-        return [Draft(draft.tokens, draft.law) for draft in drafts]
+        return [Draft(draft.tokens, draft.distribution) for draft in drafts]
 
     def forget(self, sequence: Sequence) -> None:
         past = self._pasts.pop(sequence, None)
@@ -157,7 +157,7 @@ class ModelDrafter(Drafter):
     # -- tokens ----------------------------------------------------------------------------------------
 
     def _grow(self, drafts: list[Growing], logits: Tensor) -> None:
-        """Greedy sequences get the likeliest token; others draw from the law that they sample the target's from."""
+        """Greedy sequences get the likeliest token; others draw from a distribution processed as the target's is."""
         logits = self._widened(logits)
         if all(draft.sequence.sampling.plain for draft in drafts):
             tokens = argmax(logits).tolist()
@@ -166,14 +166,14 @@ class ModelDrafter(Drafter):
         for draft, token in zip(drafts, tokens, strict=True):
             draft.tokens.append(token)
 
-    def _drawn(self, drafts: list[Growing], laws: Tensor) -> list[int]:
-        tokens: list[int] = laws.argmax(-1).tolist()
+    def _drawn(self, drafts: list[Growing], distributions: Tensor) -> list[int]:
+        tokens: list[int] = distributions.argmax(-1).tolist()
         sampled = [i for i, draft in enumerate(drafts) if not draft.sequence.sampling.greedy]
         if sampled:
-            drawn = self.verifier.draw(laws[sampled], [drafts[i].place for i in sampled])
+            drawn = self.verifier.draw(distributions[sampled], [drafts[i].place for i in sampled])
             for i, token in zip(sampled, drawn, strict=True):
                 tokens[i] = token
-                drafts[i].laws.append(laws[i])
+                drafts[i].distributions.append(distributions[i])
         return tokens
 
     def _widened(self, logits: Tensor) -> Tensor:

@@ -48,7 +48,10 @@ def exponentials(keys: Tensor, ids: Tensor) -> Tensor:
 
 
 def gumbel(seed: int, position: int, size: int) -> Tensor:
-    """Standard Gumbel numbers for the token ids 0..size-1 -> float64 [size]: argmax(log p + gumbel) has the law p."""
+    """Standard Gumbel numbers for the token ids 0..size-1 -> float64 [size].
+
+    argmax(log p + gumbel) has the distribution p.
+    """
     key = torch.tensor(race_key(seed, position))
     return exponentials(key, torch.arange(size)).log_().neg_()
 

@@ -1,8 +1,8 @@
 """What token and block verification share: drafts that were drawn from q are accepted or replaced from a residual.
 
-A draft that was not drawn is a delta. Rejection sampling then comes to the same as drawing each token from the model's
-own law and going on while it equals the draft, which needs no second number: so that is done, and the tokens do not
-depend on the draft.
+The distribution of a draft that was not drawn is a delta. Rejection sampling then comes to the same as drawing each
+token from the model's own distribution and going on while it equals the draft. That needs no second number, so it is
+what is done, and the tokens do not depend on the draft.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Drawn:
 
 
 class RejectionVerifier(Verifier):
-    """Drafted tokens stay with the probability that leaves the model's law as it is.
+    """Drafted tokens stay with the probability that leaves the model's distribution as it is.
 
     DRAFT and ACCEPT numbers depend on the offset too, since in block verification later ones decide about earlier
     tokens: they must not come again when their position is drafted anew. A TARGET number is used for a final token

@@ -17,8 +17,8 @@ DENSE, LARGE = 8, 512  # a row is raced over all tokens if more than one in 8 of
 class SeededVerifier(Verifier):
     """Each token is the winner of a race that only the seed and its position decide: argmax(log p + gumbel).
 
-    The drafter runs the same race with its own law, so the two often agree; the output depends on the seed and the
-    model alone, whatever was drafted.
+    The drafter runs the same race with its own distribution, so the two often agree. The output depends on the seed
+    and the model alone, whatever was drafted.
     """
 
     name = "seeded"

@@ -1,4 +1,4 @@
-"""Which drafted tokens stay, so that the output's law is the model's own."""
+"""Which drafted tokens stay, so that the output's distribution is the model's own."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Verifier(ABC):
         """For each sequence the accepted tokens of its draft and one more.
 
         probabilities: the model's [sum(len(draft) + 1), V] float32 after all processing, the rows of one sequence
-        after the other: row j of a sequence is the law of the token after its first j drafted ones.
+        after the other: row j of a sequence is the distribution of the token after its first j drafted ones.
         places: of each sequence's first new token. An empty draft is plain sampling.
         """
 

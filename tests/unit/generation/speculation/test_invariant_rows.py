@@ -25,7 +25,7 @@ class Eager(Drafter):
 def test_a_pass_stays_within_the_rows_that_round_alike(batch: int, widest: int) -> None:
     model = hf_accel.patch(build("llama", dtype=torch.bfloat16), weights=None)
     state = state_of(model).generation
-    state.alike_rows = 16  # also where no kernels are built
+    state.invariant_rows = 16  # also where no kernels are built
     rows: list[int] = []
     model.lm_head.register_forward_hook(lambda module, args, out: rows.append(out.shape[-2]))
     config = hf_accel.SpeculativeConfig(drafter=Eager(), num_draft=5)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_accel.attention.structure import attention_code, code_of
+from hf_accel.attention.module_code import attention_code, code_of
 
 
 def eager(*arguments: Any, **keywords: Any) -> Any: ...

@@ -4,7 +4,7 @@ import pytest
 
 from hf_accel.attention.paged_kv import PagedSequence
 from hf_accel.attention.sdpa.dense import FEW_ROWS
-from hf_accel.attention.sdpa.paged import batches
+from hf_accel.attention.sdpa.gathering import batches
 
 
 def sequences(*sizes: tuple[int, int]) -> list[PagedSequence]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...layouts import KV, AttentionOptions, Ragged
-from ..base import empty_lse
+from ..contract import empty_lse
 from ..masking import visible
 from ..paged_kv import PagedSequence, gather, paged_sequences
 from .dense import FEW_ROWS, attend
