@@ -58,12 +58,12 @@ class Speculation:
                 break
             drafted = sum(map(len, self._drafts.values()))
             left = None if room is None else room - drafted
-            self._ask(drafter, waiting, rows - len(waiting) + drafted, left, pages)
+            self._ask(drafter, waiting, rows - len(waiting) + drafted, left, pages=pages)
             waiting = [sequence for sequence in waiting if sequence not in self._drafts]
         return [self.draft_of(chunk.sequence).tokens for chunk in chunks]
 
     def _ask(
-        self, drafter: Drafter, sequences: list[Sequence], other_rows: int, room: int | None, pages: Pages
+        self, drafter: Drafter, sequences: list[Sequence], other_rows: int, room: int | None, *, pages: Pages
     ) -> None:
         lengths = self.controller.lengths(
             sequences,

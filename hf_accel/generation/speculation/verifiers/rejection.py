@@ -73,12 +73,12 @@ class RejectionVerifier(Verifier):
             chosen = inverse_draw(probabilities[rows], self._targets(some_drafts, [places[i] for i in others]))
             for i, tokens in zip(others, follow(some_drafts, chosen), strict=True):
                 kept[i] = tokens
-        accepted = self.accept(self._look(probabilities, drafts, places, starts, drawn))
+        accepted = self.accept(self._look(probabilities, drafts, places, starts, drawn=drawn))
         last_rows = [starts[i] + count for i, (count, _) in zip(drawn, accepted, strict=True)]
         weights = probabilities[last_rows]
         cut = [row for row, (i, (count, _)) in enumerate(zip(drawn, accepted, strict=True)) if count < len(drafts[i])]
         if cut:
-            q = torch.stack([_laws(drafts[drawn[row]])[accepted[row][0]] for row in cut])
+            q = torch.stack([_distributions(drafts[drawn[row]])[accepted[row][0]] for row in cut])
             weights[cut] = residual(weights[cut], q, [accepted[row][1] for row in cut])
         last = [places[i].next(count) for i, (count, _) in zip(drawn, accepted, strict=True)]
         tokens = inverse_draw(weights, [self._number(place, Purpose.TARGET) for place in last])
@@ -103,13 +103,14 @@ class RejectionVerifier(Verifier):
         drafts: abc.Sequence[Draft],
         places: abc.Sequence[Place],
         starts: abc.Sequence[int],
+        *,
         drawn: abc.Sequence[int],
     ) -> list[Drawn]:
         device = probabilities.device
         rows = torch.tensor([starts[i] + j for i in drawn for j in range(len(drafts[i]))], device=device)
         tokens = torch.tensor([token for i in drawn for token in drafts[i].tokens], device=device)
         counts = [len(drafts[i]) for i in drawn]
-        q = [_laws(drafts[i]) for i in drawn]
+        q = [_distributions(drafts[i]) for i in drawn]
         drafted = torch.split(tokens[:, None], counts)
         q_drafted = [row.gather(1, own)[:, 0] for row, own in zip(q, drafted, strict=True)]
         both = torch.stack([probabilities[rows, tokens].double(), torch.cat(q_drafted).double()]).tolist()
@@ -136,6 +137,6 @@ def residual(p: Tensor, q: Tensor, factors: abc.Sequence[float]) -> Tensor:
     return torch.where(rest.sum(-1, keepdim=True) > torch.finfo(p.dtype).tiny, rest, p)
 
 
-def _laws(draft: Draft) -> Tensor:
+def _distributions(draft: Draft) -> Tensor:
     assert draft.probabilities is not None
     return draft.probabilities
