@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_accel.cache.hf.ragged import RaggedLayer
+from hf_accel.cache.hf.handle import RaggedLayer
 
 from .bench import Bench, Entrant
 from .setups import accel, stock

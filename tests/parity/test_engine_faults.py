@@ -146,7 +146,7 @@ def test_unpatch_refuses_under_an_engine(model: Any) -> None:
 
 def test_unpatch_refuses_while_the_model_drafts_for_an_engine(model: Any) -> None:
     with Engine(target("llama"), speculative=speculative("near model", "llama", 3)) as other:
-        draft = other.speculation.drafters[0].runner.model  # type: ignore[attr-defined]
+        draft = other.session.speculation.drafters[0].runner.model  # type: ignore[attr-defined]
         with pytest.raises(UnsupportedError, match=r"call engine\.close"):
             hf_accel.unpatch(draft)
     with Engine(target("llama"), speculative=model), pytest.raises(UnsupportedError, match=r"call engine\.close"):

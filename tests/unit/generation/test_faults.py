@@ -294,14 +294,14 @@ def test_a_drafter_that_fails_for_one_sequence_fails_it_alone() -> None:
 
 def test_what_fails_when_tokens_are_final_undoes_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = served("growing")
-    observe = engine.session.speculation.observe
+    observe = engine.speculation.observe
 
     def picky(sequence: Sequence, *rest: Any) -> None:
         if is_poisoned(sequence):
             raise Poisoned
         observe(sequence, *rest)
 
-    monkeypatch.setattr(engine.session.speculation, "observe", picky)
+    monkeypatch.setattr(engine.speculation, "observe", picky)
     (error,) = others_beside(engine, *engine.submit(BAD))
     assert isinstance(error, Poisoned)
 
@@ -333,7 +333,7 @@ def test_no_memory_for_drafts_means_no_drafts(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Pages, "append", full)
     assert others_beside(engine) == []
-    assert engine.session.speculation.statistics.drafted == 0
+    assert engine.speculation.statistics.drafted == 0
 
 
 # -- what is no Exception -------------------------------------------------------------------------------------
