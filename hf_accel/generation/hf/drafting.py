@@ -47,9 +47,10 @@ def _controller(config: SpeculativeConfig, state: GenerationState) -> Controller
 
 
 def keep_learnt(config: SpeculativeConfig | None, speculation: Speculation, model: Any) -> None:
-    """At the end of a call, for the next."""
-    if config is not None:
-        state_of(model).generation.controllers[_kind(config)] = speculation.controller
+    """At the end of a session, for the next one; a model that was unpatched meanwhile has none."""
+    state = find_state(model)
+    if config is not None and state is not None:
+        state.generation.controllers[_kind(config)] = speculation.controller
 
 
 def _kind(config: SpeculativeConfig) -> tuple[Any, ...]:
