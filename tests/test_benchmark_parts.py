@@ -20,6 +20,7 @@ from benchmarks.settings import Settings
 from benchmarks.setups import SETUPS, accel
 from benchmarks.setups.gguf_file import gguf_refuses, rotary_order
 from benchmarks.setups.llama_cpp import LlamaCpp
+from hf_accel.kernels import cpu as kernels
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +241,7 @@ def test_a_process_that_fails_says_why() -> None:
         call("no_such_measurement", 1)
 
 
+@pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 def test_levels_are_those_of_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     class Old:
         instruction_sets = ("avx2", "fma3")

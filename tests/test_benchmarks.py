@@ -96,6 +96,8 @@ TABLES = {  # topic -> rows of each of its tables
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The results of all topics; processes of their own are calls here, to save their seconds of imports."""
+    if kernels.refusal() is not None:
+        pytest.skip(str(kernels.refusal()))
     out = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
         for module in (memory, patch_memory, isa, distill_memory):

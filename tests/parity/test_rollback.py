@@ -19,6 +19,7 @@ from hf_accel.generation.hf.drafting import make_speculation
 from hf_accel.generation.hf.model_runner import ModelRunner
 from hf_accel.generation.sampling.params import SamplingParams
 from hf_accel.generation.sequence import Sequence
+from hf_accel.kernels import cpu as kernels
 
 from .families import FAMILIES, build
 from .speculating import OracleDrafter, answers, near, requests, stock
@@ -88,6 +89,7 @@ def test_pages_after_rollback(family: str, right: int, block_size: int) -> None:
     assert all(group.pool.num_used == 0 for group in batcher.pages.groups)
 
 
+@pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
 @pytest.mark.parametrize("drafter", ["self-int4", "near"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_accel
 from hf_accel.generation.hf.inputs import weights_salt
+from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
 from hf_accel.originals import parameter_bytes
 from hf_accel.tensors import is_plain, plain_tensors
@@ -84,6 +85,7 @@ def torchao() -> Any:
     return pytest.importorskip("torchao.quantization")
 
 
+@pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 @pytest.mark.parametrize("settings", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
 def test_torchao(torchao: Any, settings: str) -> None:
     model = build("llama")

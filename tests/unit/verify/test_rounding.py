@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_accel
+from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
 from hf_accel.linear.activations import round_groups
 from hf_accel.verify import rounding as module
@@ -98,6 +99,7 @@ def test_the_steps_are_a_way_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert calls.count(1) == 8 and 12 in calls  # the prompt, then one by one
 
 
+@pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 def test_int8_decisions_count(kv: Any) -> None:
     """In float32 the ways agree to the last bits, until one of them rounds an activation the other way."""

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
 
 import hf_accel
+from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
 from hf_accel.verify import verify as function
 
@@ -194,6 +195,7 @@ def test_against_the_quantized_reference(family: str, settings: dict[str, Any], 
     json.dumps(certificate.to_dict())
 
 
+@pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 @pytest.mark.parametrize("weights", ["int8", INT4], ids=str)
 def test_a_broken_kernel_is_beyond_rounding(weights: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = hf_accel.patch(build("llama"), weights=weights, fuse=False)
