@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -136,8 +137,10 @@ def stock_settings(workload: Workload, *, batch_tokens: int, running: int | None
     """
     ends = [len(p) + n for p, n in zip(workload.prompts, workload.lengths, strict=True)]
     pages = sum(-(-end // PAGE) + 1 for end in ends)
+    named = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    size: Any = {"page_size" if "page_size" in named else "block_size": PAGE}  # older transformers call it block_size
     return ContinuousBatchingConfig(
-        page_size=PAGE, num_blocks=pages, max_batch_tokens=batch_tokens, max_requests_per_batch=running
+        num_blocks=pages, max_batch_tokens=batch_tokens, max_requests_per_batch=running, **size
     )
 
 

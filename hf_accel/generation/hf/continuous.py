@@ -131,7 +131,7 @@ class ContinuousManager(ContinuousBatchingManager):
         self._under_way: dict[str, list[Delivery]] = {}
         self._early: list[list[Delivery]] = []  # came before start()
         self._count, self._lock = 0, threading.RLock()
-        size = self.continuous_batching_config.max_queue_size
+        size = getattr(self.continuous_batching_config, "max_queue_size", 0)
         self._places = threading.BoundedSemaphore(size) if size else None
         state.engines.add(self)
         state.statistics = {"loop": "ragged"}

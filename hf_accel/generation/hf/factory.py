@@ -66,7 +66,7 @@ class SequenceFactory:
     def __init__(self, model: PreTrainedModel, settings: ContinuousBatchingConfig | None) -> None:
         self.model: Any = model
         self.num_logprobs = 0 if settings is not None and settings.return_logprobs else None
-        seed = None if settings is None else settings.seed
+        seed = getattr(settings, "seed", None)
         self._generator = None if seed is None else torch.Generator().manual_seed(seed)
         self._shared: dict[tuple[int, int], tuple[GenerationConfig, Sampling, StopRules]] = {}
 
@@ -130,7 +130,7 @@ def complete_config(model: Any, config: GenerationConfig | None, what: str, keyw
 
 HONOURED = (
     "page_size", "num_blocks", "max_batch_tokens", "return_logprobs", "max_requests_per_batch", "allow_block_sharing",
-    "max_queue_size", "per_request_processors", "seed",
+    "max_queue_size", "per_request_processors", "seed", "block_size",
 )  # fmt: skip
 # They choose among ways of transformers' own loop which are all the same here: what they ask for is given.
 GRANTED = (
@@ -152,12 +152,14 @@ def session_settings(given: ContinuousBatchingConfig | None, cache: CacheConfig)
                 f"continuous_batching_config.{name}={value!r} has no meaning in hf_accel's continuous batching; "
                 f"leave it at its default ({', '.join(HONOURED)} are honoured)"
             )
-    if given.num_blocks is not None:
-        cache = dataclasses.replace(cache, max_tokens=given.num_blocks * (given.page_size or 1))
-    if not given.allow_block_sharing:
+    asked = {name: getattr(given, name, None) for name in HONOURED}  # older ones have fewer
+    if asked["num_blocks"] is not None:
+        size = asked["page_size"] or asked["block_size"] or 1
+        cache = dataclasses.replace(cache, max_tokens=asked["num_blocks"] * size)
+    if asked["allow_block_sharing"] is False:
         cache = dataclasses.replace(cache, prefix_sharing=False)
     return {
         "cache": cache,
-        "token_budget": given.max_batch_tokens or TOKEN_BUDGET,
-        "max_running": given.max_requests_per_batch,
+        "token_budget": asked["max_batch_tokens"] or TOKEN_BUDGET,
+        "max_running": asked["max_requests_per_batch"],
     }
