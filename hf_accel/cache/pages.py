@@ -235,12 +235,11 @@ class Pages:
 
     # -- statistics ------------------------------------------------------------------------------------
 
-    def statistics(self, sequences: Iterable[CachedSequence]) -> dict[str, float | int]:
-        """Blocks in use and in all, their waste, and how many full blocks were looked for and found."""
+    def statistics(self) -> dict[str, int]:
+        """Blocks in use and in all, and how many full blocks were looked for and found."""
         return {
             "blocks_used": sum(group.pool.num_used for group in self.groups),
             "blocks_allocated": sum(group.pool.num_blocks for group in self.groups),
-            "waste": self.waste(sequences),
             "prefix_lookups": 0 if self.index is None else self.index.lookups,
             "prefix_hits": 0 if self.index is None else self.index.hits,
         }

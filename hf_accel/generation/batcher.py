@@ -125,14 +125,12 @@ class Batcher:
         return [Progress(s, [], error=s.error) for s in failed]
 
     def statistics(self) -> dict[str, int]:
-        """Passes so far, tokens they computed, preemptions; full blocks that were looked up and found."""
-        indices = [group.index for group in self.pages.groups if group.index is not None]
+        """Passes so far, tokens they computed, preemptions; blocks, and what was looked up and found."""
         return {
             "passes": self.num_passes,
             "computed_tokens": self.num_computed,
             "preemptions": self.scheduler.num_preempted,
-            "prefix_lookups": sum(index.lookups for index in indices),
-            "prefix_hits": sum(index.hits for index in indices),
+            **self.pages.statistics(),
         }
 
     # -- the pass --------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def _paged(backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionO
     elif step.token_columns is None:
         return backend.dense(query, kv, options)
     else:
-        ragged = Ragged(ragged.cu_q, ragged.cu_q.diff(), ragged.max_q, ragged.max_q)
+        ragged = ragged._replace(block_table=None)  # a fresh pass has all keys with it
         out = backend.packed(step.tokens(query), KV(step.tokens(kv.k), step.tokens(kv.v)), ragged, options)
     return step.columns(out, query.shape[0])
 

@@ -283,5 +283,9 @@ class PagedCache(CacheOverPages):
     def statistics(self) -> dict[str, float | int]:
         """Blocks, bytes, waste (share of held slots without a token) and prefix hits."""
         kv_bytes = sum(g.pool.num_used * g.nbytes / g.pool.num_blocks for g in self.pages.groups)
-        statistics = self.pages.statistics(self.padded.sequences)
-        return {"block_size": self.settings.block_size, "kv_bytes": round(kv_bytes), **statistics}
+        return {
+            "block_size": self.settings.block_size,
+            "kv_bytes": round(kv_bytes),
+            "waste": self.pages.waste(self.padded.sequences),
+            **self.pages.statistics(),
+        }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import queue
 import threading
@@ -18,7 +17,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from transformers.generation.continuous_batching.requests import GenerationOutput
 from transformers.utils import logging
 
-from ...config import CacheConfig, check_keywords
+from ...config import CacheConfig
 from ...errors import HfAccelError, UnsupportedError
 from ...state import state_of
 from ..sampling.logprobs import TokenLogprobs
@@ -65,6 +64,7 @@ class Outputs:
 class Delivery:
     """Hands on what comes of one sequence: each step of it if it is streamed, or the whole at its end."""
 
+    request_id: str
     reply: Reply
     streaming: bool
     deliver: Callable[[GenerationOutput], None]
@@ -227,9 +227,8 @@ class ContinuousManager(ContinuousBatchingManager):
             name, input_ids, self._config(asked), timestamps=record_timestamps, what=f"the prompt of {name!r}"
         )
         self._take_place()
-        deliveries = [
-            Delivery(reply, streaming, self.output_router.deliver, lambda: None, self._ended) for reply in replies
-        ]
+        deliver, ended = self.output_router.deliver, self._ended
+        deliveries = [Delivery(name, reply, streaming, deliver, lambda: None, ended) for reply in replies]
         deliveries[-1].on_start = self._give_place
         with self._lock:
             self._under_way[name] = deliveries
@@ -302,10 +301,7 @@ class ContinuousManager(ContinuousBatchingManager):
         """Requests that ask for the same share one, and so what is made of it."""
         key = repr(sorted(asked.items()))
         if key not in self._configs:
-            config = copy.deepcopy(self.generation_config)
-            check_keywords("add_request()", config.update(**asked), GenerationConfig().to_dict())
-            self.model._prepare_special_tokens(config, device=self.model.device)
-            self._configs[key] = config
+            self._configs[key] = complete_config(self.model, self.generation_config, "add_request()", asked)
         return self._configs[key]
 
     def _submit(self, deliveries: list[Delivery]) -> None:
@@ -323,11 +319,10 @@ class ContinuousManager(ContinuousBatchingManager):
             delivery.reply.error = HfAccelError("the manager was stopped before the request had ended")
             self.output_router.deliver(delivery.reply.output())
         with self._lock:
-            for name, under_way in list(self._under_way.items()):
-                if delivery in under_way:
-                    under_way.remove(delivery)
-                    if not under_way:
-                        del self._under_way[name]
+            under_way = self._under_way[delivery.request_id]
+            under_way.remove(delivery)
+            if not under_way:
+                del self._under_way[delivery.request_id]
 
     def _take_place(self) -> None:
         if self._places is not None and not self._places.acquire(timeout=QUEUE_SECONDS):

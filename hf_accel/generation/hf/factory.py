@@ -120,8 +120,8 @@ def complete_config(model: Any, config: GenerationConfig | None, what: str, keyw
 
     Raises UnsupportedError, naming `what`, for keywords that a GenerationConfig does not have.
     """
-    complete, unknown = model._prepare_generation_config(config, **keywords)
-    check_keywords(what, unknown, GenerationConfig().to_dict())
+    complete, _ = model._prepare_generation_config(config)
+    check_keywords(what, complete.update(**keywords), GenerationConfig().to_dict())
     model._prepare_special_tokens(complete, device=model.device)
     return complete
 

@@ -62,14 +62,9 @@ class Session(Batcher):
         super().add(sequence, cached)
 
     def statistics(self) -> dict[str, Any]:
-        """Those of the passes; blocks in use now, and allocated; what speculation did, if there is any."""
-        pools = [group.pool for group in self.pages.groups]
-        return {
-            **super().statistics(),
-            "blocks_used": sum(pool.num_used for pool in pools),
-            "blocks_allocated": sum(pool.num_blocks for pool in pools),
-            "speculation": self.speculation.statistics.to_dict() if self.speculation.drafters else {},
-        }
+        """Those of the passes and the pages; what speculation did, if there is any."""
+        speculation = self.speculation.statistics.to_dict() if self.speculation.drafters else {}
+        return {**super().statistics(), "speculation": speculation}
 
     def close(self) -> None:
         """End what is under way, and keep for the next session what was learnt about drafts."""
