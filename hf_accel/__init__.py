@@ -18,7 +18,8 @@ from .config import CacheConfig, PatchConfig, SpeculativeConfig, WeightConfig
 from .errors import HfAccelError, HfAccelWarning, OutOfBlocksError, UnsupportedError
 from .estimate import Estimate, estimate
 from .generation.hf import Engine
-from .generation.speculation.drafters.drafter import Draft, Drafter
+from .generation.sequence import Draft
+from .generation.speculation.drafters.drafter import Drafter
 from .linear.hf import AccelConfig
 from .loading import register as _register_quantizer
 from .patch import is_patched, patch, patched, plan, stats, unpatch

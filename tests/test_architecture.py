@@ -37,14 +37,12 @@ COMPOSITION = [  # each may use those before it
 ]  # fmt: skip
 BOOKKEEPING = {  # and what that may use
     "cache.pool",
-    "cache.prefix",
     "cache.table",
     "config",
     "errors",
     "generation.sampling.stopping",
     "generation.scheduling.roster",
     "generation.scheduling.scheduler",
-    "generation.scheduling.waiting",
     "generation.sequence",
     "generation.serving.stream",
     "generation.speculation.acceptance_rates",

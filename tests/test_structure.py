@@ -51,16 +51,6 @@ EXEMPT = {  # function -> why its signature, or its length, is what it is
     "hf_accel/kernels/cpu/integer_linear.py::_": "its form for tensors without numbers",
     "tests/unit/fused/models.py::apply_rotary_pos_emb": "as transformers has it",
 }
-NOT_YET: set[str] = {
-    "hf_accel/generation/hf/batch.py::generate_batch",
-    "hf_accel/generation/hf/mixin.py::AcceleratedGeneration._ragged",
-    "hf_accel/generation/hf/mixin.py::AcceleratedGeneration._refusal",
-    "hf_accel/generation/hf/refusals.py::call_refusal",
-    "hf_accel/generation/sampling/params.py::_number",
-    "hf_accel/generation/speculation/controller.py::Controller._choose",
-    "hf_accel/generation/speculation/controller.py::Controller._loss",
-    "hf_accel/generation/speculation/controller.py::Controller._probe",
-}
 
 SAME_FILE_NAMES: dict[str, str] = {  # name -> why several files have it
     "__init__": "Python's own",
@@ -68,8 +58,6 @@ SAME_FILE_NAMES: dict[str, str] = {  # name -> why several files have it
     "cpu": "a backend has one name in every room",
     "reference": "a backend has one name in every room",
 }
-NOT_YET_FILES: set[str] = set()
-NOT_YET_CLASSES: set[str] = set()
 
 
 def crowded() -> Iterator[tuple[str, str]]:
@@ -93,11 +81,11 @@ def test_functions_are_small() -> None:
     found = dict(crowded())
     for name, reason in EXEMPT.items():
         print(f"exempt: {name}, {found.get(name)}: {reason}")
-    assert {name: much for name, much in found.items() if name not in EXEMPT.keys() | NOT_YET} == {}
+    assert {name: much for name, much in found.items() if name not in EXEMPT} == {}
 
 
 def test_exemptions_are_needed() -> None:
-    assert (EXEMPT.keys() | NOT_YET) - dict(crowded()).keys() == set(), "take these from the list"
+    assert EXEMPT.keys() - dict(crowded()).keys() == set(), "take these from the list"
 
 
 def same_names(kind: str) -> dict[str, list[str]]:
@@ -115,9 +103,7 @@ def same_names(kind: str) -> dict[str, list[str]]:
     return {name: found for name, found in places.items() if len(found) > 1}
 
 
-@pytest.mark.parametrize(
-    ("kind", "known"), [("file", SAME_FILE_NAMES.keys() | NOT_YET_FILES), ("class", NOT_YET_CLASSES)]
-)
+@pytest.mark.parametrize(("kind", "known"), [("file", SAME_FILE_NAMES.keys()), ("class", set())])
 def test_names_stand_once(kind: str, known: set[str]) -> None:
     found = same_names(kind)
     assert {name: places for name, places in found.items() if name not in known} == {}

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from .group import Step
 from .pages import CachedSequence, Pages, TokenRange
-from .step import Step
 
 
 class PaddedBatch:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..layouts import Ragged
-from .group import PageGroup
-from .step import GroupStep, Step, offsets
+from .group import GroupStep, PageGroup, Step, offsets
 from .table import BlockTable
 
 

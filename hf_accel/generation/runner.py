@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..cache.step import Step
+from ..cache.group import Step
 
 
 class Runner(Protocol):

@@ -1,4 +1,4 @@
-"""One sequence of tokens that is being generated, and where it stands."""
+"""One sequence of tokens that is being generated: where it stands, what a pass computes, what is drafted for it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..cache.pages import CachedSequence
     from .sampling.sampling import Sampling
 
@@ -73,6 +75,33 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.status is Status.FINISHED
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed continuation of a sequence.
+
+    probabilities: [len(tokens), V] float32, the distribution that each token was drawn from, after all processing;
+        None for tokens that were not drawn but looked up or taken greedily.
+    source: what proposed it, where several could have.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    probabilities: Tensor | None = None
+    source: str = ""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def kept(self, chosen: list[int]) -> list[int]:
+        """The drafted tokens that equal the model's own, and the first of its own that differs.
+
+        chosen: the model's own token at each drafted place and at the one behind them.
+        """
+        same = 0
+        while same < len(self) and self.tokens[same] == chosen[same]:
+            same += 1
+        return chosen[: same + 1]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_accel
-from hf_accel.generation.hf.inputs import weights_salt
+from hf_accel.generation.hf.model_runner import weights_salt
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
 from hf_accel.originals import parameter_bytes

@@ -14,9 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...errors import NotRaggedError, UnsupportedError
 from ...tensors import product_dtype
-from ..group import PageGroup
-from ..step import GroupStep, Step
-from ..storage import KVStorage
+from ..group import GroupStep, KVStorage, PageGroup, Step
 
 PAGED_HANDLE = "_hf_accel_paged"  # the attribute of a K tensor that carries its PagedKV to the attention function
 

@@ -13,9 +13,9 @@ from transformers import PreTrainedConfig
 
 from ...config import CacheConfig, check_keywords
 from ...errors import UnsupportedError
+from ..group import Step
 from ..padded import PaddedBatch
 from ..pages import CachedSequence, Pages
-from ..step import Step
 from .handle import CacheOverPages, LayerOverPages, as_attended
 from .layers import FIRST_TOKENS, REMADE, check_windows, page_groups
 

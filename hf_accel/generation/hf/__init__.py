@@ -2,8 +2,8 @@
 
 from .engine import Engine
 from .generation_state import GenerationState
-from .inputs import prepare_step, weights_salt
 from .mixin import AcceleratedGeneration
+from .model_runner import prepare_step, weights_salt
 from .refusals import model_refusal
 
 __all__ = [

@@ -18,17 +18,14 @@ from .session import Session
 
 def generate_batch(
     model: PreTrainedModel,
-    inputs: abc.Sequence[abc.Sequence[int]],
-    configs: list[GenerationConfig],
+    prompts: abc.Sequence[tuple[abc.Sequence[int], GenerationConfig]],
     settings: ContinuousBatchingConfig | None,
     *,
     speculative: SpeculativeConfig | None,
     timestamps: bool,
     progress_bar: bool,
 ) -> tuple[dict[str, GenerationOutput], dict[str, Any]]:
-    """Stock's outputs by request, and statistics. configs: one for each prompt, already complete."""
-    if isinstance(inputs, abc.Mapping):
-        raise UnsupportedError("inputs is a dict, as a tokenizer returns it; give lists of token ids without padding")
+    """Stock's outputs by request, and statistics. prompts: as with_configs gives them."""
     state = state_of(model).generation
     factory = SequenceFactory(model, settings)
     with Session(
@@ -36,7 +33,7 @@ def generate_batch(
     ) as session:
         replies = [
             reply
-            for number, (ids, config) in enumerate(zip(inputs, configs, strict=True))
+            for number, (ids, config) in enumerate(prompts)
             for reply in factory.make(f"req_{number}", ids, config, timestamps=timestamps, what=f"prompt {number}")
         ]
         _run(session, replies, progress_bar)
@@ -45,11 +42,17 @@ def generate_batch(
         return {reply.name: reply.output() for reply in replies}, {"loop": "ragged", **statistics, **used}
 
 
-def complete_configs(model: Any, given: Any, count: int, keywords: dict[str, Any]) -> list[GenerationConfig]:
-    """A GenerationConfig for each prompt, with the model's own defaults and `keywords` over them.
+def with_configs(
+    model: Any, inputs: abc.Sequence[abc.Sequence[int]], given: Any, keywords: dict[str, Any]
+) -> list[tuple[abc.Sequence[int], GenerationConfig]]:
+    """Each prompt with a complete GenerationConfig: the model's own defaults, what is given, and `keywords` over both.
 
-    Raises UnsupportedError for as many configs as there are no prompts, and for keywords that a config does not have.
+    given: a config, a list with one for each prompt, or None. Raises UnsupportedError for another number of configs,
+    for keywords that a config does not have, and for prompts that are no lists of ids.
     """
+    if isinstance(inputs, abc.Mapping):
+        raise UnsupportedError("inputs is a dict, as a tokenizer returns it; give lists of token ids without padding")
+    count = len(inputs)
     many = list(given) if isinstance(given, list | tuple) else [given]
     if isinstance(given, list | tuple) and len(many) != count:
         raise UnsupportedError(f"generation_config has {len(many)} configs for {count} prompts; give one, or one each")
@@ -58,7 +61,7 @@ def complete_configs(model: Any, given: Any, count: int, keywords: dict[str, Any
         if id(config) not in complete:
             complete[id(config)] = complete_config(model, config, "generate_batch()", keywords)
     configs = [complete[id(config)] for config in many]
-    return configs * count if len(configs) == 1 else configs
+    return list(zip(inputs, configs * count if len(configs) == 1 else configs, strict=True))
 
 
 def _run(session: Session, replies: list[Reply], progress_bar: bool) -> None:

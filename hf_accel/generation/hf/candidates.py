@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..sequence import Sequence
-from ..speculation.drafters.drafter import Draft, Drafter
+from ..sequence import Draft, Sequence
+from ..speculation.drafters.drafter import Drafter
 
 
 class CandidateDrafter(Drafter):

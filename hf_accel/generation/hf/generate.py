@@ -3,53 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ...cache.hf import PagedCache
 from ...cache.pages import CachedSequence, TokenRange
-from ...config import SpeculativeConfig
 from ...errors import UnsupportedError
 from ..sequence import Sequence
+from .generation_state import LoopCall
 from .processing import BatchDraws, stock_sampling, stop_rules
 from .session import Session
-from .streams import RowStreams
 
 
-@dataclass
-class Call:
-    """What stock's generate prepared for its loop. input_ids: [B, T], left-padded where mask [B, T] is 0.
-
-    repeats: how many rows in a row are samples of one prompt.
-    """
-
-    model: PreTrainedModel
-    input_ids: Tensor
-    mask: Tensor | None
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    config: Any
-    cache: PagedCache
-    streams: RowStreams | None
-    speculative: SpeculativeConfig | None
-    repeats: int
-
-    @property
-    def num_columns(self) -> int:
-        return self.input_ids.shape[1]
-
-    @property
-    def pad_token(self) -> int:
-        pad = self.config._pad_token_tensor
-        return 0 if pad is None else int(pad)
-
-
-def run(call: Call) -> tuple[Any, dict[str, Any]]:
+def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
     """Stock's result, and statistics of the speculation."""
     budget = call.config.prefill_chunk_size
     with Session(call.model, call.cache, speculative=call.speculative, token_budget=budget) as session:
@@ -74,7 +43,7 @@ def run(call: Call) -> tuple[Any, dict[str, Any]]:
     return result, statistics
 
 
-def _sequences(call: Call) -> list[Sequence]:
+def _sequences(call: LoopCall) -> list[Sequence]:
     """A sequence for each row; samples of one prompt follow the first of them."""
     draws = BatchDraws() if call.speculative is None else None
     greedy = not call.config.do_sample
@@ -107,7 +76,7 @@ def _sequences(call: Call) -> list[Sequence]:
     return sequences
 
 
-def _loop(call: Call, session: Session, sequences: list[Sequence]) -> None:
+def _loop(call: LoopCall, session: Session, sequences: list[Sequence]) -> None:
     past = call.cache.padded.sequences
     if past:  # a cache that was passed along holds what the one sequence begins with
         session.scheduler.require_room(sequences[0])  # before there is a fork that holds blocks
@@ -143,7 +112,7 @@ def _leave_last_block(cache: PagedCache, cached: CachedSequence) -> None:
             cache.crop(cached.num_tokens - extra - cache.padded.sequences[0].num_tokens)
 
 
-def _result(call: Call, sequences: list[Sequence]) -> Tensor:
+def _result(call: LoopCall, sequences: list[Sequence]) -> Tensor:
     """[B, T + longest], padded on the right as stock does."""
     longest = max(sequence.num_new for sequence in sequences)
     new = torch.full((len(sequences), longest), call.pad_token, dtype=call.input_ids.dtype)
@@ -167,7 +136,7 @@ def _compute_ends(session: Session, sequences: list[Sequence]) -> None:
         session.runner(ids, [each.start for each in ranges], pages.step(ranges, session.runner.device), [])
 
 
-def _keep(call: Call, sequences: list[Sequence]) -> None:
+def _keep(call: LoopCall, sequences: list[Sequence]) -> None:
     """Leave in the cache what stock leaves: all columns but the last, padding behind rows that ended early."""
     kept = [(sequence, sequence.kept) for sequence in sequences if sequence.kept is not None]
     for sequence, cached in kept:

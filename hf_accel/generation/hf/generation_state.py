@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ...cache.hf import PagedCache
 from ...config import CacheConfig, SpeculativeConfig
@@ -37,6 +38,47 @@ class CallState:
     own_cache: bool = False
     prompt_columns: int = 0
     statistics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LoopCall:
+    """What generate() of transformers has prepared for its loop, and what we do there.
+
+    input_ids: [B, T], left-padded where the mask [B, T] is 0. inputs: what the model is called with besides. streams:
+    the user's streamers, or a streamer of stock's. speculative: None for plain decoding.
+    """
+
+    model: PreTrainedModel
+    input_ids: Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: Any
+    inputs: dict[str, Any]
+    synced_gpus: bool
+    streams: Any
+    speculative: SpeculativeConfig | None
+
+    @property
+    def mask(self) -> Tensor | None:
+        return self.inputs.get("attention_mask")
+
+    @property
+    def cache(self) -> Any:
+        return self.inputs.get("past_key_values")
+
+    @property
+    def num_columns(self) -> int:
+        return self.input_ids.shape[1]
+
+    @property
+    def repeats(self) -> int:
+        """How many rows in a row are samples of one prompt."""
+        return self.config.num_return_sequences or 1
+
+    @property
+    def pad_token(self) -> int:
+        pad = self.config._pad_token_tensor
+        return 0 if pad is None else int(pad)
 
 
 @dataclass

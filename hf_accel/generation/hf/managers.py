@@ -10,7 +10,7 @@ from ...attention.hf import attention_is_ours
 from ...state import state_of
 from .continuous import ContinuousManager
 from .generation_state import GenerationState
-from .inputs import weights_salt
+from .model_runner import weights_salt
 from .refusals import ragged_refusal
 
 

@@ -13,16 +13,16 @@ from transformers.generation.configuration_utils import GenerationMode
 from ...attention.hf import NAME as ATTENTION_NAME
 from ...attention.hf import set_our_attention
 from ...cache.hf import PagedCache
-from ...config import Default, SpeculativeConfig, parse_speculative
+from ...config import Default, parse_speculative
 from ...errors import HfAccelWarning, NotRaggedError, UnsupportedError
 from ...instance import Mixin
 from ...state import state_of
 from .assisted import assistant_refusal, assisted
-from .batch import complete_configs, generate_batch
-from .generate import Call, run
-from .generation_state import CallState, GenerationState
-from .inputs import other_input, positions_count_tokens, positions_depend_on_length, weights_salt
+from .batch import generate_batch, with_configs
+from .generate import run
+from .generation_state import CallState, GenerationState, LoopCall
 from .managers import destroy_managers, manager_for
+from .model_runner import other_input, positions_count_tokens, positions_depend_on_length, weights_salt
 from .refusals import NO_PAGES, call_refusal, changed_refusal, ragged_refusal
 from .streams import RowStreams
 
@@ -95,20 +95,16 @@ class AcceleratedGeneration(Mixin):
         **model_kwargs: Any,
     ) -> Any:
         call = self._generation_state.call
-        config = None if call is None else call.speculative
-        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
-        refusal = self._refusal(*arguments, synced_gpus, model_kwargs, speculates=config is not None)
-        if isinstance(streamer, RowStreams):
-            streamer.expect(generation_config)
+        prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
+        speculative = None if call is None else call.speculative
+        output, refusal = self._ragged(LoopCall(self, *prepared, model_kwargs, synced_gpus, streamer, speculative))  # type: ignore[arg-type]
         if refusal is None:
-            output, refusal = self._ragged(*arguments, streamer, config, model_kwargs)
-            if refusal is None:
-                return output
+            return output
         if call is not None and call.insists:
             raise UnsupportedError(f"speculative= cannot be used in this call: {refusal}; leave speculative= out")
         self._stay_stock(refusal)
         return super()._sample(  # type: ignore[misc]
-            *arguments, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
+            *prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
         )
 
     def _assisted_decoding(
@@ -126,39 +122,17 @@ class AcceleratedGeneration(Mixin):
         **model_kwargs: Any,
     ) -> Any:
         """assistant_model= and prompt_lookup_num_tokens= as speculation; other kinds on stock's loop."""
-        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+        prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
         config, refusal = assisted(self, generation_config, assistant_model, assistant_tokenizer)
-        refusal = refusal or self._refusal(*arguments, synced_gpus, model_kwargs, speculates=True)
-        if isinstance(streamer, RowStreams):
-            streamer.expect(generation_config)
+        call = LoopCall(self, *prepared, model_kwargs, synced_gpus, streamer, config)  # type: ignore[arg-type]
+        output, refusal = self._ragged(call, refusal)
         if refusal is None:
-            output, refusal = self._ragged(*arguments, streamer, config, model_kwargs)
-            if refusal is None:
-                return output
+            return output
         self._stay_stock(refusal)
         return super()._assisted_decoding(  # type: ignore[misc]
-            *arguments, synced_gpus=synced_gpus, streamer=streamer, inputs_tensor=inputs_tensor,
+            *prepared, synced_gpus=synced_gpus, streamer=streamer, inputs_tensor=inputs_tensor,
             assistant_model=assistant_model, assistant_tokenizer=assistant_tokenizer, tokenizer=tokenizer,
             **model_kwargs,
-        )  # fmt: skip
-
-    def _refusal(
-        self,
-        input_ids: Tensor,
-        processors: Any,
-        criteria: Any,
-        config: Any,
-        synced: bool,
-        inputs: dict[str, Any],
-        *,
-        speculates: bool,
-    ) -> str | None:
-        call = self._generation_state.call
-        if call is None:
-            return "it was not called by generate()"
-        return ragged_refusal(self) or call_refusal(  # type: ignore[arg-type]
-            input_ids, processors, criteria, config, inputs,
-            synced=synced, own_cache=call.own_cache, speculates=speculates,
         )  # fmt: skip
 
     def _stay_stock(self, refusal: str) -> None:
@@ -175,41 +149,26 @@ class AcceleratedGeneration(Mixin):
                 stacklevel=STACK_LEVEL,
             )
 
-    def _ragged(
-        self,
-        input_ids: Tensor,
-        processors: Any,
-        criteria: Any,
-        config: Any,
-        streamer: Any,
-        speculative: SpeculativeConfig | None,
-        inputs: dict[str, Any],
-    ) -> tuple[Any, str | None]:
+    def _ragged(self, call: LoopCall, refusal: str | None = None) -> tuple[Any, str | None]:
         """The output, or why it must be made by stock's loop, which finds all as it was."""
-        wanted = Call(
-            model=self,  # type: ignore[arg-type]
-            input_ids=input_ids,
-            mask=inputs.get("attention_mask"),
-            processors=processors,
-            criteria=criteria,
-            config=config,
-            cache=inputs["past_key_values"],
-            streams=streamer,
-            speculative=speculative,
-            repeats=config.num_return_sequences or 1,
-        )
+        state = self._generation_state.call
+        if state is None:
+            return None, refusal or "it was not called by generate()"
+        refusal = refusal or ragged_refusal(self) or call_refusal(call, own_cache=state.own_cache)  # type: ignore[arg-type]
+        if isinstance(call.streams, RowStreams):
+            call.streams.expect(call.config)
+        if refusal is not None:
+            return None, refusal
         random_state = torch.get_rng_state()
         try:
-            output, statistics = run(wanted)
+            output, statistics = run(call)
         except NotRaggedError as error:
-            if streamer is not None and streamer.has_streamed:
+            if call.streams is not None and call.streams.has_streamed:
                 raise  # what was handed out cannot be taken back
             torch.set_rng_state(random_state)
             return None, str(error)
-        call = self._generation_state.call
-        if call is not None:
-            call.prompt_columns = input_ids.shape[1]
-            call.statistics |= {"loop": "ragged", **statistics}
+        state.prompt_columns = call.num_columns
+        state.statistics |= {"loop": "ragged", **statistics}
         return output, None
 
     def generate_batch(
@@ -245,8 +204,7 @@ class AcceleratedGeneration(Mixin):
         start = time.perf_counter()
         outputs, statistics = generate_batch(
             self,  # type: ignore[arg-type]
-            inputs,
-            complete_configs(self, generation_config, len(inputs), kwargs),
+            with_configs(self, inputs, generation_config, kwargs),
             continuous_batching_config,
             speculative=state.speculative if speculative is UNSAID else parse_speculative(speculative),
             timestamps=record_timestamps,

@@ -1,17 +1,144 @@
-"""A transformers model as the Batcher's Runner."""
+"""How a pass reaches the model: by ModelRunner over the tokens of many sequences, or as columns of a PagedCache."""
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...cache.group import PageGroup
-from ...cache.hf import RaggedCache
-from ...cache.step import Step
-from .inputs import model_device
+from ...attention.hf import attention_is_ours
+from ...cache.group import PageGroup, Step
+from ...cache.hf import PagedCache, RaggedCache
+from ...errors import UnsupportedError
+from ...linear import QuantLinear
+from ...state import state_of
+from ...tensors import autocast_dtype, plain_tensors
+
+# What a pass over text is made of: equal token ids then mean equal keys and values. Anything else is not known.
+TEXT_INPUTS = {
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict", "logits_to_keep",
+    "labels", "output_attentions", "output_hidden_states", "num_items_in_batch", "cache_position", "synced_gpus",
+}  # fmt: skip
+
+
+def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a patched model: plan the pass on the PagedCache it was given, if any.
+
+    Raises UnsupportedError for an empty input.
+    """
+    if torch.compiler.is_compiling() or is_compiled(model):
+        return  # operators of torch alone; a PagedCache then hands out K and V of all columns
+    if args:
+        kwargs = dict(zip(_parameters(model.original_class), args, strict=False)) | kwargs
+    cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+    source = kwargs.get("inputs_embeds") if ids is None else ids
+    if source is not None and 0 in source.shape[:2]:
+        raise UnsupportedError(
+            f"the input has {source.shape[0]} rows of {source.shape[1]} tokens; give at least one token in one row"
+        )
+    mask = kwargs.get("attention_mask")
+    if not isinstance(cache, PagedCache) or source is None or not (mask is None or _is_columns(mask)):
+        return
+    if not attention_is_ours(model.config):
+        return  # the cache hands out all columns, as to any model
+    cache.check_config(model.config)  # type: ignore[arg-type]
+    mask = None if mask is None else mask.bool()
+    fresh = cache.get_seq_length() == 0
+    shareable = ids is not None and other_input(kwargs) is None
+    if fresh and shareable:
+        shareable = not positions_depend_on_length(model.config) and positions_count_tokens(
+            kwargs.get("position_ids"), mask
+        )
+    cache.prepare(
+        source.shape[0],
+        source.shape[1],
+        device=source.device,
+        mask=mask,
+        token_ids=ids if shareable and cache.settings.prefix_sharing else None,
+        salt=weights_salt(model) if fresh and shareable else None,
+    )
+
+
+@lru_cache(maxsize=256)
+def _parameters(kind: type) -> tuple[str, ...]:
+    """What forward calls its arguments."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]  # type: ignore[attr-defined]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calling the module runs what torch.compile made of it: model.compile(), model.forward = compile(...)."""
+    own = vars(module)
+    return own.get("_compiled_call_impl") is not None or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
+
+
+def _is_columns(mask: object) -> bool:
+    return isinstance(mask, Tensor) and mask.ndim == 2
+
+
+def positions_count_tokens(position_ids: Tensor | None, mask: Tensor | None) -> bool:
+    """Whether each token's position is its number in the row, so that rows with equal tokens have equal keys."""
+    if position_ids is None:
+        return mask is None or bool(mask.all())
+    if position_ids.ndim != 2:
+        return False
+    if mask is None or bool(mask.all()):
+        return bool((position_ids == torch.arange(position_ids.shape[1], device=position_ids.device)).all())
+    expected = mask.long().cumsum(1) - 1
+    return bool(((position_ids == expected) | ~mask).all())
+
+
+def weights_salt(model: nn.Module) -> bytes:
+    """A digest of what K and V depend on besides the tokens.
+
+    It changes with the patch, when a Parameter is written to or replaced, an adapter switched, or autocast.
+    """
+    digest = hashlib.blake2b(state_of(model).generation.patch_id, digest_size=16)
+    digest.update(str(autocast_dtype(model_device(model).type)).encode())
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            for tensor in () if parameter is None else plain_tensors(parameter):
+                version = 0 if tensor.is_inference() else tensor._version
+                digest.update(f"{tensor.data_ptr()}:{version};".encode())
+        if isinstance(module, QuantLinear):
+            digest.update(f"{module.writes};".encode())
+        if "_active_adapter" in vars(module):
+            switches = (vars(module).get(name) for name in ("_active_adapter", "_disable_adapters", "merged_adapters"))
+            digest.update(repr(tuple(switches)).encode())
+    return digest.digest()
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """Where the model computes: accelerate's offloading leaves its weights on the meta device between calls."""
+    device: Any = model.device
+    if device.type != "meta":
+        return torch.device(device)
+    hooks = (vars(module).get("_hf_hook") for module in model.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    found: Any = next((device for device in devices if device is not None), device)
+    return torch.device(found)
+
+
+def positions_depend_on_length(config: Any) -> bool:
+    """Rotary scaling that looks at the prompt's length gives equal prefixes of unequal prompts different keys."""
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = [rope.get("rope_type"), *(v.get("rope_type") for v in rope.values() if isinstance(v, dict))]
+    return any(kind in ("dynamic", "longrope") for kind in kinds)
+
+
+def other_input(inputs: dict[str, Any]) -> str | None:
+    """The name of an input that keys and values may depend on besides token ids; None if there is none."""
+    return next((name for name, value in inputs.items() if name not in TEXT_INPUTS and not _is_nothing(value)), None)
+
+
+def _is_nothing(value: object) -> bool:
+    """As stock gives the outputs of encoders where there are no images."""
+    return value is None or (isinstance(value, Mapping) and not value)
 
 
 class ModelRunner:

@@ -6,12 +6,13 @@ import inspect
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationMixin
 
 from ...attention.hf import attention_is_ours
 from ...cache.hf import PagedCache
 from ...state import state_of
-from .inputs import is_compiled, other_input, positions_count_tokens, positions_depend_on_length
+from .generation_state import LoopCall
+from .model_runner import is_compiled, other_input, positions_count_tokens, positions_depend_on_length
 from .processing import processors_refusal, stateful_refusal
 
 NO_PAGES = "it has no paged cache"
@@ -66,41 +67,33 @@ def changed_refusal(model: nn.Module) -> str | None:
     return None
 
 
-def call_refusal(
-    input_ids: Tensor,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    generation_config: Any,
-    inputs: dict[str, Any],
-    *,
-    synced: bool,
-    own_cache: bool,
-    speculates: bool,
-) -> str | None:
-    """Why this call cannot run ragged, as one clause; None if it can. inputs: what the model would be called with."""
-    cache, mask = inputs.get("past_key_values"), inputs.get("attention_mask")
-    if not isinstance(cache, PagedCache) or inputs.get("use_cache") is False:
+def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
+    """Why this call cannot run ragged, as one clause; None if it can. own_cache: nobody else holds its cache."""
+    input_ids, mask, positions = call.input_ids, call.mask, call.inputs.get("position_ids")
+    if not isinstance(call.cache, PagedCache) or call.inputs.get("use_cache") is False:
         return NO_PAGES
     if not own_cache and len(input_ids) > 1:
         return "a cache that is passed along holds columns, padding included"
-    if synced:
+    if call.synced_gpus:
         return "synced_gpus=True keeps all ranks in step"
-    other = other_input(inputs)
+    other = other_input(call.inputs)
     if other is not None or not input_ids.numel():
         return f"it is given {other or 'no token ids'}"
     wanted = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-    asked = [name for name in wanted if getattr(generation_config, name) and generation_config.return_dict_in_generate]
+    asked = [name for name in wanted if getattr(call.config, name) and call.config.return_dict_in_generate]
     if asked:
         return f"{asked[0]}=True collects a row of each step"
-    beside = [tensor for tensor in (mask, inputs.get("position_ids")) if tensor is not None]
+    beside = [tensor for tensor in (mask, positions) if tensor is not None]
     if input_ids.is_floating_point() or any(tensor.shape != input_ids.shape for tensor in beside):
         return "its mask and position_ids are not those of its token ids"
     if mask is not None and not _only_left_padded(mask):
         return "padding stands behind or between tokens"
-    if not positions_count_tokens(inputs.get("position_ids"), None if mask is None else mask.bool()):
+    if not positions_count_tokens(positions, None if mask is None else mask.bool()):
         return "position_ids do not count tokens"
-    refusal = processors_refusal(processors, criteria, batch_size=len(input_ids))
-    return stateful_refusal(processors, input_ids) if refusal is None and speculates else refusal
+    refusal = processors_refusal(call.processors, call.criteria, batch_size=len(input_ids))
+    if refusal is None and call.speculative is not None:
+        return stateful_refusal(call.processors, input_ids)
+    return refusal
 
 
 def _only_left_padded(mask: Tensor) -> bool:

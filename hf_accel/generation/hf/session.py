@@ -13,8 +13,7 @@ from ..batcher import Batcher
 from ..sequence import Sequence
 from ..speculation.controller import Controller
 from .drafting import keep_learnt, make_speculation
-from .inputs import weights_salt
-from .model_runner import ModelRunner
+from .model_runner import ModelRunner, weights_salt
 
 
 class Session(Batcher):

@@ -13,9 +13,8 @@ from ...errors import HfAccelError
 from ...kernels import cpu
 from ...kernels.cpu.library import DTYPES
 from ...kernels.cpu.logits import argmax as native_argmax
-from ..sequence import Sequence
-from ..speculation.drafters.drafter import Draft
-from ..speculation.verifiers.verifier import Place, Verifier, follow
+from ..sequence import Draft, Sequence
+from ..speculation.verifiers.verifier import Place, Verifier
 from .logprobs import TokenLogprobs, logprobs
 from .sampling import Sampling, processed_scores
 from .token_prefix import Prefix, prefix_of
@@ -142,8 +141,8 @@ def _decide(logits: Tensor, members: list[Member], verifier: Verifier) -> list[C
 
 
 def _kept(members: list[Member], best: Tensor) -> list[Chosen | Exception]:
-    kept = follow([member.draft for member in members], best.tolist())
-    return [_chosen(tokens) for tokens in kept]
+    tokens = best.tolist()
+    return [_chosen(member.draft.kept(tokens[member.rows.start : member.rows.stop])) for member in members]
 
 
 def _sampled(distributions: Tensor, members: list[Member], verifier: Verifier) -> list[Chosen | Exception]:

@@ -90,12 +90,12 @@ class SamplingParams:
 
 
 def _validate(params: SamplingParams) -> None:
-    _number("temperature", params.temperature, 0, math.inf, "0 takes the most probable token, 1 samples as is")
-    _number("top_p", params.top_p, 0, 1, "None keeps every token")
-    _number("min_p", params.min_p, 0, 1, "None keeps every token")
-    _number("presence_penalty", params.presence_penalty, -math.inf, math.inf, "0 is none")
-    _number("frequency_penalty", params.frequency_penalty, -math.inf, math.inf, "0 is none")
-    _number("repetition_penalty", params.repetition_penalty, 0, math.inf, "1 is none")
+    _number("temperature", params.temperature, "0 takes the most probable token, 1 samples as is", low=0)
+    _number("top_p", params.top_p, "None keeps every token", low=0, high=1)
+    _number("min_p", params.min_p, "None keeps every token", low=0, high=1)
+    _number("presence_penalty", params.presence_penalty, "0 is none")
+    _number("frequency_penalty", params.frequency_penalty, "0 is none")
+    _number("repetition_penalty", params.repetition_penalty, "1 is none", low=0)
     if params.repetition_penalty == 0:
         raise UnsupportedError("repetition_penalty=0 would divide by it; 1 is none")
     _integer("top_k", params.top_k, "None keeps every token")
@@ -115,7 +115,7 @@ def _validate(params: SamplingParams) -> None:
             raise UnsupportedError(f"processors holds {processor!r}; give functions of (input_ids, scores)")
 
 
-def _number(name: str, value: object, low: float, high: float, hint: str) -> None:
+def _number(name: str, value: object, hint: str, *, low: float = -math.inf, high: float = math.inf) -> None:
     if value is None and name in ("top_p", "min_p"):
         return
     bounds = " from 0 to 1" if high == 1 else " of at least 0" if low == 0 else ""

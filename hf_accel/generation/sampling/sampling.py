@@ -35,11 +35,7 @@ class Sampling:
     ) -> None:
         self.steps, self.greedy, self.num_logprobs, self.draw = tuple(steps), greedy, num_logprobs, draw
         self.uses_prefix = any(step.uses_prefix for step in self.steps)
-
-    @property
-    def plain(self) -> bool:
-        """The answer is the argmax of the logits as they are."""
-        return self.greedy and not self.steps
+        self.plain = greedy and not self.steps  # the answer is the argmax of the logits as they are
 
     @property
     def key(self) -> Hashable:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import OutOfBlocksError, UnsupportedError
 from ..sequence import Chunk, Sequence
-from .roster import Roster
-from .waiting import PATIENCE
+from .roster import PATIENCE, Roster
 
 if TYPE_CHECKING:
     from ...cache.pages import CachedSequence, Pages

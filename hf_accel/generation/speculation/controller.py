@@ -1,7 +1,7 @@
 """How many tokens to draft for each sequence: what pays, by measured acceptance and measured time.
 
 The goodput controller of SmartSpec (2406.14066), with each sequence's own acceptance, the whole batch's rows given out
-by what they bring, and two purses that bound what is lost where drafts are not accepted.
+by what they bring, and two balances of time that bound what is lost where drafts are not accepted.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ class Controller:
         else:
             longest = min(self.max_draft, self._source(source).longest_draft)
             bounds = [max(0, min(limit, longest)) for limit in limits]
-            lengths = self._choose(sequences, bounds, other_rows, is_free, source)
+            lengths = self._choose(sequences, bounds, other_rows, is_free=is_free, source=source)
         self._histogram.update(lengths)
         return lengths
 
     def _choose(
-        self, sequences: abc.Sequence[Sequence], bounds: list[int], other_rows: int, is_free: bool, source: str
+        self, sequences: abc.Sequence[Sequence], bounds: list[int], other_rows: int, *, is_free: bool, source: str
     ) -> list[int]:
         nothing = [0] * len(bounds)
         count = self._pass.sequences
@@ -119,7 +119,7 @@ class Controller:
         lengths = self._refresh(best, bounds, chains, prices)
         if self.balance <= 0:
             lengths = nothing
-        return self._probe(sequences, lengths, bounds, rates, prices)
+        return self._probe(sequences, lengths, bounds, rates, prices=prices)
 
     def _drafting(self, source: str, sequences: int) -> Callable[[int], float]:
         table = self.draft_costs.get(source)
@@ -134,7 +134,7 @@ class Controller:
             return best.lengths
         more = [min(2 * length + 1, bound) for length, bound in zip(best.lengths, bounds, strict=True)]
         other = more if self._refresh_up else [0] * len(bounds)
-        loss = self._loss(best.lengths, other, chains, prices, best.rate)
+        loss = self._loss(best, other, chains, prices)
         self._refreshed = self.num_passes
         self._refresh_up = not self._refresh_up
         if loss > self.probing:
@@ -142,15 +142,14 @@ class Controller:
         self.probing -= loss
         return other
 
-    def _loss(
-        self, best: list[int], other: list[int], chains: list[list[float]], prices: Prices, rate: float
-    ) -> float:
-        """Seconds."""
+    def _loss(self, best: Allocation, other: list[int], chains: list[list[float]], prices: Prices) -> float:
+        """Seconds that other lengths than the best are expected to lose."""
 
         def tokens(lengths: list[int]) -> float:
             return sum(sum(chain[:length]) for chain, length in zip(chains, lengths, strict=True))
 
-        return max(0.0, (tokens(best) - tokens(other)) / rate + prices.extra(other) - prices.extra(best))
+        lost = (tokens(best.lengths) - tokens(other)) / best.rate
+        return max(0.0, lost + prices.extra(other) - prices.extra(best.lengths))
 
     def _probe(
         self,
@@ -158,6 +157,7 @@ class Controller:
         lengths: list[int],
         bounds: list[int],
         rates: list[SequenceRates],
+        *,
         prices: Prices,
     ) -> list[int]:
         """One token for sequences that have none, those that waited longest first, while there is time for it."""
@@ -165,7 +165,7 @@ class Controller:
         if not idle or self.probing <= 0:
             return lengths
         probed = list(lengths)
-        before = prices.extra(lengths) - self._doubt(prices.rows + sum(lengths), 1)
+        before = prices.extra(lengths) - self._uncertain_seconds(prices.rows + sum(lengths), 1)
         for i in sorted(idle, key=lambda i: rates[i].last_pass):
             probed[i] = 1
             self._probe_price = prices.extra(probed) - before
@@ -212,17 +212,18 @@ class Controller:
         self.probing = min(self.probing + PROBING * bare, MOST_PROBING * one)
         if self.balance is None or not record.drafted:
             return
-        cost = (
-            costs.seconds(rows) - bare + self._doubt(rows - record.drafted, record.drafted) + record.drafting_seconds
-        )
+        uncertain = self._uncertain_seconds(rows - record.drafted, record.drafted)
+        cost = costs.seconds(rows) - bare + uncertain + record.drafting_seconds
         paid = cost * record.probed / record.drafted
         self.probing -= paid
         self.balance += record.accepted * one / record.sequences - (cost - paid)
         self.balance = min(self.balance, SURPLUS * one)
 
-    def _doubt(self, rows: int, more: int) -> float:
-        """Seconds that `more` rows on top may cost beyond what the table says: it may call them free by chance, and
-        would go on to do so for long, as passes without them become rare."""
+    def _uncertain_seconds(self, rows: int, more: int) -> float:
+        """Seconds that `more` rows may cost beyond what the table says.
+
+        The table may call them free by chance, and would do so for long, as passes without them become rare.
+        """
         costs = self.verify_costs
         return costs.seconds(rows) * costs.uncertainty(rows) + costs.seconds(rows + more) * costs.uncertainty(
             rows + more

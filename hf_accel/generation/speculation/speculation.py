@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from ...cache.pages import Pages
 from ...errors import HfAccelError, HfAccelWarning
-from ..sequence import Chunk, Sequence
+from ..sequence import Chunk, Draft, Sequence
 from .controller import Controller
-from .drafters.drafter import Draft, Drafter
+from .drafters.drafter import Drafter
 from .statistics import SpeculationStatistics
 from .verifiers.verifier import Verifier
 

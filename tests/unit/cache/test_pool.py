@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_accel.cache.pool import BlockPool
-from hf_accel.cache.prefix import PrefixIndex
+from hf_accel.cache.pool import BlockPool, PrefixIndex
 from hf_accel.errors import OutOfBlocksError
 
 

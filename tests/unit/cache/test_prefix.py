@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_accel.cache.pool import BlockPool
-from hf_accel.cache.prefix import PrefixIndex
+from hf_accel.cache.pool import BlockPool, PrefixIndex
 
 
 def index_of(token_ids: list[int], *, block_size: int = 4) -> tuple[PrefixIndex, list[int]]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_accel.cache.storage import KVStorage
+from hf_accel.cache.group import KVStorage
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_accel.cache.storage import KVStorage
+from hf_accel.cache.group import KVStorage
 from hf_accel.errors import UnsupportedError
 from hf_accel.hardware.processor import ISA_LEVELS, instruction_sets
 from hf_accel.kernels import cpu as kernels

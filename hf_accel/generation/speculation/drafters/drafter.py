@@ -4,30 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import abc
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from ...sequence import Sequence
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Draft:
-    """Proposed continuation of a sequence.
-
-    probabilities: [len(tokens), V] float32, the distribution that each token was drawn from, after all processing;
-        None for tokens that were not drawn but looked up or taken greedily.
-    source: what proposed it, where several could have.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    probabilities: Tensor | None = None
-    source: str = ""
-
-    def __len__(self) -> int:
-        return len(self.tokens)
+from ...sequence import Draft, Sequence
 
 
 class Drafter(ABC):

@@ -11,9 +11,9 @@ from torch import Tensor
 from ....cache.pages import CachedSequence, Pages, TokenRange
 from ...runner import Runner
 from ...sampling.choice import argmax, processed
-from ...sequence import Sequence
+from ...sequence import Draft, Sequence
 from ..verifiers.verifier import Place, Verifier
-from .drafter import Draft, Drafter
+from .drafter import Drafter
 
 MAX_CHUNK = 512  # tokens of one sequence that a pass of the draft model catches up on
 TOGETHER = (

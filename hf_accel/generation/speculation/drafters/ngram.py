@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 
 from ....config import positive_int
 from ....errors import UnsupportedError
-from ...sequence import Sequence
+from ...sequence import Draft, Sequence
 from .copying import copy_from
-from .drafter import Draft, Drafter
+from .drafter import Drafter
 
 BITS = 32  # of one token in a key; token ids are below 2^32 - 1
 

@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary
 
 from ....config import positive_int
 from ....errors import UnsupportedError
-from ...sequence import Sequence
+from ...sequence import Draft, Sequence
 from .copying import copy_from
-from .drafter import Draft, Drafter
+from .drafter import Drafter
 
 WALK = 32  # shorter endings whose latest occurrence is brought up to date at each token
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..drafters.drafter import Draft
+from ...sequence import Draft
 from . import noise
 from .inverse import inverse_draw
 from .noise import Purpose

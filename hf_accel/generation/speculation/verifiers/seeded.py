@@ -7,7 +7,7 @@ from collections import abc
 import torch
 from torch import Tensor
 
-from ..drafters.drafter import Draft
+from ...sequence import Draft
 from . import noise
 from .verifier import Place, Verifier, first_rows, follow
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ....errors import UnsupportedError
-from ..drafters.drafter import Draft
+from ...sequence import Draft
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,10 @@ def first_rows(probabilities: Tensor, drafts: abc.Sequence[Draft]) -> list[int]:
     return starts
 
 
-def follow(drafts: abc.Sequence[Draft], chosen: abc.Sequence[int]) -> list[list[int]]:
-    """Keep each draft while it equals what was chosen row by row, and end with the first token that differs."""
+def follow(drafts: abc.Sequence[Draft], chosen: list[int]) -> list[list[int]]:
+    """Draft.kept for each draft. chosen: the model's own tokens, those of one draft after the other's."""
     kept, row = [], 0
     for draft in drafts:
-        own = chosen[row : row + len(draft) + 1]
-        same = 0
-        while same < len(draft) and draft.tokens[same] == own[same]:
-            same += 1
-        kept.append(list(own[: same + 1]))
+        kept.append(draft.kept(chosen[row : row + len(draft) + 1]))
         row += len(draft) + 1
     return kept

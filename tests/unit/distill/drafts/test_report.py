@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_accel.distill.drafts.report import AcceptanceReport, Agreement, Trials, agreement, mean_acceptance
-from hf_accel.generation.speculation.drafters.drafter import Draft
+from hf_accel.generation.sequence import Draft
 from hf_accel.generation.speculation.verifiers import verifier
 from hf_accel.generation.speculation.verifiers.verifier import Place
 

@@ -15,8 +15,7 @@ from hf_accel.generation.sampling.choice import Chosen, choose, processed
 from hf_accel.generation.sampling.params import SamplingParams
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sampling.token_prefix import Prefix
-from hf_accel.generation.sequence import Sequence
-from hf_accel.generation.speculation.drafters.drafter import Draft
+from hf_accel.generation.sequence import Draft, Sequence
 from hf_accel.generation.speculation.verifiers import VERIFIERS, Place, TokenVerifier, verifier
 from hf_accel.kernels import cpu
 

@@ -11,9 +11,9 @@ import torch
 from hf_accel.errors import HfAccelError
 from hf_accel.generation.batcher import Batcher
 from hf_accel.generation.sampling.params import SamplingParams
-from hf_accel.generation.sequence import Sequence
+from hf_accel.generation.sequence import Draft, Sequence
 from hf_accel.generation.speculation.controller import Controller
-from hf_accel.generation.speculation.drafters.drafter import Draft, Drafter
+from hf_accel.generation.speculation.drafters.drafter import Drafter
 from hf_accel.generation.speculation.speculation import Speculation
 from hf_accel.generation.speculation.verifiers import verifier
 

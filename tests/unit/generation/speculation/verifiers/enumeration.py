@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_accel.generation.speculation.drafters.drafter import Draft
+from hf_accel.generation.sequence import Draft
 from hf_accel.generation.speculation.verifiers import Place, Verifier
 from hf_accel.generation.speculation.verifiers.noise import Purpose
 

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from hf_accel.generation.speculation.drafters.drafter import Draft
+from hf_accel.generation.sequence import Draft
 from hf_accel.generation.speculation.verifiers import BlockVerifier, Place, TokenVerifier, Verifier
 from hf_accel.generation.speculation.verifiers.block import acceptances
 from hf_accel.generation.speculation.verifiers.noise import Purpose

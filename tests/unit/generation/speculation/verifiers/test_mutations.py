@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_accel.generation.speculation.drafters.drafter import Draft
+from hf_accel.generation.sequence import Draft
 from hf_accel.generation.speculation.verifiers import BlockVerifier, Place, TokenVerifier, rejection
 from hf_accel.generation.speculation.verifiers.block import likelihoods
 from hf_accel.generation.speculation.verifiers.rejection import Drawn

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hf_accel.generation.speculation.drafters.drafter import Draft
+from hf_accel.generation.sequence import Draft
 from hf_accel.generation.speculation.verifiers import BlockVerifier, Place, TokenVerifier
 from hf_accel.generation.speculation.verifiers.noise import Purpose
 

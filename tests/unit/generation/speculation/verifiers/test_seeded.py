@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hf_accel.generation.speculation.drafters.drafter import Draft
+from hf_accel.generation.sequence import Draft
 from hf_accel.generation.speculation.verifiers import Place, SeededVerifier
 from hf_accel.generation.speculation.verifiers.noise import gumbel
 from tests.unit.generation.chi_square import chi_square, critical
