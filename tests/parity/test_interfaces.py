@@ -165,6 +165,8 @@ def test_a_trainer_that_predicts_by_generating(tmp_path: Path) -> None:
 # -- accelerate --------------------------------------------------------------------------------------------
 
 
+# older transformers warn of offloaded weights
+@pytest.mark.filterwarnings("ignore:You are calling .generate\\(\\):UserWarning")
 @pytest.mark.parametrize("weights", [None, "int8"])
 @pytest.mark.parametrize("first", ["hooks", "patch"])
 @pytest.mark.parametrize("offload", [True, False])

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import hf_accel
@@ -209,7 +209,20 @@ def records() -> dict[str, Any]:
 def test_tokens_are_those_that_were_recorded(name: str, way: str) -> None:
     if name.endswith("int8") and kernels.refusal() is not None:
         pytest.skip(f"other backends round otherwise: {kernels.refusal()}")
-    assert WAYS[way](model_of(name)) == records()[name][way]
+    got, expected = WAYS[way](model_of(name)), records()[name][way]
+    if way == "generate" and penalizes_padding():
+        for case in [case for case, settings in GENERATE.items() if "repetition_penalty" in settings]:
+            got.pop(case), expected.pop(case, None)
+    assert got == expected
+
+
+def penalizes_padding() -> bool:
+    """Whether stock's repetition penalty takes the padding for tokens of the prompt, as in older transformers."""
+    try:
+        RepetitionPenaltyLogitsProcessor(1.1, prompt_ignore_length=torch.zeros(1, dtype=torch.int64))  # type: ignore[arg-type]
+    except ValueError:
+        return True
+    return False
 
 
 def record() -> None:
