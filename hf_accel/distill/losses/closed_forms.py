@@ -40,16 +40,12 @@ def _rkl(log_s: Tensor, log_t: Tensor, objective: Objective) -> tuple[Tensor, Te
 
 def _jsd(log_s: Tensor, log_t: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
     s, t, beta = log_s.exp(), log_t.exp(), objective.beta
-    log_m = _log_mixture(log_s, log_t, beta)
+    # log(beta * t + (1 - beta) * s), also where both underflow
+    log_m = torch.logaddexp(log_t + math.log(beta), log_s + math.log1p(-beta))
     u = (log_s - log_m).mul_(s)
     kl_s = u.sum(-1)
     value = (log_t - log_m).mul_(t).sum(-1).mul_(beta).add_(kl_s, alpha=1 - beta)
     return value, u.addcmul_(s, kl_s[:, None], value=-1).mul_(1 - beta)
-
-
-def _log_mixture(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
-    """log(beta * t + (1 - beta) * s), also where both underflow."""
-    return torch.logaddexp(log_t + math.log(beta), log_s + math.log1p(-beta))
 
 
 def _tv(log_s: Tensor, log_t: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:

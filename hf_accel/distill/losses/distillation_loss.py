@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from ...config import checked_keywords
 from ...errors import UnsupportedError
-from .fused_loss import FusedSums
+from .differentiated import differentiated
+from .fused_loss import hidden_sums
 from .logit_rows import DenseRows, HeadRows, Rows
-from .objective import Objective, Sums, mean, scaled, weigh
+from .objective import Objective, Sums, mean
 from .positions import check_targets, find_positions, shared_size
-from .row_losses import LossTask, RowLosses
+from .row_losses import LossTask, logit_sums
 
 
 @checked_keywords()
@@ -97,34 +97,17 @@ def loss_sums(
             raise UnsupportedError(f"{what}: {len(given)} rows, but {count} of the student; one of each is needed")
     if targets is not None:
         check_targets(targets, size)
+    if isinstance(teacher, HeadRows):
+        teacher = teacher.prepared(size)
     task = LossTask(objective, size, count, teacher, targets, index)
     if isinstance(student, DenseRows):
-        return Sums(*_LossSums.apply(student.logits, task))  # type: ignore[no-untyped-call]
+        return differentiated(partial(logit_sums, student.logits, task), student.logits)
     if not isinstance(student, HeadRows) or not isinstance(student.head.weight, Tensor):
         raise UnsupportedError("a student needs logits, or hidden states and a head with a dense weight")
     hidden, head, weight = student.hidden, student.head, student.head.weight
     if hidden.shape[1] != weight.shape[1]:
         raise UnsupportedError(f"hidden states are {list(hidden.shape)}, the head's weight {list(weight.shape)}")
-    return Sums(*FusedSums.apply(hidden, weight, head.bias, head, task))  # type: ignore[no-untyped-call]
-
-
-class _LossSums(torch.autograd.Function):
-    """Keeps the gradient, in the logits' dtype, instead of anything that it could be computed from."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, task: LossTask) -> tuple[Tensor, ...]:
-        gradient = torch.zeros_like(logits) if ctx.needs_input_grad[0] else None
-        losses = RowLosses(task, logits)
-        losses.add(logits, task, gradient)
-        sums = weigh(losses.ce.sum(), losses.kd.sum(), task.objective)
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(sums.ce, sums.kd)
-        return tuple(sums)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return scaled(gradient, grad), None
+    return differentiated(partial(hidden_sums, hidden, head, task), hidden, weight, head.bias)
 
 
 def as_rows(given: Tensor | Rows, what: str) -> Rows:

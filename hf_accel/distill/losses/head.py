@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
+from ...tensors import product_dtype
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,3 @@ def wide(x: Tensor) -> torch.dtype:
 def widen(x: Tensor) -> Tensor:
     """A copy in that dtype."""
     return x.to(wide(x), copy=True)
-
-
-def product_dtype(weight: Tensor) -> torch.dtype:
-    """What a linear layer with this weight would multiply in, here and now."""
-    device = weight.device.type
-    if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return weight.dtype

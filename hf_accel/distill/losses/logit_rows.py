@@ -5,7 +5,9 @@ Each kind has any leading shape, like [N] or [B, T]; `flat` makes it [N], and an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -18,77 +20,73 @@ Index = slice | Tensor
 
 
 @dataclass(frozen=True)
-class DenseRows:
-    """logits: [N, V], any float dtype."""
-
-    logits: Tensor
+class _Indexed:
+    """What the kinds have in common. The first field is a tensor of the leading shape and one dimension more; every
+    tensor among the fields begins with the leading shape."""
 
     def __len__(self) -> int:
-        return len(self.logits)
+        return self.shape[0]
 
-    def __getitem__(self, index: Index) -> DenseRows:
-        return DenseRows(self.logits[index])
+    def __getitem__(self, index: Index) -> Self:
+        return self._with_each(lambda tensor: tensor[index])
 
     @property
     def shape(self) -> torch.Size:
-        return self.logits.shape[:-1]
+        first: Tensor = next(iter(vars(self).values()))
+        return first.shape[:-1]
+
+    def flat(self) -> Self:
+        last = len(self.shape) - 1
+        return self._with_each(lambda tensor: tensor.flatten(0, last))
+
+    def _with_each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        changed = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **changed)
+
+
+@dataclass(frozen=True)
+class DenseRows(_Indexed):
+    """logits: [N, V], any float dtype."""
+
+    logits: Tensor
 
     @property
     def vocab_size(self) -> int:
         return self.logits.shape[-1]
 
-    def flat(self) -> DenseRows:
-        return DenseRows(self.logits.flatten(0, -2))
-
     def log_probs(self, size: int, temperature: float, dtype: torch.dtype) -> Tensor:
-        """[N, size], of the first `size` tokens among themselves, softened."""
+        """[N, size]: log-probabilities of the first `size` tokens among themselves, softened by the temperature."""
         softened = self.logits[:, :size].to(dtype, copy=True).div_(temperature)
         return torch.log_softmax(softened, -1, out=softened).clamp_min_(FLOOR)
 
 
 @dataclass(frozen=True)
 class PickedRows(DenseRows):
-    """Of logits [M, V] the rows index, int64 [N]; nothing is copied before a part of them is taken."""
+    """The rows `index`, int64 [N], of logits [M, V]. Nothing is copied before a part of them is taken."""
 
     index: Tensor
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def __getitem__(self, index: Index) -> DenseRows:
-        return DenseRows(self.logits[self.index[index]])
 
     @property
     def shape(self) -> torch.Size:
         return self.index.shape
 
+    def __getitem__(self, index: Index) -> DenseRows:  # type: ignore[override]
+        return DenseRows(self.logits[self.index[index]])
+
 
 @dataclass(frozen=True)
-class HeadRows:
-    """hidden: [N, H], what goes into the teacher's head; its logits are made when needed, for a few rows at a time."""
+class HeadRows(_Indexed):
+    """hidden: [N, H], what goes into the head; the logits are made when needed, for a few rows at a time."""
 
     hidden: Tensor
     head: Head
-
-    def __len__(self) -> int:
-        return len(self.hidden)
-
-    def __getitem__(self, index: Index) -> HeadRows:
-        return HeadRows(self.hidden[index], self.head)
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.hidden.shape[:-1]
 
     @property
     def vocab_size(self) -> int:
         return self.head.vocab_size
 
-    def flat(self) -> HeadRows:
-        return HeadRows(self.hidden.flatten(0, -2), self.head)
-
     def prepared(self, size: int) -> HeadRows:
-        """Of the first `size` tokens, ready to be asked for `dense` rows, a few at a time."""
+        """The same for the first `size` tokens, ready to be asked for `dense` rows, a few at a time."""
         return HeadRows(self.hidden, self.head.prepared(size))
 
     def dense(self) -> DenseRows:
@@ -96,10 +94,13 @@ class HeadRows:
 
 
 @dataclass(frozen=True)
-class TopRows:
-    """ids: int64 [N, k], different in a row. log_probs: float [N, k], of those ids among all, softened by T; the
-    probability of the rest is one bucket. vocab_size: of the teacher. excess: float [N], if the mass of the rest lies
-    on some tokens drawn from it: D is too large by so much, for any student."""
+class TopRows(_Indexed):
+    """The best tokens, and all other tokens as one.
+
+    ids: int64 [N, k], different in a row. log_probs: float [N, k], of those ids among all tokens, softened by T.
+    vocab_size: of the teacher. excess: float [N], given if some of the ids were drawn from the rest, and stand for all
+    of it: D is then too large by so much, for any student.
+    """
 
     ids: Tensor
     log_probs: Tensor
@@ -109,21 +110,6 @@ class TopRows:
     def __post_init__(self) -> None:
         if self.ids.shape != self.log_probs.shape:
             raise UnsupportedError(f"ids are {list(self.ids.shape)}, but log_probs {list(self.log_probs.shape)}")
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: Index) -> TopRows:
-        excess = None if self.excess is None else self.excess[index]
-        return TopRows(self.ids[index], self.log_probs[index], self.vocab_size, excess)
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.ids.shape[:-1]
-
-    def flat(self) -> TopRows:
-        excess = None if self.excess is None else self.excess.flatten()
-        return TopRows(self.ids.flatten(0, -2), self.log_probs.flatten(0, -2), self.vocab_size, excess)
 
     def classes(self, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """ids [N, k] and log-probabilities [N, k + 1] of those ids and of the rest, among the first `size` tokens.

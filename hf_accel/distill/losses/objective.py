@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
@@ -54,13 +53,6 @@ class Sums(NamedTuple):
     kd: Tensor
 
 
-def weigh(ce: Tensor, kd: Tensor, objective: Objective) -> Sums:
-    shares = [(objective.alpha, ce), (1 - objective.alpha, kd)]
-    # A part without a share is left out, since 0 * inf is not a number.
-    total = torch.stack([share * part for share, part in shares if share]).sum()
-    return Sums(total, ce, kd)
-
-
 def mean(total: Tensor, count: int, num_items: Tensor | int | None) -> Tensor:
     """total / num_items, or total / count where num_items is None."""
     if num_items is None:
@@ -68,14 +60,3 @@ def mean(total: Tensor, count: int, num_items: Tensor | int | None) -> Tensor:
     if isinstance(num_items, int) and num_items < 1:
         raise UnsupportedError(f"num_items={num_items}: the sum is divided by it; 1 or more, or None for the mean")
     return total / num_items
-
-
-def scaled(saved: Tensor, factor: Tensor) -> Tensor:
-    """saved * factor, in place if no later backward pass can need `saved` again.
-
-    Autograd takes `saved` for a constant and would leave it out of a second derivative, so that is refused.
-    """
-    if torch.is_grad_enabled():
-        raise UnsupportedError("create_graph=True: these losses can be differentiated once, not twice")
-    kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return saved * factor if kept is None or kept() else saved.mul_(factor)

@@ -11,6 +11,8 @@ from ...errors import UnsupportedError
 from .logit_rows import DenseRows, PickedRows, Rows
 from .objective import Objective
 
+IGNORED = -100
+
 
 @dataclass(frozen=True)
 class Positions:
@@ -39,6 +41,24 @@ class Positions:
         )
 
 
+def learnt(labels: Tensor, shift: bool, ignore_index: int = IGNORED) -> tuple[Tensor, Tensor]:
+    """Which positions of the logits learn, bool of the shape of `labels`, and the label of each, int64 [N].
+
+    shift: a position learns the label of the next one, where there is a sequence. Raises UnsupportedError for labels
+    that are no class numbers.
+    """
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise UnsupportedError(
+            f"labels are {labels.dtype}: regression and several labels at once have no softmax to distil; give class "
+            "indices (int64), or, to learn from the teacher alone, distillation_loss(..., labels=None, alpha=0)"
+        )
+    if not shift or labels.dim() < 2:
+        chosen = labels != ignore_index
+        return chosen, labels[chosen].long()
+    chosen = labels[..., 1:] != ignore_index
+    return torch.nn.functional.pad(chosen, (0, 1)), labels[..., 1:][chosen].long()
+
+
 def find_positions(
     shape: Size, labels: Tensor | None, objective: Objective, *, shift: bool, ignore_index: int
 ) -> Positions:
@@ -52,21 +72,10 @@ def find_positions(
             f"labels are {list(labels.shape)}, but there are logits for {list(shape)} positions; one class number is "
             "needed for each (soft labels: pass them as the teacher's logits, with labels=None and alpha=0)"
         )
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise UnsupportedError(
-            f"labels are {labels.dtype}, but class numbers are needed; without: labels=None, alpha=0"
-        )
-    if shift:
-        if len(shape) < 2:
-            raise UnsupportedError(
-                f"shift=True, but labels {list(shape)} have no sequence: classification is shift=False"
-            )
-        following = torch.full_like(labels, ignore_index)
-        following[..., :-1] = labels[..., 1:]
-        labels = following
-    flat = labels.flatten()
-    index = (flat != ignore_index).nonzero()[:, 0]
-    return Positions(shape, index, flat[index].long())
+    if shift and len(shape) < 2:
+        raise UnsupportedError(f"shift=True, but labels {list(shape)} have no sequence: classification is shift=False")
+    select, targets = learnt(labels, shift, ignore_index)
+    return Positions(shape, select.flatten().nonzero()[:, 0], targets)
 
 
 def check_targets(targets: Tensor, size: int) -> None:

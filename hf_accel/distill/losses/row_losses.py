@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from .closed_forms import FLOOR, value_and_gradient
+from .differentiated import Gradients
 from .head import Head, wide, widen
 from .logit_rows import DenseRows, HeadRows, Rows, TopRows
-from .objective import Objective
+from .objective import Objective, Sums
 
 # Of one intermediate, on each thread of a CPU: it stays in the thread's cache.
 TILE_BYTES = 1 << 20
 # Of logits that a head makes at once: enough rows to multiply well.
 CHUNK_BYTES = 1 << 25
-# On other devices a few large kernels are faster.
-OTHER_TILE_BYTES = OTHER_CHUNK_BYTES = 1 << 28
+# Of either on other devices, where a few large kernels are faster.
+OTHER_DEVICE_BYTES = 1 << 28
 
 
 def slices(rows: int, row_bytes: int, budget: int) -> Iterator[slice]:
@@ -31,18 +32,21 @@ def slices(rows: int, row_bytes: int, budget: int) -> Iterator[slice]:
 
 
 def chunk_bytes(device: torch.device) -> int:
-    return CHUNK_BYTES if device.type == "cpu" else OTHER_CHUNK_BYTES
+    return CHUNK_BYTES if device.type == "cpu" else OTHER_DEVICE_BYTES
 
 
 def tile_bytes(device: torch.device) -> int:
-    return TILE_BYTES * torch.get_num_threads() if device.type == "cpu" else OTHER_TILE_BYTES
+    return TILE_BYTES * torch.get_num_threads() if device.type == "cpu" else OTHER_DEVICE_BYTES
 
 
 @dataclass(frozen=True)
 class LossTask:
-    """What is computed of `count` rows. size: the first so many classes count. teacher: of these rows, or None for no
-    D. targets: int64 [count], classes, or None for no cross entropy. index: int64 [count], which rows of the student's
-    these are, or None for all."""
+    """What is computed of `count` rows.
+
+    size: the first so many classes count. teacher: of these rows, with a head that is prepared, or None for no D.
+    targets: int64 [count], classes, or None for no cross entropy. index: int64 [count], the student's rows that these
+    are, or None for all.
+    """
 
     objective: Objective
     size: int
@@ -62,6 +66,14 @@ class LossTask:
         return LossTask(self.objective, self.size, part.stop - part.start, teacher, targets)
 
 
+def logit_sums(logits: Tensor, task: LossTask, needed: tuple[bool, ...]) -> tuple[Sums, Gradients]:
+    """The sums of a task over logits [M, V], and their gradient in the logits, in their dtype, if it is needed."""
+    gradient = torch.zeros_like(logits) if needed[0] else None
+    losses = RowLosses(task, logits)
+    losses.add(logits, task, gradient)
+    return losses.sums(), [gradient]
+
+
 class RowLosses:
     """Cross entropy and T^2 * D, ce and kd, of each row of a task, in the order in which `add` is given them.
 
@@ -78,11 +90,8 @@ class RowLosses:
     def add(self, logits: Tensor, task: LossTask, gradient: Tensor | None) -> None:
         """logits: [M, >= size]. task: of some of these rows. gradient: a buffer like logits, perhaps logits itself,
         for alpha * dCE + (1 - alpha) * T^2 * dD; nothing is written to rows that the task leaves out."""
-        teacher = task.teacher
-        if isinstance(teacher, HeadRows):
-            teacher = teacher.prepared(self.size)
         for part in slices(task.count, 4 * self.size, chunk_bytes(logits.device)):
-            answers = None if teacher is None else teacher[part]
+            answers = None if task.teacher is None else task.teacher[part]
             answers = answers.dense() if isinstance(answers, HeadRows) else answers
             for tile in slices(part.stop - part.start, 4 * self.size, tile_bytes(logits.device)):
                 rows = slice(part.start + tile.start, part.start + tile.stop)
@@ -93,6 +102,12 @@ class RowLosses:
                 self._done += len(z)
                 if gradient is not None:
                     gradient[where, : self.size] = 0 if found is None else found.to(gradient.dtype)
+
+    def sums(self) -> Sums:
+        ce, kd, alpha = self.ce.sum(), self.kd.sum(), self.objective.alpha
+        # A part without a share is left out, since 0 * inf is not a number.
+        shares = [share * part for share, part in ((alpha, ce), (1 - alpha, kd)) if share]
+        return Sums(torch.stack(shares).sum(), ce, kd)
 
     def _tile(
         self, z: Tensor, targets: Tensor | None, teacher: DenseRows | TopRows | None, wanted: bool

@@ -17,9 +17,9 @@ from transformers.utils import logging
 
 from ...errors import HfAccelError, UnsupportedError
 from ...models import evaluating, unwrapped
+from ..losses.positions import IGNORED
 from .cache_files import INDEX, LOCK, PARTIAL, SHARD, CacheSettings, Index, Shard, StoredRow, write_shard
 from .identity import task_of
-from .labels import IGNORED
 from .teacher import PACKING
 from .texts import READ, Text, texts_of
 from .top_logits import TopLogits, top_logits

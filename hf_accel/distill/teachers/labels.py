@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from transformers.loss.loss_utils import (
 
 from ...errors import UnsupportedError
 from ...models import unwrapped
+from ..losses.positions import learnt
 
-IGNORED = -100
 CLASSIFYING = (ForSequenceClassificationLoss, ForTokenClassification)
 
 
@@ -40,18 +41,24 @@ def shifts(model: Any) -> bool:
     return loss in (None, ForCausalLMLoss) and not getattr(inner.config, "is_encoder_decoder", False)
 
 
-def learnt(labels: Tensor, shift: bool) -> tuple[Tensor, Tensor]:
-    """Which positions of the logits learn, bool of the shape of `labels`, and the label of each, int64 [N]."""
-    if labels.is_floating_point():
+def labels_of(inputs: Mapping[str, Any]) -> Tensor:
+    """The labels among the keywords of a forward pass: shift_labels, which are shifted already, or labels. Raises
+    UnsupportedError if there are none."""
+    shifted: Tensor | None = inputs.get("shift_labels")
+    labels = inputs.get("labels") if shifted is None else shifted
+    if labels is None:
         raise UnsupportedError(
-            f"labels of {labels.dtype}: regression and several labels at once have no softmax to distil; "
-            "give class indices (int64)"
+            f"the model was called in training without labels (it got {', '.join(inputs)}), so its loss is computed "
+            "elsewhere: a compute_loss_func or label smoothing takes them away. Leave these out, or use "
+            "hf_accel.distillation_loss in the compute_loss_func"
         )
-    if not shift or labels.dim() < 2:
-        valid = labels != IGNORED
-        return valid, labels[valid]
-    valid = labels[..., 1:] != IGNORED
-    return torch.nn.functional.pad(valid, (0, 1)), labels[..., 1:][valid]
+    return labels
+
+
+def is_shifted(model: Any, inputs: Mapping[str, Any], shift: bool | None) -> bool:
+    """Whether position i learns label i + 1 of `labels_of`. shift: what the user says of it, or None to read it from
+    the model."""
+    return inputs.get("shift_labels") is None and (shifts(model) if shift is None else shift)
 
 
 class Divisor:

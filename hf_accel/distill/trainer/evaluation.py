@@ -13,7 +13,8 @@ from ..losses.closed_forms import agreement
 from ..losses.distillation_loss import divergence_sum
 from ..losses.logit_rows import DenseRows, Rows
 from ..losses.objective import Objective
-from ..teachers.labels import learnt, shifts
+from ..losses.positions import learnt
+from ..teachers.labels import is_shifted, labels_of
 from ..teachers.teacher import Teacher
 from .hook import with_decoder_inputs
 
@@ -46,13 +47,10 @@ class EvaluationMeter:
         return found | ({f"{prefix}_acceptance": acceptance / count} if has_acceptance else {})
 
     def _after(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        labels, logits = kwargs.get("labels"), getattr(output, "logits", None)
-        if model.training or labels is None or logits is None:
+        logits = getattr(output, "logits", None)
+        if model.training or kwargs.get("labels") is None or logits is None:
             return
-        labels, shift = kwargs.get("shift_labels"), False
-        if labels is None:
-            labels, shift = kwargs["labels"], shifts(model) if self.shift is None else self.shift
-        select = learnt(labels, shift)[0].to(logits.device)
+        select = learnt(labels_of(kwargs), is_shifted(model, kwargs, self.shift))[0].to(logits.device)
         if select.shape != logits.shape[:-1] or not select.any():
             return
         with torch.no_grad():

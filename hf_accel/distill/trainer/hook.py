@@ -15,7 +15,8 @@ from ...models import unwrapped
 from ..losses.distillation_loss import divergence_sum, loss_sums
 from ..losses.logit_rows import HeadRows
 from ..losses.objective import Objective
-from ..teachers.labels import Divisor, check_reading, learnt, shifts
+from ..losses.positions import learnt
+from ..teachers.labels import Divisor, check_reading, is_shifted, labels_of, shifts
 from ..teachers.last_hidden import LastHidden, check_head, head_of
 from ..teachers.matching import check_fusible, check_student
 from ..teachers.teacher import Teacher
@@ -136,7 +137,7 @@ class DistillationHook:
             return None
         self._is_underway = True
         self._inputs = inputs = {**_named(model, args), **kwargs}
-        _labels(inputs)
+        labels_of(inputs)  # raises where there are none
         if inputs.get("fused_lm_head") or self.fused:
             self._hidden = LastHidden(model)
         if self.fused and not inputs.get("fused_lm_head"):
@@ -177,8 +178,8 @@ class DistillationHook:
 
     def _read(self, model: Any, inputs: dict[str, Any], shape: torch.Size) -> tuple[Tensor, Tensor, bool]:
         """Which positions learn, what, and whether the labels were shifted for it. shape: of what predicts them."""
-        shift = inputs.get("shift_labels") is None and (shifts(model) if self.shift is None else self.shift)
-        select, chosen = learnt(_labels(inputs), shift)
+        shift = is_shifted(model, inputs, self.shift)
+        select, chosen = learnt(labels_of(inputs), shift)
         if select.shape != shape:
             raise UnsupportedError(
                 f"the student predicts {tuple(shape)} and its labels are {tuple(select.shape)}: prompt tuning, whose "
@@ -304,18 +305,6 @@ def _check_output(output: Any) -> None:
 def _named(model: Any, args: tuple[Any, ...]) -> dict[str, Any]:
     """Positional arguments of a forward by their names."""
     return dict(zip(inspect.signature(unwrapped(model).forward).parameters, args, strict=False)) if args else {}
-
-
-def _labels(inputs: dict[str, Any]) -> Tensor:
-    labels = inputs.get("shift_labels")
-    labels = inputs.get("labels") if labels is None else labels
-    if labels is None:
-        raise UnsupportedError(
-            f"the model was called in training without labels (it got {', '.join(inputs)}), so its loss is computed "
-            "elsewhere: a compute_loss_func or label smoothing takes them away. Leave these out, or use "
-            "hf_accel.distillation_loss in the compute_loss_func"
-        )
-    return labels
 
 
 def with_decoder_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedError
 from ..losses.inside import NOWHERE, hidden_loss, relation_heads, relation_loss, uniform_layer_map
-from ..teachers.labels import IGNORED, Divisor, learnt, shifts
+from ..losses.positions import IGNORED, learnt
+from ..teachers.labels import Divisor, is_shifted, labels_of
 from ..teachers.live import ModelTeacher
 from .capture import RELATIONS, Capture, Projections, Site, layers_of, projections_of, text_config
 from .hook import DistillationHook, is_learning
@@ -135,7 +136,7 @@ class Transfer:
         weights = token_weights(student, inputs, self._hook.shift)
         if not self.captures[1].found:
             # With alpha=1, or with no label, nobody has asked the teacher yet.
-            self.teacher.compact_rows(inputs, torch.zeros_like(_labels(inputs), dtype=torch.bool))
+            self.teacher.compact_rows(inputs, torch.zeros_like(labels_of(inputs), dtype=torch.bool))
         for capture in self.captures:
             capture.stop()
         mine, others = self.captures[0].take(), self.captures[1].take()
@@ -197,19 +198,12 @@ def _sites(
     return sites
 
 
-def _labels(inputs: Mapping[str, Any]) -> Tensor:
-    shifted = inputs.get("shift_labels")
-    found: Tensor = inputs["labels"] if shifted is None else shifted
-    return found
-
-
 def token_weights(student: Any, inputs: Mapping[str, Any], shift: bool | None = None) -> Tensor:
     """float32 [B, T]: 1 for a position that has a label, and where a whole row has one, 1 over its tokens."""
-    ids, labels = inputs.get("input_ids"), _labels(inputs)
+    ids, labels = inputs.get("input_ids"), labels_of(inputs)
     batch, length = (inputs["inputs_embeds"] if ids is None else ids).shape[:2]
     if labels.shape == (batch, length):
-        shift = shifts(student) if shift is None else shift
-        return learnt(labels, shift and inputs.get("shift_labels") is None)[0].float()
+        return learnt(labels, is_shifted(student, inputs, shift))[0].float()
     mask = inputs.get("attention_mask")
     mask = torch.ones(batch, length, device=labels.device) if mask is None else mask.float()
     if labels.dim() == 1:
