@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
 from ...errors import HfAccelError, UnsupportedError
-from ...models import evaluating, unwrapped
+from ...models import unwrapped
+from ..losses.logit_rows import DenseRows
 from ..losses.positions import IGNORED
 from .cache_files import INDEX, LOCK, PARTIAL, SHARD, CacheSettings, Index, Shard, StoredRow, write_shard
 from .identity import task_of
+from .live import answer
 from .teacher import PACKING
 from .texts import READ, Text, texts_of
 from .top_logits import TopLogits, top_logits
@@ -30,11 +33,10 @@ WINDOW = 64  # batches that are sorted by length together
 
 @dataclass(frozen=True)
 class Question:
-    """A text and the positions to answer for, int32 [n]. types: its token_type_ids, int64 [len(text)], or None."""
+    """A text and the positions to answer for, int32 [n]."""
 
     text: Text
     positions: Tensor
-    types: Tensor | None
 
     @property
     def name(self) -> tuple[bytes, int]:
@@ -98,7 +100,7 @@ def write_cache(teacher: Any, dataset: Any, folder: Path, settings: CacheSetting
         generator = torch.Generator(teacher.device).manual_seed(SEED + len(index.shards))
         total = len(dataset) if hasattr(dataset, "__len__") else None
         bar = logging.tqdm(total=total, desc="Asking the teacher", unit=" rows", disable=not options.progress)
-        with bar, torch.no_grad(), evaluating(teacher):
+        with bar:
             for window in _windows(dataset, size * WINDOW):
                 new, shown = seen.new(_questions(window, teacher, settings, options.collator)), 0
                 for done, batch in enumerate(_batches(new, size), 1):
@@ -124,9 +126,9 @@ def survey(teacher: Any, vocab_size: int | None) -> tuple[str, int]:
         )
     if task == "sequence" and getattr(config, "problem_type", None) not in (None, "single_label_classification"):
         raise UnsupportedError(f"problem_type={config.problem_type!r}: only one label of several can be distilled")
-    ids = torch.zeros(1, 2, dtype=torch.int64, device=teacher.device)
-    with torch.no_grad(), evaluating(teacher):
-        classes: int = logits_of(teacher, {"input_ids": ids}).shape[-1]
+    ids = torch.zeros(1, 2, dtype=torch.int64)
+    select = torch.ones(1, dtype=torch.bool) if task == "sequence" else torch.ones_like(ids, dtype=torch.bool)
+    classes: int = logits_of(teacher, {"input_ids": ids}, select).shape[-1]
     if vocab_size is not None and not 0 < vocab_size <= classes:
         raise UnsupportedError(f"vocab_size={vocab_size}: the teacher has {classes} ids")
     return task, vocab_size or classes
@@ -184,7 +186,7 @@ class Seen:
             if known == positions:
                 continue
             if known is not None:
-                question = Question(question.text, every_position(question.text, self._task), question.types)
+                question = Question(question.text, every_position(question.text, self._task))
                 if known == question.name[1]:
                     continue
             self._positions[key] = question.name[1]
@@ -213,17 +215,16 @@ def _questions(
     accepted = inspect.signature(unwrapped(teacher).forward).parameters
     for item in items:
         inputs = _as_batch(collator([item]) if collator is not None else item, accepted)
-        labels, types = inputs.get("labels"), inputs.get("token_type_ids")
+        labels = inputs.get("labels")
         for text in texts_of(inputs):
-            part = (text.row, slice(text.start, text.stop))
             positions = every_position(text, settings.task)
             if settings.positions == "labels" and labels is not None and settings.task != "sequence":
                 if labels.shape != inputs["input_ids"].shape:
                     raise UnsupportedError(f"labels of shape {tuple(labels.shape)} for {text}: one is needed for each")
-                has_label = labels[part] != IGNORED
+                has_label = labels[text.row, text.start : text.stop] != IGNORED
                 positions = positions[has_label[1:] if settings.task == "causal" else has_label]
             if len(positions):
-                yield Question(text, positions, types[part].long() if types is not None else None)
+                yield Question(text, positions)
 
 
 def _as_batch(item: Any, accepted: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -253,10 +254,9 @@ def _ask(
     teacher: Any, batch: list[Question], settings: CacheSettings, generator: torch.Generator
 ) -> Iterator[StoredRow]:
     inputs, select = _padded(batch, getattr(teacher.config, "pad_token_id", None) or 0)
-    device = teacher.device
-    logits = logits_of(teacher, {name: tensor.to(device) for name, tensor in inputs.items()})
-    if settings.task != "sequence":
-        logits = logits[select.to(device)]
+    if settings.task == "sequence":
+        select = select[:, 0]
+    logits = logits_of(teacher, inputs, select.to(teacher.device))
     found = top_logits(logits[:, : settings.vocab_size], settings.choice, generator)
     counts = [len(question.positions) for question in batch]
     stored = (found.ids.to(settings.id_dtype), *found.tensors()[1:])
@@ -265,28 +265,23 @@ def _ask(
         yield StoredRow(question.text.key, question.positions, TopLogits(*(part.clone() for part in answers)))
 
 
-def logits_of(teacher: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-    more = {"use_cache": False} if "use_cache" in inspect.signature(unwrapped(teacher).forward).parameters else {}
-    logits: Tensor = teacher(**inputs, **more).logits
-    return logits
+def logits_of(teacher: Any, inputs: Mapping[str, Tensor], select: Tensor) -> Tensor:
+    rows = answer(teacher, inputs, select)
+    assert isinstance(rows, DenseRows)
+    return rows.logits
 
 
 def _padded(batch: list[Question], pad: int) -> tuple[dict[str, Tensor], Tensor]:
     """What the teacher reads, padded to the right, and the positions [B, T] to answer for."""
-    longest = max(len(question.text) for question in batch)
-    inputs = {
-        "input_ids": torch.full((len(batch), longest), pad),
-        "attention_mask": torch.zeros(len(batch), longest, dtype=torch.int64),
-    }
-    if any(question.types is not None for question in batch):
-        inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
-    select = torch.zeros(len(batch), longest, dtype=torch.bool)
+    texts = [question.text for question in batch]
+    ids = pad_sequence([text.ids for text in texts], batch_first=True, padding_value=pad)
+    inputs = {"input_ids": ids, "attention_mask": torch.zeros_like(ids)}
+    if any(text.types is not None for text in texts):
+        types = [torch.zeros_like(text.ids) if text.types is None else text.types for text in texts]
+        inputs["token_type_ids"] = pad_sequence(types, batch_first=True)
+    select = torch.zeros_like(ids, dtype=torch.bool)
     for row, question in enumerate(batch):
-        size = len(question.text)
-        inputs["input_ids"][row, :size] = question.text.ids
-        inputs["attention_mask"][row, :size] = 1
-        if question.types is not None:
-            inputs["token_type_ids"][row, :size] = question.types
+        inputs["attention_mask"][row, : len(question.text)] = 1
         select[row, question.positions.long()] = True
     return inputs, select
 

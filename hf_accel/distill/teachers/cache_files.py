@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ...config import one_of
 from ...errors import HfAccelError, UnsupportedError
+from .identity import hash_json
 from .texts import DIGEST_BYTES
 from .top_logits import KeptLogits, TopLogits
 
@@ -116,19 +117,15 @@ class Index:
             raise HfAccelError(
                 f"{file} has format {version!r}, and this hf_accel reads {FORMAT}; build the cache again"
             )
-        if content.pop("check", None) != _hash_json(content):
+        if content.pop("check", None) != hash_json(content):
             raise HfAccelError(f"{file} was changed after it was written; build the cache again")
         return cls(CacheSettings(**content["settings"]), [ShardEntry(**entry) for entry in content["shards"]])
 
     def write(self, file: Path) -> None:
         content = {"format": FORMAT, "settings": asdict(self.settings), "shards": [asdict(s) for s in self.shards]}
-        text = json.dumps({**content, "check": _hash_json(content)}, indent=1)
+        text = json.dumps({**content, "check": hash_json(content)}, indent=1)
         with renamed(file) as temporary:
             temporary.write_text(text, encoding="utf-8")
-
-
-def _hash_json(content: Any) -> str:
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from transformers.models.auto import modeling_auto
 from ...errors import UnsupportedError
 from ...models import unwrapped
 from ...state import find_state
+from .texts import DIGEST_BYTES
 
 SAMPLES = 4096
 # These are described elsewhere, or change none of a teacher's answers.
@@ -58,10 +59,11 @@ def describe(model: Any) -> dict[str, Any]:
     """Of a teacher, as JSON. weights: a hash of a sample of each tensor, adapters and quantized layers included."""
     base = unwrapped(model)
     state = find_state(base)
+    config = {k: v for k, v in base.config.to_dict().items() if not k.startswith("_") and k not in VOLATILE}
     return {
         "name": base.config.name_or_path,
         "class": type(base).__name__,
-        "config": _hash_config(base.config),
+        "config": hash_json(config),
         "weights": _hash_weights(model),
         "dtype": str(base.dtype).removeprefix("torch."),
         "patched": str(state.config) if state is not None else None,
@@ -70,17 +72,16 @@ def describe(model: Any) -> dict[str, Any]:
 
 def hash_vocabulary(tokenizer: Any) -> str:
     """Of the pairs of token and id."""
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
-    return hashlib.blake2b(vocabulary.encode(), digest_size=16).hexdigest()
+    return hash_json(sorted(tokenizer.get_vocab().items()))
 
 
-def _hash_config(config: Any) -> str:
-    known = {k: v for k, v in config.to_dict().items() if not k.startswith("_") and k not in VOLATILE}
-    return hashlib.blake2b(json.dumps(known, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+def hash_json(content: Any) -> str:
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def _hash_weights(model: Any) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for prefix, module in model.named_modules():
         own: dict[str, Any] = {}
         module._save_to_state_dict(own, f"{prefix}.", False)  # a quantized layer unpacks here, one at a time

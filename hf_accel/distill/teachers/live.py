@@ -14,6 +14,7 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...models import evaluating, unwrapped
 from ..losses.logit_rows import DenseRows, HeadRows, Rows
+from ..losses.objective import Objective
 from .last_hidden import LastHidden, check_head, head_of
 from .matching import check_pair
 from .teacher import LABELS, PACKING, Teacher
@@ -25,19 +26,12 @@ class ModelTeacher(Teacher):
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self._tokenizer: Any = None
 
-    def check_tokenizer(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def check(self, student: Any, objective: Objective, tokenizer: Any = None) -> None:
+        check_pair(student, self.model, tokenizer)
 
-    def check(self, student: Any, objective: Any) -> None:
-        check_pair(student, self.model, self._tokenizer)
-
-    def rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
-        return answer(self.model, inputs, select)
-
-    def compact_rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
-        return compact_answer(self.model, inputs, select)
+    def rows(self, inputs: Mapping[str, Any], select: Tensor, *, compact: bool = False) -> Rows:
+        return answer(self.model, inputs, select, compact=compact)
 
 
 class BaseTeacher(Teacher):
@@ -46,7 +40,7 @@ class BaseTeacher(Teacher):
     def __init__(self) -> None:
         self._student: Any = None
 
-    def check(self, student: Any, objective: Any) -> None:
+    def check(self, student: Any, objective: Objective, tokenizer: Any = None) -> None:
         if not hasattr(student, "disable_adapter"):
             raise UnsupportedError(
                 f"teacher='base' is the student without its adapters, and {type(student).__name__} has none; wrap it "
@@ -54,13 +48,9 @@ class BaseTeacher(Teacher):
             )
         self._student = weakref.ref(student)
 
-    def rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
+    def rows(self, inputs: Mapping[str, Any], select: Tensor, *, compact: bool = False) -> Rows:
         with self._bare() as student:
-            return answer(student, inputs, select)
-
-    def compact_rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
-        with self._bare() as student:
-            return compact_answer(student, inputs, select)
+            return answer(student, inputs, select, compact=compact)
 
     @contextmanager
     def _bare(self) -> Iterator[Any]:
@@ -78,25 +68,20 @@ class BaseTeacher(Teacher):
 
 
 @torch.no_grad()
-def answer(model: Any, inputs: Mapping[str, Any], select: Tensor) -> DenseRows:
-    """The logits of `model` at `select`."""
-    with evaluating(model):
-        logits = model(**_on(model.device, taken_by(model, inputs))).logits
-    _check_positions(logits, select)
-    return DenseRows(logits[select.to(logits.device)].to(select.device))
-
-
-@torch.no_grad()
-def compact_answer(model: Any, inputs: Mapping[str, Any], select: Tensor) -> Rows:
-    """The same as hidden states and a head, if the model has one that can be left out."""
-    head = head_of(model)
+def answer(model: Any, inputs: Mapping[str, Any], select: Tensor, *, compact: bool = False) -> Rows:
+    """What `model` says at `select`: logits, or, with `compact` and a head that can be left out, hidden states."""
     # A head computes on its own device, and the rows must be on that of `select`.
-    if head is None or model.device != select.device:
-        return answer(model, inputs, select)
+    head = head_of(model) if compact and model.device == select.device else None
+    given = {key: x.to(model.device) if isinstance(x, Tensor) else x for key, x in taken_by(model, inputs).items()}
+    if head is None:
+        with evaluating(model):
+            logits = model(**given).logits
+        _check_positions(logits, select)
+        return DenseRows(logits[select.to(logits.device)].to(select.device))
     hidden = LastHidden(model)
     try:
         with evaluating(model):
-            last = model(**taken_by(model, inputs), logits_to_keep=1).logits
+            last = model(**given, logits_to_keep=1).logits
     finally:
         hidden.remove()
     check_head(model, head, hidden.value, last)
@@ -119,7 +104,3 @@ def taken_by(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     rest = PACKING if is_open else ()
     given = {key: value for key, value in inputs.items() if key not in LABELS and (key in forward or key in rest)}
     return {**given, "use_cache": False} if "use_cache" in forward or is_open else given
-
-
-def _on(device: torch.device, inputs: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}

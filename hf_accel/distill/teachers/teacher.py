@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..losses.logit_rows import Rows
+from ..losses.objective import Objective
 
 # Arguments of a student's forward that a teacher's does not get.
 LABELS = (
@@ -22,19 +23,19 @@ PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 class Teacher(ABC):
     """What a hook asks once for each micro-batch. It is no module: nothing of it gets into a student's state."""
 
-    def check_tokenizer(self, tokenizer: Any) -> None:  # noqa: B027
-        """The student's, if known, before `check`. Raises UnsupportedError if the teacher was trained on another."""
+    @abstractmethod
+    def check(self, student: Any, objective: Objective, tokenizer: Any = None) -> None:
+        """Called before training. Raises UnsupportedError if this teacher cannot teach this student.
+
+        tokenizer: the student's, None where it is not known.
+        """
 
     @abstractmethod
-    def check(self, student: Any, objective: Any) -> None:
-        """Before training. Raises UnsupportedError if this teacher cannot teach this student."""
+    def rows(self, inputs: Mapping[str, Any], select: Tensor, *, compact: bool = False) -> Rows:
+        """What the teacher says at N positions, on the device of `select`.
 
-    @abstractmethod
-    def rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
-        """inputs: the keywords of the student's forward (with decoder_input_ids if it is an encoder and a decoder).
-        select: bool, the shape of the logits less the vocabulary: the N positions that are learnt from (already
-        shifted: position i predicts token i + 1). The rows are on the device of `select`."""
-
-    def compact_rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
-        """The same, without logits [B, T, V] where the teacher can do without."""
-        return self.rows(inputs, select)
+        inputs: the keywords of the student's forward (with decoder_input_ids if it is an encoder and a decoder).
+        select: bool, the shape of the logits less the vocabulary: the N positions that are learnt from. They are
+            shifted already: position i predicts token i + 1.
+        compact: never hold logits [B, T, V], where the teacher can do without.
+        """

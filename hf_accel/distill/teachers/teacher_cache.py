@@ -13,8 +13,9 @@ from torch import Tensor
 from ...config import checked_keywords, positive_int
 from ...errors import HfAccelError, UnsupportedError
 from ..losses.logit_rows import Rows
+from ..losses.objective import Objective
 from .cache_building import BuildOptions, survey, write_cache
-from .cache_files import DTYPES, INDEX, PARTIAL, CacheSettings, Index, Shard
+from .cache_files import INDEX, PARTIAL, CacheSettings, Index, Shard
 from .identity import describe, hash_vocabulary, task_of
 from .teacher import Teacher
 from .texts import SHOWN, Text, texts_of
@@ -39,8 +40,6 @@ class TeacherCache(Teacher):
     Shards are mapped into memory: only the rows of a batch are read, and each is checked against its CRC-32.
     """
 
-    tokenizer: Any = None  # the student's, if known: set before `check`
-
     def __init__(self, path: str | Path) -> None:
         """Open what `build` made. Raises HfAccelError, with the file's name, if something is missing or damaged."""
         self.path = Path(path)
@@ -50,7 +49,7 @@ class TeacherCache(Teacher):
         self._index = Index.read(self.path / INDEX)
         self._shards = [Shard(self.path, entry, self.settings) for entry in self._index.shards]
         self._places = {key: (s, number) for s in self._shards for number, key in enumerate(s.keys())}
-        self._objective: Any = None
+        self._objective: Objective | None = None
 
     @classmethod
     @checked_keywords(k="top_k=", temperature="temperatures=[...]")
@@ -82,7 +81,7 @@ class TeacherCache(Teacher):
         top_k, samples: of top_k ids at each position `samples`, by default half of them, are drawn from all but the
             best; 0 is better for other losses than "fkl", to which a drawn id is only one more that is known.
         temperatures: those that can be trained at. The highest is drawn at.
-        tokenizer: stored as a hash for `check_tokenizer`; taken from the collator if it has one.
+        tokenizer: stored as a hash, for `check` to compare with the student's; taken from the collator if it has one.
         positions: "labels" answers where a row's labels are not -100, and everywhere in rows without labels; "all"
             everywhere, for other labels later.
         vocab_size: ids from there on are cut off: the teacher's padding, if the student has less of it.
@@ -153,10 +152,11 @@ class TeacherCache(Teacher):
             for number in range(len(shard.keys())):
                 shard.row(number)
 
-    def check(self, student: Any, objective: Any) -> None:
+    def check(self, student: Any, objective: Objective, tokenizer: Any = None) -> None:
         """See Teacher. The rows that are asked for from now on are for this objective."""
-        if self.tokenizer is not None:
-            self.check_tokenizer(self.tokenizer)
+        known = self.settings.tokenizer
+        if known is not None and tokenizer is not None and hash_vocabulary(tokenizer) != known:
+            raise UnsupportedError(f"{self.path} was built with another tokenizer; use that one, or build it again")
         self._column(objective.temperature)
         self._objective = objective
         task = task_of(student)
@@ -173,18 +173,12 @@ class TeacherCache(Teacher):
                 f"is padding, build it with vocab_size={size}"
             )
 
-    def check_tokenizer(self, tokenizer: Any) -> None:
-        """Raises UnsupportedError if the cache was built with a tokenizer of another vocabulary."""
-        known = self.settings.tokenizer
-        if known is not None and hash_vocabulary(tokenizer) != known:
-            raise UnsupportedError(f"{self.path} was built with another tokenizer; use that one, or build it again")
-
-    def rows(self, inputs: Mapping[str, Any], select: Tensor) -> Rows:
+    def rows(self, inputs: Mapping[str, Any], select: Tensor, *, compact: bool = False) -> Rows:
         """See Teacher. Raises UnsupportedError for a text that is not stored, or a position without an answer."""
         if self._objective is None:
             raise HfAccelError("TeacherCache.check(student, objective) comes before rows(): it says for which loss")
         found = [self._answers(text, wanted) for text, wanted in _wanted(texts_of(inputs), select)]
-        parts = zip(*(part.tensors() for part in found or [self._nothing()]), strict=True)
+        parts = zip(*(part.tensors() for part in found or [self._shards[0].row(0).answers[:0]]), strict=True)
         answers = TopLogits(*(torch.cat(same).to(select.device) for same in parts))
         s, temperature = self.settings, self._objective.temperature
         if s.top_k == s.vocab_size:
@@ -227,11 +221,6 @@ class TeacherCache(Teacher):
                 "it with positions='all'"
             )
         return stored.answers[at]
-
-    def _nothing(self) -> TopLogits:
-        k, temperatures = self.settings.top_k, len(self.settings.temperatures)
-        ids, logits = torch.zeros(0, k, dtype=torch.int64), torch.zeros(0, k, dtype=DTYPES[self.settings.dtype])
-        return TopLogits(ids, logits, torch.zeros(0, temperatures), torch.zeros(0))
 
 
 def _wanted(texts: list[Text], select: Tensor) -> list[tuple[Text, Tensor]]:

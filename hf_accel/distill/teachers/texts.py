@@ -21,12 +21,16 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens `start` to `stop` of row `row` of a batch, without padding. key: a hash of its content."""
+    """Tokens `start` to `stop` of row `row` of a batch, without padding.
+
+    ids: int64 [T]. types: token_type_ids, int64 [T], or None. key: a hash of its content.
+    """
 
     row: int
     start: int
     stop: int
     ids: Tensor
+    types: Tensor | None
     key: bytes
 
     def __len__(self) -> int:
@@ -49,11 +53,11 @@ def texts_of(inputs: Mapping[str, Any]) -> list[Text]:
     _refuse_others(inputs)
     bounds = _bounds(ids, inputs.get("attention_mask"), inputs.get("position_ids"))
     types = inputs.get("token_type_ids")
-    types = None if types is None else torch.as_tensor(types).cpu()
     found = []
     for row, start, stop in bounds:
-        part = (row, slice(start, stop))
-        found.append(Text(row, start, stop, ids[part], _key(ids[part], None if types is None else types[part])))
+        own = ids[row, start:stop]
+        own_types = None if types is None else torch.as_tensor(types)[row, start:stop].long().cpu()
+        found.append(Text(row, start, stop, own, own_types, _key(own, own_types)))
     return found
 
 
@@ -63,7 +67,7 @@ def _ids(inputs: Mapping[str, Any]) -> Tensor:
         raise UnsupportedError("a cached teacher knows rows by their input_ids, and the batch has none")
     if ids.dim() != 2:
         raise UnsupportedError(f"input_ids of shape {tuple(ids.shape)}: a cached teacher takes [batch, tokens]")
-    return ids.detach().cpu()
+    return ids.detach().long().cpu()
 
 
 def _refuse_others(inputs: Mapping[str, Any]) -> None:

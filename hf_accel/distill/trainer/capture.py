@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedError
 from ...models import layer_lists, unwrapped
+from ..teachers.cache_files import renamed
 
 RELATIONS = ("query", "key", "value")
 SEPARATE = (("self_attn", "q_proj", "k_proj", "v_proj"), ("attention.self", "query", "key", "value"))
@@ -50,23 +50,17 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.close()
+        self._open = False
+        self.found.clear()
 
     def open(self) -> None:
         self.found.clear()
         self._open = True
 
-    def close(self) -> None:
-        self._open = False
-        self.found.clear()
-
-    def stop(self) -> None:
-        """Take no more, and keep what is there."""
-        self._open = False
-
     def take(self) -> dict[tuple[str, int], Tensor]:
-        """What was found, which is then forgotten here. Raises UnsupportedError for modules that were not run, or
+        """Close, return what was found, and forget it here. Raises UnsupportedError for modules that were not run, or
         that lost their graph."""
+        self._open = False
         whose = "student" if self._learns else "teacher"
         found, self.found = self.found, {}
         missing = sorted(f"{part} {layer}" for part, layer in self._sites.keys() - found.keys())
@@ -151,12 +145,10 @@ class Projections(nn.Module):
 
 
 def save_projections(projections: Projections, folder: str) -> None:
-    """Written whole or not at all."""
-    path, unfinished = Path(folder) / FILE, Path(folder) / f"{FILE}.unfinished"
-    save_file(
-        {name: value.detach().cpu().contiguous() for name, value in projections.state_dict().items()}, unfinished
-    )
-    os.replace(unfinished, path)
+    """Written whole or not at all. Raises HfAccelError if it cannot be written."""
+    state = {name: value.detach().cpu().contiguous() for name, value in projections.state_dict().items()}
+    with renamed(Path(folder) / FILE) as unfinished:
+        save_file(state, unfinished)
 
 
 def load_projections(projections: Projections, folder: str) -> None:

@@ -206,7 +206,7 @@ class DistillationMixin(_Base):
         with meter.watching(self.model):
             output = super().evaluation_loop(*arguments)
         sums = self.accelerator.reduce(meter.sums, reduction="sum")
-        found = meter.metrics(sums, meter.has_acceptance, metric_key_prefix)
+        found = meter.metrics(sums, metric_key_prefix)
         return output._replace(metrics={**(output.metrics or {}), **found})
 
     # -- checkpoints -----------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ..losses.closed_forms import agreement
 from ..losses.distillation_loss import divergence_sum
@@ -30,21 +29,18 @@ class EvaluationMeter:
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # divergence, acceptance, count
         self.has_acceptance = True
 
-    @contextmanager
-    def watching(self, model: Any) -> Iterator[None]:
-        handle = model.register_forward_hook(self._after, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
+    def watching(self, model: Any) -> RemovableHandle:
+        """Count the batches that the model is given, until the handle is removed or its block left."""
+        handle: RemovableHandle = model.register_forward_hook(self._after, with_kwargs=True)
+        return handle
 
-    @staticmethod
-    def metrics(sums: Tensor, has_acceptance: bool, prefix: str) -> dict[str, float]:
+    def metrics(self, sums: Tensor, prefix: str) -> dict[str, float]:
+        """sums: over all processes."""
         kd, acceptance, count = sums.tolist()
         if not count:
             return {}
         found = {f"{prefix}_kd_loss": kd / count}
-        return found | ({f"{prefix}_acceptance": acceptance / count} if has_acceptance else {})
+        return found | ({f"{prefix}_acceptance": acceptance / count} if self.has_acceptance else {})
 
     def _after(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         logits = getattr(output, "logits", None)

@@ -14,7 +14,7 @@ from ...errors import UnsupportedError
 from ...models import unwrapped
 from ..losses.distillation_loss import divergence_sum, loss_sums
 from ..losses.logit_rows import HeadRows
-from ..losses.objective import Objective
+from ..losses.objective import Objective, Sums
 from ..losses.positions import learnt
 from ..teachers.labels import Divisor, check_reading, is_shifted, labels_of, shifts
 from ..teachers.last_hidden import LastHidden, check_head, head_of
@@ -57,9 +57,7 @@ class DistillationHook:
         shifts(model)
         if self.fused:
             check_fusible(model, self.teacher)
-        if tokenizer is not None:
-            self.teacher.check_tokenizer(tokenizer)
-        self.teacher.check(model, self.objective)
+        self.teacher.check(model, self.objective, tokenizer)
         self._model = model
         self._begin()
 
@@ -217,44 +215,46 @@ class DistillationHook:
 
     def _mix_hidden(self, model: Any, inputs: dict[str, Any], output: Any) -> Tensor:
         """Both losses from hidden states, as the model's own would be divided."""
-        assert self._hidden is not None
-        hidden, head = self._hidden.value, head_of(model)
-        assert head is not None
-        select, chosen, _ = self._read(model, inputs, hidden.shape[:-1])
-        with self._hidden.autocast():
-            if not self._is_checked:
-                check_head(model, head, hidden, output.logits)
-                self._is_checked = True
-            index, select = select.flatten().nonzero()[:, 0].to(hidden.device), select.to(hidden.device)
-            rows = self.teacher.compact_rows(with_decoder_inputs(model, inputs), select) if len(chosen) else None
-            targets = chosen.to(hidden.device)
-            sums = loss_sums(HeadRows(hidden, head).flat(), rows, self.objective, targets, index=index)
+        count, sums = self._hidden_sums(model, inputs, output.logits)
         items = inputs.get("num_items_in_batch")
-        divisor = max(len(chosen), 1) if items is None else items
+        divisor = max(count, 1) if items is None else items
         self._tell(sums.ce / divisor, sums.kd / divisor, items is not None)
-        return sums.total / divisor + _balance(model, output, hidden.device)
+        return sums.total / divisor + _balance(model, output, sums.total.device)
 
     def _mix_log_probs(self, model: Any, inputs: dict[str, Any], output: Any) -> Tensor:
         """SFTTrainer's loss is minus the sum of log_probs over the number of labels, so each label gets an equal share
         of the teacher's part, and their sum is right."""
-        assert self._hidden is not None
-        hidden, head = self._hidden.value, head_of(model)
-        if head is None:
-            raise UnsupportedError(f"{type(unwrapped(model)).__name__} has no head to distil under fused_lm_head=True")
-        select, chosen, _ = self._read(model, inputs, hidden.shape[:-1])
-        log_probs, count = output.log_probs, max(len(chosen), 1)
-        if not len(chosen):
-            return self.objective.alpha * log_probs
-        with self._hidden.autocast():
-            index, select = select.flatten().nonzero()[:, 0].to(hidden.device), select.to(hidden.device)
-            rows = self.teacher.compact_rows(inputs, select)
-            only = replace(self.objective, alpha=0.0)
-            kd = loss_sums(HeadRows(hidden, head).flat(), rows, only, index=index).total
+        count, sums = self._hidden_sums(model, inputs, None)
+        alpha, log_probs = self.objective.alpha, output.log_probs
+        if not count:
+            return alpha * log_probs
         divisor = count if self.items is None else self.items
         waits = count if self.items is None else None
-        self._tell(-log_probs.sum() / divisor, kd / divisor, self.items is not None, waits)
-        share = kd / count * output.label_mask
-        return self.objective.alpha * log_probs - (1 - self.objective.alpha) * share
+        self._tell(-log_probs.sum() / divisor, sums.kd / divisor, self.items is not None, waits)
+        return alpha * log_probs - (1 - alpha) * (sums.total / count * output.label_mask)
+
+    def _hidden_sums(self, model: Any, inputs: dict[str, Any], logits: Tensor | None) -> tuple[int, Sums]:
+        """How many labels there are, and the sums of the losses from hidden states.
+
+        logits: the model's own of one position, which its head must make of them. None where the model has none, and
+            computes the cross entropy itself: the total is then that of D alone.
+        """
+        hidden, head = self._hidden, head_of(model)
+        if hidden is None or head is None:
+            raise UnsupportedError(f"{type(unwrapped(model)).__name__} has no head to distil under fused_lm_head=True")
+        states, objective, targets = hidden.value, replace(self.objective, alpha=0.0), None
+        select, chosen, _ = self._read(model, inputs, states.shape[:-1])
+        select = select.to(states.device)
+        with hidden.autocast():
+            if logits is not None:
+                objective, targets = self.objective, chosen.to(states.device)
+                if not self._is_checked:
+                    check_head(model, head, states, logits)
+                self._is_checked = True
+            rows = self.teacher.rows(inputs, select, compact=True) if len(chosen) else None
+            index = select.flatten().nonzero()[:, 0]
+            sums = loss_sums(HeadRows(states, head).flat(), rows, objective, targets, index=index)
+        return len(chosen), sums
 
 
 def refuse(args: Any, compute_loss_func: Any = None) -> None:

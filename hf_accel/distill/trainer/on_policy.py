@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from ...errors import UnsupportedError
@@ -54,7 +55,7 @@ class StudentSampler:
         return made
 
     def _complete(self, student: Any, prompts: list[list[int]]) -> list[list[int]]:
-        ids, mask = _padded(prompts, self.pad, left=True)
+        ids, mask = _padded(prompts, self.pad, side="left")
         wanted = GenerationConfig(
             max_new_tokens=self.settings.max_new_tokens,
             do_sample=True,
@@ -124,13 +125,11 @@ def collated(examples: list[dict[str, list[int]]], pad: int = 0) -> dict[str, Te
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def _padded(rows: list[list[int]], pad: int, *, left: bool = False) -> tuple[Tensor, Tensor]:
-    """int64 [B, T]: the rows, and a mask that is 1 where they are."""
-    length = max(map(len, rows))
-    ids, mask = torch.full((len(rows), length), pad), torch.zeros(len(rows), length, dtype=torch.long)
-    for number, row in enumerate(rows):
-        place = slice(length - len(row), length) if left else slice(0, len(row))
-        ids[number, place], mask[number, place] = torch.tensor(row), 1
+def _padded(rows: list[list[int]], pad: int, side: str = "right") -> tuple[Tensor, Tensor]:
+    """int64 [B, T]: the rows, and a mask that is 1 where they are. side: of the padding."""
+    tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    ids = pad_sequence(tensors, batch_first=True, padding_value=pad, padding_side=side)
+    mask = pad_sequence([torch.ones_like(row) for row in tensors], batch_first=True, padding_side=side)
     return ids, mask
 
 

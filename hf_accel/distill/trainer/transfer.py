@@ -136,9 +136,7 @@ class Transfer:
         weights = token_weights(student, inputs, self._hook.shift)
         if not self.captures[1].found:
             # With alpha=1, or with no label, nobody has asked the teacher yet.
-            self.teacher.compact_rows(inputs, torch.zeros_like(labels_of(inputs), dtype=torch.bool))
-        for capture in self.captures:
-            capture.stop()
+            self.teacher.rows(inputs, torch.zeros_like(labels_of(inputs), dtype=torch.bool), compact=True)
         mine, others = self.captures[0].take(), self.captures[1].take()
         count = max(round(weights.sum().item()), 1)
         given = self._hook.items if is_summed else inputs.get("num_items_in_batch")

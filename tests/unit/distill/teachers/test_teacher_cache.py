@@ -318,11 +318,9 @@ def test_students_that_do_not_fit_are_refused(teacher: Any, tmp_path: Path) -> N
     with pytest.raises(UnsupportedError, match="something else"):
         cache.check(bert(BertForMaskedLM), ONE)
     cache.check(llama(vocab_size=64), ONE)
-    cache.tokenizer = Words(41)
     with pytest.raises(UnsupportedError, match="another tokenizer"):
-        cache.check(teacher, ONE)
-    cache.tokenizer = Words(40)
-    cache.check(teacher, ONE)
+        cache.check(teacher, ONE, Words(41))
+    cache.check(teacher, ONE, Words(40))
 
 
 def test_the_padding_of_a_vocabulary_is_cut_off(teacher: Any, tmp_path: Path) -> None:

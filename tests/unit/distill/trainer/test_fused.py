@@ -66,7 +66,7 @@ def test_all_logits_are_never_there(tmp_path: Path) -> None:
     distilled(tmp_path, student, teacher, 2, 2)
     assert seen == [1] * 4
     batch = {key: value[None] for key, value in texts()[0].items()}
-    assert isinstance(ModelTeacher(teacher).compact_rows(batch, torch.ones(1, 12).bool()), HeadRows)
+    assert isinstance(ModelTeacher(teacher).rows(batch, torch.ones(1, 12).bool(), compact=True), HeadRows)
 
 
 @pytest.mark.parametrize("more", [{"bf16": True}, {}], ids=["bf16", "float32"])
