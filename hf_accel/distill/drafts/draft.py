@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 import tempfile
@@ -222,13 +223,8 @@ def _examples(decoder: Decoder, rows: list[list[int]], rewriting: Rewriting) -> 
 
 
 def _pupil(draft: Any) -> Any:
-    """What is trained: the draft in float32, in which small steps are not rounded away."""
-    count = draft.config.get_text_config(decoder=True).num_hidden_layers
-    pupil: Any = init_student(draft, num_layers=count, dtype=torch.float32)
-    frozen = {name for name, parameter in draft.named_parameters() if not parameter.requires_grad}
-    for name, parameter in pupil.named_parameters():
-        parameter.requires_grad_(name not in frozen)
-    return pupil
+    """What is trained: a copy of the draft in float32, in which small steps are not rounded away."""
+    return copy.deepcopy(draft).float()
 
 
 def _train(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...errors import UnsupportedError
 from ...models import layer_lists
@@ -81,41 +82,31 @@ def most_influential(influence: Sequence[float], count: int) -> list[int]:
     return sorted(best[:count])
 
 
-class Influence:
-    """Block influence of layers (ShortGPT, Men et al. 2403.03853): 1 - the mean cosine between a token's hidden state
-    before and after the layer. A context in which the layers are watched; forward passes in it must not be padded."""
+def block_influence(layers: Sequence[nn.Module], read: Callable[[], None]) -> list[float]:
+    """The block influence of each layer (ShortGPT, Men et al. 2403.03853): 1 less the mean cosine between a token's
+    hidden state before and after the layer.
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = layers
-        self._sums = [0.0] * len(layers)
-        self._counts = [0] * len(layers)
-        self._handles: list[Any] = []
+    read: runs the model on text without padding. Raises UnsupportedError if a layer has not run.
+    """
+    sums, counts = [0.0] * len(layers), [0] * len(layers)
 
-    def __enter__(self) -> Influence:
-        for number, layer in enumerate(self._layers):
-            self._handles.append(layer.register_forward_hook(self._watch(number), with_kwargs=True))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _watch(self, number: int) -> Callable[..., None]:
+    def watch(number: int) -> Callable[..., None]:
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             before = args[0] if args else kwargs["hidden_states"]
             behind = output[0] if isinstance(output, tuple) else output
             cosines = torch.nn.functional.cosine_similarity(before.float(), behind.float(), dim=-1)
-            self._sums[number] += float(cosines.sum())
-            self._counts[number] += cosines.numel()
+            sums[number] += float(cosines.sum())
+            counts[number] += cosines.numel()
 
         return after
 
-    def values(self) -> list[float]:
-        """Of each layer. Raises UnsupportedError if a layer has not run."""
-        if not all(self._counts):
-            raise UnsupportedError("strategy='importance' saw no text: dataset= has no tokens; give some")
-        return [1 - total / count for total, count in zip(self._sums, self._counts, strict=True)]
+    with ExitStack() as hooks:
+        for number, layer in enumerate(layers):
+            hooks.enter_context(layer.register_forward_hook(watch(number), with_kwargs=True))
+        read()
+    if not all(counts):
+        raise UnsupportedError("strategy='importance' saw no text: dataset= has no tokens; give some")
+    return [1 - total / count for total, count in zip(sums, counts, strict=True)]
 
 
 # -- the config ----------------------------------------------------------------------------------------
@@ -161,24 +152,30 @@ def shortened(teacher: nn.Module, student: nn.Module, total: int, kept: Sequence
     return names
 
 
-def teacher_name(name: str, lists: Sequence[str], kept: Sequence[int]) -> str:
-    """What a tensor or module of the student is called in the teacher."""
-    for prefix in lists:
-        if name.startswith(prefix + "."):
-            number, _, rest = name[len(prefix) + 1 :].partition(".")
-            return f"{prefix}.{kept[int(number)]}" + (f".{rest}" if rest else "")
-    return name
+def kept_names(names: Iterable[str], lists: Sequence[str], kept: Sequence[int]) -> dict[str, str]:
+    """Which of a teacher's modules or tensors a student keeps: {name in the student: name in the teacher}."""
+    found = {}
+    for name in names:
+        prefix = next((f"{one}." for one in lists if name.startswith(f"{one}.")), None)
+        if prefix is None:
+            found[name] = name
+            continue
+        number, dot, rest = name.removeprefix(prefix).partition(".")
+        if int(number) in kept:
+            found[f"{prefix}{kept.index(int(number))}{dot}{rest}"] = name
+    return found
 
 
 def check_layers(teacher: nn.Module, student: nn.Module, lists: Sequence[str], kept: Sequence[int]) -> None:
     """Raise UnsupportedError where a layer, built for its new place, is not what it was in its old one: its kind of
     attention, its window, whether it rotates."""
-    ours = dict(teacher.named_modules())
+    theirs = dict(teacher.named_modules())
+    sources = kept_names(theirs, lists, kept)
     for name, module in student.named_modules():
-        twin = ours.get(teacher_name(name, lists, kept))
-        if teacher_name(name, lists, kept) == name and not any(name.startswith(f"{one}.") for one in lists):
+        if not name.startswith(tuple(f"{one}." for one in lists)):
             continue
-        if twin is None or type(twin) is not type(module):
+        twin = theirs.get(sources.get(name, ""))
+        if type(twin) is not type(module):
             found = "nothing" if twin is None else type(twin).__name__
             raise _changed(teacher, f"{name} is {type(module).__name__}, in the teacher it was {found}")
         for key, value in vars(module).items():
@@ -202,15 +199,9 @@ def copy_weights(teacher: nn.Module, student: nn.Module, lists: Sequence[str], k
     Raises UnsupportedError, before anything is written, unless both have the same tensors of the same shapes.
     """
     theirs, ours = teacher.state_dict(), student.state_dict()
-    sources = {name: teacher_name(name, lists, kept) for name in ours}
-    numbers = {str(i) for i in kept}
-    wanted = {
-        name
-        for name in theirs
-        if all(not name.startswith(f"{one}.") or name[len(one) + 1 :].partition(".")[0] in numbers for one in lists)
-    }
-    odd = sorted(wanted.symmetric_difference(sources.values()))
-    odd += [name for name, source in sources.items() if source in theirs and theirs[source].shape != ours[name].shape]
+    sources = kept_names(theirs, lists, kept)
+    odd = sorted(sources.get(name, name) for name in sources.keys() ^ ours.keys())
+    odd += [old for new, old in sources.items() if new in ours and theirs[old].shape != ours[new].shape]
     if odd:
         raise UnsupportedError(
             f"{type(teacher).__name__} is not what its config builds: {odd[0]!r} and {len(odd) - 1} more tensors "
@@ -218,13 +209,10 @@ def copy_weights(teacher: nn.Module, student: nn.Module, lists: Sequence[str], k
         )
     for name, tensor in ours.items():
         tensor.copy_(theirs[sources[name]])
-    _copy_hidden_buffers(teacher, student, lists, kept)
-
-
-def _copy_hidden_buffers(teacher: nn.Module, student: nn.Module, lists: Sequence[str], kept: Sequence[int]) -> None:
-    """Those that no state dict has, like rotary frequencies, where both have one of the same shape and dtype."""
-    theirs: dict[str, Tensor] = dict(teacher.named_buffers())
+    # Buffers that no state dict has, like rotary frequencies, where both have one of the same shape and dtype.
+    buffers = dict(teacher.named_buffers())
+    old_names = kept_names(buffers, lists, kept)
     for name, buffer in student.named_buffers():
-        source = theirs.get(teacher_name(name, lists, kept))
+        source = buffers.get(old_names.get(name, ""))
         if source is not None and source.shape == buffer.shape and source.dtype == buffer.dtype:
             buffer.copy_(source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from itertools import islice
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ...errors import UnsupportedError
 from ...models import evaluating, layer_lists
 from ...patch import is_patched, stock_twin
 from .kept_layers import (
-    Influence,
+    block_influence,
     check_layers,
     choose_layers,
     copy_weights,
@@ -57,10 +57,7 @@ def init_student(
     """
     source = _floats_of(teacher)
     total = source.config.get_text_config(decoder=True).num_hidden_layers
-
-    def influence() -> list[float]:
-        return block_influence(source, dataset, tokenizer)
-
+    influence = partial(_influence, source, dataset, tokenizer)
     kept = choose_layers(total, num_layers, layers, strategy=strategy, influence=influence)
     if share_embeddings and dtype not in (None, source.get_input_embeddings().weight.dtype):
         raise UnsupportedError(f"share_embeddings=True shares memory, which stays as it is; leave dtype={dtype} out")
@@ -77,26 +74,26 @@ def init_student(
     return student.train(teacher.training)
 
 
-def block_influence(model: PreTrainedModel, dataset: Any, tokenizer: Any = None) -> list[float]:
-    """Of each layer; see `Influence`."""
+def _influence(model: PreTrainedModel, dataset: Any, tokenizer: Any) -> list[float]:
+    """See `block_influence`."""
     if dataset is None:
         raise UnsupportedError("strategy='importance' is measured on text; give dataset=, or another strategy")
     total = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = layer_lists(model.get_decoder(), total)
     if not lists:
         raise UnsupportedError(f"{type(model).__name__} has no list of {total} layers to measure")
-    layers = list(next(iter(lists.values())))
     rows = token_rows(dataset, model, tokenizer=tokenizer, limit=INFLUENCE_TOKENS)
-    wanted = list(islice(windows(rows, WINDOW), INFLUENCE_TOKENS // 2))
-    left = INFLUENCE_TOKENS
-    with torch.no_grad(), evaluating(model), Influence(layers) as seen:
-        for window in wanted:
-            ids = torch.tensor([window[:left]], device=model.device)
-            model(input_ids=ids)
-            left -= ids.shape[1]
+
+    def read() -> None:
+        left = INFLUENCE_TOKENS
+        for window in windows(rows, WINDOW):
+            model(input_ids=torch.tensor([window[:left]], device=model.device))
+            left -= len(window)
             if left <= 1:
-                break
-    return seen.values()
+                return
+
+    with torch.no_grad(), evaluating(model):
+        return block_influence(list(next(iter(lists.values()))), read)
 
 
 def _floats_of(teacher: PreTrainedModel) -> Any:
