@@ -43,7 +43,7 @@ class _HeadGradients:
     def __init__(self, hidden: Tensor, head: Head, ready: Head, needed: tuple[bool, ...]) -> None:
         """ready: the head, prepared for the classes that count."""
         assert isinstance(head.weight, Tensor) and isinstance(ready.weight, Tensor)
-        self._factor, self._parameters = ready.weight, (head.weight, head.bias)
+        self._factor, self._trained = ready.weight, (head.weight, head.bias)
         self.hidden = torch.zeros_like(hidden) if needed[0] else None
         self.weight = torch.zeros_like(head.weight, dtype=wide(head.weight)) if needed[1] else None
         self.bias = torch.zeros_like(head.bias, dtype=wide(head.bias)) if head.bias is not None and needed[2] else None
@@ -59,7 +59,7 @@ class _HeadGradients:
 
     def finished(self) -> Gradients:
         """Each in the dtype of what it is the gradient of."""
-        pairs = zip((self.weight, self.bias), self._parameters, strict=True)
+        pairs = zip((self.weight, self.bias), self._trained, strict=True)
         return [self.hidden, *(g if g is None or p is None else g.to(p.dtype) for g, p in pairs)]
 
 
