@@ -10,10 +10,11 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_accel.hardware import detect, float_peak, integer_peak, read_bandwidth
+from hf_accel.hardware import detect, float_peak, read_bandwidth
 from hf_accel.twin import twin
 
 from .checks import check, random_tokens
+from .integer_peak import integer_peak
 from .models import load_model
 from .settings import Settings
 from .setups import SETUPS, Setup
@@ -51,7 +52,7 @@ class Bench:
 
     def peak(self, kind: str) -> float | None:
         """Operations per second of torch's matrix product: "integer", or "float" in the model's dtype."""
-        return integer_peak(detect()) if kind == "integer" else float_peak(detect(), self.model.dtype)
+        return integer_peak("cpu") if kind == "integer" else float_peak(detect(), self.model.dtype)
 
     @property
     def description(self) -> str:

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
 import hf_accel
-from benchmarks import attention_peak, isa, memory, prefill, profile_step, quality, rows
+from benchmarks import attention_peak, integer_peak, isa, memory, prefill, profile_step, quality, rows
 from benchmarks.bench import Bench
 from benchmarks.models import load_model
 from benchmarks.processes import ProcessError, call
@@ -20,6 +20,7 @@ from benchmarks.settings import Settings
 from benchmarks.setups import SETUPS, accel
 from benchmarks.setups.gguf_file import gguf_refuses, rotary_order
 from benchmarks.setups.llama_cpp import LlamaCpp
+from hf_accel.hardware import speed
 from hf_accel.kernels import cpu as kernels
 
 
@@ -136,6 +137,30 @@ def test_competitors_that_do_not_take_part_are_named(monkeypatch: pytest.MonkeyP
 def test_operations_of_a_prefill() -> None:
     layer = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512
     assert prefill.operations(bench_of()) == 2 * (20 * 2 * layer + 512 * 256)
+
+
+def test_an_int8_peak_is_two_operations_per_multiply_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "least_seconds", lambda run, device: (run(), 0.25)[1])
+    assert integer_peak._integer_peak.__wrapped__("cpu", 1) == 2 * 512**3 / 0.25
+
+
+def test_without_an_int8_matmul_there_is_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(size: int, *, device: str) -> Any:
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(integer_peak, "onednn_matmul", missing)
+    monkeypatch.setattr(integer_peak, "int_matmul", missing)
+    assert integer_peak._integer_peak.__wrapped__("cpu", 1) is None
+
+
+@pytest.mark.parametrize("build", [integer_peak.onednn_matmul, integer_peak.int_matmul])
+def test_the_int8_matmuls_multiply_integers(build: Any) -> None:
+    try:
+        product = build(64, device="cpu")()
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        pytest.skip(f"not in this build of torch: {error}")
+    # oneDNN's operand is unsigned with zero point 128: a one stands for -127
+    assert product.float().unique().tolist() == [64.0 if build is integer_peak.int_matmul else -127.0 * 64]
 
 
 def test_linears_of_all_layers_and_small_ones_in_pairs() -> None:

@@ -2,6 +2,6 @@
 
 from .device import Hardware, detect
 from .processor import ISA_LEVELS
-from .speed import float_peak, integer_peak, read_bandwidth
+from .speed import float_peak, read_bandwidth
 
-__all__ = ["ISA_LEVELS", "Hardware", "detect", "float_peak", "integer_peak", "read_bandwidth"]
+__all__ = ["ISA_LEVELS", "Hardware", "detect", "float_peak", "read_bandwidth"]

@@ -6,7 +6,6 @@ import os
 import platform
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -41,24 +40,22 @@ def choose_isa(features: frozenset[str], *, requested: str | None = None) -> str
 @lru_cache
 def instruction_sets() -> frozenset[str]:
     """The CPU's features by torch's names; what torch itself was built to use where it does not list them."""
-    features = frozenset(name for name, value in cpu_capabilities().items() if value is True)
+    features = frozenset(name for name, value in torch.cpu.get_capabilities().items() if value is True)
     if not features and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
         return ISA_LEVELS["avx2"]
     return features
 
 
-def cpu_capabilities() -> dict[str, Any]:
-    return dict(getattr(torch.cpu, "get_capabilities", dict)())  # older torch has no such function
-
-
 @lru_cache
 def cpu_name() -> str:
-    return str(cpu_capabilities().get("cpu_name") or platform.processor() or platform.machine() or "unknown CPU")
+    return str(
+        torch.cpu.get_capabilities().get("cpu_name") or platform.processor() or platform.machine() or "unknown CPU"
+    )
 
 
 @lru_cache
 def physical_cores() -> int:
-    return int(cpu_capabilities().get("num_physical_cores") or os.cpu_count() or 1)
+    return int(torch.cpu.get_capabilities().get("num_physical_cores") or os.cpu_count() or 1)
 
 
 def usable_cores(root: Path = ROOT) -> int:
@@ -78,5 +75,6 @@ def cache_bytes(level: int, root: Path = ROOT) -> int | None:
         if read(directory / "level") == str(level) and size.endswith("K"):
             instances[read(directory / "shared_cpu_list") or ""] = int(size[:-1]) * 1024
     if not instances:
-        return cpu_capabilities().get(f"l{level}_cache_size")
+        size_of_torch: int | None = torch.cpu.get_capabilities().get(f"l{level}_cache_size")
+        return size_of_torch
     return max(instances.values()) if level == 2 else sum(instances.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -24,15 +24,10 @@ def float_peak(hardware: Hardware, dtype: torch.dtype = torch.float32) -> float:
     return _float_peak(hardware.device, dtype, torch.get_num_threads())
 
 
-def integer_peak(hardware: Hardware) -> float | None:
-    """Operations per second of torch's fastest int8 matmul, None where it has none; measured once per thread count."""
-    return _integer_peak(hardware.device, torch.get_num_threads())
-
-
 @lru_cache
 def _read_bandwidth(device: str, nbytes: int, threads: int) -> float:
     buffer = torch.ones(nbytes // 4, dtype=torch.float32, device=device)  # ones: pages of zeros may be one page
-    return buffer.nbytes / min(_seconds(buffer.sum, device))
+    return buffer.nbytes / least_seconds(buffer.sum, device)
 
 
 def _buffer_bytes(hardware: Hardware) -> int:
@@ -45,58 +40,31 @@ def _buffer_bytes(hardware: Hardware) -> int:
 
 @lru_cache
 def _float_peak(device: str, dtype: torch.dtype, threads: int) -> float:
-    return _matmul_peak(partial(_float_matmul, dtype=dtype, device=device), device)
+    def build(size: int) -> Callable[[], Tensor]:
+        matrix = torch.ones(size, size, dtype=dtype, device=device)
+        return lambda: matrix @ matrix
+
+    return matmul_peak(build, device)
 
 
-@lru_cache
-def _integer_peak(device: str, threads: int) -> float | None:
-    for build in (_onednn_matmul, _int_matmul):
-        try:
-            return _matmul_peak(partial(build, device=device), device)
-        except (AttributeError, NotImplementedError, RuntimeError):  # the operator is missing in this build
-            continue
-    return None
-
-
-def _float_matmul(size: int, *, dtype: torch.dtype, device: str) -> Callable[[], Tensor]:
-    matrix = torch.ones(size, size, dtype=dtype, device=device)
-    return lambda: matrix @ matrix
-
-
-def _onednn_matmul(size: int, *, device: str) -> Callable[[], Tensor]:
-    if device != "cpu":
-        raise NotImplementedError("oneDNN runs on the CPU")
-    inputs = torch.ones(size, size, dtype=torch.uint8)
-    packed = torch.ops.onednn.qlinear_prepack(torch.ones(size, size, dtype=torch.int8), None)
-    scales, zeros = torch.ones(size), torch.zeros(size, dtype=torch.int64)
-    return lambda: torch.ops.onednn.qlinear_pointwise(
-        inputs, 1.0, 128, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
-    )
-
-
-def _int_matmul(size: int, *, device: str) -> Callable[[], Tensor]:
-    matrix = torch.ones(size, size, dtype=torch.int8, device=device)
-    return lambda: torch._int_mm(matrix, matrix)
-
-
-def _matmul_peak(build: Callable[[int], Callable[[], Tensor]], device: str) -> float:
+def matmul_peak(build: Callable[[int], Callable[[], Tensor]], device: str) -> float:
     """Operations per second of the square matmul that `build(size)` makes ready, the better of two sizes."""
     peak = 0.0
     for size in (512, 1024) if device == "cpu" else (2048, 8192):
-        seconds = min(_seconds(build(size), device))
+        seconds = least_seconds(build(size), device)
         peak = max(peak, 2 * size**3 / seconds)
         if seconds > 0.03:  # a dtype that this machine emulates: the larger size would take a second
             break
     return peak
 
 
-def _seconds(run: Callable[[], object], device: str) -> list[float]:
-    """Wall times of calls of `run`, after one that warms up: two, then more (at most 7) in 50 ms."""
+def least_seconds(run: Callable[[], object], device: str) -> float:
+    """The least wall time of a call of `run`, after one that warms up: of two calls, or of up to 7 in 50 ms."""
     seconds: list[float] = []
     while len(seconds) < 3 or (len(seconds) < 8 and sum(seconds[1:]) < 0.05):
         start = time.perf_counter()
         run()
         if device != "cpu":  # a GPU runs on after the call
-            torch.cuda.synchronize(device)
+            torch.accelerator.synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return seconds[1:]
+    return min(seconds[1:])

@@ -54,16 +54,12 @@ class LinearSpec:
         integers = self.in_features * self.out_features * self.bits // 8
         return integers + self.out_features * groups * self.dtype.itemsize + zero_points
 
-    @property
-    def stock_bytes(self) -> int:
-        """Bytes of the same weight in `dtype`."""
-        return self.in_features * self.out_features * self.dtype.itemsize
-
 
 class Backend(ABC):
     """One way to multiply by a quantized weight.
 
-    bits: the widths it reads. activations: "int8" if it rounds each row of the input to 8 bits.
+    bits: the widths it reads. device_type: where it runs; None: anywhere. dtypes: of activations; none named: any.
+    activations: "int8" if it rounds each row of the input to 8 bits.
     reference: the backend of plain torch that rounds activations in the same way.
     row_invariant: row i of run(X) equals run(X[i:i+1]) bit for bit.
     slow_start: a call costs so much by itself that it does not pay for a small weight.
@@ -71,14 +67,23 @@ class Backend(ABC):
 
     name: ClassVar[str]
     bits: ClassVar[tuple[int, ...]]
+    device_type: ClassVar[str | None] = None
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
     activations: Literal["int8"] | None = None
     reference: ClassVar[str] = "reference"
     row_invariant: ClassVar[bool] = False
     slow_start: ClassVar[bool] = False
 
-    @abstractmethod
     def refuses(self, spec: LinearSpec) -> str | None:
         """None, or why not, as one clause a user can read."""
+        if self.device_type not in (None, spec.device_type):
+            return f"it runs on {self.device_type}, not on {spec.device_type}"
+        if spec.activations not in ("auto", self.activations):
+            return "it rounds activations to INT8" if self.activations else "it keeps activations in floating point"
+        if self.dtypes and spec.dtype not in self.dtypes:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+            return f"it takes {' and '.join(names.rsplit(', ', 1))}, not {spec.dtype}"
+        return None
 
     def note(self, spec: LinearSpec) -> str | None:
         """What a user should know where this backend is taken."""

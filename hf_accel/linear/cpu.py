@@ -19,6 +19,7 @@ from ..kernels.cpu.integer_linear import (
     stored_zeros,
     unpack,
 )
+from ..kernels.cpu.library import FLOATS
 from ..tensors import is_recorded
 from .backend import Backend, LinearSpec
 from .formats import Int4Weight, Int8Weight, QuantizedWeight, check_group_size, pack_zero_points
@@ -49,17 +50,13 @@ class Cpu(Backend):
 
     name = "cpu"
     bits = (8, 4)
+    device_type = "cpu"
+    dtypes = FLOATS
     activations = "int8"
     row_invariant = True
 
     def refuses(self, spec: LinearSpec) -> str | None:
-        if spec.device_type != "cpu":
-            return f"it runs on the CPU, not on {spec.device_type}"
-        if spec.activations is None:
-            return "it rounds activations to INT8"
-        if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"it takes float32, bfloat16 and float16, not {spec.dtype}"
-        return kernels.refusal()
+        return super().refuses(spec) or kernels.refusal()
 
     def pack(self, weight: QuantizedWeight) -> CpuWeight:
         scale = weight.weight_scale

@@ -15,7 +15,7 @@ from ..errors import HfAccelWarning, UnsupportedError
 from ..kernels.cpu.library import native
 from ..tensors import product_dtype
 from .backend import LinearSpec
-from .formats import QuantizedWeight, check_group_size, from_state, state, zeros
+from .formats import QuantizedWeight, from_state, state, zeros
 from .reference import differentiable_linear
 from .registry import BackendChoice, choose
 from .writable import WritableWeight
@@ -60,23 +60,13 @@ class QuantLinear(nn.Linear):
         self.register_parameter("bias", bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias))
 
     @classmethod
-    def from_weight(
-        cls, weight: Tensor, bias: Tensor | None = None, *, config: WeightConfig, backend: str = "auto"
-    ) -> QuantLinear:
-        """Quantize a floating-point weight [out, in] and pack it. A Parameter given as bias is kept as it is.
-
-        Raises UnsupportedError as `Backend.quantize` and `choose` do, and for groups that do not divide the inputs.
-        """
-        if config.bits == 4:
-            check_group_size((weight.shape[0], weight.shape[1]), config.group_size)
-        choice = choose(LinearSpec.of(weight, config, has_bias=bias is not None), backend)
-        return cls.from_packed(choice.backend.quantize(weight.detach(), config), bias, choice=choice, backend=backend)
-
-    @classmethod
     def from_packed(
         cls, packed: Any, bias: Tensor | None, *, choice: BackendChoice, backend: str = "auto"
     ) -> QuantLinear:
-        """A layer over what `choice.backend.quantize` made of a weight of `choice.spec`."""
+        """A layer over what `choice.backend.quantize` made of a weight of `choice.spec`.
+
+        A Parameter given as bias is kept as it is.
+        """
         layer, spec = cls.__new__(cls), choice.spec
         group_size = spec.in_features if spec.bits == 8 else spec.group_size
         levels = (spec.bits, group_size, spec.symmetric)

@@ -29,19 +29,16 @@ class OneDNN(Backend):
 
     name = "onednn"
     bits = (8,)
+    device_type = "cpu"
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
     activations = "int8"
     reference = "reference by row"
     row_invariant = True
     slow_start = True  # about 60 microseconds
 
     def refuses(self, spec: LinearSpec) -> str | None:
-        if spec.device_type != "cpu":
-            return f"it runs on the CPU, not on {spec.device_type}"
-        if spec.activations is None:
-            return "it rounds activations to INT8"
-        if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"it takes float32, bfloat16 and float16, not {spec.dtype}"
-        return None if is_exact() else "torch's oneDNN INT8 matmul is not available in this build"
+        reason = super().refuses(spec)
+        return reason or (None if is_exact() else "torch's oneDNN INT8 matmul is not available in this build")
 
     def pack(self, weight: QuantizedWeight) -> OneDNNWeight:
         assert isinstance(weight, Int8Weight)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .activations import round_groups
-from .backend import Backend, LinearSpec
+from .backend import Backend
 from .formats import QuantizedWeight, chunks
 
 ACTIVATION_GROUP = 128  # inputs that share an activation scale where the weight has no groups
@@ -27,11 +27,6 @@ class Reference(Backend):
 
     def __init__(self, activations: Literal["int8"] | None) -> None:
         self.activations = activations
-
-    def refuses(self, spec: LinearSpec) -> str | None:
-        if spec.activations in ("auto", self.activations):
-            return None
-        return "it rounds activations to INT8" if self.activations else "it keeps activations in floating point"
 
     def pack(self, weight: QuantizedWeight) -> QuantizedWeight:
         return weight

@@ -36,14 +36,13 @@ class TorchInt4(Backend):
 
     name = "torch"
     bits = (4,)
+    device_type = "cpu"
+    dtypes = (torch.bfloat16, torch.float32)
 
     def refuses(self, spec: LinearSpec) -> str | None:
-        if spec.device_type != "cpu":
-            return f"it runs on the CPU, not on {spec.device_type}"
-        if spec.activations == "int8":
-            return "it keeps activations in floating point"
-        if spec.dtype not in (torch.bfloat16, torch.float32):
-            return f"it takes bfloat16 and float32, not {spec.dtype}"
+        reason = super().refuses(spec)
+        if reason is not None:
+            return reason
         if not spec.symmetric:
             return "it takes symmetric weights only"
         if spec.out_features % MULTIPLE:
@@ -75,9 +74,8 @@ class TorchInt4(Backend):
 
 def _few_rows(x: Tensor, packed: TorchInt4Weight) -> Tensor:
     inputs = x.to(torch.bfloat16)
-    return torch._weight_int4pack_mm_for_cpu(inputs, packed.weight, packed.group_size, packed.scales_and_zeros).to(
-        x.dtype
-    )
+    out = torch._weight_int4pack_mm_for_cpu(inputs, packed.weight, packed.group_size, packed.scales_and_zeros)
+    return out.to(x.dtype)
 
 
 def _many_rows(x: Tensor, packed: TorchInt4Weight) -> Tensor:

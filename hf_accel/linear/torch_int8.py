@@ -19,18 +19,15 @@ class TorchInt8(Backend):
 
     name = "torch"
     bits = (8,)
+    device_type = "cpu"
+    dtypes = (torch.bfloat16,)
 
     def refuses(self, spec: LinearSpec) -> str | None:
-        if spec.device_type != "cpu":
-            return f"it runs on the CPU, not on {spec.device_type}"
-        if spec.activations == "int8":
-            return "it keeps activations in floating point"
-        if spec.dtype != torch.bfloat16:
-            return f"it takes bfloat16, not {spec.dtype}"
-        if spec.in_features % VECTOR:
+        reason = super().refuses(spec)
+        if reason is None and spec.in_features % VECTOR:
             # The kernel does not check, and reads past the end of the row.
             return f"it needs inputs in multiples of {VECTOR}, not {spec.in_features}"
-        return None
+        return reason
 
     def pack(self, weight: QuantizedWeight) -> Int8Weight:
         assert isinstance(weight, Int8Weight)

@@ -42,12 +42,6 @@ class Workers(Generic[Result]):
         """Wait for all jobs; returns what has not been returned yet."""
         return self._collect("ALL_COMPLETED")
 
-    def close(self) -> None:
-        """Drop the jobs that have not begun, wait for those that have, and end the threads."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-        self._under_way.clear()
-
     def _collect(self, when: str) -> list[Result]:
         done, self._under_way = wait(self._under_way, return_when=when)
         return [future.result() for future in done]
@@ -56,7 +50,10 @@ class Workers(Generic[Result]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Drop the jobs that have not begun, wait for those that have, and end the threads."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._under_way.clear()
 
 
 def _start(count: int, threads: int) -> ThreadPoolExecutor:

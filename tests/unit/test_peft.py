@@ -18,6 +18,7 @@ from hf_accel.patch import stock_twin
 
 from ..parity.families import build, inputs
 from ..parity.snapshot import bits, logits, snapshot
+from .linear.layers import quantized_layer
 
 peft = pytest.importorskip("peft")
 
@@ -309,7 +310,7 @@ WRITES: dict[str, Callable[[QuantLinear], object]] = {
 
 @pytest.mark.parametrize("how", WRITES)
 def test_no_write_is_lost(how: str) -> None:
-    layer = QuantLinear.from_weight(torch.randn(32, 32), config=hf_accel.WeightConfig())
+    layer = quantized_layer(torch.randn(32, 32), config=hf_accel.WeightConfig())
     WRITES[how](layer)
     expected = MERGED
     if how == "init":
@@ -320,7 +321,7 @@ def test_no_write_is_lost(how: str) -> None:
 
 
 def test_what_is_computed_from_it_is_a_plain_tensor() -> None:
-    layer = QuantLinear.from_weight(torch.randn(32, 32), config=hf_accel.WeightConfig())
+    layer = quantized_layer(torch.randn(32, 32), config=hf_accel.WeightConfig())
     for made in (layer.weight + 1, layer.weight.clone(), layer.weight.float() * 2, copy.deepcopy(layer.weight)):
         assert type(made) is Tensor
         made.zero_()
@@ -332,7 +333,7 @@ def test_what_is_computed_from_it_is_a_plain_tensor() -> None:
 
 
 def test_a_parameter_made_of_it_is_one_of_its_own() -> None:
-    layer = QuantLinear.from_weight(torch.randn(32, 32), config=hf_accel.WeightConfig())
+    layer = quantized_layer(torch.randn(32, 32), config=hf_accel.WeightConfig())
     other = nn.Linear(32, 32, bias=False)
     other.weight = nn.Parameter(layer.weight.contiguous())
     before = bits(layer.weight.data.clone())
@@ -359,7 +360,7 @@ def test_a_parameter_made_of_it_is_one_of_its_own() -> None:
     ],
 )
 def test_what_cannot_be_written(value: Tensor, text: str) -> None:
-    layer = QuantLinear.from_weight(torch.randn(32, 32), config=hf_accel.WeightConfig())
+    layer = quantized_layer(torch.randn(32, 32), config=hf_accel.WeightConfig())
     before = bits(layer.weight.data.clone())
     with pytest.raises(hf_accel.UnsupportedError, match=text):
         layer.weight.data = value

@@ -16,6 +16,7 @@ from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
 from hf_accel.state import FUSED_PROJECTIONS, PROJECTION
 
+from ..linear.layers import quantized_layer
 from .models import Attention
 
 FLOAT_ROWS = 16
@@ -26,7 +27,7 @@ def quantized(bits: int) -> Attention:
     module = Attention(64)
     config = WeightConfig(bits=bits, group_size=32)
     for name, layer in list(module.named_children()):
-        setattr(module, name, QuantLinear.from_weight(layer.weight, layer.bias, config=config))
+        setattr(module, name, quantized_layer(layer.weight, layer.bias, config=config))
     return module
 
 

@@ -12,6 +12,8 @@ from hf_accel.config import WeightConfig
 from hf_accel.errors import UnsupportedError
 from hf_accel.linear import LinearSpec, QuantLinear, choose, quantize
 
+from .layers import quantized_layer
+
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPE = (48, 128)  # [out, in]
 INT8, INT4 = WeightConfig(), WeightConfig(bits=4, group_size=32)
@@ -56,9 +58,7 @@ def make_layer(request):
 
     def make(dtype=BF16, **keywords):
         weight, bias = torch.randn(SHAPE) * 0.05, torch.randn(SHAPE[0])
-        return QuantLinear.from_weight(
-            weight.to(dtype), bias.to(dtype), **({"config": config, "backend": backend} | keywords)
-        )
+        return quantized_layer(weight.to(dtype), bias.to(dtype), **({"config": config, "backend": backend} | keywords))
 
     make.config, make.backend = config, backend
     return make
@@ -100,16 +100,16 @@ def test_computes_with_its_dequantized_weight(make_layer, x):
 
 def test_the_weight_is_the_rounded_one(make_layer):
     weight = torch.randn(SHAPE).to(BF16)
-    layer = QuantLinear.from_weight(weight, config=make_layer.config, backend=make_layer.backend)
+    layer = quantized_layer(weight, config=make_layer.config, backend=make_layer.backend)
     assert torch.equal(layer.weight, quantize(weight, make_layer.config).dequantize(BF16))
     assert layer.bias is None
 
 
 def test_a_bias_parameter_is_kept_as_the_same_object():
     bias = nn.Parameter(torch.randn(48), requires_grad=False)
-    assert QuantLinear.from_weight(torch.randn(SHAPE), bias, config=INT8).bias is bias
+    assert quantized_layer(torch.randn(SHAPE), bias, config=INT8).bias is bias
     plain = bias.detach().clone()
-    assert torch.equal(QuantLinear.from_weight(torch.randn(SHAPE), plain, config=INT8).bias, plain)
+    assert torch.equal(quantized_layer(torch.randn(SHAPE), plain, config=INT8).bias, plain)
 
 
 @pytest.mark.parametrize("shape", [(128,), (1, 128), (0, 128), (2, 3, 128), (2, 0, 128), (2, 2, 2, 128)])
@@ -248,14 +248,14 @@ def test_what_does_not_fit_is_reported_as_torch_does(make_layer, spoil, message)
     ],
 )
 def test_zero_points_are_neither_dropped_nor_made_up(config, other, message):
-    saved = QuantLinear.from_weight(torch.randn(SHAPE), config=config).state_dict()
-    layer = QuantLinear.from_weight(torch.randn(SHAPE), config=other)
+    saved = quantized_layer(torch.randn(SHAPE), config=config).state_dict()
+    layer = quantized_layer(torch.randn(SHAPE), config=other)
     with pytest.raises(RuntimeError, match=message):
         layer.load_state_dict(saved)
 
 
 def test_a_float_weight_is_not_cut_off_to_integers(x):
-    layer = QuantLinear.from_weight(torch.randn(SHAPE).to(BF16), config=INT8)
+    layer = quantized_layer(torch.randn(SHAPE).to(BF16), config=INT8)
     before = run(layer, x)
     state = layer.state_dict() | {"weight": torch.randn(SHAPE)}
     with pytest.raises(RuntimeError, match=r"weight is torch.float32 in the checkpoint, but an INT8 layer stores"):
@@ -305,7 +305,7 @@ def test_to_converts_scales_and_bias_and_never_the_integers(make_layer):
 
 
 def test_the_backend_is_chosen_again_for_a_new_dtype(x):
-    layer = QuantLinear.from_weight(torch.randn(SHAPE).to(BF16), config=WeightConfig(activations=None))
+    layer = quantized_layer(torch.randn(SHAPE).to(BF16), config=WeightConfig(activations=None))
     assert layer.choice.backend.name == "torch"
     assert layer.half().choice.backend.name == "reference"
     assert layer.to(BF16).choice.backend.name == "torch"
@@ -340,7 +340,7 @@ def test_an_unpacked_layer_stays_unpacked_under_to(make_layer):
 )
 def test_what_cannot_be_is_refused(keywords, message):
     with pytest.raises(UnsupportedError, match=message):
-        QuantLinear.from_weight(torch.randn(48, 96), **({"config": INT8} | keywords))
+        quantized_layer(torch.randn(48, 96), **({"config": INT8} | keywords))
 
 
 def test_compiled(make_layer, x):

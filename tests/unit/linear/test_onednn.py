@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not is_exact(), reason="torch's oneDNN INT8 matm
         ({}, None),
         ({"activations": "int8", "dtype": torch.bfloat16}, None),
         ({"dtype": torch.float16}, None),
-        ({"device_type": "cuda"}, "it runs on the CPU, not on cuda"),
+        ({"device_type": "cuda"}, "it runs on cpu, not on cuda"),
         ({"activations": None}, "it rounds activations to INT8"),
         ({"dtype": torch.float64}, "it takes float32, bfloat16 and float16, not torch.float64"),
     ],

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not block_size(), reason="torch's INT4 matmul is
     [
         ({}, None),
         ({"dtype": torch.float32, "activations": None}, None),
-        ({"device_type": "cuda"}, "it runs on the CPU, not on cuda"),
+        ({"device_type": "cuda"}, "it runs on cpu, not on cuda"),
         ({"activations": "int8"}, "it keeps activations in floating point"),
         ({"dtype": torch.float16}, "it takes bfloat16 and float32, not torch.float16"),
         ({"out_features": 40}, "it needs outputs in multiples of 16, not 40"),

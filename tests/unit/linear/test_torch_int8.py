@@ -14,7 +14,7 @@ SPEC = {"in_features": 48, "out_features": 33, "bits": 8, "dtype": torch.bfloat1
     [
         ({}, None),
         ({"activations": None}, None),
-        ({"device_type": "cuda"}, "it runs on the CPU, not on cuda"),
+        ({"device_type": "cuda"}, "it runs on cpu, not on cuda"),
         ({"activations": "int8"}, "it keeps activations in floating point"),
         ({"dtype": torch.float32}, "it takes bfloat16, not torch.float32"),
         ({"in_features": 40}, "it needs inputs in multiples of 16, not 40"),
