@@ -48,9 +48,8 @@ def instruction_sets() -> frozenset[str]:
 
 @lru_cache
 def cpu_name() -> str:
-    return str(
-        torch.cpu.get_capabilities().get("cpu_name") or platform.processor() or platform.machine() or "unknown CPU"
-    )
+    name = torch.cpu.get_capabilities().get("cpu_name")
+    return str(name or platform.processor() or platform.machine() or "unknown CPU")
 
 
 @lru_cache
@@ -75,6 +74,6 @@ def cache_bytes(level: int, root: Path = ROOT) -> int | None:
         if read(directory / "level") == str(level) and size.endswith("K"):
             instances[read(directory / "shared_cpu_list") or ""] = int(size[:-1]) * 1024
     if not instances:
-        size_of_torch: int | None = torch.cpu.get_capabilities().get(f"l{level}_cache_size")
-        return size_of_torch
+        known_to_torch: int | None = torch.cpu.get_capabilities().get(f"l{level}_cache_size")
+        return known_to_torch
     return max(instances.values()) if level == 2 else sum(instances.values())

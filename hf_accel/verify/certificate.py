@@ -132,14 +132,7 @@ class Certificate:
         """JSON-able."""
         verdicts = [asdict(v) | {"explained": v.explained} for v in self.verdicts]
         cost = None if self.cost is None else self.cost.to_dict()
-        return {
-            "reference": self.reference,
-            "exact": self.exact,
-            "explained": self.explained,
-            "verdicts": verdicts,
-            "cost": cost,
-            "no_cost": self.no_cost,
-        }
+        return vars(self) | {"exact": self.exact, "explained": self.explained, "verdicts": verdicts, "cost": cost}
 
     def __str__(self) -> str:
         same = sum(v.identical for v in self.verdicts)

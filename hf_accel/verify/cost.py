@@ -36,16 +36,25 @@ def measure_cost(
     model: PreTrainedModel, reference: PreTrainedModel, windows: Sequence[Tensor], *, name: str, text: str
 ) -> Cost:
     """Both models side by side; logits of one chunk of one window at a time are held."""
-    total = CostSums()
-    with logging.tqdm(total=len(windows), desc="Measuring the cost", unit=" windows", delay=PATIENCE) as bar:
-        for window in windows:
-            targets = window[0, 1:].to(model.device)
-            pairs = zip(predictions(model, window), predictions(reference, window), strict=True)
-            for actual, expected in pairs:
-                chunk, targets = targets[: len(actual)], targets[len(actual) :]
-                total.add(actual, expected.to(actual.device), chunk)
-            bar.update()
-    return total.cost(name, text)
+    found = []
+    for window in logging.tqdm(windows, desc="Measuring the cost", unit=" windows", delay=PATIENCE):
+        targets = window[0, 1:].to(model.device)
+        for actual, expected in zip(predictions(model, window), predictions(reference, window), strict=True):
+            chunk, targets = targets[: len(actual)], targets[len(actual) :]
+            found.append(differences(actual, expected.to(actual.device), chunk))
+    tokens = torch.cat(found)
+    loss, reference_loss, kl, same_top = tokens.mean(0).tolist()
+    change = tokens[:, 0] - tokens[:, 1]
+    return Cost(
+        reference=name,
+        text=text,
+        tokens=len(tokens),
+        reference_loss=reference_loss,
+        loss=loss,
+        error=float(change.std(correction=0)) / math.sqrt(max(1, len(tokens) - 1)),
+        kl=kl,
+        same_top=same_top,
+    )
 
 
 def predictions(model: PreTrainedModel, ids: Tensor) -> Iterator[Tensor]:
@@ -61,35 +70,14 @@ def predictions(model: PreTrainedModel, ids: Tensor) -> Iterator[Tensor]:
         yield output.logits[0].float().log_softmax(-1)
 
 
-class CostSums:
-    """Sums over tokens, in double precision."""
+def differences(actual: Tensor, expected: Tensor, targets: Tensor) -> Tensor:
+    """[T, 4], float64, of T tokens: the model's loss, the reference's, KL(reference || model), and whether both find
+    the same token likeliest.
 
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.loss = self.reference_loss = self.squares = self.kl = self.same_top = 0.0
-
-    def add(self, actual: Tensor, expected: Tensor, targets: Tensor) -> None:
-        """Log-probabilities [T, V] of the model and of the reference, and the tokens [T] that came."""
-        loss, reference_loss = (-x.gather(-1, targets[:, None]).double() for x in (actual, expected))
-        self.tokens += len(targets)
-        self.loss += float(loss.sum())
-        self.reference_loss += float(reference_loss.sum())
-        self.squares += float((loss - reference_loss).square().sum())
-        self.same_top += float((actual.argmax(-1) == expected.argmax(-1)).sum())
-        divergence = (expected - actual).mul_(expected.exp()).masked_fill_(expected == -torch.inf, 0)  # 0 log 0 is 0
-        self.kl += float(divergence.sum(dtype=torch.float64))
-
-    def cost(self, name: str, text: str) -> Cost:
-        n = self.tokens
-        change = (self.loss - self.reference_loss) / n
-        variance = max(0.0, self.squares / n - change**2)
-        return Cost(
-            reference=name,
-            text=text,
-            tokens=n,
-            reference_loss=self.reference_loss / n,
-            loss=self.loss / n,
-            error=math.sqrt(variance / max(1, n - 1)),
-            kl=self.kl / n,
-            same_top=self.same_top / n,
-        )
+    actual, expected: log-probabilities [T, V] of the model and of the reference. targets: the tokens [T] that came.
+    """
+    loss, reference_loss = (-x.gather(-1, targets[:, None])[:, 0].double() for x in (actual, expected))
+    divergence = (expected - actual).mul_(expected.exp()).masked_fill_(expected == -torch.inf, 0)  # 0 log 0 is 0
+    kl = divergence.sum(-1, dtype=torch.float64)
+    same_top = (actual.argmax(-1) == expected.argmax(-1)).double()
+    return torch.stack((loss, reference_loss, kl, same_top), dim=1)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..cache.hf import PagedCache
 from ..patch import is_patched
-from .references import state_of
+from ..state import state_of
 
 SCORES = {"output_scores": True, "return_dict_in_generate": True}
 

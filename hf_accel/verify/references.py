@@ -10,7 +10,7 @@ from ..attention.hf import NAME as ATTENTION_NAME
 from ..check import check_model
 from ..config import CacheConfig
 from ..linear import QuantLinear
-from ..patch import is_patched, patch, unpatch
+from ..patch import is_patched, patch
 from ..state import state_of
 from ..survey import attention_sites
 from ..twin import twin
@@ -27,11 +27,6 @@ def kv_config(model: PreTrainedModel) -> CacheConfig | None:
 def is_quantized(model: PreTrainedModel) -> bool:
     """Whether weights, or keys and values, are."""
     return kv_config(model) is not None or any(isinstance(m, QuantLinear) for m in model.modules())
-
-
-def float_reference(model: PreTrainedModel) -> PreTrainedModel:
-    """The unpatched model, over the same storage where the originals are in memory. Raises as `unpatch` does."""
-    return unpatch(twin(model))
 
 
 def quantized_reference(model: PreTrainedModel) -> PreTrainedModel:

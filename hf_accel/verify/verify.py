@@ -19,11 +19,12 @@ from ..config import check_keywords, positive_int
 from ..errors import HfAccelError, UnsupportedError
 from ..generation.hf.vocabulary import check_ids, token_ids
 from ..pack import PATIENCE
-from ..patch import is_patched
+from ..patch import is_patched, stock_twin
+from ..state import state_of
 from .certificate import Certificate, Cost, Verdict
 from .cost import measure_cost, windows_of
 from .passes import continuation, logits_of_the_run
-from .references import float_reference, is_quantized, kv_config, quantized_reference, state_of
+from .references import is_quantized, kv_config, quantized_reference
 from .rounding import ReferenceModel
 
 # Keywords of generate() that may change how the model finds its tokens, and never which: not for the reference.
@@ -96,12 +97,8 @@ class Run:
 
     @torch.no_grad()
     def verdicts(self, reference: ReferenceModel) -> tuple[Verdict, ...]:
-        with logging.tqdm(total=len(self.prompts), desc="Verifying", unit=" prompts", delay=PATIENCE) as bar:
-            found = []
-            for prompt in self.prompts:
-                found.append(self._compare(reference, prompt))
-                bar.update()
-        return tuple(found)
+        bar = logging.tqdm(self.prompts, desc="Verifying", unit=" prompts", delay=PATIENCE)
+        return tuple(self._compare(reference, prompt) for prompt in bar)
 
     def _compare(self, reference: ReferenceModel, prompt: Tensor) -> Verdict:
         expected = continuation(reference.model, prompt, self.max_new_tokens, self.common)
@@ -158,7 +155,7 @@ def _float_reference(model: PreTrainedModel, reference: PreTrainedModel | str | 
     originals = state_of(model).originals
     if originals.lost or originals.never_there:
         raise UnsupportedError(NO_ORIGINALS)
-    return ReferenceModel(float_reference(model), "the unpatched model")
+    return ReferenceModel(stock_twin(model), "the unpatched model")
 
 
 def _check_generate(model: PreTrainedModel, generate: dict[str, Any]) -> None:

@@ -56,7 +56,7 @@ def test_a_level_that_cannot_run_is_an_error(requested, message):
     ("capability", "level"), [("AVX512", "avx2"), ("AVX2", "avx2"), ("DEFAULT", "portable"), ("NO AVX", "portable")]
 )
 def test_without_a_list_of_features_torchs_own_level_counts(monkeypatch, capability, level):
-    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert processor.choose_isa(processor.instruction_sets.__wrapped__()) == level
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hf_accel
 from hf_accel.verify import cost as module
-from hf_accel.verify.cost import CostSums, measure_cost, predictions, windows_of
+from hf_accel.verify.cost import differences, measure_cost, predictions, windows_of
 
 from ...parity.families import build, prompts
 
@@ -68,21 +68,21 @@ def test_keys_and_values_are_read_from_the_cache() -> None:
 
 def test_only_a_chunk_of_logits_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = []
-    monkeypatch.setattr(module.CostSums, "add", lambda self, a, e, t: shapes.append((*a.shape, len(t))))
-    monkeypatch.setattr(module.CostSums, "cost", lambda self, *args: None)
+
+    def noted(actual: Tensor, expected: Tensor, targets: Tensor) -> Tensor:
+        shapes.append((*actual.shape, len(targets)))
+        return differences(actual, expected, targets)
+
+    monkeypatch.setattr(module, "differences", noted)
     measured(build("llama"), build("llama"), [LONG])
     assert shapes == [(64, 101, 64), (64, 101, 64), (21, 101, 21)]
 
 
 def test_impossible_tokens_diverge_by_nothing() -> None:
-    total = CostSums()
-    log_p = torch.tensor([[0.0, -torch.inf]])
-    total.add(log_p, log_p, torch.tensor([0]))
-    assert (total.kl, total.loss) == (0, 0)
-    total.add(torch.tensor([[-torch.inf, 0.0]]), log_p, torch.tensor([0]))
-    assert total.kl == math.inf
-    total.add(torch.full((1, 2), torch.nan), log_p, torch.tensor([0]))
-    assert math.isnan(total.kl)
+    log_p, target = torch.tensor([[0.0, -torch.inf]]), torch.tensor([0])
+    assert differences(log_p, log_p, target).tolist() == [[0, 0, 0, 1]]
+    assert differences(torch.tensor([[-torch.inf, 0.0]]), log_p, target)[0, 2] == math.inf
+    assert differences(torch.full((1, 2), torch.nan), log_p, target)[0, 2].isnan()
 
 
 def test_windows() -> None:

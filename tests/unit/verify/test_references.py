@@ -14,10 +14,11 @@ from hf_accel.generation.hf import AcceleratedGeneration
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear, choose
 from hf_accel.linear.onednn import is_exact
+from hf_accel.patch import stock_twin
 from hf_accel.state import BACKEND_ATTRIBUTE, state_of
 from hf_accel.twin import twin
 from hf_accel.verify.passes import new_cache
-from hf_accel.verify.references import float_reference, quantized_reference, widened
+from hf_accel.verify.references import quantized_reference, widened
 
 from ...parity.families import DECODER, FAMILIES, build, inputs
 from ...parity.snapshot import snapshot
@@ -51,7 +52,7 @@ def test_originals_are_shared_too() -> None:
     stock = build("llama")
     addresses = {name: p.data_ptr() for name, p in stock.named_parameters()}
     model = hf_accel.patch(stock, weights="int8", keep_original=True)
-    restored = float_reference(model)
+    restored = stock_twin(model)
     assert {name: p.data_ptr() for name, p in restored.named_parameters()} == addresses
     assert hf_accel.is_patched(model) and not hf_accel.is_patched(restored)
     assert torch.equal(logits(restored), logits(build("llama")))
@@ -73,7 +74,7 @@ def test_what_is_done_to_a_twin_stays_there() -> None:
 def test_hooks_go_along() -> None:
     model, calls = hf_accel.patch(build("llama"), weights="int8"), []
     layers(model)[0].register_forward_hook(lambda *_: calls.append(1))
-    for other in (twin(model), float_reference(model), quantized_reference(model)):
+    for other in (twin(model), stock_twin(model), quantized_reference(model)):
         calls.clear()
         logits(other)
         assert calls == [1]
@@ -90,7 +91,7 @@ def test_freed_originals_are_read_into_the_twin_alone(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path)
     model = hf_accel.patch(AutoModelForCausalLM.from_pretrained(tmp_path), weights="int8")
     before = snapshot(model)
-    assert torch.equal(logits(float_reference(model)), logits(build("llama")))
+    assert torch.equal(logits(stock_twin(model)), logits(build("llama")))
     assert snapshot(model) == before
     freed = [parameter for parameter, _ in state_of(model).originals.dropped]
     assert freed and not any(parameter.numel() for parameter in freed)
@@ -179,7 +180,7 @@ def test_rows_that_are_rounded_as_a_whole_have_a_reference_of_their_own(no_kerne
 def test_wider(settings: dict[str, Any]) -> None:
     """The same weights in float32: what a bfloat16 model rounds."""
     model = hf_accel.patch(build("llama", dtype=torch.bfloat16), **settings)
-    reference = quantized_reference(model) if settings["weights"] else float_reference(model)
+    reference = quantized_reference(model) if settings["weights"] else stock_twin(model)
     wide = widened(reference)
     assert (reference.dtype, wide.dtype, logits(wide).dtype) == (torch.bfloat16, torch.float32, torch.float32)
     for ours, theirs in zip(layers(reference), layers(wide), strict=True):
