@@ -129,6 +129,13 @@ class WeightConfig:
             raise UnsupportedError(f"skip={self.skip!r} must hold module names")
 
     @property
+    def for_head(self) -> WeightConfig | None:
+        """Of the output head: INT8 whatever the layers are, since it is read for every token and decides its rank."""
+        if self.head is None:
+            return None
+        return WeightConfig(bits=8, activations=self.activations, only_if_faster=self.only_if_faster)
+
+    @property
     def label(self) -> str:
         return f"int{self.bits}" if self.symmetric else f"int{self.bits} asymmetric"
 

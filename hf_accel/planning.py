@@ -127,20 +127,13 @@ def plan_linears(
     if config.bits == 4:
         check_groups(sites, config.group_size)
     for site in sites:
-        kept = _head_config(config) if site.is_head else config
+        kept = config.for_head if site.is_head else config
         if kept is None:
             yield LinearPlan(site, config, "head=None")
         elif site.skip is not None:
             yield LinearPlan(site, kept, site.skip)
         else:
             yield _plan_linear(site, kept, device_type)
-
-
-def _head_config(config: WeightConfig) -> WeightConfig | None:
-    """The head is INT8 whatever the layers are: it is read for every token and decides its rank."""
-    if config.head is None:
-        return None
-    return WeightConfig(bits=8, activations=config.activations, only_if_faster=config.only_if_faster)
 
 
 def _plan_linear(site: LinearSite, config: WeightConfig, device_type: str | None) -> LinearPlan:

@@ -69,9 +69,9 @@ def estimate(
         if recipe.bits == 4:
             check_groups(linear_sites(shapes, recipe.skip), recipe.group_size)
     workload = Workload(
-        tensors=tuple(weight_tensors(shapes, skip=recipe.skip if recipe else ())),
+        tensors=tuple(weight_tensors(shapes, recipe)),
         layers=tuple(attention_layers(decoder_config(shapes), context=context)),
-        recipe=recipe,
+        weights=recipe.label if recipe else None,
         dtype=shapes.dtype,
         kv_dtype=None if kv_dtype == "auto" else kv_dtype,
         context=context,
@@ -90,7 +90,7 @@ def _evaluate(workload: Workload, machine: Machine, *, name: str, price_per_hour
     return Estimate(
         model=name,
         dtype=str(workload.dtype).removeprefix("torch."),
-        weights=workload.recipe.label if workload.recipe else None,
+        weights=workload.weights,
         kv_dtype=workload.kv_dtype,
         context=workload.context,
         batch=workload.batch,

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..config import WeightConfig
 from ..errors import UnsupportedError
-from ..linear.formats import zero_point_bytes
+from ..linear import LinearSpec
 from ..survey import LinearSite, linear_sites
 from .shapes import decoder_config
 
@@ -28,14 +28,14 @@ class WeightTensor:
 
     kind: "linears", "experts", "head", "embeddings" or "other" (norms, biases, routers).
     shape: as stored, but [outputs, inputs] for every kind of linear.
-    quantizable: whether a linear may be quantized at all.
+    spec: how it is quantized; None: it stays as it is.
     tied: a head that is the embedding table too. top_k: of experts, how many a token takes.
     """
 
     kind: str
     shape: tuple[int, ...]
     itemsize: int
-    quantizable: bool = False
+    spec: LinearSpec | None = None
     tied: bool = False
     top_k: int = 0
 
@@ -43,29 +43,17 @@ class WeightTensor:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def bytes_by_kind(self, recipe: WeightConfig | None) -> Counter[str]:
-        """Stored bytes, quantized by `recipe` where it applies. Scales have the tensor's own dtype."""
-        plain = Counter({self.kind: self.numel * self.itemsize})
-        if recipe is None or not self.quantizable:
-            return plain
-        if self.kind == "head" and recipe.head == "int8":
-            table = self.numel * self.itemsize if self.tied else 0  # looked up by token, so it stays as it is
-            return Counter(head=self.numel, scales=self.shape[0] * self.itemsize, embeddings=table)
-        if self.kind == "linears":
-            return Counter(linears=self.numel * recipe.bits // 8, scales=self._scale_bytes(recipe))
-        return plain
-
-    def _scale_bytes(self, recipe: WeightConfig) -> int:
-        """Bytes of a linear's scales and zero points."""
-        scales = self._num_scales(recipe)
-        zero_points = 0 if recipe.symmetric else zero_point_bytes(self.shape[0], scales // self.shape[0])
-        return scales * self.itemsize + zero_points
-
-    def _num_scales(self, recipe: WeightConfig) -> int:
-        outputs, inputs = self.shape
-        if recipe.bits == 8:
-            return outputs
-        return outputs * inputs // recipe.group_size
+    @property
+    def bytes_by_kind(self) -> Counter[str]:
+        """Stored bytes."""
+        plain = self.numel * self.itemsize
+        if self.spec is None:
+            return Counter({self.kind: plain})
+        integers = self.spec.integer_bytes
+        stored = Counter({self.kind: integers, "scales": self.spec.weight_bytes - integers})
+        if self.tied:
+            stored["embeddings"] = plain  # looked up by token, so that the table stays as it is
+        return stored
 
     @property
     def share_per_token(self) -> float:
@@ -76,15 +64,15 @@ class WeightTensor:
     def operations_per_token(self) -> float:
         return 2 * self.numel * self.share_per_token if self.kind in MULTIPLIED else 0.0
 
-    def bytes_read(self, recipe: WeightConfig | None, *, tokens: int) -> float:
+    def bytes_read(self, *, tokens: int) -> float:
         """Expected bytes that a pass over `tokens` tokens reads, each expert as likely as the others."""
-        stored = self.bytes_by_kind(recipe)
+        stored = self.bytes_by_kind
         del stored["embeddings"]  # one row per token is nothing
         return stored.total() * (1 - (1 - self.share_per_token) ** tokens)
 
 
-def weight_tensors(model: PreTrainedModel, *, skip: tuple[str, ...]) -> Iterator[WeightTensor]:
-    """Every parameter of `model` once; `skip` as in WeightConfig.
+def weight_tensors(model: PreTrainedModel, config: WeightConfig | None) -> Iterator[WeightTensor]:
+    """Every parameter of `model` once, quantized as `config` says.
 
     Raises UnsupportedError for a model whose linears are quantized, and for experts without a known number per token.
     """
@@ -96,33 +84,34 @@ def weight_tensors(model: PreTrainedModel, *, skip: tuple[str, ...]) -> Iterator
                 f"{name} of this model holds no plain weight but what another library makes of it; pass model.config, "
                 "and the model is counted before that"
             )
-    sites = {id(site.module.weight): site for site in linear_sites(model, skip)}
+    sites = {id(site.module.weight): site for site in linear_sites(model, config.skip if config else ())}
     seen: set[int] = set()
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                yield _tensor(model, module, parameter, sites.get(id(parameter)))
+                site = sites.get(id(parameter))
+                yield _tensor(model, module, parameter) if site is None else _linear(site, config)
 
 
-def _tensor(
-    model: PreTrainedModel, module: nn.Module, parameter: nn.Parameter, site: LinearSite | None
-) -> WeightTensor:
-    itemsize = parameter.element_size()
-    if site is not None:
-        return WeightTensor(
-            kind="head" if site.is_head else "linears",
-            shape=tuple(site.weight.shape),
-            itemsize=itemsize,
-            quantizable=site.skip is None,
-            tied=site.is_tied,
-        )
+def _linear(site: LinearSite, config: WeightConfig | None) -> WeightTensor:
+    kept = config if config is None or not site.is_head else config.for_head
+    quantized = kept is not None and site.skip is None
+    return WeightTensor(
+        kind="head" if site.is_head else "linears",
+        shape=tuple(site.weight.shape),
+        itemsize=site.weight.itemsize,
+        spec=LinearSpec.of(site.weight, kept, has_bias=site.bias is not None) if quantized else None,
+        tied=site.is_tied,
+    )
+
+
+def _tensor(model: PreTrainedModel, module: nn.Module, parameter: nn.Parameter) -> WeightTensor:
+    shape, itemsize = tuple(parameter.shape), parameter.itemsize
     if type(module).__name__.endswith("Experts"):  # fused: every parameter has a row per expert
-        return WeightTensor(
-            kind="experts", shape=tuple(parameter.shape), itemsize=itemsize, top_k=_experts_per_token(model)
-        )
+        return WeightTensor(kind="experts", shape=shape, itemsize=itemsize, top_k=_experts_per_token(model))
     kind = "embeddings" if isinstance(module, nn.Embedding) else "other"
-    return WeightTensor(kind=kind, shape=tuple(parameter.shape), itemsize=itemsize)
+    return WeightTensor(kind=kind, shape=shape, itemsize=itemsize)
 
 
 def _experts_per_token(model: PreTrainedModel) -> int:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ..config import WeightConfig
 from .attention_bytes import AttentionLayer
 from .roofline import Work
 from .weights import WeightTensor
@@ -17,7 +16,7 @@ from .weights import WeightTensor
 class Workload:
     tensors: tuple[WeightTensor, ...]
     layers: tuple[AttentionLayer, ...]
-    recipe: WeightConfig | None
+    weights: str | None  # how they are quantized
     dtype: torch.dtype
     kv_dtype: str | None  # of a quantized cache, a byte per number
     context: int
@@ -25,7 +24,7 @@ class Workload:
 
     @property
     def weights_by_kind(self) -> dict[str, int]:
-        return dict(sum((tensor.bytes_by_kind(self.recipe) for tensor in self.tensors), Counter()))
+        return dict(sum((tensor.bytes_by_kind for tensor in self.tensors), Counter()))
 
     @property
     def kv_bytes(self) -> int:
@@ -57,4 +56,4 @@ class Workload:
         return Work(nbytes=self._bytes_read(self.batch * self.context), operations=self.batch * (attention + weights))
 
     def _bytes_read(self, tokens: int) -> float:
-        return self.kv_bytes + sum(tensor.bytes_read(self.recipe, tokens=tokens) for tensor in self.tensors)
+        return self.kv_bytes + sum(tensor.bytes_read(tokens=tokens) for tensor in self.tensors)

@@ -51,8 +51,11 @@ class LinearSpec:
         """Bytes of the stored integers, scales and zero points."""
         groups = 1 if self.bits == 8 else self.in_features // self.group_size
         zero_points = 0 if self.bits == 8 or self.symmetric else zero_point_bytes(self.out_features, groups)
-        integers = self.in_features * self.out_features * self.bits // 8
-        return integers + self.out_features * groups * self.dtype.itemsize + zero_points
+        return self.integer_bytes + self.out_features * groups * self.dtype.itemsize + zero_points
+
+    @property
+    def integer_bytes(self) -> int:
+        return self.in_features * self.out_features * self.bits // 8
 
 
 class Backend(ABC):

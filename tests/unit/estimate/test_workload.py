@@ -19,7 +19,7 @@ WORKLOAD = Workload(
         WeightTensor(kind="other", shape=(3,), itemsize=2),
     ),
     layers=(AttentionLayer(heads=2, kv_heads=1, head_dim=4, tokens=6),) * 2,
-    recipe=None,
+    weights=None,
     dtype=torch.bfloat16,
     kv_dtype=None,
     context=6,
