@@ -27,11 +27,16 @@ def unwrapped(model: Any, *, keep_adapters: bool = False) -> Any:
     return model if keep_adapters else without_adapters(model)
 
 
+def is_within(name: str, outer: str) -> bool:
+    """Whether the module `name` is the module `outer`, of which "" is the whole model, or one inside of it."""
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
 def layer_lists(model: nn.Module, count: int) -> dict[str, nn.ModuleList]:
     """The outermost lists of `count` modules, by name: the layers, and what else there is one of for each layer."""
     found: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
-        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        is_inside = any(is_within(name, outer) for outer in found)
         if isinstance(module, nn.ModuleList) and len(module) == count and not is_inside:
             found[name] = module
     return found

@@ -15,7 +15,7 @@ from . import source
 from .attention import AttentionSpec
 from .attention.hf import NAME as ATTENTION_NAME
 from .attention.hf import attention_refusals, eager_agrees, modules_outside, stock_implementation, stock_parts
-from .attention.module_code import AttentionCode, attention_code, code_of
+from .attention.module_code import attention_code, code_of
 from .cache.hf import NOT_PAGED, layer_windows
 from .check import named
 from .config import GROUP_SIZES
@@ -177,12 +177,6 @@ def attention_refusal(model: PreTrainedModel) -> str | None:
     return _eager_refusal(model)
 
 
-def _codes(model: nn.Module) -> list[AttentionCode]:
-    """What is known of the modules that are not torch's own, each kind once."""
-    others = (module for module in model.modules() if not type(module).__module__.startswith("torch."))
-    return list(dict.fromkeys(code_of(module) for module in others))
-
-
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Those that call an attention function of transformers' interface, but for the parts that keep theirs."""
     return [module for _, module in modules_outside(model) if attention_code(type(module)).attends]
@@ -208,9 +202,10 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
         return f"{name} caches compressed keys and makes K from them on the way to its attention"
     if not getattr(model.config.get_text_config(decoder=True), "is_causal", True):
         return f"{name} is configured for bidirectional attention"
-    for code in _codes(model):
-        if code.unpaged is not None:
-            return code.unpaged
+    for module in model.modules():
+        unpaged = code_of(module).unpaged
+        if unpaged is not None:
+            return unpaged
     try:
         layer_windows(model.config)
     except UnsupportedError as error:

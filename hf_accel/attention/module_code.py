@@ -102,8 +102,11 @@ def _functions(kind: type, absent: frozenset[str]) -> list[ast.FunctionDef] | No
             if any("mask" in n or n in CACHE_NAMES for n in function.__code__.co_varnames):
                 return None
             continue
-        found[name] = _without_dead_branches(node, absent)
-        waiting += [n.attr for n in ast.walk(found[name]) if isinstance(n, ast.Attribute) and _is_own(n)]
+        found[name] = _DeadBranches(absent).visit(copy.deepcopy(node))
+        for part in ast.walk(found[name]):
+            match part:
+                case ast.Attribute(value=ast.Name(id="self"), attr=own):
+                    waiting.append(own)
     return list(found.values())
 
 
@@ -117,10 +120,6 @@ def _own_method(kind: type, name: str) -> FunctionType | None:
     return None
 
 
-def _is_own(node: ast.Attribute) -> bool:
-    return isinstance(node.value, ast.Name) and node.value.id == "self"
-
-
 class _DeadBranches(ast.NodeTransformer):
     """Takes out what only happens with an encoder's output, or with a part that is None."""
 
@@ -131,8 +130,9 @@ class _DeadBranches(ast.NodeTransformer):
         truth = self._truth(node.test)
         if truth is None:
             return self.generic_visit(node)
-        kept = [statement for old in (node.body if truth else node.orelse) for statement in _as_list(self.visit(old))]
-        return kept or ast.copy_location(ast.Pass(), node)
+        kept = ast.Module(node.body if truth else node.orelse, type_ignores=[])
+        self.generic_visit(kept)
+        return kept.body or ast.copy_location(ast.Pass(), node)
 
     def visit_IfExp(self, node: ast.IfExp) -> Any:
         truth = self._truth(node.test)
@@ -165,15 +165,6 @@ class _DeadBranches(ast.NodeTransformer):
         return None
 
 
-def _without_dead_branches(node: ast.FunctionDef, absent: frozenset[str]) -> ast.FunctionDef:
-    changed: ast.FunctionDef = _DeadBranches(absent).visit(copy.deepcopy(node))
-    return changed
-
-
-def _as_list(nodes: Any) -> list[ast.stmt]:
-    return nodes if isinstance(nodes, list) else [nodes]
-
-
 # -- calls of the attention function -----------------------------------------------------------------------
 
 
@@ -181,10 +172,8 @@ def _interface_calls(function: ast.FunctionDef) -> list[ast.Call]:
     """Calls of what was taken from ALL_ATTENTION_FUNCTIONS."""
     names = {
         target.id
-        for value, targets in _assignments(function)
-        if value is not None and _is_interface(value)
-        for target in targets
-        if isinstance(target, ast.Name)
+        for value, target in _assignments(function)
+        if "ALL_ATTENTION_FUNCTIONS" in _names(value) and isinstance(target, ast.Name)
     }
     return [
         node
@@ -201,16 +190,18 @@ def _eager_names(function: ast.FunctionDef) -> Iterator[str]:
                 yield name
 
 
-def _is_interface(value: ast.expr) -> bool:
-    return any(isinstance(node, ast.Name) and node.id == "ALL_ATTENTION_FUNCTIONS" for node in ast.walk(value))
-
-
-def _assignments(function: ast.FunctionDef) -> Iterator[tuple[ast.expr | None, list[ast.expr]]]:
+def _assignments(function: ast.FunctionDef) -> Iterator[tuple[ast.expr | None, ast.expr]]:
+    """(value, target) of each."""
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
-            yield node.value, list(node.targets)
+            yield from ((node.value, target) for target in node.targets)
         elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
-            yield node.value, [node.target]
+            yield node.value, node.target
+
+
+def _assigned_to(function: ast.FunctionDef, name: str) -> list[ast.expr | None]:
+    """The values that a variable is given, alone or with others."""
+    return [value for value, target in _assignments(function) if name in _names(target)]
 
 
 def _call_refusals(function: ast.FunctionDef, call: ast.Call) -> Iterator[str]:
@@ -229,7 +220,7 @@ def _is_none(function: ast.FunctionDef, value: ast.expr) -> bool:
     """Whether an argument is always None."""
     if not isinstance(value, ast.Name):
         return isinstance(value, ast.Constant) and value.value is None
-    values = [v for v, targets in _assignments(function) for t in targets if _stores(t, value.id)]
+    values = _assigned_to(function, value.id)
     constants = all(isinstance(v, ast.Constant) and v.value is None for v in values)
     return bool(values) and constants and value.id not in _parameters(function)
 
@@ -242,7 +233,7 @@ def _passes_on(function: ast.FunctionDef, mask: ast.expr) -> bool:
     """Whether the mask is one that the module was given, as it was given, or has nothing to do with one."""
     masks = {name for name in _parameters(function) if "mask" in name}
     if isinstance(mask, ast.Name):
-        values = [value for value, targets in _assignments(function) for t in targets if _stores(t, mask.id)]
+        values = _assigned_to(function, mask.id)
         return all(isinstance(value, ast.Name) or not (_names(value) & (masks | {mask.id})) for value in values)
     return not (_names(mask) & masks)
 
@@ -256,10 +247,6 @@ def _names(node: ast.AST | None) -> set[str]:
     return set() if node is None else {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
 
 
-def _stores(target: ast.expr, name: str) -> bool:
-    return any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(target))
-
-
 # -- the cache ---------------------------------------------------------------------------------------------
 
 
@@ -267,12 +254,12 @@ def _cache_refusals(function: ast.FunctionDef, calls: list[ast.Call]) -> Iterato
     caches = _caches(function)
     updates = []
     for node in ast.walk(function):
-        if isinstance(node, ast.Attribute) and _is_one_of(node.value, caches):
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in caches:
             if node.attr not in CACHE_METHODS:
                 yield f"uses {ast.unparse(node)}"
             elif node.attr == "update":
                 updates.append(node)
-        elif isinstance(node, ast.Subscript) and _is_one_of(node.value, caches):
+        elif isinstance(node, ast.Subscript) and getattr(node.value, "id", None) in caches:
             yield f"reads {ast.unparse(node)}"
     if not updates:
         return
@@ -285,14 +272,10 @@ def _cache_refusals(function: ast.FunctionDef, calls: list[ast.Call]) -> Iterato
 def _caches(function: ast.FunctionDef) -> set[str]:
     """Names of the cache: parameters, and what they are assigned to."""
     names = set(CACHE_NAMES & _parameters(function))
-    for value, targets in _assignments(function):
-        if isinstance(value, ast.Name) and value.id in names:
-            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    for value, target in _assignments(function):
+        if isinstance(value, ast.Name) and value.id in names and isinstance(target, ast.Name):
+            names.add(target.id)
     return names
-
-
-def _is_one_of(node: ast.expr, names: set[str]) -> bool:
-    return isinstance(node, ast.Name) and node.id in names
 
 
 def _hands_on(function: ast.FunctionDef, update: ast.Attribute, call: ast.Call) -> bool:

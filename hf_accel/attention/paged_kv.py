@@ -44,6 +44,13 @@ def paged_sequences(ragged: Ragged, *, block_size: int, window: int | None) -> I
             yield PagedSequence(number, start, len(queries), first, count, num_keys - first * block_size)
 
 
+def gather_sequence(pages: KV, ragged: Ragged, sequence: PagedSequence, dtype: torch.dtype) -> KV:
+    """k [1, Hkv, num_keys, D] and v of one sequence, which bottom-right order makes visible."""
+    assert ragged.block_table is not None
+    k, v, *_ = gather(pages, ragged.block_table[sequence.number, sequence.blocks].unsqueeze(0), dtype)
+    return KV(k[:, :, : sequence.num_keys], v[:, :, : sequence.num_keys])
+
+
 def gather(pages: KV, blocks: Tensor, dtype: torch.dtype) -> KV:
     """Blocks [B, n] of pages as k [B, Hkv, n * block_size, D] and v, in `dtype` if they are quantized."""
     heads = torch.arange(pages.k.shape[1], device=blocks.device, dtype=blocks.dtype).unsqueeze(1)

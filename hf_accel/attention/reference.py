@@ -12,7 +12,7 @@ from ..layouts import KV, AttentionOptions, Ragged
 from .blocks import row_blocks
 from .contract import AttentionBackend, AttentionSpec, empty_lse
 from .masking import apply_mask
-from .paged_kv import gather, paged_sequences
+from .paged_kv import gather_sequence, paged_sequences
 
 ROWS_AT_A_TIME = 256  # bounds the scores of a long prompt
 
@@ -31,11 +31,8 @@ class ReferenceBackend(AttentionBackend):
     def paged(self, q: Tensor, kv: KV, ragged: Ragged, options: AttentionOptions, *, return_lse: bool = False) -> Any:
         out = q.new_zeros(*q.shape[:2], kv.v.shape[3])
         lse = empty_lse(q, options.sinks)
-        assert ragged.block_table is not None
         for sequence in paged_sequences(ragged, block_size=kv.k.shape[2], window=options.window):
-            blocks = ragged.block_table[sequence.number, sequence.blocks].unsqueeze(0)
-            k, v, *_ = gather(kv, blocks, torch.float32)
-            used = KV(k[:, :, : sequence.num_keys], v[:, :, : sequence.num_keys])
+            used = gather_sequence(kv, ragged, sequence, torch.float32)
             rows = q[sequence.queries].transpose(0, 1).unsqueeze(0)  # [1, Hq, Q, D]
             part, part_lse = attend(rows, used, None, options)
             out[sequence.queries] = part[0].transpose(0, 1).to(q.dtype)

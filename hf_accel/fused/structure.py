@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections import Counter
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,16 +27,18 @@ def siblings(forward: Callable[..., Any]) -> tuple[tuple[str, ...], ...]:
     groups: dict[str, list[str]] = {}
     first_line: dict[str, int] = {}
     for node in sorted((n for n in ast.walk(tree) if isinstance(n, ast.Call)), key=lambda n: (n.lineno, n.col_offset)):
-        if _is_own_attribute(node.func) and len(node.args) == 1 and not node.keywords:
-            argument = node.args[0]
-            if isinstance(argument, ast.Name):
-                groups.setdefault(argument.id, []).append(node.func.attr)  # type: ignore[attr-defined]
-                first_line.setdefault(argument.id, node.lineno)
-    changed = Counter(name for name, line in _assignments(tree) if line >= first_line.get(name, line + 1))
+        match node:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="self"), attr=layer), args=[ast.Name(id=variable)], keywords=[]
+            ):
+                groups.setdefault(variable, []).append(layer)
+                first_line.setdefault(variable, node.lineno)
+    stored = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    changed = {n.id for n in stored if n.id in groups and n.lineno >= first_line[n.id]}
     return tuple(
         tuple(names)
         for variable, names in groups.items()
-        if len(names) > 1 and len(set(names)) == len(names) and not changed[variable]
+        if len(names) > 1 and len(set(names)) == len(names) and variable not in changed
     )
 
 
@@ -50,33 +52,35 @@ class GatedCode:
     activation: str | Callable[..., Any]
 
 
+INPUT = "$"  # stands for the input in code that is compared; no variable has such a name
+GATED, UP = r"(?P<activation>[\w.]+)\(self\.(?P<gate>\w+)\(\$\)\)", r"self\.(?P<up>\w+)\(\$\)"
+MLPS = tuple(rf"self\.(?P<down>\w+)\({product}\)" for product in (rf"{GATED} \* {UP}", rf"{UP} \* {GATED}"))
+
+
 @lru_cache(maxsize=4096)
 def gated_code(forward: Callable[..., Any]) -> GatedCode | None:
     """The parts of a forward that is down(act(gate(x)) * up(x)) and nothing else; None for any other."""
     tree = source.tree(forward)
     if tree is None or len(arguments := tree.args.args) != 2 or tree.args.vararg or tree.args.kwonlyargs:
         return None
-    x = arguments[1].arg
-    match _result(tree):
-        case ast.Call(func=down, args=[ast.BinOp(left=left, op=ast.Mult(), right=right)], keywords=[]):
-            gated, other = (left, right) if isinstance(_argument(left), ast.Call) else (right, left)
-        case _:
-            return None
-    inner = _argument(gated)
-    if not (isinstance(gated, ast.Call) and isinstance(inner, ast.Call) and isinstance(other, ast.Call)):
+    result = _result(tree, {arguments[1].arg: ast.Name(INPUT)})
+    code = "" if result is None else ast.unparse(result)
+    found = next((match for mlp in MLPS if (match := re.fullmatch(mlp, code))), None)
+    if found is None:
         return None
-    if _name(_argument(inner)) != x or _name(_argument(other)) != x:
+    holder, _, name = found["activation"].rpartition(".")
+    activation = name if holder == "self" else _torch_function(found["activation"], forward)
+    names = {found["gate"], found["up"], found["down"], activation}
+    if activation is None or len(names) < 4:
         return None
-    gate, up, own_down = (_own_name(func) for func in (inner.func, other.func, down))
-    activation = _own_name(gated.func) or _torch_function(gated.func, forward)
-    if gate is None or up is None or own_down is None or activation is None:
-        return None
-    return GatedCode(gate, up, own_down, activation) if len({gate, up, own_down, activation}) == 4 else None
+    return GatedCode(found["gate"], found["up"], found["down"], activation)
 
 
-def _result(tree: ast.FunctionDef) -> ast.expr | None:
-    """What straight-line code returns, with the variables that it assigns replaced by what they stand for."""
-    values: dict[str, ast.expr] = {}
+def _result(tree: ast.FunctionDef, values: dict[str, ast.expr]) -> ast.expr | None:
+    """What straight-line code returns, with its variables replaced by what they stand for.
+
+    values: the inputs; what is assigned is added. None where a variable is assigned twice.
+    """
     statements = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
     for statement in statements:
         match statement:
@@ -98,33 +102,11 @@ class _Inline(ast.NodeTransformer):
         return self.values.get(node.id, node)
 
 
-def _argument(node: ast.expr | None) -> ast.expr | None:
-    """The argument of a call that has no other."""
-    return node.args[0] if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords else None
-
-
-def _name(node: ast.expr | None) -> str | None:
-    return node.id if isinstance(node, ast.Name) else None
-
-
-def _own_name(node: ast.expr) -> str | None:
-    return node.attr if _is_own_attribute(node) else None  # type: ignore[attr-defined]
-
-
-def _torch_function(node: ast.expr, forward: Callable[..., Any]) -> Callable[..., Any] | None:
+def _torch_function(name: str, forward: Callable[..., Any]) -> Callable[..., Any] | None:
     """A function of torch.nn.functional that code names by whatever it calls the module, F.silu say."""
-    path = ast.unparse(node).split(".")
-    found: Any = getattr(forward, "__globals__", {}).get(path[0])
-    for name in path[1:]:
-        found = getattr(found, name, None)
+    first, *rest = name.split(".")
+    found: Any = getattr(forward, "__globals__", {}).get(first)
+    for part in rest:
+        found = getattr(found, part, None)
     known = callable(found) and getattr(F, getattr(found, "__name__", ""), None) is found
     return found if known else None
-
-
-def _is_own_attribute(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-
-
-def _assignments(tree: ast.FunctionDef) -> list[tuple[str, int]]:
-    stored = (n for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-    return [(node.id, node.lineno) for node in stored]

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...models import is_within
 from ..module_code import code_of
 from .forward import NAME
 
@@ -28,17 +29,12 @@ def stock_name(model: PreTrainedModel, config: Any) -> str:
 
 def attention_refusals(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, str, str]]:
     """The innermost model around each module whose attention cannot be ours, the name of that model, and a clause."""
-    around: list[tuple[str, PreTrainedModel]] = [("", model)]
+    models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     for name, module in model.named_modules():
-        if type(module).__module__.startswith("torch."):
-            continue
-        while around[-1][0] and not name.startswith(f"{around[-1][0]}."):
-            around.pop()
-        if isinstance(module, PreTrainedModel) and module is not model:
-            around.append((name, module))
         refusal = code_of(module).refusal
         if refusal is not None:
-            yield around[-1][1], around[-1][0], refusal
+            around = max((outer for outer in models if is_within(name, outer)), key=len)
+            yield models[around], around, refusal
 
 
 def stock_parts(model: PreTrainedModel) -> dict[str, str]:
@@ -59,7 +55,7 @@ def modules_outside(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     """The model's modules by name, but for those in parts that keep their own attention."""
     parts = stock_parts(model)
     for name, module in model.named_modules():
-        if not any(name == part or name.startswith(f"{part}.") for part in parts):
+        if not any(is_within(name, part) for part in parts):
             yield name, module
 
 

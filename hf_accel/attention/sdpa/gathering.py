@@ -10,7 +10,7 @@ from torch import Tensor
 from ...layouts import KV, AttentionOptions, Ragged
 from ..contract import empty_lse
 from ..masking import visible
-from ..paged_kv import PagedSequence, gather, paged_sequences
+from ..paged_kv import PagedSequence, gather, gather_sequence, paged_sequences
 from .dense import FEW_ROWS, attend
 
 MAX_PADDING = 256  # tokens a sequence; with more of them, a call of its own is cheaper
@@ -26,8 +26,12 @@ def paged_attention(
     block_size, block_bytes = pages.k.shape[2], pages.k[:1].nbytes + pages.v[:1].nbytes
     sequences = paged_sequences(ragged, block_size=block_size, window=options.window)
     for batch in batches(sequences, max_blocks=MAX_BYTES // block_bytes, max_padding=MAX_PADDING // block_size):
-        gathered = together if len(batch) > 1 else alone
-        rows, kv, mask = gathered(pages, ragged, batch, window=options.window, dtype=q.dtype)
+        rows: Tensor | slice = batch[0].queries
+        mask = None
+        if len(batch) > 1:
+            rows, kv, mask = together(pages, ragged, batch, window=options.window, dtype=q.dtype)
+        else:
+            kv = gather_sequence(pages, ragged, batch[0], q.dtype)
         own = options if mask is None else options._replace(causal=False, window=None)
         queries = q[rows].view(len(batch), -1, *q.shape[1:]).transpose(1, 2)  # [B, Hq, Q, D]
         part, part_lse = attend(queries, kv, mask, own, return_lse=return_lse)
@@ -55,16 +59,6 @@ def batches(sequences: Iterable[PagedSequence], *, max_blocks: int, max_padding:
         needed += sequence.num_blocks
     if batch:
         yield batch
-
-
-def alone(
-    pages: KV, ragged: Ragged, batch: list[PagedSequence], *, window: int | None, dtype: torch.dtype
-) -> tuple[slice, KV, None]:
-    """The one sequence of `batch`: its query rows and its keys, which bottom-right order makes visible."""
-    [sequence] = batch
-    assert ragged.block_table is not None
-    k, v, *_ = gather(pages, ragged.block_table[sequence.number, sequence.blocks].unsqueeze(0), dtype)
-    return sequence.queries, KV(k[:, :, : sequence.num_keys], v[:, :, : sequence.num_keys]), None
 
 
 def together(
