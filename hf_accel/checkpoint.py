@@ -18,20 +18,18 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import rename_source_key
+from transformers.modeling_utils import str_to_torch_dtype
 from transformers.pytorch_utils import Conv1D
 
 from .config import WeightConfig
 from .errors import HfAccelError, UnsupportedError
 from .linear import QuantLinear
 from .linear.formats import state, zeros
+from .linear.hf import by_kind
 from .originals import read_tensor
 from .ties import broken_ties, remaining_ties
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SETTINGS = ("bits", "activations", "group_size", "symmetric")
 AGAIN = "save the model again with save_pretrained, or load the float one with quantization_config=AccelConfig(...)"
@@ -67,15 +65,11 @@ def check_loaded(model: PreTrainedModel) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, QuantLinear):
             loaded = {
-                f"{name}.{suffix}": Found(tensor.dtype, tuple(tensor.shape), partial(_itself, tensor))
+                f"{name}.{suffix}": Found(tensor.dtype, tuple(tensor.shape), tensor.detach)
                 for suffix, tensor in (layer._buffers | layer._parameters).items()
                 if tensor is not None and getattr(tensor, "_is_hf_initialized", False)  # transformers' mark: was read
             }
             _check_layer(model, name, layer, loaded)
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 # -- config.json ---------------------------------------------------------------------------------------
@@ -142,9 +136,7 @@ def _by_own_names(
     model: PreTrainedModel, expected: Mapping[str, Tensor], files: Sequence[Path]
 ) -> Iterator[tuple[str, Found]]:
     """What the files hold, by the names that transformers will give to it in the model."""
-    conversions = get_model_conversion_mapping(model)
-    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    renamings, converters = by_kind(get_model_conversion_mapping(model))
     targets = {pattern: entry.target_patterns for entry in converters for pattern in entry.source_patterns}
     prefix, known = model.base_model_prefix, dict(expected)
     for stored_as, found in _headers(files):
@@ -153,10 +145,9 @@ def _by_own_names(
             name, pattern = rename_source_key(stored_as, [], [], prefix, known)
         if pattern is None:
             yield name, found
-        else:
-            first, *others = targets[pattern]
-            for target in (first, *others):
-                yield name.replace(first, target), Found(found.dtype, None, found.read)
+            continue
+        for target in targets[pattern]:
+            yield name.replace(targets[pattern][0], target), Found(found.dtype, None, found.read)
 
 
 def _headers(files: Sequence[Path]) -> Iterator[tuple[str, Found]]:
@@ -165,7 +156,7 @@ def _headers(files: Sequence[Path]) -> Iterator[tuple[str, Found]]:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  # it is no dict
                     header = tensors.get_slice(name)
-                    dtype = DTYPES.get(header.get_dtype(), header.get_dtype())
+                    dtype = str_to_torch_dtype.get(header.get_dtype(), header.get_dtype())
                     yield name, Found(dtype, tuple(header.get_shape()), partial(read_tensor, file, name))
         except Exception as error:
             raise HfAccelError(f"{file} cannot be read: {error}; copy it again, or {AGAIN}") from error

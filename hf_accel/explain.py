@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from transformers import PreTrainedModel
-
 from .kernels import cpu as cpu_kernels
 from .plan import Line, LinearPlan, Plan
 
 
-def explain(model: PreTrainedModel, plan: Plan) -> Iterator[Line]:
-    if model.device.type == "cpu":
+def explain(plan: Plan) -> Iterator[Line]:
+    if plan.model.device.type == "cpu":
         yield _kernels_line()
     yield from _attention_lines(plan)
     yield from _weight_lines(plan)
     yield from _fused_lines(plan)
-    yield from _cache_lines(model, plan)
+    yield from _cache_lines(plan)
     yield _undo_line(plan)
-    yield from _exactness_lines(plan)
+    variant = plan.variant
+    reason = "; ".join(variant) or "a request's tokens do not depend on what runs beside it"
+    yield Line("exactness", "row-invariant", "no" if variant else "yes", reason)
     yield from _size_lines(plan)
 
 
@@ -98,13 +98,13 @@ def _fused_lines(plan: Plan) -> Iterator[Line]:
         yield Line("fused", f"{count} {FUSED_KINDS[kind][0]}", "stock", reason)
 
 
-def _cache_lines(model: PreTrainedModel, plan: Plan) -> Iterator[Line]:
+def _cache_lines(plan: Plan) -> Iterator[Line]:
     cache = plan.config.cache
     if plan.stock_cache or cache is None:
         yield Line("cache", "keys and values", "stock", plan.stock_cache or "cache=None")
         yield Line("generate", "all modes", "stock", "no paged cache")
         return
-    dtype = str(model.dtype).removeprefix("torch.") if cache.dtype == "auto" else cache.dtype
+    dtype = str(plan.model.dtype).removeprefix("torch.") if cache.dtype == "auto" else cache.dtype
     capacity = "grows as needed" if cache.max_tokens is None else f"{cache.max_tokens} tokens"
     sharing = "prefixes shared" if cache.prefix_sharing else "prefixes not shared"
     yield Line("cache", "keys and values", f"paged, block {cache.block_size}, {dtype}", f"{capacity}; {sharing}")
@@ -139,12 +139,6 @@ def _undo_line(plan: Plan) -> Line:
         return Line("undo", "unpatch()", "exact", f"originals stay in memory, {size / 1e6:,.1f} MB: {why}")
     folder = next(iter(plan.on_disk.values())).parent
     return Line("undo", "unpatch()", "exact", f"originals are read back from {folder}, checked by fingerprint")
-
-
-def _exactness_lines(plan: Plan) -> Iterator[Line]:
-    variant = plan.variant
-    reason = "; ".join(variant) or "a request's tokens do not depend on what runs beside it"
-    yield Line("exactness", "row-invariant", "no" if variant else "yes", reason)
 
 
 def _size_lines(plan: Plan) -> Iterator[Line]:

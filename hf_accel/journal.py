@@ -49,13 +49,10 @@ class Journal:
             self.writes.append(Write(owner, None, name, True, type(owner), None))
             owner.__class__ = value
         else:
-            self._write(owner, None, name, value)
+            self.item(owner, None, name, value)
 
-    def item(self, owner: Any, container: str, key: Any, value: Any) -> None:
-        """owner.container[key] = value, for example ("_modules", "q_proj", new_linear)."""
-        self._write(owner, container, key, value)
-
-    def _write(self, owner: Any, container: str | None, key: Any, value: Any) -> None:
+    def item(self, owner: Any, container: str | None, key: Any, value: Any) -> None:
+        """owner.container[key] = value, for example ("_modules", "q_proj", new_linear); None is vars(owner) itself."""
         entries = vars(owner) if container is None else vars(owner)[container]
         self.writes.append(Write(owner, container, key, key in entries, entries.get(key), value))
         entries[key] = value
@@ -77,16 +74,12 @@ class Journal:
         interrupt: KeyboardInterrupt | None = None
         while self.writes:
             try:
-                self._take_all_back(holders)
+                self._take_back(self.writes[-1], holders)
+                self.writes.pop()  # after, so that nothing is forgotten; to take a write back twice does no harm
             except KeyboardInterrupt as error:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
-
-    def _take_all_back(self, holders: Holders) -> None:
-        while self.writes:
-            self._take_back(self.writes[-1], holders)
-            self.writes.pop()  # after, so that nothing is forgotten; to take a write back twice does no harm
 
     def _holders(self, root: nn.Module | None) -> Holders:
         """id of a module -> the modules that hold it now, and by which names."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
@@ -27,7 +26,7 @@ from .config import PatchConfig
 from .errors import HfAccelError
 from .linear import LinearSpec, QuantLinear, Workers, choose
 from .linear.hf import METHOD, AccelConfig, AccelQuantizer
-from .originals import Source, read_tensor
+from .originals import Source, read_tensor, stored_tensors
 from .pack import Packed, pack_weight
 from .patch import apply_plan
 from .plan import LinearPlan
@@ -77,7 +76,7 @@ class Packer:
             tensor = _own_copy(tensor, file, stored_as)
             source = None if self._lose else Source.of(tensor, file, stored_as)
         weight = tensor.t() if isinstance(linear.site.module, Conv1D) else tensor
-        choice = choose(LinearSpec.of(weight, linear.config, has_bias=linear.site.bias is not None))
+        choice = choose(LinearSpec.of(weight, linear.config))
         return pack_weight(linear.site.name, weight, linear.config, choice, source=source)
 
 
@@ -95,7 +94,7 @@ def make_packer(
 ) -> Packer | None:
     """What packs the weights of a model on meta; None where the model has to be loaded whole and patched then."""
     device_type, keep = _device_type(device_map), settings.keep_original
-    stored = _stored_tensors(files)
+    stored = stored_tensors(files)
     if device_type is None or keep is True or (keep == "auto" and not stored):
         return None
     with _torch_as_ever():
@@ -127,15 +126,6 @@ def _device_type(device_map: Any) -> str | None:
     if len(devices) != 1 or devices & {"disk", "meta"} or isinstance(device_map, str):
         return None
     return torch.device(devices.pop()).type
-
-
-def _stored_tensors(files: Sequence[str]) -> dict[str, Path]:
-    stored = {}
-    for file in files:
-        if str(file).endswith(".safetensors"):
-            with safe_open(file, framework="pt") as tensors:
-                stored.update(dict.fromkeys(tensors.keys(), Path(file)))
-    return stored
 
 
 def finish_loading(model: PreTrainedModel, settings: AccelConfig, packer: Packer | None) -> None:

@@ -28,16 +28,23 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 def checkpoint_files(folder: str | None) -> dict[str, Path]:
     """Tensor name -> safetensors file of a local checkpoint folder; empty where there is none."""
-    root = Path(folder) if folder else None
-    if root is None or not root.is_dir():
+    if not folder:
         return {}
+    root = Path(folder)
     if (root / INDEX).is_file():
         names = json.loads((root / INDEX).read_text(encoding="utf-8"))["weight_map"]
         return {name: root / file for name, file in names.items()}
-    if not (root / SINGLE).is_file():
-        return {}
-    with safe_open(root / SINGLE, framework="pt") as file:
-        return dict.fromkeys(file.keys(), root / SINGLE)
+    return stored_tensors([root / SINGLE]) if (root / SINGLE).is_file() else {}
+
+
+def stored_tensors(files: Iterable[str | Path]) -> dict[str, Path]:
+    """Tensor name -> file, of the safetensors files among `files`."""
+    stored = {}
+    for file in map(Path, files):
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as tensors:
+                stored.update(dict.fromkeys(tensors.keys(), file))
+    return stored
 
 
 def read_tensor(file: Path, name: str) -> Tensor:

@@ -17,7 +17,7 @@ from .attention.hf import set_our_attention, stock_implementation, stock_name
 from .check import transformers_model
 from .config import Default, PatchConfig, WeightConfig
 from .errors import HfAccelError, UnsupportedError
-from .fused.projections import FusedProjections, ProjectionCall
+from .fused.projections import FusedProjections
 from .generation.hf import AcceleratedGeneration, GenerationState, prepare_step
 from .instance import mixed_class
 from .journal import Journal
@@ -33,7 +33,6 @@ from .state import (
     FUSED,
     FUSED_PROJECTIONS,
     PART_OF,
-    PROJECTION,
     STATE,
     STOCK_ATTRIBUTE,
     PatchState,
@@ -306,12 +305,9 @@ def _switch_attention(todo: Plan, journal: Journal) -> None:
 
 def _fuse(todo: Plan, journal: Journal) -> None:
     """Give modules a class of their own."""
-    for site in todo.fused.sites:
+    for site in (*todo.fused.sites, *todo.fused.linears):
         journal.attribute(site.module, "__class__", mixed_class(site.mixin, type(site.module)))
         journal.attribute(site.module, FUSED, site.state)
-    for site in todo.fused.linears:
-        journal.attribute(site.module, "__class__", mixed_class(site.mixin, type(site.module)))
-        journal.attribute(site.module, PROJECTION, ProjectionCall(todo.fused.float_rows))
 
 
 def _fuse_projections(todo: Plan, journal: Journal) -> None:

@@ -16,11 +16,8 @@ from .attention import AttentionBackend
 from .config import PatchConfig, WeightConfig
 from .fused.projections import UNLIMITED
 from .fused.sites import Dropped, FusedSite, ProjectionSite
-from .linear import BackendChoice, LinearSpec, QuantLinear
-from .survey import (
-    AttentionSite,
-    LinearSite,
-)
+from .linear import BackendChoice, QuantLinear
+from .survey import AttentionSite, LinearSite
 
 
 @dataclass(frozen=True)
@@ -59,20 +56,17 @@ class LinearPlan:
     site: LinearSite
     config: WeightConfig
     reason: str
-    spec: LinearSpec | None = None
     choice: BackendChoice | None = None
 
     @property
     def bytes_read(self) -> int:
         """Change of the weight bytes that a decode step reads."""
-        return 0 if self.choice is None or self.spec is None else self.spec.weight_bytes - self.site.weight.nbytes
+        return 0 if self.choice is None else self.choice.spec.weight_bytes - self.site.weight.nbytes
 
     @property
     def bytes_held(self) -> int:
         """Change of the weight bytes in memory: a tied head gets a copy, the embedding keeps the original."""
-        if self.choice is None or self.spec is None:
-            return 0
-        return self.spec.weight_bytes - (0 if self.site.is_tied else self.site.weight.nbytes)
+        return self.bytes_read + (self.site.weight.nbytes if self.choice is not None and self.site.is_tied else 0)
 
 
 FindOriginals = Callable[[PreTrainedModel, Sequence[LinearPlan]], dict[str, Path] | None]

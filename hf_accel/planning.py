@@ -75,7 +75,7 @@ def make_plan(model: object, config: PatchConfig, *, find_originals: FindOrigina
     )
     if config.deterministic and plan.variant:
         raise UnsupportedError(f"deterministic=True cannot be met: {'; '.join(plan.variant)}; leave it False")
-    return replace(plan, lines=tuple(explain(inner, plan)))
+    return replace(plan, lines=tuple(explain(plan)))
 
 
 def _check_other_quantizer(model: PreTrainedModel, config: PatchConfig) -> None:
@@ -137,13 +137,12 @@ def plan_linears(
 
 
 def _plan_linear(site: LinearSite, config: WeightConfig, device_type: str | None) -> LinearPlan:
-    spec = LinearSpec.of(site.weight, config, has_bias=site.bias is not None, device_type=device_type)
-    choice = choose_linear(spec)
+    choice = choose_linear(LinearSpec.of(site.weight, config, device_type=device_type))
     if config.only_if_faster and choice.seconds > choice.stock_seconds:
         return LinearPlan(site, config, f"{config.label} was measured to be slower than stock")
     refusals = [f"{name} refused: {why}" for name, why in choice.refusals]
     reason = "; ".join([*refusals, *([choice.note] if choice.note else [])]) or "first choice"
-    return LinearPlan(site, config, reason, spec, choice)
+    return LinearPlan(site, config, reason, choice)
 
 
 def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
@@ -203,7 +202,7 @@ def _plan_fused(model: PreTrainedModel, config: PatchConfig, linears: Iterable[L
     float_rows = UNLIMITED if config.deterministic else FLOAT_ROWS.get(model.dtype, 0)
     sites, dropped = fused_sites(model, model.dtype, float_rows)
     replaced = {id(linear.site.module) for linear in linears if linear.choice is not None}
-    floats = [site for site in native_linears(model) if id(site.module) not in replaced]
+    floats = [site for site in native_linears(model, float_rows) if id(site.module) not in replaced]
     native = replaced | {id(site.module) for site in floats}
     native |= {id(module) for module in model.modules() if isinstance(module, QuantLinear)}
     projections = [

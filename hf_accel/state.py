@@ -22,8 +22,7 @@ BACKEND_ATTRIBUTE = "_hf_accel_attention"  # its PlannedAttention
 STOCK_ATTRIBUTE = "_hf_accel_stock_attention"  # the implementation that the module had before patch()
 
 # On modules with a native forward: what it reads.
-FUSED = "_hf_accel_fused"  # of a norm or an MLP
-PROJECTION = "_hf_accel_projection"  # of a float Linear
+FUSED = "_hf_accel_fused"  # of a norm, an MLP or a float Linear
 FUSED_PROJECTIONS = "_hf_accel_fused_projections"  # of Linears that are called on one tensor
 
 

@@ -96,12 +96,11 @@ def weight_tensors(model: PreTrainedModel, config: WeightConfig | None) -> Itera
 
 def _linear(site: LinearSite, config: WeightConfig | None) -> WeightTensor:
     kept = config if config is None or not site.is_head else config.for_head
-    quantized = kept is not None and site.skip is None
     return WeightTensor(
         kind="head" if site.is_head else "linears",
         shape=tuple(site.weight.shape),
         itemsize=site.weight.itemsize,
-        spec=LinearSpec.of(site.weight, kept, has_bias=site.bias is not None) if quantized else None,
+        spec=None if kept is None or site.skip is not None else LinearSpec.of(site.weight, kept),
         tied=site.is_tied,
     )
 

@@ -15,7 +15,7 @@ from ..kernels.cpu.integer_linear import IntegerLinear
 from ..kernels.cpu.library import FLOATS, native, refusal
 from ..linear import QuantLinear
 from ..linear.cpu import Cpu, CpuWeight
-from ..state import FUSED_PROJECTIONS, PROJECTION
+from ..state import FUSED, FUSED_PROJECTIONS
 from ..tensors import is_plain as is_plain_tensor
 
 # Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place.
@@ -184,7 +184,7 @@ class NativeLinear(Mixin):
             out = None if fused is None else fused.take(self, x)  # type: ignore[arg-type]
             if out is not None:
                 return out
-            call = own[PROJECTION].ready((self,), x)
+            call = own[FUSED].ready((self,), x)
             if call is not None:
                 result: Tensor = call(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
                 return result

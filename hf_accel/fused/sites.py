@@ -97,11 +97,11 @@ def _candidate(name: str, module: nn.Module, dtype: torch.dtype, float_rows: int
     return None if parts is None else FusedSite(name, module, "mlp", NativeGatedMLP, parts)
 
 
-def native_linears(model: nn.Module) -> Iterator[FusedSite]:
+def native_linears(model: nn.Module, float_rows: int) -> Iterator[FusedSite]:
     """Plain float Linears whose weight a native call can read in place."""
     for name, module in model.named_modules():
         if type(module) is nn.Linear and "forward" not in vars(module) and is_readable(module):
-            yield FusedSite(name, module, "linear", NativeLinear, None)
+            yield FusedSite(name, module, "linear", NativeLinear, ProjectionCall(float_rows))
 
 
 def projection_sites(model: nn.Module) -> Iterator[ProjectionSite]:

@@ -29,10 +29,9 @@ class LinearSpec:
     symmetric: bool = True
     device_type: str = "cpu"
     activations: Activations = "auto"
-    has_bias: bool = False
 
     @classmethod
-    def of(cls, weight: Tensor, config: WeightConfig, *, has_bias: bool, device_type: str | None = None) -> LinearSpec:
+    def of(cls, weight: Tensor, config: WeightConfig, *, device_type: str | None = None) -> LinearSpec:
         """What `config` makes of a float weight [out, in]; device_type: where it will be, if it is on meta now."""
         return cls(
             in_features=weight.shape[1],
@@ -43,7 +42,6 @@ class LinearSpec:
             dtype=weight.dtype,
             device_type=device_type or weight.device.type,
             activations=config.activations,
-            has_bias=has_bias,
         )
 
     @property

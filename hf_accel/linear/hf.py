@@ -94,14 +94,15 @@ def lost_on_saving(model: PreTrainedModel) -> Callable[[str], bool]:
 
     def is_lost(name: str) -> bool:
         for tensor in (f"{name}.weight", f"{name}.weight_scale"):
-            stored, converter = rename_source_key(tensor, *_kinds(there), reverse=True)
-            if converter is not None or rename_source_key(stored, *_kinds(conversions))[0] != tensor:
+            stored, converter = rename_source_key(tensor, *by_kind(there), reverse=True)
+            if converter is not None or rename_source_key(stored, *by_kind(conversions))[0] != tensor:
                 return True
         return False
 
     return is_lost
 
 
-def _kinds(conversions: Sequence[Any]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+def by_kind(conversions: Sequence[Any]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    """transformers' conversions, as rename_source_key takes them."""
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     return renamings, [entry for entry in conversions if isinstance(entry, WeightConverter)]

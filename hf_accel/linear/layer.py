@@ -168,11 +168,6 @@ class QuantLinear(nn.Linear):
         return self.spec.dtype
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of the stored integers, scales and zero points."""
-        return self.spec.weight_bytes
-
-    @property
     def spec(self) -> LinearSpec:
         if self.choice is not None:
             return self.choice.spec
@@ -187,7 +182,6 @@ class QuantLinear(nn.Linear):
             dtype=scale.dtype,
             device_type=scale.device.type,
             activations=self.activations,
-            has_bias=self.bias is not None,
         )
 
     def pack(self) -> QuantLinear:

@@ -19,14 +19,13 @@ places only if the exact logits have them within 2 d. The model is not among the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -90,24 +89,18 @@ class ReferenceModel:
                 layer.update = functools.partial(_update_flipped, layer.update)
         elif not layers:
             return None
-        handles = [layer.register_forward_pre_hook(_flip_input) for layer in layers]
-        with _removing(handles):
+        with ExitStack() as hooks:
+            for layer in layers:
+                hooks.enter_context(layer.register_forward_pre_hook(_flip_input))
             return last_logits(self.model, history, past_key_values=cache, **settings)
 
     def _jittered(self, history: Tensor, settings: Mapping[str, Any]) -> Tensor:
         jitter = Jitter(self.model.dtype)
         products = [m for m in self.model.modules() if isinstance(m, nn.Linear | Conv1D)]
-        with _removing([product.register_forward_hook(jitter) for product in products]):
+        with ExitStack() as hooks:
+            for product in products:
+                hooks.enter_context(product.register_forward_hook(jitter))
             return last_logits(self.model, history, **settings)
-
-
-@contextmanager
-def _removing(handles: list[RemovableHandle]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def flip_nearest(x: Tensor, size: int) -> Tensor:

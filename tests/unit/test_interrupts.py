@@ -22,7 +22,6 @@ from ..parity.snapshot import snapshot
 apply_plan = sys.modules["hf_accel.patch"].apply_plan  # the function patch stands before its module
 RECOVERING = {
     (journal_module.__file__, "undo"),
-    (journal_module.__file__, "_take_all_back"),
     (journal_module.__file__, "_take_back"),
     (journal_module.__file__, "_place"),
     (journal_module.__file__, "_holders"),

@@ -58,9 +58,9 @@ def test_patch_does_what_the_plan_says(family: str, keywords: dict[str, Any]) ->
         layer = layers[planned.site.name]
         assert layer.choice is not None and planned.choice is not None
         assert layer.choice.backend is planned.choice.backend
-        assert planned.spec is not None
-        unread = {} if layer.bits == 4 else {"group_size": planned.spec.group_size}
-        assert replace(layer.spec, **unread) == planned.spec
+        assert planned.choice is not None
+        unread = {} if layer.bits == 4 else {"group_size": planned.choice.spec.group_size}
+        assert replace(layer.spec, **unread) == planned.choice.spec
     backends = [vars(m)[BACKEND_ATTRIBUTE].backend.name for m in model.modules() if BACKEND_ATTRIBUTE in vars(m)]
     assert backends == [a.backend.name for a in plan.attention]
     cache = model.generate(**inputs("single"), max_new_tokens=2, return_dict_in_generate=True).past_key_values
@@ -76,7 +76,7 @@ def test_bytes_are_those_of_the_patched_model(keywords: dict[str, Any]) -> None:
     assert plan.bytes_before == sum(before.values())
     hf_accel.patch(model, **keywords)
     left = {p.data_ptr(): p.nbytes for p in model.parameters()}
-    quantized = sum(m.weight_bytes for m in model.modules() if isinstance(m, QuantLinear))
+    quantized = sum(m.spec.weight_bytes for m in model.modules() if isinstance(m, QuantLinear))
     assert plan.bytes_after == sum(left.values()) + quantized
 
 
@@ -88,7 +88,7 @@ def test_least_time_follows_the_bytes_read() -> None:
         read = sum(p.nbytes for name, p in model.named_parameters() if name != skipped)
         assert plan.seconds_before == pytest.approx(read / plan.bandwidth)
         replaced = sum(p.site.weight.nbytes for p in plan.quantized)
-        stored = sum(p.spec.weight_bytes for p in plan.quantized if p.spec)
+        stored = sum(p.choice.spec.weight_bytes for p in plan.quantized if p.choice)
         assert plan.seconds_after == pytest.approx((read - replaced + stored) / plan.bandwidth)
 
 

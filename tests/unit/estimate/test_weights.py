@@ -43,7 +43,7 @@ def test_operations_are_two_for_each_weight_that_a_token_meets():
 def test_zero_points_are_counted_with_the_scales(outputs, words):
     def stored(symmetric: bool) -> dict[str, int]:
         config, weight = WeightConfig(bits=4, group_size=32, symmetric=symmetric), torch.empty(outputs, 128).half()
-        spec = LinearSpec.of(weight, config, has_bias=False)
+        spec = LinearSpec.of(weight, config)
         return WeightTensor(kind="linears", shape=(outputs, 128), itemsize=2, spec=spec).bytes_by_kind
 
     assert stored(symmetric=False) == {"linears": outputs * 64, "scales": outputs * 4 * 2 + words * 4 * 4}

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from hf_accel.fused.modules import NormForms
-from hf_accel.fused.projections import NativeLinear, ProjectionCall
+from hf_accel.fused.projections import NativeLinear
 from hf_accel.fused.sites import FusedSite, fused_sites, native_linears
 from hf_accel.instance import mixed_class
 from hf_accel.kernels import cpu as kernels
-from hf_accel.state import FUSED, PROJECTION
+from hf_accel.state import FUSED
 
 from .models import GatedMLP, GemmaRMSNorm, LlamaRMSNorm, Rotating, apply_rotary_pos_emb, rotate_half
 
@@ -74,10 +74,9 @@ class FlatRMSNorm(LlamaRMSNorm):
 def native(module: nn.Module) -> nn.Module:
     """The module as patch() leaves it."""
     sites, _ = fused_sites(module, torch.float32, 64)
-    for site in [*sites, *(s for s in native_linears(module))]:
+    for site in [*sites, *native_linears(module, 64)]:
         site.module.__class__ = mixed_class(site.mixin, type(site.module))
         vars(site.module)[FUSED] = site.state
-        vars(site.module)[PROJECTION] = ProjectionCall(64)
     return module
 
 
@@ -265,9 +264,9 @@ def test_a_linear_with_a_subclass_for_a_weight_is_not_read() -> None:
 
     layer = nn.Linear(4, 4, bias=False)
     layer.weight = nn.Parameter(torch.randn(4, 4).as_subclass(Scaled))
-    assert list(native_linears(layer)) == []
+    assert list(native_linears(layer, 64)) == []
     replaced = native(nn.Linear(4, 4, bias=False))
     replaced(torch.randn(1, 4))
     replaced.weight = layer.weight
     assert isinstance(replaced, NativeLinear)
-    assert vars(replaced)[PROJECTION].ready((replaced,), torch.randn(1, 4)) is None
+    assert vars(replaced)[FUSED].ready((replaced,), torch.randn(1, 4)) is None

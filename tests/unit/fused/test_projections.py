@@ -14,7 +14,7 @@ from hf_accel.fused.projections import FusedProjections, NativeLinear, Projectio
 from hf_accel.instance import mixed_class
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
-from hf_accel.state import FUSED_PROJECTIONS, PROJECTION
+from hf_accel.state import FUSED, FUSED_PROJECTIONS
 
 from ..linear.layers import quantized_layer
 from .models import Attention
@@ -35,7 +35,7 @@ def floating() -> Attention:
     module = Attention(64)
     for layer in module.children():
         layer.__class__ = mixed_class(NativeLinear, nn.Linear)
-        vars(layer)[PROJECTION] = ProjectionCall(FLOAT_ROWS)
+        vars(layer)[FUSED] = ProjectionCall(FLOAT_ROWS)
     return module
 
 

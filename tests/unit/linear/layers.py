@@ -12,6 +12,6 @@ def quantized_layer(
     weight: Tensor, bias: Tensor | None = None, *, config: WeightConfig, backend: str = "auto"
 ) -> QuantLinear:
     """A layer over a floating-point weight [out, in], quantized and packed."""
-    choice = choose(LinearSpec.of(weight, config, has_bias=bias is not None), backend)
+    choice = choose(LinearSpec.of(weight, config), backend)
     packed = choice.backend.quantize(weight.detach(), config)
     return QuantLinear.from_packed(packed, bias, choice=choice, backend=backend)

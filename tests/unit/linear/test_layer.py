@@ -85,7 +85,7 @@ def test_is_a_linear_without_a_float_parameter(make_layer):
     assert layer.weight.shape == SHAPE
     assert layer.weight.device == torch.device("cpu")
     stored = [tensor for name, tensor in layer.state_dict().items() if name not in ("bias", "weight_shape")]
-    assert layer.weight_bytes == sum(tensor.nbytes for tensor in stored)
+    assert layer.spec.weight_bytes == sum(tensor.nbytes for tensor in stored)
     assert f"bits={layer.bits}" in repr(layer)
     assert f"backend={make_layer.backend}" in repr(layer)
     assert ("group_size=32" in repr(layer)) == (layer.bits == 4)

@@ -55,9 +55,7 @@ def as_rounded(backend, x: np.ndarray, bits: int, group_size: int) -> np.ndarray
 def test_as_the_float_layer_with_the_dequantized_weight(
     make_weight, backend, bits, outputs, inputs, group_size, dtype, has_bias
 ):
-    spec = LinearSpec(
-        in_features=inputs, out_features=outputs, bits=bits, group_size=group_size, dtype=dtype, has_bias=has_bias
-    )
+    spec = LinearSpec(in_features=inputs, out_features=outputs, bits=bits, group_size=group_size, dtype=dtype)
     if reason := backend.refuses(spec):
         pytest.skip(reason)
     weight, dense = make_weight(bits, outputs, inputs, group_size=group_size, dtype=dtype)
