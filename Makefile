@@ -4,6 +4,7 @@
 # make sanitize  the C++ kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make families  stock against patched for each model class of transformers' auto mappings; writes docs/support.md
 # make mutants   one wrong line after the other, each of which the tests must find (ONLY=attention: some of them)
+# make wheel     dist/*.whl, which needs no compiler to install, for every Python 3 of this platform
 # make bench     the measurements behind benchmarks/results
 # TORCH=2.11 (or 2.15, ...) after any of them takes that torch, in a virtual environment of its own; so does TRANSFORMERS.
 PYTHON ?= python3
@@ -13,7 +14,7 @@ PYTEST = $(RUN) -m pytest --numprocesses logical --maxprocesses 8 --dist workste
 KERNELS = hf_accel/kernels/cpu
 SOURCES = $(KERNELS)/build.py $(shell find $(KERNELS)/src -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-all lint types check sanitize families mutants bench clean
+.PHONY: demo test test-all lint types check sanitize families mutants wheel bench clean
 
 demo: $(VENV)/.ready
 	$(RUN) examples/quickstart.py
@@ -48,6 +49,13 @@ families: $(VENV)/.ready
 
 mutants: $(VENV)/.ready
 	$(RUN) -m tests.mutants.run $(ONLY)
+
+# libgomp stays out: torch brings it, and a second one beside it would have threads of its own.
+wheel: $(VENV)/.ready
+	rm -rf build/wheel
+	$(RUN) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) -m auditwheel repair --exclude libgomp.so.1 --only-plat \
+		--wheel-dir dist build/wheel/*.whl
 
 bench: $(VENV)/.ready
 	$(RUN) -m benchmarks.run
