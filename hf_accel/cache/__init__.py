@@ -1,1 +1,1 @@
-"""A KV cache in blocks. `hf`, which makes it a transformers Cache, is not imported here."""
+"""A KV cache in blocks. The subpackage `hf` makes it a transformers Cache; it is not imported here."""

@@ -1,4 +1,4 @@
-"""The pages of the layers that share a pool of blocks: their tensors, and what a pass reads and writes."""
+"""The tensors of K/V pages, and the description of what a forward pass reads from and writes to them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from ..tensors import is_recorded
 from .pool import BlockPool, PrefixIndex
 from .table import BlockTable
 
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # level of each dtype that quantized pages may have
+# The dtypes that quantized pages may have, with the largest value of each.
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 class KVStorage:
-    """K and V pages of one layer.
+    """The K and V pages of one layer.
 
-    keys [.., H, Dk], values [.., H, Dv]: states as they will come; only their shapes, dtypes and device count.
-    quantized: a dtype of LARGEST for the pages, with a scale per token and head (symmetric absmax, rounded to `dtype`
-    before it is used). Non-finite K or V make that token's head NaN.
+    keys [.., H, Dk], values [.., H, Dv]: examples of what will be written. Only their shapes, dtypes and device are
+    used. quantized: a dtype of LARGEST, or None. Quantized pages have one scale per token and head (symmetric absmax);
+    the scale is rounded to `dtype`, the dtype of K and V, before it is used. A token's head with a non-finite K or V
+    is read back as NaN.
     """
 
     def __init__(
@@ -45,11 +47,11 @@ class KVStorage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes reserved; what is committed depends on the blocks that were written."""
+        """The bytes that are reserved. The system commits memory only for blocks that were written."""
         return sum(tensor.nbytes for tensor in self.pages if tensor is not None)
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """keys [N, H, Dk] and values [N, H, Dv] into slots [N] int64, in place."""
+        """Write keys [N, H, Dk] and values [N, H, Dv] to `slots` [N] int64, in place."""
         if keys.dtype is not self.dtype or values.dtype is not self.dtype:
             keys, values = keys.to(self.dtype), values.to(self.dtype)
         if self._is_native(keys, values):
@@ -64,7 +66,7 @@ class KVStorage:
         return blocks, slice(None), slots - blocks * self.block_size
 
     def _is_native(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether the kernel can write this; it gives the bits of the torch path below."""
+        """Whether the C++ kernel can write these tensors. It writes the same bits as the torch code."""
         return (
             self.dtype in FLOATS
             and keys.is_cpu
@@ -81,7 +83,7 @@ class KVStorage:
             pages[place], scales[place] = quantize(states, pages.dtype)
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of slots [...], dequantized: [..., H, Dk] and [..., H, Dv]."""
+        """Return K [..., H, Dk] and V [..., H, Dv] of `slots` [...] int64, dequantized."""
         place = self._place(slots)
         k, v, k_scales, v_scales = self.pages
         if k_scales is None or v_scales is None:
@@ -90,7 +92,7 @@ class KVStorage:
         return k[place].to(self.dtype) * scales[0], v[place].to(self.dtype) * scales[1]
 
     def widen(self, dtype: torch.dtype) -> None:
-        """Hold numbers of `dtype` too; what is stored keeps its value. Quantized pages stay as they are."""
+        """Change the pages to a dtype that also holds `dtype` exactly. Quantized pages stay as they are."""
         dtype = torch.promote_types(self.dtype, dtype)
         if self.pages.k_scales is None and dtype is not self.dtype:
             with torch.inference_mode(False):
@@ -98,21 +100,21 @@ class KVStorage:
             self.dtype = dtype
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, destination)."""
+        """Copy whole blocks, given as (source, destination)."""
         sources, destinations = torch.tensor(pairs, device=self.pages.k.device).unbind(1)
         for tensor in self.pages:
             if tensor is not None:
                 tensor[destinations] = tensor[sources]
 
     def grow(self, num_blocks: int) -> None:
-        """Make room for more blocks; a pool doubles, so that this is rare. Raises with the pages as they were."""
+        """Grow the pages to `num_blocks` blocks. An error leaves the pages as they were."""
         larger: Any = [None if old is None else _longer(old, num_blocks) for old in self.pages]
         self.pages = KV(*larger)
 
 
 def _empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    # empty, not zeros: the system commits memory when a page is first written. Not an inference tensor, even if
-    # the first pass runs in inference mode: a later pass may write outside it.
+    # torch.empty, not torch.zeros: the system then commits memory only when a page is first written.
+    # Inference mode is off because a later pass may write to the pages outside of inference mode.
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=dtype, device=device)
 
@@ -124,7 +126,11 @@ def _longer(old: Tensor, num_blocks: int) -> Tensor:
 
 
 def quantize(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[N, H, D] to [N, H, D] of `dtype` (of LARGEST) and scales [N, H] in that of `states`; zeros have scale 0."""
+    """Quantize states [N, H, D] symmetrically by their largest absolute value.
+
+    Returns [N, H, D] of `dtype`, which is one of LARGEST, and scales [N, H] of the dtype of `states`. The scale of
+    all zeros is 0.
+    """
     largest = LARGEST[dtype]
     scales = (states.abs().amax(-1).float() / largest).to(states.dtype)
     divisors = scales.float().masked_fill(scales == 0, 1).unsqueeze(-1)
@@ -134,10 +140,10 @@ def quantize(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 class PageGroup:
-    """A block pool, its prefix index, and the K/V pages of each of its layers.
+    """A block pool, its prefix index, and the K/V pages of the layers that share the pool.
 
-    window: the layers' sliding window in tokens, None for full attention. Only full-attention groups keep a
-    prefix index: blocks behind a window are gone when the prompt comes again.
+    window: the layers' sliding window in tokens, None for full attention. A group with a window has no prefix index,
+    because it releases the blocks of a prompt's beginning.
     """
 
     def __init__(
@@ -157,9 +163,9 @@ class PageGroup:
         self.storages: dict[int, KVStorage] = {}
 
     def storage(self, layer_idx: int, keys: Tensor, values: Tensor) -> KVStorage:
-        """The pages of a layer, made at its first write. keys: [..., H, Dk].
+        """Return the pages of a layer; the first call creates them. keys [..., H, Dk], values [..., H, Dv].
 
-        They hold what comes in another dtype as well as torch.cat would: exactly.
+        If keys or values have another dtype than the pages, the pages take the promoted dtype, as with torch.cat.
         """
         storage = self.storages.get(layer_idx)
         if storage is None:
@@ -170,11 +176,11 @@ class PageGroup:
         return storage
 
     def append(self, table: BlockTable, num_tokens: int) -> None:
-        """Room for more tokens in a table, the last block copied first if others read it.
+        """Allocate slots for more tokens in a table. A shared last block that is partly filled is copied first.
 
-        The pages grow before the pool does, so that no block is ever given out that has none. Raises OutOfBlocksError,
-        or what the memory for pages and copies met, with the table as it was.
+        Raises OutOfBlocksError, or torch's error if memory for the pages runs out; the table is then as it was.
         """
+        # The pages grow before the pool does, so that every allocated block has pages.
         size = self.pool.size_for(table.blocks_needed(num_tokens))
         for storage in self.storages.values():
             if storage.num_blocks < size:
@@ -182,14 +188,14 @@ class PageGroup:
         table.append(num_tokens, self.copy)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, destination) in every layer."""
+        """Copy whole blocks, given as (source, destination), in every layer."""
         if pairs:
             for storage in self.storages.values():
                 storage.copy(pairs)
 
     @staticmethod
     def table_tensor(tables: Sequence[BlockTable], device: torch.device) -> Tensor:
-        """Block tables as [B, max_blocks] int32, zero beyond a row's end."""
+        """Return block tables as a tensor [B, max_blocks] int32, padded with zeros."""
         width = max((len(t.blocks) for t in tables), default=0)
         padded = [t.blocks + [0] * (width - len(t.blocks)) for t in tables]
         return torch.tensor(padded, dtype=torch.int32, device=device).view(len(tables), width)
@@ -201,11 +207,11 @@ class PageGroup:
 
 @dataclass
 class GroupStep:
-    """One forward pass as the layers of one group (same sliding window, so same blocks) see it.
+    """What the layers of one group write and read in a forward pass. They share a sliding window, so also blocks.
 
-    slots: [number written] int64. written: int64 [number written], which of the N tokens are stored (a token of a
-    block that others share is stored once); None: all. ragged: what they read; its block table and kv_len begin at the
-    first block that is still held.
+    written: [W] int64, the indices of the tokens that the pass writes, out of its N tokens; None if it writes all.
+    A token whose block is shared is written only once. slots: [W] int64, where these tokens are written.
+    ragged: what attention reads. Its block table and kv_len begin at the first block that the sequence still holds.
     """
 
     slots: Tensor
@@ -215,13 +221,15 @@ class GroupStep:
 
 @dataclass
 class Step:
-    """One forward pass over B sequences with N new tokens in all.
+    """What a forward pass over B sequences with N new tokens in all writes and reads.
 
-    token_columns: LongTensor [N], which of the flattened [B * Q] input columns hold a token; None when all do.
-    fresh: no sequence has a past, so K and V of this pass are all there is.
-    contiguous: per group, whether bottom-right causal attention over a sequence's tokens is attention over its
-        columns. Otherwise (padding on the right, or inside a sliding window) attention takes columns and a mask.
-    gathers: the cache hands all columns to attention, as in an unpatched model, instead of its pages.
+    num_columns: Q, the columns of the [B, Q] input. token_columns: [N] int64, the indices of the flattened [B * Q]
+        input columns that hold a token; None if all columns do.
+    fresh: whether no sequence had tokens before this pass, so that attention needs only the pass's own K and V.
+    contiguous: for each group, whether bottom-right causal attention over a sequence's tokens gives the same result as
+        attention over its columns. If not (padding on the right, or inside a sliding window), attention needs all
+        columns and a mask.
+    gathers: whether the cache returns K and V of all columns, as an unpatched model expects, and not its pages.
     """
 
     groups: list[GroupStep]
@@ -232,12 +240,12 @@ class Step:
     gathers: bool = False
 
     def tokens(self, states: Tensor) -> Tensor:
-        """[B, H, Q, D] to the N tokens of the pass, [N, H, D]."""
+        """Select the N tokens of the pass from [B, H, Q, D]; returns [N, H, D]."""
         flat = states.transpose(1, 2).flatten(0, 1)
         return flat if self.token_columns is None else flat.index_select(0, self.token_columns)
 
     def columns(self, tokens: Tensor, batch_size: int) -> Tensor:
-        """[N, H, D] back to [B, Q, H, D], zero in the padding."""
+        """Put [N, H, D] back into [B, Q, H, D], with zeros in the padding."""
         if self.token_columns is None:
             return tokens.view(batch_size, -1, *tokens.shape[1:])
         out = tokens.new_zeros(batch_size * self.num_columns, *tokens.shape[1:])
@@ -246,7 +254,7 @@ class Step:
 
 
 def offsets(lengths: list[int], device: torch.device) -> Tensor:
-    """Lengths of B sequences as [B + 1] int32 starting points."""
+    """Return where each of B sequences begins if they stand end to end, and the total length: [B + 1] int32."""
     total, starts = 0, [0]
     for length in lengths:
         total += length

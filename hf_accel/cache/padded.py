@@ -1,7 +1,7 @@
-"""Sequences that come as the columns of a padded rectangle, over shared pages.
+"""Sequences over shared pages that are given as a padded batch.
 
-A column is a position of the padded [B, T] input that transformers works with; a token is a column that
-is not padding. Only tokens have a slot.
+A column is a position of the padded [B, T] input of transformers. A token is a column that is not padding.
+Only tokens have slots.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from .pages import CachedSequence, Pages, TokenRange
 
 
 class PaddedBatch:
-    """Which tokens of B sequences stand in which columns. All writes of bookkeeping happen in `prepare`."""
+    """Maps the columns of a padded batch to the tokens of B sequences.
+
+    token_mask: [B, num_columns] bool, False for padding; None if there is no padding.
+    """
 
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
         self.sequences: list[CachedSequence] = []
         self.num_columns = 0
-        self.real: Tensor | None = None  # [B, num_columns] bool, False is padding; None: no padding at all
-        # For take_back: what was there before the pass that was prepared last, and the blocks that it published.
+        self.token_mask: Tensor | None = None
+        # take_back restores what was here before the last prepare: sequences, their lengths, num_columns, token_mask.
         self._before: tuple[list[CachedSequence], list[int], int, Tensor | None] = ([], [], 0, None)
         self._published: list[int] = []
 
@@ -40,48 +43,50 @@ class PaddedBatch:
         mask: Tensor | None = None,
         token_ids: Tensor | None = None,
     ) -> Step:
-        """Make room for `num_new` columns in each of `batch_size` sequences and describe the pass.
+        """Allocate slots for `num_new` more columns of `batch_size` sequences, and describe the pass over them.
 
-        mask: [B, num_columns + num_new] bool or None, False where padding stands.
-        token_ids: [B, num_new] or None; with known ids, equal beginnings share blocks.
-        Raises OutOfBlocksError when a fixed pool is exhausted, with the sequences as they were, as after any error.
+        mask: [B, num_columns + num_new] bool, False for padding, or None. token_ids: [B, num_new], or None if the ids
+        are not known; sequences with equal prefixes share blocks only if the ids are given.
+        Raises OutOfBlocksError when a pool of fixed size is exhausted, and UnsupportedError for a batch that does not
+        continue the cached one. After any error the sequences are as they were.
         """
         if self.sequences and len(self.sequences) != batch_size:
             raise UnsupportedError(
                 f"the cache holds {len(self.sequences)} sequences and the input has {batch_size}; "
                 "call cache.reset(), or give a cache to each batch"
             )
-        real = self._extended_mask(batch_size, num_new, mask)
-        new_real = None if real is None else real[:, self.num_columns :]
-        counts = [num_new] * batch_size if new_real is None else new_real.sum(1).tolist()
-        ids = [None] * batch_size if token_ids is None else _ids_per_sequence(token_ids, new_real)
+        token_mask = self._extended_mask(batch_size, num_new, mask)
+        new_mask = None if token_mask is None else token_mask[:, self.num_columns :]
+        counts = [num_new] * batch_size if new_mask is None else new_mask.sum(1).tolist()
+        ids = [None] * batch_size if token_ids is None else _ids_per_sequence(token_ids, new_mask)
         starts = [sequence.num_tokens for sequence in self.sequences] or [0] * batch_size
-        self._before, self._published = (self.sequences, starts, self.num_columns, self.real), []
+        self._before, self._published = (self.sequences, starts, self.num_columns, self.token_mask), []
         try:
             ranges = self._append(starts, counts, ids) if any(starts) else self._begin(counts, ids)
             step = self.pages.step(ranges, device)
             step.num_columns, step.fresh = num_new, not any(starts)
-            step.token_columns = None if new_real is None else new_real.flatten().nonzero().squeeze(1).to(device)
-            step.contiguous = [self._contiguous(real, num_new, group.window) for group in self.pages.groups]
+            step.token_columns = None if new_mask is None else new_mask.flatten().nonzero().squeeze(1).to(device)
+            step.contiguous = [self._contiguous(token_mask, num_new, group.window) for group in self.pages.groups]
         except BaseException:
             self.take_back()
             raise
         self.num_columns += num_new
-        self.real = real
+        self.token_mask = token_mask
         return step
 
     def take_back(self) -> None:
-        """Undo the last `prepare`, whose pass did not come to its end: nobody finds the blocks that it published."""
-        sequences, starts, self.num_columns, self.real = self._before
+        """Undo the last `prepare`, because its pass failed. The blocks that it published leave the prefix index."""
+        sequences, starts, self.num_columns, self.token_mask = self._before
         self.pages.withdraw(self._published)
-        for sequence, start in zip(self.sequences, starts, strict=False):  # an error may have left fewer sequences
+        # zip is not strict here, because after an error there may be fewer sequences than starts.
+        for sequence, start in zip(self.sequences, starts, strict=False):
             sequence.truncate(start)
         self.sequences = sequences
 
     def _extended_mask(self, batch_size: int, num_new: int, mask: Tensor | None) -> Tensor | None:
         past, total = self.num_columns, self.num_columns + num_new
         if mask is None:
-            if self.real is not None:
+            if self.token_mask is not None:
                 raise UnsupportedError(
                     "the cache holds padded sequences but this call has no attention_mask; "
                     f"pass attention_mask [{batch_size}, {total}] as in the first call"
@@ -92,56 +97,56 @@ class PaddedBatch:
                 f"attention_mask has shape {tuple(mask.shape)}; with {past} cached columns and {num_new} new ones "
                 f"it must be ({batch_size}, {total})"
             )
-        known = mask.new_ones(batch_size, past) if self.real is None else self.real
-        if past and not torch.equal(mask[:, :past], known):
+        cached_mask = mask.new_ones(batch_size, past) if self.token_mask is None else self.token_mask
+        if past and not torch.equal(mask[:, :past], cached_mask):
             raise UnsupportedError(
                 "attention_mask hides or shows cached columns that it did not before; a paged cache stores no "
                 "padding, so the mask of cached columns cannot change: start from an empty cache"
             )
-        return None if self.real is None and bool(mask.all()) else mask
+        return None if self.token_mask is None and bool(mask.all()) else mask
 
     @staticmethod
-    def _contiguous(real: Tensor | None, num_new: int, window: int | None) -> bool:
+    def _contiguous(token_mask: Tensor | None, num_new: int, window: int | None) -> bool:
         """Whether bottom-right causal attention over a sequence's tokens equals attention over its columns.
 
-        The new tokens of each sequence must be at the end of the new columns; where a window counts columns,
-        no padding may stand between tokens at all.
+        This requires the new tokens of each sequence to be the last of the new columns. A sliding window counts
+        columns, so with a window no padding at all may be between tokens.
         """
-        if real is None:
+        if token_mask is None:
             return True
-        if not bool((real[:, -1] | ~real.any(1)).all()):
+        if not bool((token_mask[:, -1] | ~token_mask.any(1)).all()):
             return False
-        span = real if window is not None else real[:, -num_new:]
+        span = token_mask if window is not None else token_mask[:, -num_new:]
         return not bool((span[:, :-1] & ~span[:, 1:]).any())
 
     def _begin(self, counts: list[int], ids: Sequence[list[int] | None]) -> list[TokenRange]:
-        """New sequences of counts[i] tokens, in known blocks as far as there are any; equal ones share all."""
+        """Start sequences of counts[i] tokens with cached blocks of their prefixes. Equal prompts share all blocks."""
         self.sequences, ranges = [], []
-        twins: dict[tuple[int, ...], CachedSequence] = {}
+        sequence_of_ids: dict[tuple[int, ...], CachedSequence] = {}
         for count, new_ids in zip(counts, ids, strict=True):
-            twin = twins.get(tuple(new_ids or ()))
-            if twin is None:
-                blocks = self.pages.known(new_ids or ())
+            equal = sequence_of_ids.get(tuple(new_ids or ()))
+            if equal is None:
+                blocks = self.pages.match_prefix(new_ids or ())
                 self.sequences.append(self.pages.begin(blocks, len(blocks) * self.pages.block_size))
             else:
-                self.sequences.append(twin.fork())
+                self.sequences.append(equal.fork())
             ranges.append(self._extend(self.sequences[-1], 0, count, new_ids))
             if new_ids:
-                twins[tuple(new_ids)] = self.sequences[-1]
+                sequence_of_ids[tuple(new_ids)] = self.sequences[-1]
         return ranges
 
     def _append(self, starts: list[int], counts: list[int], ids: Sequence[list[int] | None]) -> list[TokenRange]:
-        """Room for counts[i] more tokens in each sequence.
+        """Allocate slots for counts[i] more tokens of each sequence.
 
-        Blocks behind the windows are released here, and not earlier, so that a crop can go back.
+        Blocks behind the sliding windows are released here and not earlier, so that `crop` can still remove tokens.
         """
         for sequence, start in zip(self.sequences, starts, strict=True):
             self.pages.slide(sequence, start)
         return [self._extend(*each) for each in zip(self.sequences, starts, counts, ids, strict=True)]
 
     def _extend(self, sequence: CachedSequence, start: int, count: int, ids: list[int] | None) -> TokenRange:
-        """Slots for the tokens from `start` on, of which the sequence may hold some already."""
-        tokens = TokenRange(sequence, start, count, stored=sequence.num_tokens)
+        """Allocate slots for tokens start..start+count-1; the sequence may already hold some of them."""
+        tokens = TokenRange(sequence, start, count, write_from=sequence.num_tokens)
         self.pages.append(sequence, tokens.num_written, start=start)
         if ids is None:
             sequence.epoch = None
@@ -152,29 +157,30 @@ class PaddedBatch:
         return tokens
 
     def column_slots(self, index: int, device: torch.device) -> Tensor:
-        """The slot of each column, [B, num_columns] int64; -1 for padding and for what lies behind the window."""
+        """Return the slot of each column, [B, num_columns] int64; -1 for padding and for columns behind the window."""
         out = torch.full((len(self.sequences), self.num_columns), -1, dtype=torch.int64)
         for number, sequence in enumerate(self.sequences):
             table = sequence.tables[index]
             dropped = table.num_dropped_blocks * self.pages.block_size
             slots = [-1] * dropped + table.slots(dropped, table.num_tokens)
-            where = slice(None) if self.real is None else self.real[number].cpu()
+            where = slice(None) if self.token_mask is None else self.token_mask[number].cpu()
             out[number, where] = torch.tensor(slots, dtype=torch.int64)
         return out.to(device)
 
     # -- changes between passes ------------------------------------------------------------------------
 
     def adopt_prefix(self, token_ids: Tensor, mask: Tensor | None) -> int:
-        """Start empty sequences from known blocks; returns how many columns need not be computed.
+        """Start sequences with the cached blocks of their prefixes, and return how many columns are skipped.
 
-        All sequences must skip equally many columns, since the input stays a rectangle, and at least one
-        column is left to compute. token_ids, mask: [B, T].
+        All sequences skip the same number of columns, because the input must stay a rectangle. At least one column is
+        left to compute. token_ids: [B, T]. mask: [B, T], False for padding, or None. Returns 0, with nothing changed,
+        if no column can be skipped, if the batch is not empty, or if padding follows a token.
         """
-        real = None if mask is None or bool(mask.all()) else mask.bool()
-        if self.sequences or (real is not None and bool((real[:, :-1] & ~real[:, 1:]).any())):
+        token_mask = None if mask is None or bool(mask.all()) else mask.bool()
+        if self.sequences or (token_mask is not None and bool((token_mask[:, :-1] & ~token_mask[:, 1:]).any())):
             return 0
-        sequences = _ids_per_sequence(token_ids, real)
-        blocks = [self.pages.known(ids) for ids in sequences]
+        sequences = _ids_per_sequence(token_ids, token_mask)
+        blocks = [self.pages.match_prefix(ids) for ids in sequences]
         pads = [token_ids.shape[1] - len(ids) for ids in sequences]
         reach = [pad + len(found) * self.pages.block_size for pad, found in zip(pads, blocks, strict=True)]
         skipped = min([*reach, token_ids.shape[1] - 1])
@@ -184,47 +190,47 @@ class PaddedBatch:
             sequence = self.pages.begin(found, max(0, skipped - pad))
             sequence.token_ids = ids[: sequence.num_tokens]
             self.sequences.append(sequence)
-        self.num_columns, self.real = skipped, None if real is None else real[:, :skipped]
+        self.num_columns, self.token_mask = skipped, None if token_mask is None else token_mask[:, :skipped]
         return skipped
 
     def crop(self, num_removed: int) -> None:
-        """Take back the last `num_removed` columns of every sequence.
+        """Remove the last `num_removed` columns of every sequence.
 
-        Raises UnsupportedError, with nothing changed, if a sliding window has let go of what is left in it.
+        Raises UnsupportedError, with nothing changed, if a block was released that the sliding window needs again.
         """
         keep = max(0, self.num_columns - num_removed)
-        kept = [keep] * len(self.sequences) if self.real is None else self.real[:, :keep].sum(1).tolist()
+        kept = [keep] * len(self.sequences) if self.token_mask is None else self.token_mask[:, :keep].sum(1).tolist()
         for sequence, num_tokens in zip(self.sequences, kept, strict=True):
             self.pages.require_held(sequence, num_tokens)
         for sequence, num_tokens in zip(self.sequences, kept, strict=True):
             sequence.truncate(num_tokens)
         self.num_columns = keep
-        self.real = None if self.real is None else self.real[:, :keep]
+        self.token_mask = None if self.token_mask is None else self.token_mask[:, :keep]
 
     def select(self, indices: Sequence[int]) -> None:
-        """Keep the sequences `indices`, in that order, repeated where an index is repeated (beams, n-best)."""
+        """Replace the sequences by those at `indices`, in that order. An index may be repeated (beams, n-best)."""
         chosen = [self.sequences[i].fork() for i in indices]
         for sequence in self.sequences:
             sequence.release()
         self.sequences = chosen
-        if self.real is not None:
-            self.real = self.real[torch.tensor(indices, dtype=torch.int64, device=self.real.device)]
+        if self.token_mask is not None:
+            self.token_mask = self.token_mask[torch.tensor(indices, dtype=torch.int64, device=self.token_mask.device)]
 
     def fork(self) -> PaddedBatch:
-        """The same sequences over the same pages; what either writes from here on is copied first."""
+        """Return a second batch that shares the pages. A shared block is copied before either batch writes to it."""
         other = PaddedBatch(copy.copy(self.pages))
         other.sequences = [sequence.fork() for sequence in self.sequences]
-        other.num_columns, other.real = self.num_columns, self.real
+        other.num_columns, other.token_mask = self.num_columns, self.token_mask
         return other
 
     def reset(self) -> None:
-        """Forget the sequences. Known blocks stay for a later prompt that begins as they do, until they are needed."""
+        """Release the sequences. Blocks in the prefix index stay cached for later prompts until they are evicted."""
         for sequence in self.sequences:
             sequence.release()
-        self.sequences, self.num_columns, self.real = [], 0, None
+        self.sequences, self.num_columns, self.token_mask = [], 0, None
 
 
-def _ids_per_sequence(token_ids: Tensor, real: Tensor | None) -> list[list[int]]:
-    if real is None:
+def _ids_per_sequence(token_ids: Tensor, token_mask: Tensor | None) -> list[list[int]]:
+    if token_mask is None:
         return token_ids.tolist()
-    return [ids[keep].tolist() for ids, keep in zip(token_ids, real.to(token_ids.device), strict=True)]
+    return [ids[keep].tolist() for ids, keep in zip(token_ids, token_mask.to(token_ids.device), strict=True)]

@@ -1,4 +1,4 @@
-"""Sequences that grow, fork, go back and leave each at its own pace, over shared pages."""
+"""Sequences over shared pages. Each sequence grows, forks, is truncated and ends independently of the others."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from .table import BlockTable
 
 @dataclass
 class CachedSequence:
-    """One sequence: a block table per group.
+    """One sequence: a block table for each group of layers.
 
-    epoch: that of the prefix index when the sequence began; its blocks are published in no other. None: its K and V
-    do not follow from its token ids, and nobody may find them. token_ids: for those who keep them nowhere else.
+    epoch: the epoch of the prefix index when the sequence began; its blocks enter the index only in that epoch. None:
+    its blocks never enter the index, because its K and V do not follow from token ids. token_ids: the ids of its
+    tokens, if the caller does not keep them elsewhere.
     """
 
     tables: list[BlockTable]
@@ -43,7 +44,7 @@ class CachedSequence:
         return other
 
     def truncate(self, num_tokens: int) -> None:
-        """Go back to the first `num_tokens` tokens."""
+        """Keep only the first `num_tokens` tokens."""
         for table in self.tables:
             if num_tokens:
                 table.truncate(min(num_tokens, table.num_tokens))
@@ -58,32 +59,33 @@ class CachedSequence:
 
 @dataclass(frozen=True)
 class TokenRange:
-    """Tokens start..start+count-1 of a sequence are computed in a pass; the sequence has slots for them already.
+    """Tokens start..start+count-1 of a sequence, which a pass computes. The sequence has slots for them already.
 
-    stored: the pass writes those from this number on, since the sequence shares the blocks of those before; 0: all.
+    write_from: the first token whose K and V the pass writes; 0 means `start`. The tokens before it are in blocks
+    that the sequence shares, so they are written already, or by another sequence of the same pass.
     """
 
     sequence: CachedSequence
     start: int
     count: int
-    stored: int = 0
+    write_from: int = 0
 
     @property
     def num_written(self) -> int:
-        return self.start + self.count - (self.stored or self.start)
+        return self.start + self.count - (self.write_from or self.start)
 
 
 def _rolls(group: PageGroup) -> bool:
-    """Whether any length fits, because a new block never comes before the window has left an old one."""
+    """Whether a sequence of any length fits, because the window always frees a block before a new one is needed."""
     return group.window is not None and group.pool.num_blocks > -(-(group.window - 1) // group.pool.block_size)
 
 
 class Pages:
-    """The one bookkeeper of the groups of pages: room, windows, known beginnings, and what a pass reads and writes."""
+    """The pages of all groups of layers: allocation, prefix caching, sliding windows, and the plan of a pass."""
 
     def __init__(self, groups: list[PageGroup]) -> None:
         self.groups = groups
-        # Blocks behind a window are gone when the prompt comes again, so that such a model shares none.
+        # A model with a sliding window shares no prefixes, because blocks behind the window are released.
         self.index = groups[0].index if len(groups) == 1 else None
         self.epoch = 0 if self.index is None else self.index.epoch
 
@@ -93,72 +95,82 @@ class Pages:
 
     @property
     def capacity(self) -> int | None:
-        """Tokens that one sequence alone can have; None if nothing bounds them."""
+        """The number of tokens that one sequence can have if it is alone; None if there is no limit."""
         bounded = [g.pool.num_blocks * self.block_size for g in self.groups if not g.pool.growable and not _rolls(g)]
         return min(bounded, default=None)
 
-    # -- known beginnings ------------------------------------------------------------------------------
+    # -- prefix caching --------------------------------------------------------------------------------
 
     def use_salt(self, salt: bytes) -> None:
-        """What K and V depend on besides the tokens: blocks of another salt are not found any more."""
+        """Clear the prefix index if its blocks were computed with another salt.
+
+        salt: identifies what K and V depend on besides the tokens (weights, adapters).
+        """
         if self.index is not None:
             self.index.use_salt(salt)
             self.epoch = self.index.epoch
 
-    def forget(self) -> None:
-        """Let nobody find any block: after a pass that failed they may hold anything."""
+    def clear_prefixes(self) -> None:
+        """Remove all blocks from the prefix index. After a pass that failed, their content may be wrong."""
         if self.index is not None:
             self.index.clear()
             self.epoch = self.index.epoch
 
-    def known(self, token_ids: Sequence[int]) -> list[int]:
-        """The blocks of the longest known beginning of these tokens, for `begin`."""
-        if self.index is None or self.index.epoch != self.epoch:  # others over these pages may have taken another salt
+    def match_prefix(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the cached blocks of the longest prefix of these tokens, for `begin`."""
+        # A fork over the same pages may have changed the salt of the index.
+        if self.index is None or self.index.epoch != self.epoch:
             return []
         return self.index.match(token_ids)
 
     def begin(self, blocks: Sequence[int] = (), num_tokens: int = 0) -> CachedSequence:
-        """A sequence of the first `num_tokens` tokens that stand in `blocks`."""
+        """Start a sequence with the `num_tokens` tokens that `blocks` hold, or an empty one."""
         sequence = CachedSequence([BlockTable(group.pool) for group in self.groups], self.epoch)
         if num_tokens:
             sequence.tables[0].adopt(blocks[: -(-num_tokens // self.block_size)], num_tokens)
         return sequence
 
-    def open(self, token_ids: Sequence[int]) -> CachedSequence:
-        """A sequence that begins with what is known of these tokens; at least the last is left to compute.
+    def begin_with_prefix(self, token_ids: Sequence[int]) -> CachedSequence:
+        """Start a sequence with the cached blocks of these tokens. At least the last token is left to compute.
 
-        Only whole blocks are taken. A part of one would be copied before it is written to, and blocks that are
-        published by the pass that computes them hold nothing yet.
+        Only whole blocks are used. A block of which only a part is used would be copied before it is written to; but
+        a block that was published in the current pass is not written yet, so the copy would be wrong.
         """
-        blocks = self.known(token_ids)
+        blocks = self.match_prefix(token_ids)
         return self.begin(blocks, max(0, min(len(blocks), (len(token_ids) - 1) // self.block_size)) * self.block_size)
 
     def publish(self, sequence: CachedSequence, token_ids: Sequence[int]) -> list[int]:
-        """Let others find the full blocks of `token_ids`, which the sequence begins with and will not take back.
+        """Add the sequence's full blocks to the prefix index, and return those that were added.
 
-        Returns those that nobody could find before.
+        token_ids: the sequence's first tokens; it must not be truncated to fewer.
         """
         if self.index is None or sequence.epoch != self.index.epoch:
             return []
         return self.index.insert(token_ids, sequence.tables[0].blocks)
 
     def withdraw(self, blocks: Iterable[int]) -> None:
-        """Let nobody find these blocks, which were published and will not be written; a sequence still holds them."""
+        """Remove published blocks from the prefix index, because they will not be written. They stay allocated."""
         if self.index is not None:
             for block in blocks:
                 if block in self.index:
-                    self.index.forget(block)
+                    self.index.remove(block)
 
     # -- windows ---------------------------------------------------------------------------------------
 
     def slide(self, sequence: CachedSequence, start: int) -> None:
-        """Let go of what lies behind the windows of token `start`; the sequence goes back no further than to it."""
+        """Release the blocks behind the sliding window of token `start`.
+
+        Afterwards the sequence cannot be truncated to fewer than `start` tokens.
+        """
         for group, table in zip(self.groups, sequence.tables, strict=True):
             if group.window is not None:
                 table.drop_before(start - group.window + 1)
 
     def require_held(self, sequence: CachedSequence, num_tokens: int) -> None:
-        """Raise UnsupportedError if a window has let go of what the sequence needs to go back to so many tokens."""
+        """Raise UnsupportedError unless the sequence can be truncated to `num_tokens` tokens.
+
+        It cannot if blocks were released that lie within the sliding window of the token after them.
+        """
         for group, table in zip(self.groups, sequence.tables, strict=True):
             held = table.num_dropped_blocks * self.block_size
             needed = 0 if group.window is None else max(0, num_tokens - group.window + 1)
@@ -171,18 +183,18 @@ class Pages:
     # -- room ------------------------------------------------------------------------------------------
 
     def free_blocks(self) -> list[int]:
-        """For each group, the blocks that can be given out; sys.maxsize where the pool grows."""
+        """For each group, the number of blocks that can be allocated; sys.maxsize if the pool can grow."""
         return [sys.maxsize if group.pool.growable else group.pool.num_free for group in self.groups]
 
     def blocks_for(self, sequence: CachedSequence, count: int) -> list[int]:
-        """For each group, the blocks that `count` more tokens take; at most those in a sliding window."""
+        """For each group, the number of blocks that `count` more tokens need, but at most a sliding window's."""
         return [
             table.blocks_needed(count if group.window is None else min(count, group.window))
             for group, table in zip(self.groups, sequence.tables, strict=True)
         ]
 
     def room(self, sequence: CachedSequence, most: int, *, start: int | None = None) -> int:
-        """How many tokens can be appended, at most `most`. start: as for `append`."""
+        """Return how many tokens can be appended, at most `most`. start: see `append`."""
         self.slide(sequence, sequence.num_tokens if start is None else start)
         for group, table in zip(self.groups, sequence.tables, strict=True):
             if not group.pool.growable:
@@ -193,10 +205,11 @@ class Pages:
         return self.room(sequence, count, start=start) == count
 
     def append(self, sequence: CachedSequence, count: int, *, start: int | None = None) -> None:
-        """Slots for `count` more tokens. Raises as PageGroup.append does, with the sequence's tokens as they were.
+        """Allocate slots for `count` more tokens. Raises what PageGroup.append raises; no token is then added.
 
-        start: the first token that the coming pass computes, if the sequence has slots for it already. The sequence
-        slides to it when a new block is needed, and not when tokens are taken back, so that it can go back.
+        start: the first token that the next pass computes, if the sequence already has slots for it. Blocks behind
+        its sliding window are released here, when a new block is needed, and not in `truncate`: so the sequence can
+        still be truncated.
         """
         for table in sequence.tables:
             if not table.has_slots(count):
@@ -221,7 +234,7 @@ class Pages:
     # -- a pass ----------------------------------------------------------------------------------------
 
     def step(self, ranges: Sequence[TokenRange], device: torch.device) -> Step:
-        """What a forward pass over the tokens of these ranges, end to end in one row, reads and writes."""
+        """Describe a forward pass over the tokens of these ranges, which stand end to end in one row of the input."""
         counts = [each.count for each in ranges]
         cu_q = offsets(counts, device)
         return Step(
@@ -235,7 +248,7 @@ class Pages:
     # -- statistics ------------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, int]:
-        """Blocks in use and in all, and how many full blocks were looked for and found."""
+        """Count the blocks in use, the blocks in all, and the full blocks looked up and found in the prefix index."""
         return {
             "blocks_used": sum(group.pool.num_used for group in self.groups),
             "blocks_allocated": sum(group.pool.num_blocks for group in self.groups),
@@ -244,9 +257,9 @@ class Pages:
         }
 
     def waste(self, sequences: Iterable[CachedSequence]) -> float:
-        """The share of held slots without a token; `sequences` are all that hold any."""
+        """Return the share of allocated slots that hold no token. sequences: all that hold blocks."""
         size = self.block_size
-        tokens_in: dict[tuple[int, int], int] = {}  # by group and block: a block that is shared counts once
+        tokens_in: dict[tuple[int, int], int] = {}  # the key is (group, block), so a shared block counts once
         for sequence in sequences:
             for index, table in enumerate(sequence.tables):
                 for number, block in enumerate(table.blocks):
@@ -257,13 +270,13 @@ class Pages:
 
 
 def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], cu_q: Tensor) -> GroupStep:
-    """The part of a Step that layers of one group see. Slots beyond a sequence's range are not read."""
+    """Make the part of a Step for one group. Attention does not read a sequence's slots beyond its range."""
     device, tables = cu_q.device, [each.sequence.tables[index] for each in ranges]
     slots: list[int] = []
     held: list[int] = []
     for each, table in zip(ranges, tables, strict=True):
         stop = each.start + each.count
-        slots += table.slots(each.stored or each.start, stop)
+        slots += table.slots(each.write_from or each.start, stop)
         held.append(stop - table.num_dropped_blocks * group.pool.block_size)
     written = None
     if len(slots) < sum(each.count for each in ranges):

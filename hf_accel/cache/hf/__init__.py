@@ -1,4 +1,4 @@
-"""The paged cache as transformers sees it: a Cache for its own loops, and one for ragged passes."""
+"""Paged KV caches as transformers' Cache: PagedCache for padded batches, RaggedCache for ragged passes."""
 
 from .handle import PAGED_HANDLE, PagedKV, RaggedCache
 from .layers import NOT_PAGED, layer_windows, page_groups

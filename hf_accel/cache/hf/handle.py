@@ -1,6 +1,6 @@
-"""What stands between a cache's update and the attention function: a note on K that says where the pages are.
+"""How a cache tells the attention function where its pages are: an attribute on K, which holds a PagedKV.
 
-RaggedCache is the cache of a ragged pass, that of transformers' own loops is in paged.py.
+RaggedCache is the cache of a ragged pass. PagedCache, in paged.py, is the cache of transformers' own loops.
 """
 
 from __future__ import annotations
@@ -16,40 +16,44 @@ from ...errors import NotRaggedError, UnsupportedError
 from ...tensors import product_dtype
 from ..group import GroupStep, KVStorage, PageGroup, Step
 
-PAGED_HANDLE = "_hf_accel_paged"  # the attribute of a K tensor that carries its PagedKV to the attention function
+PAGED_HANDLE = "_hf_accel_paged"  # the name of the attribute of K that holds its PagedKV
 
 
 class CacheOverPages(Cache):
-    """unread: the layer whose pages attention has not read yet."""
+    """A Cache whose layers store K and V in pages.
+
+    unread: the layer that was updated last, until its attention reads the pages; then None.
+    """
 
     unread: LayerOverPages | None = None
 
     def check_read(self) -> None:
-        """Raise UnsupportedError if a layer's attention went past the pages."""
+        """Raise UnsupportedError if the attention of the last layer did not read its pages."""
         if self.unread is not None:
             layer, self.unread = self.unread, None
             raise UnsupportedError(bypassed(layer.layer_idx))
 
 
 class LayerOverPages(CacheLayerMixin):
-    """One layer's view of a cache."""
+    """One layer of a CacheOverPages."""
 
     is_initialized = False
 
     def __init__(self, cache: CacheOverPages, layer_idx: int, group: PageGroup, group_index: int) -> None:
-        # not super().__init__(): it would set `keys` and `values`, which stand in the pages
+        # super().__init__() is not called: it would set `keys` and `values`, which are in the pages.
         self.attach(cache)
         self.layer_idx, self.group, self.group_index = layer_idx, group, group_index
 
     def attach(self, cache: CacheOverPages) -> None:
-        # weak: in a cycle the pages of a finished generate() would stay until the garbage collector runs
+        # The reference is weak to avoid a cycle, which would keep the pages after generate() until the garbage
+        # collector runs.
         self.cache: Any = weakref.proxy(cache)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
     def store(self, step: Step, keys: Tensor, values: Tensor) -> PagedKV:
-        """Write K, V [B, Hkv, Q, D] of a pass into the pages."""
+        """Write K and V [B, Hkv, Q, D] of a pass to the pages; returns the handle for the attention function."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         group_step = step.groups[self.group_index]
@@ -61,7 +65,7 @@ class LayerOverPages(CacheLayerMixin):
         return PagedKV(self, storage, step, group_step, step.contiguous[self.group_index], values)
 
     def columns(self) -> tuple[Tensor, Tensor] | None:
-        """K and V of all columns, [B, Hkv, T, D]; None if the cache holds none: its tokens are many sequences'."""
+        """Return K and V of all columns, [B, Hkv, T, D], or None if the tokens of a pass are of many sequences."""
         return None
 
     def get_max_length(self) -> int:
@@ -77,30 +81,30 @@ class PagedKV:
     step: Step
     group_step: GroupStep
     contiguous: bool
-    values: Tensor  # as the cache gave them back
+    values: Tensor  # the values that `update` returned
 
     @property
     def window(self) -> int | None:
-        """Tokens that the cache keeps."""
+        """The number of last tokens that the cache keeps; None if it keeps all."""
         return self.layer.group.window
 
     def attach(self, keys: Tensor) -> Tensor:
-        """K as a tensor of its own, with this note on it."""
+        """Return a view of K that has this handle as an attribute."""
         keys = keys.view_as(keys)
         setattr(keys, PAGED_HANDLE, self)
         self.layer.cache.unread = self.layer
         return keys
 
     def check_values(self, values: Tensor) -> None:
-        """The pages are read from here on. Raises UnsupportedError for a V that did not come from the cache."""
+        """Note that attention reads the pages. Raises UnsupportedError if `values` did not come from the cache."""
         self.layer.cache.unread = None
         if values is not self.values:
             raise UnsupportedError(bypassed(self.layer.layer_idx, "V"))
 
     def columns(self, why: str) -> tuple[Tensor, Tensor]:
-        """K and V of all columns, [B, Hkv, T, D], zero in the padding.
+        """Return K and V of all columns, [B, Hkv, T, D], with zeros in the padding.
 
-        Raises NotRaggedError, with the reason given, where the tokens are those of many sequences.
+        Raises NotRaggedError if the tokens are of many sequences. why: the reason, for the message.
         """
         columns = self.layer.columns()
         if columns is None:
@@ -111,7 +115,7 @@ class PagedKV:
         return columns
 
     def check_window(self, window: int | None) -> None:
-        """Raises UnsupportedError if attention may see tokens that the cache has dropped; window: that of the mask."""
+        """Raise UnsupportedError if attention may see tokens that the cache dropped. window: the mask's window."""
         kept = self.window
         if kept is not None and (window is None or window > kept):
             raise UnsupportedError(
@@ -121,7 +125,7 @@ class PagedKV:
 
 
 def as_attended(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V as attention will round them: under autocast a rotation leaves K wider than V."""
+    """Return K and V in the dtype of attention. Under autocast, K has a wider dtype than V after its rotation."""
     dtype = product_dtype(keys)
     return (keys, values) if keys.dtype is dtype is values.dtype else (keys.to(dtype), values.to(dtype))
 
@@ -137,13 +141,16 @@ def bypassed(layer_idx: int, what: str = "K") -> str:
 
 
 class RaggedLayer(LayerOverPages):
-    """One layer's view. To the model it looks empty, so that it makes no mask: the step says who sees what."""
+    """One layer of a RaggedCache.
+
+    It tells the model that it is empty, so that the model makes no mask. The Step says what each token attends to.
+    """
 
     is_sliding = False
     is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store K, V [1, Hkv, N, D] of the pass's tokens; K comes back with a PagedKV."""
+        """Store K and V [1, Hkv, N, D] of the pass's tokens, and return them; K carries a PagedKV."""
         self.cache.check_read()
         keys, values = as_attended(key_states, value_states)
         return self.store(self.cache.step, keys, values).attach(keys), values
@@ -156,7 +163,7 @@ class RaggedLayer(LayerOverPages):
 
 
 class RaggedCache(CacheOverPages):
-    """Given to the model as past_key_values with the `step` that says which slots are written and read."""
+    """The past_key_values of a ragged pass. step: says which slots the pass writes and reads."""
 
     step: Step
 

@@ -1,4 +1,4 @@
-"""What a model's config says of its cache: layers, and their windows."""
+"""The layers of a cache, and their sliding windows, from a model's config."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from ..group import PageGroup
 
 NOT_PAGED = "use transformers' own cache"
 REMADE = "make it with hf_accel.PagedCache(model.config)"
-FIRST_TOKENS = 1024  # where a cache that grows begins, over all sequences
+FIRST_TOKENS = 1024  # the initial capacity, in tokens over all sequences, of a cache that grows
 QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """The sliding window of each decoder layer, None for full attention, as transformers' own cache sees it.
+    """Return the sliding window of each decoder layer, None for full attention, as in transformers' DynamicCache.
 
-    Raises UnsupportedError for layers that hold anything but keys and values of all, or of the last, tokens.
+    Raises UnsupportedError for a layer that caches anything but the keys and values of all tokens or of the last
+    ones.
     """
     if not isinstance(config, PreTrainedConfig):
         raise UnsupportedError(f"config is a {type(config).__name__}; a PagedCache is made from model.config")
@@ -29,7 +30,7 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     windows: list[int | None] = []
     try:
         layers = DynamicCache(config=decoder).layers
-    except (AttributeError, RuntimeError) as error:  # of a config that transformers makes no cache from either
+    except (AttributeError, RuntimeError) as error:
         raise UnsupportedError(f"transformers makes no cache from a {type(decoder).__name__}; {NOT_PAGED}") from error
     for layer in layers:
         if type(layer) is DynamicLayer:
@@ -48,10 +49,13 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
 def page_groups(
     config: PreTrainedConfig, settings: CacheConfig, *, capacity: int = FIRST_TOKENS
 ) -> tuple[list[PageGroup], list[int]]:
-    """A PageGroup for each kind of layer, and the number of each layer's group. capacity: tokens to begin with."""
+    """Make a PageGroup for each sliding window, and return them with the index of each layer's group.
+
+    capacity: the tokens that a growing cache has room for at first.
+    """
     windows = layer_windows(config)
     tokens = capacity if settings.max_tokens is None else settings.max_tokens
-    kinds = list(dict.fromkeys(windows))
+    distinct_windows = list(dict.fromkeys(windows))
     groups = [
         PageGroup(
             window=window,
@@ -61,13 +65,13 @@ def page_groups(
             prefix_sharing=settings.prefix_sharing,
             quantized=QUANTIZED.get(settings.dtype),
         )
-        for window in kinds
+        for window in distinct_windows
     ]
-    return groups, [kinds.index(window) for window in windows]
+    return groups, [distinct_windows.index(window) for window in windows]
 
 
 def check_windows(own: list[int | None], config: PreTrainedConfig) -> None:
-    """Raise UnsupportedError unless a cache whose layers have these windows fits a model of this config."""
+    """Raise UnsupportedError unless `own`, the windows of a cache's layers, are those of this config."""
     wanted = layer_windows(config)
     if own != wanted:
         raise UnsupportedError(
@@ -76,5 +80,5 @@ def check_windows(own: list[int | None], config: PreTrainedConfig) -> None:
 
 
 def _described(windows: list[int | None]) -> str:
-    kinds = dict.fromkeys("without a window" if w is None else f"with a window of {w}" for w in windows)
-    return f"{len(windows)} layers {' and '.join(kinds)}"
+    phrases = dict.fromkeys("without a window" if w is None else f"with a window of {w}" for w in windows)
+    return f"{len(windows)} layers {' and '.join(phrases)}"

@@ -21,7 +21,7 @@ from .layers import FIRST_TOKENS, REMADE, check_windows, page_groups
 
 
 class PagedLayer(LayerOverPages):
-    """One layer's view of the cache. `num_columns` counts what this layer has seen."""
+    """One layer of a PagedCache. num_columns: the columns that this layer was updated with."""
 
     is_croppable = True
     supports_early_init = False
@@ -44,10 +44,10 @@ class PagedLayer(LayerOverPages):
 
     @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store K, V [B, Hkv, Q, D]; returns what attention is to read.
+        """Store K and V [B, Hkv, Q, D], and return the K and V for attention.
 
-        In a patched model that is K and V of this pass alone, K carrying a PagedKV; elsewhere it is all
-        columns, gathered, as any attention function expects them.
+        In a patched model these are the given K and V, and K carries a PagedKV. In another model they are gathered
+        from all columns, [B, Hkv, T, D], as any attention function expects.
         """
         keys, values = as_attended(key_states, value_states)
         step = self.cache.step_for(self, keys)
@@ -56,7 +56,7 @@ class PagedLayer(LayerOverPages):
         return self.columns() if step.gathers else (handle.attach(keys), values)
 
     def columns(self) -> tuple[Tensor, Tensor]:
-        """K and V of all columns, [B, Hkv, T, D], gathered; zero in the padding and behind the window."""
+        """Gather K and V of all columns, [B, Hkv, T, D], with zeros in the padding and behind the window."""
         storage = self.group.storages[self.layer_idx]
         slots = self.cache.column_slots(self.group_index, storage.pages.k.device)
         keys, values = storage.read(slots.clamp(min=0))  # [B, T, Hkv, D]
@@ -78,15 +78,16 @@ class PagedLayer(LayerOverPages):
 class PagedCache(CacheOverPages):
     """A KV cache in blocks, with reference counts, copy-on-write and prefix sharing.
 
-    Give it to a model as `past_key_values=`, or let `hf_accel.patch` do it. In a patched model padding
-    takes no blocks and attention reads the pages; in any other model it behaves as DynamicCache does.
+    Give it to a model as `past_key_values=`, or let `hf_accel.patch` do it. In a patched model, padding takes no
+    blocks and attention reads the pages. In another model, the cache behaves as DynamicCache does.
 
         cache = hf_accel.PagedCache(model.config, dtype="int8")
         model.generate(**inputs, past_key_values=cache)
 
-    config: the model's config, for the number of layers and their windows.
-    keywords: those of hf_accel.CacheConfig. capacity: tokens over all sequences to make room for at once.
-    After PagedAttention (Kwon et al. 2023, arXiv 2309.06180).
+    config: the model's config, which gives the number of layers and their sliding windows. keywords: the fields of
+    hf_accel.CacheConfig. capacity: the tokens, over all sequences, that a growing cache has room for at first.
+    Raises UnsupportedError for a model whose layers it cannot hold, and for unknown keywords.
+    The method is PagedAttention (Kwon et al. 2023, arXiv 2309.06180).
     """
 
     def __init__(
@@ -104,17 +105,17 @@ class PagedCache(CacheOverPages):
         settings = CacheConfig(**keywords) if cache_config is None else cache_config
         groups, group_of_layer = page_groups(config, settings, capacity=capacity)
         self._bind(settings, PaddedBatch(Pages(groups)), group_of_layer)
-        self._fitting: PreTrainedConfig | None = config
+        self._checked_config: PreTrainedConfig | None = config
 
     def check_config(self, config: PreTrainedConfig) -> None:
-        """Raise UnsupportedError unless the cache has the layers, and their windows, of this model's config."""
-        if config is self._fitting:
+        """Raise UnsupportedError unless the cache has the layers and sliding windows of this model's config."""
+        if config is self._checked_config:
             return
         check_windows([layer.group.window for layer in self.paged_layers], config)
-        self._fitting = config
+        self._checked_config = config
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """transformers' update. Raises UnsupportedError for a layer that the cache's config does not have."""
+        """Update a layer, see Cache.update. Raises UnsupportedError for a layer that the cache does not have."""
         if layer_idx >= len(self.layers):
             raise UnsupportedError(
                 f"the PagedCache is for {len(self.layers)} layers, and the model has more; {REMADE}"
@@ -124,7 +125,7 @@ class PagedCache(CacheOverPages):
     def _bind(self, settings: CacheConfig, padded: PaddedBatch, group_of_layer: list[int]) -> None:
         self.settings, self.padded, self.group_of_layer = settings, padded, group_of_layer
         self.step: Step | None = None
-        self._column_slots: dict[int, Tensor] = {}  # by group, for the pass that is under way
+        self._column_slots: dict[int, Tensor] = {}  # for each group, the column slots of the current pass
         groups = padded.pages.groups
         self.paged_layers = [PagedLayer(self, i, groups[g], g) for i, g in enumerate(group_of_layer)]
         super().__init__(layers=list(self.paged_layers))
@@ -145,9 +146,10 @@ class PagedCache(CacheOverPages):
         token_ids: Tensor | None = None,
         salt: bytes | None = None,
     ) -> Step:
-        """Plan the next forward pass of a patched model: see PaddedBatch.prepare.
+        """Prepare the next forward pass of a patched model; see PaddedBatch.prepare.
 
-        salt: what K and V depend on besides the tokens (weights, adapters); blocks of another salt are dropped.
+        salt: identifies what K and V depend on besides the tokens (weights, adapters). Prefixes that were cached with
+        another salt are dropped.
         """
         self._settle()
         if salt is not None:
@@ -156,7 +158,10 @@ class PagedCache(CacheOverPages):
         return self.step
 
     def _settle(self) -> None:
-        """If the last forward pass stopped half-way, go back to before it; refuse if attention was bypassed."""
+        """Undo the last forward pass if it did not reach every layer.
+
+        Raises UnsupportedError if a layer's attention did not read the pages.
+        """
         self.check_read()
         self._column_slots.clear()
         self.step = None
@@ -166,11 +171,14 @@ class PagedCache(CacheOverPages):
 
     @property
     def _is_unfinished(self) -> bool:
-        """Whether a pass was planned for that not every layer has got to."""
+        """Whether a pass was prepared that did not reach every layer."""
         return any(layer.num_columns != self.padded.num_columns for layer in self.paged_layers)
 
     def step_for(self, layer: PagedLayer, keys: Tensor) -> Step:
-        """The Step of this layer's update: as a patched model prepared it, or one where every column is a token."""
+        """Return the Step for a layer's update.
+
+        A patched model has prepared it. For another model it is made here, with every column as a token.
+        """
         self.check_read()
         if self.step is None or layer.num_columns + self.step.num_columns != self.padded.num_columns:
             self._refuse_unwritten()
@@ -179,7 +187,10 @@ class PagedCache(CacheOverPages):
         return self.step
 
     def _refuse_unwritten(self) -> None:
-        """A layer that the model does not have looks like a pass that stopped before it, which would be undone."""
+        """Raise UnsupportedError if a layer was never updated.
+
+        Otherwise the pass would look unfinished, and `prepare` would undo it.
+        """
         missed = [layer.layer_idx for layer in self.paged_layers if layer.layer_idx not in layer.group.storages]
         if missed and self.padded.num_columns:
             raise UnsupportedError(
@@ -188,24 +199,28 @@ class PagedCache(CacheOverPages):
             )
 
     def column_slots(self, group_index: int, device: torch.device) -> Tensor:
-        """PaddedBatch.column_slots, computed once per group and pass."""
+        """Return PaddedBatch.column_slots, which is computed once for each group and pass."""
         if group_index not in self._column_slots:
             self._column_slots[group_index] = self.padded.column_slots(group_index, device)
         return self._column_slots[group_index]
 
     def adopt_prefix(self, token_ids: Tensor, mask: Tensor | None, salt: bytes) -> int:
-        """Take over the blocks of known beginnings of these prompts; see PaddedBatch.adopt_prefix."""
+        """Start sequences with the cached blocks of these prompts; see PaddedBatch.adopt_prefix."""
         self._settle()
         self.pages.use_salt(salt)
         skipped = self.padded.adopt_prefix(token_ids, mask)
         self._set_columns()
         return skipped
 
-    def take(self, sequences: list[CachedSequence], real: Tensor | None, num_columns: int) -> None:
-        """Hold these sequences, and no others, in [B, num_columns] columns; real: as in PaddedBatch."""
+    def replace_sequences(self, sequences: list[CachedSequence], token_mask: Tensor | None, num_columns: int) -> None:
+        """Release the cache's sequences, and hold these B sequences in their place.
+
+        token_mask: [B, num_columns] bool, False for padding; None if there is no padding.
+        """
         self._settle()
         self.padded.reset()
-        self.padded.sequences, self.padded.real, self.padded.num_columns = sequences, real, num_columns
+        padded = self.padded
+        padded.sequences, padded.token_mask, padded.num_columns = sequences, token_mask, num_columns
         self._set_columns()
 
     @property
@@ -220,11 +235,12 @@ class PagedCache(CacheOverPages):
     # -- transformers' Cache protocol ------------------------------------------------------------------
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` columns; negative, as in transformers 5."""
+        """Remove the last `-tokens_to_remove` columns. The number is negative, as in transformers 5."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}) must be negative: it counts the tokens to remove from the end")
         self._settle()
-        self.padded.crop(-int(tokens_to_remove))  # the assisted loop of older transformers counts in a tensor
+        # int(), because the assisted loop of older transformers passes a tensor.
+        self.padded.crop(-int(tokens_to_remove))
         self._set_columns()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -238,19 +254,19 @@ class PagedCache(CacheOverPages):
         self.padded.select(torch.as_tensor(indices).tolist())
 
     def reset(self) -> None:
-        """Forget the sequences; blocks of known prefixes stay for the next call (see CacheConfig.prefix_sharing)."""
+        """Release the sequences. Cached prefixes stay for the next call (see CacheConfig.prefix_sharing)."""
         self.unread = None
         self._settle()
         self.padded.reset()
         self._set_columns()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
-        """A fork: shares the pages, block by block, until either side writes."""
+        """Return a fork, which shares the pages. A shared block is copied before either cache writes to it."""
         self._settle()
         fork = object.__new__(type(self))
         memo[id(self)] = fork
         fork._bind(self.settings, self.padded.fork(), self.group_of_layer)
-        fork._fitting = self._fitting
+        fork._checked_config = self._checked_config
         fork._set_columns()
         return fork
 
@@ -263,8 +279,8 @@ class PagedCache(CacheOverPages):
         return copy.deepcopy(self)
 
     def __del__(self) -> None:
-        # The pages may be shared with a fork, which can use the blocks again. No reset(): torch aborts the program
-        # when its operators are called while the interpreter ends.
+        # A fork that shares the pages can use the released blocks. reset() is not called, because torch aborts the
+        # program when its operators are called while the interpreter ends.
         if "paged_layers" in vars(self):
             if self._is_unfinished:
                 self.padded.take_back()
@@ -281,7 +297,7 @@ class PagedCache(CacheOverPages):
     # -- statistics ------------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, float | int]:
-        """Blocks, bytes, waste (share of held slots without a token) and prefix hits."""
+        """Count blocks, bytes and prefix hits. `waste` is the share of allocated slots that hold no token."""
         kv_bytes = sum(g.pool.num_used * g.nbytes / g.pool.num_blocks for g in self.pages.groups)
         return {
             "block_size": self.settings.block_size,

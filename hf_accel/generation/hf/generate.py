@@ -149,4 +149,4 @@ def _keep(call: LoopCall, sequences: list[Sequence]) -> None:
         after = torch.arange(longest)[None] < torch.tensor(ends)[:, None]
         real = torch.cat([before.bool().cpu(), after], dim=1)
         real = None if bool(real.all()) else real
-    call.cache.take([cached for _, cached in kept], real, call.num_columns + longest)
+    call.cache.replace_sequences([cached for _, cached in kept], real, call.num_columns + longest)

@@ -206,7 +206,7 @@ class Roster:
 
     def restart(self) -> None:
         """After a pass that failed: no block holds what it should, so all that run wait and are computed anew."""
-        self.pages.forget()
+        self.pages.clear_prefixes()
         self._tried = None
         while self.running:
             self._suspend(self.running[-1])

@@ -92,7 +92,7 @@ class Scheduler(Roster):
             self._suspend(other)
         if suspect.cached is None:
             try:
-                cached = self.pages.open(suspect.tokens)
+                cached = self.pages.begin_with_prefix(suspect.tokens)
             except Exception as error:
                 self._fail(suspect, error)
                 return chunks
@@ -185,7 +185,7 @@ class Scheduler(Roster):
                 return
             free = self.pages.free_blocks()
             try:
-                cached = self.pages.open(head.tokens)
+                cached = self.pages.begin_with_prefix(head.tokens)
             except Exception as error:
                 self._fail(head, error)
                 slack, places = None, self._places()

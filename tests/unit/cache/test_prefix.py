@@ -48,7 +48,7 @@ def test_insert_continues_a_known_chain() -> None:
 
 def test_forgetting_a_block_ends_the_chain_there() -> None:
     index, blocks = index_of(list(range(12)))
-    index.forget(blocks[1])
+    index.remove(blocks[1])
     assert index.match(list(range(12))) == blocks[:1] and len(index) == 2
 
 

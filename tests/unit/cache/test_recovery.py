@@ -172,10 +172,10 @@ def test_a_pass_that_stops_leaves_the_prefixes_of_others() -> None:
         for layer in range(2 if name == "known" else 1):
             cache.update(states(each), states(each), layer)
             cache.unread = None
-        assert len(cache.pages.known(each[0].tolist())) == each.shape[1] // 4
+        assert len(cache.pages.match_prefix(each[0].tolist())) == each.shape[1] // 4
         cache.reset()
-    assert len(cache.pages.known(ids["known"][0].tolist())) == 2
-    assert len(cache.pages.known(ids["stopped"][0].tolist())) == 1
+    assert len(cache.pages.match_prefix(ids["known"][0].tolist())) == 2
+    assert len(cache.pages.match_prefix(ids["stopped"][0].tolist())) == 1
     assert cache.pages.groups[0].pool.num_used == 0
 
 

@@ -43,7 +43,7 @@ POINTS: list[tuple[type, str]] = [
     (PageGroup, "table_tensor"),
     (PrefixIndex, "match"),
     (PrefixIndex, "insert"),
-    (PrefixIndex, "forget"),
+    (PrefixIndex, "remove"),
     (Slots, "copy"),
     (Slots, "grow"),
     (ToyRunner, "__call__"),
@@ -221,7 +221,7 @@ def test_room_in_many_groups_is_given_as_a_whole_or_not_at_all(
 ) -> None:
     """Two groups copy the last block; the second of them fails."""
     pages = toy_pages(8, block_size=2, window=5)
-    cached = pages.open([])
+    cached = pages.begin_with_prefix([])
     pages.append(cached, 3)
     fork = cached.fork()
     used = [group.pool.num_used for group in pages.groups]

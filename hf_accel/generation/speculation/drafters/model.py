@@ -123,7 +123,7 @@ class ModelDrafter(Drafter):
             return Past(sequence.cached, final=sequence.num_computed)
         past = self._pasts.get(sequence)
         if past is None:
-            cached = self.pages.open(self._known(sequence.tokens))
+            cached = self.pages.begin_with_prefix(self._known(sequence.tokens))
             past = self._pasts[sequence] = Past(cached, final=cached.num_tokens)
         for token in past.drafted:
             if past.final >= len(sequence.tokens) - 1 or sequence.tokens[past.final] != token:

@@ -190,7 +190,7 @@ def test_a_sequence_of_exactly_the_capacity_runs_to_its_end() -> None:
 
 def test_blocks_held_by_others_fail_a_sequence_instead_of_hanging() -> None:
     pages = pages_of(5)
-    other = pages.open([])
+    other = pages.begin_with_prefix([])
     pages.append(other, 9)
     scheduler = Scheduler(pages, token_budget=None)
     starts, grows = sequence_of(numbered(0, 12)), sequence_of([1, 2, 3], 12)
@@ -224,7 +224,7 @@ def test_windows_that_roll_have_no_capacity() -> None:
 
 def test_drafts_behind_a_reserved_slot_keep_what_the_window_still_sees() -> None:
     pages = pages_of(6, windows=(5,))
-    cached = pages.open([])
+    cached = pages.begin_with_prefix([])
     pages.append(cached, 8)
     pages.append(cached, 1)  # the pass computes token 8, which sees tokens 4..8
     pages.append(cached, 7, start=8)
@@ -245,8 +245,10 @@ def test_admission_leaves_room_for_those_that_run() -> None:
 
 def test_a_refused_prompt_is_not_digested_in_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
-    original = Pages.open
-    monkeypatch.setattr(Pages, "open", lambda self, tokens: opened.append(len(tokens)) or original(self, tokens))
+    original = Pages.begin_with_prefix
+    monkeypatch.setattr(
+        Pages, "begin_with_prefix", lambda self, tokens: opened.append(len(tokens)) or original(self, tokens)
+    )
     first, second = sequence_of(numbered(0, 8), 60), sequence_of(numbered(100, 70), 4)
     scheduler = scheduler_of(first, second, num_blocks=20)
     for _ in range(40):
@@ -295,7 +297,7 @@ def test_prompts_under_way_that_block_each_other_are_resolved() -> None:
     scheduler = scheduler_of(*sequences, num_blocks=9, budget=20)
     pages = scheduler.pages
     step(scheduler)
-    cached = pages.open([])
+    cached = pages.begin_with_prefix([])
     scheduler._run(sequences[1], cached)  # as if it had been admitted
     scheduler._waiting.remove(sequences[1])
     pages.append(cached, 16)
