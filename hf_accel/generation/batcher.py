@@ -1,4 +1,4 @@
-"""One pass after the other over whatever sequences there are: decode, verification and prefill in the same call."""
+"""The batcher runs passes over many sequences. One pass may hold prefill, decoding and verification of drafts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ from .speculation.speculation import Speculation
 
 @dataclass(frozen=True)
 class Progress:
-    """What a pass brought a sequence: new tokens, their log-probabilities where asked for; error: why it failed."""
+    """The result of a pass for one sequence.
+
+    tokens: its new tokens. logprobs: one for each new token, None if the sequence reports none. error: why the
+    sequence failed.
+    """
 
     sequence: Sequence
     tokens: list[int]
@@ -31,9 +35,10 @@ class Progress:
 
 
 class Batcher:
-    """Sequences of any length and age over one model and its pages (continuous batching, Yu et al. 2022, Orca).
+    """Continuous batching of sequences over one model and its pages (Orca, Yu et al. 2022).
 
-    A sequence's tokens do not depend on the others, as far as the model's kernels are row-invariant.
+    A sequence's tokens do not depend on the other sequences if the model's kernels are row-invariant: if they round
+    each row of their input in the same way, whatever the other rows are.
     """
 
     def __init__(
@@ -49,12 +54,12 @@ class Batcher:
         self.scheduler = Scheduler(pages, token_budget=token_budget, max_running=max_running)
         self.token_budget = token_budget
         self.num_passes = self.num_computed = self.peak_blocks = 0
-        self.in_pass: list[Sequence] = []  # of the last pass, failed or not
+        self.in_pass: list[Sequence] = []  # the sequences of the last pass, even if it failed
 
     def add(self, sequence: Sequence, cached: CachedSequence | None = None) -> None:
-        """cached: holds what is known of the sequence already.
+        """Add a sequence. It waits for admission, or runs at once if `cached` holds its first tokens.
 
-        Raises OutOfBlocksError for a sequence that the pages could never hold.
+        Raises OutOfBlocksError for a sequence that is too long for the pages.
         """
         if cached is None:
             self.scheduler.add(sequence)
@@ -62,12 +67,12 @@ class Batcher:
             self.scheduler.enter(sequence, cached)
 
     def remove(self, sequence: Sequence, reason: str, error: BaseException | None = None) -> None:
-        """End a sequence now: its blocks are free, and it is in no later pass."""
+        """End a sequence now. Its blocks are released, and no later pass computes it."""
         self.scheduler.remove(sequence, reason, error)
         self.speculation.forget(sequence)
 
     def close(self) -> None:
-        """End all that is under way."""
+        """End all sequences."""
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
             self.remove(sequence, "cancelled")
 
@@ -78,7 +83,7 @@ class Batcher:
         self.close()
 
     def isolate(self, sequences: abc.Sequence[Sequence]) -> None:
-        """After a pass that failed: each of these gets passes of its own, before anybody goes on."""
+        """Run each of these sequences alone after a failed pass, before the others go on; see Roster.isolate."""
         self.scheduler.isolate(sequences)
 
     @property
@@ -87,10 +92,11 @@ class Batcher:
 
     @torch.no_grad()
     def step(self) -> list[Progress]:
-        """One pass; what it brought each sequence that it brought something.
+        """Run one pass, and return the progress of each sequence that has new tokens or failed.
 
-        After an exception of the model itself every sequence is as it was before the pass, but computed anew;
-        those in `in_pass` were part of it. What a failure ended before may be left for take_failed().
+        If the model raises, this raises too. Every sequence then has the tokens that it had before the pass and will
+        be recomputed. `in_pass` lists the sequences of the pass, and take_failed() returns those that failed before
+        the model was called.
         """
         self.in_pass = []
         start = time.perf_counter()
@@ -106,7 +112,8 @@ class Batcher:
         except BaseException:
             self.scheduler.restart()
             for sequence in self.in_pass:
-                self.speculation.forget(sequence)  # a draft model may count what it never computed
+                # A draft model may count tokens as computed that it has not computed.
+                self.speculation.forget(sequence)
             raise
         rows = sum(chunk.count + len(draft) for chunk, draft in zip(chunks, drafts, strict=True))
         self.speculation.observe_pass(rows, time.perf_counter() - start)
@@ -114,18 +121,18 @@ class Batcher:
         return self.take_failed() + progress
 
     def _room(self, chunks: abc.Sequence[Chunk]) -> int | None:
-        """Tokens of the budget that are left for drafts."""
+        """The tokens of the budget that are left for drafts; None if there is no budget."""
         return None if self.token_budget is None else self.token_budget - sum(chunk.count for chunk in chunks)
 
     def take_failed(self) -> list[Progress]:
-        """Sequences that the scheduler itself had to give up, since the last call."""
+        """Return the sequences that the scheduler ended because of an error since the last call."""
         failed = self.scheduler.take_failed()
         for sequence in failed:
             self.speculation.forget(sequence)
         return [Progress(s, [], error=s.error) for s in failed]
 
     def statistics(self) -> dict[str, int]:
-        """Passes so far, tokens they computed, preemptions; blocks, and what was looked up and found."""
+        """Count passes, computed tokens and preemptions so far, and add the statistics of the pages."""
         return {
             "passes": self.num_passes,
             "computed_tokens": self.num_computed,
@@ -136,7 +143,10 @@ class Batcher:
     # -- the pass --------------------------------------------------------------------------------------
 
     def _forward(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[list[int]]) -> Tensor:
-        """Logits of every chunk that reaches its sequence's end: of its last token, and of each drafted one."""
+        """Run the model; returns logits for the chunks that reach their sequence's end.
+
+        Each such chunk has a row for its last token and one for each drafted token.
+        """
         ids: list[int] = []
         positions: list[int] = []
         keep: list[int] = []
@@ -165,7 +175,10 @@ class Batcher:
         return [self._commit(*pair) for pair in zip(sequences, chosen, strict=True)]
 
     def _with_followers(self, sequences: list[Sequence], counts: list[int]) -> tuple[list[Sequence], list[int]]:
-        """Samples of one prompt begin from the same logits, each after its leader: sequences, and logits rows."""
+        """Add the followers of each sequence after it; they choose their first token from its logits.
+
+        counts: the rows of logits of each sequence. Returns all sequences, and the rows of logits of all of them.
+        """
         all_sequences: list[Sequence] = []
         rows: list[int] = []
         ends = list(accumulate(counts))
@@ -176,22 +189,22 @@ class Batcher:
         return all_sequences, rows
 
     def _commit(self, sequence: Sequence, chosen: Chosen | BaseException) -> Progress:
-        """Once tokens of one sequence are final, no error of another may undo them."""
+        """Append the chosen tokens to a sequence. An error ends this sequence only, so others keep their tokens."""
         error = chosen if isinstance(chosen, BaseException) else None
         if not isinstance(chosen, BaseException):
             try:
-                return self._gain(sequence, chosen)
+                return self._advance(sequence, chosen)
             except Exception as raised:
                 error = raised
         self.remove(sequence, "error", error)
         return Progress(sequence, [], error=error)
 
-    def _gain(self, sequence: Sequence, chosen: Chosen) -> Progress:
+    def _advance(self, sequence: Sequence, chosen: Chosen) -> Progress:
         tokens, reason, error = self._append(sequence, chosen)
-        reports = chosen.logprobs and chosen.logprobs[: len(tokens)]
+        logprobs = chosen.logprobs and chosen.logprobs[: len(tokens)]
         if error is not None:
             self.remove(sequence, "error", error)
-            return Progress(sequence, tokens, reports, error)
+            return Progress(sequence, tokens, logprobs, error)
         self.speculation.observe(sequence, chosen.num_accepted, len(tokens))
         before, sequence.num_computed = sequence.num_computed, len(sequence.tokens) - 1
         assert sequence.cached is not None
@@ -202,14 +215,16 @@ class Batcher:
             if sequence.keeps:
                 sequence.kept = sequence.cached.fork()
             self.remove(sequence, reason)
-        return Progress(sequence, tokens, reports)
+        return Progress(sequence, tokens, logprobs)
 
     @staticmethod
     def _append(sequence: Sequence, chosen: Chosen) -> tuple[list[int], str | None, BaseException | None]:
-        """Tokens up to the first at which the sequence ends, and why it does; stops are looked for token by token.
+        """Append the chosen tokens one by one until the sequence ends.
 
-        An error, of choosing or of the user's own rule for stopping, takes the token that it belongs to; so does what
-        is no Exception, as others have gained theirs: who runs the passes raises it, or tells it to its owner.
+        Returns the appended tokens, why the sequence ends (None if it goes on), and an error. A token is not appended
+        if its stop rule raises; the tokens before it stay. Exceptions that are not an Exception (KeyboardInterrupt)
+        are returned too, because other sequences already have their tokens of this pass. The caller of step() raises
+        them or reports them.
         """
         tokens = chosen.tokens
         for number, token in enumerate(tokens, start=1):

@@ -1,4 +1,4 @@
-"""What the engine asks of a model."""
+"""The interface through which the batcher calls a model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from ..cache.group import Step
 
 
 class Runner(Protocol):
-    """A model on pages."""
+    """A model that reads and writes pages."""
 
     @property
     def device(self) -> torch.device: ...
 
     def __call__(self, ids: list[int], positions: list[int], step: Step, keep: list[int]) -> Tensor:
-        """Compute N tokens, end to end; logits [len(keep), V] of those numbered in `keep`."""
+        """Compute N tokens of one or many sequences, which stand end to end.
+
+        ids, positions: N each. step: the slots that the pass writes and reads. keep: the indices of the tokens whose
+        logits are wanted. Returns logits [len(keep), V].
+        """

@@ -1,4 +1,4 @@
-"""One sequence of tokens that is being generated: where it stands, what a pass computes, what is drafted for it."""
+"""A sequence of tokens that is being generated, a draft for it, and a chunk of it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ if TYPE_CHECKING:
 
 
 class Status(Enum):
-    WAITING = "waiting"  # for blocks, or for a place
+    WAITING = "waiting"  # for blocks, or because too many sequences run
     RUNNING = "running"
     FINISHED = "finished"
 
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt and what was generated after it.
+    """A prompt and the tokens that were generated after it.
 
-    tokens: prompt and generated, all of them final. num_computed: of them, those whose K and V stand in `cached`.
-    In a sequence that decodes that is all but the last; after a preemption it is 0 again, or what prefixes are known.
-    sampling: how the next token is chosen. seed: of the sequence's own random numbers.
-    stop: called with the sequence after each new token; a reason ends it there ("stop", "length").
-    padding, index: ids before the prompt in the padded batch of generate(), and its row there. priority: higher goes
-    first. arrival: the order among equals, given by the scheduler.
-    followers: other samples of the same prompt, which begin from this one's pages.
-    keeps: whether the pages outlive the sequence, in kept.
+    tokens: prompt and generated tokens; all are final. num_computed: how many of the first tokens have K and V in
+        `cached`. In a decoding sequence this is all but the last token. After a preemption it is 0, or the length of
+        the cached prefix.
+    sampling: how the next token is chosen. seed: the seed of the sequence's random numbers.
+    stop: is called with the sequence after each new token. It returns None, or the reason why the sequence ends.
+    padding, index: the ids before the prompt in the padded batch of generate(), and the prompt's row in that batch.
+    priority: sequences with a higher one go first. arrival: the order among equal priorities; the scheduler sets it.
+    followers: other samples of the same prompt, which share this sequence's pages.
+    keeps: whether the pages are kept when the sequence ends. kept: the kept pages; who set `keeps` releases them.
     """
 
     tokens: list[int]
@@ -53,7 +54,7 @@ class Sequence:
     followers: list[Sequence] = field(default_factory=list)
     keeps: bool = False
     kept: CachedSequence | None = None
-    notes: dict[str, Any] = field(default_factory=dict)  # what its stop rule remembers
+    notes: dict[str, Any] = field(default_factory=dict)  # state of stop rules and processors for this sequence
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
@@ -64,12 +65,12 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """Tokens that may still be generated."""
+        """The number of tokens that may still be generated."""
         return self.max_new_tokens - self.num_new
 
     @property
     def decodes(self) -> bool:
-        """Whether only the last token is still to be computed, so that every pass brings a new one."""
+        """Whether the sequence is in decode: only its last token is left to compute, so a pass gives a new token."""
         return self.num_computed == len(self.tokens) - 1 and self.num_new > 0
 
     @property
@@ -79,11 +80,11 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed continuation of a sequence.
+    """Tokens that a drafter proposes as the continuation of a sequence.
 
     probabilities: [len(tokens), V] float32, the distribution that each token was drawn from, after all processing;
-        None for tokens that were not drawn but looked up or taken greedily.
-    source: what proposed it, where several could have.
+        None if the tokens were not drawn, but looked up or chosen greedily.
+    source: the name of what proposed the tokens, for statistics; empty for the drafter's own name.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -94,9 +95,9 @@ class Draft:
         return len(self.tokens)
 
     def kept(self, chosen: list[int]) -> list[int]:
-        """The drafted tokens that equal the model's own, and the first of its own that differs.
+        """Return the accepted tokens (the drafted tokens that equal the model's own) and the model's next token.
 
-        chosen: the model's own token at each drafted place and at the one behind them.
+        chosen: the model's own token at the position of each drafted token, and at the position after them.
         """
         same = 0
         while same < len(self) and self.tokens[same] == chosen[same]:
@@ -106,12 +107,12 @@ class Draft:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a pass computes of a sequence: `count` tokens from num_computed on, which have slots already."""
+    """The part of a sequence that a pass computes: `count` tokens from num_computed on. They have slots already."""
 
     sequence: Sequence
     count: int
 
     @property
     def reaches_end(self) -> bool:
-        """Whether its last token's logits choose the next one."""
+        """Whether the chunk holds the sequence's last token, whose logits choose the next token."""
         return self.sequence.num_computed + self.count == len(self.sequence.tokens)

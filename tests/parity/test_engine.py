@@ -299,7 +299,7 @@ def test_stateful_processors_are_refused_with_drafts_only(engine: Engine) -> Non
             return scores + self.calls * torch.arange(scores.shape[1]) % 7
 
     if engine.session.speculation.drafters:
-        with pytest.raises(UnsupportedError, match="Counting answers the same input differently"):
+        with pytest.raises(UnsupportedError, match="Counting returns different scores for the same input"):
             engine.submit(PROMPTS[0], processors=(Counting(),))
     else:
         assert engine.submit(PROMPTS[0], processors=(Counting(),), max_new_tokens=3).result(WAIT)

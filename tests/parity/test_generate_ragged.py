@@ -265,7 +265,9 @@ def test_a_processor_sees_each_prefix_of_the_answer() -> None:
 def test_a_stateful_processor() -> None:
     """Each step is processed once without drafts; with them it is refused."""
     assert_equal("single", {}, logits_processor=[Stateful()])
-    with pytest.raises(UnsupportedError, match=r"Stateful answers the same input differently.*leave speculative= out"):
+    with pytest.raises(
+        UnsupportedError, match=r"Stateful returns different scores for the same input.*leave speculative= out"
+    ):
         generate(target("llama"), "single", logits_processor=[Stateful()], speculative=DRAFTS)
 
 

@@ -67,7 +67,7 @@ def stateful_refusal(processors: LogitsProcessorList, input_ids: Tensor) -> str 
     size = max(int(input_ids.max()) + 1, 8)
     for processor in processors:
         if not _is_stock(processor) and is_stateful(processor, size):
-            return f"{type(processor).__name__} answers the same input differently when asked again"
+            return f"{type(processor).__name__} returns different scores for the same input when it is called again"
     return None
 
 

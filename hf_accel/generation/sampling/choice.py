@@ -1,4 +1,4 @@
-"""From the logits of a pass to the tokens that each sequence gains."""
+"""Chooses the new tokens of each sequence from the logits of a pass."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from .token_prefix import Prefix, prefix_of
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a sequence gains: its first `num_accepted` tokens were drafted; one more follows.
+    """The new tokens of a sequence: `num_accepted` drafted tokens and one more.
 
-    error: what choosing that one met, if the sequence gets there: it may end before.
+    error: why that one more token could not be chosen; it is then missing from `tokens`. The error counts only if the
+    sequence does not end at an earlier token.
     """
 
     tokens: list[int]
@@ -35,7 +36,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Member:
-    """A sequence with its draft. start: the row that its first new token comes from."""
+    """A sequence with its draft. start: the row of logits from which its first new token is chosen."""
 
     sequence: Sequence
     draft: Draft
@@ -56,36 +57,38 @@ class Member:
 def choose(
     logits: Tensor, sequences: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], verifier: Verifier
 ) -> list[Chosen | Exception]:
-    """For each sequence the tokens it gains, or what went wrong with it alone.
+    """Choose the new tokens of each sequence. An error of one sequence is returned in the place of its tokens.
 
-    logits: [sum(len(draft) + 1), V], any floating dtype; row j of a sequence follows its first j drafted tokens.
+    logits: [sum(len(draft) + 1), V], any floating dtype. Row j of a sequence is for the token after its first j
+    drafted tokens. Raises HfAccelError for another number of rows.
     """
     logits = logits.detach()
-    members = _lined_up(sequences, drafts)
+    members = _members(sequences, drafts)
     needed = members[-1].rows.stop if members else 0
     if needed != len(logits):
         raise HfAccelError(f"{len(logits)} rows of logits for sequences and drafts that need {needed}")
     groups: dict[Hashable, list[int]] = {}
     for index, sequence in enumerate(sequences):
-        groups.setdefault(_kind(sequence.sampling), []).append(index)
+        groups.setdefault(_group_key(sequence.sampling), []).append(index)
     results: dict[int, Chosen | Exception] = {}
     for indices in groups.values():
         own = [members[index] for index in indices]
-        alone = _lined_up([member.sequence for member in own], [member.draft for member in own])
-        results.update(zip(indices, _decide(_rows(logits, own), alone, verifier), strict=True))
+        alone = _members([member.sequence for member in own], [member.draft for member in own])
+        results.update(zip(indices, _choose_group(_rows(logits, own), alone, verifier), strict=True))
     return _with_logprobs(logits, members, [results[index] for index in range(len(members))])
 
 
 def processed(logits: Tensor, rows: abc.Sequence[tuple[Sequence, list[int]]]) -> Tensor:
-    """The distribution of each sequence's next token after drafted ones -> [n, V] float32, for a model that drafts.
+    """Return the distribution [n, V] float32 from which a draft model draws each sequence's next token.
 
-    logits: [n, V]. What cannot be processed is left as it is, since any distribution may be drafted from. The error
-    comes when the model's own logits are processed.
+    logits: [n, V] of the draft model. rows: for each row, the sequence and the tokens drafted for it so far. If the
+    logits of a row cannot be processed, its scores count as 0, and no error is raised: any distribution may be drafted
+    from, and the error is raised when the target model's logits are processed.
     """
     logits = logits.detach()
     groups: dict[Hashable, list[int]] = {}
     for row, (sequence, _) in enumerate(rows):
-        groups.setdefault(_kind(sequence.sampling), []).append(row)
+        groups.setdefault(_group_key(sequence.sampling), []).append(row)
     distributions = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     for members in groups.values():
         sampling = rows[members[0]][0].sampling
@@ -96,18 +99,18 @@ def processed(logits: Tensor, rows: abc.Sequence[tuple[Sequence, list[int]]]) ->
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The index of each row's largest, of equals the lowest -> int64 [n]."""
+    """Return the index of the largest logit of each row, [n] int64; the lowest index among equal logits."""
     if logits.device.type == "cpu" and logits.dtype in DTYPES and cpu.refusal() is None:
         return native_argmax(logits)
     return logits.argmax(-1)
 
 
-def _kind(sampling: Sampling) -> Hashable:
-    """What is done together: all that take the largest logit as it is, and otherwise those of one key."""
+def _group_key(sampling: Sampling) -> Hashable:
+    """Sequences with equal keys are chosen for in one call; all that need only the argmax have the same key."""
     return True if sampling.plain else sampling.key
 
 
-def _lined_up(sequences: abc.Sequence[Sequence], drafts: abc.Sequence[Draft]) -> list[Member]:
+def _members(sequences: abc.Sequence[Sequence], drafts: abc.Sequence[Draft]) -> list[Member]:
     members, start = [], 0
     for sequence, draft in zip(sequences, drafts, strict=True):
         members.append(Member(sequence, draft, start))
@@ -116,20 +119,20 @@ def _lined_up(sequences: abc.Sequence[Sequence], drafts: abc.Sequence[Draft]) ->
 
 
 def _rows(tensor: Tensor, members: list[Member]) -> Tensor:
-    """The rows of these members, end to end; a view where they are the whole or one after the other."""
+    """Return the rows of these members, end to end. It is a view if the rows are consecutive."""
     indices = [row for member in members for row in member.rows]
     if indices and indices[-1] - indices[0] + 1 == len(indices):
         return tensor[indices[0] : indices[-1] + 1]
     return tensor[indices]
 
 
-def _decide(logits: Tensor, members: list[Member], verifier: Verifier) -> list[Chosen | Exception]:
-    """For members of one kind whose rows are all of `logits`."""
+def _choose_group(logits: Tensor, members: list[Member], verifier: Verifier) -> list[Chosen | Exception]:
+    """Choose for members with equal keys. `logits` holds their rows and no others."""
     sampling = members[0].sequence.sampling
     if sampling.plain:
-        return _kept(members, argmax(logits))
+        return _greedy(members, argmax(logits))
     scores, errors = processed_scores(sampling, logits, [prefix for member in members for prefix in member.prefixes()])
-    results = _kept(members, argmax(scores)) if sampling.greedy else _sampled(scores.softmax(-1), members, verifier)
+    results = _greedy(members, argmax(scores)) if sampling.greedy else _sampled(scores.softmax(-1), members, verifier)
     for at, (member, result) in enumerate(zip(members, results, strict=True)):
         if errors and isinstance(result, Chosen):
             used = member.rows[: len(result.tokens)]
@@ -140,7 +143,7 @@ def _decide(logits: Tensor, members: list[Member], verifier: Verifier) -> list[C
     return results
 
 
-def _kept(members: list[Member], best: Tensor) -> list[Chosen | Exception]:
+def _greedy(members: list[Member], best: Tensor) -> list[Chosen | Exception]:
     tokens = best.tolist()
     return [_chosen(member.draft.kept(tokens[member.rows.start : member.rows.stop])) for member in members]
 

@@ -1,6 +1,6 @@
-"""Top-k, top-p and min-p: what is cut off before sampling, as transformers' warpers cut it, mostly without a sort.
+"""Top-k, top-p and min-p, with the results of transformers' warpers but mostly without sorting the vocabulary.
 
-All take scores [n, V] float32 and return new ones with -inf where a token is cut.
+Each function takes scores [n, V] float32 and returns new scores, with -inf for the tokens that it removes.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from torch import Tensor
 from ...kernels import cpu
 from ...kernels.cpu.logits import topk as native_topk
 
-# The mass of a prefix of the sorted vocabulary, summed in another order, differs by less than this. Where the decision
-# is closer than that, or falls between equal scores, the row is sorted whole, as transformers does.
+# The sum of probabilities depends on the order of summation, but by less than this. A row is sorted as a whole, as in
+# transformers, if a sum is closer than this to p, or if the limit is between equal scores.
 TOLERANCE = 2.0**-16
-CANDIDATES = (256, 2048)
+CANDIDATES = (256, 2048)  # numbers of largest scores among which top_p looks for its limit
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
-    """Cut what is less than the k-th largest; its equals stay."""
+    """Remove the scores that are less than the k-th largest. Scores equal to it stay."""
     if k >= scores.shape[-1]:
         return scores
     return _without(scores, scores < topk(scores, k)[0][:, -1:])
 
 
 def top_p(scores: Tensor, p: float) -> Tensor:
-    """Keep the fewest most probable tokens with a mass of at least p (Holtzman et al. 2020, arXiv 1904.09751)."""
+    """Keep the most probable tokens: the fewest whose probabilities sum to at least p (Holtzman et al. 2020, arXiv
+    1904.09751)."""
     if p >= 1:
         return scores
     threshold = torch.full((len(scores), 1), -torch.inf, device=scores.device)
@@ -46,13 +47,14 @@ def top_p(scores: Tensor, p: float) -> Tensor:
 
 
 def top_k_top_p(scores: Tensor, k: int, p: float) -> Tensor:
-    """`top_p` of `top_k`, from one look at the k + 1 largest."""
+    """Return top_p(top_k(scores, k), p). Both limits are found among the k + 1 largest scores."""
     if k >= scores.shape[1] or p >= 1:
         return top_p(top_k(scores, k), p)
     values = topk(scores, k + 1)[0]
     largest = values[:, :k]
     threshold, clear = _cut(largest, largest.logsumexp(-1, keepdim=True), p, complete=True)
-    clear = clear & (values[:, k] < values[:, k - 1])  # the equals of the k-th have their share of the mass
+    # If the next score equals the k-th, it stays too and changes the probabilities.
+    clear = clear & (values[:, k] < values[:, k - 1])
     kept = _without(scores, scores < threshold)
     if not clear.all():
         unclear = (~clear).nonzero()[:, 0]
@@ -61,9 +63,10 @@ def top_k_top_p(scores: Tensor, k: int, p: float) -> Tensor:
 
 
 def _cut(values: Tensor, total: Tensor, p: float, *, complete: bool) -> tuple[Tensor, Tensor]:
-    """The smallest score that stays, [n, 1], and whether that is certain, [n].
+    """Return the smallest score that top-p keeps, [n, 1], and whether it is certain, [n] bool.
 
-    values: the largest scores, descending; complete: there are no others. total: logarithm of the whole mass, [n, 1].
+    values: the largest scores of each row, [n, size], descending. complete: whether a row has no other scores.
+    total: logsumexp of all scores of each row, [n, 1].
     """
     size = values.shape[1]
     mass = (values - total).double().exp()
@@ -77,7 +80,7 @@ def _cut(values: Tensor, total: Tensor, p: float, *, complete: bool) -> tuple[Te
 
 
 def sorted_top_p(scores: Tensor, p: float) -> Tensor:
-    """transformers' TopPLogitsWarper."""
+    """Top-p as transformers' TopPLogitsWarper computes it, with a sort of the vocabulary."""
     ordered, indices = scores.sort(dim=-1)
     cut = ordered.softmax(-1).cumsum(-1) <= 1 - p
     cut[:, -1] = False
@@ -85,7 +88,7 @@ def sorted_top_p(scores: Tensor, p: float) -> Tensor:
 
 
 def min_p(scores: Tensor, p: float) -> Tensor:
-    """Cut what is less probable than p times the most probable (Nguyen et al. 2024, arXiv 2407.01082)."""
+    """Remove tokens less probable than p times the most probable one (Nguyen et al. 2024, arXiv 2407.01082)."""
     if p <= 0:
         return scores
     probabilities = scores.softmax(-1)
@@ -93,12 +96,12 @@ def min_p(scores: Tensor, p: float) -> Tensor:
 
 
 def _without(scores: Tensor, cut: Tensor) -> Tensor:
-    """masked_fill branches on each element: where() takes a tenth of its time."""
+    # torch.where takes a tenth of the time of masked_fill, which branches on each element.
     return torch.where(cut, -torch.inf, scores)
 
 
 def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row, descending, and where they are."""
+    """Return the k largest scores of each row, [n, k], descending, and their indices, [n, k] int64."""
     if scores.device.type == "cpu" and cpu.refusal() is None and not scores.requires_grad:
         return native_topk(scores, k)
     values, indices = scores.topk(k, dim=-1)

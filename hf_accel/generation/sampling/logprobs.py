@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens under the model's own logits, before any processing."""
+"""Log-probabilities of the chosen tokens, from the model's logits before any processing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .filters import topk
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural logarithms. top: the most probable token ids with theirs, descending."""
+    """The log-probability (natural logarithm) of a token. top: the most probable token ids with theirs, descending."""
 
     token: int
     logprob: float
@@ -21,7 +21,7 @@ class TokenLogprobs:
 
 
 def logprobs(logits: Tensor, tokens: abc.Sequence[int], counts: abc.Sequence[int]) -> list[TokenLogprobs]:
-    """For each row of [n, V] that of its token, and of the counts[row] most probable ones."""
+    """For each row of logits [n, V], the log-probabilities of tokens[row] and of the counts[row] most probable ids."""
     logs = logits.float().log_softmax(-1)
     own = logs.gather(1, torch.tensor(tokens, device=logs.device)[:, None])[:, 0].tolist()
     most = min(max(counts, default=0), logs.shape[1])

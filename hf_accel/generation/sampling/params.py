@@ -1,4 +1,4 @@
-"""What a request asks of its tokens, checked."""
+"""The sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ from .sampling import Sampling
 )
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a request's tokens are chosen. Order and arithmetic are transformers'.
+    """How a request's tokens are chosen. The logits are processed in the order and arithmetic of transformers.
 
-    temperature: 0 takes the most probable token; otherwise logits are divided by it and a token is drawn.
-    top_k, top_p, min_p: keep the k most probable; the fewest with a mass of p; those at least p times as probable as
-        the most probable. None keeps all.
-    repetition_penalty: divides (multiplies, if negative) the logits of tokens in prompt or output.
-    presence_penalty, frequency_penalty: subtracted once, or for each time, from those of generated tokens.
-    logit_bias: token id -> what is added to its logit.
-    min_new_tokens: stop_token_ids are impossible before as many new tokens.
-    allowed_token_ids, bad_token_ids: the only ones possible; never possible.
-    processors: functions of (input_ids [1, T] int64, scores [1, V] float32) -> scores, as transformers'
-        LogitsProcessor. They must be pure: drafts are processed, rejected, and processed again.
-    logprobs: report the log-probability of each token, and those of as many most probable ones; None reports none.
+    temperature: 0 chooses the most probable token. Otherwise the logits are divided by it, and a token is drawn.
+    top_k: keeps the k most probable tokens. top_p: keeps the fewest most probable tokens whose probabilities sum to at
+        least p. min_p: keeps the tokens at least p times as probable as the most probable one. None keeps all.
+    repetition_penalty: divides the logits of tokens in the prompt or the output; negative logits are multiplied.
+    presence_penalty, frequency_penalty: are subtracted from the logit of each generated token, the former once, the
+        latter for each time that it was generated.
+    logit_bias: maps a token id to the number that is added to its logit.
+    min_new_tokens: the number of new tokens before which no token of stop_token_ids is chosen.
+    allowed_token_ids: only these tokens are chosen. bad_token_ids: these tokens are never chosen.
+    processors: functions of (input_ids [1, T] int64, scores [1, V] float32) that return scores, as transformers'
+        LogitsProcessor. They must be pure functions, because a position is processed again if its draft was rejected.
+    logprobs: the number of most probable tokens whose log-probabilities are reported beside the chosen token's. None
+        reports none.
+    Raises UnsupportedError for values outside of these meanings.
     """
 
     temperature: float = 0.0
@@ -62,7 +65,7 @@ class SamplingParams:
         _validate(self)
 
     def sampling(self) -> Sampling:
-        """In the order of transformers."""
+        """Make the Sampling of these parameters. Its steps are in the order of transformers."""
         return Sampling(self._steps(), greedy=self.temperature == 0, num_logprobs=self.logprobs)
 
     def _steps(self) -> Iterator[Processor]:

@@ -1,7 +1,7 @@
-"""What is done to the logits of a token before it is chosen, one kind of change a class.
+"""Logits processors for many rows at once.
 
-Each takes scores [n, V] float32 and a Prefix for each of the n rows, and returns new scores; what it was given is
-never written to. Arithmetic is that of transformers' class named in each docstring.
+Each takes scores [n, V] float32 and a Prefix for each row, and returns new scores. It does not write to what it was
+given. Its arithmetic is that of the transformers class that its docstring names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Prefixes = abc.Sequence[Prefix]
 
 @dataclass(frozen=True)
 class Processor:
-    """uses_prefix: it has to know what stands before; the others may be given no prefixes."""
+    """A logits processor. uses_prefix: whether it needs the prefixes; if not, they may be empty."""
 
     uses_prefix: ClassVar[bool] = False
 
@@ -32,13 +32,13 @@ class Processor:
         raise NotImplementedError
 
 
-# -- what looks back ---------------------------------------------------------------------------------------
+# -- processors that need the prefix -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RepetitionPenalty(Processor):
-    """Divides the scores of tokens of prompt and output, or multiplies them if negative (Keskar et al. 2019, arXiv
-    1909.05858): RepetitionPenaltyLogitsProcessor."""
+    """Divides the scores of tokens in the prompt or the output, and multiplies negative ones (Keskar et al. 2019,
+    arXiv 1909.05858): RepetitionPenaltyLogitsProcessor."""
 
     uses_prefix: ClassVar[bool] = True
     penalty: float
@@ -53,7 +53,7 @@ class RepetitionPenalty(Processor):
 
 @dataclass(frozen=True)
 class FrequencyPenalty(Processor):
-    """Subtracts `frequency` for each time that a token was generated, and `presence` once, as OpenAI's API does."""
+    """Subtracts `frequency` for each time that a token was generated, and `presence` once, as in OpenAI's API."""
 
     uses_prefix: ClassVar[bool] = True
     frequency: float
@@ -68,14 +68,14 @@ class FrequencyPenalty(Processor):
 
 
 def _places(rows: list[Tensor], scores: Tensor) -> Tensor:
-    """Where in the flat scores the ids of each row stand; ids that no logit belongs to are left out."""
+    """Return the indices of each row's ids in the flattened scores. Ids that have no logit are left out."""
     size = scores.shape[1]
     return torch.cat([ids[ids < size] + row * size for row, ids in enumerate(rows)]).to(scores.device)
 
 
 @dataclass(frozen=True)
 class MinNewTokens(Processor):
-    """Rules stop tokens out before `count` new tokens: MinNewTokensLengthLogitsProcessor."""
+    """Excludes stop tokens before `count` new tokens: MinNewTokensLengthLogitsProcessor."""
 
     uses_prefix: ClassVar[bool] = True
     count: int
@@ -92,7 +92,7 @@ class MinNewTokens(Processor):
 
 @dataclass(frozen=True)
 class OneByOne(Processor):
-    """A user's function, called for one row at a time, as rows have different lengths."""
+    """Calls a user's function. It gets one row at a time, because the prefixes have different lengths."""
 
     uses_prefix: ClassVar[bool] = True
     function: Function
@@ -116,12 +116,12 @@ def name_of(processor: object) -> str:
     return getattr(processor, "__name__", type(processor).__name__)
 
 
-# -- what looks at single tokens ---------------------------------------------------------------------------
+# -- processors of certain tokens --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LogitBias(Processor):
-    """Adds to the logits of some tokens, as OpenAI's API."""
+    """Adds a number to the logits of some tokens, as in OpenAI's API. bias: pairs of a token id and its number."""
 
     bias: tuple[tuple[int, float], ...]
 
@@ -134,7 +134,7 @@ class LogitBias(Processor):
 
 @dataclass(frozen=True)
 class OnlyTokens(Processor):
-    """Rules out all but some tokens."""
+    """Excludes all tokens but `ids`."""
 
     ids: tuple[int, ...]
 
@@ -147,7 +147,7 @@ class OnlyTokens(Processor):
 
 @dataclass(frozen=True)
 class WithoutTokens(Processor):
-    """Rules out some tokens: SuppressTokensLogitsProcessor."""
+    """Excludes the tokens `ids`: SuppressTokensLogitsProcessor."""
 
     ids: tuple[int, ...]
 
@@ -161,12 +161,12 @@ def _require_logits(name: str, ids: abc.Sequence[int], scores: Tensor) -> None:
         raise UnsupportedError(f"{name} has the id {max(ids)}; the model has {scores.shape[1]} logits: leave it out")
 
 
-# -- what shapes the distribution --------------------------------------------------------------------------
+# -- warpers -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Temperature(Processor):
-    """Divides by it: TemperatureLogitsWarper."""
+    """Divides the scores by the temperature `value`: TemperatureLogitsWarper."""
 
     value: float
 
@@ -176,8 +176,8 @@ class Temperature(Processor):
 
 @dataclass(frozen=True)
 class TopKTopP(Processor):
-    """Keeps the k most probable tokens, and of these the fewest with a mass of p: TopKLogitsWarper and
-    TopPLogitsWarper."""
+    """Keeps the k most probable tokens, and of these the fewest whose probabilities sum to at least p:
+    TopKLogitsWarper and TopPLogitsWarper. None keeps all."""
 
     k: int | None = None
     p: float | None = None

@@ -1,4 +1,4 @@
-"""Whether a logits processor is a pure function: drafts are processed, rejected, and processed again."""
+"""Checks that a logits processor is a pure function. Drafts need this: a rejected position is processed again."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from .sampling import Sampling
 
 
 def is_stateful(processor: Function, vocabulary_size: int) -> bool:
-    """Whether a copy of the processor answers the same input differently the second time, after another in between.
+    """Whether the processor returns two different results for one input, with other calls between.
 
-    True is certain. False is not: a state that shows later, or only for certain tokens, is not found; nor is one that
-    raises on the input made up here. What cannot be copied (and a function's closure is not) is asked itself.
+    A copy of the processor is called; if it cannot be copied, the processor itself is called. (deepcopy does not copy
+    a function's closure.) The answer True is certain. False is not: the state may have an effect only later or only
+    for certain tokens, or the processor may raise an error for the input that is made up here.
     """
     try:
-        asked = copy.deepcopy(processor)
+        called = copy.deepcopy(processor)
     except Exception:
-        asked = processor
+        called = processor
     ids = torch.arange(8).remainder(vocabulary_size)[None]
     scores = torch.linspace(-4, 4, vocabulary_size)[None]
     try:
         with torch.random.fork_rng(devices=[]):
-            first = _answer(asked, ids[:, :4], scores)
+            first = _result(called, ids[:, :4], scores)
             for end in (5, 3, 8):
-                _answer(asked, ids[:, :end], scores.flip(-1))
-            again = _answer(asked, ids[:, :4], scores)
+                _result(called, ids[:, :end], scores.flip(-1))
+            again = _result(called, ids[:, :4], scores)
     except Exception:
         return False
     return not torch.equal(first, again)
 
 
 def refuse_stateful(sampling: Sampling, vocabulary_size: int) -> None:
-    """Raises UnsupportedError for a user's processor that drafts would mislead."""
+    """Raise UnsupportedError if a user's processor is stateful, because drafts would change its results."""
     for processor in [step.function for step in sampling.steps if isinstance(step, OneByOne)]:
         if is_stateful(processor, vocabulary_size):
             raise UnsupportedError(
-                f"the logits processor {name_of(processor)} answers the same input differently when asked again, so "
-                "drafts cannot be verified with it; make it a function of (input_ids, scores) alone, or leave "
-                "speculative=None"
+                f"the logits processor {name_of(processor)} returns different scores for the same input when it is "
+                "called again, so drafts cannot be verified with it; make it a function of (input_ids, scores) alone, "
+                "or leave speculative=None"
             )
 
 
-def _answer(processor: Function, ids: Tensor, scores: Tensor) -> Tensor:
+def _result(processor: Function, ids: Tensor, scores: Tensor) -> Tensor:
     return processor(ids.clone(), scores.clone()).clone().nan_to_num()

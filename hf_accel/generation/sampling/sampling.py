@@ -1,4 +1,4 @@
-"""How the next token is chosen: what is done to the logits, and whether the largest is taken or one is drawn."""
+"""How the next token is chosen: the processing of the logits, and then greedy search or sampling."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Draw = Callable[[Tensor, list[Any]], list[int]]
 
 
 class Sampling:
-    """From a model's logits to the distribution of the next token.
+    """Turns a model's logits into the scores of the next token.
 
-    steps: what is done to the logits, in this order. greedy: the largest score is taken; otherwise one token is drawn
-    from their softmax. num_logprobs: how many of the largest log-probabilities are reported beside the token's own;
-    None reports none. draw: draws from probabilities [n, V] for n sequences without a draft; None leaves it to the
-    Verifier.
+    steps: the logits processors, in order. greedy: whether the token with the largest score is chosen; otherwise a
+    token is drawn from the softmax of the scores. num_logprobs: the number of most probable tokens whose
+    log-probabilities are reported beside the chosen token's; None reports none. draw: a function that draws token ids
+    from probabilities [n, V] for n sequences without a draft; None lets the Verifier draw.
     """
 
     def __init__(
@@ -35,18 +35,18 @@ class Sampling:
     ) -> None:
         self.steps, self.greedy, self.num_logprobs, self.draw = tuple(steps), greedy, num_logprobs, draw
         self.uses_prefix = any(step.uses_prefix for step in self.steps)
-        self.plain = greedy and not self.steps  # the answer is the argmax of the logits as they are
+        self.plain = greedy and not self.steps  # the token is the argmax of the unprocessed logits
 
     @property
     def key(self) -> Hashable:
-        """Sequences whose keys are equal are processed in one call."""
+        """Sequences with equal keys are processed in one call."""
         return self.greedy, self.steps, self.draw
 
     def process(self, logits: Tensor, prefixes: abc.Sequence[Prefix] | None) -> Tensor:
-        """Scores [n, V] float32 from logits [n, V], which are not written to.
+        """Return scores [n, V] float32 of logits [n, V], which are not written to.
 
-        prefixes: one for each row, if `uses_prefix`. A pure function: a position is processed again when its draft was
-        rejected.
+        prefixes: one for each row if `uses_prefix` is set, otherwise they may be None. Raises UnsupportedError if they
+        are missing. This is a pure function, because a position is processed again if its draft was rejected.
         """
         if self.uses_prefix and (prefixes is None or len(prefixes) != len(logits)):
             raise UnsupportedError(f"{len(logits)} rows of logits need as many prefixes; Sampling.uses_prefix is set")
@@ -60,10 +60,11 @@ Errors = dict[int, Exception]
 
 
 def processed_scores(sampling: Sampling, logits: Tensor, prefixes: list[Prefix]) -> tuple[Tensor, Errors]:
-    """Scores [n, V] float32, and the rows that failed with what went wrong; their scores are all 0.
+    """Return scores [n, V] float32, and the errors of rows that failed; the scores of these rows are 0.
 
-    After a drafted token that the processors rule out, a row may well fail: nobody gets there. So the draft keeps its
-    length (to cut it for its tokens' sake would change the distribution), and only who gets there has an error.
+    A row after a drafted token that the processors exclude may fail although the sequence is correct, because this
+    token will be rejected. So the caller reports an error only if all drafted tokens before its row are accepted. The
+    draft is not cut at such a row: if its length depended on its tokens, the output's distribution would change.
     """
     errors: Errors = {}
     try:
@@ -72,8 +73,8 @@ def processed_scores(sampling: Sampling, logits: Tensor, prefixes: list[Prefix])
         if len(logits) == 1:
             return torch.zeros(logits.shape, device=logits.device), {0: error}
         tried = [processed_scores(sampling, logits[i : i + 1], [prefix]) for i, prefix in enumerate(prefixes)]
-        return torch.cat([one for one, _ in tried]), {i: failed[0] for i, (_, failed) in enumerate(tried) if failed}
-    impossible = ~(scores.amax(-1) > -torch.inf)  # of a row with NaN the largest is NaN
+        return torch.cat([row for row, _ in tried]), {i: failed[0] for i, (_, failed) in enumerate(tried) if failed}
+    impossible = ~(scores.amax(-1) > -torch.inf)  # True also for NaN, because amax of a row with NaN is NaN
     if impossible.any():
         for row in impossible.nonzero()[:, 0].tolist():
             errors[row] = HfAccelError(
@@ -85,7 +86,7 @@ def processed_scores(sampling: Sampling, logits: Tensor, prefixes: list[Prefix])
 
 
 def _processed(sampling: Sampling, logits: Tensor, prefixes: list[Prefix]) -> Tensor:
-    """Sampling.process. Raises what that raises, and HfAccelError for another shape."""
+    """Call Sampling.process. Raises what it raises, and HfAccelError if the scores have another shape than logits."""
     scores = sampling.process(logits, prefixes if sampling.uses_prefix else None)
     if not isinstance(scores, Tensor) or scores.shape != logits.shape:
         got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__

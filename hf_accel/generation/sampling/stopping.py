@@ -1,4 +1,4 @@
-"""When a sequence ends by what was generated: stop tokens, stop strings, and whatever else is asked."""
+"""Stopping criteria: stop tokens, stop strings, and criteria that a caller adds."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from dataclasses import dataclass
 from ...errors import UnsupportedError
 from ..sequence import Sequence
 
-REPLACEMENT = "\ufffd"  # what tokenizers write for bytes that are not, or not yet, a character
-CONTEXT_TOKENS = 6  # before the first new token, so that it is decoded as inside a text and not as its beginning
-CHANGEABLE = 16  # characters at the end that a tokenizer may still change, as when it removes spaces before a "."
-MAX_PENDING = 16  # tokens that may wait for the rest of a character
+REPLACEMENT = "\ufffd"  # tokenizers write this for bytes that are not a whole character
+# So many prompt tokens are decoded with the first new token, because a tokenizer decodes the beginning of a text
+# differently.
+CONTEXT_TOKENS = 6
+# A tokenizer may still change so many characters at the end of a text. For example, it removes a space before a ".".
+CHANGEABLE = 16
+MAX_PENDING = 16  # the most tokens that wait for the rest of a character
 
 
-Stop = Callable[[Sequence], bool]  # asked after each new token: whether the sequence ends there
+Stop = Callable[[Sequence], bool]  # is called after each new token; True if the sequence ends there
 
 
 @dataclass(frozen=True)
 class StopRules:
-    """Called with a sequence after each new token: "stop" if it ends there, else None.
+    """Is called with a sequence after each new token; returns "stop" if the sequence ends there, else None.
 
-    token_ids: those that end it. others: what else is asked.
+    token_ids: the sequence ends after any of these tokens. others: further stopping criteria.
     """
 
     token_ids: frozenset[int] = frozenset()
@@ -33,24 +36,24 @@ class StopRules:
 
 
 class StopStrings:
-    """Whether one of some strings is in the text of the generated tokens; it may begin and end inside a token.
+    """Ends a sequence when one of `strings` is in its generated text. A string may begin and end inside a token.
 
-    decode: token ids -> text; whether special tokens have text is its own affair. The tokens of what was found stay in
-    the sequence, as in transformers; `cut` takes the text before it.
+    decode: maps token ids to text; it decides whether special tokens have text. As in transformers, the tokens of the
+    string stay in the sequence; `cut` removes the string and what follows it from the text.
 
-    Cost of a call: two decodes of a few tokens, whatever the length of the sequence. A tail of tokens does not decode
-    to the tail of the text: a tokenizer may leave out the space before the first token (SentencePiece), and show the
-    bytes of an unfinished character, or a whole run of byte tokens, as U+FFFD. So what a token adds is the difference
-    of two decodes that begin at the same token, where a character began: decode(tokens[first:]) beyond what it shares
-    with decode(tokens[first:read]). The window moves on when the text ends in a whole character, or when MAX_PENDING
-    tokens did not bring one. Of the text before it as much is kept as a stop string can reach back to, and CHANGEABLE
-    characters.
+    A call decodes only the last few tokens, whatever the length of the sequence. The last tokens alone do not decode
+    to the end of the text: a tokenizer may drop the space before the first token (SentencePiece), and may write U+FFFD
+    for the bytes of an unfinished character or for a whole run of byte tokens. So two texts are compared that begin at
+    the same token, where a character begins: decode(tokens[first:read]) and decode(tokens[first:]). The new text is
+    the part in which the second differs. `first` and `read` move on when the text ends with a whole character, or
+    after MAX_PENDING tokens. The text before them is kept as far back as a stop string can begin, and CHANGEABLE
+    characters more.
     """
 
     def __init__(self, strings: str | Iterable[str], decode: Callable[[list[int]], str] | None) -> None:
         self.strings = [strings] if isinstance(strings, str) else list(strings)
         if not all(self.strings):
-            raise UnsupportedError("stop= has an empty string, which is everywhere; leave it out")
+            raise UnsupportedError("stop= has an empty string, which is found in every text; leave it out")
         if self.strings and decode is None:
             raise UnsupportedError(
                 f"stop={self.strings} needs the text of the tokens; give a tokenizer, or stop_token_ids"
@@ -73,39 +76,40 @@ class StopStrings:
 
 
 class TextTail:
-    """The last characters of a growing text, and the window of tokens whose decodes say what comes next.
+    """The end of a growing text; see StopStrings.
 
-    text: the last `reach` characters of what was generated up to tokens[read]. The window begins at tokens[first].
+    text: the last `reach` characters of the text that tokens[:read] generated. decoded: the text of
+    tokens[first:read].
     """
 
     def __init__(self, decode: Callable[[list[int]], str], tokens: list[int], read: int, reach: int) -> None:
         self.decode, self.reach, self.read = decode, reach, read
         self.first = self._whole_character(tokens, max(0, read - CONTEXT_TOKENS))
-        self.known = decode(tokens[self.first : read])
-        self.text = ""  # a stop string is looked for in what is generated, not in the prompt
+        self.decoded = decode(tokens[self.first : read])
+        self.text = ""  # stop strings are searched in the generated text only, not in the prompt
 
     def _whole_character(self, tokens: list[int], place: int) -> int:
-        """The last place up to this one, of a few, where a character begins."""
+        """Return the last of a few tokens up to `place` at which a character begins; `place` if there is none."""
         for first in range(place, max(-1, place - 4), -1):
             if not self.decode(tokens[first : self.read]).startswith(REPLACEMENT):
                 return first
         return place
 
     def read_on(self, tokens: list[int]) -> tuple[str, int]:
-        """Take in the tokens that are new. Returns the text with what they add, and where that begins."""
+        """Decode the new tokens. Returns the text with what they add, and the index at which this begins."""
         new = self.decode(tokens[self.first :])
-        shared = _shared(self.known, new)
-        seen = max(0, len(self.text) - (len(self.known) - shared))  # what follows changed what came before
+        shared = _shared(self.decoded, new)
+        seen = max(0, len(self.text) - (len(self.decoded) - shared))  # new tokens may change the text before them
         text = self.text[:seen] + new[shared:]
         if not new.endswith(REPLACEMENT) or len(tokens) - self.read > MAX_PENDING:
             self.first, self.read = self.read, len(tokens)
-            self.known = self.decode(tokens[self.first :])
+            self.decoded = self.decode(tokens[self.first :])
             self.text = text[-self.reach :]
         return text, seen
 
 
 def _shared(one: str, other: str) -> int:
-    """How many characters two texts have in common at their beginning."""
+    """Return the length of the common prefix of two texts."""
     if other.startswith(one):
         return len(one)
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

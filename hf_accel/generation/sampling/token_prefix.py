@@ -1,4 +1,4 @@
-"""What stands before a token that is being chosen."""
+"""The prefix of a token that is being chosen."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor
 
 
 class Tokens(Protocol):
-    """What a Sequence has before its next token. index: its row in the batch of generate(). notes: what is remembered
-    for it."""
+    """The part of a Sequence that a Prefix needs. Its fields are described there."""
 
     tokens: list[int]
     num_prompt: int
@@ -24,10 +23,10 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True)
 class Prefix:
-    """Everything before the token that is chosen, drafted tokens included.
+    """All tokens before the token that is being chosen, drafted tokens included.
 
-    committed: the sequence's own final tokens, shared and not to be written to. num_prompt: of them, the prompt's.
-    drafted: what a draft puts after them.
+    committed: the sequence's final tokens; the list is shared and must not be written to. num_prompt: how many of them
+    are the prompt's. drafted: the drafted tokens after them. sequence: the sequence that the tokens belong to.
     """
 
     committed: list[int]
@@ -48,7 +47,7 @@ class Prefix:
 
     @cached_property
     def ids(self) -> Tensor:
-        """int64 [len(self)], on the CPU; not to be written to."""
+        """All tokens, [len(self)] int64 on the CPU. The tensor must not be written to."""
         if self.sequence is None:
             return torch.tensor(self.tokens, dtype=torch.int64)
         committed = _committed_ids(self.sequence)
@@ -58,7 +57,7 @@ class Prefix:
 
     @property
     def columns(self) -> Tensor:
-        """As `ids`, behind the padding that transformers' own processors would see before them."""
+        """The padding of the batch of generate(), which transformers' processors see too, and then `ids`."""
         padding = self.sequence.padding if self.sequence is not None else []
         return torch.cat([torch.tensor(padding, dtype=torch.int64), self.ids]) if padding else self.ids
 
@@ -68,13 +67,16 @@ def prefix_of(sequence: Tokens, drafted: abc.Sequence[int] = ()) -> Prefix:
 
 
 def _committed_ids(sequence: Tokens) -> Tensor:
-    """The sequence's tokens as a tensor that grows with them: they are final, and a list takes long to convert."""
-    room: Tensor
-    room, known = sequence.notes.get("ids", (torch.empty(0, dtype=torch.int64), 0))
+    """Return the sequence's tokens as a tensor.
+
+    The tensor is kept in the sequence's notes and grows with the tokens, because to convert a long list is slow.
+    """
+    ids: Tensor
+    ids, num_copied = sequence.notes.get("ids", (torch.empty(0, dtype=torch.int64), 0))
     count = len(sequence.tokens)
-    if count > len(room):
-        room = torch.cat([room[:known], torch.empty(2 * count - known, dtype=torch.int64)])
-    if count > known:
-        room[known:count] = torch.tensor(sequence.tokens[known:])
-    sequence.notes["ids"] = (room, count)
-    return room[:count]
+    if count > len(ids):
+        ids = torch.cat([ids[:num_copied], torch.empty(2 * count - num_copied, dtype=torch.int64)])
+    if count > num_copied:
+        ids[num_copied:count] = torch.tensor(sequence.tokens[num_copied:])
+    sequence.notes["ids"] = (ids, count)
+    return ids[:count]

@@ -1,1 +1,1 @@
-"""Who is computed in a pass, and who waits."""
+"""Scheduling: which sequences a pass computes, and which wait."""

@@ -1,9 +1,9 @@
-"""Which sequences run, which wait, who is next, and who waits behind whom."""
+"""The running and the waiting sequences, and their order."""
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Iterable
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ...errors import OutOfBlocksError, UnsupportedError
@@ -12,21 +12,17 @@ from ..sequence import Sequence, Status
 if TYPE_CHECKING:
     from ...cache.pages import CachedSequence, Pages
 
-
-from bisect import bisect_left
-from collections.abc import Iterator
-
-PATIENCE = 8  # admissions in front of the one that has waited longest
+PATIENCE = 8  # how often the oldest waiting sequence may be overtaken
 
 
 class WaitingQueue:
-    """Sequences by priority, and by arrival among equals; with a bound on how often one is overtaken.
+    """The waiting sequences, ordered by priority and then by arrival. None of them waits for ever.
 
-    Each admission of a sequence while an older one waits counts against the oldest; after `patience` of them the
-    oldest is *promoted*: it goes before all that are not, also when blocks run out, until it ends. So whoever is
-    oldest is overtaken at most `patience` times, each in turn becomes the oldest, and a stream of urgent sequences
-    slows others down but never stops them; while of a backlog of old ones an urgent newcomer meets only every
-    `patience`-th. (Ageing by time would let the whole backlog become urgent.)
+    When a sequence is admitted while an older one waits, the oldest one counts as overtaken. After `patience` times
+    the oldest one is *promoted*: until it ends, it goes before all sequences that are not promoted, also when blocks
+    run out. Every sequence becomes the oldest at some time, so a stream of sequences with a high priority delays the
+    others but does not stop them. Only every `patience`-th admission promotes a sequence, so a new sequence with a
+    high priority does not wait for a whole backlog of old ones. (It would, if priority rose with waiting time.)
     """
 
     def __init__(self, patience: int = PATIENCE) -> None:
@@ -34,7 +30,7 @@ class WaitingQueue:
         self._ranked: list[Sequence] = []
         self._by_arrival: list[Sequence] = []
         self._promoted: set[Sequence] = set()
-        self._overtaken: dict[Sequence, int] = {}  # how often each was, while it was the oldest
+        self._overtaken: dict[Sequence, int] = {}  # how often each was overtaken while it was the oldest
 
     def __len__(self) -> int:
         return len(self._ranked)
@@ -43,7 +39,7 @@ class WaitingQueue:
         return iter(self._ranked)
 
     def rank(self, sequence: Sequence) -> tuple[bool, int, int]:
-        """Smaller goes first; it changes only by promotion, and only while the sequence waits."""
+        """The sort key; the smallest goes first. It changes only by promotion, while the sequence waits."""
         return sequence not in self._promoted, -sequence.priority, sequence.arrival
 
     @property
@@ -60,7 +56,7 @@ class WaitingQueue:
         self._overtaken.pop(sequence, None)
 
     def admit_head(self) -> Sequence:
-        """Take the first one out."""
+        """Remove the first sequence and return it. This may promote the oldest one."""
         sequence, oldest = self.head, self._by_arrival[0]
         self.remove(sequence)
         if oldest is not sequence:
@@ -75,7 +71,7 @@ class WaitingQueue:
         self.add(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended."""
+        """Forget that an ended sequence was promoted."""
         self._promoted.discard(sequence)
 
 
@@ -84,35 +80,37 @@ def _arrival(sequence: Sequence) -> int:
 
 
 class Roster:
-    """Sequences over pages: those that run hold pages, the others hold nothing.
+    """The running and waiting sequences. Running sequences hold pages, waiting ones hold none.
 
-    Followers are samples of their leader's prompt, which get their pages when it is computed.
+    A leader's followers are further samples of the same prompt. They wait until the leader's prompt is computed, and
+    then share its pages.
     """
 
     def __init__(self, pages: Pages, patience: int = PATIENCE) -> None:
         self.pages = pages
-        self.running: list[Sequence] = []  # in order
+        self.running: list[Sequence] = []  # in the order of WaitingQueue.rank
         self._waiting = WaitingQueue(patience)
-        self._leaders: dict[Sequence, Sequence] = {}  # of followers that hold no pages yet
-        self._failed: list[Sequence] = []
-        self._suspects: dict[Sequence, None] = {}  # in order
-        self._tried: Sequence | None = None
+        self._leaders: dict[Sequence, Sequence] = {}  # the leader of each follower that waits
+        self._failed: list[Sequence] = []  # the result of the next take_failed()
+        # Suspects are sequences of a pass that failed. Each runs alone once, so that the faulty one is found.
+        self._suspects: dict[Sequence, None] = {}  # in the order in which they run
+        self._tried: Sequence | None = None  # the suspect whose decoding pass was scheduled last
         self._num_arrived = 0
 
-    # -- who is here -----------------------------------------------------------------------------------
+    # -- arriving and ending ---------------------------------------------------------------------------
 
     @property
     def waiting(self) -> list[Sequence]:
-        """In the order of admission. Followers wait behind their leader and are not listed."""
+        """The waiting sequences in the order of admission. Followers are not listed."""
         return list(self._waiting)
 
     @property
     def has_work(self) -> bool:
-        """Also if all that is left is to tell who failed."""
+        """Whether a sequence runs or waits, or failed and was not returned by take_failed() yet."""
         return bool(self.running or self._waiting or self._failed)
 
     def require_room(self, sequence: Sequence) -> None:
-        """Raise OutOfBlocksError if the sequence would not even fit alone. May be called from any thread."""
+        """Raise OutOfBlocksError if the sequence does not fit even when it runs alone. Any thread may call this."""
         capacity = self.pages.capacity
         wanted = sequence.num_prompt + sequence.max_new_tokens
         if capacity is not None and wanted > capacity:
@@ -122,10 +120,10 @@ class Roster:
             )
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait for its turn, with its followers behind it.
+        """Add a sequence and its followers to the waiting sequences.
 
-        Raises OutOfBlocksError, with nothing changed, if it or a follower is too long for the cache, and
-        UnsupportedError for an empty prompt.
+        Raises OutOfBlocksError if it or a follower is too long for the cache, and UnsupportedError for an empty
+        prompt; nothing is then added.
         """
         group = [sequence, *sequence.followers]
         for each in group:
@@ -138,9 +136,9 @@ class Roster:
         self._wait(sequence)
 
     def enter(self, sequence: Sequence, cached: CachedSequence) -> None:
-        """Run a sequence at once that begins with the tokens of `cached`, which is the scheduler's from now on.
+        """Run a sequence at once. cached: holds its first tokens; the scheduler releases it when the sequence ends.
 
-        Raises as `add` does.
+        Raises OutOfBlocksError if it is too long for the cache.
         """
         self.require_room(sequence)
         sequence.arrival = self._num_arrived
@@ -153,9 +151,9 @@ class Roster:
             self._leaders[follower] = leader
 
     def remove(self, sequence: Sequence, reason: str, error: BaseException | None = None) -> None:
-        """The sequence has ended, wherever it stood; one that has ended before is left alone.
+        """End a sequence, whether it runs, waits or follows. A finished sequence stays as it is.
 
-        If it had followers that hold no pages yet, the first of them leads the others from now on.
+        If it has followers that still wait, the first of them becomes the leader of the others.
         """
         if sequence.is_finished:
             return
@@ -178,15 +176,15 @@ class Roster:
             self._wait(first)
 
     def take_failed(self) -> list[Sequence]:
-        """Sequences that failed since the last call, whose errors nobody was told."""
+        """Return the sequences that failed since the last call. The caller must report their errors."""
         failed, self._failed = self._failed, []
         return failed
 
     def fork(self, leader: Sequence) -> list[Sequence]:
-        """Give the followers of a leader whose prompt is computed the same blocks; they run from now on.
+        """Run the followers of a leader whose prompt is computed, on the same blocks.
 
-        Returns those that got one. Before the next schedule() each needs its first token, chosen from the leader's
-        logits.
+        Returns the followers that run. Before the next schedule(), each needs its first token, chosen from the
+        leader's logits. Raises ValueError if the leader's prompt is not computed.
         """
         if leader.cached is None or leader.num_computed < leader.num_prompt:
             raise ValueError(f"the leader's prompt is not computed: {leader.num_computed} of {leader.num_prompt}")
@@ -205,28 +203,32 @@ class Roster:
         return forked
 
     def restart(self) -> None:
-        """After a pass that failed: no block holds what it should, so all that run wait and are computed anew."""
+        """Recompute all running sequences after a failed pass, because the content of their blocks may be wrong."""
         self.pages.clear_prefixes()
         self._tried = None
         while self.running:
             self._suspend(self.running[-1])
 
     def isolate(self, sequences: Iterable[Sequence]) -> None:
-        """After restart(), to find out whose fault it was: each of these has passes of its own before anybody goes on.
+        """Run each of these sequences alone, to find which one made the pass fail. Call this after restart().
 
-        The last of them is one in which it decodes, as that is when there are drafts.
+        A sequence runs alone until it has decoded once, because there are drafts only when it decodes. The other
+        sequences wait meanwhile.
         """
         self._suspects = dict.fromkeys(sequence for sequence in sequences if not sequence.is_finished)
 
     def _next_suspect(self) -> Sequence | None:
-        """Whose pass alone is next; who has been through the one before it without a failure goes free."""
+        """Return the sequence that runs alone in the next pass, or None.
+
+        The suspect whose decoding pass came before did not fail, so it is no longer a suspect.
+        """
         if self._tried is not None:
             self._suspects.pop(self._tried, None)
         suspect = next(iter(self._suspects), None)
         self._tried = suspect if suspect is not None and suspect.decodes else None
         return suspect
 
-    # -- in and out ------------------------------------------------------------------------------------
+    # -- changes of status -----------------------------------------------------------------------------
 
     def _run(self, sequence: Sequence, cached: CachedSequence) -> None:
         sequence.cached, sequence.num_computed, sequence.status = cached, cached.num_tokens, Status.RUNNING
@@ -244,6 +246,6 @@ class Roster:
         sequence.cached = None
 
     def _fail(self, sequence: Sequence, error: BaseException) -> None:
-        """It alone met an error; see take_failed."""
+        """End one sequence because of an error of its own. take_failed() will return it."""
         self.remove(sequence, "failed", error)
         self._failed.append(sequence)

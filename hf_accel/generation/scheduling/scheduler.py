@@ -1,4 +1,4 @@
-"""What the next pass computes of which sequences, and who gives way when blocks run out."""
+"""The scheduler: which tokens of which sequences the next pass computes, and which sequence is preempted."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from .roster import PATIENCE, Roster
 if TYPE_CHECKING:
     from ...cache.pages import CachedSequence, Pages
 
-RETRY_PASSES = 16  # after which a refused sequence is looked at again, for what is known of its prompt by then
+# After so many passes a refused sequence is tried again, because more blocks of its prompt may be cached by then.
+RETRY_PASSES = 16
 
 
 class Scheduler(Roster):
-    """Continuous batching with chunked prefill (Orca, Sarathi) and preemption by recomputing (vLLM).
+    """Continuous batching with chunked prefill (Orca, Sarathi) and preemption by recomputation (vLLM).
 
-    One pass: a token for every decoding sequence, then chunks of the prompts under way, then admissions, together
-    at most `token_budget` tokens (None: any number). At most `max_running` sequences run, and no more than the
-    budget has tokens; only fork() may bring more, which then take turns.
+    A pass computes one token of every decoding sequence, then chunks of prompts that are in prefill, then chunks of
+    newly admitted sequences. Together these are at most `token_budget` tokens (None: no limit). At most `max_running`
+    sequences run, and at most `token_budget`. Only fork() may exceed these limits; the sequences then take turns.
 
-    Order everywhere: promoted ones (see WaitingQueue), then higher priority, then arrival. Admission stops at the
-    first that cannot enter, so that a large prompt keeps its place.
+    Order: promoted sequences first (see WaitingQueue), then higher priority, then earlier arrival. Admission stops at
+    the first sequence that cannot be admitted, so that smaller prompts do not overtake a large one.
 
-    Admission: a sequence enters if the free blocks hold what is left of its prompt and of the prompts under way,
-    and one more block for each that runs, its followers counted. So none is preempted before it has room for
-    block_size more tokens. With nothing running, the first always enters.
+    Admission: a sequence is admitted if the free blocks hold the rest of its prompt, the rest of all prompts in
+    prefill, and one more block for each running sequence and each follower. So no sequence is preempted before it had
+    room for block_size more tokens. If nothing runs, the first sequence is always admitted.
 
-    Preemption: a decoding sequence that finds no slot takes the blocks of the last one in the order, which may be
-    itself. The first one in the order is never preempted, and alone it fits (`add` sees to that): every pass brings
-    it nearer to its end, so that sequences cannot preempt each other for ever.
+    Preemption: when a decoding sequence needs a block and none is free, the last running sequence in the order is
+    preempted; this may be the decoding sequence itself. The first running sequence is never preempted, and it fits
+    alone (`add` checks that). So it comes closer to its end in every pass, and preemption cannot go on for ever.
 
-    Failure: what fails for one sequence (no memory to grow its pages or to copy a block, say) ends that one; the pass
-    goes on without it. After a pass that failed as a whole: restart(), and isolate() to find out whose fault it was.
+    Failure: an error of one sequence (such as no memory to grow its pages) ends this sequence, and the pass goes on
+    without it. After an error of a whole pass, call restart(), and isolate() to find the sequence that caused it.
 
-    Between schedule() and the end of the pass the sequences in it must not be removed.
+    Between schedule() and the end of the pass, its sequences must not be removed.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class Scheduler(Roster):
         self.max_running = max_running
         self.num_preempted = 0
         self._num_passes = 0
-        self._served: dict[Sequence, int] = {}  # the last turn of each, while there are too many for the budget
-        self._refused: tuple[Sequence, list[int], int] | None = None  # the head, what it found, and when
+        self._served: dict[Sequence, int] = {}  # each sequence's last turn, while the budget is too small for all
+        # The waiting sequence that was refused last, the slack at that time, and the number of the pass.
+        self._refused: tuple[Sequence, list[int], int] | None = None
 
     def remove(self, sequence: Sequence, reason: str, error: BaseException | None = None) -> None:
         super().remove(sequence, reason, error)
@@ -60,23 +62,23 @@ class Scheduler(Roster):
     # -- one pass --------------------------------------------------------------------------------------
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next pass, in the order of decoding, prefill, admission; their slots are reserved.
+        """Choose the chunks of the next pass and allocate their slots. Decoding chunks come first.
 
-        Rows must hold exactly num_computed tokens. Full blocks of a chunk of a prompt are published at once: a pass
-        writes K and V before it reads them. Empty only if nothing is left to do.
+        Every running sequence's `cached` must hold exactly num_computed tokens. The result is empty only if no work
+        is left.
         """
         self._num_passes += 1
         budget = sys.maxsize if self.token_budget is None else self.token_budget
         while (suspect := self._next_suspect()) is not None:
-            if chunks := self._alone(suspect, budget):
+            if chunks := self._schedule_alone(suspect, budget):
                 return chunks
         preempted = self.num_preempted
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         for sequence in self.running:
             computed = sequence.num_computed
-            alone = len(sequence.tokens) - computed == 1 and computed >= sequence.num_prompt
-            (decoding if alone else prefilling).append(sequence)
+            is_decoding = len(sequence.tokens) - computed == 1 and computed >= sequence.num_prompt
+            (decoding if is_decoding else prefilling).append(sequence)
         chunks = self._decode(self._take_turns(decoding, budget))
         left = self._prefill(chunks, prefilling, budget - len(chunks))
         if self._waiting and self.num_preempted == preempted:
@@ -85,8 +87,8 @@ class Scheduler(Roster):
             self._force(chunks, budget)
         return chunks
 
-    def _alone(self, suspect: Sequence, budget: int) -> list[Chunk]:
-        """The chunk of one sequence while the others wait; none if that was its end."""
+    def _schedule_alone(self, suspect: Sequence, budget: int) -> list[Chunk]:
+        """Suspend all other sequences and return a chunk of this one; no chunk if the sequence failed."""
         chunks: list[Chunk] = []
         for other in [sequence for sequence in self.running if sequence is not suspect]:
             self._suspend(other)
@@ -102,7 +104,7 @@ class Scheduler(Roster):
         return chunks
 
     def _take_turns(self, decoding: list[Sequence], budget: int) -> list[Sequence]:
-        """If the budget has no token for each, those that have waited longest for one."""
+        """Return the sequences that may decode: all, or those not served for longest if the budget is too small."""
         if len(decoding) <= budget:
             self._served.clear()
             return decoding
@@ -112,13 +114,16 @@ class Scheduler(Roster):
         return [sequence for sequence in decoding if self._served.get(sequence, -1) >= self._num_passes * budget]
 
     def _decode(self, decoding: list[Sequence]) -> list[Chunk]:
-        """In order, so that a victim has not been given its slot yet."""
+        """Allocate a slot for the next token of each sequence, in order.
+
+        A preempted sequence comes later in the order, so it has no chunk in this pass yet.
+        """
         chunks = []
         append = self.pages.append
         for sequence in decoding:
             cached = sequence.cached
             if cached is None:
-                continue  # preempted by one before it
+                continue  # a sequence before it preempted it
             try:
                 try:
                     append(cached, 1)
@@ -126,39 +131,45 @@ class Scheduler(Roster):
                     if not self._make_room(sequence, cached):
                         continue
                     append(cached, 1)
-            except Exception as error:  # no memory to copy a block to, say: nobody else's tokens hang on it
+            except Exception as error:  # for example, no memory to copy a block; the other sequences can go on
                 self._fail(sequence, error)
                 continue
             chunks.append(Chunk(sequence, 1))
         return chunks
 
     def _prefill(self, chunks: list[Chunk], prefilling: list[Sequence], budget: int) -> int:
-        """Returns what is left of the budget."""
+        """Add chunks of sequences in prefill, and return the rest of the budget."""
         for sequence in prefilling:
             if sequence.cached is not None and budget > 0:
                 wanted = min(len(sequence.tokens) - sequence.num_computed, budget)
                 count = self._reserve(chunks, sequence, sequence.cached, wanted)
                 budget -= count
                 if count < wanted and not sequence.is_finished:
-                    break  # those behind it must not take the blocks that it waits for
+                    break  # sequences behind it must not take the blocks that it needs
         return budget
 
     def _reserve(self, chunks: list[Chunk], sequence: Sequence, cached: CachedSequence, wanted: int) -> int:
-        """A chunk of at most `wanted` tokens; returns how many there was room for. A failure ends the sequence."""
+        """Add a chunk of at most `wanted` tokens, as many as there is room for, and return their number.
+
+        An error ends the sequence.
+        """
         try:
             count = self.pages.room(cached, wanted)
             if count:
                 self.pages.append(cached, count)
                 chunk = Chunk(sequence, count)
+                # Full blocks are published before they are computed: a sequence admitted to the same pass may share
+                # them, because in each layer a pass writes K and V before it reads them. The chunk is added right
+                # after, so that what was published is computed.
                 self.pages.publish(cached, sequence.tokens[: sequence.num_computed + count])
-                chunks.append(chunk)  # nothing fails between these two: what is published is computed in this pass
+                chunks.append(chunk)
         except Exception as error:
             self._fail(sequence, error)
             return 0
         return count
 
     def _force(self, chunks: list[Chunk], budget: int) -> None:
-        """Nothing could go on: let the first one, at the cost of the others."""
+        """Add a chunk of the first sequence when no sequence got one. Others are preempted if it needs blocks."""
         if not self.running:
             self._admit(chunks, budget)
             return
@@ -209,12 +220,12 @@ class Scheduler(Roster):
             places -= size
 
     def _places(self) -> int:
-        """How many more sequences may run."""
+        """The number of further sequences that may run."""
         bounds = [bound for bound in (self.max_running, self.token_budget) if bound is not None]
         return min(bounds) - sum(1 + len(s.followers) for s in self.running) if bounds else sys.maxsize
 
     def _slack(self) -> list[int]:
-        """For each group, the free blocks that nobody who runs is about to need (see Admission)."""
+        """For each group, the number of free blocks beyond those kept for running sequences (see Admission)."""
         self._slide()
         slack = self.pages.free_blocks()
         size = 0
@@ -227,24 +238,27 @@ class Scheduler(Roster):
         return [have - size for have in slack]
 
     def _slide(self) -> None:
-        """Free what lies behind the windows of all that run."""
+        """Release the blocks behind the sliding windows of all running sequences."""
         if any(group.window is not None for group in self.pages.groups):
             for sequence in self.running:
                 assert sequence.cached is not None
                 self.pages.slide(sequence.cached, sequence.num_computed)
 
     def _was_refused(self, head: Sequence, slack: list[int]) -> bool:
-        """Not long ago, and no block has become free since: opening its pages costs a digest of the prompt."""
+        """Whether this sequence was refused lately and the slack has not grown since.
+
+        It is then not tried again, because looking up its prefix needs the digests of its whole prompt.
+        """
         if self._refused is None or self._refused[0] is not head:
             return False
         _, before, when = self._refused
         recently = self._num_passes - when < RETRY_PASSES
         return recently and all(now <= then for now, then in zip(slack, before, strict=True))
 
-    # -- who gives way ---------------------------------------------------------------------------------
+    # -- preemption ------------------------------------------------------------------------------------
 
     def _make_room(self, sequence: Sequence, cached: CachedSequence) -> bool:
-        """Preempt others until it can have one slot. False if it had to give way itself."""
+        """Preempt sequences until `sequence` can have one more slot. False if it was itself preempted or failed."""
         self._slide()
         while not self.pages.can_append(cached, 1):
             victim = self.running[-1]
@@ -264,7 +278,10 @@ class Scheduler(Roster):
         self.num_preempted += 1
 
     def _no_room(self, sequence: Sequence) -> OutOfBlocksError:
-        """There is no room although nothing else runs: the blocks must be held by others than this scheduler."""
+        """The error of a sequence that has no room although nothing else runs.
+
+        Something outside of this scheduler must hold the blocks.
+        """
         free, size = min(self.pages.free_blocks()), self.pages.block_size
         held = 0 if sequence.cached is None else sequence.cached.num_tokens
         return OutOfBlocksError(

@@ -1,1 +1,1 @@
-"""How many tokens are drafted, by whom, and which of them stay."""
+"""Speculative decoding: drafters, the choice of draft lengths, and the verification of drafts."""

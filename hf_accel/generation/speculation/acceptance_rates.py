@@ -1,22 +1,23 @@
-"""How likely drafted tokens are to be accepted, learnt from those that were verified."""
+"""Estimates of the probability that a drafted token is accepted, learnt from verified drafts."""
 
 from __future__ import annotations
 
-START = 0.5  # expected of a source of drafts that nothing is known of
-START_WEIGHT = 2.0  # in verified tokens
-SOURCE_MEMORY = 200.0  # verified tokens at a position that count, of all sequences
-SEQUENCE_WEIGHT = 3.0  # of what all sequences showed, in one sequence's own verified tokens
-SEQUENCE_MEMORY = 12.0
+PRIOR_ACCEPTANCE = 0.5  # the acceptance expected of a source before any of its drafts was verified
+PRIOR_WEIGHT = 2.0  # the weight of the expected acceptance, in verified tokens
+SOURCE_MEMORY = 200.0  # about so many verified tokens at a position count, over all sequences
+SEQUENCE_WEIGHT = 3.0  # the weight of the source's acceptance in a sequence's own, in verified tokens
+SEQUENCE_MEMORY = 12.0  # about so many verified tokens at a position count, in one sequence
 
 
 class Tally:
-    """Verified and accepted tokens by position in the draft, older ones counting less and less.
+    """Counts of verified and accepted tokens by position in the draft. Older tokens count less (exponential decay).
 
-    Verified are the accepted ones and the first that was not: those after it were never looked at.
+    The verified tokens of a draft are the accepted ones and the first rejected one. The tokens after it are not
+    verified, because their prefix is wrong. memory: the sum of the weights of all older tokens.
     """
 
     def __init__(self, memory: float) -> None:
-        self.keep = 1.0 - 1.0 / memory
+        self.decay = 1.0 - 1.0 / memory
         self.verified: list[float] = []
         self.accepted: list[float] = []
 
@@ -25,26 +26,28 @@ class Tally:
             if position == len(self.verified):
                 self.verified.append(0.0)
                 self.accepted.append(0.0)
-            self.verified[position] = self.verified[position] * self.keep + 1.0
-            self.accepted[position] = self.accepted[position] * self.keep + (position < accepted)
+            self.verified[position] = self.verified[position] * self.decay + 1.0
+            self.accepted[position] = self.accepted[position] * self.decay + (position < accepted)
 
     def at(self, position: int) -> tuple[float, float]:
+        """Return the weighted counts of verified and accepted tokens at a position of the draft."""
         if position >= len(self.verified):
             return 0.0, 0.0
         return self.verified[position], self.accepted[position]
 
 
 class SourceRates:
-    """Acceptance of one source's drafts over all sequences of a run.
+    """The acceptance of one source's drafts over all sequences of a run.
 
-    By position, each given that all before it were accepted: the first token of what was looked up is a guess, those
-    after it continue a copy. A position is expected to be like the one before it as far as it was not verified itself
-    (geometric decay of the chain), so that one never drafted does not count as one never accepted.
+    The acceptance is estimated for each position in the draft, given that all tokens before it were accepted. It
+    differs by position: the first token of a copied text is a guess, and those after it continue the copy. The
+    estimate of a position starts from that of the position before it. So a position that was never drafted is not
+    taken for one that was never accepted.
     """
 
     def __init__(self) -> None:
         self.tally = Tally(SOURCE_MEMORY)
-        self.deepest = 0  # most tokens of one draft that were accepted
+        self.deepest = 0  # the most accepted tokens of one draft
 
     def observe(self, drafted: int, accepted: int) -> None:
         self.tally.observe(drafted, accepted)
@@ -52,38 +55,39 @@ class SourceRates:
 
     @property
     def longest_draft(self) -> int:
-        """What may be risked: twice what has ever been accepted."""
+        """The longest draft that is allowed: twice the most accepted tokens of one draft, and at least one."""
         return max(1, 2 * self.deepest)
 
     def acceptances(self, count: int) -> list[float]:
-        """Of the first `count` positions."""
-        rate, rates = START, []
+        """Return the estimated acceptance of the first `count` positions."""
+        rate, rates = PRIOR_ACCEPTANCE, []
         for position in range(count):
             verified, accepted = self.tally.at(position)
-            rate = (START_WEIGHT * rate + accepted) / (START_WEIGHT + verified)
+            rate = (PRIOR_WEIGHT * rate + accepted) / (PRIOR_WEIGHT + verified)
             rates.append(rate)
         return rates
 
 
 class SequenceRates:
-    """Acceptance in one sequence: its own tokens lately, on top of what its source showed elsewhere."""
+    """The acceptance in one sequence, estimated from its own latest drafts and from the source's other drafts."""
 
     def __init__(self, source: SourceRates) -> None:
         self.source = source
         self.tally = Tally(SEQUENCE_MEMORY)
-        self.last_pass = -1  # in which it was drafted for
+        self.last_pass = -1  # the last pass in which the sequence had a draft
 
     def observe(self, drafted: int, accepted: int) -> None:
         self.tally.observe(drafted, accepted)
         self.source.observe(drafted, accepted)
 
-    def acceptances(self, elsewhere: list[float]) -> list[float]:
-        """elsewhere: of the source, by position, as many as are wanted."""
+    def acceptances(self, source_rates: list[float]) -> list[float]:
+        """Return the estimated acceptance of as many positions as `source_rates`, the source's acceptances, has."""
         rates: list[float] = []
-        for position, expected in enumerate(elsewhere):
+        for position, expected in enumerate(source_rates):
             verified, accepted = self.tally.at(position)
-            if rates:  # what the source never drafted is like this sequence's position before
-                known = self.source.tally.at(position)[0]
-                expected = (known * expected + START_WEIGHT * rates[-1]) / (known + START_WEIGHT)
+            # A position that the source has rarely drafted is expected to be like this sequence's position before it.
+            if rates:
+                source_verified = self.source.tally.at(position)[0]
+                expected = (source_verified * expected + PRIOR_WEIGHT * rates[-1]) / (source_verified + PRIOR_WEIGHT)
             rates.append((SEQUENCE_WEIGHT * expected + accepted) / (SEQUENCE_WEIGHT + verified))
         return rates

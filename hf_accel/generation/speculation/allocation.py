@@ -1,11 +1,12 @@
-"""Which sequences get how many rows of a pass, so that tokens come fastest."""
+"""Chooses the draft length of each sequence so that the most tokens are generated per second."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-Seconds = Callable[[int], float]  # of a pass, over its rows
+# The seconds of a pass, as a function of its rows: the tokens that it computes, which are the rows of its input.
+Seconds = Callable[[int], float]
 
 
 def no_time(rows: int) -> float:
@@ -14,7 +15,7 @@ def no_time(rows: int) -> float:
 
 @dataclass(frozen=True)
 class Allocation:
-    """lengths: of each sequence's draft. rate: new tokens a second of decoding."""
+    """lengths: the draft length of each sequence. rate: the expected new tokens per second of decoding."""
 
     lengths: list[int]
     rate: float
@@ -22,9 +23,11 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Prices:
-    """Seconds of a pass over `sequences` + `other_rows` rows and what is drafted on top, and of drafting it.
+    """What drafting and verifying cost in a pass.
 
-    alone: whether it is known what a pass costs without the other rows.
+    Without drafts, the pass has one row for each of `sequences`, which decode, and `other_rows`. verify: the seconds
+    of a pass of the model. draft: the seconds of a pass of the drafter. alone: whether the time of a pass without the
+    other rows was measured.
     """
 
     sequences: int
@@ -38,18 +41,21 @@ class Prices:
         return self.sequences + self.other_rows
 
     def drafting(self, lengths: Sequence[int]) -> float:
-        """One pass of the drafter for each position, over the sequences that are drafted that far."""
+        """Seconds to draft these lengths: one pass of the drafter per position, over the drafts that reach it."""
         depths = range(max(lengths, default=0))
         return sum(self.draft(sum(length > depth for length in lengths)) for depth in depths)
 
     def extra(self, lengths: Sequence[int]) -> float:
-        """Seconds more than without drafts."""
+        """The seconds that drafts of these lengths add to the pass, drafting included."""
         return self.verify(self.rows + sum(lengths)) - self.verify(self.rows) + self.drafting(lengths)
 
 
 @dataclass(frozen=True)
 class Option:
-    """The most promising rows, as many as `count`, of the first `depth` positions."""
+    """The `count` drafted tokens with the highest gains among the first `depth` positions.
+
+    tokens: the expected number of accepted tokens. drafting: the seconds to draft them.
+    """
 
     depth: int
     count: int
@@ -58,13 +64,14 @@ class Option:
 
 
 def allocate(gains: Sequence[Sequence[float]], prices: Prices) -> Allocation:
-    """Water-filling: rows go to sequences by what each is expected to bring, and as many as make the rate the highest.
+    """Choose the draft lengths with the highest rate of new tokens (the goodput of SmartSpec, arXiv 2406.14066).
 
-    gains[i][j]: the chance that sequence i's first j + 1 drafted tokens are all accepted; at most len(gains[i]) are
-    drafted. It never rises with j, so for every number of rows the most promising ones are the best choice, and all
-    numbers are looked at (a kernel's time has steps): the goodput of SmartSpec (2406.14066). Other rows (prefill) are
-    computed anyway: beside them a drafted row pays if its tokens come faster than they would by decoding alone.
-    Exact where a drafter's pass costs a constant and so much a row.
+    gains[i][j]: the probability that the first j + 1 drafted tokens of sequence i are all accepted. At most
+    len(gains[i]) tokens are drafted for sequence i. The probabilities do not rise with j. So for each total number of
+    drafted tokens, those with the highest gains are the best choice. All total numbers are tried, because the time of
+    a kernel rises in steps. Other rows, such as prefill, are computed in any case: beside them, a drafted token pays
+    if it comes faster than by decoding alone. The choice is optimal if the time of a drafter's pass is linear in its
+    rows.
     """
     entries = sorted((-gain, depth, i) for i, chain in enumerate(gains) for depth, gain in enumerate(chain))
     options = [Option(0, 0, 0.0, 0.0)]
@@ -79,7 +86,7 @@ def allocate(gains: Sequence[Sequence[float]], prices: Prices) -> Allocation:
         seconds = prices.verify(decoding + option.count) + option.drafting
         return (prices.sequences + option.tokens) / seconds
 
-    best = max(options, key=rate)  # the first of equals: fewest rows
+    best = max(options, key=rate)  # among equal rates, the one with the fewest rows, which comes first
     highest = rate(best)
     if decoding != prices.rows:
         best = max(options, key=lambda o: o.tokens - highest * (prices.verify(prices.rows + o.count) + o.drafting))
@@ -90,6 +97,10 @@ def allocate(gains: Sequence[Sequence[float]], prices: Prices) -> Allocation:
 
 
 def options_to_depth(entries: list[tuple[float, int, int]], depth: int, draft: Seconds) -> list[Option]:
+    """Make an Option of each number of drafted tokens at the first `depth` positions.
+
+    entries: (-gain, position, sequence) of each token that may be drafted, sorted.
+    """
     options = []
     tokens, widths, drafting = 0.0, [0] * depth, 0.0
     for count, (gain, position, _) in enumerate([entry for entry in entries if entry[1] < depth], start=1):

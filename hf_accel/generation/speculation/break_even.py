@@ -1,6 +1,6 @@
-"""What a draft is worth, in closed form (Leviathan et al. 2211.17192).
+"""The expected speed-up by a draft, in closed form (Leviathan et al. 2023, arXiv 2211.17192).
 
-acceptances: of each drafted token, the chance that it is accepted if all before it were.
+acceptances: for each drafted token, the probability that it is accepted if all tokens before it were.
 """
 
 from __future__ import annotations
@@ -11,23 +11,29 @@ from operator import mul
 
 
 def gains(acceptances: Sequence[float]) -> list[float]:
-    """For each drafted token the chance that it and all before it are accepted."""
+    """For each drafted token, the probability that it and all tokens before it are accepted."""
     return list(accumulate(acceptances, mul))
 
 
 def expected_tokens(acceptances: Sequence[float]) -> float:
-    """Tokens that a pass with this draft brings: those accepted, and one of the model's own."""
+    """The expected new tokens of a pass with this draft: the accepted ones, and one of the model's own."""
     return 1.0 + sum(gains(acceptances))
 
 
 def speed_up(acceptances: Sequence[float], draft_cost: float, verify_cost: float = 1.0) -> float:
-    """Against not drafting. In passes of the model over one token: draft_cost of each drafted token, verify_cost of
-    the pass that verifies them."""
+    """The expected speed-up over decoding without drafts.
+
+    draft_cost: the time to draft a token. verify_cost: the time of the pass that verifies the draft. The unit of both
+    is a pass of the model over one token.
+    """
     return expected_tokens(acceptances) / (len(acceptances) * draft_cost + verify_cost)
 
 
 def break_even_acceptance(num_draft: int, draft_cost: float, verify_cost: float = 1.0) -> float:
-    """The acceptance, the same for each token, from which on `num_draft` tokens pay. Above 1: they never do."""
+    """The smallest acceptance, equal for all tokens, at which drafting `num_draft` tokens is not slower.
+
+    It is infinite if drafting is slower even when all tokens are accepted. Costs: see speed_up.
+    """
     if speed_up([1.0] * num_draft, draft_cost, verify_cost) < 1:
         return float("inf")
     low, high = 0.0, 1.0

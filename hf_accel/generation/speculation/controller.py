@@ -1,7 +1,8 @@
-"""How many tokens to draft for each sequence: what pays, by measured acceptance and measured time.
+"""Chooses how many tokens to draft for each sequence, from measured acceptance and measured time.
 
-The goodput controller of SmartSpec (2406.14066), with each sequence's own acceptance, the whole batch's rows given out
-by what they bring, and two balances of time that bound what is lost where drafts are not accepted.
+This is the goodput controller of SmartSpec (arXiv 2406.14066) with three changes. Each sequence has its own
+acceptance. Draft lengths are chosen for the whole batch together. Two time budgets limit the loss when drafts are
+rejected.
 """
 
 from __future__ import annotations
@@ -19,36 +20,40 @@ from .allocation import Allocation, Prices, allocate, no_time
 from .break_even import gains
 from .cost_table import CostTable
 
-CREDIT = 0.25  # passes that drafting may lose before it has earned any
-SURPLUS = 16.0  # most passes of past gains that later losses are set against
-PROBING = 0.01  # part of the time that goes into finding out whether drafts pay by now
-MOST_PROBING = 2.0  # most passes that are saved up for it
-UNKNOWN_DRAFTING = 0.3  # passes that a drafted token is taken to cost before it was measured
-REFRESH = 64  # passes after which another width than the best is tried
+# Times are in decoding passes of the model.
+INITIAL_BALANCE = 0.25  # how much time drafting may lose before it has gained any
+MAX_BALANCE = 16.0  # how much gained time is kept at most, to pay for later losses
+PROBE_SHARE = 0.01  # the share of the time that is spent on probes, which test whether drafts pay now
+MAX_PROBE_BUDGET = 2.0  # how much time is saved for probes at most
+UNMEASURED_DRAFT_COST = 0.3  # the assumed time of a drafter's pass before it was measured
+REFRESH = 64  # the number of passes after which draft lengths other than the best are tried
 
 
 @dataclass
 class PassRecord:
-    """What was decided for the pass to come, and what came of it."""
+    """The decisions for a pass, and its results."""
 
-    sequences: int = 0  # that decode
-    probes: set[int] = field(default_factory=set)  # ids of the sequences drafted for just to find out
-    drafted: int = 0
-    probed: int = 0
-    accepted: int = 0
+    sequences: int = 0  # the number of decoding sequences
+    probes: set[int] = field(default_factory=set)  # id() of the sequences whose drafts are probes
+    drafted: int = 0  # tokens
+    probed: int = 0  # tokens drafted as probes
+    accepted: int = 0  # tokens
     drafting_seconds: float = 0.0
 
 
 class Controller:
-    """Chooses draft lengths. For each pass: `lengths` (once for each source of drafts), `observe_drafting` if a model
-    drafted, `observe_drafts` for each sequence that had a draft, `observe_pass` last.
+    """Chooses draft lengths.
 
-    num_draft: so many tokens always, as far as limits allow; "auto": what makes new tokens come fastest, up to
-    max_draft, none included. Before anything is known of a source it gets one token at a time; a draft may be twice as
-    long as the longest accepted one. What is learnt of a source serves all later sequences.
+    For each pass, call `lengths` (once for each source of drafts), `observe_drafting` if a model drafted,
+    `observe_drafts` for each sequence that had a draft, and `observe_pass` last.
 
-    Whatever acceptance is, not drafting at all would be faster by little: losses are paid from `balance`, which starts
-    with CREDIT passes and grows by gains alone; at zero there is no draft but probes, paid from PROBING of the time.
+    num_draft: a fixed draft length, which only the limits reduce; or "auto", which chooses the lengths from 0 to
+    max_draft with the most new tokens per second. The first draft of a source has one token. Later drafts are at most
+    twice as long as the longest accepted one. What is learnt of a source is used for all later sequences.
+
+    The loss against decoding without drafts is small, whatever the acceptance is. Losses are paid from `balance`,
+    which starts with INITIAL_BALANCE and grows only by gains. When it is used up, there are no drafts but probes,
+    which are paid from `probe_budget`, PROBE_SHARE of the time.
     """
 
     def __init__(self, num_draft: int | Literal["auto"] = "auto", max_draft: int = 8) -> None:
@@ -65,10 +70,10 @@ class Controller:
         self._histogram: Counter[int] = Counter()
         self.num_passes = 0
         self.balance: float | None = None  # seconds
-        self.probing = 0.0  # seconds
-        self._probe_price = 0.0  # seconds, of the last probe that there was no time for
-        self._refreshed = 0
-        self._refresh_up = False
+        self.probe_budget = 0.0  # seconds
+        self._probe_price = 0.0  # the seconds of the last probe that the budget was too small for
+        self._refreshed = 0  # the pass in which other lengths than the best were tried last
+        self._refresh_up = False  # whether longer drafts are tried next, or none
 
     # -- before a pass ---------------------------------------------------------------------------------
 
@@ -81,11 +86,11 @@ class Controller:
         is_free: bool = True,
         source: str = "",
     ) -> list[int]:
-        """Tokens to draft for each of `sequences`, all of which decode in the coming pass.
+        """Return the number of tokens to draft for each of `sequences`, which all decode in the next pass.
 
-        limits: the most for each (blocks, tokens left). other_rows: of the pass, computed whatever is drafted here:
-        prefill, and sequences that have a draft from another source, with it. is_free: drafting costs no pass of a
-        model. source: who will draft; acceptance and cost are learnt for each.
+        limits: the largest number for each sequence. other_rows: the rows of the pass that do not depend on this
+        choice, such as prefill, and sequences with a draft of another source. is_free: whether drafting needs no pass
+        of a model. source: the name of the drafter; acceptance and cost are learnt for each source.
         """
         self._pass.sequences = max(self._pass.sequences, len(sequences))
         if self.num_draft != "auto":
@@ -104,17 +109,17 @@ class Controller:
         count = self._pass.sequences
         rows = len(sequences) + other_rows
         costs = self.verify_costs
-        if not any(bounds) or not costs.knows(rows):
-            return nothing  # the pass itself shows what it costs without drafts
+        if not any(bounds) or not costs.is_measured(rows):
+            return nothing  # this pass measures what a pass without drafts costs
         if self.balance is None:
-            self.balance = CREDIT * costs.seconds(count)
-        if self.balance <= 0 and self.probing < self._probe_price:
-            return nothing  # no need to reckon: in a small model that would cost as much as a draft
+            self.balance = INITIAL_BALANCE * costs.seconds(count)
+        if self.balance <= 0 and self.probe_budget < self._probe_price:
+            return nothing  # without the computation below, which takes as long as a draft in a small model
         draft = no_time if is_free else self._drafting(source, count)
-        prices = Prices(count, rows - count, costs.seconds, draft, alone=costs.knows(count))
+        prices = Prices(count, rows - count, costs.seconds, draft, alone=costs.is_measured(count))
         rates = [self._rates_of(sequence, source) for sequence in sequences]
-        elsewhere = self._source(source).acceptances(max(bounds))
-        chains = [gains(r.acceptances(elsewhere[:bound])) for r, bound in zip(rates, bounds, strict=True)]
+        source_rates = self._source(source).acceptances(max(bounds))
+        chains = [gains(r.acceptances(source_rates[:bound])) for r, bound in zip(rates, bounds, strict=True)]
         best = allocate(chains, prices)
         lengths = self._refresh(best, bounds, chains, prices)
         if self.balance <= 0:
@@ -125,11 +130,14 @@ class Controller:
         table = self.draft_costs.get(source)
         if table is not None and table.widths:
             return table.seconds
-        unknown = UNKNOWN_DRAFTING * self.verify_costs.seconds(sequences)
+        unknown = UNMEASURED_DRAFT_COST * self.verify_costs.seconds(sequences)
         return lambda rows: unknown
 
     def _refresh(self, best: Allocation, bounds: list[int], chains: list[list[float]], prices: Prices) -> list[int]:
-        """The best lengths; once in a while none or twice as many, unless much worse, to see what it costs now."""
+        """Return the best lengths, or, every REFRESH passes, none or longer drafts, to measure their cost again.
+
+        Other lengths than the best are returned only if the probe budget pays for the expected loss.
+        """
         if self.num_passes - self._refreshed < REFRESH or not any(best.lengths):
             return best.lengths
         more = [min(2 * length + 1, bound) for length, bound in zip(best.lengths, bounds, strict=True)]
@@ -137,13 +145,13 @@ class Controller:
         loss = self._loss(best, other, chains, prices)
         self._refreshed = self.num_passes
         self._refresh_up = not self._refresh_up
-        if loss > self.probing:
+        if loss > self.probe_budget:
             return best.lengths
-        self.probing -= loss
+        self.probe_budget -= loss
         return other
 
     def _loss(self, best: Allocation, other: list[int], chains: list[list[float]], prices: Prices) -> float:
-        """Seconds that other lengths than the best are expected to lose."""
+        """The seconds that other lengths than the best are expected to lose."""
 
         def tokens(lengths: list[int]) -> float:
             return sum(sum(chain[:length]) for chain, length in zip(chains, lengths, strict=True))
@@ -160,26 +168,31 @@ class Controller:
         *,
         prices: Prices,
     ) -> list[int]:
-        """One token for sequences that have none, those that waited longest first, while there is time for it."""
+        """Draft one token for sequences without a draft, as long as the probe budget pays for it.
+
+        Sequences that have had no draft for longest come first.
+        """
         idle = [i for i, (length, bound) in enumerate(zip(lengths, bounds, strict=True)) if bound and not length]
-        if not idle or self.probing <= 0:
+        if not idle or self.probe_budget <= 0:
             return lengths
         probed = list(lengths)
         before = prices.extra(lengths) - self._uncertain_seconds(prices.rows + sum(lengths), 1)
         for i in sorted(idle, key=lambda i: rates[i].last_pass):
             probed[i] = 1
             self._probe_price = prices.extra(probed) - before
-            if self._probe_price > self.probing:
+            if self._probe_price > self.probe_budget:
                 probed[i] = 0
                 break
             self._pass.probes.add(id(sequences[i]))
         return probed
 
-    # -- after it --------------------------------------------------------------------------------------
+    # -- after a pass ----------------------------------------------------------------------------------
 
     def observe_drafting(self, tokens: int, passes: int, seconds: float, source: str = "") -> None:
-        """`passes` of a drafter, one after the other, gave `tokens` tokens in all. Passes that only caught up with
-        what was accepted (a prompt) belong to neither."""
+        """Learn the cost of drafting: `passes` passes of a drafter gave `tokens` tokens in all, in `seconds`.
+
+        Passes that only computed earlier tokens, such as a prompt, must not be counted.
+        """
         if passes < 1:
             return
         width = max(1, round(tokens / passes))
@@ -188,7 +201,7 @@ class Controller:
         self._pass.drafting_seconds += passes * table.seconds(width)
 
     def observe_drafts(self, sequence: Sequence, drafted: int, accepted: int, source: str = "") -> None:
-        """Of `drafted` tokens the first `accepted` were right. Nothing drafted is no news."""
+        """Learn the acceptance: of `drafted` tokens the first `accepted` were accepted. No draft changes nothing."""
         if drafted < 1:
             return
         rates = self._rates_of(sequence, source)
@@ -200,7 +213,7 @@ class Controller:
             self._pass.probed += drafted
 
     def observe_pass(self, rows: int, seconds: float) -> None:
-        """A pass of the model over `rows` flattened rows, drafted ones included, took so many seconds."""
+        """Learn that a pass of the model over `rows` rows, drafted tokens included, took `seconds`."""
         self.verify_costs.observe(rows, seconds)
         record, self._pass = self._pass, PassRecord()
         self.num_passes += 1
@@ -209,20 +222,21 @@ class Controller:
         costs = self.verify_costs
         bare = costs.seconds(max(1, rows - record.drafted))
         one = costs.seconds(record.sequences)
-        self.probing = min(self.probing + PROBING * bare, MOST_PROBING * one)
+        self.probe_budget = min(self.probe_budget + PROBE_SHARE * bare, MAX_PROBE_BUDGET * one)
         if self.balance is None or not record.drafted:
             return
         uncertain = self._uncertain_seconds(rows - record.drafted, record.drafted)
         cost = costs.seconds(rows) - bare + uncertain + record.drafting_seconds
         paid = cost * record.probed / record.drafted
-        self.probing -= paid
+        self.probe_budget -= paid
         self.balance += record.accepted * one / record.sequences - (cost - paid)
-        self.balance = min(self.balance, SURPLUS * one)
+        self.balance = min(self.balance, MAX_BALANCE * one)
 
     def _uncertain_seconds(self, rows: int, more: int) -> float:
-        """Seconds that `more` rows may cost beyond what the table says.
+        """The seconds that `more` rows may cost beyond the measured time, as far as the measurement is uncertain.
 
-        The table may call them free by chance, and would do so for long, as passes without them become rare.
+        By chance, additional rows may look free. This would not be corrected for long, because passes without them
+        would become rare.
         """
         costs = self.verify_costs
         return costs.seconds(rows) * costs.uncertainty(rows) + costs.seconds(rows + more) * costs.uncertainty(
@@ -230,7 +244,10 @@ class Controller:
         )
 
     def statistics(self) -> dict[str, Any]:
-        """JSON-able: seconds over rows, drafting seconds, acceptance by source and position, lengths chosen."""
+        """Return seconds by rows, drafting seconds, acceptance by source and position, and counts of draft lengths.
+
+        The result can be written as JSON.
+        """
         return {
             "verify_seconds": self.verify_costs.to_dict(),
             "draft_seconds": {source: table.to_dict() for source, table in self.draft_costs.items()},

@@ -1,4 +1,4 @@
-"""How long a pass of a model takes, by the number of its rows, learnt from the passes that ran."""
+"""The time of a model's pass as a function of its number of rows, learnt from the passes that ran."""
 
 from __future__ import annotations
 
@@ -8,49 +8,50 @@ from dataclasses import dataclass, field
 from math import inf, sqrt
 from statistics import median_low
 
-FIRST = 5  # observations of a width whose median is its estimate; later ones move it
-FORGET = 0.05  # how far at most one later observation moves it
-CLIP = 1.5  # an observation counts as at most this much over or under the estimate
-# Beyond what was seen, a row is taken to cost FLAT of the pass, or SHARE of a row's share of it, whichever is less.
+NUM_MEDIAN = 5  # the estimate of a width is the median of so many first observations; later ones move it
+MIN_WEIGHT = 0.05  # the smallest weight of a new observation in the moving average
+CLIP = 1.5  # an observation counts as at most so many times the estimate, or as the estimate divided by this
+# Beyond the measured widths, a further row is assumed to add the share FLAT of the pass's time, or SHARE times the
+# mean time of a row, whichever is less.
 FLAT = 0.05
 SHARE = 0.5
-# Two observations may both be outliers. Until there are more than FEW, a width is not taken to cost more than
-# MOST_JUMP times what was expected.
+# Two observations may both be outliers. So with at most FEW observations, the estimate of a width is at most MAX_JUMP
+# times the expected time.
 FEW = 2
-MOST_JUMP = 2.0
-NOISE = 0.1  # mean relative deviation of an observation, before any was seen
+MAX_JUMP = 2.0
+NOISE = 0.1  # the assumed mean relative deviation of an observation before any was seen
 
 
 @dataclass
 class Width:
-    """What is known of passes over one number of rows. expected: seconds, before any was seen."""
+    """The measured time of passes with one number of rows. expected: the seconds estimated before any was seen."""
 
     expected: float = inf
-    first: deque[float] = field(default_factory=lambda: deque(maxlen=FIRST))
+    first: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_MEDIAN))
     seconds: float = 0.0
     count: int = 0
 
     def observe(self, seconds: float) -> None:
         self.count += 1
-        if self.count <= FIRST:
+        if self.count <= NUM_MEDIAN:
             self.first.append(seconds)
-            self.seconds = median_low(self.first)  # outliers are slow ones
+            self.seconds = median_low(self.first)  # the lower median, because outliers are slow
             if self.count <= FEW:
-                self.seconds = min(self.seconds, MOST_JUMP * self.expected)
+                self.seconds = min(self.seconds, MAX_JUMP * self.expected)
         else:
             clipped = min(max(seconds, self.seconds / CLIP), self.seconds * CLIP)
-            self.seconds += max(FORGET, 1 / self.count) * (clipped - self.seconds)
+            self.seconds += max(MIN_WEIGHT, 1 / self.count) * (clipped - self.seconds)
 
 
 class CostTable:
-    """Seconds over rows: a curve that never falls, through what was measured at each width.
+    """The seconds of a pass as a function of its rows, which never falls. A width is a measured number of rows.
 
-    Each width keeps the median of its first observations and then a moving average of clipped ones, so that neither
-    noise nor an outlier moves it far; at first it is not believed to be much dearer than its neighbours promise.
-    Where more rows were measured to take less, the two are averaged by their counts (isotonic regression). Between
-    widths it is linear. Beyond the widest it rises little, even where it rose much before: kernels have steps (one row
-    is often a case of its own), and a width that looks cheap gets tried and is then known, while one that looks dear
-    never would be.
+    The estimate of a width is the median of its first observations, and then a moving average of clipped ones, so
+    that neither noise nor an outlier moves it far. Its first observations count at most MAX_JUMP times the time that
+    its neighbours let expect. If more rows took less time, the estimates are averaged (isotonic regression). Between
+    widths the function is linear. Beyond the largest width it rises slowly, even if it rose fast before, because the
+    time of kernels has steps (one row is often a special case). A width that looks cheap is tried and so measured; a
+    width that looks expensive would never be.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,8 @@ class CostTable:
     def observe(self, rows: int, seconds: float) -> None:
         if rows < 1 or not seconds > 0:
             return
-        step = 1 << max(0, rows.bit_length() - 6)  # wide passes cost what their neighbours do: a few widths will do
+        # Large passes are rounded to fewer widths, because similar numbers of rows cost the same.
+        step = 1 << max(0, rows.bit_length() - 6)
         rows = round(rows / step) * step
         if rows not in self.widths:
             self.widths[rows] = Width(self.seconds(rows) if self.widths else inf)
@@ -70,30 +72,30 @@ class CostTable:
         if width.count > FEW:
             deviation = min(abs(seconds / width.seconds - 1), CLIP - 1)
             self._deviations += 1
-            self.noise += max(FORGET, 1 / (self._deviations + FEW)) * (deviation - self.noise)
+            self.noise += max(MIN_WEIGHT, 1 / (self._deviations + FEW)) * (deviation - self.noise)
         width.observe(seconds)
         self._curve = None
 
-    def knows(self, rows: int) -> bool:
-        """Whether widths near enough to tell what this one costs were seen, twice: the first pass is often slow."""
+    def is_measured(self, rows: int) -> bool:
+        """Whether at least two passes with half to twice as many rows were seen. (The first one is often slow.)"""
         near = (width.count for seen, width in self.widths.items() if rows <= 2 * seen and seen <= 2 * rows)
         return sum(near) >= 2
 
     def uncertainty(self, rows: int) -> float:
-        """Relative standard error of the seconds of a pass over so many rows."""
+        """The relative standard error of `seconds(rows)`."""
         nearest = min(self.widths, key=lambda seen: abs(seen - rows))
-        return self.noise / sqrt(min(self.widths[nearest].count, 1 / FORGET))
+        return self.noise / sqrt(min(self.widths[nearest].count, 1 / MIN_WEIGHT))
 
     def curve(self) -> tuple[list[int], list[float]]:
-        """The widths seen, in order, and the seconds of each."""
+        """The measured widths in order, and the seconds of each."""
         if self._curve is None:
             rows = sorted(self.widths)
             seen = [self.widths[n] for n in rows]
-            self._curve = rows, isotonic([w.seconds for w in seen], [min(w.count, 1 / FORGET) for w in seen])
+            self._curve = rows, isotonic([w.seconds for w in seen], [min(w.count, 1 / MIN_WEIGHT) for w in seen])
         return self._curve
 
     def seconds(self, rows: int) -> float:
-        """Of a pass over so many rows; 0 for none. Raises LookupError as long as no pass was seen."""
+        """The estimated seconds of a pass; 0 for no rows. Raises LookupError before the first pass was observed."""
         if rows == 0:
             return 0.0
         widths, seconds = self.curve()
@@ -118,14 +120,14 @@ class CostTable:
         return max(assumed, last / 4) if last > assumed else max(last, assumed / 4)
 
     def to_dict(self) -> dict[str, float]:
-        """JSON-able: seconds by width."""
+        """Return the seconds by width. The result can be written as JSON."""
         widths, seconds = self.curve()
         return {str(n): s for n, s in zip(widths, seconds, strict=True)}
 
 
 def isotonic(values: list[float], weights: list[float]) -> list[float]:
-    """The nearest sequence, in weighted squares, that never falls: pool adjacent violators."""
-    pools: list[list[float]] = []  # value, weight, how many
+    """Return the non-decreasing sequence nearest to `values` in weighted least squares (pool adjacent violators)."""
+    pools: list[list[float]] = []  # value, weight, count
     for value, weight in zip(values, weights, strict=True):
         pools.append([value, weight, 1])
         while len(pools) > 1 and pools[-2][0] > pools[-1][0]:

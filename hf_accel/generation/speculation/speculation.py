@@ -1,4 +1,4 @@
-"""Drafts of a pass: how many tokens, from whom, and what became of them."""
+"""The drafts of a pass: drafters propose them, and the results of their verification are recorded."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ NO_DRAFT = Draft()
 
 
 class Speculation:
-    """Drafters, the controller of how much each drafts, and the verifier of what they drafted.
+    """Drafters, a controller that chooses draft lengths, and a verifier. Without drafters, decoding has no drafts.
 
-    A sequence takes the draft of the first drafter that has one for it. Those that cost nothing go first, in the order
-    given: after a model, which always has a proposal, they would never be asked. No drafters: plain decoding.
+    A sequence gets the draft of the first drafter that proposes one. Free drafters go first, in the order given,
+    because a draft model always proposes a draft.
 
-    invariant_rows: the most rows that the model rounds as it rounds one. Drafts do not take a pass beyond that, where
-    verified tokens could differ from decoded ones; None for no such bound.
+    invariant_rows: the largest number of rows for which the model rounds each row as it rounds a single one; None for
+    any number. In a larger pass, verified tokens could differ from decoded ones. So drafts do not make a pass larger
+    than that.
     """
 
     def __init__(
@@ -42,12 +43,12 @@ class Speculation:
         self.controller = controller or Controller()
         self.statistics = SpeculationStatistics()
         self._drafts: dict[Sequence, Draft] = {}
-        self._seconds = 0.0  # of drafting, in this pass
+        self._seconds = 0.0  # the time of drafting in this pass
 
     # -- before the pass -------------------------------------------------------------------------------
 
     def propose(self, chunks: abc.Sequence[Chunk], room: int | None, pages: Pages) -> list[list[int]]:
-        """Drafted tokens for each chunk, with slots for them. room: tokens there may be in all."""
+        """Draft tokens for each chunk and allocate their slots. room: the most drafted tokens of the pass, or None."""
         self._drafts, self._seconds = {}, 0.0
         rows = sum(chunk.count for chunk in chunks)
         if self.invariant_rows is not None and rows <= self.invariant_rows:
@@ -58,11 +59,11 @@ class Speculation:
                 break
             drafted = sum(map(len, self._drafts.values()))
             left = None if room is None else room - drafted
-            self._ask(drafter, waiting, rows - len(waiting) + drafted, left, pages=pages)
+            self._propose_from(drafter, waiting, rows - len(waiting) + drafted, left, pages=pages)
             waiting = [sequence for sequence in waiting if sequence not in self._drafts]
         return [self.draft_of(chunk.sequence).tokens for chunk in chunks]
 
-    def _ask(
+    def _propose_from(
         self, drafter: Drafter, sequences: list[Sequence], other_rows: int, room: int | None, *, pages: Pages
     ) -> None:
         lengths = self.controller.lengths(
@@ -100,10 +101,10 @@ class Speculation:
     def draft_of(self, sequence: Sequence) -> Draft:
         return self._drafts.get(sequence, NO_DRAFT)
 
-    # -- after it --------------------------------------------------------------------------------------
+    # -- after the pass --------------------------------------------------------------------------------
 
     def observe(self, sequence: Sequence, accepted: int, tokens: int) -> None:
-        """`accepted` of the sequence's drafted tokens were right; the pass brought it `tokens`."""
+        """Record that `accepted` drafted tokens of a sequence were accepted, and that it has `tokens` new tokens."""
         if not self.drafters:
             return
         draft = self.draft_of(sequence)
@@ -111,13 +112,16 @@ class Speculation:
         self.statistics.record_step(len(draft), accepted, tokens)
 
     def observe_pass(self, rows: int, seconds: float) -> None:
-        """seconds: of the whole pass, drafting included."""
+        """Record a pass over `rows` rows. seconds: the time of the whole pass, drafting included."""
         if self.drafters:
             self.controller.observe_pass(rows, seconds - self._seconds)
             self.statistics.record_pass(self._seconds, seconds - self._seconds)
 
     def forget(self, sequence: Sequence) -> None:
-        """Warns of what a drafter raises here: nobody is left whose error it could be."""
+        """Free what the drafters hold for a sequence that has ended.
+
+        If a drafter raises an error, this warns, because the error belongs to no sequence that still runs.
+        """
         for drafter in self.drafters:
             try:
                 drafter.forget(sequence)
@@ -129,7 +133,10 @@ class Speculation:
 def reserve(
     sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int], room: int | None, pages: Pages
 ) -> list[int]:
-    """Slots for drafts as far as there are blocks, memory and budget: nobody is preempted, or fails, for them."""
+    """Allocate slots for drafts, and return their numbers: at most lengths[i] for each sequence, and `room` in all.
+
+    There are fewer if blocks or memory run out. No sequence is preempted, and none fails, for a draft.
+    """
     granted = []
     left = sum(lengths) if room is None else room
     for sequence, length in zip(sequences, lengths, strict=True):
@@ -139,7 +146,7 @@ def reserve(
         if count:
             try:
                 pages.append(sequence.cached, count, start=start)
-            except (MemoryError, RuntimeError):  # torch has no type of its own for memory that cannot be had
+            except (MemoryError, RuntimeError):  # torch raises RuntimeError when it cannot allocate memory
                 count = 0
         granted.append(count)
         left -= count

@@ -1,4 +1,4 @@
-"""What speculation did, in counts and seconds."""
+"""Statistics of speculative decoding."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass
 class SpeculationStatistics:
-    """Counts over the sequences that decoded in a run.
+    """Counts over all sequences that decoded in a run.
 
-    steps: decoding steps of one sequence, drafted for or not; each brings its accepted drafts and one token more.
-    passes: of the model. lengths: how many steps had a draft of each length.
-    drafted_at, accepted_at: by position in the draft, from 0 on.
+    steps: decoding steps of single sequences, with or without a draft. A step gives the accepted tokens and one more.
+    passes: passes of the model. tokens: new tokens. lengths: the number of steps with a draft of each length.
+    drafted_at, accepted_at: the drafted and accepted tokens at each position of the draft, from 0 on.
     """
 
     steps: int = 0
@@ -26,7 +26,11 @@ class SpeculationStatistics:
     verifying_seconds: float = 0.0
 
     def record_step(self, drafted: int, accepted: int, tokens: int | None = None) -> None:
-        """One sequence's part of a pass. tokens: that it brought, if a stop cut off some of the accepted ones."""
+        """Record a decoding step of one sequence.
+
+        tokens: its new tokens, if fewer than accepted + 1 because the sequence ended. Raises ValueError for more
+        accepted than drafted tokens.
+        """
         if not 0 <= accepted <= drafted:
             raise ValueError(f"{accepted} tokens accepted of {drafted} drafted")
         self.steps += 1
@@ -50,7 +54,7 @@ class SpeculationStatistics:
 
     @property
     def acceptance(self) -> float | None:
-        """Accepted of all drafted tokens; None if there were none."""
+        """The share of drafted tokens that were accepted; None if none were drafted."""
         return self.accepted / self.drafted if self.drafted else None
 
     @property
@@ -61,11 +65,11 @@ class SpeculationStatistics:
 
     @property
     def tokens_per_pass(self) -> float | None:
-        """New tokens of a sequence for each pass that it took part in; None before the first."""
+        """The mean number of new tokens of a decoding step; None before the first step."""
         return self.tokens / self.steps if self.steps else None
 
     def merge(self, other: SpeculationStatistics) -> SpeculationStatistics:
-        """The statistics of both; neither is changed."""
+        """Return the sum of both statistics. Neither is changed."""
         merged = SpeculationStatistics(
             steps=self.steps + other.steps,
             passes=self.passes + other.passes,
@@ -81,7 +85,7 @@ class SpeculationStatistics:
         return merged
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; keys of draft_lengths are strings, as JSON makes them anyway."""
+        """Return a dict that can be written as JSON. The keys of draft_lengths are strings, as in JSON."""
         return {
             "passes": self.passes,
             "steps": self.steps,
@@ -100,7 +104,7 @@ class SpeculationStatistics:
 
 
 def add_at(counts: list[int], more: list[int]) -> None:
-    """Add `more` to the first of `counts`, which grows as needed."""
+    """Add more[i] to counts[i]. `counts` grows if it is shorter."""
     counts += [0] * (len(more) - len(counts))
     for i, count in enumerate(more):
         counts[i] += count

@@ -1,1 +1,1 @@
-"""Where drafts come from: looked up in what was written, or written by a smaller or coarser model."""
+"""Drafters: some look drafts up in the text so far, others generate them with a smaller or quantized model."""

@@ -1,4 +1,4 @@
-"""Drafts that repeat what stands in the text already."""
+"""Drafts that copy a part of the text."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 def copy_from(tokens: Sequence[int], start: int, count: int) -> list[int]:
-    """`count` tokens from `start` on. At the text's end the copy goes on with itself, as in LZ77: what has repeated
-    with a period of len(tokens) - start is expected to go on repeating.
+    """Copy `count` tokens from index `start` on. At the end of `tokens` the copy continues with itself, as in LZ77:
+    it repeats with a period of len(tokens) - start.
     """
     found = list(tokens[start : start + count])
     period = len(tokens) - start

@@ -1,4 +1,4 @@
-"""What proposes the tokens that a pass of the model then verifies."""
+"""The interface of drafters, which propose the tokens that a pass of the model verifies."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from ...sequence import Draft, Sequence
 
 
 class Drafter(ABC):
-    """Proposes tokens for many sequences at once. What it knows of a sequence it learns from `sequence.tokens`, which
-    only ever grow; rejected drafts never stand there.
+    """Proposes tokens for many sequences at once.
 
-    name: of the source, of which acceptance and cost are learnt. is_free: it costs no pass of any model.
+    A drafter reads `sequence.tokens`. This list only grows, and rejected tokens are never in it.
+
+    name: identifies the drafter; acceptance and cost are learnt for each name. is_free: whether it needs no pass of a
+    model.
     """
 
     name: str
@@ -20,15 +22,17 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> list[Draft]:
-        """A Draft for each sequence, of at most lengths[i] tokens; fewer, or none, where nothing is known.
+        """Return a Draft for each sequence, of at most lengths[i] tokens. It may be shorter or empty.
 
-        How long a draft is may depend on distributions and on earlier tokens, never on the value of a token drawn
-        (Draft.probabilities): dropping it would change the distribution of the output.
+        The length of a draft may depend on distributions and on earlier tokens. It must not depend on the value of a
+        token that was drawn (see Draft.probabilities): to drop such a token would change the output's distribution.
         """
 
     def catch_up(self, sequences: abc.Sequence[Sequence]) -> None:  # noqa: B027 - most have nothing to catch up with
-        """Called before `propose`: take in what the sequences have grown by (the K and V of a prompt, say). What is
-        done here instead of there does not count as the cost of a drafted token."""
+        """Process the new tokens of the sequences, for example compute the K and V of a prompt.
+
+        This is called before `propose`. Its time does not count as the cost of drafted tokens.
+        """
 
     def forget(self, sequence: Sequence) -> None:  # noqa: B027 - most have nothing to free
-        """The sequence has ended: free what is held for it. Unknown sequences are ignored."""
+        """Free what is held for a sequence, because it has ended. Unknown sequences are ignored."""

@@ -1,4 +1,4 @@
-"""Drafts written by a model: a small one over pages of its own, or a coarser form of the target over the target's."""
+"""Drafts that a model generates: a small model with its own pages, or a quantized target that shares its pages."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ...sequence import Draft, Sequence
 from ..verifiers.verifier import Place, Verifier
 from .drafter import Drafter
 
-MAX_CHUNK = 512  # tokens of one sequence that a pass of the draft model catches up on
-TOGETHER = (
-    2  # tokens that the first drafting pass computes at once: a whole accepted draft leaves its last and the bonus
-)
+MAX_CHUNK = 512  # the most tokens of one sequence in a pass of catch_up()
+# The first drafting pass computes up to so many tokens of a sequence: when a whole draft was accepted, its last token
+# and the bonus token are not computed yet.
+MAX_MISSING = 2
 
 
 @dataclass
 class Past:
-    """What the draft model's pages hold of a sequence: `final` tokens of the sequence, and then these drafted ones."""
+    """The tokens whose K and V the draft model has computed: `final` tokens of the sequence, and then `drafted`."""
 
     cached: CachedSequence
     final: int = 0
@@ -35,8 +35,11 @@ class Past:
 
 
 @dataclass
-class Growing:
-    """A draft that is being written. distributions: what each of its tokens was drawn from, if they were drawn."""
+class PartialDraft:
+    """A draft of `length` tokens that is being generated.
+
+    distributions: [V] float32 for each token, the distribution that it was drawn from; empty for greedy tokens.
+    """
 
     sequence: Sequence
     past: Past
@@ -50,15 +53,15 @@ class Growing:
 
     @property
     def missing(self) -> int:
-        """Tokens that the draft model has not computed."""
+        """The number of tokens that the draft model has not computed."""
         return len(self.sequence.tokens) + len(self.tokens) - self.past.count
 
     @property
     def distribution(self) -> Tensor | None:
         return torch.stack(self.distributions) if self.distributions else None
 
-    def take(self, count: int) -> list[int]:
-        """The next tokens to compute, as past from now on."""
+    def next_inputs(self, count: int) -> list[int]:
+        """Return the next `count` tokens to compute. They count as computed from now on."""
         start, end = self.past.count, len(self.sequence.tokens)
         final = self.sequence.tokens[start : start + count]
         drafted = self.tokens[max(0, start - end) : start + count - end] if start + count > end else []
@@ -68,12 +71,13 @@ class Growing:
 
 
 class ModelDrafter(Drafter):
-    """Autoregressive drafts, all sequences in one pass a token.
+    """Drafts token by token with a model. Each pass drafts one token for all sequences.
 
-    runner: of the draft model. pages: its own, or None if it reads and writes the target's: then its K and V stand in
-    the slots of the drafted tokens until the target's overwrite them.
-    num_tokens: the size of its vocabulary, of which the first min(num_tokens, target's) ids are the target's; what
-    the target alone knows is fed as id 0, which costs acceptance and never exactness.
+    runner: calls the draft model. pages: the draft model's own pages, or None if it reads and writes the target's. In
+        that case its K and V are in the slots of the drafted tokens until the target overwrites them.
+    num_tokens, target_tokens: the vocabulary sizes of the draft model and of the target. Their common ids mean the
+        same tokens. Ids that only the target has are replaced by 0 in the draft model's input: this may lower the
+        acceptance, but the output stays exact.
     """
 
     name = "draft model"
@@ -95,18 +99,18 @@ class ModelDrafter(Drafter):
         self._pasts: dict[Sequence, Past] = {}
 
     def catch_up(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Compute all but the last token of those far behind; a pass for every MAX_CHUNK tokens of the longest."""
-        drafts = [Growing(sequence, self._past(sequence), 0) for sequence in sequences]
-        behind = [draft for draft in drafts if draft.missing > TOGETHER]
+        """Compute all but the last token of sequences that miss more than MAX_MISSING, MAX_CHUNK tokens per pass."""
+        drafts = [PartialDraft(sequence, self._past(sequence), 0) for sequence in sequences]
+        behind = [draft for draft in drafts if draft.missing > MAX_MISSING]
         while behind := [draft for draft in behind if draft.missing > 1]:
             self._pass(behind, [min(draft.missing - 1, MAX_CHUNK) for draft in behind])
 
     def propose(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> list[Draft]:
         self.catch_up(sequences)
-        drafts = [Growing(s, self._past(s), length) for s, length in zip(sequences, lengths, strict=True)]
+        drafts = [PartialDraft(s, self._past(s), length) for s, length in zip(sequences, lengths, strict=True)]
         for number in range(max(lengths, default=0)):
-            growing = [draft for draft in drafts if draft.length > number]
-            self._grow(growing, self._pass(growing, [draft.missing for draft in growing]))
+            unfinished = [draft for draft in drafts if draft.length > number]
+            self._append_tokens(unfinished, self._pass(unfinished, [draft.missing for draft in unfinished]))
         return [Draft(draft.tokens, draft.distribution) for draft in drafts]
 
     def forget(self, sequence: Sequence) -> None:
@@ -114,16 +118,16 @@ class ModelDrafter(Drafter):
         if past is not None:
             past.cached.release()
 
-    # -- what the draft model has seen -----------------------------------------------------------------
+    # -- computed tokens -------------------------------------------------------------------------------
 
     def _past(self, sequence: Sequence) -> Past:
-        """The sequence's pages, without the drafted tokens that were rejected."""
+        """Return the computed tokens of a sequence, after rejected drafted tokens are removed."""
         if self.is_shared:
             assert sequence.cached is not None
             return Past(sequence.cached, final=sequence.num_computed)
         past = self._pasts.get(sequence)
         if past is None:
-            cached = self.pages.begin_with_prefix(self._known(sequence.tokens))
+            cached = self.pages.begin_with_prefix(self._in_vocabulary(sequence.tokens))
             past = self._pasts[sequence] = Past(cached, final=cached.num_tokens)
         for token in past.drafted:
             if past.final >= len(sequence.tokens) - 1 or sequence.tokens[past.final] != token:
@@ -133,14 +137,14 @@ class ModelDrafter(Drafter):
         past.cached.truncate(past.final)
         return past
 
-    def _known(self, tokens: list[int]) -> list[int]:
+    def _in_vocabulary(self, tokens: list[int]) -> list[int]:
         size = self.num_tokens
         return tokens if size >= self.target_tokens else [token if token < size else 0 for token in tokens]
 
     # -- a pass ----------------------------------------------------------------------------------------
 
-    def _pass(self, drafts: list[Growing], counts: list[int]) -> Tensor:
-        """Compute the next counts[i] tokens of each, which then count as past -> logits [n, num_tokens] after them."""
+    def _pass(self, drafts: list[PartialDraft], counts: list[int]) -> Tensor:
+        """Compute the next counts[i] tokens of each draft; returns the logits [n, num_tokens] of its last token."""
         ids: list[int] = []
         positions: list[int] = []
         ranges, keep = [], []
@@ -149,16 +153,19 @@ class ModelDrafter(Drafter):
             if not self.is_shared:
                 self.pages.append(cached, count)
             ranges.append(TokenRange(cached, start, count))
-            ids += self._known(draft.take(count))
+            ids += self._in_vocabulary(draft.next_inputs(count))
             positions += range(start, start + count)
             keep.append(len(ids) - 1)
         return self.runner(ids, positions, self.pages.step(ranges, self.runner.device), keep)
 
     # -- tokens ----------------------------------------------------------------------------------------
 
-    def _grow(self, drafts: list[Growing], logits: Tensor) -> None:
-        """Greedy sequences get the likeliest token; others draw from a distribution processed as the target's is."""
-        logits = self._widened(logits)
+    def _append_tokens(self, drafts: list[PartialDraft], logits: Tensor) -> None:
+        """Append a token to each draft: the most probable one for greedy sequences, a drawn one for others.
+
+        The logits are processed as the target's are.
+        """
+        logits = self._over_target_vocabulary(logits)
         if all(draft.sequence.sampling.plain for draft in drafts):
             tokens = argmax(logits).tolist()
         else:
@@ -166,7 +173,7 @@ class ModelDrafter(Drafter):
         for draft, token in zip(drafts, tokens, strict=True):
             draft.tokens.append(token)
 
-    def _drawn(self, drafts: list[Growing], distributions: Tensor) -> list[int]:
+    def _drawn(self, drafts: list[PartialDraft], distributions: Tensor) -> list[int]:
         tokens: list[int] = distributions.argmax(-1).tolist()
         sampled = [i for i, draft in enumerate(drafts) if not draft.sequence.sampling.greedy]
         if sampled:
@@ -176,8 +183,8 @@ class ModelDrafter(Drafter):
                 drafts[i].distributions.append(distributions[i])
         return tokens
 
-    def _widened(self, logits: Tensor) -> Tensor:
-        """[n, num_tokens] as logits over the target's vocabulary."""
+    def _over_target_vocabulary(self, logits: Tensor) -> Tensor:
+        """Convert logits [n, num_tokens] to [n, target_tokens], with -inf for tokens that only the target has."""
         shared = min(self.num_tokens, self.target_tokens, logits.shape[1])
         if shared == logits.shape[1] == self.target_tokens:
             return logits

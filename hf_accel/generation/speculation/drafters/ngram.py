@@ -1,4 +1,5 @@
-"""Looks up the last few tokens in the text before them: prompt lookup (Saxena 2023, LLMA 2304.04487)."""
+"""Prompt lookup: drafts what followed an earlier occurrence of the last tokens (Saxena 2023; LLMA, arXiv
+2304.04487)."""
 
 from __future__ import annotations
 
@@ -11,35 +12,39 @@ from ...sequence import Draft, Sequence
 from .copying import copy_from
 from .drafter import Drafter
 
-BITS = 32  # of one token in a key; token ids are below 2^32 - 1
+BITS = 32  # the bits of one token in a key; token ids are below 2^32 - 1
 
 
 class NgramIndex:
-    """For each n, where each n-gram of a growing text was last followed by another token.
+    """For each n from `fewest` to `most`, maps each n-gram of a growing text to the index after its last occurrence.
 
-    An n-gram is one integer, its tokens (plus one, so that nothing is like the void before the text) side by side.
-    The text's last n-gram enters with the token after it, so that a lookup finds earlier ones alone.
+    The key of an n-gram is one integer that holds the bits of its tokens, each plus one. So no token has the bits 0,
+    which stand for positions before the text. The n-gram at the end of the text is added when a token follows it, so
+    that a lookup finds only earlier occurrences.
     """
 
     def __init__(self, fewest: int, most: int) -> None:
-        self.num_known = 0
+        self.num_indexed = 0
         self._gram = 0
         self._masks = [(1 << BITS * n) - 1 for n in range(most, fewest - 1, -1)]
         self._ends: list[dict[int, int]] = [{} for _ in self._masks]
 
-    def learn(self, tokens: abc.Sequence[int]) -> None:
-        """Take in what `tokens` has grown by. Constant time a token."""
+    def extend(self, tokens: abc.Sequence[int]) -> None:
+        """Add the new n-grams of `tokens`, the whole text. This takes constant time per new token."""
         gram, longest = self._gram, self._masks[0]
         places = list(zip(self._masks, self._ends, strict=True))
-        for end in range(self.num_known + 1, len(tokens)):
+        for end in range(self.num_indexed + 1, len(tokens)):
             gram = (gram << BITS | tokens[end - 1] + 1) & longest
             for mask, ends in places:
                 ends[gram & mask] = end
         self._gram = gram
-        self.num_known = max(self.num_known, len(tokens) - 1)
+        self.num_indexed = max(self.num_indexed, len(tokens) - 1)
 
     def find(self, last: int) -> int | None:
-        """Where the longest n-gram that the text ends with, `last` being its last token, went on most recently."""
+        """Return the index after the latest earlier occurrence of the longest n-gram at the text's end, or None.
+
+        last: the last token of the text.
+        """
         gram = self._gram << BITS | last + 1
         for mask, ends in zip(self._masks, self._ends, strict=True):
             end = ends.get(gram & mask)
@@ -49,8 +54,10 @@ class NgramIndex:
 
 
 class NgramDrafter(Drafter):
-    """Proposes what followed the most recent earlier occurrence of the text's last tokens: of the `most` last ones if
-    they occurred, else of one fewer, down to `fewest`. Constant time and memory a token.
+    """Proposes the tokens that followed the latest earlier occurrence of the text's last tokens.
+
+    It looks up the last `most` tokens, then one token fewer, down to `fewest`. Time and memory per token are constant.
+    Raises UnsupportedError if `fewest` is larger than `most`.
     """
 
     name = "ngram"
@@ -74,7 +81,7 @@ class NgramDrafter(Drafter):
         index = self._indices.get(sequence)
         if index is None:
             index = self._indices[sequence] = NgramIndex(self.fewest, self.most)
-        index.learn(tokens)
+        index.extend(tokens)
         start = index.find(tokens[-1])
         return Draft() if start is None else Draft(copy_from(tokens, start, length), source=self.name)
 

@@ -1,6 +1,7 @@
-"""Looks up the longest ending of the text that occurred before, by a suffix automaton (Blumer et al. 1985).
+"""Drafts what followed the longest suffix of the text that occurred before.
 
-The longer the ending, the more of its continuation is proposed: SuffixDecoding (2411.04975).
+The suffix is found with a suffix automaton (Blumer et al. 1985). A longer suffix gives a longer draft, as in
+SuffixDecoding (arXiv 2411.04975).
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from ...sequence import Draft, Sequence
 from .copying import copy_from
 from .drafter import Drafter
 
-WALK = 32  # shorter endings whose latest occurrence is brought up to date at each token
+WALK = 32  # the number of repeated suffixes whose latest occurrence is updated at each token
 
 
 class SuffixAutomaton:
-    """The smallest automaton of all substrings of a growing text: at most 2 states and 3 transitions a token, and
-    amortised constant time for each.
+    """The smallest automaton that accepts all substrings of a growing text.
 
-    A state stands for the substrings that end at the same places; link leads to the longest of its endings that ends
-    at more places. So the link of the whole text is the longest ending that occurred before.
-    latest: up to where the text reached when a state's substrings last ended in it, the text's own end aside. It is
-    exact for the WALK longest repeated endings that end at different places; for shorter ones it may be an older
-    occurrence, because their number can grow with the text (as in a^n).
+    It has at most 2 states and 3 transitions per token, and adding a token takes amortised constant time.
+
+    A state represents the substrings that end at the same positions. Its link leads to its longest suffix that ends at
+    more positions. So the link of the whole text is the longest suffix that occurred before.
+    latest: for each state, the end of the latest occurrence of its substrings, not counting the end of the text. It is
+    exact for the WALK longest repeated suffixes that have different end positions. For shorter ones it may be an older
+    occurrence, because the number of suffixes can grow with the text (as in a^n).
     """
 
     def __init__(self) -> None:
@@ -41,11 +43,15 @@ class SuffixAutomaton:
         return len(self._link)
 
     def longest_repeated(self) -> tuple[int, int]:
-        """How long the longest ending is that occurred before, and where the latest such occurrence ends."""
+        """Return the length of the longest suffix that occurred before, and the end of its latest earlier occurrence.
+
+        Both are 0 if no token occurred before.
+        """
         state = self._link[self._whole]
         return (self._length[state], self._latest[state]) if state > 0 else (0, 0)
 
     def extend(self, tokens: abc.Iterable[int]) -> None:
+        """Append tokens to the text."""
         following, link, length, latest = self._next, self._link, self._length, self._latest
         whole, size = self._whole, self.num_tokens
         for token in tokens:
@@ -67,7 +73,7 @@ class SuffixAutomaton:
         self._whole, self.num_tokens = whole, size
 
     def _age(self, state: int, end: int) -> None:
-        """The endings of the text up to `end` become earlier occurrences."""
+        """Set `latest` of the suffixes of the text up to `end`, because a token now follows them."""
         link, latest = self._link, self._latest
         for _ in range(WALK):
             if state <= 0:
@@ -76,7 +82,10 @@ class SuffixAutomaton:
             state = link[state]
 
     def _split(self, state: int, token: int, target: int) -> int:
-        """A new state for those substrings of `target` that now end at one more place: those through `state`."""
+        """Make a new state for those substrings of `target` that now end at one more position, and return it.
+
+        They are those that `state` reaches by `token`.
+        """
         following, link = self._next, self._link
         part = len(link)
         following.append(following[target].copy())
@@ -91,8 +100,11 @@ class SuffixAutomaton:
 
 
 class SuffixDrafter(Drafter):
-    """Proposes what followed the longest ending of the text that occurred before, if that is at least `fewest` tokens:
-    as many as factor times its length. Amortised constant time and linear memory a token.
+    """Proposes the tokens that followed the longest suffix of the text that occurred before.
+
+    The suffix must have at least `fewest` tokens, and the draft has at most `factor` times as many tokens as the
+    suffix. The time per token is amortised constant, and memory is linear in the text.
+    Raises UnsupportedError if `factor` is not positive.
     """
 
     name = "suffix"

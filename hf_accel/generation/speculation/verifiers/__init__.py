@@ -1,4 +1,4 @@
-"""Verification of drafts: by token, by block, or with shared random numbers."""
+"""Verification of drafts token by token, as a block, or with shared random numbers."""
 
 from ....errors import UnsupportedError
 from .block import BlockVerifier
@@ -10,7 +10,7 @@ VERIFIERS: dict[str, type[Verifier]] = {kind.name: kind for kind in (TokenVerifi
 
 
 def verifier(name: str) -> Verifier:
-    """A Verifier by its name. Raises UnsupportedError for one that is not known."""
+    """Make the Verifier of this name. Raises UnsupportedError for an unknown name."""
     if name not in VERIFIERS:
         raise UnsupportedError(f"verify={name!r} is not known; choose one of {', '.join(map(repr, VERIFIERS))}")
     return VERIFIERS[name]()

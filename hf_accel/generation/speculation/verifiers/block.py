@@ -1,4 +1,5 @@
-"""Verification of a draft as a whole (Sun et al. 2025, arXiv 2403.10444): never fewer tokens stay than one by one."""
+"""Block verification (Sun et al. 2025, arXiv 2403.10444). It accepts at least as many tokens on average as token
+verification."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from .rejection import Drawn, RejectionVerifier
 
 
 class BlockVerifier(RejectionVerifier):
-    """The longest beginning stays that passes its own test; what comes later in the draft can save what comes earlier.
+    """Tests each prefix of a draft, and accepts the longest prefix that passes. So a prefix that fails may still be
+    accepted as part of a longer one.
 
-    The draft's length must not have been chosen by looking at the tokens drawn.
+    The length of a draft must not depend on the tokens that were drawn for it.
     """
 
     name = "block"
@@ -31,7 +33,10 @@ def _longest(draft: Drawn) -> tuple[int, float]:
 
 
 def likelihoods(draft: Drawn) -> list[float]:
-    """Of each beginning how much likelier it is under p than under q, cut at 1 step by step; the empty one's is 1."""
+    """For each prefix of the draft, from the empty one on, its likelihood ratio of p to q, limited to 1 at each token.
+
+    The empty prefix has the ratio 1.
+    """
     values = [1.0]
     for p, q in zip(draft.p_drafted, draft.q_drafted, strict=True):
         values.append(min(values[-1] * p / q, 1.0) if q > 0 else float(p > 0) * values[-1])
@@ -39,7 +44,7 @@ def likelihoods(draft: Drawn) -> list[float]:
 
 
 def acceptances(draft: Drawn, factors: list[float]) -> list[float]:
-    """The probability with which each beginning, from one token on, stays."""
+    """For each prefix of at least one token, the probability that it passes its test. factors: see likelihoods."""
     count = len(draft.p_drafted)
     if count == 1:
         return [factors[1]]

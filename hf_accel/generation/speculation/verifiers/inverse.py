@@ -1,4 +1,4 @@
-"""Drawing from rows of weights by the inverse of their cumulative sum."""
+"""Draws indices from rows of weights by inverting the cumulative sum."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-BLOCK = 128  # weights that are summed before any cumulative sum: only one block of them is looked into
+BLOCK = 128  # weights per block: the cumulative sum is over block sums, and then within one block
 
 
 def inverse_draw(weights: Tensor, uniforms: abc.Sequence[float]) -> list[int]:
-    """From each row of [n, V] (not negative, any sum above 0) the first index where the cumulative sum passes u times
-    the whole, u in [0, 1). An index of weight 0 is never drawn."""
+    """Draw an index from each row of weights [n, V], with a probability proportional to its weight.
+
+    Weights are not negative, and the sum of a row is above 0. uniforms: n numbers in [0, 1). The index is the first at
+    which the cumulative sum exceeds uniforms[i] times the row's sum. An index of weight 0 is never drawn.
+    """
     if not len(weights):
         return []
     missing = -weights.shape[1] % BLOCK
@@ -31,7 +34,10 @@ def inverse_draw(weights: Tensor, uniforms: abc.Sequence[float]) -> list[int]:
 
 
 def _first_beyond(cumulative: Tensor, target: Tensor) -> Tensor:
-    """[n, 1]; a target that rounding has brought to the whole or beyond counts as a little less."""
+    """Return the first index [n, 1] of each row at which `cumulative` [n, k] exceeds `target` [n, 1].
+
+    Rounding may have made the target as large as the last sum; it is then reduced to slightly less.
+    """
     whole = cumulative[:, -1:].contiguous()
     below = torch.nextafter(whole, torch.zeros_like(whole))
     found = torch.searchsorted(cumulative, torch.minimum(target, below), right=True)
@@ -39,7 +45,10 @@ def _first_beyond(cumulative: Tensor, target: Tensor) -> Tensor:
 
 
 def _checked(weights: Tensor, indices: Tensor, uniforms: abc.Sequence[float]) -> list[int]:
-    """A parallel cumulative sum need not be monotonic: draw again, one after the other, where it hit a weight of 0."""
+    """Return the indices, but draw again on the CPU where an index has a weight of 0.
+
+    A parallel cumulative sum need not be monotonic, so this can happen.
+    """
     pairs = torch.stack([indices[:, 0].double(), weights.gather(1, indices)[:, 0].double()]).tolist()
     drawn = [int(index) for index in pairs[0]]
     missed = [row for row, weight in enumerate(pairs[1]) if not weight > 0]

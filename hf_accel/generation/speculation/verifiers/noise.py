@@ -1,8 +1,8 @@
-"""Random numbers that are functions of where they are needed: of a seed, a position and a purpose.
+"""Random numbers that are functions of a seed, a position and a purpose.
 
-Nothing is remembered between calls, so neither the batch, its order nor a preemption changes a sequence's numbers.
-Three rounds of the SplitMix64 finalizer (Steele, Lea, Flood 2014) over seed, position and purpose; integers only, so
-the bits are the same on every machine.
+They have no state, so a sequence's numbers depend neither on the batch and its order nor on preemption. They are made
+by three rounds of the SplitMix64 finalizer (Steele, Lea, Flood 2014) over seed, position and purpose. All operations
+are on integers, so the bits are the same on every machine.
 """
 
 from __future__ import annotations
@@ -12,35 +12,41 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-GAMMA = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: what SplitMix64 adds for each step
+GAMMA = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio; SplitMix64 adds it at each step
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
 MASK = (1 << 64) - 1
 
 
 class Purpose(IntEnum):
-    """What a number is for. Numbers of different purposes are independent."""
+    """What a random number is used for. Numbers of different purposes are independent."""
 
-    DRAFT = 0  # draws a drafted token
-    ACCEPT = 1  # decides whether a drafted token stays
-    TARGET = 2  # draws the token that a pass adds itself
-    RACE = 3  # one number for each token of the vocabulary
+    DRAFT = 0  # to draw a drafted token
+    ACCEPT = 1  # to decide whether a drafted token is accepted
+    TARGET = 2  # to draw the model's own token after the accepted ones
+    RACE = 3  # to make one number for each token of the vocabulary
 
 
 def uniform(seed: int, position: int, purpose: int, offset: int = 0) -> float:
-    """A number in [0, 1) with 53 bits. seed: any integer, of which 64 bits count. offset: tells apart numbers for the
-    same position that must be independent (Place.offset)."""
+    """Return a number in [0, 1) with 53 bits.
+
+    seed: any integer; its lowest 64 bits are used. offset: numbers of the same position with different offsets are
+    independent (see Place.offset).
+    """
     return (_bits(seed, position, purpose, offset) >> 11) * 2.0**-53
 
 
 def race_key(seed: int, position: int) -> int:
-    """What `exponentials` makes a number for each token of the vocabulary from; an int64."""
+    """Return the key, an int64, from which `exponentials` makes a number for each token of the vocabulary."""
     bits = _bits(seed, position, Purpose.RACE, 0)
     return bits - (1 << 64) if bits >> 63 else bits
 
 
 def exponentials(keys: Tensor, ids: Tensor) -> Tensor:
-    """Exponentially distributed numbers (mean 1) for token ids: int64, shapes that broadcast -> float64, above 0."""
+    """Return exponentially distributed numbers with mean 1, float64, all above 0.
+
+    keys, ids: int64 keys (see race_key) and token ids, of shapes that broadcast.
+    """
     bits = keys + (ids + 1).mul_(_signed(GAMMA))
     for shift, factor in zip(SHIFTS, (*FACTORS, 1), strict=True):
         bits = bits.bitwise_xor_(_shifted(bits, shift)).mul_(_signed(factor))
@@ -48,9 +54,9 @@ def exponentials(keys: Tensor, ids: Tensor) -> Tensor:
 
 
 def gumbel(seed: int, position: int, size: int) -> Tensor:
-    """Standard Gumbel numbers for the token ids 0..size-1 -> float64 [size].
+    """Return standard Gumbel numbers for the token ids 0..size-1, [size] float64.
 
-    argmax(log p + gumbel) has the distribution p.
+    argmax(log p + gumbel) has the distribution p (the Gumbel-max trick).
     """
     key = torch.tensor(race_key(seed, position))
     return exponentials(key, torch.arange(size)).log_().neg_()
@@ -73,5 +79,5 @@ def _signed(value: int) -> int:
 
 
 def _shifted(bits: Tensor, shift: int) -> Tensor:
-    """Logical shift to the right: torch's own repeats the sign."""
+    """Shift right and fill with zeros. (torch's own shift fills with the sign bit.)"""
     return (bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)

@@ -1,8 +1,10 @@
-"""What token and block verification share: drafts that were drawn from q are accepted or replaced from a residual.
+"""Rejection sampling, which token and block verification share.
 
-The distribution of a draft that was not drawn is a delta. Rejection sampling then comes to the same as drawing each
-token from the model's own distribution and going on while it equals the draft. That needs no second number, so it is
-what is done, and the tokens do not depend on the draft.
+Tokens that were drawn from a distribution q are accepted, or replaced by a token from a residual distribution.
+
+A draft that was not drawn counts as drawn from a one-hot distribution. Rejection sampling is then equivalent to a
+simpler rule, which is used: draw each token from the model's distribution, and go on while it equals the drafted
+token. This needs one random number per token, and the output does not depend on the draft.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ Uniform = Callable[[int, int, int, int], float]  # seed, position, purpose, offs
 
 @dataclass(frozen=True)
 class Drawn:
-    """A draft that was drawn, as a verifier looks at it.
+    """A draft whose tokens were drawn, with what its verification needs.
 
-    p: the model's probabilities, rows [len(draft) + 1, V]. q: the draft's, [len(draft), V].
-    p_drafted, q_drafted: of the drafted tokens. uniforms: one in [0, 1) for each.
+    p: the model's probabilities, [len(draft) + 1, V]. q: the draft's probabilities, [len(draft), V].
+    p_drafted, q_drafted: the probabilities of the drafted tokens. uniforms: a number in [0, 1) for each drafted token.
     """
 
     p: Tensor
@@ -40,11 +42,11 @@ class Drawn:
 
 
 class RejectionVerifier(Verifier):
-    """Drafted tokens stay with the probability that leaves the model's distribution as it is.
+    """Accepts drafted tokens with a probability that leaves the output's distribution equal to the model's.
 
-    DRAFT and ACCEPT numbers depend on the offset too, since in block verification later ones decide about earlier
-    tokens: they must not come again when their position is drafted anew. A TARGET number is used for a final token
-    only, once.
+    Random numbers for DRAFT and ACCEPT depend on the offset too. In block verification, the numbers of later tokens
+    decide about earlier tokens, so they must not be used again when their position is drafted again. A number for
+    TARGET is used only once, because its token is final.
     """
 
     def __init__(self, uniform: Uniform = noise.uniform) -> None:
@@ -52,8 +54,10 @@ class RejectionVerifier(Verifier):
 
     @abstractmethod
     def accept(self, drawn: abc.Sequence[Drawn]) -> list[tuple[int, float]]:
-        """For each draft how many of its tokens stay, and the factor of p in the residual (factor * p - q)+ that the
-        next token comes from if not all of them do."""
+        """For each draft, return the number of accepted tokens, and the factor of p in the residual (factor * p - q)+.
+
+        If not all tokens are accepted, the next token is drawn from this residual.
+        """
 
     def draw(self, probabilities: Tensor, places: abc.Sequence[Place]) -> list[int]:
         return inverse_draw(probabilities, [self._number(place, Purpose.DRAFT) for place in places])
@@ -73,7 +77,7 @@ class RejectionVerifier(Verifier):
             chosen = inverse_draw(probabilities[rows], self._targets(some_drafts, [places[i] for i in others]))
             for i, tokens in zip(others, follow(some_drafts, chosen), strict=True):
                 kept[i] = tokens
-        accepted = self.accept(self._look(probabilities, drafts, places, starts, drawn=drawn))
+        accepted = self.accept(self._drawn_drafts(probabilities, drafts, places, starts, drawn=drawn))
         last_rows = [starts[i] + count for i, (count, _) in zip(drawn, accepted, strict=True)]
         weights = probabilities[last_rows]
         cut = [row for row, (i, (count, _)) in enumerate(zip(drawn, accepted, strict=True)) if count < len(drafts[i])]
@@ -97,7 +101,7 @@ class RejectionVerifier(Verifier):
             for j in range(len(draft) + 1)
         ]
 
-    def _look(
+    def _drawn_drafts(
         self,
         probabilities: Tensor,
         drafts: abc.Sequence[Draft],
@@ -131,7 +135,7 @@ class RejectionVerifier(Verifier):
 
 
 def residual(p: Tensor, q: Tensor, factors: abc.Sequence[float]) -> Tensor:
-    """(factor * p - q)+ of each row [n, V], not normalized; p where nothing of it is left but rounding."""
+    """Return (factor * p - q)+ of each row, [n, V], not normalized; p for rows where only rounding errors remain."""
     scale = torch.tensor(factors, dtype=torch.float64, device=p.device).to(p.dtype)[:, None]
     rest = (p * scale - q).clamp_(min=0)
     return torch.where(rest.sum(-1, keepdim=True) > torch.finfo(p.dtype).tiny, rest, p)

@@ -11,14 +11,15 @@ from ...sequence import Draft
 from . import noise
 from .verifier import Place, Verifier, first_rows, follow
 
-DENSE, LARGE = 8, 512  # a row is raced over all tokens if more than one in 8 of them, and 512, are possible
+# All tokens of a row are raced if more than 512 and more than one in 8 of them are possible.
+DENSE, LARGE = 8, 512
 
 
 class SeededVerifier(Verifier):
-    """Each token is the winner of a race that only the seed and its position decide: argmax(log p + gumbel).
+    """Chooses each token as argmax(log p + gumbel), where the Gumbel numbers depend only on the seed and the position.
 
-    The drafter runs the same race with its own distribution, so the two often agree. The output depends on the seed
-    and the model alone, whatever was drafted.
+    The drafter uses the same Gumbel numbers with its own distribution, so both often choose the same token. The output
+    depends on the seed and the model, but not on the draft.
     """
 
     name = "seeded"
@@ -37,7 +38,10 @@ class SeededVerifier(Verifier):
 
 
 def race(probabilities: Tensor, keys: abc.Sequence[int]) -> list[int]:
-    """For each row of [n, V] the id with the smallest exponential number over probability; of equals the lowest."""
+    """For each row of [n, V], return the id with the smallest quotient of its exponential number and its probability.
+
+    This is argmax(log p + gumbel). Among equal quotients the lowest id is returned.
+    """
     size = probabilities.shape[1]
     enough = max(size // DENSE, LARGE)
     possible = (probabilities > 0).sum(-1).tolist()
@@ -49,13 +53,14 @@ def race(probabilities: Tensor, keys: abc.Sequence[int]) -> list[int]:
 
 
 def _over_all(probabilities: Tensor, keys: abc.Sequence[int], rows: abc.Sequence[int]) -> list[int]:
-    """Row after row, so that what is in between stays in the caches."""
+    """Race all tokens of these rows, one row at a time, so that intermediate tensors stay in the CPU caches."""
     ids = torch.arange(probabilities.shape[1], device=probabilities.device)
     times = (noise.exponentials(ids.new_tensor(keys[row]), ids) / probabilities[row] for row in rows)
-    return [int(one.argmin()) for one in times]
+    return [int(row_times.argmin()) for row_times in times]
 
 
 def _over_possible(probabilities: Tensor, keys: abc.Sequence[int]) -> list[int]:
+    """Race only the tokens with a probability above 0, of all rows at once."""
     device = probabilities.device
     rows, ids = probabilities.nonzero(as_tuple=True)
     times = noise.exponentials(torch.tensor(keys, dtype=torch.int64, device=device)[rows], ids)

@@ -8,7 +8,7 @@ from .rejection import Drawn, RejectionVerifier
 
 
 class TokenVerifier(RejectionVerifier):
-    """A drafted token x stays with probability min(1, p(x) / q(x)); the first that does not ends the draft."""
+    """Accepts a drafted token x with probability min(1, p(x) / q(x)). The first rejected token ends the draft."""
 
     name = "token"
 
@@ -19,7 +19,7 @@ class TokenVerifier(RejectionVerifier):
 def num_accepted(draft: Drawn) -> int:
     count = 0
     for p, q, u in zip(draft.p_drafted, draft.q_drafted, draft.uniforms, strict=True):
-        if not u * q < p:  # strictly: u may be 0, and a token of probability 0 must not stay
+        if not u * q < p:  # not <=, because u may be 0, and a token of probability 0 must be rejected
             break
         count += 1
     return count

@@ -1,4 +1,4 @@
-"""Which drafted tokens stay, so that the output's distribution is the model's own."""
+"""The interface of verifiers. They accept drafted tokens so that the output has the model's distribution."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ...sequence import Draft
 
 @dataclass(frozen=True)
 class Place:
-    """Where random numbers are needed: for the token at `position` (of all tokens) of a sequence with this `seed`.
+    """Identifies the random numbers for the token at `position` (among all tokens) of a sequence with this `seed`.
 
-    offset: how many new tokens of the same pass lie before it. A position that was rejected comes again in a later
-    pass, with a smaller offset, since every pass adds a token: (position, offset) never comes twice.
+    offset: the number of new tokens of the same pass before it. A rejected position is drafted again in a later pass,
+    with a smaller offset because every pass adds a token. So a pair (position, offset) never occurs twice.
     """
 
     seed: int
@@ -29,36 +29,40 @@ class Place:
 
 
 class Verifier(ABC):
-    """Keeps a beginning of each draft and adds exactly one token.
+    """Accepts a prefix of each draft and adds exactly one token.
 
-    Random numbers are functions of the place and of what they are for, so that neither the batch nor a preemption
-    changes them. With drafts that were not drawn (Draft.probabilities is None) the tokens are those that the same seed
-    gives without any draft.
+    Random numbers are functions of the Place and of their purpose, so neither the batch nor preemption changes them.
+    With drafts that were not drawn (Draft.probabilities is None), the tokens are those that the same seed gives
+    without drafts.
     """
 
     name: str
 
     @abstractmethod
     def draw(self, probabilities: Tensor, places: abc.Sequence[Place]) -> list[int]:
-        """Draft a token from each row of [n, V] float32. `verify` on the same places stays exact.
+        """Draw a drafted token from each row of probabilities [n, V] float32.
 
-        places: for draft token j of a sequence, `first.next(j)` of the Place that `verify` will be given for it.
+        places: for drafted token j of a sequence, `first.next(j)`, where `first` is the Place that `verify` gets for
+        this sequence.
         """
 
     @abstractmethod
     def verify(
         self, probabilities: Tensor, drafts: abc.Sequence[Draft], places: abc.Sequence[Place]
     ) -> list[list[int]]:
-        """For each sequence the accepted tokens of its draft and one more.
+        """Return for each sequence the accepted tokens of its draft and one more.
 
-        probabilities: the model's [sum(len(draft) + 1), V] float32 after all processing, the rows of one sequence
-        after the other: row j of a sequence is the distribution of the token after its first j drafted ones.
-        places: of each sequence's first new token. An empty draft is plain sampling.
+        probabilities: the model's, [sum(len(draft) + 1), V] float32, after all processing. The rows of a sequence are
+        consecutive; row j is the distribution of the token after its first j drafted tokens. places: the Place of each
+        sequence's first new token. With an empty draft, a token is drawn as without speculation.
         """
 
 
 def first_rows(probabilities: Tensor, drafts: abc.Sequence[Draft]) -> list[int]:
-    """Of each sequence, the row that its first new token is drawn from. Raises UnsupportedError if shapes disagree."""
+    """Return the row of `probabilities` from which each sequence's first new token is drawn.
+
+    Raises UnsupportedError if the drafts do not match the shape of `probabilities`.
+    """
     starts, row = [], 0
     for draft in drafts:
         starts.append(row)
@@ -74,7 +78,7 @@ def first_rows(probabilities: Tensor, drafts: abc.Sequence[Draft]) -> list[int]:
 
 
 def follow(drafts: abc.Sequence[Draft], chosen: list[int]) -> list[list[int]]:
-    """Draft.kept for each draft. chosen: the model's own tokens, those of one draft after the other's."""
+    """Return Draft.kept for each draft. chosen: the model's own tokens for all drafts, end to end."""
     kept, row = [], 0
     for draft in drafts:
         kept.append(draft.kept(chosen[row : row + len(draft) + 1]))

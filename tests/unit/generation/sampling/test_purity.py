@@ -48,7 +48,7 @@ def broken(input_ids: Tensor, scores: Tensor) -> Tensor:
 @pytest.mark.parametrize("processor", [Counting(), Uncopyable(), noisy])
 def test_stateful(processor: object) -> None:
     assert is_stateful(processor, 32)
-    with pytest.raises(UnsupportedError, match=r"(Counting|Uncopyable|noisy) answers .* speculative=None"):
+    with pytest.raises(UnsupportedError, match=r"(Counting|Uncopyable|noisy) returns .* speculative=None"):
         refuse_stateful(SamplingParams(processors=(processor,)).sampling(), 32)
 
 

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from hf_accel.generation.speculation.acceptance_rates import START, SequenceRates, SourceRates
+from hf_accel.generation.speculation.acceptance_rates import PRIOR_ACCEPTANCE, SequenceRates, SourceRates
 
 
 def test_nothing_known() -> None:
-    assert SourceRates().acceptances(3) == [START] * 3
+    assert SourceRates().acceptances(3) == [PRIOR_ACCEPTANCE] * 3
     assert SourceRates().longest_draft == 1
 
 

@@ -65,9 +65,9 @@ def test_it_follows_what_changes() -> None:
 
 def test_widths_are_known_from_near_ones_seen_twice() -> None:
     table = table_of((8, 1.0), times=1)
-    assert not table.knows(8)
+    assert not table.is_measured(8)
     table.observe(8, 1.0)
-    assert [rows for rows in range(1, 40) if table.knows(rows)] == list(range(4, 17))
+    assert [rows for rows in range(1, 40) if table.is_measured(rows)] == list(range(4, 17))
 
 
 def test_doubt_shrinks_with_what_is_seen() -> None:
