@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
 import hf_accel
-from benchmarks import attention_peak, integer_peak, isa, memory, prefill, profile_step, quality, rows
+from benchmarks import attention_peak, integer_peak, isa, memory, prefill, profile_step, quality, rows, versions
 from benchmarks.bench import Bench
 from benchmarks.models import load_model
 from benchmarks.processes import ProcessError, call
@@ -286,3 +288,41 @@ def test_int8_keys_and_values_count_half() -> None:
         kv_bytes(bench, Entrant(s, bench.model, 0.0, {}), batch=2, context=20) for s in (accel.INT8, accel.INT8_KV)
     )
     assert math.isclose(wide / narrow, 2 * 64 / (64 + 2), rel_tol=0.02)
+
+
+# -- this tree against another -----------------------------------------------------------------------------
+
+
+class Clock:
+    """Stands for the process of a work tree: each answer is the next of its seconds."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds = list(seconds)
+
+    def run(self, workload: str) -> dict[str, float]:
+        return {"step": self.seconds.pop(0)}
+
+
+def test_two_trees_are_compared_pair_by_pair() -> None:
+    """The first round warms up; a machine that becomes slower for both changes nothing."""
+    before, now = Clock(9, 2, 4, 8), Clock(1, 1, 2, 4)
+    (row,) = versions.compare(before, now, "w", rounds=3)  # type: ignore[arg-type]
+    assert row == {
+        "workload": "w, step", "before_seconds": 4, "now_seconds": 2,
+        "ratio": pytest.approx(2), "low_ratio": pytest.approx(2), "high_ratio": pytest.approx(2),
+    }  # fmt: skip
+
+
+def test_the_interval_holds_the_mean_and_shrinks_with_rounds() -> None:
+    few, many = [0.1, -0.1, 0.2], [0.1, -0.1, 0.2] * 9
+    assert versions.interval(few)[0] <= sum(few) / 3 <= versions.interval(few)[1]
+    widths = [high - low for low, high in map(versions.interval, (few, many))]
+    assert widths[1] < widths[0] / 2
+
+
+@pytest.mark.long
+def test_a_tree_against_itself(tmp_path: Path) -> None:
+    settings = ["--rounds", "1", "--only", "decode small exact 1", "--even-busy", "--out", str(tmp_path)]
+    versions.main([str(versions.HERE), *settings])
+    (table,) = json.loads((tmp_path / "versions.json").read_text())["tables"]
+    assert table["rows"][0]["ratio"] > 0
