@@ -160,16 +160,14 @@ def _arguments(
 @contextmanager
 def random_state_kept() -> Iterator[None]:
     """torch's, numpy's and Python's generators are after the block as they were before."""
-    # A program without numpy needs none of its state.
-    numpy = sys.modules.get("numpy")
-    python, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
+    numpy: Any = sys.modules["numpy"]  # transformers has imported it
+    python, arrays = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng():
         try:
             yield
         finally:
             random.setstate(python)
-            if numpy is not None:
-                numpy.random.set_state(arrays)
+            numpy.random.set_state(arrays)
 
 
 # -- data ----------------------------------------------------------------------------------------------

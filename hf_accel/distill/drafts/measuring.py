@@ -18,11 +18,12 @@ from ...errors import UnsupportedError
 from ...generation.hf.vocabulary import vocabulary_refusal, vocabulary_size
 from ...generation.sequence import Sequence
 from ...generation.speculation.controller import Controller
+from ...generation.speculation.cost_table import isotonic
 from ...models import evaluating
 from ...patch import is_patched
 from ...state import state_of
 from .decoding import Decoder, as_patched
-from .report import AcceptanceReport, Agreement, Trials, never_falling
+from .report import AcceptanceReport, Agreement, Trials
 from .token_rows import prompt_of, token_rows, windows
 
 WINDOW = 512  # tokens of a text that both models read in one pass
@@ -201,8 +202,8 @@ def _report(
             f"max_tokens={made[1]} is too few to time a batch of {watch.batch_size}; give more, or a smaller "
             "batch_size"
         )
-    counts = [len(times) for times in watch.verify_seconds]
-    verify = never_falling(seconds, counts)
+    # A wider pass is not cheaper: where it looks so, that is noise.
+    verify = isotonic(seconds, [float(max(1, len(times))) for times in watch.verify_seconds])
     return AcceptanceReport(
         temperature=temperature,
         batch_size=watch.batch_size,

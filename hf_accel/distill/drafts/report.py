@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from ...generation.speculation.break_even import break_even_acceptance, expected_tokens, speed_up
-from ...generation.speculation.cost_table import isotonic
 from ..losses.closed_forms import agreement
 
 WEIGHT = 4
@@ -189,8 +188,3 @@ def mean_acceptance(acceptances: Sequence[float]) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if expected_tokens([middle] * len(acceptances)) < wanted else (low, middle)
     return high
-
-
-def never_falling(seconds: Sequence[float], counts: Sequence[int]) -> list[float]:
-    """Seconds of passes of growing width without the noise that makes a wider one look cheaper."""
-    return isotonic(list(seconds), [float(max(1, count)) for count in counts])

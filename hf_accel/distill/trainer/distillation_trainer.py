@@ -19,7 +19,7 @@ from ..teachers.live import BaseTeacher, ModelTeacher
 from ..teachers.teacher import Teacher
 from .averages import Averages
 from .callback import DistillationCallback
-from .capture import load_projections, save_projections
+from .capture import Projections, load_projections, save_projections
 from .evaluation import EvaluationMeter
 from .hook import DistillationHook, refuse
 from .on_policy import StudentSampler
@@ -73,9 +73,10 @@ class DistillationMixin(_Base):
         self.distillation: DistillationSettings = settings
         super().__init__(model, *rest, **keywords)
         self._teacher = load_teacher(teacher_model, self.model, self.args.device, settings.teacher_init_kwargs)
-        self._hook = DistillationHook(self._teacher, settings.objective(), shift=settings.shift, fused=settings.fused)
         transfers = settings.hidden_weight > 0 or settings.attention_weight > 0
-        self._transfer = Transfer(self._hook, settings, self.args.seed) if transfers else None
+        self._transfer = Transfer(self._teacher, settings, self.args.seed) if transfers else None
+        given = {"shift": settings.shift, "fused": settings.fused, "transfer": self._transfer}
+        self._hook = DistillationHook(self._teacher, settings.objective(), **given)
         self._sampler = self._make_sampler() if settings.lmbda else None
         self._averages = Averages(self._named_losses())
 
@@ -93,18 +94,16 @@ class DistillationMixin(_Base):
             if self._learns_logits or self._transfer is not None:
                 refuse(self.args, self.compute_loss_func)
                 self._refuse_callbacks()
-            if self._learns_logits:
                 self._hook.objective = self._objective(sampled=self._sampler is not None)
-                self._hook.prepare(self.model, self.processing_class)
+                if self._learns_logits:
+                    self._hook.prepare(self.model, self.processing_class)
+                else:
+                    self._hook.begin(self.model)
                 self._hook.install(self.model)
-            if self._transfer is not None:
-                self._transfer.install(self.model)
-                self._check_optimizer(self._transfer)
+                self._check_optimizer()
             yield
         finally:
             self._hook.remove()
-            if self._transfer is not None:
-                self._transfer.remove()
 
     def _refuse_callbacks(self) -> None:
         if any(isinstance(callback, DistillationCallback) for callback in self.callback_handler.callbacks):
@@ -127,11 +126,15 @@ class DistillationMixin(_Base):
         objective = self.distillation.objective()
         return dataclasses.replace(objective, alpha=0.0) if sampled else objective
 
-    def _check_optimizer(self, transfer: Transfer) -> None:
-        if transfer.projections is None or self.optimizer is None:
+    @property
+    def _projections(self) -> Projections | None:
+        return None if self._transfer is None else self._transfer.projections
+
+    def _check_optimizer(self) -> None:
+        if self._projections is None or self.optimizer is None:
             return
         known = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        if any(id(parameter) not in known for parameter in transfer.projections.parameters()):
+        if any(id(parameter) not in known for parameter in self._projections.parameters()):
             raise UnsupportedError(
                 "optimizers=: the student is not as wide as its teacher, and the projections learned between them are "
                 "not in this optimizer; let the trainer make it, or set hidden_weight=0"
@@ -144,16 +147,11 @@ class DistillationMixin(_Base):
         self._hook.confirm()
         self._hook.report(self._averages, self.current_gradient_accumulation_steps)
         if self._transfer is not None:
-            share = 1.0 if self._divided else 1 / self.current_gradient_accumulation_steps
+            share = 1.0 if self._hook.is_divided else 1 / self.current_gradient_accumulation_steps
             for name, value in self._transfer.last.items():
                 self._averages.add(name, value, share)
             self._transfer.last.clear()
         return loss
-
-    @property
-    def _divided(self) -> bool:
-        """Whether the loss is divided by the labels of the whole step, and not of the micro-batch."""
-        return self._hook.is_divided if self._transfer is None else self._transfer.is_divided
 
     # -- on-policy -------------------------------------------------------------------------------------
 
@@ -184,7 +182,7 @@ class DistillationMixin(_Base):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer's, with the losses that the logged one is made of."""
         if "loss" in logs:
-            logs = {**logs, **self._averages.take(self.args, self._divided)}
+            logs = {**logs, **self._averages.take(self.args, self._hook.is_divided)}
         super().log(logs, *args, **kwargs)
 
     def evaluation_loop(
@@ -213,12 +211,12 @@ class DistillationMixin(_Base):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        if self._transfer is not None and self._transfer.projections is not None and self.args.should_save:
-            save_projections(self._transfer.projections, output_dir)
+        if self._projections is not None and self.args.should_save:
+            save_projections(self._projections, output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self._transfer is not None and self._transfer.projections is not None and checkpoint is not None:
-            load_projections(self._transfer.projections, checkpoint)
+        if self._projections is not None and checkpoint is not None:
+            load_projections(self._projections, checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)
 
 

@@ -21,6 +21,7 @@ from ..teachers.last_hidden import LastHidden, check_head, head_of
 from ..teachers.matching import check_fusible, check_student
 from ..teachers.teacher import Teacher
 from .averages import Averages
+from .transfer import Transfer
 
 TARGETS = ("labels", "shift_labels", "num_items_in_batch")
 
@@ -33,6 +34,8 @@ class DistillationHook:
     fused: never hold logits [B, T, V]: the model is asked for one position's, and both losses are computed from hidden
     states. A model that TRL's SFTTrainer calls with fused_lm_head=True has no logits, and learns so in any case.
 
+    transfer: what is learnt besides from inside the teacher; with it alpha may be 1.
+
     is_divided: whether the loss is divided by the labels of the whole step, and not of the micro-batch. items: where a
     trainer divides by itself, what it divides by, if that is known before the forward pass; only logs depend on it.
 
@@ -42,14 +45,20 @@ class DistillationHook:
     """
 
     def __init__(
-        self, teacher: Teacher, objective: Objective, *, shift: bool | None = None, fused: bool = False
+        self,
+        teacher: Teacher,
+        objective: Objective,
+        *,
+        shift: bool | None = None,
+        fused: bool = False,
+        transfer: Transfer | None = None,
     ) -> None:
         self.teacher, self.objective, self.shift, self.fused = teacher, objective, shift, fused
+        self.transfer = transfer
         self.is_divided = False
         self.items: Any = None
-        self._model: Any = None
         self._handles: list[Any] = []
-        self._begin()
+        self.begin(None)
 
     def prepare(self, model: Any, tokenizer: Any = None) -> None:
         """Before training. Raises UnsupportedError if the teacher cannot teach this model. tokenizer: its own."""
@@ -58,10 +67,11 @@ class DistillationHook:
         if self.fused:
             check_fusible(model, self.teacher)
         self.teacher.check(model, self.objective, tokenizer)
-        self._model = model
-        self._begin()
+        self.begin(model)
 
-    def _begin(self) -> None:
+    def begin(self, model: Any) -> None:
+        """Forget what was learnt of the model before. In the place of `prepare` if nothing is learnt from logits."""
+        self._model = model
         self._divisor = Divisor()
         self._is_checked = self._is_underway = self._answered = self._learnt = False
         self._inputs: dict[str, Any] = {}
@@ -72,7 +82,10 @@ class DistillationHook:
         """A second time changes nothing. Raises UnsupportedError if another hook teaches this model."""
         if model is not self._model:
             self.prepare(model)
-        if self._handles or self.objective.alpha == 1:
+        if self._handles:
+            return
+        self._learns_logits = self.objective.alpha < 1
+        if not self._learns_logits and self.transfer is None:
             return
         for hook in list(model._forward_hooks.values()):
             other = getattr(inspect.unwrap(hook), "__self__", None)
@@ -80,19 +93,19 @@ class DistillationHook:
                 if not other._is_underway:
                     raise UnsupportedError("two teachers for one model in one training: give one DistillationCallback")
                 other.remove()
+        if self.transfer is not None:
+            self.transfer.install(model)
         self._handles = [
             model.register_forward_pre_hook(_not_compiled(self._before), with_kwargs=True),
             model.register_forward_hook(_not_compiled(self._after), with_kwargs=True),
         ]
 
-    @property
-    def is_installed(self) -> bool:
-        return bool(self._handles)
-
     def remove(self) -> None:
         """Leaves the model as it was. A second time changes nothing."""
         while self._handles:
             self._handles.pop().remove()
+        if self.transfer is not None:
+            self.transfer.remove()
         self._is_underway = False
         self._release()
 
@@ -136,30 +149,46 @@ class DistillationHook:
         self._is_underway = True
         self._inputs = inputs = {**_named(model, args), **kwargs}
         labels_of(inputs)  # raises where there are none
-        if inputs.get("fused_lm_head") or self.fused:
+        if self.transfer is not None:
+            self.transfer.begin()
+        if self._learns_logits and (inputs.get("fused_lm_head") or self.fused):
             self._hidden = LastHidden(model)
-        if self.fused and not inputs.get("fused_lm_head"):
-            return (), {**{key: value for key, value in inputs.items() if key not in TARGETS}, "logits_to_keep": 1}
+            if not inputs.get("fused_lm_head"):
+                return (), {**{key: value for key, value in inputs.items() if key not in TARGETS}, "logits_to_keep": 1}
         self._divisor.watch(kwargs)
         return args, kwargs
 
     def _after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if not is_learning(model):
             return None
+        inputs = self._inputs
+        is_summed = bool(inputs.get("fused_lm_head"))
+        name = "log_probs" if is_summed else "loss"
         try:
-            inputs = self._inputs
-            if inputs.get("fused_lm_head"):
-                name, mixed = "log_probs", self._mix_log_probs(model, inputs, output)
-            elif self.fused:
-                name, mixed = "loss", self._mix_hidden(model, inputs, output)
-            else:
-                name, mixed = "loss", self._mix_logits(model, inputs, output)
+            if self._learns_logits:
+                output[name] = self._mixed(model, inputs, output)
+            elif not is_summed:
+                self._divisor.settle(output.loss)
+                self.is_divided = bool(self._divisor.is_given)
+            if self.transfer is not None:
+                items = inputs.get("num_items_in_batch") if self.is_divided else None
+                items = self.items if is_summed else items
+                more, count = self.transfer.added(model, inputs, self.shift, items)
+                if is_summed:
+                    output[name] = output.log_probs - more / count * output.label_mask
+                else:
+                    output[name] = output.loss + more / (count if items is None else items)
         finally:
             self._release()
-        output[name] = mixed
         self._answered, self._is_underway = True, False
-        mixed.register_hook(self._on_backward)
+        output[name].register_hook(self._on_backward)
         return output
+
+    def _mixed(self, model: Any, inputs: dict[str, Any], output: Any) -> Tensor:
+        """The loss, or log_probs where the trainer makes the loss of them, with the teacher's share."""
+        if inputs.get("fused_lm_head"):
+            return self._mix_log_probs(model, inputs, output)
+        return self._mix_hidden(model, inputs, output) if self.fused else self._mix_logits(model, inputs, output)
 
     def _on_backward(self, gradient: Tensor) -> None:
         self._learnt = self._is_underway = True

@@ -48,7 +48,8 @@ class StudentSampler:
         made = []
         with _inference(student):
             for number, (batch, rows) in enumerate(zip(batches, prompts, strict=True)):
-                with _own_noise(student.device, _number(self.seed, "samples", step, process, number)):
+                with torch.random.fork_rng([student.device] if student.device.type == "cuda" else []):
+                    torch.manual_seed(_number(self.seed, "samples", step, process, number))
                     completions = self._complete(student, rows)
                 samples = collated([continued(*pair) for pair in zip(rows, completions, strict=True)], self.pad)
                 made.append({name: x.to(batch["input_ids"].device) for name, x in samples.items()})
@@ -158,14 +159,6 @@ def _without_defaults(student: Any) -> Iterator[None]:
         yield
     finally:
         inner.generation_config = own
-
-
-@contextmanager
-def _own_noise(device: torch.device, seed: int) -> Iterator[None]:
-    cuda = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda):
-        torch.manual_seed(seed)
-        yield
 
 
 def _number(*what: Any) -> int:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from ...errors import UnsupportedError
 from ..losses.inside import NOWHERE, hidden_loss, relation_heads, relation_loss, uniform_layer_map
 from ..losses.positions import IGNORED, learnt
-from ..teachers.labels import Divisor, is_shifted, labels_of
+from ..teachers.labels import is_shifted, labels_of
 from ..teachers.live import ModelTeacher
+from ..teachers.teacher import Teacher
 from .capture import RELATIONS, Capture, Projections, Site, layers_of, projections_of, text_config
-from .hook import DistillationHook, is_learning
 from .settings import DistillationSettings
 
 PROJECTIONS = "_distillation_projections"
@@ -23,28 +23,26 @@ PROJECTIONS = "_distillation_projections"
 class Transfer:
     """Adds hidden_weight * H + attention_weight * R to the loss of a student in training mode.
 
-    Between `install` and `remove` the student has hooks, and where its width is not its teacher's a submodule of
-    learned projections: the optimizer, clipping and data parallelism see them as any other parameter, and no
-    state_dict, and so no checkpoint of the student, does.
+    A DistillationHook installs it, and calls `begin` before and `added` after each forward pass. Between `install` and
+    `remove` the student has hooks, and where its width is not its teacher's a submodule of learned projections: the
+    optimizer, clipping and data parallelism see them as any other parameter, and no state_dict, and so no checkpoint
+    of the student, does.
     """
 
-    def __init__(self, hook: DistillationHook, settings: DistillationSettings, seed: int) -> None:
-        teacher = hook.teacher
+    def __init__(self, teacher: Teacher, settings: DistillationSettings, seed: int) -> None:
         if not isinstance(teacher, ModelTeacher):
             raise UnsupportedError(
                 "hidden_weight and attention_weight need a teacher in memory: a cache holds its logits alone; give "
                 "the model as teacher_model, or set both to 0"
             )
         self.teacher, self.settings, self.seed = teacher, settings, seed
-        self._hook, self._own_divisor = hook, Divisor()
-        self._inputs: dict[str, Any] = {}
         self.projections: Projections | None = None
         self.last: dict[str, Tensor] = {}  # losses of the newest micro-batch, without their weights
         self._handles: list[Any] = []
         self._student: Any = None
 
     def install(self, student: Any) -> None:
-        """Hook into the student, after the hook for logits. Raises UnsupportedError where layers cannot be told."""
+        """Hook into the layers of both. Raises UnsupportedError where layers cannot be told."""
         self._student = student
         teacher = self.teacher.model
         mine, others = layers_of(student, "student"), layers_of(teacher, "teacher")
@@ -60,11 +58,6 @@ class Transfer:
         self._project(student)
         for capture in self.captures:
             capture.install()
-        self._own_divisor = Divisor()
-        # Ours is the first, since the hook for logits may take labels out of the call.
-        first = {"with_kwargs": True, "prepend": True}
-        self._handles.append(student.register_forward_pre_hook(self._before, **first))
-        self._handles.append(student.register_forward_hook(self._after, with_kwargs=True))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -110,52 +103,34 @@ class Transfer:
 
     # -- one pass --------------------------------------------------------------------------------------
 
-    @property
-    def is_divided(self) -> bool:
-        """Whether losses are divided by the labels of the whole step, as the student's own is."""
-        return self._hook.is_divided if self._hook.is_installed else bool(self._own_divisor.is_given)
-
-    def _before(self, student: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if not is_learning(student):
-            return None
+    def begin(self) -> None:
         for capture in self.captures:
             capture.open()
-        self._inputs = dict(kwargs)
-        if not self._hook.is_installed:
-            self._own_divisor.watch(kwargs)
-        return args, kwargs
 
-    def _after(self, student: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        if not is_learning(student):
-            return None
-        inputs, self._inputs = self._inputs, {}
-        # TRL's trainer divides minus the sum of log_probs.
-        is_summed = bool(inputs.get("fused_lm_head"))
-        if not self._hook.is_installed and not is_summed:
-            self._own_divisor.settle(output["loss"])
-        weights = token_weights(student, inputs, self._hook.shift)
+    def added(self, student: Any, inputs: Mapping[str, Any], shift: bool | None, items: Any) -> tuple[Tensor, int]:
+        """The sum to add to that of the labels' losses, and how many labels there are, after a student's forward pass.
+
+        inputs: the keywords of that pass. shift: as in DistillationHook. items: what the trainer divides sums by, None
+        for how many labels there are; only logs depend on it.
+        """
+        weights = token_weights(student, inputs, shift)
         if not self.captures[1].found:
             # With alpha=1, or with no label, nobody has asked the teacher yet.
             self.teacher.rows(inputs, torch.zeros_like(labels_of(inputs), dtype=torch.bool), compact=True)
         mine, others = self.captures[0].take(), self.captures[1].take()
         count = max(round(weights.sum().item()), 1)
-        given = self._hook.items if is_summed else inputs.get("num_items_in_batch")
-        items = given if given is not None and (is_summed or self.is_divided) else count
+        items = count if items is None else items
         total = weights.new_zeros(())
         with torch.autocast(weights.device.type, enabled=False):
             if self.hidden:
-                value = self._hidden(mine, others, weights) / items
-                self.last["hidden_loss"] = value.detach()
+                value = self._hidden(mine, others, weights)
+                self.last["hidden_loss"] = value.detach() / items
                 total = total + self.settings.hidden_weight * value
             if self.attention:
-                value = self._relations(mine, others, weights, documents_of(inputs, weights)) / items
-                self.last["attention_loss"] = value.detach()
+                value = self._relations(mine, others, weights, documents_of(inputs, weights))
+                self.last["attention_loss"] = value.detach() / items
                 total = total + self.settings.attention_weight * value
-        if is_summed:
-            output["log_probs"] = output.log_probs - total * items / count * output.label_mask
-        else:
-            output["loss"] = output["loss"] + total
-        return output
+        return total, count
 
     def _hidden(
         self, mine: Mapping[tuple[str, int], Tensor], others: Mapping[tuple[str, int], Tensor], weights: Tensor
