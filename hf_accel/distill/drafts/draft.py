@@ -110,9 +110,9 @@ def distill_draft(
         def measured() -> AcceptanceReport | None:
             if measure is False:
                 return None
-            more = {} if measure is True else dict(measure)
-            given = {"prompt_tokens": prompt_tokens, "seed": seed, "progress_bar": progress_bar, **more}
-            return measure_acceptance(target, draft, held_out, **{"temperature": temperature, **given})
+            options: dict[str, Any] = {"temperature": temperature, "prompt_tokens": prompt_tokens, "seed": seed}
+            options |= {"progress_bar": progress_bar, **({} if measure is True else measure)}
+            return measure_acceptance(target, draft, held_out, **options)
 
         before = measured()
         decoder = Decoder(patched, temperature=temperature, seed=seed)

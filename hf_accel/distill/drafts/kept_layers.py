@@ -139,12 +139,8 @@ def shortened(teacher: nn.Module, student: nn.Module, total: int, kept: Sequence
 
     Raises UnsupportedError if there are none: the layers then are no list, or one layer's weights serve for all.
     """
-    modules = dict(student.named_modules())
-    names = []
-    for name in layer_lists(teacher, total):
-        counterpart = modules.get(name)
-        if isinstance(counterpart, nn.ModuleList) and len(counterpart) == len(kept):
-            names.append(name)
+    ours = layer_lists(student, len(kept))
+    names = [name for name in layer_lists(teacher, total) if name in ours]
     if not names:
         raise UnsupportedError(
             f"{type(teacher).__name__} has no list of {total} layers of which a student could keep some"

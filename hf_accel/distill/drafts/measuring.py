@@ -62,10 +62,10 @@ def measure_acceptance(
 
     Raises UnsupportedError for models that cannot speculate together, and for a dataset without tokens.
     """
-    for name, value in {"max_draft": max_draft, "max_tokens": max_tokens, "batch_size": batch_size}.items():
-        positive_int(name, value)
-    positive_int("prompt_tokens", prompt_tokens)
-    positive_int("max_new_tokens", max_new_tokens)
+    counts = {"max_draft": max_draft, "max_tokens": max_tokens, "batch_size": batch_size}
+    counts |= {"prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
+    for name, count in counts.items():
+        positive_int(name, count)
     if draft is target:
         raise UnsupportedError("the draft is the target itself; give a smaller model")
     refusal = vocabulary_refusal(target, draft)

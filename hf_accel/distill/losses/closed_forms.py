@@ -49,8 +49,7 @@ def _jsd(log_s: Tensor, log_t: Tensor, objective: Objective) -> tuple[Tensor, Te
 
 
 def _tv(log_s: Tensor, log_t: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
-    s, t = log_s.exp(), log_t.exp()
-    return _tv_of(s, t)
+    return _tv_of(log_s.exp(), log_t.exp())
 
 
 def _tv_of(s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:

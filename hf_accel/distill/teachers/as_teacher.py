@@ -41,14 +41,15 @@ def load_teacher(
 ) -> Teacher:
     """A name or path is loaded for the student's task, with `keywords` for from_pretrained. "base" is a LoRA student
     without its adapters. A model is moved to `device`, unless it was placed or quantized by others."""
-    if given == "base" or not isinstance(given, str | Path):
-        if keywords:
-            raise UnsupportedError("teacher_init_kwargs are for a teacher_model given by its name, and it is loaded")
-        if not isinstance(given, PreTrainedModel):
-            return as_teacher(given)
+    is_name = isinstance(given, str | Path) and given != "base"
+    if keywords and not is_name:
+        raise UnsupportedError("teacher_init_kwargs are for a teacher_model given by its name, and it is loaded")
     if isinstance(keywords, str):
         raise UnsupportedError(f"teacher_init_kwargs={keywords!r}: give a dict, or one in JSON")
-    model: Any = _load(str(given), student, keywords or {}) if isinstance(given, str | Path) else given
+    loaded = _load(str(given), student, keywords or {}) if is_name else given
+    if not isinstance(loaded, PreTrainedModel):
+        return as_teacher(loaded)
+    model: Any = loaded
     placed = getattr(model, "hf_device_map", None) is not None or getattr(model, "is_quantized", False)
     return ModelTeacher(model if placed else model.to(device))
 

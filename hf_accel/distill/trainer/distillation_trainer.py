@@ -77,7 +77,9 @@ class DistillationMixin(_Base):
         self._transfer = Transfer(self._teacher, settings, self.args.seed) if transfers else None
         given = {"shift": settings.shift, "fused": settings.fused, "transfer": self._transfer}
         self._hook = DistillationHook(self._teacher, settings.objective(), **given)
-        self._sampler = self._make_sampler() if settings.lmbda else None
+        self._sampler: StudentSampler | None = None
+        if settings.lmbda:
+            self._sampler = StudentSampler.of(settings, self.args.seed, self.model, self.processing_class)
         self._averages = Averages(self._named_losses())
 
     # -- training --------------------------------------------------------------------------------------
@@ -154,12 +156,6 @@ class DistillationMixin(_Base):
         return loss
 
     # -- on-policy -------------------------------------------------------------------------------------
-
-    def _make_sampler(self) -> StudentSampler:
-        config = unwrapped(self.model).generation_config
-        if config is None:
-            raise UnsupportedError(f"lmbda={self.distillation.lmbda}: {type(self.model).__name__} cannot generate")
-        return StudentSampler.of(self.distillation, self.args.seed, config, self.processing_class)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """The batches of an optimizer step and the number of their labels; in a share of the steps, the student's own

@@ -31,11 +31,14 @@ class StudentSampler:
         self.settings, self.seed, self.eos, self.pad = settings, seed, eos, pad
 
     @classmethod
-    def of(cls, settings: DistillationSettings, seed: int, model: GenerationConfig, tokenizer: Any) -> StudentSampler:
-        """With the end and padding tokens of the model or, where it has none, of the tokenizer."""
-        ends = model.eos_token_id if model.eos_token_id is not None else getattr(tokenizer, "eos_token_id", None)
+    def of(cls, settings: DistillationSettings, seed: int, student: Any, tokenizer: Any) -> StudentSampler:
+        """With the end and padding tokens of the student or, where it has none, of the tokenizer."""
+        config = unwrapped(student).generation_config
+        if config is None:
+            raise UnsupportedError(f"lmbda={settings.lmbda}: {type(student).__name__} cannot generate")
+        ends = config.eos_token_id if config.eos_token_id is not None else getattr(tokenizer, "eos_token_id", None)
         eos: list[int] = [] if ends is None else list(ends) if isinstance(ends, list | tuple) else [int(ends)]
-        pads = (model.pad_token_id, getattr(tokenizer, "pad_token_id", None), *eos, 0)
+        pads = (config.pad_token_id, getattr(tokenizer, "pad_token_id", None), *eos, 0)
         return cls(settings, seed, eos, next(int(pad) for pad in pads if isinstance(pad, int)))
 
     def takes(self, step: int) -> bool:
@@ -88,9 +91,10 @@ def prompts_of(batch: Mapping[str, Any], prompt_tokens: int | None) -> list[list
     more = sorted(name for name, value in batch.items() if name not in KNOWN and value is not None)
     if more:
         raise UnsupportedError(f"lmbda: samples cannot replace {', '.join(more)} of a batch; set it to 0 for this")
-    _refuse_packed(batch)
     ids, labels = batch["input_ids"], batch["labels"]
-    mask = batch.get("attention_mask")
+    mask, places = batch.get("attention_mask"), batch.get("position_ids")
+    if places is not None and mask is None and ((places == 0).sum(-1) > 1).any():
+        raise UnsupportedError("lmbda: rows packed from several texts have no one prompt; do not pack, or set it to 0")
     mask = torch.ones_like(ids) if mask is None else mask
     prompts = []
     for row, (tokens, targets, real) in enumerate(zip(ids, labels, mask.bool(), strict=True)):
@@ -106,12 +110,6 @@ def prompts_of(batch: Mapping[str, Any], prompt_tokens: int | None) -> list[list
             )
         prompts.append(prompt.tolist())
     return prompts
-
-
-def _refuse_packed(batch: Mapping[str, Any]) -> None:
-    positions, mask = batch.get("position_ids"), batch.get("attention_mask")
-    if positions is not None and mask is None and ((positions == 0).sum(-1) > 1).any():
-        raise UnsupportedError("lmbda: rows packed from several texts have no one prompt; do not pack, or set it to 0")
 
 
 def continued(prompt: list[int], completion: list[int]) -> dict[str, list[int]]:
