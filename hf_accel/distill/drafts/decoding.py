@@ -18,7 +18,8 @@ from ...generation.sampling.stopping import StopRules
 from ...generation.speculation.controller import Controller
 from ...patch import is_patched, make_draft
 
-TOKEN_BUDGET = 2048  # of a pass, where a prompt delays nobody
+# The tokens of a pass: many, since a prompt delays nobody here.
+TOKEN_BUDGET = 2048
 
 
 def as_patched(model: PreTrainedModel) -> PreTrainedModel:
@@ -41,7 +42,7 @@ class Decoder:
     ) -> None:
         self.model, self.temperature = model, temperature
         self._seeds = random.Random(seed)
-        # num_draft=0: not the config of any call whose controller the model may have kept
+        # No call of a user has num_draft=0, so the model has kept no controller for this config.
         self._config = None if draft is None else SpeculativeConfig(drafter=draft, num_draft=0)
 
     def run(

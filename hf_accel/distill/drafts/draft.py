@@ -28,10 +28,11 @@ from .report import AcceptanceReport
 from .student import init_student
 from .token_rows import prompt_of, token_rows, windows
 
-# This share of the rows, at most MOST_HELD_OUT of them, is measured on and not trained on.
+# This share of the rows, at most MOST_HELD_OUT of them, is for measuring and not for training.
 HELD_OUT = 0.1
 MOST_HELD_OUT = 32
-AT_ONCE = 32  # prompts that the target continues together
+# So many prompts are continued by the target together.
+AT_ONCE = 32
 STEPS, BATCH, RATE = 500, 8, 5e-4
 
 

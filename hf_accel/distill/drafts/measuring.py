@@ -26,7 +26,8 @@ from .decoding import Decoder, as_patched
 from .report import AcceptanceReport, Agreement, Trials
 from .token_rows import prompt_of, token_rows, windows
 
-WINDOW = 512  # tokens of a text that both models read in one pass
+# So many tokens of a text are read by both models in one pass.
+WINDOW = 512
 # Passes in a row with one draft length. The first run on what another length left in the caches and are not timed.
 HOLD = 8
 SKIP = 2
@@ -121,8 +122,8 @@ def _read(target: Any, draft: Any, rows: list[list[int]], temperature: float, *,
 
 @dataclass
 class Pass:
-    """What is known of the pass under way. length: of each draft. timed: whether it decodes for all sequences and does
-    nothing else."""
+    """The pass under way. length: of each draft. timed: whether it decodes for all sequences and does nothing else.
+    lengths: of the drafts that were observed in it."""
 
     length: int = 0
     timed: bool = False

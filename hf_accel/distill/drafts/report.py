@@ -13,7 +13,8 @@ from ...generation.speculation.break_even import break_even_acceptance, expected
 from ..losses.closed_forms import agreement
 
 WEIGHT = 4
-WORTHWHILE = 1.05  # a speed-up that timing can tell from none
+# The least speed-up that timing can tell from none.
+WORTHWHILE = 1.05
 
 
 class Agreement:
@@ -57,8 +58,11 @@ class Trials:
             self.accepted[position] += position < accepted
 
     def acceptances(self) -> list[float]:
-        """Of each position, if all before it were accepted. A position is taken to be like the one before it as far as
-        it was not verified often itself, which late ones hardly are: that weighs as much as WEIGHT verified tokens."""
+        """The acceptance at each position, if all before it were accepted.
+
+        Late positions are verified rarely. So each is taken to be like the one before it, and that counts as much as
+        WEIGHT verified tokens of its own.
+        """
         rates: list[float] = []
         for verified, accepted in zip(self.verified, self.accepted, strict=True):
             if rates:

@@ -26,7 +26,8 @@ from .kept_layers import (
 )
 from .token_rows import token_rows, windows
 
-INFLUENCE_TOKENS = 16384  # of dataset=, that "importance" looks at
+# So many tokens of dataset= are read for strategy="importance".
+INFLUENCE_TOKENS = 16384
 WINDOW = 512
 
 

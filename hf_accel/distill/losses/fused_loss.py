@@ -15,7 +15,8 @@ from .head import Head, wide
 from .objective import Sums
 from .row_losses import LossTask, RowLosses, slices
 
-PRODUCT_BYTES = 1 << 24  # of what a chunk adds to the head's gradient, where that is made before it is added
+# The most bytes of a product that is made before it is added to the head's gradient.
+PRODUCT_BYTES = 1 << 24
 
 
 def hidden_sums(hidden: Tensor, head: Head, task: LossTask, needed: tuple[bool, ...]) -> tuple[Sums, Gradients]:
@@ -58,7 +59,7 @@ class _HeadGradients:
             self.bias[: gradient.shape[1]] += gradient.sum(0, dtype=self.bias.dtype)
 
     def finished(self) -> Gradients:
-        """Each in the dtype of what it is the gradient of."""
+        """The gradients, each in the dtype of the tensor that it belongs to."""
         pairs = zip((self.weight, self.bias), self._trained, strict=True)
         return [self.hidden, *(g if g is None or p is None else g.to(p.dtype) for g, p in pairs)]
 

@@ -83,14 +83,14 @@ class Head:
         return products
 
     def unfinish_(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """In place: from the gradient in the logits to that in the products."""
+        """Turn, in place, the gradient in the logits into that in the products."""
         if self.softcap is not None:
             gradient.addcmul_(gradient * logits, logits, value=-1 / self.softcap**2)
         return gradient.mul_(self.scale) if self.scale != 1 else gradient
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """In which losses are computed, and gradients added up: float32, or float64 for float64."""
+    """The dtype in which losses are computed and gradients added up: float32, or float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 

@@ -11,9 +11,12 @@ from torch.utils.checkpoint import checkpoint
 from ...errors import UnsupportedError
 
 HIDDEN_LOSSES = ("mse", "cosine")
-RELATION_BYTES = 64 * 2**20  # of float32 relations of one model, held at a time
-NOWHERE = -1  # the document of a token that is padding
-Pair = tuple[Tensor, Tensor]  # vectors of the tokens that look, and of those that are seen
+# The most bytes of float32 relations of one model that are held at a time.
+RELATION_BYTES = 64 * 2**20
+# The document of a token that is padding.
+NOWHERE = -1
+# Vectors of the tokens that look, and of those that are seen.
+Pair = tuple[Tensor, Tensor]
 
 
 def uniform_layer_map(student_layers: int, teacher_layers: int) -> dict[int, int]:

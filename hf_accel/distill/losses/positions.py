@@ -16,8 +16,11 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Positions:
-    """Which of all positions, flattened to [M], count. index: int64 [N], their numbers. targets: int64 [N], their
-    labels. Both are None without labels: then all count."""
+    """The positions that count, of all positions flattened to [M].
+
+    index: int64 [N], their numbers. targets: int64 [N], their labels. Both are None where there are no labels: then
+    all positions count.
+    """
 
     shape: Size
     index: Tensor | None
@@ -27,7 +30,7 @@ class Positions:
         return self.shape.numel() if self.index is None else len(self.index)
 
     def rows(self, teacher: Rows) -> Rows:
-        """The teacher's, of these N positions."""
+        """The teacher's rows for these N positions."""
         if teacher.shape == self.shape:
             flat = teacher.flat()
             if self.index is None:
@@ -89,7 +92,7 @@ def check_targets(targets: Tensor, size: int) -> None:
 
 
 def shared_size(student: int, teacher: Rows | None, vocab_size: int | None) -> int:
-    """How many classes count: what lies beyond, padding, is cut off both."""
+    """How many classes count. Those beyond, which are padding, are cut off student and teacher."""
     widths = [student] if teacher is None else [student, teacher.vocab_size]
     if vocab_size is not None and not 0 < vocab_size <= min(widths):
         known = " and the teacher ".join(map(str, widths))

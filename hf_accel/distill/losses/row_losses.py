@@ -15,11 +15,11 @@ from .head import Head, wide, widen
 from .logit_rows import DenseRows, HeadRows, Rows, TopRows
 from .objective import Objective, Sums
 
-# Of one intermediate, on each thread of a CPU: it stays in the thread's cache.
+# The most bytes of one intermediate on each thread of a CPU, so that it stays in the thread's cache.
 TILE_BYTES = 1 << 20
-# Of logits that a head makes at once: enough rows to multiply well.
+# The most bytes of logits that a head makes at once: enough rows to multiply well.
 CHUNK_BYTES = 1 << 25
-# Of either on other devices, where a few large kernels are faster.
+# The most bytes of either on other devices, where a few large kernels are faster.
 OTHER_DEVICE_BYTES = 1 << 28
 
 
@@ -56,7 +56,7 @@ class LossTask:
     index: Tensor | None = None
 
     def where(self, part: slice) -> slice | Tensor:
-        """Which rows of the student's the rows `part` are."""
+        """The student's rows that the rows `part` of the task are."""
         return part if self.index is None else self.index[part]
 
     def part(self, part: slice) -> LossTask:
@@ -112,7 +112,7 @@ class RowLosses:
     def _tile(
         self, z: Tensor, targets: Tensor | None, teacher: DenseRows | TopRows | None, wanted: bool
     ) -> Tensor | None:
-        """The gradient, if wanted, of rows z [n, size] that may be overwritten."""
+        """Returns the gradient in the rows z [n, size], which may be overwritten; None if it is not wanted."""
         if self.head is not None:
             self.head.finish_(z)
         gradient = self._divergence(z, teacher, wanted) if teacher is not None else None

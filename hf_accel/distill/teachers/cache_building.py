@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,7 +28,8 @@ from .texts import READ, Text, texts_of
 from .top_logits import TopLogits, top_logits
 
 SEED = 0
-WINDOW = 64  # batches that are sorted by length together
+# This many batches are sorted by length together.
+WINDOW = 64
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,9 @@ def write_cache(teacher: Any, dataset: Any, folder: Path, settings: CacheSetting
     with _alone(folder):
         index = _start(folder, settings, options.overwrite)
         writer = CacheWriter(folder, index, options.shard_bytes)
-        seen = Seen(index, folder, settings)
+        seen = Seen(index, folder)
         size = options.batch_size
-        # A build that goes on draws others than the one that was interrupted.
+        # A build that goes on draws other ids than the one that was interrupted.
         generator = torch.Generator(teacher.device).manual_seed(SEED + len(index.shards))
         total = len(dataset) if hasattr(dataset, "__len__") else None
         bar = logging.tqdm(total=total, desc="Asking the teacher", unit=" rows", disable=not options.progress)
@@ -148,37 +149,33 @@ def _start(folder: Path, settings: CacheSettings, overwrite: bool) -> Index:
             raise UnsupportedError(
                 f"{folder} holds {what} of something else ({different}); pass overwrite=True, or another path"
             )
-        found.shards = [entry for entry in found.shards if _is_intact(folder, entry, settings)]
         return found
     return Index(settings)
 
 
-def _is_intact(folder: Path, entry: Any, settings: CacheSettings) -> bool:
-    try:
-        Shard(folder, entry, settings)
-    except HfAccelError:
-        return False
-    return True
-
-
 class Seen:
-    """Which texts are stored, each once. A text that comes again with other labels is stored with all positions, and
-    that answer counts."""
+    """The texts that are stored, each once. A text that comes again with other labels is stored again, with all its
+    positions, and then that answer counts."""
 
-    def __init__(self, index: Index, folder: Path, settings: CacheSettings) -> None:
-        self._task = settings.task
+    def __init__(self, index: Index, folder: Path) -> None:
+        """Shards that are missing or damaged are taken off the index, so that their texts are asked for again."""
+        self._task = index.settings.task
         self._positions: dict[bytes, int] = {}
+        intact = []
         for entry in index.shards:
-            shard = Shard(folder, entry, settings)
-            for number, key in enumerate(shard.keys()):
-                self._positions[key] = zlib.crc32(shard.positions(number).numpy().data)
+            with suppress(HfAccelError):
+                shard = Shard(folder, entry, index.settings)
+                intact.append(entry)
+                for number, key in enumerate(shard.keys()):
+                    self._positions[key] = zlib.crc32(shard.positions(number).numpy().data)
+        index.shards = intact
 
     @property
     def any(self) -> bool:
         return bool(self._positions)
 
     def new(self, questions: Iterable[Question]) -> list[Question]:
-        """Those to ask. A later question about the same text replaces the one before."""
+        """Returns the questions to ask. A later question about the same text replaces the one before."""
         found: dict[bytes, Question] = {}
         for question in questions:
             key, positions = question.name

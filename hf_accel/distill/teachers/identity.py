@@ -17,7 +17,7 @@ from ...state import find_state
 from .texts import DIGEST_BYTES
 
 SAMPLES = 4096
-# These are described elsewhere, or change none of a teacher's answers.
+# These entries of a config are described elsewhere, or change none of a teacher's answers.
 VOLATILE = {"transformers_version", "use_cache", "dtype", "torch_dtype", "quantization_config"}
 AUTO_CLASSES = {  # how modeling_auto's mappings are called, and who loads their classes
     "SEQ_TO_SEQ_CAUSAL_LM": "AutoModelForSeq2SeqLM",
@@ -42,7 +42,7 @@ def kind_of(model: Any) -> str | None:
 
 @functools.cache
 def _kinds() -> dict[str, str]:
-    """By the names of transformers' classes."""
+    """The key of AUTO_CLASSES for the name of each of transformers' classes."""
     found = {}
     for kind in AUTO_CLASSES:
         for names in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES").values():
@@ -51,12 +51,14 @@ def _kinds() -> dict[str, str]:
 
 
 def task_of(model: Any) -> str | None:
-    """What a model's logits predict: "causal", the next token; "token", each itself; "sequence", the whole text."""
+    """What a model's logits predict: "causal" is the next token, "token" each token itself,
+    "sequence" a class of the whole text. None if it is not known."""
     return TASKS.get(kind_of(model) or "")
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """Of a teacher, as JSON. weights: a hash of a sample of each tensor, adapters and quantized layers included."""
+    """Describes a teacher by what JSON can hold. weights: a hash of a sample of each tensor, those of adapters and
+    quantized layers included."""
     base = unwrapped(model)
     state = find_state(base)
     config = {k: v for k, v in base.config.to_dict().items() if not k.startswith("_") and k not in VOLATILE}
@@ -71,7 +73,7 @@ def describe(model: Any) -> dict[str, Any]:
 
 
 def hash_vocabulary(tokenizer: Any) -> str:
-    """Of the pairs of token and id."""
+    """A hash of the pairs of token and id."""
     return hash_json(sorted(tokenizer.get_vocab().items()))
 
 

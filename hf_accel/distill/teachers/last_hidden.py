@@ -13,7 +13,7 @@ from ...errors import UnsupportedError
 from ...models import unwrapped
 from ..losses.head import Head
 
-# What configs call the factor of logits: Cohere's, Muse Glimmer's, Falcon-H1's.
+# Names of the factor of logits in the configs of Cohere, Muse Glimmer and Falcon-H1.
 MULTIPLIERS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 

@@ -98,7 +98,8 @@ def _check_positions(answers: Tensor, select: Tensor) -> None:
 
 
 def taken_by(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a student's inputs that a teacher's forward takes (BERT's takes token_type_ids, DistilBERT's none)."""
+    """The keywords for a teacher's forward: those of the student's inputs that it takes (BERT's takes token_type_ids,
+    DistilBERT's does not)."""
     forward = inspect.signature(unwrapped(model).forward).parameters
     is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in forward.values())
     rest = PACKING if is_open else ()

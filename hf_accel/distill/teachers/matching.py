@@ -17,21 +17,21 @@ from .last_hidden import head_of
 def check_pair(student: Any, teacher: Any, tokenizer: Any = None) -> None:
     """Raises UnsupportedError unless `teacher` can teach `student`. tokenizer: the student's, or None if not known."""
     _check_distinct(student, teacher)
-    pupil, master = unwrapped(student), unwrapped(teacher)
-    if _is_encoder_decoder(pupil) != _is_encoder_decoder(master):
+    ours, theirs = unwrapped(student), unwrapped(teacher)
+    if _is_encoder_decoder(ours) != _is_encoder_decoder(theirs):
         raise UnsupportedError(
-            f"{type(master).__name__} and {type(pupil).__name__}: one is an encoder and a decoder and the other is "
+            f"{type(theirs).__name__} and {type(ours).__name__}: one is an encoder and a decoder and the other is "
             "not, so they do not see the same text; choose two of a kind"
         )
     classes = loss_of(student) in CLASSIFYING
     if classes != (loss_of(teacher) in CLASSIFYING):
         raise UnsupportedError(
-            f"{type(pupil).__name__} and its teacher {type(master).__name__} do not predict the same things: one "
+            f"{type(ours).__name__} and its teacher {type(theirs).__name__} do not predict the same things: one "
             "chooses tokens and the other classes; load the teacher with the student's kind of head"
         )
     if classes:
-        _check_classes(pupil.config, master.config)
-    _check_vocabularies(pupil, master, tokenizer)
+        _check_classes(ours.config, theirs.config)
+    _check_vocabularies(ours, theirs, tokenizer)
 
 
 def check_student(student: Any) -> None:
@@ -105,9 +105,11 @@ def _check_classes(student: Any, teacher: Any) -> None:
 def _check_vocabularies(student: Any, teacher: Any, tokenizer: Any) -> None:
     sizes = [getattr(model.config.get_text_config(), "vocab_size", 0) or 0 for model in (student, teacher)]
     if 0 in sizes:
-        return  # images, sounds
+        # The models read images or sounds.
+        return
     if hasattr(tokenizer, "tokenizer"):
-        tokenizer = tokenizer.tokenizer  # a processor's
+        # It is a processor, which holds one.
+        tokenizer = tokenizer.tokenizer
     ours = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else None
     if sizes[0] != sizes[1] and (ours is None or max(ours.values(), default=0) >= min(sizes)):
         raise UnsupportedError(
@@ -128,7 +130,7 @@ def _check_vocabularies(student: Any, teacher: Any, tokenizer: Any) -> None:
 
 
 def _local_vocabulary(teacher: Any) -> dict[str, int] | None:
-    """Of the tokenizer that was saved with the teacher, if that needs no network."""
+    """The vocabulary of the tokenizer that was saved with the teacher, if it is on this machine."""
     name = getattr(teacher.config, "_name_or_path", "")
     if not name or not os.path.isdir(name):
         return None
@@ -137,4 +139,5 @@ def _local_vocabulary(teacher: Any) -> dict[str, int] | None:
     try:
         return dict(AutoTokenizer.from_pretrained(name, local_files_only=True).get_vocab())
     except (OSError, ValueError, ImportError, KeyError, AttributeError):
-        return None  # a folder without a tokenizer, or one of another kind: nothing is known
+        # The folder has no tokenizer, or one of another kind: nothing is known.
+        return None

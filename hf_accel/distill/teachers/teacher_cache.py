@@ -146,7 +146,7 @@ class TeacherCache(Teacher):
     def __reduce__(self) -> Any:
         return type(self), (self.path,)
 
-    def verify(self) -> None:
+    def check_files(self) -> None:
         """Read everything once. Raises HfAccelError for the first shard with a row that has changed."""
         for shard in self._shards:
             for number in range(len(shard.keys())):

@@ -11,7 +11,8 @@ from torch import Tensor
 from ...errors import HfAccelError
 from ..losses.logit_rows import DenseRows, Rows, TopRows
 
-CHUNK_BYTES = 2**25  # of one float32 copy of logits; there are two or three at a time
+# The size of one float32 copy of logits; there are two or three at a time.
+CHUNK_BYTES = 2**25
 LEAST = 1e-30
 NOTHING = -1e30
 
@@ -37,18 +38,18 @@ class TopLogits:
         return self.ids, self.logits, self.log_sums, self.thresholds
 
     def dense(self) -> DenseRows:
-        """Where k is the whole vocabulary: any temperature will do."""
+        """The logits of the whole vocabulary, where k is as large; they serve any temperature."""
         logits = self.logits.float()
         return DenseRows(torch.empty_like(logits).scatter_(-1, self.ids.long(), logits))
 
     def top(self, temperature: float, column: int, vocab_size: int) -> Rows:
-        """All of them, and the rest as one bucket. column: of log_sums, that of `temperature`."""
+        """All stored ids, and the rest as one. column: the place of `temperature` in log_sums."""
         log_probs = self.logits.float() / temperature - self.log_sums[:, column, None]
         return TopRows(self.ids.long(), log_probs, vocab_size)
 
     def sampled(self, best: int, temperature: float, column: int, *, drawn_at: float, vocab_size: int) -> Rows:
-        """All of them, with the mass of the rest on those drawn, so that the expectation of the forward KL's gradient
-        is that of all tokens. drawn_at: the temperature of the draw.
+        """All stored ids, where those that were drawn stand for all others: they share the probability of the rest,
+        and the expectation of the forward KL's gradient is that of all tokens. drawn_at: the temperature of the draw.
 
         A token drawn stands for max(1, threshold / weight) like it (Duffield, Lund and Thorup, Priority sampling for
         estimation of arbitrary subset sums, 2007); the numbers are scaled so that all probabilities sum to 1.
@@ -65,7 +66,7 @@ class TopLogits:
 
 @dataclass(frozen=True)
 class KeptLogits:
-    """What is kept of a row: the `best` tokens, and `drawn` of the others at the highest of the temperatures."""
+    """How much is kept of a row of logits: the `best` tokens, and `drawn` others, drawn at the highest temperature."""
 
     best: int
     drawn: int
@@ -104,7 +105,7 @@ def _chosen(logits: Tensor, choice: KeptLogits, generator: torch.Generator | Non
 
 
 def _draw(log_weights: Tensor, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Those of the highest priority weight / u, u uniform, and the logarithm of the priority of the next one."""
+    """The ids of the highest priorities weight / u, u uniform, and the logarithm of the next priority below them."""
     priorities = torch.empty_like(log_weights).exponential_(generator=generator).add_(log_weights)
     found, ids = priorities.topk(count + 1, -1)
     return ids[:, :-1], found[:, -1]

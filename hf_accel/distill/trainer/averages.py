@@ -9,7 +9,8 @@ import torch
 from accelerate.utils import reduce
 from torch import Tensor
 
-OFF_POLICY = {"ce_loss"}  # no part of a step on samples
+# These losses are no part of a step on the student's own samples.
+OFF_POLICY = {"ce_loss"}
 
 
 class Averages:
@@ -42,8 +43,11 @@ class Averages:
         self._tokens += sum(int((batch["labels"] != -100).sum()) for batch in batches)
 
     def take(self, args: Any, is_divided: bool) -> dict[str, float]:
-        """What there is to log, the same on every process; averaging begins anew. args: of the Trainer. is_divided:
-        whether losses are divided by the labels of the whole step, and not of the micro-batch."""
+        """Returns what there is to log, the same on every process, and begins anew.
+
+        args: of the Trainer. is_divided: whether losses are divided by the labels of the whole step, and not by those
+        of the micro-batch.
+        """
         nothing = torch.zeros((), dtype=torch.float64, device=args.device)
         steps = {name: self._steps - self._sampled_steps * (name in OFF_POLICY) for name in self._names}
         names = [name for name in self._names if steps[name]]

@@ -107,7 +107,8 @@ def layers_of(model: Any, whose: str) -> nn.ModuleList:
 
 
 def projections_of(layer: nn.Module, where: str) -> dict[str, Site]:
-    """Where the queries, keys and values of a layer come from. Raises UnsupportedError for layers of other kinds."""
+    """Finds the modules that make the queries, keys and values of a layer. Raises UnsupportedError for a layer of
+    another kind."""
     parts = dict(layer.named_modules())
     for attention, *names in SEPARATE:
         if all(f"{attention}.{name}" in parts for name in names):

@@ -17,7 +17,8 @@ from ..teachers.labels import is_shifted, labels_of
 from ..teachers.teacher import Teacher
 from .hook import with_decoder_inputs
 
-ROWS = 256  # of logits compared at a time: float32 of both, and what is made of them
+# So many rows of logits are compared at a time, in float32.
+ROWS = 256
 
 
 class EvaluationMeter:

@@ -76,7 +76,7 @@ class DistillationHook:
         self._is_checked = self._is_underway = self._answered = self._learnt = False
         self._inputs: dict[str, Any] = {}
         self._hidden: LastHidden | None = None
-        self._told: list[tuple[Tensor, Tensor, int | None]] = []
+        self._losses: list[tuple[Tensor, Tensor, int | None]] = []
 
     def install(self, model: Any) -> None:
         """A second time changes nothing. Raises UnsupportedError if another hook teaches this model."""
@@ -131,12 +131,12 @@ class DistillationHook:
     def report(self, averages: Averages, micro_batches: int | None = None) -> None:
         """Add both parts of the losses since the last report. micro_batches: of the whole step; None for as many as
         have had labels since."""
-        labels = sum(count or 0 for _, _, count in self._told)
-        for ce, kd, count in self._told:
-            share = count / labels if count else 1.0 if self.is_divided else 1 / (micro_batches or len(self._told))
+        labels = sum(count or 0 for _, _, count in self._losses)
+        for ce, kd, count in self._losses:
+            share = count / labels if count else 1.0 if self.is_divided else 1 / (micro_batches or len(self._losses))
             averages.add("ce_loss", ce, share)
             averages.add("kd_loss", kd, share)
-        self._told.clear()
+        self._losses.clear()
 
     # -- one pass --------------------------------------------------------------------------------------
 
@@ -198,13 +198,14 @@ class DistillationHook:
     def _on_backward_end(self) -> None:
         self._is_underway = False
 
-    def _tell(self, ce: Any, kd: Any, is_divided: bool, count: int | None = None) -> None:
+    def _keep(self, ce: Any, kd: Any, is_divided: bool, count: int | None = None) -> None:
         """count: of the labels, where what the trainer divides by is not known yet."""
-        self._told.append((torch.as_tensor(ce).detach(), torch.as_tensor(kd).detach(), count))
+        self._losses.append((torch.as_tensor(ce).detach(), torch.as_tensor(kd).detach(), count))
         self.is_divided = is_divided
 
     def _read(self, model: Any, inputs: dict[str, Any], shape: torch.Size) -> tuple[Tensor, Tensor, bool]:
-        """Which positions learn, what, and whether the labels were shifted for it. shape: of what predicts them."""
+        """Returns which positions learn, the label of each, and whether the labels were shifted for it. shape: of the
+        positions that the student predicts at."""
         shift = is_shifted(model, inputs, self.shift)
         select, chosen = learnt(labels_of(inputs), shift)
         if select.shape != shape:
@@ -215,7 +216,7 @@ class DistillationHook:
         return select, chosen, shift
 
     def _mix_logits(self, model: Any, inputs: dict[str, Any], output: Any) -> Tensor:
-        """The model's own loss and the teacher's share."""
+        """The loss made of the model's own and the teacher's share."""
         _check_output(output)
         own, logits = output.loss, output.logits
         select, chosen, shift = self._read(model, inputs, logits.shape[:-1])
@@ -228,11 +229,12 @@ class DistillationHook:
         rows = self.teacher.rows(with_decoder_inputs(model, inputs), select)
         kd = divergence_sum(logits, rows, self.objective, select=select) / divisor
         balance = _balance(model, output, own.device)
-        self._tell(own - balance, kd, bool(self._divisor.is_given))
+        self._keep(own - balance, kd, bool(self._divisor.is_given))
         return self.objective.alpha * own + (1 - self.objective.alpha) * (kd + balance)
 
     def _settle(self, inputs: dict[str, Any], output: Any, shift: bool, count: int) -> None:
-        """In the first pass: find what the own loss is divided by, and whether it reads the labels as we do."""
+        """In the first pass, find out what the model's own loss is divided by, and check that it reads the labels in
+        the same way."""
         summed = self._divisor.settle(output.loss)
         if self._is_checked or not count or self.shift is not None:
             return
@@ -243,11 +245,11 @@ class DistillationHook:
             check_reading(summed, output.logits, inputs["labels"].to(output.logits.device), shift)
 
     def _mix_hidden(self, model: Any, inputs: dict[str, Any], output: Any) -> Tensor:
-        """Both losses from hidden states, as the model's own would be divided."""
+        """The loss made of both from hidden states, divided as the model's own would be."""
         count, sums = self._hidden_sums(model, inputs, output.logits)
         items = inputs.get("num_items_in_batch")
         divisor = max(count, 1) if items is None else items
-        self._tell(sums.ce / divisor, sums.kd / divisor, items is not None)
+        self._keep(sums.ce / divisor, sums.kd / divisor, items is not None)
         return sums.total / divisor + _balance(model, output, sums.total.device)
 
     def _mix_log_probs(self, model: Any, inputs: dict[str, Any], output: Any) -> Tensor:
@@ -259,7 +261,7 @@ class DistillationHook:
             return alpha * log_probs
         divisor = count if self.items is None else self.items
         waits = count if self.items is None else None
-        self._tell(-log_probs.sum() / divisor, sums.kd / divisor, self.items is not None, waits)
+        self._keep(-log_probs.sum() / divisor, sums.kd / divisor, self.items is not None, waits)
         return alpha * log_probs - (1 - alpha) * (sums.total / count * output.label_mask)
 
     def _hidden_sums(self, model: Any, inputs: dict[str, Any], logits: Tensor | None) -> tuple[int, Sums]:

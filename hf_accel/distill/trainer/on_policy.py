@@ -32,7 +32,7 @@ class StudentSampler:
 
     @classmethod
     def of(cls, settings: DistillationSettings, seed: int, student: Any, tokenizer: Any) -> StudentSampler:
-        """With the end and padding tokens of the student or, where it has none, of the tokenizer."""
+        """A sampler with the end and padding tokens of the student or, where it has none, of the tokenizer."""
         config = unwrapped(student).generation_config
         if config is None:
             raise UnsupportedError(f"lmbda={settings.lmbda}: {type(student).__name__} cannot generate")
@@ -67,7 +67,8 @@ class StudentSampler:
             top_k=self.settings.sampling_top_k,
             top_p=self.settings.sampling_top_p,
             num_beams=1,
-            use_cache=True,  # Trainer has it off in the config
+            # A Trainer has it off in the config.
+            use_cache=True,
             eos_token_id=self.eos or None,
             pad_token_id=self.pad,
         )
@@ -150,7 +151,8 @@ def _inference(student: Any) -> Iterator[None]:
 
 @contextmanager
 def _without_defaults(student: Any) -> Iterator[None]:
-    """Without the student's own penalties and filters, so that samples come from the distribution that is trained."""
+    """Take the student's own penalties and filters away inside the block, so that samples come from the distribution
+    that is trained."""
     inner = unwrapped(student)
     own, inner.generation_config = inner.generation_config, GenerationConfig()
     try:

@@ -343,10 +343,10 @@ def test_damage_is_named(cache: TeacherCache) -> None:
 
     def opened(cause: str) -> None:
         with pytest.raises(HfAccelError, match=cause):
-            TeacherCache(cache.path).verify()
+            TeacherCache(cache.path).check_files()
         shard.write_bytes(whole)
         index.write_text(listed)
-        TeacherCache(cache.path).verify()
+        TeacherCache(cache.path).check_files()
 
     for at in range(0, len(whole), len(whole) // 60):
         damage(shard, at)
@@ -367,7 +367,7 @@ def test_a_damaged_shard_is_built_again(teacher: Any, cache: TeacherCache) -> No
     (cache.path / "shard-00001.safetensors").write_bytes(b"")
     again = TeacherCache.build(teacher, texts(), cache.path, **WHOLE)
     again.check(teacher, ONE)
-    again.verify()
+    again.check_files()
     assert len(again.rows(*batch(texts()))) == cache.num_tokens == again.num_tokens
 
 
@@ -423,7 +423,7 @@ def test_a_complete_cache_outlives_what_replaces_it(
         with monkeypatch.context() as patched, pytest.raises(HfAccelError, match="No space"):
             failing(patched, after=0)
             TeacherCache.build(teacher, build(), cache.path, **WHOLE)
-        TeacherCache(cache.path).verify()
+        TeacherCache(cache.path).check_files()
     with monkeypatch.context() as patched, pytest.raises(HfAccelError, match="No space"):
         failing(patched, after=1)
         TeacherCache.build(other, texts(), cache.path, overwrite=True, shard_bytes=20_000, **WHOLE)
