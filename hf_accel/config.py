@@ -195,10 +195,10 @@ class SpeculativeConfig:
     ngram: tuple[int, int] = (2, 5)
 
     def __post_init__(self) -> None:
-        for drafter in self.drafter if isinstance(self.drafter, list | tuple) else [self.drafter]:
+        for drafter in self.drafters:
             if isinstance(drafter, str):
                 one_of("drafter", drafter, DRAFTERS)
-        if self.drafter is None or (isinstance(self.drafter, list | tuple) and not self.drafter):
+        if self.drafter is None or not self.drafters:
             raise UnsupportedError(f"drafter={self.drafter!r} names none; leave speculative=None for no speculation")
         if self.num_draft != "auto" and self.num_draft != 0:
             positive_int("num_draft", self.num_draft)
@@ -209,10 +209,14 @@ class SpeculativeConfig:
             raise UnsupportedError(f"ngram={self.ngram!r} must be the fewest and the most tokens, as (2, 5)")
 
     @property
+    def drafters(self) -> list[Any]:
+        """All that are given, in order."""
+        return list(self.drafter) if isinstance(self.drafter, list | tuple) else [self.drafter]
+
+    @property
     def is_plain(self) -> bool:
         """Whether it can be written down: the drafter is named, not handed over."""
-        drafters = self.drafter if isinstance(self.drafter, list | tuple) else [self.drafter]
-        return all(isinstance(drafter, str) for drafter in drafters)
+        return all(isinstance(drafter, str) for drafter in self.drafters)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SpeculativeConfig:
         """Frozen, and a copy of a model can draft with the same draft model."""

@@ -121,8 +121,7 @@ def _speculation_line(plan: Plan) -> Line:
     config = plan.config.speculative
     if config is None:
         return Line("generate", "speculation", "off", "unless a call asks for it")
-    drafters = config.drafter if isinstance(config.drafter, list | tuple) else [config.drafter]
-    names = ", ".join(drafter if isinstance(drafter, str) else type(drafter).__name__ for drafter in drafters)
+    names = ", ".join(drafter if isinstance(drafter, str) else type(drafter).__name__ for drafter in config.drafters)
     length = f"up to {config.max_draft} tokens" if config.num_draft == "auto" else f"{config.num_draft} tokens"
     return Line("generate", "speculation", names, f"{length} a pass, verified by {config.verify}")
 

@@ -126,7 +126,7 @@ def unpatch(model: Model) -> Model:
     """
     inner = transformers_model(model)
     if not is_patched(inner):
-        outer = getattr(inner, "__dict__", {}).get(PART_OF)
+        outer = vars(inner).get(PART_OF)
         if outer is not None:
             raise UnsupportedError(f"this is a part of a patched {outer}; call hf_accel.unpatch() on the whole")
         raise UnsupportedError("the model is not patched; there is nothing to take out")

@@ -21,7 +21,7 @@ from .check import named
 from .config import GROUP_SIZES
 from .errors import UnsupportedError
 from .linear.hf import METHOD, lost_on_saving
-from .tensors import is_plain
+from .tensors import is_plain_tensor
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ def other_quantizer(model: PreTrainedModel) -> str | None:
     if quantizer is not None and method != METHOD:
         return str(getattr(method, "value", method))
     weights = [m._parameters.get("weight") for m in model.modules() if isinstance(m, nn.Linear)]
-    foreign = [w for w in weights if w is not None and not is_plain(w) and not hasattr(w, "device_mesh")]  # no DTensor
+    weights = [w for w in weights if w is not None and not hasattr(w, "device_mesh")]  # a DTensor is as loaded
+    foreign = [w for w in weights if not is_plain_tensor(w)]
     return type(foreign[0]).__name__ if foreign else None
 
 
@@ -179,7 +180,7 @@ def attention_refusal(model: PreTrainedModel) -> str | None:
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Those that call an attention function of transformers' interface, but for the parts that keep theirs."""
-    return [module for _, module in modules_outside(model) if attention_code(type(module)).attends]
+    return [module for _, module in modules_outside(model) if attention_code(type(module)).attends]  # type: ignore[arg-type]
 
 
 def _eager_refusal(model: PreTrainedModel) -> str | None:

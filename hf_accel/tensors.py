@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)  # types whose numbers are where data_ptr() says, in their dtype
 
 
-def is_plain(tensor: Tensor) -> bool:
+def is_plain_tensor(tensor: Tensor) -> bool:
     return type(tensor) in PLAIN
 
 

@@ -48,21 +48,17 @@ class AttentionCode:
 def code_of(module: Any) -> AttentionCode:
     """What is known of a module: branches that need a part that it does not have are left out."""
     absent = {name for place in ("_modules", "_parameters", "_buffers") for name in _missing(vars(module)[place])}
-    return attention_code(type(module), frozenset(absent | _missing(vars(module))))
+    kind: type = type(module)
+    return attention_code(kind, frozenset(absent | _missing(vars(module))))
 
 
 def _missing(entries: dict[str, Any]) -> set[str]:
     return {name for name, value in entries.items() if value is None}
 
 
+@lru_cache(maxsize=4096)
 def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> AttentionCode:
     """What is known of the modules of a class whose attributes of the names `absent` are None."""
-    key: Any = kind
-    return _attention_code(key, absent)
-
-
-@lru_cache(maxsize=4096)
-def _attention_code(kind: type, absent: frozenset[str]) -> AttentionCode:
     name = kind.__name__
     functions = _functions(kind, absent)
     if functions is None:

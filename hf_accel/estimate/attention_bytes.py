@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import UnsupportedError
 
@@ -61,9 +63,6 @@ def attention_layers(config: Any, *, context: int) -> list[AttentionLayer]:
 
     Layers that reuse another's keys and values are left out. Raises UnsupportedError for recurrent and other layers.
     """
-    from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
     layers, cache = [], cast(Any, DynamicCache(config=config))
     # Layers that reuse others' come last. The cache of older transformers ends before them.
     for layer, shape in zip(cache.layers, config.per_layer_config, strict=False):

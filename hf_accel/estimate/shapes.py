@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from ..errors import UnsupportedError
 from ..models import without_adapters
@@ -19,8 +20,6 @@ def shapes_of(source: Any, *, dtype: torch.dtype | None) -> Any:
 
     dtype: of the built model; None takes the config's, else float32. Raises UnsupportedError for what is no decoder.
     """
-    from transformers import AutoModelForCausalLM, PreTrainedConfig
-
     if isinstance(source, nn.Module):
         check_decoder(decoder_config(source))
         inner = without_adapters(source)
@@ -53,8 +52,6 @@ def decoder_config(model: nn.Module) -> Any:
 
 def check_decoder(config: Any) -> None:
     """Raise UnsupportedError unless `config` describes a decoder that caches keys and values."""
-    from transformers import MODEL_FOR_MASKED_LM_MAPPING
-
     name = type(config).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{name} describes an encoder-decoder; estimate() knows decoder-only models")
@@ -71,8 +68,6 @@ def check_decoder(config: Any) -> None:
 
 
 def _load(path: str | os.PathLike[str]) -> Any:
-    from transformers import AutoConfig
-
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from ..linear import QuantLinear
 from ..state import find_state
@@ -24,23 +22,15 @@ def unpatched_shapes(model: Any) -> Any:
     Weights that the patch freed, or that never were there, stand on meta.
     """
     copied: Any = twin(model)
+    layers = {name: module for name, module in copied.named_modules() if isinstance(module, QuantLinear)}
     state = find_state(copied)
     if state is not None:
-        for write in state.journal.writes:
-            if isinstance(write.new, QuantLinear):
-                _with_shape(write.old, write.new)
         state.journal.undo()
-    for name, layer in list(copied.named_modules()):
-        if isinstance(layer, QuantLinear):
+    for name, layer in layers.items():
+        there = copied.get_submodule(name)
+        if there is layer or there.weight.numel() == 0:
             copied.set_submodule(name, _linear(layer))
     return copied
-
-
-def _with_shape(original: nn.Linear | Conv1D, layer: QuantLinear) -> None:
-    if original.weight.numel() == 0:
-        rows, columns = layer.out_features, layer.in_features
-        shape = (columns, rows) if isinstance(original, Conv1D) else (rows, columns)
-        original.weight = nn.Parameter(torch.empty(shape, dtype=layer.compute_dtype, device="meta"))
 
 
 def _linear(layer: QuantLinear) -> nn.Linear:

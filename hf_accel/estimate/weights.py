@@ -6,18 +6,15 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..config import WeightConfig
 from ..errors import UnsupportedError
 from ..linear import LinearSpec
 from ..survey import LinearSite, linear_sites
 from .shapes import decoder_config
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 MULTIPLIED = ("linears", "experts", "head")  # the kinds that a token is multiplied with
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..kernels.cpu.elementwise import rms_norm, rope
 from ..kernels.cpu.library import FLOATS
-from ..tensors import is_plain as is_plain_tensor
+from ..tensors import is_plain_tensor
 from .projections import ProjectionCall, is_unobserved
 from .structure import gated_code
 

@@ -15,7 +15,7 @@ from ..kernels.cpu.library import native
 from ..state import FUSED
 from ..tensors import PLAIN
 from .forms import ROTATION, GatedNames, NormForm, Rotation, form_of_rotation, norm_form
-from .projections import is_plain, is_unobserved
+from .projections import is_bare_linear, is_unobserved
 
 # -- norms ---------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class NativeGatedMLP(Mixin):
             parts: GatedNames = own[FUSED]
             modules: dict[str, nn.Module] = own["_modules"]
             gate, up = modules[parts.gate], modules[parts.up]
-            if is_plain(gate) and is_plain(up) and _is_held(parts.activation, own):
+            if is_bare_linear(gate) and is_bare_linear(up) and _is_held(parts.activation, own):
                 call = parts.call.ready((gate, up), x)
                 if call is not None:
                     hidden = call(x.reshape(-1, x.shape[-1]))

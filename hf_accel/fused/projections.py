@@ -16,7 +16,7 @@ from ..kernels.cpu.library import FLOATS, native, refusal
 from ..linear import QuantLinear
 from ..linear.cpu import Cpu, CpuWeight
 from ..state import FUSED, FUSED_PROJECTIONS
-from ..tensors import is_plain as is_plain_tensor
+from ..tensors import is_plain_tensor
 
 # Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place.
 FLOAT_ROWS = {torch.bfloat16: 16, torch.float16: 128, torch.float32: 128}
@@ -25,7 +25,7 @@ UNLIMITED = 2**62
 NativeCall = IntegerLinear | FloatLinear
 
 
-def is_plain(layer: nn.Module) -> bool:
+def is_bare_linear(layer: nn.Module) -> bool:
     """Whether calling `layer` does nothing but its product: no adapter around it, and nothing that wants to see it."""
     kind = type(layer)
     if kind is not QuantLinear and kind is not nn.Linear and not isinstance(layer, NativeLinear):

@@ -44,6 +44,20 @@ class LinearSpec:
             activations=config.activations,
         )
 
+    @classmethod
+    def of_stored(cls, weight: QuantizedWeight, activations: Activations) -> LinearSpec:
+        """What a weight that is quantized already needs."""
+        return cls(
+            in_features=weight.shape[1],
+            out_features=weight.shape[0],
+            bits=weight.bits,
+            group_size=weight.group_size,
+            symmetric=weight.symmetric,
+            dtype=weight.weight_scale.dtype,
+            device_type=weight.weight_scale.device.type,
+            activations=activations,
+        )
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of the stored integers, scales and zero points."""

@@ -37,18 +37,16 @@ class QuantLinear(nn.Linear):
     def __init__(
         self, weight: QuantizedWeight, bias: Tensor | None, *, activations: Activations, backend: str
     ) -> None:
-        self._describe(weight.shape, (weight.bits, weight.group_size, weight.symmetric), activations, backend)
+        self._describe(LinearSpec.of_stored(weight, activations), backend)
         self._buffers.update(state(weight))
         self._set_bias(bias)
 
-    def _describe(
-        self, shape: tuple[int, int], levels: tuple[int, int, bool], activations: Activations, backend: str
-    ) -> None:
-        """levels: the weight's bits, its group size, and whether it is symmetric."""
+    def _describe(self, spec: LinearSpec, backend: str) -> None:
         nn.Module.__init__(self)
-        self.out_features, self.in_features = shape
-        self.bits, self.group_size, self.symmetric = levels
-        self.activations = activations
+        self.in_features, self.out_features = spec.in_features, spec.out_features
+        self.bits, self.symmetric = spec.bits, spec.symmetric
+        self.group_size = spec.group_size if spec.bits == 4 else spec.in_features
+        self.activations = spec.activations
         self.requested_backend = backend
         self.choice: BackendChoice | None = None
         self.fused_projections: Any = None  # what computes this layer together with others on one tensor, see fused
@@ -67,10 +65,8 @@ class QuantLinear(nn.Linear):
 
         A Parameter given as bias is kept as it is.
         """
-        layer, spec = cls.__new__(cls), choice.spec
-        group_size = spec.in_features if spec.bits == 8 else spec.group_size
-        levels = (spec.bits, group_size, spec.symmetric)
-        layer._describe((spec.out_features, spec.in_features), levels, spec.activations, backend)
+        layer = cls.__new__(cls)
+        layer._describe(choice.spec, backend)
         layer.choice, layer._packed = choice, packed
         layer._set_bias(bias)
         return layer
@@ -169,20 +165,8 @@ class QuantLinear(nn.Linear):
 
     @property
     def spec(self) -> LinearSpec:
-        if self.choice is not None:
-            return self.choice.spec
-        scale = self._buffers["weight_scale"]
-        assert scale is not None
-        return LinearSpec(
-            in_features=self.in_features,
-            out_features=self.out_features,
-            bits=self.bits,
-            group_size=self.group_size,
-            symmetric=self.symmetric,
-            dtype=scale.dtype,
-            device_type=scale.device.type,
-            activations=self.activations,
-        )
+        """What a backend is asked about; the dtype and the device are those that the layer has now."""
+        return self.choice.spec if self.choice is not None else LinearSpec.of_stored(self.quantized, self.activations)
 
     def pack(self) -> QuantLinear:
         """Turn the buffers into the backend's form. Called by itself on the first forward."""

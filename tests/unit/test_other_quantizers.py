@@ -16,7 +16,7 @@ from hf_accel.generation.hf.model_runner import weights_salt
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
 from hf_accel.originals import parameter_bytes
-from hf_accel.tensors import is_plain, plain_tensors
+from hf_accel.tensors import is_plain_tensor, plain_tensors
 
 from ..parity.families import build, inputs
 from ..parity.snapshot import bits, logits
@@ -108,7 +108,7 @@ def test_the_bytes_of_torchao_weights(torchao: Any) -> None:
     layer = nn.Sequential(nn.Linear(64, 32, bias=False))
     torchao.quantize_(layer, torchao.Int8WeightOnlyConfig())
     parts = list(plain_tensors(layer[0].weight))
-    assert not is_plain(layer[0].weight)
+    assert not is_plain_tensor(layer[0].weight)
     assert sum(part.nbytes for part in parts if part.dtype == torch.int8) == 64 * 32 + (0 if len(parts) == 2 else 32)
     assert parameter_bytes(layer.parameters()) == sum(part.nbytes for part in parts) < 64 * 32 * 4
     assert parameter_bytes([layer[0].weight, layer[0].weight]) == parameter_bytes(layer.parameters())
@@ -133,5 +133,5 @@ def test_a_prefix_from_before_a_write_to_torchao_weights(torchao: Any) -> None:
 
 def test_plain_tensors() -> None:
     for tensor in (torch.ones(2), nn.Parameter(torch.ones(2)), nn.Buffer(torch.ones(2))):
-        assert is_plain(tensor)
+        assert is_plain_tensor(tensor)
         assert [part is tensor for part in plain_tensors(tensor)] == [True]

@@ -22,7 +22,7 @@ from ...state import BACKEND_ATTRIBUTE
 from ...tensors import is_recorded, product_dtype
 from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose
 from ..module_code import CALL_KEYWORDS
-from .stock import EAGER, collects_attentions, recorded_attention, stock_attention, stock_name
+from .stock import EAGER, collects_attentions, name_before_patch, recorded_attention, stock_attention
 
 NAME = "hf_accel"
 _INFO = "_hf_accel_mask"  # on a mask of ours: its MaskInfo
@@ -121,7 +121,7 @@ def _unknown(
     if info is None:
         return None if mask is None or mask.ndim == 4 else f"it is given a mask of shape {tuple(mask.shape)}"
     # a module that is not causal, where stock's sdpa would go by that
-    return None if causal or not info.left_out or stock_name(module) == EAGER else "it is not causal"
+    return None if causal or not info.left_out or name_before_patch(module) == EAGER else "it is not causal"
 
 
 def _paged(backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionOptions, *, paged: PagedKV) -> Tensor:

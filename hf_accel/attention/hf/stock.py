@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ SDPA, EAGER = "sdpa", "eager"
 TRIED = 5  # tokens on which a function is compared
 
 
-def stock_name(module: nn.Module) -> str:
+def name_before_patch(module: nn.Module) -> str:
     """The implementation that the module attends by without us."""
     name: str = getattr(module, STOCK_ATTRIBUTE, SDPA)
     return name
@@ -43,7 +42,7 @@ def stock_attention(
     query [B, Hq, Q, D] over a dense kv -> [B, Q, Hq, Dv], and weights [B, Hq, Q, T] or None. left_out: stock's sdpa
     has no mask here, and goes by is_causal instead.
     """
-    name, eager = stock_name(module), eager_function(module)
+    name, eager = name_before_patch(module), eager_function(module)
     weights = bool(options.get("output_attentions")) or collects_attentions()
     if eager is None or (name != EAGER and not weights):
         function = AttentionInterface()[SDPA if name == EAGER else name]
@@ -77,12 +76,7 @@ def _full_mask(mask: Tensor | None, query: Tensor, key: Tensor, *, causal: bool)
 
 def eager_function(module: nn.Module) -> Any:
     """The plain-torch attention of the file that a module's class comes from; None if it has none."""
-    kind: Any = type(module)
-    return _eager_function(kind)
-
-
-@lru_cache(maxsize=1024)
-def _eager_function(kind: type) -> Any:
+    kind: type = type(module)
     original: type = kind.__bases__[1] if issubclass(kind, Mixin) else kind
     name = attention_code(original).eager
     return None if name is None else getattr(sys.modules.get(original.__module__), name, None)

@@ -35,7 +35,7 @@ def make_speculation(config: SpeculativeConfig | None, runner: ModelRunner, page
         return Speculation(verifier("token"))
     rule = verifier(config.verify)
     drafters = _Drafters(config, rule, runner, pages)
-    wanted = config.drafter if isinstance(config.drafter, list | tuple) else [config.drafter]
+    wanted = config.drafters
     made = [drafters.make(one) for one in wanted]
     return Speculation(rule, made, _controller(config, drafters.state), invariant_rows=drafters.state.invariant_rows)
 
@@ -55,7 +55,7 @@ def keep_learnt(config: SpeculativeConfig | None, speculation: Speculation, mode
 
 def _kind(config: SpeculativeConfig) -> tuple[Any, ...]:
     """What a controller has learnt about: a drafter that was handed over is known by its place in memory."""
-    wanted = config.drafter if isinstance(config.drafter, list | tuple) else [config.drafter]
+    wanted = config.drafters
     names = tuple(one if isinstance(one, str) else id(one) for one in wanted)
     return names, config.num_draft, config.max_draft
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_accel.config import WeightConfig
-from hf_accel.fused.projections import FusedProjections, NativeLinear, ProjectionCall, is_plain
+from hf_accel.fused.projections import FusedProjections, NativeLinear, ProjectionCall, is_bare_linear
 from hf_accel.instance import mixed_class
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
@@ -145,8 +145,8 @@ def test_mixed_formats_are_computed_alone():
 
 def test_plain_is_without_hooks_and_of_a_known_kind():
     layer = nn.Linear(4, 4)
-    assert is_plain(layer)
-    assert is_plain(floating().q_proj)
-    assert not is_plain(nn.Sequential(layer))
+    assert is_bare_linear(layer)
+    assert is_bare_linear(floating().q_proj)
+    assert not is_bare_linear(nn.Sequential(layer))
     layer.register_forward_pre_hook(lambda *args: None)
-    assert not is_plain(layer)
+    assert not is_bare_linear(layer)
