@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from . import attention as attention_backends
 from .attention.hf import stock_parts
-from .check import check_model, check_skip
+from .check import check_model
 from .config import PatchConfig, WeightConfig
 from .errors import UnsupportedError
 from .explain import explain
@@ -31,9 +31,8 @@ from .survey import (
     attention_refusal,
     attention_sites,
     cache_refusal,
-    check_groups,
-    linear_sites,
     other_quantizer,
+    sites_for,
 )
 
 
@@ -122,11 +121,7 @@ def plan_linears(
     """What happens to each Linear; device_type: where the weights will be, for a model that is on meta still."""
     if config is None:
         return
-    check_skip(model, config.skip)
-    sites = list(linear_sites(model, config.skip))
-    if config.bits == 4:
-        check_groups(sites, config.group_size)
-    for site in sites:
+    for site in sites_for(model, config):
         kept = config.for_head if site.is_head else config
         if kept is None:
             yield LinearPlan(site, config, "head=None")

@@ -17,8 +17,8 @@ from .attention.hf import NAME as ATTENTION_NAME
 from .attention.hf import attention_refusals, eager_agrees, modules_outside, stock_implementation, stock_parts
 from .attention.module_code import attention_code, code_of
 from .cache.hf import NOT_PAGED, layer_windows
-from .check import named
-from .config import GROUP_SIZES
+from .check import check_skip, named
+from .config import GROUP_SIZES, WeightConfig
 from .errors import UnsupportedError
 from .linear.hf import METHOD, lost_on_saving
 from .tensors import is_plain_tensor
@@ -70,7 +70,16 @@ def linear_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[Line
             yield LinearSite(name, module, is_head=module is head, is_tied=tied, skip=reason)
 
 
-def check_groups(sites: Iterable[LinearSite], group_size: int) -> None:
+def sites_for(model: PreTrainedModel, config: WeightConfig) -> list[LinearSite]:
+    """`linear_sites` for a config; raises UnsupportedError for names in skip= and for groups that do not fit."""
+    check_skip(model, config.skip)
+    sites = list(linear_sites(model, config.skip))
+    if config.bits == 4:
+        _check_groups(sites, config.group_size)
+    return sites
+
+
+def _check_groups(sites: Iterable[LinearSite], group_size: int) -> None:
     """Raise UnsupportedError unless groups of this size divide the inputs of every Linear that would be quantized."""
     widths = {site.name: site.weight.shape[1] for site in sites if not site.is_head and site.skip is None}
     cut = [name for name, width in widths.items() if width % group_size]
@@ -99,8 +108,8 @@ def other_quantizer(model: PreTrainedModel) -> str | None:
     if quantizer is not None and method != METHOD:
         return str(getattr(method, "value", method))
     weights = [m._parameters.get("weight") for m in model.modules() if isinstance(m, nn.Linear)]
-    weights = [w for w in weights if w is not None and not hasattr(w, "device_mesh")]  # a DTensor is as loaded
-    foreign = [w for w in weights if not is_plain_tensor(w)]
+    local = [w for w in weights if w is not None and not hasattr(w, "device_mesh")]  # a DTensor is not quantized
+    foreign = [w for w in local if not is_plain_tensor(w)]
     return type(foreign[0]).__name__ if foreign else None
 
 

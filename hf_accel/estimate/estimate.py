@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..check import check_skip
 from ..config import Default, checked_keywords, one_of, parse_weights, positive_int
 from ..errors import UnsupportedError
 from ..models import without_adapters
-from ..survey import check_groups, linear_sites
 from .attention_bytes import AttentionBytes, attention_layers
 from .result import Bound, Estimate
 from .roofline import Machine
@@ -64,10 +62,6 @@ def estimate(
     recipe = parse_weights(weights)
 
     shapes = shapes_of(model, dtype=dtype)
-    if recipe is not None:
-        check_skip(shapes, recipe.skip)
-        if recipe.bits == 4:
-            check_groups(linear_sites(shapes, recipe.skip), recipe.group_size)
     workload = Workload(
         tensors=tuple(weight_tensors(shapes, recipe)),
         layers=tuple(attention_layers(decoder_config(shapes), context=context)),

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..config import WeightConfig
 from ..errors import UnsupportedError
 from ..linear import LinearSpec
-from ..survey import LinearSite, linear_sites
+from ..survey import LinearSite, linear_sites, sites_for
 from .shapes import decoder_config
 
 MULTIPLIED = ("linears", "experts", "head")  # the kinds that a token is multiplied with
@@ -81,7 +81,8 @@ def weight_tensors(model: PreTrainedModel, config: WeightConfig | None) -> Itera
                 f"{name} of this model holds no plain weight but what another library makes of it; pass model.config, "
                 "and the model is counted before that"
             )
-    sites = {id(site.module.weight): site for site in linear_sites(model, config.skip if config else ())}
+    found = linear_sites(model, ()) if config is None else sites_for(model, config)
+    sites = {id(site.module.weight): site for site in found}
     seen: set[int] = set()
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
