@@ -1,4 +1,4 @@
-"""What is handed over as a model, and the names of its modules in skip=, held against what they can be."""
+"""Checks of what a user passes: the model, and the names of its modules in skip=."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ def _way_out(given: Any) -> str:
 
 
 def _within(given: Any) -> str | None:
-    """The attribute that holds a transformers model: of what torch, accelerate and others wrap around one, and of a
-    pipeline or a Trainer."""
+    """The name of the attribute of a wrapper, a pipeline or a Trainer that holds a transformers model, or None."""
     modules = given.named_modules() if isinstance(given, nn.Module) else ()
     found = next((name for name, module in modules if isinstance(module, PreTrainedModel)), None)
     return "model" if found is None and isinstance(getattr(given, "model", None), PreTrainedModel) else found
@@ -66,7 +65,7 @@ def check_model(model: object) -> PreTrainedModel:
 
 
 def check_skip(model: nn.Module, skip: tuple[str, ...]) -> None:
-    """Raise UnsupportedError for a name in skip= that is no Linear's, and so would skip nothing."""
+    """Raise UnsupportedError for a name in skip= that no Linear has, and that would skip nothing."""
     modules = dict(model.named_modules())
     linears = [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)]
     for wanted in skip:

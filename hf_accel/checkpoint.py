@@ -48,8 +48,8 @@ def prepare(model: PreTrainedModel, modules: Mapping[str, Mapping[str, Any]], fi
     """Put an empty QuantLinear in the place of each of `modules`, for the checkpoint `files` to be loaded into.
 
     model: on the meta device. modules: settings by name, as `module_settings` gives them. Raises UnsupportedError for
-    settings that this model cannot have, HfAccelError for files that do not hold what they should; the model is as it
-    was then.
+    settings that this model cannot have, HfAccelError for files that do not hold what they should; the model then
+    stays as it was.
     """
     layers = {name: _empty_layer(model, name, settings) for name, settings in modules.items()}
     if files and all(str(file).endswith(".safetensors") for file in files):
@@ -61,7 +61,10 @@ def prepare(model: PreTrainedModel, modules: Mapping[str, Mapping[str, Any]], fi
 
 
 def check_loaded(model: PreTrainedModel) -> None:
-    """The quantized layers of a model that was just loaded, also from what `prepare` could not look into."""
+    """Check the quantized layers of a model that was just loaded, also from files that `prepare` does not read.
+
+    Raises HfAccelError as `prepare` does.
+    """
     for name, layer in model.named_modules():
         if isinstance(layer, QuantLinear):
             loaded = {
@@ -99,7 +102,7 @@ def _empty_layer(model: PreTrainedModel, name: str, settings: Mapping[str, Any])
         )
     except UnsupportedError as error:
         raise UnsupportedError(f"quantization_config in config.json, module {name!r}: {error}; {AGAIN}") from error
-    # or transformers draws random numbers for the weight, which is no Parameter
+    # Without this mark transformers would draw random numbers for the weight, which is no Parameter.
     vars(layer)["_is_hf_initialized"] = True
     return layer
 
@@ -163,7 +166,7 @@ def _headers(files: Sequence[Path]) -> Iterator[tuple[str, Found]]:
 
 
 def _check_floats(model: PreTrainedModel, floats: Mapping[str, Tensor], found: set[str]) -> None:
-    """That what is outside of the quantized layers is there, and nothing else."""
+    """Raise HfAccelError unless the files hold the tensors outside of the quantized layers, and no others."""
     for name in sorted(floats.keys() - found - set(model._keys_to_ignore_on_save or ())):
         if not _matches(name, model._keys_to_ignore_on_load_missing):
             raise _missing(model, name)
@@ -176,7 +179,7 @@ def _check_floats(model: PreTrainedModel, floats: Mapping[str, Tensor], found: s
 
 
 def _groups(model: PreTrainedModel, layers: Mapping[str, QuantLinear]) -> Iterable[set[str]]:
-    """The names of tensors that are one: tied, or of a module that stands at two places. A file holds one of them."""
+    """Sets of names of one tensor: of tied weights, or of a module that stands at two places. A file has one name."""
     groups: dict[Any, set[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         groups.setdefault(id(tensor), set()).add(name)

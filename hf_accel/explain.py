@@ -111,7 +111,7 @@ def _cache_lines(plan: Plan) -> Iterator[Line]:
     if plan.stock_loop is not None:
         yield Line("generate", "all modes", "stock's loops", f"over the paged cache: {plan.stock_loop}")
         return
-    yield Line("generate", "greedy, sampling", "ragged", "no padding; a row that has ended costs nothing")
+    yield Line("generate", "greedy, sampling", "ragged", "no padding; a sequence that has ended costs nothing")
     yield Line("generate", "beams", "stock's loop", "over the paged cache; prompts stored once")
     yield Line("generate", "managers", "ragged", "init_continuous_batching: the loop that serves an Engine")
     yield _speculation_line(plan)

@@ -1,4 +1,4 @@
-"""Every write to a model goes through a Journal, which plays it back.
+"""Every write to a model goes through a Journal, which can take it back.
 
 A write is recorded as (owner, container, key, had it, old value), where the container is the name of
 a dict in vars(owner), such as "_modules", or None for vars(owner) itself. Names instead of the dicts
@@ -45,7 +45,7 @@ class Journal:
     def attribute(self, owner: Any, name: str, value: Any) -> None:
         """owner.name = value, in the instance's own dict; `__class__` is allowed."""
         if name == "__class__":
-            # Without the new class, which is made for this model alone, so that pickle would not find it by name.
+            # The new class is not recorded: it is made for this model alone, and pickle would not find it by name.
             self.writes.append(Write(owner, None, name, True, type(owner), None))
             owner.__class__ = value
         else:

@@ -51,7 +51,10 @@ class Packer:
         return name in self._linears
 
     def take(self, name: str, tensor: Tensor, stored_as: str | None) -> Tensor:
-        """Pack the parameter `name`, unless it must stay: what cannot be read back, or is not where it should be."""
+        """Pack the parameter `name`, and return a stand-in over a single number.
+
+        Returns `tensor` itself where it could not be read back, or is on another device than was planned.
+        """
         file = self._files.get(stored_as) if stored_as is not None else None
         if tensor.device.type != self._device_type or (file is None and not self._lose):
             return tensor
@@ -81,7 +84,8 @@ class Packer:
 
 
 def _own_copy(tensor: Tensor, file: Path, name: str) -> Tensor:
-    """The same tensor through a mapping of its own: what is read of transformers' stays resident to the end."""
+    """The same tensor through a mapping of its own: pages read through transformers' mapping stay in memory until
+    the whole model is loaded."""
     stored = read_tensor(file, name)
     if stored.dtype != tensor.dtype or stored.shape != tensor.shape:
         return tensor
@@ -92,12 +96,12 @@ def _own_copy(tensor: Tensor, file: Path, name: str) -> Tensor:
 def make_packer(
     model: PreTrainedModel, settings: PatchConfig, *, device_map: Any, files: Sequence[str]
 ) -> Packer | None:
-    """What packs the weights of a model on meta; None where the model has to be loaded whole and patched then."""
+    """The Packer for a model on meta; None where the model has to be loaded whole and patched then."""
     device_type, keep = _device_type(device_map), settings.keep_original
     stored = stored_tensors(files)
     if device_type is None or keep is True or (keep == "auto" and not stored):
         return None
-    with _torch_as_ever():
+    with _torchs_defaults():
         linears = [
             linear
             for linear in plan_linears(model, settings.weights, device_type=device_type)
@@ -107,8 +111,8 @@ def make_packer(
 
 
 @contextmanager
-def _torch_as_ever() -> Iterator[None]:
-    """Out of the dtype and the meta device in which transformers builds the model: backends try themselves out."""
+def _torchs_defaults() -> Iterator[None]:
+    """Leave the dtype and the meta device under which transformers builds a model: backends run trials on the CPU."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -156,7 +160,7 @@ def _originals(
 
 
 def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
-    """What was saved from a patched model has its quantized layers, and no originals."""
+    """Patch a model that was saved quantized: it has its quantized layers already, and no originals."""
     check_loaded(model)
     for layer in model.modules():
         if isinstance(layer, QuantLinear):
@@ -205,7 +209,7 @@ class HandOver(ConversionOps):
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **_: Any
     ) -> dict[str, Any]:
-        # one whole name on both sides is a tensor that was renamed at most
+        # A tensor with one whole name on both sides was renamed, but not joined with others or cut.
         stored_as = source_patterns[0] if len(source_patterns) == 1 and target_patterns == list(input_dict) else None
         return {name: self._hand_over(name, values, stored_as) for name, values in input_dict.items()}
 

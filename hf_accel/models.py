@@ -1,4 +1,4 @@
-"""A model as it is handed over: what is inside its wrappers, its lists of layers, and its mode."""
+"""What can be asked of any torch model: what its wrappers hold, its lists of layers, and its mode."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def layer_lists(model: nn.Module, count: int) -> dict[str, nn.ModuleList]:
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """No dropout inside the block; afterwards every module is in the mode it was in."""
+    """Put all modules in evaluation mode inside the block, and each back into its own mode afterwards."""
     training = [module for model in models for module in model.modules() if module.training]
     for module in training:
         module.training = False

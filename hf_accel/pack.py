@@ -1,7 +1,7 @@
 """Replace the Linears of a plan by quantized layers, a few at a time, and free what they replace as it goes.
 
 No more than a few float originals outlive their quantized form, so that a model never takes much more memory than it
-did. What is freed can be read back, or was given up by keep_original=False; nothing can then refuse any more.
+did. Weights are freed after all checks: what is freed can be read back, or was given up by keep_original=False.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def pack_weight(
 
 
 def _check_finite(linear: LinearPlan) -> None:
-    """What quantizing would refuse, before the first weight is given up."""
+    """Raise UnsupportedError for NaN and infinity, as quantizing would, before the first weight is freed for good."""
     low, high = linear.site.weight.detach().aminmax()
     if not (low.isfinite() and high.isfinite()):
         raise UnsupportedError(

@@ -100,7 +100,7 @@ def patch(
 
 
 def _check_unpatched(model: PreTrainedModel) -> None:
-    """Nothing is patched twice, nor a part of a patched model, nor a model of which a part is patched."""
+    """Raise UnsupportedError for a model that is patched, is part of a patched one, or has a part that is patched."""
     if is_patched(model):
         raise UnsupportedError("the model is patched already; call hf_accel.unpatch(model) first")
     outer = vars(model).get(PART_OF)
@@ -142,7 +142,7 @@ def unpatch(model: Model) -> Model:
 
 
 def _check_layers(model: PreTrainedModel, journal: Journal) -> None:
-    """Refuse to take out what holds more than patch() put in."""
+    """Raise if quantized layers were given other weights since patch(), or if something has put copies of them in."""
     placed = {id(write.new) for write in journal.writes}
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
     written = [name for name, layer in layers.items() if layer.changes]
@@ -215,7 +215,7 @@ def with_stock_attention(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _catch_up(model: PreTrainedModel, journal: Journal) -> None:
-    """What .train(), .to() and hooks did to the quantized layers since patch() is done to the originals."""
+    """Do to the originals what .train(), .to() and hooks did to the quantized layers since patch()."""
     for write in journal.writes:
         layer, original = write.new, write.old
         if isinstance(layer, QuantLinear):
@@ -273,7 +273,7 @@ def _replace_config(model: PreTrainedModel, journal: Journal) -> None:
 def _mark_quantized(todo: Plan, journal: Journal) -> None:
     """Tell transformers, so that save_pretrained writes a checkpoint that from_pretrained can read."""
     model = todo.model
-    # those of a quantized checkpoint stand in the model already
+    # Layers of a quantized checkpoint are in the model already; the others are still to be put in.
     layers = {name: module_settings(m) for name, m in model.named_modules() if isinstance(m, QuantLinear)}
     layers |= {linear.site.name: module_settings(linear.config) for linear in todo.quantized}
     if not layers:
@@ -283,7 +283,7 @@ def _mark_quantized(todo: Plan, journal: Journal) -> None:
     journal.attribute(model, "hf_quantizer", AccelQuantizer(settings))
     journal.attribute(model, "is_quantized", True)
     journal.attribute(model, "quantization_method", METHOD)
-    # what follows goes into configs of our own
+    # The config is a copy that _replace_config has put in.
     model.config.quantization_config = settings
     model.config._is_quantized = True
     break_ties(model, layers, journal)
@@ -339,7 +339,7 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
             journal.attribute(part, PART_OF, type(model).__name__)
     if not todo.stock_cache:
         journal.attribute(model, "__class__", mixed_class(AcceleratedGeneration, type(model)))
-        # the journal writes the entries itself; the handle only gives out an id that no other hook has
+        # The journal writes the entries itself. The handle is only asked for an id that no other hook has.
         hook_id = RemovableHandle(model._forward_pre_hooks).id
         journal.item(model, "_forward_pre_hooks_with_kwargs", hook_id, True)
         journal.item(model, "_forward_pre_hooks", hook_id, prepare_step)

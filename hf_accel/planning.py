@@ -78,7 +78,10 @@ def make_plan(model: object, config: PatchConfig, *, find_originals: FindOrigina
 
 
 def _check_other_quantizer(model: PreTrainedModel, config: PatchConfig) -> None:
-    """Two quantizers cannot save one checkpoint: weights that another one made stay, and so does its label."""
+    """Raise UnsupportedError if weights= was given for a model that another library has quantized.
+
+    Two quantizers cannot save one checkpoint.
+    """
     other = other_quantizer(model)
     asked = "weights" in config.explicit and config.weights is not None and not config.weights.only_if_faster
     if other is not None and asked:
@@ -118,7 +121,7 @@ def _stock_loop(model: PreTrainedModel, config: PatchConfig, stock_cache: str | 
 def plan_linears(
     model: PreTrainedModel, config: WeightConfig | None, *, device_type: str | None = None
 ) -> Iterable[LinearPlan]:
-    """What happens to each Linear; device_type: where the weights will be, for a model that is on meta still."""
+    """Decide about each Linear. device_type: where the weights will be, if the model is on meta still."""
     if config is None:
         return
     for site in sites_for(model, config):

@@ -160,7 +160,7 @@ def _reason_by_role(config: Any, module: nn.Module, head: nn.Module | None) -> s
     return None
 
 
-# What our attention and mask functions know how to stand for.
+# The implementations that our attention and mask functions can replace.
 STOCK_ATTENTION = (
     "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4", ATTENTION_NAME,
 )  # fmt: skip
@@ -188,12 +188,12 @@ def attention_refusal(model: PreTrainedModel) -> str | None:
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Those that call an attention function of transformers' interface, but for the parts that keep theirs."""
+    """The modules that call an attention function of transformers' interface, except in parts that keep theirs."""
     return [module for _, module in modules_outside(model) if attention_code(type(module)).attends]  # type: ignore[arg-type]
 
 
 def _eager_refusal(model: PreTrainedModel) -> str | None:
-    """Set if a module attends by a function of its own file that computes something else than ours, when tried."""
+    """A clause if a module's own attention function, tried on random input, does not compute what ours does."""
     for site in attention_sites(model, quantized_kv=False):
         if stock_implementation(model, site.module) == "eager" and not eager_agrees(site.module, site.spec):
             return f"the attention function of {type(site.module).__name__} is not softmax(q k^T) v as we know it"
@@ -237,9 +237,9 @@ def _masks_windows(model: PreTrainedModel) -> bool:
 
 
 def _bidirectional_refusal(model: PreTrainedModel) -> str | None:
-    """Set if the modules that keep K and V are not causal, where their attention function goes by that.
+    """A clause if the modules that keep K and V are not causal, and their attention function goes by `is_causal`.
 
-    One of several may be for an encoder's output, which never comes.
+    One module that is causal is enough: others may attend to an encoder's output, which a decoder alone never gets.
     """
     sites = [s for s in attention_sites(model, quantized_kv=False) if stock_implementation(model, s.module) != "eager"]
     if sites and not any(getattr(site.module, "is_causal", True) for site in sites):

@@ -1,4 +1,4 @@
-"""What a tensor is, and what torch does with it now: for those who would read its memory themselves."""
+"""What a tensor is, and what torch does with it now, for code that reads its memory without torch."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """That of torch.autocast, which knows no meta device; None where it is off."""
+    """The dtype of torch.autocast on a kind of device; None where it is off, and on meta, which it does not know."""
     enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if enabled else None

@@ -29,7 +29,7 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _modules(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Those of the model, and those that a patch has put aside."""
+    """The modules of the model, and those that a patch has put aside."""
     yield from model.modules()
     state = find_state(model)
     for write in () if state is None else state.journal.writes:

@@ -1,4 +1,4 @@
-"""Query rows a block at a time, each with only the keys that it may see."""
+"""Cut attention into blocks of query rows, each with only the keys that it may see."""
 
 from __future__ import annotations
 

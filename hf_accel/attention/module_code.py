@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import source
 
-# What our attention function applies, and what stock's sdpa ignores as well.
+# The keywords that our attention function applies, and those that stock's sdpa ignores as well.
 CALL_KEYWORDS = frozenset({
     "attention_mask", "dropout", "scaling", "is_causal", "softcap", "s_aux", "sinks", "sliding_window",
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "output_attentions",
@@ -135,7 +135,7 @@ class _DeadBranches(ast.NodeTransformer):
         return self.generic_visit(node) if truth is None else self.visit(node.body if truth else node.orelse)
 
     def _truth(self, test: ast.AST) -> bool | None:
-        """Of a condition; None where it depends on more."""
+        """The value of a condition; None where it is not known."""
         match test:
             case ast.Name(id="is_cross_attention") | ast.Attribute(attr="is_cross_attention"):
                 return False
@@ -179,7 +179,7 @@ def _interface_calls(function: ast.FunctionDef) -> list[ast.Call]:
 
 
 def _eager_names(function: ast.FunctionDef) -> Iterator[str]:
-    """As in ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)."""
+    """The second argument of ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)."""
     for node in ast.walk(function):
         match node:
             case ast.Call(func=ast.Attribute(attr="get_interface"), args=[_, ast.Name(id=name)]):

@@ -1,6 +1,6 @@
 """What a norm, a rotation or an MLP computes: read in its code, and found by trying our forms on random input.
 
-What is the same in one dtype need not be in another.
+A form that computes the same in one dtype need not do so in another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .structure import gated_code
 
 # -- norms ---------------------------------------------------------------------------------------------
 
-# Of the inputs tried: their sizes (at the smallest, eps counts), their shapes, and whether the module is training.
+# The inputs that are tried: their magnitude (eps counts at the smallest), shape, and whether the module is training.
 TRIALS = ((1e-3, (4,), False), (1.0, (2, 2), False), (300.0, (2, 1, 2), False), (1.0, (4,), True))
 
 
@@ -134,7 +134,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
-# Their own attributes are settings, which are seen by trying. Others must have none.
+# Attributes of these modules are settings, whose effect a trial shows. Other modules must have no attributes.
 KNOWN_MODULES = ("torch.nn.modules.activation", "transformers.activations")
 
 

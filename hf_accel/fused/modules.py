@@ -27,7 +27,7 @@ class NormForms:
         self._known: dict[tuple[object, ...], NormForm | None] = {}
 
     def form(self, module: nn.Module, kind: type, x: Tensor) -> NormForm | None:
-        """That of a module of the class `kind` for this input, tried when first asked for."""
+        """The form of `module`, whose class was `kind`, for inputs like x [..., n]; found when first asked for."""
         own = module.__dict__
         weight = own["_parameters"]["weight"]
         if weight is None or x.shape[-1:] != weight.shape or not weight.is_cpu:

@@ -101,7 +101,7 @@ class Backend(ABC):
         return None
 
     def note(self, spec: LinearSpec) -> str | None:
-        """What a user should know where this backend is taken."""
+        """What a user should know if this backend is chosen; None: nothing."""
         return None
 
     @abstractmethod

@@ -37,12 +37,12 @@ class BackendChoice:
 
     @property
     def seconds(self) -> float:
-        """What one row takes, measured once per process and spec."""
+        """Seconds that one row takes, measured once per process and spec."""
         return measure(self.spec, self.backend)[1]
 
     @property
     def stock_seconds(self) -> float:
-        """What one row takes through the stock linear in the same dtype."""
+        """Seconds that one row takes through the stock linear in the same dtype."""
         return measure(self.spec, self.backend)[0]
 
 

@@ -1,4 +1,4 @@
-"""How verify() runs a model: greedy, one row at a time, over the kind of cache that the model's generate() uses."""
+"""How verify() runs a model: greedy, one sequence at a time, over the kind of cache that its generate() uses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def last_logits(model: PreTrainedModel, history: Tensor, **settings: Any) -> Ten
 
 
 def logits_of_the_run(model: PreTrainedModel, history: Tensor, num_prompt: int, settings: dict[str, Any]) -> Tensor:
-    """The same in the way in which generate() got there from the prompt, the first num_prompt tokens of history."""
+    """`last_logits` by a run of generate() that starts from the prompt, the first num_prompt tokens of history."""
     output = greedy(model, history[:, :num_prompt], history.shape[1] - num_prompt + 1, **SCORES, **settings)
     if torch.equal(output.sequences[:, :-1].to(history.device), history):
         return _drawn_from(output)

@@ -27,7 +27,7 @@ from .passes import continuation, logits_of_the_run
 from .references import is_quantized, kv_config, quantized_reference
 from .rounding import ReferenceModel
 
-# Keywords of generate() that may change how the model finds its tokens, and never which: not for the reference.
+# Keywords that may change how generate() finds the tokens, but not which: the reference does not get them.
 OF_THE_MODEL = ("speculative", "assistant_model", "prompt_lookup_num_tokens")
 OURS = (
     "do_sample", "num_beams", "num_return_sequences", "return_dict_in_generate", "output_scores", "max_length",
@@ -68,13 +68,13 @@ def verify(
     ids = _prompts(model, prompts, tokenizer, "prompt")
     texts = None if text is None else windows_of([ids[0].cpu() for ids in _prompts(model, text, tokenizer, "text")])
     if isinstance(reference, str | Path):
-        AutoConfig.from_pretrained(reference)  # to fail now, and not after the prompts
+        AutoConfig.from_pretrained(reference)  # raises now, and not after the prompts have run
     run = Run(model, ids, max_new_tokens, generate)
     if is_quantized(model):
         exact = ReferenceModel(quantized_reference(model), _quantized_name(model))
         verdicts = run.verdicts(exact)
         del exact
-        gc.collect()  # a patched model is a cycle; it shall go before the float model is there
+        gc.collect()  # a patched model refers to itself; free it before the float model is made
         cost, no_cost = _cost(run, reference, texts)
         return Certificate(_quantized_name(model), verdicts, cost, no_cost)
     given = _float_reference(model, reference)
@@ -159,10 +159,10 @@ def _float_reference(model: PreTrainedModel, reference: PreTrainedModel | str | 
 
 
 def _check_generate(model: PreTrainedModel, generate: dict[str, Any]) -> None:
-    """Raise UnsupportedError for a keyword that verify() sets itself, and for one that nobody knows."""
+    """Raise UnsupportedError for a keyword that verify() sets itself, and for an unknown one."""
     for name in OURS:
         if name in generate:
-            raise UnsupportedError(f"verify() compares the greedy tokens of one row at a time; leave {name}= out")
+            raise UnsupportedError(f"verify() compares the greedy tokens of one sequence at a time; leave {name}= out")
     functions = (verify, GenerationMixin.generate, type(transformers_model(model)).forward)
     known = {name for function in functions for name in inspect.signature(function).parameters}
     known |= {*GenerationConfig().to_dict(), *OF_THE_MODEL} - {"self", "kwargs", "generate", *OURS}

@@ -261,12 +261,12 @@ def test_a_loaded_model_can_be_copied(tmp_path: Path) -> None:
 
 def test_backends_are_tried_out_of_the_meta_device() -> None:
     """transformers makes the model on meta and in its dtype; what a backend learns there it would keep for good."""
-    with torch.device("meta"), loading._torch_as_ever():
+    with torch.device("meta"), loading._torchs_defaults():
         assert torch.ones(1).device.type == "cpu"
         assert torch.ones(1).dtype == torch.float32
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with loading._torch_as_ever():
+        with loading._torchs_defaults():
             assert torch.ones(1).dtype == torch.float32
         assert torch.ones(1).dtype == torch.bfloat16
     finally:

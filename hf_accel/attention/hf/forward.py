@@ -27,7 +27,7 @@ from .stock import EAGER, collects_attentions, name_before_patch, recorded_atten
 NAME = "hf_accel"
 _INFO = "_hf_accel_mask"  # on a mask of ours: its MaskInfo
 
-# Of attention, and what models pass on to all their layers for the sake of others.
+# The keywords of attention, and those that models pass to all layers though only other modules read them.
 KNOWN_KEYWORDS = CALL_KEYWORDS | {
     "cache_position", "labels", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "return_dict",
@@ -102,7 +102,7 @@ def attention_forward(
 
 
 def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """As torch's own attention does under autocast; and as pages are that were written in another dtype."""
+    """All three in `dtype`: torch's attention does so under autocast, and pages may have been written in another."""
     if query.dtype is key.dtype is value.dtype is dtype:
         return query, key, value
     return query.to(dtype), key.to(dtype), value.to(dtype)

@@ -1,4 +1,4 @@
-"""Parts of a model that attend in ways of their own, and go on with that: towers for images or sound, mostly."""
+"""Parts of a model that keep attention of their own: mostly towers for images or sound."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def collects_attentions() -> bool:
 def stock_attention(
     module: nn.Module, query: Tensor, kv: KV, mask: Tensor | None, *, left_out: bool, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """As the model has it without us; eager where attention weights are asked for, which no other function returns.
+    """Attention as the model has it without us; eager where attention weights are asked for, which no other function returns.
 
     query [B, Hq, Q, D] over a dense kv -> [B, Q, Hq, Dv], and weights [B, Hq, Q, T] or None. left_out: stock's sdpa
     has no mask here, and goes by is_causal instead.
@@ -111,7 +111,7 @@ def eager_agrees(module: nn.Module, spec: AttentionSpec) -> bool:
 def recorded_attention(
     module: nn.Module, query: Tensor, kv: KV, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """While torch records what is computed: operators of torch alone, over masks that are None or whole."""
+    """Attention by torch's operators alone, for a pass that torch records. mask: None, or of four dimensions."""
     sinks = options.get("s_aux", options.get("sinks"))
     if sinks is None and options.get("softcap") is None:
         result: tuple[Tensor, Tensor | None] = sdpa_attention_forward(module, query, kv.k, kv.v, mask, **options)
