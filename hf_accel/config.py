@@ -130,7 +130,7 @@ class WeightConfig:
 
     @property
     def for_head(self) -> WeightConfig | None:
-        """For the output head: INT8 whatever the layers get, as it decides which token wins; None: it stays as it is."""
+        """For the output head: INT8 whatever the layers get, as it decides which token wins; None: left as it is."""
         if self.head is None:
             return None
         return WeightConfig(bits=8, activations=self.activations, only_if_faster=self.only_if_faster)

@@ -35,12 +35,10 @@ def _attention_lines(plan: Plan) -> Iterator[Line]:
     if plan.stock_attention:
         yield Line("attention", "all layers", "stock", plan.stock_attention)
         return
-    groups: dict[tuple[str, int | None, str], list[str]] = {}
-    for site in plan.attention:
-        groups.setdefault((site.backend.name, site.site.spec.window, site.reason), []).append(site.site.name)
-    for (backend, window, reason), names in groups.items():
+    groups = Counter((planned.backend.name, planned.site.spec.window, planned.reason) for planned in plan.attention)
+    for (backend, window, reason), count in groups.items():
         kind = "full" if window is None else f"window {window}"
-        yield Line("attention", f"{len(names)} layers, {kind}", backend, reason)
+        yield Line("attention", f"{count} layers, {kind}", backend, reason)
     for name, reason in plan.stock_parts.items():
         yield Line("attention", name, "stock", reason)
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .attention import PlannedAttention
 from .attention.hf import NAME as ATTENTION_NAME
-from .attention.hf import set_our_attention, stock_implementation, stock_name
+from .attention.hf.parts import implementation_of_config, set_our_attention, stock_implementation
 from .check import transformers_model
 from .config import Default, PatchConfig, WeightConfig
 from .errors import HfAccelError, UnsupportedError
@@ -210,7 +210,7 @@ def with_stock_attention(model: PreTrainedModel) -> PreTrainedModel:
     for module, own in zip(model.modules(), attending.modules(), strict=True):
         if id(module) in before:
             config: Any = own.config
-            config._attn_implementation_internal = stock_name(model, before[id(module)])
+            config._attn_implementation_internal = implementation_of_config(model, before[id(module)])
     return attending
 
 

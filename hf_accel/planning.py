@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from . import attention as attention_backends
-from .attention.hf import stock_parts
+from .attention.hf.parts import stock_parts
 from .check import check_model
 from .config import PatchConfig, WeightConfig
 from .errors import UnsupportedError

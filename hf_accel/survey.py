@@ -14,7 +14,8 @@ from transformers.pytorch_utils import Conv1D
 from . import source
 from .attention import AttentionSpec
 from .attention.hf import NAME as ATTENTION_NAME
-from .attention.hf import attention_refusals, eager_agrees, modules_outside, stock_implementation, stock_parts
+from .attention.hf.parts import attention_refusals, modules_outside, stock_implementation, stock_parts
+from .attention.hf.stock import eager_agrees
 from .attention.module_code import attention_code, code_of
 from .cache.hf import NOT_PAGED, layer_windows
 from .check import check_skip, named

@@ -1,8 +1,6 @@
 """What a model costs before it is loaded: bytes, seconds per token and money, from its config alone."""
 
-from .attention_bytes import AttentionBytes
 from .estimate import estimate
-from .result import Bound, Estimate
-from .roofline import TYPICAL_BALANCE
+from .result import Estimate
 
-__all__ = ["TYPICAL_BALANCE", "AttentionBytes", "Bound", "Estimate", "estimate"]
+__all__ = ["Estimate", "estimate"]

@@ -8,28 +8,8 @@ from __future__ import annotations
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .forward import NAME, attention_forward, attention_is_ours, mask_forward
-from .parts import (
-    attention_refusals,
-    modules_outside,
-    set_our_attention,
-    stock_implementation,
-    stock_name,
-    stock_parts,
-)
-from .stock import eager_agrees
 
-__all__ = [
-    "NAME",
-    "attention_is_ours",
-    "attention_refusals",
-    "eager_agrees",
-    "modules_outside",
-    "register",
-    "set_our_attention",
-    "stock_implementation",
-    "stock_name",
-    "stock_parts",
-]
+__all__ = ["NAME", "attention_is_ours", "register"]
 
 
 def register() -> None:

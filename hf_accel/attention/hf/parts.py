@@ -15,10 +15,10 @@ from .forward import NAME
 
 def stock_implementation(model: PreTrainedModel, module: nn.Module) -> str:
     """The name of what a module of the model attends by without us."""
-    return stock_name(model, getattr(module, "config", model.config))
+    return implementation_of_config(model, getattr(module, "config", model.config))
 
 
-def stock_name(model: PreTrainedModel, config: Any) -> str:
+def implementation_of_config(model: PreTrainedModel, config: Any) -> str:
     """What a part of the model with this config attends by without us."""
     name = getattr(config, "_attn_implementation", None) or model.config._attn_implementation
     if name != NAME:

@@ -37,7 +37,7 @@ def collects_attentions() -> bool:
 def stock_attention(
     module: nn.Module, query: Tensor, kv: KV, mask: Tensor | None, *, left_out: bool, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention as the model has it without us; eager where attention weights are asked for, which no other function returns.
+    """Attention as the model has it without us; eager where weights are asked for, which no other function returns.
 
     query [B, Hq, Q, D] over a dense kv -> [B, Q, Hq, Dv], and weights [B, Hq, Q, T] or None. left_out: stock's sdpa
     has no mask here, and goes by is_causal instead.

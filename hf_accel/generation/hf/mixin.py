@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 
 from ...attention.hf import NAME as ATTENTION_NAME
-from ...attention.hf import set_our_attention
+from ...attention.hf.parts import set_our_attention
 from ...cache.hf import PagedCache
 from ...config import Default, parse_speculative
 from ...errors import HfAccelWarning, NotRaggedError, UnsupportedError

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_accel
-from hf_accel.attention.hf import NAME, set_our_attention, stock_parts
+from hf_accel.attention.hf import NAME
+from hf_accel.attention.hf.parts import set_our_attention, stock_parts
 from tests.families.models import build, select
 
 TOWER = "model.audio_tower"
