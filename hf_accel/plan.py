@@ -96,7 +96,14 @@ class FusedPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What patch() will do to a model and why. print() it, or read to_dict()."""
+    """What patch() will do to a model and why. print() it, or read to_dict().
+
+    stock_attention, stock_cache, stock_loop: why that stays stock, as one clause; None where it does not. stock_parts:
+        the same for parts of the model, by name.
+    bytes_before, bytes_after: of all weights in memory. bandwidth: bytes per second, as measured.
+    seconds_before, seconds_after: the least that a decode step of batch 1 takes at this bandwidth.
+    on_disk: the file of each weight that is replaced, by the tensor's name; None unless all can be read back.
+    """
 
     model: PreTrainedModel
     title: str
@@ -122,7 +129,7 @@ class Plan:
 
     @property
     def variant(self) -> list[str]:
-        """What may round a row differently beside other rows, as clauses; empty if the model is row-invariant."""
+        """What may round a token's numbers differently beside other tokens, as clauses; none if nothing does."""
         chosen = {(p.choice.backend, p.config.bits) for p in self.quantized if p.choice is not None}
         clauses = {f"{b.name}'s INT{bits} linear rounds by batch size" for b, bits in chosen if not b.row_invariant}
         if self.stock_attention or self.stock_parts:
@@ -135,8 +142,8 @@ class Plan:
         replaced = {id(p.site.module) for p in self.quantized} | {id(site.module) for site in self.fused.linears}
         if any(_is_float_linear(module) and id(module) not in replaced for module in self.model.modules()):
             clauses.add("torch's float linear rounds by batch size")
-        elif self.fused.linears and self.fused.float_rows < UNLIMITED:
-            clauses.add(f"float linears of more than {self.fused.float_rows} rows go to torch, which rounds otherwise")
+        elif self.invariant_rows is not None:
+            clauses.add(f"float linears of more than {self.invariant_rows} rows go to torch, which rounds otherwise")
         return sorted(clauses)
 
     @property

@@ -250,6 +250,8 @@ def _bidirectional_refusal(model: PreTrainedModel) -> str | None:
 
 @dataclass(frozen=True)
 class AttentionSite:
+    """An attention module of the decoder, its name, and what its attention needs of a backend."""
+
     name: str
     module: nn.Module
     spec: AttentionSpec

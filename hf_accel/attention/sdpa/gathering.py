@@ -20,7 +20,7 @@ MAX_BYTES = 2**28  # of a gather that sequences share
 def paged_attention(
     q: Tensor, pages: KV, ragged: Ragged, options: AttentionOptions, *, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """[N, Hq, D] -> [N, Hq, Dv], lse [N, Hq] or None."""
+    """q [N, Hq, D] over paged K and V -> [N, Hq, Dv], lse [N, Hq] or None."""
     out = q.new_zeros(*q.shape[:2], pages.v.shape[3])
     lse = empty_lse(q, options.sinks) if return_lse else None
     block_size, block_bytes = pages.k.shape[2], pages.k[:1].nbytes + pages.v[:1].nbytes
