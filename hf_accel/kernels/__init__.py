@@ -1,1 +1,1 @@
-"""Native kernels, one folder a kind of device."""
+"""Native kernels. Each kind of device has its own folder."""

@@ -71,7 +71,7 @@ def test_an_engine_in_a_fork_says_so_and_never_hangs(model: Any) -> None:
 
     def child() -> None:
         for wait in (lambda: engine.submit(PROMPTS[0]), running.result, lambda: list(running)):
-            with pytest.raises(HfAccelError, match=r"this process was forked .*make an Engine of its own here"):
+            with pytest.raises(HfAccelError, match=r"this process was forked .*make a new Engine here"):
                 wait()
         with pytest.raises(HfAccelError, match="forked"):
             asyncio.run(running.aresult())
@@ -183,7 +183,7 @@ def test_an_engine_that_is_forgotten_ends(model: Any, used: bool) -> None:
     if used:
         engine.submit(PROMPTS[0], max_new_tokens=NEW_TOKENS).result(WAIT)
     del engine
-    assert not used or loop._over.wait(WAIT)
+    assert not used or loop._ended.wait(WAIT)
     hf_accel.unpatch(model)
 
 

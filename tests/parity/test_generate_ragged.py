@@ -348,7 +348,7 @@ def test_speculation_by_default_gives_way_and_says_so() -> None:
     expected = generate(stock("llama"), output_scores=True, return_dict_in_generate=True)
     actual = generate(model, output_scores=True, return_dict_in_generate=True)
     assert torch.equal(actual.sequences, expected.sequences) and len(actual.scores) == 14
-    assert loop(model) == "stock: output_scores=True collects a row of each step"
+    assert loop(model) == "stock: output_scores=True collects a tensor of each step"
     assert torch.equal(generate(model, num_beams=2), generate(stock("llama"), num_beams=2))
 
 

@@ -1,4 +1,4 @@
-"""Generation as transformers sees it: what a patched model's generate does."""
+"""The generation methods of a patched transformers model."""
 
 from .engine import Engine
 from .generation_state import GenerationState

@@ -1,4 +1,4 @@
-"""transformers' keywords for assisted decoding, as a SpeculativeConfig."""
+"""Converts transformers' keywords for assisted decoding to a SpeculativeConfig."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .drafting import draft_refusal
 def assisted(
     model: Any, generation_config: Any, assistant_model: Any, assistant_tokenizer: Any
 ) -> tuple[SpeculativeConfig, str | None]:
-    """What to speculate with, and why it is left to stock's loop, if it is."""
+    """Return the SpeculativeConfig of a call, and why transformers' own loop must serve it (None if it need not)."""
     if assistant_tokenizer is not None:
         return SpeculativeConfig(), "the draft model has another tokenizer"
     lookup = generation_config.prompt_lookup_num_tokens
@@ -27,6 +27,6 @@ def assisted(
 
 
 def assistant_refusal(model: Any, assistant: Any) -> str | None:
-    """Why assistant_model= is left to stock's loop, as one clause; None if it can draft over pages."""
+    """Why transformers' own loop must use this assistant_model=, as one clause; None if it can draft over pages."""
     draft = without_adapters(assistant)
     return draft_refusal(model, draft) if isinstance(draft, PreTrainedModel) else "the assistant is no model"

@@ -1,4 +1,4 @@
-"""generate_batch: prompts of any length, each to its own end."""
+"""generate_batch: generates for prompts of any length without padding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def generate_batch(
     timestamps: bool,
     progress_bar: bool,
 ) -> tuple[dict[str, GenerationOutput], dict[str, Any]]:
-    """Stock's outputs by request, and statistics. prompts: as with_configs gives them."""
+    """Generate for all prompts. prompts: see with_configs.
+
+    Returns transformers' outputs by the name of their request, and statistics.
+    """
     state = state_of(model).generation
     factory = SequenceFactory(model, settings)
     with Session(
@@ -45,10 +48,10 @@ def generate_batch(
 def with_configs(
     model: Any, inputs: abc.Sequence[abc.Sequence[int]], given: Any, keywords: dict[str, Any]
 ) -> list[tuple[abc.Sequence[int], GenerationConfig]]:
-    """Each prompt with a complete GenerationConfig: the model's own defaults, what is given, and `keywords` over both.
+    """Pair each prompt with a complete GenerationConfig: the model's defaults, overridden by `given` and `keywords`.
 
-    given: a config, a list with one for each prompt, or None. Raises UnsupportedError for another number of configs,
-    for keywords that a config does not have, and for prompts that are no lists of ids.
+    given: a config, a list with a config for each prompt, or None. Raises UnsupportedError for a list of another
+    length, for keywords that a GenerationConfig does not have, and for a dict of prompts.
     """
     if isinstance(inputs, abc.Mapping):
         raise UnsupportedError("inputs is a dict, as a tokenizer returns it; give lists of token ids without padding")
@@ -71,13 +74,13 @@ def _run(session: Session, replies: list[Reply], progress_bar: bool) -> None:
         if sequence not in followers:
             try:
                 session.add(sequence)
-            except Exception as error:  # it is too long for the pages: it alone fails
-                for one in (sequence, *sequence.followers):
-                    one.error = error
+            except Exception as error:  # it is too long for the pages; the other prompts can go on
+                for sample in (sequence, *sequence.followers):
+                    sample.error = error
     with logging.tqdm(total=len(replies), disable=not progress_bar, desc="generate_batch", unit="request") as bar:
         while session.has_work:
             for progress in session.step():
                 if progress.error is not None and not isinstance(progress.error, Exception):
-                    raise progress.error  # an interrupt is the caller's
-                of_sequence[progress.sequence].take(progress.tokens, progress.logprobs)
+                    raise progress.error  # for example, a KeyboardInterrupt
+                of_sequence[progress.sequence].record(progress.tokens, progress.logprobs)
                 bar.update(progress.sequence.is_finished)

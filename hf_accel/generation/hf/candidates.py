@@ -1,4 +1,4 @@
-"""transformers' CandidateGenerators as a Drafter."""
+"""A Drafter that uses transformers' CandidateGenerators."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from ..speculation.drafters.drafter import Drafter
 
 
 class CandidateDrafter(Drafter):
-    """A CandidateGenerator for each sequence: a copy of the one given, models aside, or what a function without
-    arguments makes. num_tokens: the model's vocabulary; candidates beyond it, of a padded one, end a draft.
+    """Drafts with a CandidateGenerator for each sequence.
 
-    Its candidates count as looked up, whatever scores come with them. Keeping each with the probability that the model
-    itself gives it is exact for any candidate, whatever distribution it was drawn from, and some generators hand out
-    the scores of a distribution that they did not draw from.
+    generator: a CandidateGenerator, which is copied for each sequence without copying its models; or a function
+    without arguments that makes one. num_tokens: the size of the target's vocabulary; a candidate beyond it ends the
+    draft.
+
+    The scores that a generator returns are not used, and the candidates count as not drawn. Each is then accepted with
+    the probability that the model gives it, which is exact for any candidate. The scores would not be safe to use:
+    some generators return the scores of a distribution from which they did not draw.
     """
 
     name = "candidates"
@@ -31,27 +34,27 @@ class CandidateDrafter(Drafter):
         self._proposed: dict[Sequence, tuple[int, int]] = {}
 
     def propose(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> list[Draft]:
-        return [self._one(sequence, length) for sequence, length in zip(sequences, lengths, strict=True)]
+        return [self._draft(sequence, length) for sequence, length in zip(sequences, lengths, strict=True)]
 
-    def _one(self, sequence: Sequence, length: int) -> Draft:
+    def _draft(self, sequence: Sequence, length: int) -> Draft:
         if not length:
             return Draft()
         generator = self._generators.get(sequence)
         if generator is None:
             generator = self._generators[sequence] = self.make()
         ids = torch.tensor([sequence.tokens], dtype=torch.int64)
-        self._tell(generator, sequence, ids)
+        self._report_acceptance(generator, sequence, ids)
         candidates = generator.get_candidates(ids)[0][0, len(sequence.tokens) :].tolist()[:length]
         candidates = list(itertools.takewhile(lambda token: 0 <= token < self.num_tokens, candidates))
         self._proposed[sequence] = len(sequence.tokens), len(candidates)
         return Draft(candidates)
 
-    def _tell(self, generator: Any, sequence: Sequence, ids: torch.Tensor) -> None:
-        """Some adapt to how many of their last candidates were right."""
+    def _report_acceptance(self, generator: Any, sequence: Sequence, ids: torch.Tensor) -> None:
+        """Tell the generator how many of its last candidates were accepted. Some generators adapt to that."""
         start, count = self._proposed.pop(sequence, (0, 0))
         if count:
             matches = min(count, len(sequence.tokens) - start - 1)
-            scores = torch.empty(1, count + 1, 1)  # only its length is looked at
+            scores = torch.empty(1, count + 1, 1)  # generators use only its length
             generator.update_candidate_strategy(ids, scores, matches)
 
     def forget(self, sequence: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""transformers' interface for continuous batching, served by the loop that serves the Engine."""
+"""transformers' manager interface for continuous batching, on the loop that serves the Engine too."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .factory import Reply, SequenceFactory, complete_config, session_settings
 from .session import Session
 
 logger = logging.get_logger(__name__)
-QUEUE_SECONDS = 10  # that add_request waits for a place in the queue, as transformers' own does
-GLANCE = 0.1  # seconds between two looks at whether there is still somebody who computes
+QUEUE_SECONDS = 10  # how long add_request waits for room in the queue, as in transformers
+POLL_SECONDS = 0.1  # how often a waiting reader checks that the manager still runs
 
 
 class Outputs:
-    """Results that nobody has a handler for, until they are asked for by name or in order."""
+    """A queue of results for which the program has set no handler. It can also return the results of one request."""
 
     def __init__(self) -> None:
         self._outputs: deque[GenerationOutput] = deque()
@@ -46,23 +46,26 @@ class Outputs:
         return not self._outputs
 
     def take(self, request_id: str | None, seconds: float) -> GenerationOutput | None:
-        """The first of this request, or of any; None if none comes in time."""
+        """Remove and return the first result of this request, or of any; None if there is none within `seconds`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._place(request_id) is not None, seconds)
-            place = self._place(request_id)
-            if place is None:
+            self._changed.wait_for(lambda: self._index(request_id) is not None, seconds)
+            index = self._index(request_id)
+            if index is None:
                 return None
-            output = self._outputs[place]
-            del self._outputs[place]
+            output = self._outputs[index]
+            del self._outputs[index]
             return output
 
-    def _place(self, request_id: str | None) -> int | None:
+    def _index(self, request_id: str | None) -> int | None:
         return next((i for i, o in enumerate(self._outputs) if request_id in (None, o.request_id)), None)
 
 
 @dataclass(eq=False)
 class Delivery:
-    """Hands on what comes of one sequence: each step of it if it is streamed, or the whole at its end."""
+    """Delivers the output of one sequence: after each step if `streaming` is set, otherwise only at its end.
+
+    on_start: is called at the first tokens or at the end, whichever comes first. on_end: is called at the end.
+    """
 
     request_id: str
     reply: Reply
@@ -74,12 +77,12 @@ class Delivery:
 
     def put(self, tokens: abc.Sequence[int], logprobs: abc.Sequence[TokenLogprobs] | None = None) -> None:
         self._begin()
-        self.reply.take(tokens, logprobs)
+        self.reply.record(tokens, logprobs)
         if self.streaming and not self.reply.sequence.is_finished:
             self.deliver(self.reply.output())
 
     def finish(self, reason: str) -> None:
-        """What was cancelled brings nothing more, as with transformers' own."""
+        """End the delivery. A cancelled request gets no output, as in transformers."""
         self._begin()
         self.on_end(self)
         if reason != "cancelled":
@@ -99,12 +102,12 @@ class Delivery:
 
 
 class ContinuousManager(ContinuousBatchingManager):
-    """What init_continuous_batching of a patched model returns, under transformers' names.
+    """The manager that init_continuous_batching of a patched model returns. It has transformers' interface.
 
-    Requests are computed from start() to stop(). The model goes on serving generate() meanwhile, and its prefixes
-    stay known for the next start() where stop(keep_for_next_session=True) kept the manager.
+    Requests are computed between start() and stop(); generate() can be used meanwhile. If the manager is kept with
+    stop(keep_for_next_session=True), cached prefixes are found again after the next start().
 
-    Raises UnsupportedError for what the configs ask for and cannot be met, in the call that asks.
+    A method raises UnsupportedError if its config asks for something that is not supported.
     """
 
     def __init__(
@@ -128,16 +131,16 @@ class ContinuousManager(ContinuousBatchingManager):
         self._configs: dict[str, GenerationConfig] = {}
         self._loop: EngineLoop | None = None
         self._stops_hard = False
-        self._under_way: dict[str, list[Delivery]] = {}
-        self._early: list[list[Delivery]] = []  # came before start()
+        self._active: dict[str, list[Delivery]] = {}  # the deliveries of each request that has not ended
+        self._unsubmitted: list[list[Delivery]] = []  # the deliveries of requests that were added before start()
         self._count, self._lock = 0, threading.RLock()
         size = getattr(self.continuous_batching_config, "max_queue_size", 0)
-        self._places = threading.BoundedSemaphore(size) if size else None
+        self._queue_slots = threading.BoundedSemaphore(size) if size else None
         state.engines.add(self)
         state.statistics = {"loop": "ragged"}
 
     def __repr__(self) -> str:
-        return f"hf_accel.ContinuousManager({type(self.model).__name__}: {len(self._under_way)} requests)"
+        return f"hf_accel.ContinuousManager({type(self.model).__name__}: {len(self._active)} requests)"
 
     @property
     def is_live(self) -> bool:
@@ -149,7 +152,7 @@ class ContinuousManager(ContinuousBatchingManager):
         return self._loop is not None and self._loop.is_running
 
     def warmup(self) -> None:
-        """There is nothing to capture in advance."""
+        """Do nothing, because there are no CUDA graphs to capture."""
         self.warmed_up = True
 
     def start(self) -> None:
@@ -159,8 +162,8 @@ class ContinuousManager(ContinuousBatchingManager):
                 return
             self._loop, self._stops_hard = EngineLoop(self.session), False
             self._loop.start()
-            early, self._early = self._early, []
-            for deliveries in early:
+            unsubmitted, self._unsubmitted = self._unsubmitted, []
+            for deliveries in unsubmitted:
                 self._submit(deliveries)
 
     def stop(
@@ -170,8 +173,12 @@ class ContinuousManager(ContinuousBatchingManager):
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Take on nothing more. block: wait for the requests under way, at most `timeout` seconds. hard_stop: they
-        fail instead. keep_for_next_session: init_continuous_batching returns this manager again."""
+        """Accept no more requests.
+
+        block: whether to wait until all requests have ended, at most `timeout` seconds. hard_stop: whether the
+        requests fail instead of finishing. keep_for_next_session: whether init_continuous_batching returns this
+        manager again.
+        """
         loop, state = self._loop, state_of(self.model).generation
         if loop is None:
             logger.warning("Manager not started.")
@@ -197,7 +204,10 @@ class ContinuousManager(ContinuousBatchingManager):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """No pass is computed within the block, as to write into the weights; requests go on after it."""
+        """Compute no pass within the `with` block, for example to change the weights. Requests go on after it.
+
+        Raises HfAccelError if the manager was not started.
+        """
         if self._loop is None:
             raise HfAccelError("cannot pause a manager that was not started; call start()")
         with self._loop.pause():
@@ -215,25 +225,29 @@ class ContinuousManager(ContinuousBatchingManager):
         eos_token_id: int | list[int] | None = None,
         **logit_processor_kwargs: Any,
     ) -> str | None:
-        """As transformers' own; logit_processor_kwargs may be any field of GenerationConfig."""
-        asked = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
-        asked = {name: value for name, value in asked.items() if value is not None} | logit_processor_kwargs
+        """Add a request, as in transformers. logit_processor_kwargs may be any fields of GenerationConfig.
+
+        Raises UnsupportedError for a request_id that is in use and for settings that are not supported, and queue.Full
+        if the queue has no room within QUEUE_SECONDS.
+        """
+        given = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
+        given = {name: value for name, value in given.items() if value is not None} | logit_processor_kwargs
         with self._lock:
             name = request_id if request_id is not None else f"req_{self._count}"
             self._count += request_id is None
-            if name in self._under_way:
-                raise UnsupportedError(f"request_id={name!r} is under way already; give each request its own")
+            if name in self._active:
+                raise UnsupportedError(f"request_id={name!r} is in use; give each request an id of its own")
         replies = self._factory.make(
-            name, input_ids, self._config(asked), timestamps=record_timestamps, what=f"the prompt of {name!r}"
+            name, input_ids, self._config(given), timestamps=record_timestamps, what=f"the prompt of {name!r}"
         )
-        self._take_place()
+        self._acquire_queue_slot()
         deliver, ended = self.output_router.deliver, self._ended
         deliveries = [Delivery(name, reply, streaming, deliver, lambda: None, ended) for reply in replies]
-        deliveries[-1].on_start = self._give_place
+        deliveries[-1].on_start = self._release_queue_slot
         with self._lock:
-            self._under_way[name] = deliveries
+            self._active[name] = deliveries
             if self._loop is None:
-                self._early.append(deliveries)
+                self._unsubmitted.append(deliveries)
             else:
                 self._submit(deliveries)
         return name
@@ -259,59 +273,63 @@ class ContinuousManager(ContinuousBatchingManager):
         return [name for name in names if name is not None]
 
     def cancel_request(self, request_id: str) -> None:
-        """End a request, its samples included. One that has ended, or never was, is left as it is."""
+        """End a request with all its samples. A request that has ended, or is unknown, is ignored."""
         with self._lock:
-            for delivery in list(self._under_way.get(request_id, ())):
+            for delivery in list(self._active.get(request_id, ())):
                 if self._loop is None:
                     delivery.finish("cancelled")
                 else:
                     self._loop.cancel(delivery.reply.sequence)
-            self._early = [waiting for waiting in self._early if waiting[-1].reply.name != request_id]
+            self._unsubmitted = [waiting for waiting in self._unsubmitted if waiting[-1].reply.name != request_id]
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
-        """The next result, of this request if one is named; None after `timeout` seconds, or if none can come."""
+        """Return the next result, of any request or of the given one.
+
+        Returns None after `timeout` seconds, or if the manager does not run and no result is left.
+        """
         outputs: Any = self.output_router.output_queue
         end = None if timeout is None else time.monotonic() + timeout
         while True:
-            left = GLANCE if end is None else min(GLANCE, end - time.monotonic())
-            running = self.is_running()  # before the look: what comes last is not missed
+            left = POLL_SECONDS if end is None else min(POLL_SECONDS, end - time.monotonic())
+            running = self.is_running()  # this is read before the queue, so that the last result is not missed
             output: GenerationOutput | None = outputs.take(request_id, max(0.0, left))
             if output is not None or not running or (end is not None and time.monotonic() >= end):
                 return output
 
     def __iter__(self) -> Iterator[GenerationOutput]:
-        """Results as they come, until the manager stops."""
+        """Iterate over the results until the manager stops."""
         while self.is_running() or not self.output_router.output_queue.empty():
-            result = self.get_result(timeout=GLANCE)
+            result = self.get_result(timeout=POLL_SECONDS)
             if result is not None:
                 yield result
 
     def request_id_iter(self, request_id: str) -> Any:
-        """Results of one request, until it ends."""
-        while self.is_running() or request_id in self._under_way:
-            result = self.get_result(request_id, timeout=GLANCE)
+        """Iterate over the results of one request until it ends."""
+        while self.is_running() or request_id in self._active:
+            result = self.get_result(request_id, timeout=POLL_SECONDS)
             if result is not None:
                 yield result
             if result is not None and result.is_finished():
                 return
 
-    # -- underneath ------------------------------------------------------------------------------------
+    # -- internals -------------------------------------------------------------------------------------
 
-    def _config(self, asked: dict[str, Any]) -> GenerationConfig:
-        """Requests that ask for the same share one, and so what is made of it."""
-        key = repr(sorted(asked.items()))
+    def _config(self, given: dict[str, Any]) -> GenerationConfig:
+        """Return the complete config of a request. Requests with equal settings share a config and its processors."""
+        key = repr(sorted(given.items()))
         if key not in self._configs:
-            self._configs[key] = complete_config(self.model, self.generation_config, "add_request()", asked)
+            self._configs[key] = complete_config(self.model, self.generation_config, "add_request()", given)
         return self._configs[key]
 
     def _submit(self, deliveries: list[Delivery]) -> None:
         assert self._loop is not None
         try:
-            self._loop.submit(deliveries[-1].reply.sequence, {one.reply.sequence: one for one in deliveries})
+            handles = {delivery.reply.sequence: delivery for delivery in deliveries}
+            self._loop.submit(deliveries[-1].reply.sequence, handles)
         except BaseException:
-            for one in deliveries:
-                self._ended(one)
-            self._give_place()
+            for delivery in deliveries:
+                self._ended(delivery)
+            self._release_queue_slot()
             raise
 
     def _ended(self, delivery: Delivery) -> None:
@@ -319,15 +337,15 @@ class ContinuousManager(ContinuousBatchingManager):
             delivery.reply.error = HfAccelError("the manager was stopped before the request had ended")
             self.output_router.deliver(delivery.reply.output())
         with self._lock:
-            under_way = self._under_way[delivery.request_id]
-            under_way.remove(delivery)
-            if not under_way:
-                del self._under_way[delivery.request_id]
+            active = self._active[delivery.request_id]
+            active.remove(delivery)
+            if not active:
+                del self._active[delivery.request_id]
 
-    def _take_place(self) -> None:
-        if self._places is not None and not self._places.acquire(timeout=QUEUE_SECONDS):
+    def _acquire_queue_slot(self) -> None:
+        if self._queue_slots is not None and not self._queue_slots.acquire(timeout=QUEUE_SECONDS):
             raise queue.Full(f"{self.continuous_batching_config.max_queue_size} requests wait; try again later")
 
-    def _give_place(self) -> None:
-        if self._places is not None:
-            self._places.release()
+    def _release_queue_slot(self) -> None:
+        if self._queue_slots is not None:
+            self._queue_slots.release()

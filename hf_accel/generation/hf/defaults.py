@@ -1,15 +1,15 @@
-"""What a request takes from the model's generation_config."""
+"""The defaults of a request, which come from the model's generation_config."""
 
 from __future__ import annotations
 
 from typing import Any
 
-NEW_TOKENS = 20  # transformers' own default
+NEW_TOKENS = 20  # the default of transformers
 NAMES = ("top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def stop_token_ids(model: Any) -> tuple[int, ...]:
-    """The end-of-sequence ids."""
+    """The end-of-sequence token ids of the model."""
     ends = model.generation_config.eos_token_id
     if ends is None:
         return ()
@@ -17,15 +17,17 @@ def stop_token_ids(model: Any) -> tuple[int, ...]:
 
 
 def default_new_tokens(config: Any, num_prompt: int) -> int:
-    """What a GenerationConfig says of a prompt's continuation."""
+    """The number of new tokens that a GenerationConfig allows after a prompt of `num_prompt` tokens."""
     if config.max_new_tokens is not None:
         return int(config.max_new_tokens)
     return NEW_TOKENS if config.max_length is None else max(1, config.max_length - num_prompt)
 
 
 def sampling_defaults(model: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """`given`, and what it leaves out as the model's own config has it. A temperature asks for sampling, and so does a
-    config with do_sample, unless the temperature given is 0."""
+    """Add the sampling parameters of the model's generation_config to the given ones, which take precedence.
+
+    A given temperature decides between greedy search (0) and sampling. Without one, do_sample of the config decides.
+    """
     config = model.generation_config
     defaults: dict[str, Any] = {"repetition_penalty": config.repetition_penalty or 1.0}
     if "temperature" not in given:

@@ -1,4 +1,4 @@
-"""From what a user asks of speculation to a drafter, a controller and a verifier."""
+"""Makes the drafters, the controller and the verifier of a SpeculativeConfig."""
 
 from __future__ import annotations
 
@@ -30,44 +30,50 @@ from .vocabulary import vocabulary_refusal, vocabulary_size
 
 
 def make_speculation(config: SpeculativeConfig | None, runner: ModelRunner, pages: Pages) -> Speculation:
-    """runner, pages: the target's. Raises UnsupportedError for a drafter that cannot serve this model."""
+    """Make the Speculation of a config; None means no drafts. runner, pages: those of the target.
+
+    Raises UnsupportedError for a drafter that cannot draft for this model.
+    """
     if config is None:
         return Speculation(verifier("token"))
     rule = verifier(config.verify)
     drafters = _Drafters(config, rule, runner, pages)
     wanted = config.drafters
-    made = [drafters.make(one) for one in wanted]
+    made = [drafters.make(drafter) for drafter in wanted]
     return Speculation(rule, made, _controller(config, drafters.state), invariant_rows=drafters.state.invariant_rows)
 
 
 def _controller(config: SpeculativeConfig, state: GenerationState) -> Controller:
-    """With what the last call like this one has learnt, unless another thread is using it."""
-    known = state.controllers.pop(_kind(config), None)
-    return Controller(config.num_draft, config.max_draft) if known is None else known
+    """Return the controller that an earlier session with this config has kept, or a new one.
+
+    A controller that another session uses now is not found.
+    """
+    kept = state.controllers.pop(_controller_key(config), None)
+    return Controller(config.num_draft, config.max_draft) if kept is None else kept
 
 
-def keep_learnt(config: SpeculativeConfig | None, speculation: Speculation, model: Any) -> None:
-    """At the end of a session, for the next one; a model that was unpatched meanwhile has none."""
+def keep_controller(config: SpeculativeConfig | None, speculation: Speculation, model: Any) -> None:
+    """Keep the controller at the end of a session for the next one, unless the model was unpatched meanwhile."""
     state = find_state(model)
     if config is not None and state is not None:
-        state.generation.controllers[_kind(config)] = speculation.controller
+        state.generation.controllers[_controller_key(config)] = speculation.controller
 
 
-def _kind(config: SpeculativeConfig) -> tuple[Any, ...]:
-    """What a controller has learnt about: a drafter that was handed over is known by its place in memory."""
+def _controller_key(config: SpeculativeConfig) -> tuple[Any, ...]:
+    """The key under which a controller is kept. A drafter that is an object is identified by its id()."""
     wanted = config.drafters
-    names = tuple(one if isinstance(one, str) else id(one) for one in wanted)
+    names = tuple(drafter if isinstance(drafter, str) else id(drafter) for drafter in wanted)
     return names, config.num_draft, config.max_draft
 
 
 def draft_models(speculation: Speculation) -> list[Any]:
-    """Patched models that draft, other than the target itself."""
+    """The patched models of model drafters."""
     runners = [drafter.runner for drafter in speculation.drafters if isinstance(drafter, ModelDrafter)]
     return [runner.model for runner in runners if isinstance(runner, ModelRunner)]
 
 
 class _Drafters:
-    """Makes drafters for one target."""
+    """Makes the drafters for one target model. rule: the verifier."""
 
     def __init__(self, config: SpeculativeConfig, rule: Verifier, runner: ModelRunner, pages: Pages) -> None:
         self.config, self.rule, self.runner, self.pages = config, rule, runner, pages
@@ -110,10 +116,10 @@ class _Drafters:
         return self._drafter(ModelRunner(draft, groups, group_of_layer), Pages(groups))
 
     def _self_int4(self) -> ModelDrafter:
-        """The target's own linears in INT4, over its own pages."""
+        """Make a drafter from the target with its linears in INT4. It shares the target's pages."""
         if getattr(self.target, "is_quantized", False):
             raise UnsupportedError(
-                "drafter='self-int4' is for a model that is not quantized, and this one is; patch it with "
+                "drafter='self-int4' needs a model that is not quantized, and this one is quantized; patch it with "
                 "weights=None, or use 'suffix', 'ngram' or a draft model"
             )
         draft = _twin(self.state, self.target, "int4")
@@ -131,9 +137,9 @@ class _Drafters:
 
 
 def draft_refusal(target: PreTrainedModel, draft: PreTrainedModel) -> str | None:
-    """Why a model cannot draft for another over pages, and what to do; None if it can."""
+    """Why a model cannot draft for the target over pages, and what to do; None if it can."""
     if draft is target:
-        return "the draft model is the model itself; use drafter='self-int4' for a coarser form"
+        return "the draft model is the model itself; use drafter='self-int4' for its quantized form"
     refusal = vocabulary_refusal(target, draft)
     if refusal is not None:
         return (
@@ -151,12 +157,12 @@ def draft_refusal(target: PreTrainedModel, draft: PreTrainedModel) -> str | None
 
 
 def _twin(state: GenerationState, model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
-    """A patched model over the same Parameters; one that is patched already serves as it is."""
+    """Return a patched model over the same Parameters. A model that is already patched is returned as it is."""
     if weights is None and find_state(model) is not None:
         return model
     assert state.make_draft is not None
-    known = state.drafts.get(weights)
-    if known is None or known[0] is not model:
-        known = state.drafts[weights] = (model, state.make_draft(model, weights))
-    draft: PreTrainedModel = known[1]
+    kept = state.drafts.get(weights)
+    if kept is None or kept[0] is not model:
+        kept = state.drafts[weights] = (model, state.make_draft(model, weights))
+    draft: PreTrainedModel = kept[1]
     return draft

@@ -1,4 +1,4 @@
-"""Engine: continuous batching for a program that serves."""
+"""Engine: continuous batching for a program that serves requests."""
 
 from __future__ import annotations
 
@@ -31,30 +31,31 @@ from .refusals import ragged_refusal
 from .session import Session
 from .vocabulary import check_ids, token_ids, vocabulary_size
 
-UNSAID: Any = Default("unsaid")
-OWN_KEYWORDS = ("max_new_tokens", "stop", "stop_token_ids", "seed", "priority", "n")  # of submit
-TOKEN_BUDGET = 256  # of a pass: what a prompt may delay those who are decoding
+NOT_GIVEN: Any = Default("unsaid")
+OWN_KEYWORDS = ("max_new_tokens", "stop", "stop_token_ids", "seed", "priority", "n")  # keywords of submit alone
+TOKEN_BUDGET = 256  # tokens of a pass; it limits how long a prompt delays sequences in decode
 
 
 class Engine:
-    """Serves requests as they come, each at its own pace, in a thread of its own.
+    """Serves requests by continuous batching, in its own thread.
 
         with hf_accel.Engine(model, tokenizer=tokenizer) as engine:
             request = engine.submit(prompt_ids, max_new_tokens=64, temperature=0.8, seed=1)
             for token in request: ...
 
-    model: patched by hf_accel. max_tokens: of K and V over all requests; None grows as needed. When there are no more
-    blocks, the request that came last, of the lowest priority, gives up its own and is computed again later.
-    token_budget: most tokens of a pass, prompts included: smaller keeps those who are decoding moving, larger is more
-    per second. max_running: most requests that are under way at once. speculative: as SpeculativeConfig has it; left
-    out, as the model was patched. tokenizer: for prompts and stops that are text.
+    model: a model that was patched by hf_accel. tokenizer: is needed for prompts and stop strings that are text.
+    max_tokens: the tokens of all requests that the KV cache holds; None lets it grow as needed. When no block is free,
+        the latest request of the lowest priority is preempted: its blocks are released, and it is recomputed later.
+    token_budget: the most tokens of a pass, prompts included. A smaller budget gives decoding requests their tokens
+        sooner; a larger one gives more tokens per second.
+    max_running: the most requests that run at the same time. speculative: a SpeculativeConfig, or what it can be made
+        of; left out, the model's own from patch().
 
-    What prompts have in common at their beginning is stored and computed once. With seed= a request's tokens do not
-    depend on what runs beside it (as far as the plan calls the model row-invariant); where a model drafts, with
-    verify="seeded" alone.
-    Leaving the `with` block waits for what is under way.
+    Common prefixes of prompts are stored and computed once. With seed=, the tokens of a request do not depend on other
+    requests, if the plan calls the model row-invariant; with a draft model, this needs verify="seeded" too.
+    At its end, the `with` block waits until all requests have ended.
 
-    Raises UnsupportedError for a model that is not patched, or cannot run ragged.
+    Raises UnsupportedError for a model that is not patched or cannot run ragged.
     """
 
     @checked_keywords()
@@ -66,7 +67,7 @@ class Engine:
         tokenizer: Any = None,
         token_budget: int | None = TOKEN_BUDGET,
         max_running: int | None = None,
-        speculative: Any = UNSAID,
+        speculative: Any = NOT_GIVEN,
     ) -> None:
         self.model = without_adapters(model)
         self.tokenizer = tokenizer
@@ -75,7 +76,7 @@ class Engine:
         if max_tokens is not None:
             settings = dataclasses.replace(settings, max_tokens=max_tokens)
         config = state.speculative if isinstance(speculative, Default) else parse_speculative(speculative)
-        # nothing that the thread holds may hold the engine, so that one that is forgotten comes to an end
+        # The thread must hold no reference to the engine, so that the loop ends when the program drops the engine.
         self.session = Session(
             self.model, settings, speculative=config, token_budget=token_budget, max_running=max_running
         )
@@ -92,7 +93,7 @@ class Engine:
 
     @property
     def is_live(self) -> bool:
-        """Whether it computes, or may be asked to: until close(), or the end of its process or of its last holder."""
+        """Whether the engine runs or accepts requests. It is False after close() and in a forked process."""
         return self.loop.is_live
 
     # -- requests --------------------------------------------------------------------------------------
@@ -109,16 +110,17 @@ class Engine:
         n: int = 1,
         **sampling: Any,
     ) -> Request:
-        """Take on a request and return at once; the Request streams, waits and cancels.
+        """Submit a request and return at once. The Request can be iterated over, waited for and cancelled.
 
-        prompt: token ids, or text if the engine has a tokenizer. max_new_tokens: the model's own default if left out.
-        stop: strings that end the text; stop_token_ids: instead of the model's end-of-sequence ids. priority: higher
-        goes first. n: samples, which share the prompt's pages. sampling: as SamplingParams; what is left out is as in
-        model.generation_config. From any thread.
+        prompt: token ids, or text if the engine has a tokenizer. max_new_tokens: the model's default if left out.
+        stop: strings that end the text. stop_token_ids: token ids that replace the model's end-of-sequence ids.
+        seed: makes the request's tokens reproducible. priority: requests with a higher one go first.
+        n: the number of samples, which share the prompt's pages. sampling: the fields of SamplingParams; the defaults
+        are those of model.generation_config. Any thread may call this.
 
-        Raises UnsupportedError for what cannot be met, OutOfBlocksError for a request that max_tokens can never hold,
-        HfAccelError for an engine that is closed, broken or another process's. An error that comes later is raised
-        where the Request is read, and ends no other request.
+        Raises UnsupportedError for settings that are not supported, OutOfBlocksError for a request that is too long
+        for max_tokens, and HfAccelError if the engine is closed, has broken, or belongs to another process. A later
+        error is raised where the Request is read, and ends no other request.
         """
         ids = self._ids(prompt)
         limits = self._limit(max_new_tokens, len(ids))
@@ -137,13 +139,14 @@ class Engine:
         return self._hand_over(sequences, strings)
 
     def _hand_over(self, sequences: list[Sequence], strings: StopStrings) -> Request:
-        # weak: in a cycle a handle that was dropped would live, and its request run, until the garbage collector comes
+        # The dict is weak to avoid a cycle. In a cycle, a Request that the program has dropped would live, and be
+        # computed, until the garbage collector runs.
         of_sample: weakref.WeakKeyDictionary[Sample, Sequence] = weakref.WeakKeyDictionary()
         decode = self._decode
         request = Request(
             num_samples=len(sequences),
             decode=None if decode is None else lambda tokens: strings.cut(decode(tokens)),
-            on_cancel=lambda sample: self.loop.cancel(of_sample[sample]),  # who holds a request holds its engine
+            on_cancel=lambda sample: self.loop.cancel(of_sample[sample]),  # keeps the engine alive with the request
             on_wait=self.loop.refuse_own_thread,
         )
         of_sample.update(zip(request.samples, sequences, strict=True))
@@ -168,12 +171,12 @@ class Engine:
         return stop_token_ids(self.model)
 
     def _sampling(self, given: dict[str, Any], ends: tuple[int, ...]) -> Sampling:
-        known = {field.name for field in dataclasses.fields(SamplingParams)}
-        check_keywords("submit()", given, known.union(OWN_KEYWORDS))
-        asked = SamplingParams(**{**sampling_defaults(self.model, given), "stop_token_ids": ends}).sampling()
+        fields = {field.name for field in dataclasses.fields(SamplingParams)}
+        check_keywords("submit()", given, fields.union(OWN_KEYWORDS))
+        sampling = SamplingParams(**{**sampling_defaults(self.model, given), "stop_token_ids": ends}).sampling()
         if self.session.speculation.drafters:
-            refuse_stateful(asked, vocabulary_size(self.model))
-        return asked
+            refuse_stateful(sampling, vocabulary_size(self.model))
+        return sampling
 
     @property
     def _decode(self) -> Callable[[list[int]], str] | None:
@@ -183,7 +186,8 @@ class Engine:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Since the engine began: requests, tokens per second while busy, blocks, prefix hits, preemptions, drafts."""
+        """Counts since the engine was made: requests, tokens per second of busy time, blocks, prefix hits,
+        preemptions, and speculation."""
         totals, scheduler = self.loop.totals, self.session.scheduler
         return {
             **dataclasses.asdict(totals),
@@ -195,12 +199,12 @@ class Engine:
         }
 
     def _waste(self) -> float:
-        """The share of held slots without a token, now."""
-        rows = [sequence.cached for sequence in list(self.session.scheduler.running)]
-        return self.session.pages.waste([row for row in rows if row is not None])
+        """The share of allocated slots that hold no token now."""
+        cached = [sequence.cached for sequence in list(self.session.scheduler.running)]
+        return self.session.pages.waste([each for each in cached if each is not None])
 
     def close(self, *, wait: bool = True) -> None:
-        """Take on nothing more, and return when all has ended. wait: let requests finish, else cancel them."""
+        """Accept no more requests, and return when all have ended. wait: False cancels the requests."""
         self.loop.close(wait=wait)
 
     def __enter__(self) -> Engine:
@@ -213,7 +217,10 @@ class Engine:
 
 
 def _integer(name: str, value: Any, *, least: int | None = None) -> int:
-    """Of any kind that counts as one (numpy's, a tensor's); not a bool."""
+    """Return `value` as an int. It may be any integer type (such as numpy's, or a tensor), but not a bool.
+
+    Raises UnsupportedError for other values, and for an integer below `least`.
+    """
     try:
         number = operator.index(value)
     except TypeError:

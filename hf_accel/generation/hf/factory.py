@@ -1,4 +1,4 @@
-"""From prompts and GenerationConfigs to sequences, under transformers' names for its requests."""
+"""Makes sequences from prompts and GenerationConfigs, and transformers' outputs from sequences."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ from .defaults import default_new_tokens
 from .processing import processors_refusal, stock_sampling, stop_rules
 from .vocabulary import check_ids, token_ids
 
-TOKEN_BUDGET = 2048  # of a pass: throughput is all that counts here
+TOKEN_BUDGET = 2048  # tokens of a pass; it is large because only throughput counts here
 
 
 @dataclass(eq=False)
 class Reply:
-    """What one sequence has brought so far, as transformers' GenerationOutput tells it."""
+    """The results of one sequence so far, from which transformers' GenerationOutput is made.
+
+    timestamps: the time of each new token, or None if they are not recorded. created, started: the times at which the
+    request was made and got its first tokens; started is -1 before that. Times are those of time.perf_counter.
+    """
 
     name: str
     sequence: Sequence
@@ -37,7 +41,7 @@ class Reply:
     logprobs: list[float] = field(default_factory=list)
     error: BaseException | None = None
 
-    def take(self, tokens: abc.Sequence[int], logprobs: abc.Sequence[TokenLogprobs] | None) -> None:
+    def record(self, tokens: abc.Sequence[int], logprobs: abc.Sequence[TokenLogprobs] | None) -> None:
         now = time.perf_counter()
         self.started = now if self.started < 0 else self.started
         if self.timestamps is not None:
@@ -61,7 +65,7 @@ class Reply:
 
 
 class SequenceFactory:
-    """Makes the sequences of one model; those of one config share what chooses and stops their tokens."""
+    """Makes the sequences of one model. Sequences of the same config share their Sampling and StopRules."""
 
     def __init__(self, model: PreTrainedModel, settings: ContinuousBatchingConfig | None) -> None:
         self.model: Any = model
@@ -73,10 +77,10 @@ class SequenceFactory:
     def make(
         self, name: str, prompt: abc.Sequence[int], config: GenerationConfig, *, timestamps: bool, what: str
     ) -> list[Reply]:
-        """The samples of one prompt, as transformers lists them: children first. config: as complete_config gives it.
-        what: the prompt, in errors.
+        """Make the sequences of one prompt's samples, in the order of transformers: the leader comes last.
 
-        Raises UnsupportedError for ids or a config that cannot be served.
+        config: see complete_config. what: the name of the prompt for error messages.
+        Raises UnsupportedError for ids or a config that are not supported.
         """
         ids = token_ids(prompt, what)
         check_ids(self.model, ids, what)
@@ -95,10 +99,11 @@ class SequenceFactory:
         ]
 
     def _rules(self, config: GenerationConfig, length: int) -> tuple[Sampling, StopRules]:
-        """Shared by all prompts of one config, unless its processors look at the prompt."""
-        known = self._shared.get((id(config), 0)) or self._shared.get((id(config), length))
-        if known is not None:
-            return known[1:]
+        """Make the Sampling and StopRules of a config. All its prompts share them, unless a processor uses the prompt;
+        then those of equal length do."""
+        shared = self._shared.get((id(config), 0)) or self._shared.get((id(config), length))
+        if shared is not None:
+            return shared[1:]
         processors = self.model._get_logits_processor(
             generation_config=config, input_ids_seq_length=length, device=self.model.device
         )
@@ -110,15 +115,16 @@ class SequenceFactory:
             )
         sampling = stock_sampling(processors, greedy=not config.do_sample, num_logprobs=self.num_logprobs)
         stop = stop_rules(criteria)
-        # the config is kept, so that no other one gets its id
+        # The config is kept so that no other config gets its id().
         self._shared[id(config), length if sampling.uses_prefix else 0] = config, sampling, stop
         return sampling, stop
 
 
 def complete_config(model: Any, config: GenerationConfig | None, what: str, keywords: dict[str, Any]) -> Any:
-    """A copy of a config, or the model's own, with `keywords` over it and its special tokens as tensors.
+    """Return a copy of a config, or of the model's own, updated with `keywords`, with its special tokens as tensors.
 
-    Raises UnsupportedError, naming `what`, for keywords that a GenerationConfig does not have.
+    what: the name of the call for error messages. Raises UnsupportedError for keywords that a GenerationConfig does
+    not have.
     """
     complete, _ = model._prepare_generation_config(config)
     check_keywords(what, complete.update(**keywords), GenerationConfig().to_dict())
@@ -132,27 +138,30 @@ HONOURED = (
     "page_size", "num_blocks", "max_batch_tokens", "return_logprobs", "max_requests_per_batch", "allow_block_sharing",
     "max_queue_size", "per_request_processors", "seed", "block_size",
 )  # fmt: skip
-# They choose among ways of transformers' own loop which are all the same here: what they ask for is given.
-GRANTED = (
+# These settings choose details of transformers' own loop. They have no effect here, and need none.
+WITHOUT_EFFECT = (
     "drop_unsupported_processors", "auto_switch_to_flash", "disable_nccl_graph_mixing", "cpu_group_timeout",
     "cpu_offload_space_safety_threshold",
 )  # fmt: skip
 
 
 def session_settings(given: ContinuousBatchingConfig | None, cache: CacheConfig) -> dict[str, Any]:
-    """What a Session is made with. Raises UnsupportedError for fields without a meaning here that are set."""
+    """Return the keywords for Session that a ContinuousBatchingConfig asks for.
+
+    Raises UnsupportedError for fields that are set and have no meaning here.
+    """
     if given is None:
         return {"cache": cache, "token_budget": TOKEN_BUDGET}
     plain = type(given)()
     for field_ in dataclasses.fields(given):
         name, value = field_.name, getattr(given, field_.name)
-        asks = value != getattr(plain, name) and not (value is False and getattr(plain, name) is None)
-        if asks and name not in HONOURED + GRANTED:
+        is_set = value != getattr(plain, name) and not (value is False and getattr(plain, name) is None)
+        if is_set and name not in HONOURED + WITHOUT_EFFECT:
             raise UnsupportedError(
                 f"continuous_batching_config.{name}={value!r} has no meaning in hf_accel's continuous batching; "
                 f"leave it at its default ({', '.join(HONOURED)} are honoured)"
             )
-    asked = {name: getattr(given, name, None) for name in HONOURED}  # older ones have fewer
+    asked = {name: getattr(given, name, None) for name in HONOURED}  # older transformers have fewer fields
     if asked["num_blocks"] is not None:
         size = asked["page_size"] or asked["block_size"] or 1
         cache = dataclasses.replace(cache, max_tokens=asked["num_blocks"] * size)

@@ -1,4 +1,4 @@
-"""One call of generate() as sequences of a Session: nothing is padded, and a row that has ended costs nothing."""
+"""Computes one call of generate() as sequences of a Session. It needs no padding, and computes no finished rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .session import Session
 
 
 def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
-    """Stock's result, and statistics of the speculation."""
+    """Run the loop of a call. Returns what transformers' loop would return, and statistics of the speculation."""
     budget = call.config.prefill_chunk_size
     with Session(call.model, call.cache, speculative=call.speculative, token_budget=budget) as session:
         sequences = _sequences(call)
@@ -44,11 +44,11 @@ def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
 
 
 def _sequences(call: LoopCall) -> list[Sequence]:
-    """A sequence for each row; samples of one prompt follow the first of them."""
+    """Make a sequence for each row of the input. Samples of one prompt are followers of the first of them."""
     draws = BatchDraws() if call.speculative is None else None
     greedy = not call.config.do_sample
     sampling, stop = stock_sampling(call.processors, greedy=greedy, draw=draws), stop_rules(call.criteria)
-    # pages of a fixed number are needed by the sequences that go on
+    # If the number of pages is fixed, other sequences need the pages of those that have ended.
     keeps = call.cache.settings.max_tokens is None or call.config.return_dict_in_generate or len(call.input_ids) == 1
     seeds = (
         [0] * len(call.input_ids)
@@ -78,8 +78,8 @@ def _sequences(call: LoopCall) -> list[Sequence]:
 
 def _loop(call: LoopCall, session: Session, sequences: list[Sequence]) -> None:
     past = call.cache.padded.sequences
-    if past:  # a cache that was passed along holds what the one sequence begins with
-        session.scheduler.require_room(sequences[0])  # before there is a fork that holds blocks
+    if past:  # the user's cache holds the beginning of the only sequence
+        session.scheduler.require_room(sequences[0])  # this may raise, so it comes before the fork, which holds blocks
         cached = past[0].fork()
         try:
             cached.truncate(min(cached.num_tokens, len(sequences[0].tokens) - 1))
@@ -105,15 +105,18 @@ def _loop(call: LoopCall, session: Session, sequences: list[Sequence]) -> None:
 
 
 def _leave_last_block(cache: PagedCache, cached: CachedSequence) -> None:
-    """To the sequence that goes on in it: where blocks are counted out, there may be none to copy it to."""
+    """Remove a partly filled last block from the cache, so that the sequence can write to it without a copy.
+
+    This is done if the number of blocks is fixed, because there may be no block for a copy.
+    """
     extra = cached.num_tokens % cache.settings.block_size
     if extra and cache.settings.max_tokens is not None:
-        with contextlib.suppress(UnsupportedError):  # a window that has moved on cannot go back
+        with contextlib.suppress(UnsupportedError):  # crop() raises if a sliding window has released blocks
             cache.crop(cached.num_tokens - extra - cache.padded.sequences[0].num_tokens)
 
 
 def _result(call: LoopCall, sequences: list[Sequence]) -> Tensor:
-    """[B, T + longest], padded on the right as stock does."""
+    """Return the token ids [B, T + longest], padded on the right as in transformers."""
     longest = max(sequence.num_new for sequence in sequences)
     new = torch.full((len(sequences), longest), call.pad_token, dtype=call.input_ids.dtype)
     for row, sequence in enumerate(sequences):
@@ -123,7 +126,10 @@ def _result(call: LoopCall, sequences: list[Sequence]) -> Tensor:
 
 @torch.inference_mode()
 def _compute_ends(session: Session, sequences: list[Sequence]) -> None:
-    """Rows that ended early get K and V of their last token too, which a next turn shows; it hides their padding."""
+    """Compute K and V of the last token of sequences that ended early.
+
+    A next turn over the same cache attends to this token; its mask hides the padding after it.
+    """
     longest, pages = max(sequence.num_new for sequence in sequences), session.pages
     ranges, ids = [], []
     for sequence in sequences:
@@ -137,16 +143,16 @@ def _compute_ends(session: Session, sequences: list[Sequence]) -> None:
 
 
 def _keep(call: LoopCall, sequences: list[Sequence]) -> None:
-    """Leave in the cache what stock leaves: all columns but the last, padding behind rows that ended early."""
+    """Store in the cache what transformers would store: all columns but the last, padded for rows that ended early."""
     kept = [(sequence, sequence.kept) for sequence in sequences if sequence.kept is not None]
     for sequence, cached in kept:
         cached.token_ids = sequence.tokens[: cached.num_tokens]
     longest = max(sequence.num_new for sequence in sequences) - 1
     ends = [cached.num_tokens - sequence.num_prompt for sequence, cached in kept]
-    real = None
+    token_mask = None
     if call.mask is not None or min(ends) < longest:
         before = torch.ones_like(call.input_ids) if call.mask is None else call.mask
         after = torch.arange(longest)[None] < torch.tensor(ends)[:, None]
-        real = torch.cat([before.bool().cpu(), after], dim=1)
-        real = None if bool(real.all()) else real
-    call.cache.replace_sequences([cached for _, cached in kept], real, call.num_columns + longest)
+        token_mask = torch.cat([before.bool().cpu(), after], dim=1)
+        token_mask = None if bool(token_mask.all()) else token_mask
+    call.cache.replace_sequences([cached for _, cached in kept], token_mask, call.num_columns + longest)

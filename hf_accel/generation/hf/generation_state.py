@@ -1,4 +1,4 @@
-"""What patch() leaves on a model for its generate."""
+"""The state for generate() that patch() stores on a model."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ..speculation.controller import Controller
 
-# (model, weights) -> a patched model over the same Parameters, which the given one does not notice
+# Maps (model, weights) to a patched model over the same Parameters. The given model is not changed.
 MakeDraft = Callable[[PreTrainedModel, str | None], PreTrainedModel]
 
-# a patched model -> another one over the same Parameters, with the attention that the model has without us
+# Maps a patched model to another one over the same Parameters, with the model's original attention.
 MakeAttending = Callable[[PreTrainedModel], PreTrainedModel]
 
 
 @dataclass
 class CallState:
-    """One call of generate(). insists: speculation was asked for in it, so that it must not be left out silently.
+    """The state of one call of generate().
 
-    cache: that it runs over, if it is ours; own_cache: nobody else holds it. prompt_columns: of the input.
+    requires_speculation: whether the call itself has speculative=; if speculation is then not possible, an error is
+    raised.
+    cache: the cache of the call, if it is a PagedCache. own_cache: whether the call made it, so that nobody else holds
+    it. prompt_columns: the columns of the input.
     """
 
     speculative: SpeculativeConfig | None = None
-    insists: bool = False
+    requires_speculation: bool = False
     cache: PagedCache | None = None
     own_cache: bool = False
     prompt_columns: int = 0
@@ -42,10 +45,10 @@ class CallState:
 
 @dataclass(frozen=True)
 class LoopCall:
-    """What generate() of transformers has prepared for its loop, and what we do there.
+    """What transformers' generate() has prepared for its loop.
 
-    input_ids: [B, T], left-padded where the mask [B, T] is 0. inputs: what the model is called with besides. streams:
-    the user's streamers, or a streamer of stock's. speculative: None for plain decoding.
+    input_ids: [B, T], with padding on the left where the mask [B, T] is 0. inputs: the model's other inputs.
+    streams: the user's streamers, or transformers' own streamer. speculative: None for decoding without drafts.
     """
 
     model: PreTrainedModel
@@ -72,7 +75,7 @@ class LoopCall:
 
     @property
     def repeats(self) -> int:
-        """How many rows in a row are samples of one prompt."""
+        """The number of consecutive rows that are samples of one prompt."""
         return self.config.num_return_sequences or 1
 
     @property
@@ -83,15 +86,20 @@ class LoopCall:
 
 @dataclass
 class GenerationState:
-    """What generate() of one patched model needs to know, and what it last did.
+    """The state for generate() of one patched model.
 
-    patch_id: tells this patch from an earlier one of the same Parameters, whose quantized weights were others.
-    speculative: for calls that do not say. ragged_refusal: why this model cannot compute all tokens in one ragged row.
-    invariant_rows: the most rows that its linears round as they round one; None for any number.
-    make_draft: makes draft models; drafts: those made, by what they were made of. controllers: what earlier calls have
-    learnt, while no call uses it. calls: of generate() that are under way, by thread. make_attending: makes a model
-    that attends as without us; attending: the last one, and the weights that it was made of. warned: what was said
-    aloud. engines: made for this model. manager: the one that was kept for the next session.
+    cache: how PagedCaches are made; None means transformers' own caches.
+    patch_id: differs for every patch, because patches of the same Parameters may have different quantized weights.
+    speculative: the default of calls without speculative=. ragged_refusal: why the model cannot compute the tokens of
+        many sequences in one row; None if it can.
+    invariant_rows: the largest number of rows for which the model's linears round each row as they round a single one;
+        None for any number.
+    make_draft: makes patched models that draft. drafts: the models that it has made, by their weights=.
+    controllers: the controllers of earlier sessions that no session uses now.
+    calls: the current calls of generate(), by thread.
+    make_attending: makes a model with the original attention. attending: the last one that it has made, and the salt
+        of its weights. warned: the refusals about which a warning was given.
+    engines: the engines and managers of this model. manager: the manager that was kept for the next session.
     """
 
     cache: CacheConfig | None
@@ -108,7 +116,7 @@ class GenerationState:
     statistics: dict[str, Any] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
     manager: Any = None
-    engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # weak: one that is forgotten serves nobody
+    engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # an engine that nobody holds may end
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {
@@ -124,19 +132,19 @@ class GenerationState:
         vars(self).update(state | {"engines": weakref.WeakSet()})
 
     def require_idle(self, what: str) -> None:
-        """Raise UnsupportedError while an Engine runs the model, which would go on over another one."""
+        """Raise UnsupportedError if an Engine runs the model. what: the change of the model, for the message."""
         for engine in list(self.engines):
             if engine.is_live:
                 raise UnsupportedError(f"{what} while {engine!r} runs the model; call engine.close() first")
 
     @property
     def call(self) -> CallState | None:
-        """The call of generate() that this thread is in."""
+        """The call of generate() that runs in this thread, or None."""
         return self.calls.get(threading.get_ident())
 
     @contextmanager
     def calling(self, call: CallState) -> Iterator[None]:
-        """For the length of a call; calls may be nested, and threads are apart."""
+        """Set `call` for this thread within the `with` block. Calls may be nested."""
         thread = threading.get_ident()
         outer, self.calls[thread] = self.calls.get(thread), call
         try:
@@ -148,7 +156,7 @@ class GenerationState:
                 self.calls[thread] = outer
 
     def record(self, new_tokens: int, sequences: int, seconds: float, more: dict[str, Any]) -> None:
-        """Statistics of a finished run."""
+        """Store the statistics of a finished run."""
         self.statistics = {
             "seconds": seconds,
             "sequences": sequences,

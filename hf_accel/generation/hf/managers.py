@@ -1,4 +1,4 @@
-"""Who serves transformers' manager interface: our loop, or transformers' own for a model that cannot run ragged."""
+"""Chooses the manager for continuous batching: ours, or transformers' own for a model that cannot run ragged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .refusals import ragged_refusal
 
 
 def manager_for(model: PreTrainedModel, generation_config: Any, batching_config: Any, hints: Any) -> Any:
-    """The manager that was kept for this session, or a new one."""
+    """Return the manager that was kept for this session, or make a new one."""
     state: GenerationState = state_of(model).generation
     refusal = ragged_refusal(model)
     if refusal is not None:
@@ -28,7 +28,7 @@ def manager_for(model: PreTrainedModel, generation_config: Any, batching_config:
 
 
 def destroy_managers(model: PreTrainedModel) -> None:
-    """End the managers that were kept."""
+    """Stop and drop the managers that were kept."""
     state: GenerationState = state_of(model).generation
     if state.manager is not None:
         state.manager.destroy()
@@ -39,9 +39,10 @@ def destroy_managers(model: PreTrainedModel) -> None:
 
 
 def _model_for_stock(model: Any) -> PreTrainedModel:
-    """What transformers' manager may call, in a thread of its own, while this model goes on attending by ours.
+    """Return a model for transformers' manager, which calls it in another thread, with the original attention.
 
-    The same one for as long as the weights and adapters are the same: a manager that is kept is kept on it.
+    This model keeps our attention meanwhile. The same model is returned as long as weights and adapters are the same,
+    because transformers stores a kept manager on it.
     """
     state = state_of(model).generation
     if not attention_is_ours(model.config):

@@ -1,4 +1,4 @@
-"""The mixin that a patched model's class gets: generate over the paged cache, ragged where that can be."""
+"""The mixin of a patched model's class: generate() over the paged cache, with ragged passes where possible."""
 
 from __future__ import annotations
 
@@ -26,20 +26,24 @@ from .model_runner import other_input, positions_count_tokens, positions_depend_
 from .refusals import NO_PAGES, call_refusal, changed_refusal, ragged_refusal
 from .streams import RowStreams
 
-UNSAID = Default("unsaid")
-STACK_LEVEL = 6  # from a warning to the line that calls generate()
-MAX_FIRST_TOKENS = 65536  # a cache makes room for at most this many tokens before any is written
+NOT_GIVEN = Default("unsaid")
+STACK_LEVEL = 6  # the number of frames from a warning to the line that calls generate()
+MAX_FIRST_TOKENS = 65536  # the largest initial capacity of a cache in tokens
 
 
 class AcceleratedGeneration(Mixin):
-    """Mixed into a patched model's class, in front of the original class."""
+    """Is mixed into a patched model's class, before the original class."""
 
-    def generate(self, *args: Any, speculative: Any = UNSAID, streamer: Any = None, **kwargs: Any) -> Any:
-        """transformers' generate, and: speculative= as SpeculativeConfig has it; streamer= for any number of rows, a
-        list with one for each or one whose put() takes row=."""
+    def generate(self, *args: Any, speculative: Any = NOT_GIVEN, streamer: Any = None, **kwargs: Any) -> Any:
+        """Generate as in transformers, with two more options.
+
+        speculative: a SpeculativeConfig, or what it can be made of; None for no drafts; left out, the model's own from
+        patch(). streamer: for any number of rows. It may be a list with a streamer for each row, or a streamer whose
+        put() takes row=.
+        """
         state = self._generation_state
-        config = state.speculative if speculative is UNSAID else parse_speculative(speculative)
-        call = CallState(config, insists=speculative is not UNSAID and config is not None)
+        config = state.speculative if speculative is NOT_GIVEN else parse_speculative(speculative)
+        call = CallState(config, requires_speculation=speculative is not NOT_GIVEN and config is not None)
         if streamer is not None:
             kwargs["streamer"] = RowStreams(streamer)
         start = time.perf_counter()
@@ -50,7 +54,7 @@ class AcceleratedGeneration(Mixin):
         return output
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
-        """transformers' own. Where ours is set back, the parts that keep their own attention keep it here too."""
+        """Set the attention as in transformers. If hf_accel's is set, parts that keep their own attention keep it."""
 
         def set_implementation(name: Any) -> None:
             super(AcceleratedGeneration, self).set_attn_implementation(name, *args, **kwargs)  # type: ignore[misc]
@@ -64,21 +68,28 @@ class AcceleratedGeneration(Mixin):
     def _generation_state(self) -> GenerationState:
         return state_of(self).generation
 
-    # -- stock's modes ---------------------------------------------------------------------------------
+    # -- transformers' generation modes ----------------------------------------------------------------
 
     def _validate_generation_mode(self, mode: Any, generation_config: Any, arguments: dict[str, Any]) -> None:
-        """Ragged speculation knows no limit of one row, nor of equal padding of the vocabularies."""
+        """Skip transformers' checks of assisted decoding if it runs ragged.
+
+        Ragged passes need neither a batch of one row nor equally padded vocabularies.
+        """
         call = self._generation_state.call
-        if call is not None and call.insists and mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        if (
+            call is not None
+            and call.requires_speculation
+            and mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        ):
             raise UnsupportedError(
                 f"speculative= is for greedy search and sampling, and this call is {mode.value} (num_beams=, "
                 "assistant_model=, prompt_lookup_num_tokens=, ...): leave one of them out"
             )
-        if mode == GenerationMode.ASSISTED_GENERATION and self._takes_assistant(arguments):
+        if mode == GenerationMode.ASSISTED_GENERATION and self._can_use_assistant(arguments):
             return
         super()._validate_generation_mode(mode, generation_config, arguments)  # type: ignore[misc]
 
-    def _takes_assistant(self, arguments: dict[str, Any]) -> bool:
+    def _can_use_assistant(self, arguments: dict[str, Any]) -> bool:
         if ragged_refusal(self) is not None or "assistant_tokenizer" in arguments:  # type: ignore[arg-type]
             return False
         assistant = arguments.get("assistant_model")
@@ -100,9 +111,9 @@ class AcceleratedGeneration(Mixin):
         output, refusal = self._ragged(LoopCall(self, *prepared, model_kwargs, synced_gpus, streamer, speculative))  # type: ignore[arg-type]
         if refusal is None:
             return output
-        if call is not None and call.insists:
+        if call is not None and call.requires_speculation:
             raise UnsupportedError(f"speculative= cannot be used in this call: {refusal}; leave speculative= out")
-        self._stay_stock(refusal)
+        self._report_stock_loop(refusal)
         return super()._sample(  # type: ignore[misc]
             *prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
         )
@@ -121,36 +132,39 @@ class AcceleratedGeneration(Mixin):
         tokenizer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """assistant_model= and prompt_lookup_num_tokens= as speculation; other kinds on stock's loop."""
+        """Serve assistant_model= and prompt_lookup_num_tokens= by speculation, and others by transformers' loop."""
         prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
         config, refusal = assisted(self, generation_config, assistant_model, assistant_tokenizer)
         call = LoopCall(self, *prepared, model_kwargs, synced_gpus, streamer, config)  # type: ignore[arg-type]
         output, refusal = self._ragged(call, refusal)
         if refusal is None:
             return output
-        self._stay_stock(refusal)
+        self._report_stock_loop(refusal)
         return super()._assisted_decoding(  # type: ignore[misc]
             *prepared, synced_gpus=synced_gpus, streamer=streamer, inputs_tensor=inputs_tensor,
             assistant_model=assistant_model, assistant_tokenizer=assistant_tokenizer, tokenizer=tokenizer,
             **model_kwargs,
         )  # fmt: skip
 
-    def _stay_stock(self, refusal: str) -> None:
-        """Say so in stats(), and once aloud where neither the plan nor the user has asked for it."""
+    def _report_stock_loop(self, refusal: str) -> None:
+        """Report in stats() that transformers' loop is used.
+
+        Warn once for each reason, unless the plan says it already or the user has chosen to have no paged cache.
+        """
         state, call = self._generation_state, self._generation_state.call
         if call is not None:
             call.statistics["loop"] = f"stock: {refusal}"
         if refusal not in (state.ragged_refusal, NO_PAGES) and refusal not in state.warned:
             state.warned.add(refusal)
             warnings.warn(
-                f"generate() runs transformers' own loop, which is slower, because {refusal}; said once, and for each "
-                "call in hf_accel.stats(model)['loop']",
+                f"generate() runs transformers' own loop, which is slower, because {refusal}; this is said once, and "
+                "for each call in hf_accel.stats(model)['loop']",
                 HfAccelWarning,
                 stacklevel=STACK_LEVEL,
             )
 
     def _ragged(self, call: LoopCall, refusal: str | None = None) -> tuple[Any, str | None]:
-        """The output, or why it must be made by stock's loop, which finds all as it was."""
+        """Return the output, or why transformers' loop must make it. In the latter case nothing has changed."""
         state = self._generation_state.call
         if state is None:
             return None, refusal or "it was not called by generate()"
@@ -164,7 +178,7 @@ class AcceleratedGeneration(Mixin):
             output, statistics = run(call)
         except NotRaggedError as error:
             if call.streams is not None and call.streams.has_streamed:
-                raise  # what was handed out cannot be taken back
+                raise  # tokens that were streamed cannot be taken back
             torch.set_rng_state(random_state)
             return None, str(error)
         state.prompt_columns = call.num_columns
@@ -180,14 +194,16 @@ class AcceleratedGeneration(Mixin):
         progress_bar: bool = False,
         persistent_manager: bool = False,
         warmup: bool = True,
-        speculative: Any = UNSAID,
+        speculative: Any = NOT_GIVEN,
         **kwargs: Any,
     ) -> Any:
-        """transformers' generate_batch, ragged and unpadded: generation_config may be a list with one for each prompt;
-        kwargs are those of GenerationConfig; speculative= as SpeculativeConfig has it.
+        """Generate for prompts of any length without padding, as transformers' generate_batch.
 
-        Returns stock's dict of GenerationOutput, in the order of the prompts. persistent_manager and warmup are for
-        stock's own, which nothing here needs.
+        inputs: a list of token ids for each prompt. generation_config: may also be a list with a config for each
+        prompt. kwargs: fields of GenerationConfig. speculative: see generate(). persistent_manager and warmup have an
+        effect only on transformers' own manager.
+
+        Returns transformers' dict of GenerationOutput, in the order of the prompts.
         """
         state = self._generation_state
         if not len(inputs):
@@ -199,14 +215,14 @@ class AcceleratedGeneration(Mixin):
                 inputs, generation_config, continuous_batching_config, record_timestamps=record_timestamps,
                 progress_bar=progress_bar, persistent_manager=persistent_manager, warmup=warmup, **kwargs,
             )  # fmt: skip
-        if state.call is not None:  # generate(cache_implementation="paged") passes on all that it was given
+        if state.call is not None:  # generate(cache_implementation="paged") passes on all its keywords
             kwargs = {name: value for name, value in kwargs.items() if hasattr(generation_config, name)}
         start = time.perf_counter()
         outputs, statistics = generate_batch(
             self,  # type: ignore[arg-type]
             with_configs(self, inputs, generation_config, kwargs),
             continuous_batching_config,
-            speculative=state.speculative if speculative is UNSAID else parse_speculative(speculative),
+            speculative=state.speculative if speculative is NOT_GIVEN else parse_speculative(speculative),
             timestamps=record_timestamps,
             progress_bar=progress_bar,
         )
@@ -217,7 +233,7 @@ class AcceleratedGeneration(Mixin):
     def init_continuous_batching(
         self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
     ) -> Any:
-        """A ContinuousManager, with transformers' interface; its own for a model that cannot run ragged."""
+        """Return a ContinuousManager, or transformers' own manager for a model that cannot run ragged."""
         return manager_for(self, generation_config, continuous_batching_config, workload_hints)  # type: ignore[arg-type]
 
     def destroy_cached_continuous_batching_manager(self) -> None:
@@ -226,10 +242,10 @@ class AcceleratedGeneration(Mixin):
 
     @staticmethod
     def _refuse_batch(generation_config: Any, speculative: Any, refusal: str) -> None:
-        if isinstance(generation_config, list | tuple) or (speculative is not UNSAID and speculative is not None):
+        if isinstance(generation_config, list | tuple) or (speculative is not NOT_GIVEN and speculative is not None):
             raise UnsupportedError(
-                f"generate_batch with speculative= or a list of configs is hf_accel's own, and cannot serve this "
-                f"model: {refusal}; give one generation_config, and no speculative="
+                "only hf_accel's own generate_batch takes speculative= or a list of configs, and it cannot serve "
+                f"this model: {refusal}; give one generation_config, and no speculative="
             )
 
     def _prepare_cache_for_generation(
@@ -238,7 +254,7 @@ class AcceleratedGeneration(Mixin):
         state = self._generation_state
         given = model_kwargs.get("past_key_values")
         wanted = state.cache is not None and generation_config.use_cache is not False
-        # attention weights are as wide as stock's cache, which drops what a window has left behind
+        # The shape of output_attentions depends on transformers' cache, which drops tokens behind a window.
         wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
         if wanted and given is None and generation_config.cache_implementation is None:
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
@@ -261,20 +277,20 @@ class AcceleratedGeneration(Mixin):
     def _prefill(
         self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Skip what the cache holds of the prompts, and compute a prompt that stock has repeated only once."""
+        """Prefill without cached prefixes, and only once for prompts that transformers has repeated."""
         call = self._generation_state.call
         if call is not None:
             call.prompt_columns = input_ids.shape[1]
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, PagedCache) and cache.get_seq_length():
             cache.pages.use_salt(weights_salt(self))  # type: ignore[arg-type]
-        known = other_input(model_kwargs) is None and ragged_refusal(self) is None  # type: ignore[arg-type]
-        if not isinstance(cache, PagedCache) or cache.get_seq_length() or not known:
+        text_only = other_input(model_kwargs) is None and ragged_refusal(self) is None  # type: ignore[arg-type]
+        if not isinstance(cache, PagedCache) or cache.get_seq_length() or not text_only:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if generation_config.output_hidden_states or generation_config.output_attentions:
             repeats = 1
-        once = {name: _every(value, repeats, len(input_ids)) for name, value in model_kwargs.items()}
+        once = {name: _every_nth(value, repeats, len(input_ids)) for name, value in model_kwargs.items()}
         self._adopt_prefix(cache, input_ids[::repeats], once)
         outputs = super()._prefill(  # type: ignore[misc]
             input_ids[::repeats], generation_config, once, *args, **kwargs
@@ -293,15 +309,15 @@ class AcceleratedGeneration(Mixin):
 
 
 def record(state: GenerationState, call: CallState, sequences: object, seconds: float) -> None:
-    """Statistics of a call that is over; new tokens are counted to the longest row's end.
+    """Store the statistics of a call. Every row counts with as many new tokens as the longest one.
 
-    sequences: [B, T], or whatever a custom_generate returned, of which nothing is known.
+    sequences: token ids [B, T]. It may be anything that a custom_generate returned; then no tokens are counted.
     """
-    known = isinstance(sequences, Tensor) and sequences.ndim == 2
-    rows, columns = sequences.shape if known else (0, call.prompt_columns)  # type: ignore[attr-defined]
+    is_ids = isinstance(sequences, Tensor) and sequences.ndim == 2
+    rows, columns = sequences.shape if is_ids else (0, call.prompt_columns)  # type: ignore[attr-defined]
     cache = {} if call.cache is None else call.cache.statistics()
     state.record(rows * (columns - call.prompt_columns), rows, seconds, {**cache, **call.statistics})
 
 
-def _every(value: Any, repeats: int, rows: int) -> Any:
+def _every_nth(value: Any, repeats: int, rows: int) -> Any:
     return value[::repeats] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value

@@ -1,4 +1,4 @@
-"""How a pass reaches the model: by ModelRunner over the tokens of many sequences, or as columns of a PagedCache."""
+"""Calls a model on the tokens of many sequences (ModelRunner), and prepares its PagedCache for padded batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...linear import QuantLinear
 from ...state import state_of
 from ...tensors import autocast_dtype, plain_tensors
 
-# What a pass over text is made of: equal token ids then mean equal keys and values. Anything else is not known.
+# If a pass has only these inputs, equal token ids give equal keys and values. With other inputs this is not certain.
 TEXT_INPUTS = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict", "logits_to_keep",
     "labels", "output_attentions", "output_hidden_states", "num_items_in_batch", "cache_position", "synced_gpus",
@@ -28,12 +28,13 @@ TEXT_INPUTS = {
 
 
 def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of a patched model: plan the pass on the PagedCache it was given, if any.
+    """Prepare the pass on the model's PagedCache, if it has one. This is a forward pre-hook of a patched model.
 
-    Raises UnsupportedError for an empty input.
+    Raises UnsupportedError for an empty input, and what PagedCache.prepare raises.
     """
+    # A compiled model cannot read pages; without this step, a PagedCache returns K and V of all columns.
     if torch.compiler.is_compiling() or is_compiled(model):
-        return  # operators of torch alone; a PagedCache then hands out K and V of all columns
+        return
     if args:
         kwargs = dict(zip(_parameters(model.original_class), args, strict=False)) | kwargs
     cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
@@ -46,7 +47,7 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not isinstance(cache, PagedCache) or source is None or not (mask is None or _is_columns(mask)):
         return
     if not attention_is_ours(model.config):
-        return  # the cache hands out all columns, as to any model
+        return  # another attention function needs K and V of all columns, which the cache then returns
     cache.check_config(model.config)  # type: ignore[arg-type]
     mask = None if mask is None else mask.bool()
     fresh = cache.get_seq_length() == 0
@@ -67,12 +68,12 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @lru_cache(maxsize=256)
 def _parameters(kind: type) -> tuple[str, ...]:
-    """What forward calls its arguments."""
+    """The names of the parameters of a class's forward()."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]  # type: ignore[attr-defined]
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calling the module runs what torch.compile made of it: model.compile(), model.forward = compile(...)."""
+    """Whether the module was compiled by module.compile() or by module.forward = torch.compile(...)."""
     own = vars(module)
     return own.get("_compiled_call_impl") is not None or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
 
@@ -82,7 +83,10 @@ def _is_columns(mask: object) -> bool:
 
 
 def positions_count_tokens(position_ids: Tensor | None, mask: Tensor | None) -> bool:
-    """Whether each token's position is its number in the row, so that rows with equal tokens have equal keys."""
+    """Whether each token's position is the number of tokens before it, so that equal token ids have equal keys.
+
+    position_ids: [B, Q] or None. mask: [B, Q] bool, False for padding, or None.
+    """
     if position_ids is None:
         return mask is None or bool(mask.all())
     if position_ids.ndim != 2:
@@ -94,9 +98,10 @@ def positions_count_tokens(position_ids: Tensor | None, mask: Tensor | None) -> 
 
 
 def weights_salt(model: nn.Module) -> bytes:
-    """A digest of what K and V depend on besides the tokens.
+    """Return a digest of what K and V depend on besides the tokens.
 
-    It changes with the patch, when a Parameter is written to or replaced, an adapter switched, or autocast.
+    It changes with the patch, with the dtype of autocast, and when a Parameter is written to or replaced or an adapter
+    is switched.
     """
     digest = hashlib.blake2b(state_of(model).generation.patch_id, digest_size=16)
     digest.update(str(autocast_dtype(model_device(model).type)).encode())
@@ -114,7 +119,10 @@ def weights_salt(model: nn.Module) -> bytes:
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """Where the model computes: accelerate's offloading leaves its weights on the meta device between calls."""
+    """The device on which the model computes.
+
+    With accelerate's offloading, its weights are on the meta device between calls; a hook then knows the device.
+    """
     device: Any = model.device
     if device.type != "meta":
         return torch.device(device)
@@ -125,26 +133,29 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 def positions_depend_on_length(config: Any) -> bool:
-    """Rotary scaling that looks at the prompt's length gives equal prefixes of unequal prompts different keys."""
+    """Whether the rotary scaling depends on the prompt's length.
+
+    If it does, equal prefixes of prompts of different lengths have different keys.
+    """
     rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    kinds = [rope.get("rope_type"), *(v.get("rope_type") for v in rope.values() if isinstance(v, dict))]
-    return any(kind in ("dynamic", "longrope") for kind in kinds)
+    types = [rope.get("rope_type"), *(v.get("rope_type") for v in rope.values() if isinstance(v, dict))]
+    return any(rope_type in ("dynamic", "longrope") for rope_type in types)
 
 
 def other_input(inputs: dict[str, Any]) -> str | None:
-    """The name of an input that keys and values may depend on besides token ids; None if there is none."""
-    return next((name for name, value in inputs.items() if name not in TEXT_INPUTS and not _is_nothing(value)), None)
+    """The name of an input other than token ids on which keys and values may depend; None if there is none."""
+    return next((name for name, value in inputs.items() if name not in TEXT_INPUTS and not _is_empty(value)), None)
 
 
-def _is_nothing(value: object) -> bool:
-    """As stock gives the outputs of encoders where there are no images."""
+def _is_empty(value: object) -> bool:
+    """Whether an input is None or an empty dict; transformers passes the latter if there are no images."""
     return value is None or (isinstance(value, Mapping) and not value)
 
 
 class ModelRunner:
-    """Calls a patched model on the tokens of many sequences as one row [1, N].
+    """Calls a patched model on the tokens of many sequences, which stand end to end in one row [1, N].
 
-    groups, group_of_layer: the pages, as cache.hf.page_groups makes them.
+    groups, group_of_layer: the pages, see cache.hf.page_groups.
     """
 
     def __init__(self, model: PreTrainedModel, groups: list[PageGroup], group_of_layer: list[int]) -> None:
@@ -159,7 +170,7 @@ class ModelRunner:
         return model_device(self.model)
 
     def __call__(self, ids: list[int], positions: list[int], step: Step, keep: list[int]) -> Tensor:
-        """Logits [len(keep), V] of the tokens numbered in `keep`."""
+        """Compute N tokens; returns logits [len(keep), V] of the tokens with the indices `keep`. See Runner."""
         self.cache.step, device = step, step.groups[0].slots.device
         rows = torch.tensor(keep or [0], dtype=torch.int64, device=device)
         everything = len(keep) == len(ids)

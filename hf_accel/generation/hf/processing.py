@@ -1,4 +1,4 @@
-"""Stock's LogitsProcessors and StoppingCriteria, as one sequence among others sees them."""
+"""Applies transformers' logits processors and stopping criteria to single sequences of a ragged batch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..sampling.stopping import StopRules
 from ..sampling.token_prefix import Prefix, Tokens, prefix_of
 from ..sequence import Sequence
 
-# They look at the scores alone, so that rows with histories of any length go through together.
-BLIND = (
+# These use only the scores. So sequences of different lengths can be processed together.
+SCORES_ONLY = (
     logits_process.TemperatureLogitsWarper,
     logits_process.TopKLogitsWarper,
     logits_process.TopPLogitsWarper,
@@ -33,8 +33,9 @@ BLIND = (
     logits_process.InfNanRemoveLogitsProcessor,
     logits_process.LogitNormalization,
 )
-# They remember earlier calls, or know which row of the batch is whose.
+# These depend on their earlier calls.
 STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
+# These depend on the row of a sequence in the batch.
 BY_ROW = (
     "PrefixConstrainedLogitsProcessor",
     "EncoderNoRepeatNGramLogitsProcessor",
@@ -46,11 +47,11 @@ BY_ROW = (
 def processors_refusal(
     processors: LogitsProcessorList, criteria: StoppingCriteriaList, *, batch_size: int
 ) -> str | None:
-    """Why these need the whole batch, and each step exactly once; None if a row may go through alone."""
+    """Why these need all rows of the batch together or each step exactly once; None if they do not."""
     for processor in processors:
         name = type(processor).__name__
         if name in STATEFUL:
-            return f"{name} remembers its calls"
+            return f"{name} depends on its earlier calls"
         if batch_size > 1 and (name in BY_ROW or not _is_stock(processor)):
             return f"{name} may depend on the batch"
     for criterion in criteria:
@@ -58,12 +59,12 @@ def processors_refusal(
             return f"{type(criterion).__name__} may depend on the batch"
     stops = any(isinstance(criterion, stopping_criteria.StopStringCriteria) for criterion in criteria)
     if batch_size > 1 and stops and not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
-        return "without an eos_token_id stock lets rows that have stopped go on until all have"
+        return "without an eos_token_id, transformers lets rows that have stopped go on until all have stopped"
     return None
 
 
 def stateful_refusal(processors: LogitsProcessorList, input_ids: Tensor) -> str | None:
-    """Why drafts cannot be verified with these; None if no state was found (see purity.is_stateful)."""
+    """Why drafts cannot be verified with these processors; None if no state was found (see purity.is_stateful)."""
     size = max(int(input_ids.max()) + 1, 8)
     for processor in processors:
         if not _is_stock(processor) and is_stateful(processor, size):
@@ -71,26 +72,28 @@ def stateful_refusal(processors: LogitsProcessorList, input_ids: Tensor) -> str 
     return None
 
 
-def _is_stock(thing: object) -> bool:
-    return type(thing).__module__ in (logits_process.__name__, stopping_criteria.__name__)
+def _is_stock(processor: object) -> bool:
+    """Whether this processor or criterion is one of transformers' own."""
+    return type(processor).__module__ in (logits_process.__name__, stopping_criteria.__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class Batched(Processor):
-    """transformers' own processors on rows of any length: each length by itself, behind the padding of stock's batch.
+    """Calls transformers' processors on rows with prefixes of any length.
 
-    processors: a LogitsProcessorList. blind: they look at the scores alone.
+    Rows of equal length are processed together. Each prefix has the padding that it would have in transformers' batch.
+    processors: a LogitsProcessorList. scores_only: whether they use only the scores.
     """
 
     processors: Any
-    blind: bool
+    scores_only: bool
 
     @property
     def uses_prefix(self) -> bool:  # type: ignore[override]
-        return not self.blind
+        return not self.scores_only
 
     def __call__(self, scores: Tensor, prefixes: abc.Sequence[Prefix]) -> Tensor:
-        if self.blind:
+        if self.scores_only:
             empty = torch.empty((len(scores), 0), dtype=torch.int64, device=scores.device)
             return self.processors(empty, scores.clone())
         by_length: dict[int, list[int]] = {}
@@ -104,7 +107,8 @@ class Batched(Processor):
         return out
 
     def _for(self, sequences: abc.Sequence[Tokens | None]) -> Any:
-        """The processors with their settings by row, if they have some, for the rows of these sequences."""
+        """Return the processors for these sequences. A setting that has a value for each row of the batch is indexed
+        by their rows."""
         name = "prompt_ignore_length"
         if not any(isinstance(getattr(processor, name, None), Tensor) for processor in self.processors):
             return self.processors
@@ -126,25 +130,25 @@ def stock_sampling(
     num_logprobs: int | None = None,
     draw: Draw | None = None,
 ) -> Sampling:
-    """A LogitsProcessorList as a Sampling: our own forms of those that we know, the others as they are."""
+    """Make a Sampling from a LogitsProcessorList. Processors that have a fast form are replaced by it."""
     steps: list[Processor] = []
     for processor in processors:
-        step = _known(processor) or Batched(LogitsProcessorList([processor]), isinstance(processor, BLIND))
+        step = _fast_form(processor) or Batched(LogitsProcessorList([processor]), isinstance(processor, SCORES_ONLY))
         last = steps[-1] if steps else None
         if isinstance(step, TopKTopP) and isinstance(last, TopKTopP) and last.p is None and step.k is None:
             steps[-1] = TopKTopP(last.k, step.p)
         elif isinstance(step, Batched) and isinstance(last, Batched):
             together = LogitsProcessorList([*last.processors, *step.processors])
-            steps[-1] = Batched(together, last.blind and step.blind)
+            steps[-1] = Batched(together, last.scores_only and step.scores_only)
         else:
             steps.append(step)
     return Sampling(steps, greedy=greedy, num_logprobs=num_logprobs, draw=draw)
 
 
-def _known(processor: Any) -> Processor | None:
-    """Our form of one of transformers' own, set as generate() sets it; None for any other."""
-    kind, has = type(processor), vars(processor)
-    if has.get("filter_value", -math.inf) != -math.inf or has.get("min_tokens_to_keep", 1) != 1:
+def _fast_form(processor: Any) -> Processor | None:
+    """Return our form of a transformers processor with the settings of generate(); None for any other processor."""
+    kind, settings = type(processor), vars(processor)
+    if settings.get("filter_value", -math.inf) != -math.inf or settings.get("min_tokens_to_keep", 1) != 1:
         return None
     if kind is logits_process.TemperatureLogitsWarper:
         return Temperature(processor.temperature)
@@ -154,25 +158,28 @@ def _known(processor: Any) -> Processor | None:
         return TopKTopP(p=processor.top_p)
     if kind is logits_process.MinPLogitsWarper:
         return MinP(processor.min_p)
-    if kind is logits_process.RepetitionPenaltyLogitsProcessor and has.get("prompt_ignore_length") is None:
+    if kind is logits_process.RepetitionPenaltyLogitsProcessor and settings.get("prompt_ignore_length") is None:
         return RepetitionPenalty(processor.penalty)
     return None
 
 
 class BatchDraws:
-    """Draws for sequences of one call of generate() as torch.multinomial over all its rows does in stock's loop.
+    """Draws tokens for the sequences of one generate() as transformers does with torch.multinomial over all rows.
 
-    Each step takes numbers for all rows, finished ones included, and a row those of its own step: chunks of prompts
-    and preemption bring rows out of step.
+    Random numbers are made for all rows of a step at once, also for finished rows. A sequence uses those of its own
+    step, because chunked prefill and preemption may let sequences be at different steps.
     """
 
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
-        self._noise: dict[int, Tensor] = {}  # of each step that a row may still be at
+        self._noise: dict[int, Tensor] = {}  # [B, V] for each step that a sequence may still need
         self._num_steps = 0
 
     def __call__(self, probabilities: Tensor, sequences: abc.Sequence[Sequence]) -> list[int]:
-        """The largest of p / e, e exponential."""
+        """Draw a token for each sequence as argmax(p / e), where e is exponentially distributed.
+
+        probabilities: [n, V], one row for each of `sequences`.
+        """
         steps = [sequence.num_new for sequence in sequences]
         behind = min(sequence.num_new for sequence in self.sequences if not sequence.is_finished)
         self._noise = {step: noise for step, noise in self._noise.items() if step >= behind}
@@ -185,7 +192,10 @@ class BatchDraws:
 
 
 def stop_rules(criteria: StoppingCriteriaList) -> StopRules:
-    """Each criterion is asked after every token, as in stock's loop. The length is Sequence.max_new_tokens."""
+    """Make StopRules from stopping criteria, which are called after every token as in transformers.
+
+    MaxLengthCriteria is left out, because Sequence.max_new_tokens has the same effect.
+    """
     ends: set[int] = set()
     others = []
     for criterion in criteria:

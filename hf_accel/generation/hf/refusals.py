@@ -1,4 +1,4 @@
-"""Why a model, or one call of generate(), stays on transformers' own loop."""
+"""Decides whether a model, or one call of generate(), needs transformers' own loop, and why."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from .model_runner import is_compiled, other_input, positions_count_tokens, posi
 from .processing import processors_refusal, stateful_refusal
 
 NO_PAGES = "it has no paged cache"
-# Phi-3's own preparation is only for rotary scaling that depends on the length, which is refused before.
+# Phi-3 has its own prepare_inputs_for_generation only for rotary scaling that depends on the length, which is refused
+# before. A method that uses this name is therefore allowed.
 LONG_ROPE = "original_max_position_embeddings"
 
 
-# What stock's loop calls between two passes, and the ragged one does by itself.
+# Methods that transformers' loop calls between two passes. The ragged loop does not call them.
 OWN_METHODS = (
     "prepare_inputs_for_generation", "_prepare_position_ids_for_generation", "_update_model_kwargs_for_generation",
     "_prefill", "_sample",
@@ -28,7 +29,7 @@ OWN_METHODS = (
 
 
 def model_refusal(model: nn.Module) -> str | None:
-    """Why tokens of several sequences cannot be computed in one ragged row, as one clause; None if they can."""
+    """Why a model cannot compute tokens of several sequences in one row, as one clause; None if it can."""
     name = type(model).__name__
     parameters = inspect.signature(type(model).forward).parameters
     if "position_ids" not in parameters:
@@ -53,36 +54,36 @@ def ragged_refusal(model: nn.Module) -> str | None:
 
 
 def changed_refusal(model: nn.Module) -> str | None:
-    """Set if what was done to the model since it was patched keeps it from reading pages."""
+    """Why the model cannot read pages because it was changed after patch(), as one clause; None if it can."""
     config: Any = model.config
     if not attention_is_ours(config):
         now = config.get_text_config(decoder=True)._attn_implementation
         return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"
     for name in OWN_METHODS:
-        own = vars(model).get(name)  # PEFT's prompt learning puts its own there
+        own = vars(model).get(name)  # PEFT's prompt learning replaces methods on the model itself
         if own is not None and getattr(own, "__func__", None) is not getattr(type(model), name):
             return f"its {name} was replaced on the model itself"
     if any(is_compiled(module) for module in model.modules()):
-        return "torch.compile was applied to it, and cannot follow into the pages"
+        return "torch.compile was applied to it, and compiled code cannot read pages"
     return None
 
 
 def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
-    """Why this call cannot run ragged, as one clause; None if it can. own_cache: nobody else holds its cache."""
+    """Why this call cannot run ragged, as one clause; None if it can. own_cache: whether the call made its cache."""
     input_ids, mask, positions = call.input_ids, call.mask, call.inputs.get("position_ids")
     if not isinstance(call.cache, PagedCache) or call.inputs.get("use_cache") is False:
         return NO_PAGES
     if not own_cache and len(input_ids) > 1:
         return "a cache that is passed along holds columns, padding included"
     if call.synced_gpus:
-        return "synced_gpus=True keeps all ranks in step"
+        return "synced_gpus=True needs the same passes on all ranks"
     other = other_input(call.inputs)
     if other is not None or not input_ids.numel():
         return f"it is given {other or 'no token ids'}"
     wanted = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
     asked = [name for name in wanted if getattr(call.config, name) and call.config.return_dict_in_generate]
     if asked:
-        return f"{asked[0]}=True collects a row of each step"
+        return f"{asked[0]}=True collects a tensor of each step"
     beside = [tensor for tensor in (mask, positions) if tensor is not None]
     if input_ids.is_floating_point() or any(tensor.shape != input_ids.shape for tensor in beside):
         return "its mask and position_ids are not those of its token ids"

@@ -1,4 +1,4 @@
-"""Session: a patched model, its pages and its drafts, put together once for all who generate."""
+"""Session: a Batcher over a patched model, its pages and its drafters. Everything that generates uses it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from ...config import CacheConfig, SpeculativeConfig
 from ..batcher import Batcher
 from ..sequence import Sequence
 from ..speculation.controller import Controller
-from .drafting import keep_learnt, make_speculation
+from .drafting import keep_controller, make_speculation
 from .model_runner import ModelRunner, weights_salt
 
 
 class Session(Batcher):
-    """Computes sequences on one model: add() them, step() until they have ended, read statistics(), close().
+    """Generates sequences with one model: add() them, call step() until has_work is False, and close().
 
-    generate(), generate_batch(), the Engine, transformers' manager interface and the decoder of distillation drive one
-    each. Weights may change while no sequence is under way: prefixes that were computed before are not found then.
+    generate(), generate_batch(), the Engine, transformers' manager interface and the decoder of distillation each use
+    a Session. The model's weights may change while there are no sequences; prefixes that were cached before are then
+    not used.
 
-    cache: how the pages are made, or a PagedCache whose pages are used. controller: decides how much is drafted,
-    instead of one that goes on with what earlier sessions of the model have learnt.
+    cache: the settings for new pages, or a PagedCache whose pages are used. controller: chooses the draft lengths;
+    left out, it is a controller with what earlier sessions of the model have learnt.
 
-    Raises UnsupportedError for a drafter that cannot serve this model.
+    Raises UnsupportedError for a drafter that cannot draft for this model.
     """
 
     def __init__(
@@ -52,20 +53,17 @@ class Session(Batcher):
         self._learns = speculative if controller is None else None
 
     def add(self, sequence: Sequence, cached: CachedSequence | None = None) -> None:
-        """cached: holds what is known of the sequence already.
-
-        Raises OutOfBlocksError for a sequence that the pages could never hold.
-        """
+        """Add a sequence; see Batcher.add. Prefixes of other weights are dropped if there is no other sequence."""
         if not self.has_work:
             self.pages.use_salt(weights_salt(self.model))
         super().add(sequence, cached)
 
     def statistics(self) -> dict[str, Any]:
-        """Those of the passes and the pages; what speculation did, if there is any."""
+        """Return the statistics of passes, pages and speculation."""
         speculation = self.speculation.statistics.to_dict() if self.speculation.drafters else {}
         return {**super().statistics(), "speculation": speculation}
 
     def close(self) -> None:
-        """End what is under way, and keep for the next session what was learnt about drafts."""
+        """End all sequences, and keep the controller for the next session."""
         super().close()
-        keep_learnt(self._learns, self.speculation, self.model)
+        keep_controller(self._learns, self.speculation, self.model)

@@ -1,4 +1,4 @@
-"""The token ids that a model knows."""
+"""Checks of token ids and vocabularies."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def vocabulary_size(model: Any) -> int:
 
 
 def vocabulary_refusal(target: Any, draft: Any) -> str | None:
-    """Why a model cannot draft for another, as one clause; None if both may have one tokenizer.
+    """Why the draft model's vocabulary does not fit the target's, as one clause; None if it may.
 
-    The padded vocabularies of one tokenizer differ a little, those of two tokenizers mostly a lot.
+    Models with the same tokenizer may pad their vocabularies differently, so a small difference of sizes is accepted.
     """
     ours, theirs = vocabulary_size(target), vocabulary_size(draft)
     if abs(ours - theirs) <= max(1024, ours // 50):
@@ -28,16 +28,17 @@ def vocabulary_refusal(target: Any, draft: Any) -> str | None:
 
 
 def check_ids(model: Any, ids: Sequence[int], name: str) -> None:
-    """Raise UnsupportedError unless the model has an embedding for each of these ids, of which there is one."""
+    """Raise UnsupportedError unless all ids are in the model's vocabulary. There must be at least one id."""
     size = vocabulary_size(model)
     if min(ids) < 0 or max(ids) >= size:
         raise UnsupportedError(f"{name} holds token ids from {min(ids)} to {max(ids)}; the model has 0 to {size - 1}")
 
 
 def token_ids(prompt: Any, name: str = "prompt") -> list[int]:
-    """The ids of one prompt: of an iterable of integers of any kind, or of a tensor or array [T] or [1, T].
+    """Return the token ids of one prompt, which is an iterable of integers, or a tensor or array [T] or [1, T].
 
-    Raises UnsupportedError, with what to give instead, for anything else.
+    name: the name of the prompt for error messages. Raises UnsupportedError, with what to give instead, for anything
+    else.
     """
     if isinstance(prompt, Tensor) or hasattr(prompt, "__array__"):
         if len(prompt.shape) != 1 and tuple(prompt.shape[:-1]) != (1,):
@@ -45,7 +46,7 @@ def token_ids(prompt: Any, name: str = "prompt") -> list[int]:
         prompt = prompt.reshape(-1).tolist()
     try:
         given = [] if isinstance(prompt, str | Mapping) else list(prompt)
-        if len(given) == 1 and isinstance(given[0], list | tuple):  # as tokenizers return a batch of one
+        if len(given) == 1 and isinstance(given[0], list | tuple):  # a batch of one prompt, as a tokenizer returns it
             given = list(given[0])
         ids = [operator.index(token) for token in given if not isinstance(token, bool)]
     except TypeError:

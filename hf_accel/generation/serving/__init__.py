@@ -1,1 +1,1 @@
-"""The loop that computes in a thread of its own, and the streams that come out of it."""
+"""Serving: a loop that runs passes in its own thread, and the streams of tokens that it fills."""

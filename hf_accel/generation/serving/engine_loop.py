@@ -1,4 +1,4 @@
-"""A Batcher that runs in a thread of its own, and takes requests while it does."""
+"""Runs a Batcher in its own thread, which accepts requests while it runs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ from ..sequence import Sequence
 
 CLOSED = "the engine is closed; make a new one"
 FORKED = (
-    "this process was forked from the one whose thread runs the engine, and has no such thread; make an Engine of its "
-    "own here, or rather start processes by multiprocessing's \"spawn\": torch's own threads do not come along either"
+    "this process was forked from the one whose thread runs the engine, and does not have this thread; make a new "
+    "Engine here, or better, start processes with multiprocessing's \"spawn\", because torch's threads are missing too"
 )
 
 
 class Handle(Protocol):
-    """What is told of a sequence, in the engine's thread. When nobody holds it any more, the sequence ends."""
+    """Receives the tokens and the end of a sequence. It is called in the engine's thread.
+
+    The loop holds only a weak reference to it. When the program no longer holds it, the sequence is cancelled.
+    """
 
     def put(self, tokens: Many[int], logprobs: Many[TokenLogprobs] | None = None) -> object: ...
 
@@ -37,12 +40,12 @@ class Handle(Protocol):
     def fail(self, error: BaseException) -> None: ...
 
     def orphan(self, error: BaseException) -> None:
-        """In a process forked from this one: nothing more comes."""
+        """Fail in a process that was forked from the engine's, because no more tokens come there."""
 
 
 @dataclass
 class Totals:
-    """Since the engine began."""
+    """Counts since the engine was started. busy_seconds: the time spent in passes."""
 
     requests: int = 0
     finished: int = 0
@@ -54,12 +57,14 @@ class Totals:
 
 @dataclass(eq=False)
 class EngineLoop:
-    """Runs a Batcher as long as there is something to do.
+    """Runs the passes of a Batcher in its own thread.
 
-    All bookkeeping happens in one thread; others leave commands for it.
-    An error that one sequence meets by itself ends that one. Of a pass that fails as a whole nobody knows whose fault
-    it was, so each of its sequences is computed again alone, and the one that fails then has failed. As the thread is
-    not the main one, no signal interrupts it: what is no Exception (SystemExit, say) comes from a request too.
+    Only this thread uses the Batcher. Other threads put commands into a queue for it.
+
+    An error of a single sequence ends only this sequence. If a whole pass fails, it is not known which sequence caused
+    it. So each of its sequences is then computed alone, and those that fail alone end with their error. Signals do not
+    interrupt this thread, because it is not the main one. So exceptions such as SystemExit come from a request too,
+    and are handled in the same way.
     """
 
     batcher: Batcher
@@ -68,27 +73,32 @@ class EngineLoop:
     def __post_init__(self) -> None:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._handles: dict[Sequence, weakref.ref[Handle]] = {}
-        self._told: weakref.WeakSet[Handle] = weakref.WeakSet()
-        self._refusal: str | None = None  # why nothing more is taken on
-        self._error: BaseException | None = None  # that ended the thread
-        self._lock = threading.RLock()  # what is forgotten may retire in the middle of anything
+        self._submitted: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._refusal: str | None = None  # why no more requests are accepted
+        self._error: BaseException | None = None  # the error that ended the thread
+        # Reentrant, because the garbage collector may call retire() while this thread holds the lock.
+        self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
-        self._over = threading.Event()  # not Thread.join: an interrupt in it makes a running thread look ended
+        # Thread.join is not used: if it is interrupted, a running thread looks ended.
+        self._ended = threading.Event()
 
     # -- from any thread -------------------------------------------------------------------------------
 
     def submit(self, leader: Sequence, handles: Mapping[Sequence, Handle]) -> None:
-        """Take on a sequence with its followers; what happens to each is told to its handle."""
+        """Accept a sequence with its followers. handles: receives the tokens of each of them.
+
+        Raises HfAccelError if the loop is closed, has broken, or belongs to another process.
+        """
         with self._lock:
             if self._refusal is not None:
                 raise HfAccelError(self._refusal) from self._error
             self.start()
             references = {sequence: weakref.ref(handle) for sequence, handle in handles.items()}
-            self._told.update(handles.values())
+            self._submitted.update(handles.values())
             self._commands.put(lambda: self._add(leader, references))
 
     def start(self) -> None:
-        """Begin to compute; the first request does so too."""
+        """Start the thread. The first submit() starts it too."""
         with self._lock:
             if self._thread is None:
                 _started.add(self)
@@ -98,7 +108,10 @@ class EngineLoop:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """For the length of a `with` block no pass is computed; what is under way goes on after it."""
+        """Compute no pass within the `with` block. Requests go on after it.
+
+        Raises HfAccelError if the thread does not run, and in the engine's own thread.
+        """
         self.refuse_own_thread("pause()")
         paused, go_on = threading.Event(), threading.Event()
 
@@ -118,15 +131,15 @@ class EngineLoop:
             go_on.set()
 
     def cancel(self, sequence: Sequence) -> None:
-        """End it as soon as the pass under way is over; what has ended already stays as it is."""
+        """End a sequence after the current pass. A sequence that has ended stays as it is."""
         self._commands.put(lambda: self._cancel(sequence))
 
     def close(self, *, wait: bool, timeout: float | None = None) -> None:
-        """Take on nothing more, and return when all has ended, or after `timeout` seconds. wait: let requests finish,
-        else cancel them.
+        """Accept no more requests, and return when all have ended, or after `timeout` seconds.
 
-        An interrupt while it waits cancels them, and is raised when the pass under way is over: a thread in the middle
-        of one aborts an interpreter that ends.
+        wait: whether requests may finish; otherwise they are cancelled. If an interrupt (KeyboardInterrupt) comes
+        while this waits, requests are cancelled, and the interrupt is raised after the current pass: an interpreter
+        that ends while a thread is in a pass would abort.
         """
         self.refuse_own_thread("close()")
         try:
@@ -141,10 +154,13 @@ class EngineLoop:
     def _await_end(self, timeout: float | None = None) -> None:
         self.retire()
         if self._thread is not None:
-            self._over.wait(timeout)
+            self._ended.wait(timeout)
 
     def retire(self, *, cancel: bool = False) -> None:
-        """Nobody can submit any more: end when those who hold a handle have been served, or cancelled. Never waits."""
+        """Accept no more requests, and end the thread when all have ended. This does not wait.
+
+        cancel: whether requests are cancelled; otherwise they may finish.
+        """
         with self._lock:
             self._refusal = self._refusal or CLOSED
         if cancel:
@@ -153,25 +169,25 @@ class EngineLoop:
 
     @property
     def is_live(self) -> bool:
-        """Whether it computes, or may be asked to."""
+        """Whether the thread runs, or may still be started."""
         return self._refusal is None or self.is_running
 
     @property
     def is_running(self) -> bool:
-        """Whether its thread is there."""
-        return self._thread is not None and not self._over.is_set()
+        """Whether the thread runs."""
+        return self._thread is not None and not self._ended.is_set()
 
     def refuse_own_thread(self, what: str) -> None:
-        """Raise HfAccelError where the engine's thread would wait for itself, as in a logits processor."""
+        """Raise HfAccelError in the engine's thread (in a logits processor, say), which would wait for itself."""
         if self._thread is not None and threading.current_thread() is self._thread:
             raise HfAccelError(f"{what} in the engine's own thread would wait for itself for ever; do it in another")
 
     def forked(self) -> None:
-        """In a child process: the thread is not there, and whatever it held is held for ever."""
+        """Fail all requests in a forked process, where the thread is missing and its locks are never released."""
         self._lock, self._thread = threading.RLock(), None
         self._commands, self._handles = queue.SimpleQueue(), {}
         self._refusal = FORKED
-        for handle in list(self._told):
+        for handle in list(self._submitted):
             handle.orphan(HfAccelError(FORKED))
 
     # -- in the engine's thread ------------------------------------------------------------------------
@@ -179,10 +195,11 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             self._serve()
-        except BaseException as error:  # not of a pass: nobody may wait for ever
+        except BaseException as error:
+            # This is no error of a pass. All handles get it, so that no reader waits for ever.
             self._break(error)
         finally:
-            self._over.set()
+            self._ended.set()
 
     def _break(self, error: BaseException) -> None:
         with self._lock:
@@ -192,7 +209,7 @@ class EngineLoop:
             if command is not None:
                 command()
         for sequence in list(self._handles):
-            with contextlib.suppress(Exception):  # of what is broken; that everyone is told comes first
+            with contextlib.suppress(Exception):  # the batcher may be broken, but every handle must get the error
                 self.batcher.remove(sequence, "error", error)
             self._end(sequence, error)
 
@@ -200,7 +217,7 @@ class EngineLoop:
         closing = False
         while not closing or self.batcher.has_work:
             if not self.batcher.has_work:
-                closing |= self._wait() is None
+                closing |= self._run_next_command() is None
             while not self._commands.empty():
                 command = self._commands.get()
                 closing |= command is None
@@ -211,8 +228,8 @@ class EngineLoop:
         self._cancel_all()
         self.batcher.close()
 
-    def _wait(self) -> Any:
-        """The next command, done; None if it is the last."""
+    def _run_next_command(self) -> Any:
+        """Wait for a command, run it, and return it; None is the last command."""
         command = self._commands.get()
         if command is not None:
             command()
@@ -239,15 +256,18 @@ class EngineLoop:
     def _step(self) -> None:
         start = time.perf_counter()
         try:
-            brought = self.batcher.step()
+            results = self.batcher.step()
         except BaseException as error:
-            brought = self._blame(error)
+            results = self._handle_failed_pass(error)
         self.totals.busy_seconds += time.perf_counter() - start
-        for progress in brought:
-            self._tell(progress)
+        for progress in results:
+            self._deliver(progress)
 
-    def _blame(self, error: BaseException) -> list[Progress]:
-        """A pass failed, and every sequence is as it was before."""
+    def _handle_failed_pass(self, error: BaseException) -> list[Progress]:
+        """End the sequence that caused the error, or run the sequences of the pass alone to find it.
+
+        All sequences have the tokens that they had before the pass.
+        """
         suspects = [sequence for sequence in self.batcher.in_pass if not sequence.is_finished]
         if not suspects:
             raise error
@@ -258,7 +278,7 @@ class EngineLoop:
             self.batcher.isolate(suspects)
         return self.batcher.take_failed()
 
-    def _tell(self, progress: Progress) -> None:
+    def _deliver(self, progress: Progress) -> None:
         sequence = progress.sequence
         reference = self._handles.get(sequence)
         if reference is None:
@@ -269,7 +289,7 @@ class EngineLoop:
             handle.put(progress.tokens, progress.logprobs)
         if sequence.is_finished:
             self._end(sequence, progress.error)
-        elif handle is None:  # nobody can ask for the rest
+        elif handle is None:  # the program no longer holds the handle
             self._cancel(sequence)
 
     def _end(self, sequence: Sequence, error: BaseException | None) -> None:
@@ -282,25 +302,25 @@ class EngineLoop:
         if handle is None:
             return
         if error is not None:
-            handle.fail(_harmless(error))
+            handle.fail(_as_exception(error))
         else:
             handle.finish(reason)
 
 
-def _harmless(error: BaseException) -> Exception:
-    """What is no Exception would end the thread or the event loop of whoever waits for the request."""
+def _as_exception(error: BaseException) -> Exception:
+    """Wrap an error that is not an Exception, which would end the thread or event loop that reads the request."""
     if isinstance(error, Exception):
         return error
-    told = HfAccelError(f"the request ended by {error!r}, raised in the engine's thread")
-    told.__cause__ = error
-    return told
+    wrapped = HfAccelError(f"the request ended by {error!r}, raised in the engine's thread")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 _started: weakref.WeakSet[EngineLoop] = weakref.WeakSet()
 
 
-def _leave() -> None:
-    """When the interpreter ends: it would abort if a thread were in the middle of a pass."""
+def _close_all() -> None:
+    """Close all loops when the interpreter ends. It would abort if a thread were in a pass."""
     for loop in list(_started):
         loop.close(wait=False)
 
@@ -310,6 +330,6 @@ def _forked() -> None:
         loop.forked()
 
 
-atexit.register(_leave)
+atexit.register(_close_all)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)

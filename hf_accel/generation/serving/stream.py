@@ -1,4 +1,4 @@
-"""What a program holds of a request that an engine computes: its tokens as they come, and its end."""
+"""The program's side of a request: streams of its tokens, and its results."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Generated:
-    """What became of one sample.
+    """The result of one sample.
 
-    tokens: generated, those of a stop string included. logprobs: of each token, if they were asked for.
-    finish_reason: "stop", "length" or "cancelled". text: of the tokens, if a tokenizer is there.
+    tokens: the generated tokens, with those of a stop string. finish_reason: "stop", "length" or "cancelled".
+    logprobs: one for each token, or None if none were requested. text: the text of the tokens without the stop string,
+    or None if there is no tokenizer.
     """
 
     tokens: list[int]
@@ -33,8 +34,8 @@ class Generated:
 
 
 @dataclass(eq=False)
-class Sleeper:
-    """A coroutine that waits for more than `seen` tokens."""
+class Waiter:
+    """A coroutine that waits until a sample has more than `seen` tokens."""
 
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[None]
@@ -42,9 +43,9 @@ class Sleeper:
 
 
 class Sample:
-    """One stream of tokens, from one thread that produces to any number of threads and coroutines that read.
+    """A stream of tokens. One thread produces them, and any number of threads and coroutines read them.
 
-    Every iteration begins at the first token. Nothing that a reader does or leaves undone holds up the producer.
+    Every iteration begins at the first token. The producer never waits for a reader.
     """
 
     def __init__(
@@ -60,18 +61,20 @@ class Sample:
         self._on_cancel = on_cancel
         self._on_wait = on_wait
         self._changed = threading.Condition()
-        self._ended = threading.Event()  # beside it, so that who waits for the end sleeps through the tokens
+        self._ended = (
+            threading.Event()
+        )  # a second signal, so that new tokens do not wake readers that wait for the end
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None
         self._finish_reason: str | None = None
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
-        self._sleepers: list[Sleeper] = []
+        self._waiters: list[Waiter] = []
 
     # -- the producer ----------------------------------------------------------------------------------
 
     def put(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None) -> bool:
-        """Hand over tokens that are final. False if nobody wants them: the sample has ended, as by cancel()."""
+        """Append final tokens. Returns False if the sample has already ended, for example by cancel()."""
         with self._changed:
             if self.done:
                 return False
@@ -83,17 +86,20 @@ class Sample:
         return True
 
     def finish(self, reason: str) -> None:
-        """No more tokens come. Only the first end counts."""
+        """End the sample. A sample that has ended stays as it is."""
         self._end(reason, None)
 
     def fail(self, error: BaseException) -> None:
-        """No more tokens come, and readers get this error after those that came."""
+        """End the sample with an error, which readers get after the tokens."""
         self._end("failed", error)
 
     def orphan(self, error: BaseException) -> None:
-        """In a process forked from the producer's: it fails, if it has not ended. Who held a lock is not here."""
+        """Fail in a process that was forked from the producer's, unless the sample has ended.
+
+        The locks are replaced, because a thread that held one is missing here.
+        """
         ended = self._ended.is_set()
-        self._changed, self._ended, self._sleepers = threading.Condition(), threading.Event(), []
+        self._changed, self._ended, self._waiters = threading.Condition(), threading.Event(), []
         if ended:
             self._ended.set()
         self.fail(error)
@@ -111,14 +117,14 @@ class Sample:
 
     def _wake(self) -> None:
         self._changed.notify_all()
-        if not self._sleepers:
+        if not self._waiters:
             return
-        awake = [s for s in self._sleepers if self.done or len(self._tokens) > s.seen]
-        self._sleepers = [s for s in self._sleepers if s not in awake]
-        for sleeper in awake:
+        awake = [w for w in self._waiters if self.done or len(self._tokens) > w.seen]
+        self._waiters = [w for w in self._waiters if w not in awake]
+        for waiter in awake:
             try:
-                sleeper.loop.call_soon_threadsafe(_resolve, sleeper.future)
-            except RuntimeError:  # the loop was closed: its reader is gone
+                waiter.loop.call_soon_threadsafe(_resolve, waiter.future)
+            except RuntimeError:  # the event loop was closed, so its reader has ended
                 continue
 
     # -- the readers -----------------------------------------------------------------------------------
@@ -129,16 +135,16 @@ class Sample:
 
     @property
     def finish_reason(self) -> str | None:
-        """One of "stop", "length", "cancelled", "failed"; None while tokens may come."""
+        """One of "stop", "length", "cancelled" and "failed"; None while more tokens may come."""
         return self._finish_reason
 
     def cancel(self) -> None:
-        """End it now, with the tokens that came; what is still computed of it is dropped. Again: no effect."""
+        """End the sample now with the tokens so far. A sample that has ended stays as it is."""
         if self._end("cancelled", None) and self._on_cancel is not None:
             self._on_cancel(self)
 
     def __iter__(self) -> Iterator[int]:
-        """The tokens as they come; waits for them. Raises the error of a sample that failed."""
+        """Iterate over the tokens, and wait for those still to come. Raises the sample's error, if any."""
         seen = 0
         while True:
             self._about_to_wait(seen)
@@ -153,7 +159,7 @@ class Sample:
     async def __aiter__(self) -> AsyncIterator[int]:
         seen = 0
         while True:
-            await self._sleep(seen)
+            await self._wait_for_more(seen)
             new = self._tokens[seen:]
             for token in new:
                 yield token
@@ -162,36 +168,39 @@ class Sample:
                 return
             seen += len(new)
 
-    async def _sleep(self, seen: float) -> None:
-        """Until there are more than `seen` tokens, or the end has come."""
+    async def _wait_for_more(self, seen: float) -> None:
+        """Wait until there are more than `seen` tokens, or the sample has ended."""
         loop = asyncio.get_running_loop()
         self._about_to_wait(seen)
         with self._changed:
             if self.done or len(self._tokens) > seen:
                 return
-            sleeper = Sleeper(loop, loop.create_future(), seen)
-            self._sleepers.append(sleeper)
+            waiter = Waiter(loop, loop.create_future(), seen)
+            self._waiters.append(waiter)
         try:
-            await sleeper.future
+            await waiter.future
         finally:
             with self._changed:
-                if sleeper in self._sleepers:  # the reader was cancelled
-                    self._sleepers.remove(sleeper)
+                if waiter in self._waiters:  # this coroutine was cancelled
+                    self._waiters.remove(waiter)
 
     def result(self, timeout: float | None = None) -> Generated:
-        """Wait for the end, at most `timeout` seconds (then TimeoutError; the sample goes on)."""
+        """Wait until the sample has ended, and return its result. Raises the sample's error, if any.
+
+        Raises TimeoutError after `timeout` seconds; the sample then goes on.
+        """
         self._about_to_wait(math.inf)
         if not self._ended.wait(timeout):
             raise TimeoutError(f"not finished after {timeout} seconds, with {len(self._tokens)} tokens so far")
         return self._generated()
 
     async def aresult(self) -> Generated:
-        """As result(), for coroutines."""
-        await self._sleep(math.inf)
+        """The same as result(), for coroutines and without a timeout."""
+        await self._wait_for_more(math.inf)
         return self._generated()
 
     def _about_to_wait(self, seen: float) -> None:
-        """For more than `seen` tokens. Raises what on_wait does for who must not."""
+        """Call on_wait if a reader has to wait for more than `seen` tokens. on_wait raises if the reader must not."""
         if self._on_wait is not None and not self.done and len(self._tokens) <= seen:
             self._on_wait("waiting for tokens")
 
@@ -207,7 +216,7 @@ class Sample:
 
     def _raise_error(self) -> None:
         if self._error is not None:
-            raise self._error.with_traceback(self._traceback)  # not the frames of those who raised it before
+            raise self._error.with_traceback(self._traceback)  # without the frames of readers that raised it before
 
 
 def _resolve(future: asyncio.Future[None]) -> None:
@@ -219,12 +228,14 @@ _numbers = itertools.count()
 
 
 class Request:
-    """The handle of what was submitted: `num_samples` continuations of one prompt, each a Sample of its own.
+    """A submitted request: `num_samples` continuations of one prompt, each of which is a Sample.
 
-    Read as one stream, it is its first sample; done when all are, cancelled and failed as a whole.
+    To iterate over the request is to iterate over its first sample. It is done when all samples are; cancel() and
+    fail() end all samples.
 
-    decode: token ids -> the text of Generated. on_cancel: called once with each sample that a reader cancels, in the
-    reader's thread. on_wait: called there, with words for what it does, before a reader waits, which it may refuse.
+    decode: maps token ids to the text of Generated. on_cancel: is called once with each sample that a reader cancels,
+    in the reader's thread. on_wait: is called in the reader's thread, with a description of the wait, before the
+    reader waits; it may raise to forbid this.
     """
 
     def __init__(
@@ -250,14 +261,14 @@ class Request:
     # -- the producer ----------------------------------------------------------------------------------
 
     def put(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None) -> bool:
-        """Of the first sample, as `finish`; others have their own."""
+        """Append tokens to the first sample; finish() ends it. The other samples have their own methods."""
         return self.samples[0].put(tokens, logprobs)
 
     def finish(self, reason: str) -> None:
         self.samples[0].finish(reason)
 
     def fail(self, error: BaseException) -> None:
-        """Every sample that has not ended fails."""
+        """End every sample that has not ended with this error."""
         for sample in self.samples:
             sample.fail(error)
 
@@ -282,11 +293,11 @@ class Request:
         return self.samples[0].__aiter__()
 
     def result(self, timeout: float | None = None) -> Generated:
-        """Wait for the first sample, at most `timeout` seconds (then TimeoutError). Raises its error if it failed."""
+        """Wait for the result of the first sample; see Sample.result."""
         return self.samples[0].result(timeout)
 
     def results(self, timeout: float | None = None) -> list[Generated]:
-        """Wait for all samples, at most `timeout` seconds together."""
+        """Wait for the results of all samples, at most `timeout` seconds together (then TimeoutError)."""
         end = None if timeout is None else time.monotonic() + timeout
         return [sample.result(None if end is None else max(0.0, end - time.monotonic())) for sample in self.samples]
 

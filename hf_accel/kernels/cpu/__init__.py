@@ -1,11 +1,13 @@
-"""C++ kernels for the CPU behind a plain C interface, loaded through ctypes.
+"""C++ kernels for the CPU with a plain C interface, loaded through ctypes.
 
-src/ holds the sources, build.py compiles them (on `pip install`), library.py loads them and chooses the
-instruction set; the other files turn tensors into pointers, one for each family of kernels. A new kernel is a file
-in src/kernels, its struct and a line in src/kernels.h, and the file here that calls it.
+src/ holds the sources. build.py compiles them (during `pip install`). library.py loads the library and chooses the
+instruction set. Each of the other files calls a family of kernels with the pointers of its tensors.
+
+To add a kernel, write a file in src/kernels, its struct and a line in src/kernels.h, and a file here that calls it.
 """
 
-from . import attention, elementwise, float_linear, integer_linear, logits  # whose structs the library is checked for
+# All files with structs are imported, so that the sizes of all structs are checked when the library loads.
+from . import attention, elementwise, float_linear, integer_linear, logits
 from .library import isa, refusal, threads, using_isa
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Attention over pages or rows, and writing into pages: tensors to pointers."""
+"""Calls the kernels for attention, and for writing K and V to pages."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ _write_pages = kernel("write_pages", WriteCall)
 
 
 def attend(q: Tensor, kv: KV, options: AttentionOptions, ragged: Ragged | None = None) -> Tensor:
-    """q [B, Hq, Q, D] over a dense kv -> [B, Q, Hq, Dv]; with `ragged` [N, Hq, D] over a packed one -> [N, Hq, Dv].
+    """Attention over dense or packed K and V, see layouts.KV; the result is that of attention/contract.py.
 
-    Any strides outside the last dimension; dtypes of FLOATS; the semantics of attention/contract.py, without dropout.
+    Without `ragged`: q [B, Hq, Q, D] and dense kv; returns [B, Q, Hq, Dv]. With `ragged`: q [N, Hq, D] and packed kv;
+    returns [N, Hq, Dv]. Dtypes are those of FLOATS. options.dropout is not applied.
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, kv.k, kv.v))
     cu_q, cu_k = (None, None) if ragged is None else (_starts(ragged.cu_q), _starts(ragged.cu_k))
@@ -80,7 +81,8 @@ def _starts(offsets: Tensor) -> Tensor:
 def attend_pages(
     q: Tensor, kv: KV, ragged: Ragged, options: AttentionOptions, *, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The contract of AttentionBackend.paged; pages of PAGE_DTYPES, contiguous."""
+    """Attention over contiguous pages, as AttentionBackend.paged describes it. return_lse: whether the logsumexp
+    [N, Hq] float32 is returned too."""
     (k_pages, v_pages, k_scales, v_scales), block_table, sinks = kv, ragged.block_table, options.sinks
     assert block_table is not None
     q = q if q.stride(2) == 1 else q.contiguous()
@@ -107,9 +109,10 @@ def attend_pages(
 
 
 def write_pages(keys: Tensor, values: Tensor, pages: KV, slots: Tensor) -> None:
-    """keys [N, H, Dk], values [N, H, Dv] of FLOATS into slots [N] int64 of contiguous pages, as KVStorage.write.
+    """Write keys [N, H, Dk] and values [N, H, Dv] to `slots` [N] int64 of contiguous pages; see KVStorage.write.
 
-    Pages in the dtype of keys, or int8 or float8_e4m3fn with scales in the dtype of keys.
+    Keys and values have one dtype of FLOATS. Pages have this dtype too, or int8 or float8_e4m3fn with scales of this
+    dtype.
     """
     k_pages, v_pages, k_scales, v_scales = pages
     keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))

@@ -1,7 +1,7 @@
-"""Compile the kernels into a shared library: `python -m hf_accel.kernels.cpu.build`, and what `pip install` runs.
+"""Compiles the kernels into a shared library. `pip install` and `python -m hf_accel.kernels.cpu.build` run this.
 
-Standard library only, and no import of hf_accel: it runs where torch is not installed. One library serves every
-version of torch and Python: it knows neither, and is loaded through its C interface.
+This file uses only the standard library and does not import hf_accel, because torch may not be installed when it runs.
+The library works with every version of torch and Python, because it uses neither and has a C interface.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SOURCE = HERE / "src"
 LIBRARY = "libhf_accel_cpu.so"
-REASON = "not_built.txt"  # why there is no library, for the plan to say
+REASON = "not_built.txt"  # a file that says why there is no library; the plan shows its text
 
 COMMON = [
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",
-    "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized",  # gcc 12 sees them in its own intrinsics
+    # The last two switch off false warnings about gcc 12's own intrinsics.
+    "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
 ]  # fmt: skip
 SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-DHFA_AVX2"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-DHFA_AVX512"]
 
-# hardware.ISA_LEVELS -> compiler flags. Never -march=native: what is built on one machine may run on another.
+# The compiler flags of each level of hardware.ISA_LEVELS. -march=native is never used, because the library may be
+# built on one machine and run on another.
 LEVELS: dict[str, list[str]] = {
     "avx512_vnni_bf16": [*AVX512, "-mavx512bf16", "-DHFA_BF16"],
     "avx512_vnni": AVX512,
@@ -37,17 +39,18 @@ LEVELS: dict[str, list[str]] = {
     "portable": [],
 }
 
-SANITIZED_LEVELS = ("avx512_vnni_bf16", "avx2")  # the others are the same lines, and take minutes to compile
+# Other levels are not built with sanitizers: they have the same code and would take minutes to compile.
+SANITIZED_LEVELS = ("avx512_vnni_bf16", "avx2")
 
 
 class BuildError(Exception):
-    """Why there is no library, in a clause that a plan can print."""
+    """Says why there is no library, in a clause that a plan can print."""
 
 
 def build(target: Path = HERE / LIBRARY, *, sanitize: bool = False) -> list[str]:
-    """Compile every level that the compiler knows and link `target`; returns the levels.
+    """Compile every level that the compiler supports, link them to `target`, and return the levels.
 
-    Raises BuildError if there is no compiler or it fails; an older library then stays as it was.
+    Raises BuildError if there is no compiler or it fails. An older library then stays as it was.
     """
     compiler = find_compiler()
     common = [*COMMON, *(SANITIZE if sanitize else [])]
@@ -69,14 +72,14 @@ def build(target: Path = HERE / LIBRARY, *, sanitize: bool = False) -> list[str]
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = target.with_name(f".{target.name}.{os.getpid()}")
         shutil.copyfile(linked, beside)
-        os.replace(beside, target)  # a process that has the old one loaded keeps it
+        os.replace(beside, target)  # a process that has loaded the old library can go on using it
     return levels
 
 
 def build_or_note(folder: Path = HERE) -> None:
-    """Build into `folder`; without success leave the reason there instead, so that an installation never fails.
+    """Build the library in `folder`, or write there why it cannot be built. So an installation never fails.
 
-    A library of an earlier build goes then: its interface may not be that of these sources.
+    If it cannot be built, an older library is deleted, because its interface may differ from these sources.
     """
     reason = folder / REASON
     try:
@@ -89,7 +92,10 @@ def build_or_note(folder: Path = HERE) -> None:
 
 
 def find_compiler() -> str:
-    """CXX, or the first of the usual names that is there."""
+    """Return the compiler in the environment variable CXX, or the first usual one that is installed.
+
+    Raises BuildError if there is none.
+    """
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     found = next(filter(None, map(shutil.which, names)), None)
     if found is None:
@@ -102,7 +108,7 @@ def _levels() -> list[str]:
 
 
 def _openmp(compiler: str, scratch: Path) -> list[str]:
-    """The flag for threads, where the compiler has them (Apple's has not: the kernels are serial there)."""
+    """Return the flag for OpenMP, if the compiler supports it. Apple's does not; the kernels then use one thread."""
     return ["-fopenmp"] if _accepts(compiler, ["-fopenmp"], scratch) else []
 
 

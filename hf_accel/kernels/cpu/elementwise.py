@@ -1,4 +1,4 @@
-"""What stands between the matrix products: RMSNorm, and the rotary embedding of queries and keys."""
+"""RMSNorm, and the rotary embedding of queries and keys."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ _rope = kernel("rope", RopeCall)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, round_first: bool = True) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * (offset + weight) -> [..., H]
+    """Compute x / sqrt(mean(x^2) + eps) * (offset + weight), [..., H] (Zhang and Sennrich 2019, "Root Mean Square
+    Layer Normalization").
 
-    x [..., H] of a float dtype, weight [H] of any. round_first: the normalized x is rounded to the dtype before the
-    product, as in Llama; without it, and with offset=1, as in Gemma. The sum of squares is added in the order of
-    torch's, so that the bits are those of transformers' modules. Zhang and Sennrich, "Root Mean Square Layer
-    Normalization", 2019.
+    x: [..., H] of a dtype of FLOATS. weight: [H] of any of them. round_first: whether the normalized x is rounded to
+    its dtype before it is multiplied, as in Llama. Gemma has round_first=False and offset=1. The result has the bits
+    of transformers' modules, because the squares are added in the order of torch. Raises UnsupportedError if a
+    gradient is needed.
     """
     refuse_gradients("norm", x, weight)
     x, stride = as_rows(x)
@@ -60,12 +61,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, roun
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, round_each: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """q * cos + rotate_half(q) * sin, likewise k: new tensors in the memory order of the given ones.
+    """Compute q * cos + rotate_half(q) * sin, and the same for k. The results have the memory order of q and k.
 
-    q, k [B, H, T, D] of one dtype, any strides but the last; cos, sin [B or 1, T, D] or [T, D].
-    interleaved: the pairs are (0, 1), (2, 3), ..., as in GPT-J and Cohere; else (i, i + D / 2), as in GPT-NeoX and
-    Llama. round_each: both products are rounded to the dtype, as Llama's are in bfloat16; without it (Cohere's
-    float()) only the result is. With tables of a wider dtype than q only the result is.
+    q, k: [B, H, T, D] of one dtype; the last stride is 1. cos, sin: [B or 1, T, D] or [T, D].
+    interleaved: whether the rotated pairs are (0, 1), (2, 3), ..., as in GPT-J and Cohere; otherwise they are
+    (i, i + D / 2), as in GPT-NeoX and Llama. round_each: whether both products are rounded to the dtype before they
+    are added, as in Llama; otherwise only the sum is rounded, as in Cohere. If cos and sin have a wider dtype than q,
+    only the sum is rounded. Raises UnsupportedError if a gradient is needed.
     """
     refuse_gradients("rope", q, k)
     if cos.stride(-1) != 1 or sin.stride() != cos.stride():

@@ -1,4 +1,4 @@
-"""Linear layers with float weights, read in place: q, k and v, or gate and up with their activation, in one call."""
+"""Linear layers with float weights. One call computes several layers with the same input, such as q, k and v."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _float_linear = kernel("float_linear", LinearCall)
 
 
 class FloatLinear:
-    """out[r] = x[r] @ W.T + b of every weight, side by side; or with an `epilogue` act(gate) * up of the two weights.
+    """Computes x @ W.T + b for every weight, side by side; or act(gate) * up of two weights if it has an `epilogue`.
 
-    weights: [N, K] each, of one float dtype, rows contiguous; biases: [N] of any float dtype, or None.
-    epilogue: None, "silu", "gelu" (erf) or "gelu_tanh". Sums are float32; the result is rounded once, to x's dtype.
-    A row of the result does not depend on the other rows or on the number of threads, bit for bit.
+    weights: [N, K] each, contiguous, of one dtype of FLOATS. biases: [N] of any of these dtypes, or None.
+    epilogue: None, "silu", "gelu" (with erf) or "gelu_tanh". Sums are in float32, and the result is rounded once, to
+    the dtype of x. The bits of a row of the result depend neither on other rows nor on the number of threads.
 
-    The weights are read where they are at each call. Raises UnsupportedError for what the kernel does not take.
+    The weights are not copied: each call reads them where they are. Raises UnsupportedError for weights that the
+    kernel cannot read.
     """
 
     def __init__(
@@ -49,7 +50,10 @@ class FloatLinear:
         self._address = ctypes.addressof(self._linear)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [rows, K] of a float dtype -> [rows, N] in x's dtype."""
+        """x: [rows, K] of a dtype of FLOATS. Returns [rows, N] of the same dtype, where N counts all outputs.
+
+        Raises UnsupportedError if a gradient is needed.
+        """
         if torch.is_grad_enabled() and (x.requires_grad or self._trains()):
             raise UnsupportedError("float linear: the kernel has no gradient; run it under torch.no_grad()")
         if x.stride(1) != 1:
@@ -68,7 +72,10 @@ class FloatLinear:
         return any(tensor.requires_grad for _, _, tensor in self._sources)
 
     def _point(self, pointers: list[int]) -> None:
-        """The tensors have been given other memory, and with it perhaps another dtype or shape."""
+        """Update the pointers, because tensors have other memory than before. Their dtypes may have changed too.
+
+        Raises UnsupportedError if their shapes have changed.
+        """
         check_weights(self.weights, self.biases, self._epilogue)
         if any(w.shape != shape for w, shape in zip(self.weights, self._shapes, strict=True)):
             raise UnsupportedError(f"float linear: weights of another shape than when it was made, {self._shapes}")
@@ -81,7 +88,7 @@ class FloatLinear:
 
 
 def check_weights(weights: Sequence[Tensor], biases: Sequence[Tensor | None], epilogue: str | None) -> None:
-    """Raises UnsupportedError, with what is wrong, for tensors that the kernel cannot read."""
+    """Raise UnsupportedError, which says what is wrong, for tensors that the kernel cannot read."""
     if epilogue not in EPILOGUES:
         raise UnsupportedError(f"float linear: epilogue {epilogue!r} is not known; choose one of {list(EPILOGUES)}")
     if len(weights) != len(biases) or not weights or (epilogue and len(weights) != 2):

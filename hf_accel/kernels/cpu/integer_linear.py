@@ -1,4 +1,4 @@
-"""INT8 and INT4 weights times INT8 activations, packed for the kernels."""
+"""Linear layers with packed INT8 or INT4 weights and INT8 activations."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from .library import DTYPES, kernel, large_pages, threads
 from .structs import EPILOGUES, Linear, LinearCall, Matrix, fields
 
-BLOCK = 64  # outputs that are packed together
-ACTIVATION_GROUP = 128  # inputs that share an activation scale where the weight has no groups of its own
-FORMATS = {8: 3, 4: 5}  # bits -> Dtype of types.h
+BLOCK = 64  # outputs of a packed block
+ACTIVATION_GROUP = 128  # inputs that share an activation scale if the weight has no groups
+FORMATS = {8: 3, 4: 5}  # the Dtype of types.h for each number of bits
 
 
 class PackCall(Structure):
@@ -38,11 +38,11 @@ _quantize_weight = kernel("quantize_weight", QuantizeCall)
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
-    """A weight [out_features, in_features] in blocks of 64 outputs (the last one padded).
+    """A weight [out_features, in_features] that is packed in blocks of 64 outputs. The last block is padded.
 
-    packed: uint8, laid out as src/kernels.h says. scales: float32 [blocks * 64] for 8 bits; [blocks, groups, 64] in
-    the stored dtype for 4 bits. zeros, for 4 bits: uint8 [blocks, groups, 64], 0..15, w = (level - zero) * scale; None
-    where every one is 8.
+    packed: uint8; src/kernels.h describes its layout. scales: for 8 bits, [blocks * 64] float32; for 4 bits,
+    [blocks, groups, 64] of the stored dtype. zeros: for 4 bits, the zero points [blocks, groups, 64] uint8 from 0 to
+    15, or None if all are 8. The weight is (level - zero) * scale.
     """
 
     bits: int
@@ -55,14 +55,15 @@ class PackedWeight:
 
     @property
     def activation_group(self) -> int:
-        """Inputs that share an activation scale."""
+        """The number of inputs that share an activation scale."""
         return self.group_size if self.bits == 4 else ACTIVATION_GROUP
 
 
 def pack(bits: int, stored: Tensor, scales: Tensor, zeros: Tensor | None = None) -> PackedWeight:
-    """stored: int8 [out, in], or for 4 bits bytes [out, in / 2]; scales [out, groups] in the stored dtype.
+    """Pack a quantized weight.
 
-    zeros: uint8 [out, groups], the level 0..15 that stands for 0; for 4 bits only.
+    stored: [out, in] int8; for 4 bits, [out, in / 2] uint8. scales: [out, groups]. zeros: [out, groups] uint8, the
+    levels from 0 to 15 that stand for the weight 0; for 4 bits only.
     """
     stored = stored.contiguous()
     in_features = stored.shape[1] * 8 // bits
@@ -72,7 +73,7 @@ def pack(bits: int, stored: Tensor, scales: Tensor, zeros: Tensor | None = None)
 
 
 def unpack(weight: PackedWeight) -> Tensor:
-    """What `pack` was given as `stored`."""
+    """Return the `stored` levels that `pack` was given."""
     outputs, inputs = weight.out_features, weight.in_features
     columns, dtype = (inputs, torch.int8) if weight.bits == 8 else (inputs // 2, torch.uint8)
     stored = torch.empty(outputs, columns, dtype=dtype)
@@ -83,10 +84,10 @@ def unpack(weight: PackedWeight) -> Tensor:
 def quantize(
     bits: int, weight: Tensor, group_size: int, *, symmetric: bool = True
 ) -> tuple[PackedWeight, Tensor] | None:
-    """Round a weight [out, in] to nearest and pack it; also the scales [out, groups]. None for NaN or infinity.
+    """Round a weight [out, in] to nearest and pack it. Returns it with its scales [out, groups].
 
-    The same levels, scales and zero points, bit for bit, as linear.rtn gives. group_size and symmetric are read for
-    4 bits only.
+    Returns None if the weight holds NaN or infinity. The levels, scales and zero points have the same bits as those of
+    linear.rtn. group_size and symmetric are used for 4 bits only.
     """
     out_features, in_features = weight.shape
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
@@ -121,7 +122,7 @@ def _weight(bits: int, packed: Tensor, scales: Tensor, zeros: Tensor | None, *, 
 
 
 def _by_block(values: Tensor) -> Tensor:
-    """[out, groups] -> [blocks, groups, 64], the last block padded with zeros."""
+    """Convert [out, groups] to [blocks, groups, 64]. The last block is padded with zeros."""
     out_features, groups = values.shape
     blocks = -(-out_features // BLOCK)
     padded = values.new_zeros(blocks * BLOCK, groups)
@@ -130,29 +131,29 @@ def _by_block(values: Tensor) -> Tensor:
 
 
 def _by_output(values: Tensor, out_features: int) -> Tensor:
-    """The way back."""
+    """Convert [blocks, groups, 64] to [out, groups]."""
     return values.transpose(1, 2).reshape(-1, values.shape[1])[:out_features].contiguous()
 
 
 def stored_scales(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The scales [out, groups] that `pack` was given, which were of this dtype."""
+    """Return the scales [out, groups] that `pack` was given. dtype: the dtype that they had."""
     if weight.bits == 8:
         return weight.scales[: weight.out_features].to(dtype).unsqueeze(1)
     return _by_output(weight.scales, weight.out_features)
 
 
 def stored_zeros(weight: PackedWeight) -> Tensor | None:
-    """The zero points [out, groups] that `pack` was given."""
+    """Return the zero points [out, groups] that `pack` was given, or None."""
     return None if weight.zeros is None else _by_output(weight.zeros, weight.out_features)
 
 
 class IntegerLinear:
-    """Weights of one format that share their input, multiplied in one call.
+    """Computes x @ W.T + b for several packed weights of one format in one call.
 
-    x [rows, in], any float dtype, last dimension contiguous -> [rows, sum of out] in x's dtype. epilogue "silu",
-    "gelu" or "gelu_tanh": of two weights, act(x W0^T + b0) * (x W1^T + b1), [rows, out]. The result is rounded once.
-    Activations are rounded to INT8 with a scale per row and group of inputs.
-    Row i of the result depends on row i of x alone, and is the same on every instruction set.
+    x: [rows, in] of a dtype of FLOATS, with contiguous rows. Returns [rows, sum of out] of the same dtype. With the
+    epilogue "silu", "gelu" or "gelu_tanh" there are two weights, and the result is act(x W0^T + b0) * (x W1^T + b1),
+    [rows, out]. The result is rounded once. Activations are quantized to INT8 with a scale for each row and group of
+    inputs. Row i of the result depends only on row i of x, and has the same bits on every instruction set.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class IntegerLinear:
     def __call__(self, x: Tensor) -> Tensor:
         rows, dtype = x.shape[0], DTYPES[x.dtype]
         for matrix, bias in self._biases:
-            if matrix.bias != bias.data_ptr():  # `bias.data = other` since
+            if matrix.bias != bias.data_ptr():  # someone has assigned to bias.data
                 matrix.bias, matrix.bias_dtype = bias.data_ptr(), DTYPES[bias.dtype]
         out = x.new_empty(rows, self.out_features)
         _integer_linear(
@@ -194,7 +195,7 @@ def recorded_linear(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, bits: int,
     out_features: int, in_features: int, group_size: int,
 ) -> Tensor:  # fmt: skip
-    """IntegerLinear of one weight as an operator that torch can record: in compiled and exported graphs."""
+    """IntegerLinear of one weight as a torch operator, which compiled and exported graphs can record."""
     weight = PackedWeight(bits, out_features, in_features, group_size, packed, scales, zeros)
     return IntegerLinear([weight], [bias])(x.contiguous())
 

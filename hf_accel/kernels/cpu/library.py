@@ -1,4 +1,4 @@
-"""The loaded library: where it is, which instruction set it uses, and why it cannot be used."""
+"""Loads the kernels' library, chooses its instruction set, and says why it cannot be used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch  # first: torch brings the OpenMP runtime that the kernels share
+import torch  # before the library is loaded, because the kernels share torch's OpenMP runtime
 from torch import Tensor
 
 from ...errors import HfAccelError, UnsupportedError
@@ -19,7 +19,7 @@ from ...tensors import PLAIN, is_recorded
 from .build import HERE, LIBRARY, REASON
 from .structs import Linear, Matrix, packed_format
 
-# The numbers of types.h.
+# The numbers of Dtype in types.h.
 DTYPES: dict[torch.dtype, int] = {
     torch.float32: 0,
     torch.bfloat16: 1,
@@ -32,7 +32,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @functools.cache
 def refusal() -> str | None:
-    """None, or why the kernels cannot run here, as one clause for the plan."""
+    """Why the kernels cannot run on this machine, as one clause for the plan; None if they can."""
     try:
         _library()
     except (HfAccelError, OSError) as error:
@@ -62,11 +62,11 @@ def _library() -> ctypes.CDLL:
 
 
 _selected: list[str] = []
-_structs: dict[str, type[ctypes.Structure]] = {"Linear": Linear, "Matrix": Matrix}  # by the name that C has for each
+_structs: dict[str, type[ctypes.Structure]] = {"Linear": Linear, "Matrix": Matrix}  # the keys are the names in C
 
 
 def _check_sizes(library: ctypes.CDLL) -> None:
-    """Raise UnsupportedError for a library that was compiled from other sources than these."""
+    """Raise UnsupportedError if the structs of the library have other sizes, so that its sources were different."""
     if hasattr(library, "hfa_size_of"):
         library.hfa_size_of.restype = ctypes.c_int64
         sizes = {name: library.hfa_size_of(name.encode()) for name in _structs}
@@ -76,7 +76,7 @@ def _check_sizes(library: ctypes.CDLL) -> None:
 
 
 def _below(level: str) -> list[str]:
-    """Levels that this CPU has too, best first; "portable" is always compiled."""
+    """The other levels that this CPU supports, best first. The last is "portable", which is always compiled."""
     return [low for low in _possible() if low != level]
 
 
@@ -85,17 +85,18 @@ def _possible() -> list[str]:
 
 
 def isa() -> str:
-    """The instruction set in use, a level of hardware.ISA_LEVELS. HF_ACCEL_ISA, read once, overrides the choice."""
+    """Return the level of hardware.ISA_LEVELS in use. The environment variable HF_ACCEL_ISA, which is read once,
+    overrides the choice."""
     _library()
     return _selected[-1]
 
 
 @contextmanager
 def using_isa(level: str) -> Iterator[None]:
-    """Use another instruction set that this CPU has, for the whole process; for tests and benchmarks.
+    """Use another level within the `with` block, in the whole process. This is for tests and benchmarks.
 
-    Packed weights stay good: every level reads the same layout. Raises UnsupportedError for a level that the CPU
-    or this build does not have.
+    Packed weights stay valid, because all levels use the same layout. Raises UnsupportedError for a level that the CPU
+    does not support or that was not compiled.
     """
     previous = isa()
     choose_isa(instruction_sets(), requested=level)
@@ -109,25 +110,25 @@ def using_isa(level: str) -> Iterator[None]:
         _selected.append(previous)
 
 
-_cores = 1  # that affinity and the container's quota leave, once the library is loaded
+_cores = 1  # cores within affinity and the container's quota; it is set when the library is loaded
 
 
 def threads() -> int:
-    """Threads of a kernel: torch's, and no more than there are cores to use."""
+    """The number of threads of a kernel: torch's number, but at most the number of usable cores."""
     return min(torch.get_num_threads(), _cores)
 
 
 def large_pages(memory: Tensor) -> None:
-    """Ask for large pages under memory that was not touched yet; see api.cpp."""
+    """Ask the system for large pages for a tensor that was not written yet; see api.cpp."""
     call = _library().hfa_large_pages
     call.argtypes = (ctypes.c_void_p, ctypes.c_int64)
     call(memory.data_ptr(), memory.nbytes)
 
 
 def kernel(name: str, call: type[ctypes.Structure]) -> Callable[..., None]:
-    """The kernel `name` of src/kernels.h, as a function of all numbers in its struct, in order.
+    """Return the kernel `name` of src/kernels.h as a function, whose arguments are all fields of its struct in order.
 
-    That function raises HfAccelError when the kernel fails.
+    The function raises HfAccelError if the kernel fails.
     """
     _structs[name] = call
     pack = struct.Struct(packed_format(call)).pack
@@ -145,7 +146,7 @@ def kernel(name: str, call: type[ctypes.Structure]) -> Callable[..., None]:
 
 
 def native(x: object) -> bool:
-    """Whether a kernel may take the place of torch's operators on x."""
+    """Whether a kernel may replace torch's operators on x."""
     return (
         not torch.is_grad_enabled()
         and not is_recorded()
@@ -157,7 +158,7 @@ def native(x: object) -> bool:
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:
-    """x [..., size] as rows one stride apart, and that stride in elements; a copy where it has none."""
+    """Return x [..., size] and the stride between its rows in elements. x is copied if it has no single row stride."""
     if x.is_contiguous():
         return x, x.shape[-1]
     if x.ndim == 2 and x.stride(1) == 1:
@@ -166,6 +167,6 @@ def as_rows(x: Tensor) -> tuple[Tensor, int]:
 
 
 def refuse_gradients(kernel: str, *tensors: Tensor | None) -> None:
-    """Raises UnsupportedError if autograd would have to go through a kernel, which has no backward."""
+    """Raise UnsupportedError if a tensor needs a gradient, because kernels have no backward."""
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         raise UnsupportedError(f"{kernel}: the cpu kernel has no gradient; call it under torch.no_grad()")

@@ -1,4 +1,4 @@
-"""The largest logits of each row, without a float32 copy of them."""
+"""argmax and top-k of logits, without converting them to float32."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _topk = kernel("topk", LogitsCall)
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The index of each row's largest, [..., V] -> int64 [...]; of equals the lowest; NaN counts as the largest."""
+    """Return the index of the largest logit of each row of [..., V], [...] int64; the lowest index among equal logits.
+
+    NaN counts as the largest. Raises UnsupportedError if V is 0.
+    """
     if not logits.shape[-1]:
         raise UnsupportedError("argmax: a row of no logits has no largest")
     logits, stride = as_rows(logits)
@@ -34,9 +37,10 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row [..., V], descending, equals by lowest index -> (values, int64 indices) [..., k].
+    """Return the k largest logits of each row of [..., V] and their indices, both [..., k], indices int64.
 
-    NaN counts as the largest. Raises UnsupportedError for k beyond V.
+    They are in descending order; equal logits are in the order of their indices. NaN counts as the largest. Raises
+    UnsupportedError if k is not from 0 to V, and if a gradient is needed.
     """
     refuse_gradients("topk", logits)
     if not 0 <= k <= logits.shape[-1]:

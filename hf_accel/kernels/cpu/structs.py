@@ -1,6 +1,6 @@
-"""C structs as ctypes classes, and their bytes: each kernel's own stands in the file that calls it.
+"""The C structs that several kernels share, as ctypes classes. The struct of one kernel is in the file that calls it.
 
-Names and order of the fields are those of src/kernels.h; sizes are compared when the library loads.
+The fields have the names and the order of src/kernels.h. The sizes of the structs are compared when the library loads.
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 TYPES = {"pointers": c_void_p, "sizes": c_int64, "floats": c_float, "ints": c_int32}
-CODES = {c_void_p: "Q", c_int64: "q", c_float: "f", c_int32: "i"}  # as Python's struct module has them
+CODES = {c_void_p: "Q", c_int64: "q", c_float: "f", c_int32: "i"}  # the format characters of Python's struct module
 EPILOGUES = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 
 
 def fields(**names: str) -> list[tuple[str, Any]]:
-    """fields(sizes="rows size", pointers="x"): in this order; a kind that comes again has underscores behind it."""
+    """Make the _fields_ of a struct. For example, fields(sizes="rows size", pointers="x") makes three fields in order.
+
+    A keyword is a key of TYPES. If a type is needed again later in the struct, underscores are appended to it.
+    """
     return [(name, TYPES[kind.rstrip("_")]) for kind, words in names.items() for name in words.split()]
 
 
 def packed_format(kind: type[Structure]) -> str:
-    """The format with which Python's struct module makes the struct's bytes, from its fields in order.
+    """Return the format with which Python's struct module packs the struct's fields.
 
-    Packing is one step in Python, whatever the number of fields; a ctypes object takes one for each.
+    This is faster than a ctypes object, which sets the fields one by one.
     """
     codes, end = "", 0
     members: Any = kind._fields_

@@ -1,4 +1,4 @@
-// The C interface: what library.py calls through ctypes. Pointers and sizes only; arguments are checked in Python.
+// The C interface that library.py calls through ctypes. Arguments are checked in Python, not here.
 #include <atomic>
 #include <cstdio>
 #include <cstring>
@@ -30,7 +30,7 @@ struct AtFork {
 #endif
 } at_fork;
 
-// Runs f and returns 0, or keeps the message of what it threw and returns 1.
+// Runs f and returns 0. If f throws, stores the message and returns 1.
 template <class Function>
 int guarded(const Function& f) {
   try {
@@ -48,7 +48,7 @@ extern "C" {
 
 #define HFA_API __attribute__((visibility("default")))
 
-// Use the kernels of a level of hardware.ISA_LEVELS; 0, or 1 if this build has none of that name.
+// Selects the kernels of a level of hardware.ISA_LEVELS. Returns 0, or 1 if the level was not compiled.
 HFA_API int hfa_select(const char* level) {
 #define HFA_LEVEL(name) \
   if (!std::strcmp(level, #name)) { active = &hfa_table_##name; return 0; }
@@ -59,8 +59,8 @@ HFA_API int hfa_select(const char* level) {
 
 HFA_API const char* hfa_error() { return message; }
 
-// Ask for large pages under memory that was not touched yet: streaming through weights then misses the address cache
-// (TLB) once every 2 MB instead of every 4 KB. Advice only: without it all works the same.
+// Asks the system for large pages for memory that was not written yet. Reading weights then misses the address cache
+// (TLB) every 2 MB instead of every 4 KB. The system may ignore this.
 HFA_API int hfa_large_pages(void* memory, int64_t bytes) {
 #if defined(__linux__)
   const uintptr_t page = 1u << 21, first = (reinterpret_cast<uintptr_t>(memory) + page - 1) / page * page;
@@ -72,7 +72,7 @@ HFA_API int hfa_large_pages(void* memory, int64_t bytes) {
   return 0;
 }
 
-// call: the bytes of the kernel's struct. They are copied, for they need not be aligned.
+// call: the bytes of the kernel's struct. They are copied, because they may not be aligned.
 #define HFA_CALL(name, Call)                         \
   HFA_API int hfa_##name(const void* call) {         \
     return guarded([&] {                             \
@@ -84,7 +84,7 @@ HFA_API int hfa_large_pages(void* memory, int64_t bytes) {
 HFA_KERNELS(HFA_CALL)
 #undef HFA_CALL
 
-// sizeof the struct of a kernel, or of a struct that is pointed to; -1 for another name.
+// Returns the size of a kernel's struct, or of Linear or Matrix; -1 for another name.
 HFA_API int64_t hfa_size_of(const char* name) {
 #define HFA_SIZE(kernel, Call) \
   if (!std::strcmp(name, #kernel)) return sizeof(Call);

@@ -1,10 +1,11 @@
-// The kernels and the structs that a call of each fills: Python's own list of the same is structs.py.
+// The kernels, and the struct of arguments of each. structs.py and the files beside it declare the same structs.
 // kernels/*.cpp is compiled once for each instruction set. Strides are in elements.
 #pragma once
 
 #include "types.h"
 
-// Every kernel: its name, and its struct. The interface (api.cpp) and each instruction set's table are made of this.
+// The name and the struct of every kernel. The C interface (api.cpp) and the table of each instruction set are made
+// from this list.
 #define HFA_KERNELS(KERNEL)               \
   KERNEL(integer_linear, LinearCall)      \
   KERNEL(float_linear, LinearCall)        \
@@ -13,27 +14,28 @@
   KERNEL(quantize_weight, QuantizeCall)   \
   KERNEL(norm, NormCall)                  \
   KERNEL(rope, RopeCall)                  \
-  KERNEL(argmax, LogitsCall)          \
-  KERNEL(topk, LogitsCall)            \
+  KERNEL(argmax, LogitsCall)              \
+  KERNEL(topk, LogitsCall)                \
   KERNEL(attention, AttentionCall)        \
   KERNEL(write_pages, WriteCall)
 
 // -- linear layers: out[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]) (then an epilogue) --------------------------------
 
-// Integer weights lie in blocks of 64 outputs, one after the other, the same for every instruction set. The last
-// block is padded with outputs of zeros.
-//   INT8  a block is [inputs / 4, 64, 4] bytes: 4 inputs in a row of each output, as the byte dot products take them;
-//         a byte is q + 128. Inputs are padded to a multiple of 4.
-//   INT4  a block is [inputs / 8, 64, 4] bytes: byte i has input i of 8 in its low half and input 4 + i in its high
-//         half; a half is q + 8, or q as it is where the weight has zero points.
+// Integer weights are packed in blocks of 64 outputs, in the same layout for every instruction set. The last block is
+// padded with outputs of zeros.
+//   INT8  A block is [inputs / 4, 64, 4] bytes. Each output has 4 consecutive inputs side by side, as the byte dot
+//         products need them. A byte is q + 128. Inputs are padded to a multiple of 4.
+//   INT4  A block is [inputs / 8, 64, 4] bytes. Of 8 inputs, byte i holds input i in its low half and input 4 + i in
+//         its high half. A half is q + 8, or q if the weight has zero points.
 constexpr int64_t BLOCK = 64;
 
 enum Epilogue : int32_t { NONE = 0, SILU_MUL = 1, GELU_MUL = 2, GELU_TANH_MUL = 3 };
 
 // One weight matrix [out_features, in_features].
 //   INT8  weight: packed; scales: float32 [blocks * 64]; zeros: null
-//   INT4  weight: packed; scales: [blocks, groups, 64] of scale_dtype; zeros: uint8 likewise, or null for 8
-//   BF16, F16, F32  weight: row-major, read in place
+//   INT4  weight: packed; scales: [blocks, groups, 64] of scale_dtype; zeros: uint8 [blocks, groups, 64], or null if
+// all         zero points are 8
+//   BF16, F16, F32  weight: row-major, read in place; scales and zeros: null
 struct Matrix {
   int64_t out_features;
   const void* weight;
@@ -41,13 +43,13 @@ struct Matrix {
   const uint8_t* zeros;
   const void* bias;  // or null
   int32_t scale_dtype, bias_dtype;
-  int64_t column;  // where its outputs begin in a row of `out`
+  int64_t column;  // the column of `out` at which its outputs begin
 };
 
-// Matrices that share their input. With an epilogue there are two, gate and up, of equal size, and the output
-// is act(gate) * up at the gate's column.
+// Matrices with the same input. With an epilogue there are two matrices of equal size, gate and up, and the output is
+// act(gate) * up at the gate's column.
 struct Linear {
-  int32_t format;  // Dtype of the weights
+  int32_t format;  // the Dtype of the weights
   int32_t group;   // inputs that share an activation scale (INT8, INT4) and a weight scale (INT4)
   int64_t in_features;
   int32_t count;
@@ -55,7 +57,7 @@ struct Linear {
   const Matrix* matrices;
 };
 
-// x [rows, in_features] -> out [rows, ...]
+// x is [rows, in_features], out is [rows, all outputs].
 struct LinearCall {
   const Linear* linear;
   const void* x;
@@ -75,33 +77,33 @@ struct PackCall {
   void* packed;
 };
 
-// Round to nearest: the largest magnitude of a group becomes 127 or 7. With zeros (INT4 only), a group's range,
-// widened to hold 0, is cut into 15 steps.
+// Quantizes by rounding to nearest. The largest magnitude of a group becomes 127 or 7. With zeros (INT4 only), the
+// range of a group, extended to include 0, is divided into 15 steps.
 struct QuantizeCall {
-  int32_t format, dtype, threads;  // dtype: of the weight and the scales
-  int64_t out_features, in_features, group;  // INT8: one group, all inputs
+  int32_t format, dtype, threads;  // dtype: the dtype of the weight and of the scales
+  int64_t out_features, in_features, group;  // for INT8, group is in_features
   const void* weight;                        // [out, in]
   int64_t weight_stride;
-  void* scales;     // [out, in / group], written
-  uint8_t* zeros;   // likewise, written: 0..15; or null
-  void* packed;     // written
-  uint8_t* finite;  // written: 0 if the weight holds NaN or infinity, and then nothing else is of use
+  void* scales;     // output [out, in / group]
+  uint8_t* zeros;   // output [out, in / group], from 0 to 15; or null
+  void* packed;     // output
+  uint8_t* finite;  // output: 0 if the weight holds NaN or infinity; the other outputs are then undefined
 };
 
-// -- what stands between the matrix products -------------------------------------------------------------------------
+// -- norms and rotary embeddings -------------------------------------------------------------------------------------
 
 // out = x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension of [rows, size].
 struct NormCall {
   const void* x;
-  void* out;           // [rows, size], packed
+  void* out;           // [rows, size], contiguous
   const void* weight;  // [size]
   int64_t x_stride, rows, size;
   float eps, offset;
-  int32_t round_first;  // the normalized x is rounded to dtype before it is multiplied
+  int32_t round_first;  // whether the normalized x is rounded to dtype before it is multiplied
   int32_t dtype, weight_dtype, out_dtype, threads;
 };
 
-// One of the tensors that are rotated: [batch, heads, tokens, size], any strides but the last.
+// A tensor that is rotated: [batch, heads, tokens, size]. The last stride is 1, the others are given.
 struct Rotated {
   const void* x;
   void* out;
@@ -117,12 +119,13 @@ struct RopeCall {
   const void* sin;
   int64_t table_batch, table_token;  // strides
   int64_t batch, tokens, size;
-  int32_t interleaved;  // pairs are (0, 1), (2, 3), ...; else (i, i + size / 2)
-  int32_t round_each;   // round both products to dtype before they are added
+  int32_t interleaved;  // whether pairs are (0, 1), (2, 3), ...; otherwise they are (i, i + size / 2)
+  int32_t round_each;   // whether both products are rounded to dtype before they are added
   int32_t dtype, table_dtype, threads;
 };
 
-// The k largest of each row of logits [rows, size]; NaN is the largest of all, of equals the first comes first.
+// The k largest of each row of logits [rows, size]. NaN counts as the largest. Equal logits are in order of their
+// index.
 struct LogitsCall {
   const void* logits;
   int64_t stride, rows, size, k;
@@ -131,41 +134,41 @@ struct LogitsCall {
   int32_t dtype, threads;
 };
 
-// -- attention over keys and values that stand in pages or in a row, and the writing of pages ------------------------
+// -- attention over pages or contiguous sequences, and writing to pages ----------------------------------------------
 
-// Where the heads of a tensor stand; the numbers of a head are contiguous.
-//   pages           batch: between blocks; token: between the slots of a block
-//   sequences       batch: between sequences (0 where they stand end to end); token: between tokens
+// A tensor and its strides. The numbers of a head are contiguous.
+//   pages      batch: the stride between blocks; token: between the slots of a block
+//   sequences  batch: the stride between sequences (0 if they stand end to end); token: between tokens
 struct Rows {
   const void* data;
   int64_t batch, head, token;
 };
 
-// out[n, h] = softmax(softcap(scale * q k^T)) v over the keys that query n sees; see attention/base.py.
+// out[n, h] = softmax(softcap(scale * q k^T)) v over the keys that query n sees; see hf_accel/attention/contract.py.
 struct AttentionCall {
   Rows q, k, v;
   const void* k_scales;        // [blocks, kv_heads, block_size] of scale_dtype, or null
-  const void* v_scales;        // likewise
+  const void* v_scales;        // of the same shape, or null
   void* out;                   // [N, heads, value_dim], contiguous, of q_dtype
   float* lse;                  // [N, heads] or null
   const void* sinks;           // [heads] of sink_dtype or null
-  const int32_t* block_table;  // [sequences, table_stride], or null where keys stand in a row
-  const int32_t* cu_q;         // [sequences + 1], or null: num_queries each
-  const int32_t* cu_k;         // [sequences + 1] where sequences stand end to end, or null
-  const int32_t* kv_len;       // [sequences], or null: cu_k's, or num_keys each
+  const int32_t* block_table;  // [sequences, table_stride], or null if keys are not in pages
+  const int32_t* cu_q;         // [sequences + 1], or null if every sequence has num_queries queries
+  const int32_t* cu_k;         // [sequences + 1] if the keys of sequences stand end to end, or null
+  const int32_t* kv_len;       // [sequences], or null if cu_k or num_keys gives the lengths
   int64_t sequences, heads, kv_heads, head_dim, value_dim, num_queries, num_keys;
   int64_t table_stride, block_size;
-  int64_t window;  // keys a query sees, or 0 for all
+  int64_t window;  // the number of keys that a query sees, or 0 for all
   int64_t causal;
-  float scale, softcap;  // softcap 0: none
+  float scale, softcap;  // softcap is 0 if there is none
   int32_t q_dtype, k_dtype, v_dtype, scale_dtype, sink_dtype, threads;
 };
 
-// states [tokens, heads, dim] of `dtype` into slots of pages [blocks, heads, block_size, dim], contiguous, of
-// page_dtype: the same, or INT8 or FP8 with scales [blocks, heads, block_size] of `dtype`.
+// Writes states [tokens, heads, dim] of `dtype` to slots of contiguous pages [blocks, heads, block_size, dim] of
+// page_dtype. page_dtype is `dtype`, or INT8 or FP8 with scales [blocks, heads, block_size] of `dtype`.
 struct PageWrite {
   const void* states;
-  int64_t head, token;  // strides of the states
+  int64_t head, token;  // strides of `states`
   void* pages;
   void* scales;
   int64_t dim;
@@ -187,7 +190,7 @@ struct Kernels {
 #undef HFA_MEMBER
 };
 
-// What each instruction set defines. The build gives HFA_NAMESPACE and HFA_TABLE, its names.
+// The functions that each instruction set defines. The build sets HFA_NAMESPACE and HFA_TABLE for each of them.
 #if defined(HFA_NAMESPACE)
 namespace HFA_NAMESPACE {
 #define HFA_DECLARATION(name, Call) void name(const Call&);

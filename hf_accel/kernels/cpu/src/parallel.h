@@ -1,4 +1,4 @@
-// Threads: torch's own OpenMP pool (the same libgomp), so that the two never fight for the cores.
+// Threads. They are those of torch's OpenMP pool (the same libgomp), so that two pools do not compete for the cores.
 #pragma once
 
 #include <atomic>
@@ -10,12 +10,12 @@
 #include <omp.h>
 #endif
 
-// Whether this process was forked: the child has none of the pool's threads and would wait for them for ever.
+// Whether this process was forked. A forked child lacks the threads of the pool and would wait for them for ever.
 extern std::atomic<bool> hfa_forked;
 
 namespace {
 
-// f(task) for each task in 0..tasks-1, on at most `threads` threads; each takes the next as it gets ready.
+// Calls f(task) for each task in 0..tasks-1 on at most `threads` threads. A thread that is ready takes the next task.
 template <class Function>
 inline void parallel_for(int64_t tasks, int threads, const Function& f) {
 #if defined(_OPENMP)
@@ -31,8 +31,8 @@ inline void parallel_for(int64_t tasks, int threads, const Function& f) {
   for (int64_t task = 0; task < tasks; ++task) f(task);
 }
 
-// Memory of the calling thread that lives on between calls and only ever grows; 64-byte aligned.
-// Each `Tag` names one use, so that two buffers of a call are never the same memory.
+// Returns memory of the calling thread, aligned to 64 bytes. It is kept between calls and only grows.
+// Each use has its own `Tag`, so that two buffers of a call are never the same memory.
 template <class Tag>
 inline void* scratch(size_t bytes) {
   struct Buffer {

@@ -11,8 +11,8 @@ struct Bf16 { uint16_t bits; };
 struct F16_ { uint16_t bits; };
 struct Fp8 { uint8_t bits; };  // e4m3fn
 
-// Everything below has internal linkage: each instruction set compiles its own copy, and the linker must not
-// hand one that was compiled for AVX-512 to the portable kernels.
+// Everything below has internal linkage, so that each instruction set has its own copy. Otherwise the linker could use
+// a copy that was compiled for AVX-512 in the portable kernels.
 namespace {
 
 inline float bits_to_float(uint32_t bits) { float f; std::memcpy(&f, &bits, 4); return f; }
@@ -25,7 +25,7 @@ inline float to_float(Bf16 x) { return bits_to_float(static_cast<uint32_t>(x.bit
 inline float to_float(F16_ x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16, magnitude = x.bits & 0x7fffu;
   if (magnitude >= 0x7c00u) return bits_to_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
-  // half denormals become normal floats: scale by 2^112 = 2^(127 - 15), exactly
+  // The scaling by 2^112 = 2^(127 - 15) is exact. It turns denormal halves into normal floats.
   const float value = bits_to_float(magnitude << 13) * 0x1p112f;
   return bits_to_float(sign | float_to_bits(value));
 }
@@ -37,7 +37,7 @@ inline float to_float(Fp8 x) {
   return bits_to_float(sign | float_to_bits(value));
 }
 
-// All roundings are to nearest, ties to even.
+// All conversions round to nearest, ties to even.
 inline void from_float(float x, float& out) { out = x; }
 
 inline void from_float(float x, Bf16& out) {
@@ -56,7 +56,7 @@ inline void from_float(float x, F16_& out) {
     half = 0x7e00u;
   } else if (magnitude >= 0x477ff000u) {
     half = 0x7c00u;
-  } else if (magnitude < 0x38800000u) {  // a denormal half: let the float adder round at the right bit
+  } else if (magnitude < 0x38800000u) {  // a denormal half: the addition rounds at the right bit
     half = float_to_bits(bits_to_float(magnitude) + 0.5f) - float_to_bits(0.5f);
   } else {
     half = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
@@ -64,7 +64,7 @@ inline void from_float(float x, F16_& out) {
   out.bits = static_cast<uint16_t>(sign | half);
 }
 
-// Saturates at 448, as torch.float8_e4m3fn is commonly used; NaN stays NaN.
+// Larger values become 448, as is common with torch.float8_e4m3fn. NaN stays NaN.
 inline void from_float(float x, Fp8& out) {
   const uint32_t bits = float_to_bits(x), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
   uint32_t fp8;

@@ -203,15 +203,15 @@ def test_readers_that_leave_do_not_disturb_the_producer() -> None:
                 await asyncio.wait_for(wait, 0.01)
 
     asyncio.run(leave())
-    assert request.samples[0]._sleepers == []
+    assert request.samples[0]._waiters == []
     loop = asyncio.new_event_loop()
     task = loop.create_task(request.aresult())
     loop.run_until_complete(asyncio.sleep(0.01))
-    abandoned = list(request.samples[0]._sleepers)
+    abandoned = list(request.samples[0]._waiters)
     task.cancel()
     loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
     loop.close()
-    request.samples[0]._sleepers += abandoned  # as if the loop had been closed over it
+    request.samples[0]._waiters += abandoned  # as if the loop had been closed over it
     produce(request, 3)
     assert request.result().tokens == [0, 0, 1, 2]
 

@@ -1,4 +1,4 @@
-// Numbers whose storage type is known at run time only.
+// Loads and stores of numbers whose storage type is known only at run time.
 #pragma once
 
 #include <type_traits>
@@ -23,7 +23,7 @@ inline void store_dtype(void* p, int32_t dtype, int64_t i, F x, int n) {
   }
 }
 
-// f(a null pointer of the storage type): a kernel is instantiated for each type, and the call chooses.
+// Calls f with a null pointer of the storage type, so that f is instantiated for each type.
 template <class Function>
 inline void for_dtype(int32_t dtype, const Function& f) {
   switch (dtype) {
@@ -33,7 +33,7 @@ inline void for_dtype(int32_t dtype, const Function& f) {
   }
 }
 
-// What is left of a row as a vector: all lanes, or the first n.
+// Loads and stores the next n numbers of a row, but at most a vector.
 template <class T>
 inline F load_upto(const T* p, int64_t n) {
   return n >= LANES ? load_as(p) : load_as_n(p, static_cast<int>(n));

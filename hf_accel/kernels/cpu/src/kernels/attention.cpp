@@ -1,10 +1,11 @@
-// Attention by splits of the keys: each is one term (largest score, sum of weights, weighted sum of values) of a merge
-// in the order of the keys (Dao 2023, arXiv 2307.08691; the splits are those of Flash-Decoding). A row's result does
-// not depend on the rows beside it: prefill and decode, any batch, any number of threads give the same bits.
+// Attention by splits of the keys, as in Flash-Decoding (Dao 2023, arXiv 2307.08691). Each split gives a partial
+// result: the largest score, the sum of weights, and the weighted sum of values. They are merged in the order of the
+// keys. The result of a row does not depend on other rows. So prefill and decode, any batch, and any number of threads
+// give the same bits.
 //
-// A tile is a few tokens of a sequence and the query heads of one key head. Its task packs the keys and values of a
-// split once (they stay in the second-level cache) for all of its rows, which pass by in groups whose scores stay in
-// the first-level cache.
+// A tile is a few tokens of a sequence with the query heads of one key head. Its task packs the keys and values of a
+// split once; they stay in the second-level cache while all rows of the tile use them. Rows are computed in groups,
+// whose scores stay in the first-level cache.
 #include "../kernels.h"
 
 #include "../parallel.h"
@@ -14,14 +15,14 @@
 namespace {
 
 constexpr int64_t TILE_ROWS = 128;
-constexpr int64_t GROUP = 8;                  // rows
-constexpr int64_t SCORE_STRIDE = SPLIT + 16;  // a power of two would map all rows to the same cache sets
+constexpr int64_t GROUP = 8;                  // rows of a group
+constexpr int64_t SCORE_STRIDE = SPLIT + 16;  // with a power of two, all rows would be in the same cache sets
 
 typedef void (*PackKeys)(const KeyRows&, int64_t, int64_t, int64_t, float*);
 typedef void (*PackValues)(const KeyRows&, Range, int64_t, int64_t, float*);
 
-// Tokens [first, last) of sequence b, and the query heads of one key head. part: where in the partial results of the
-// call those of this split go (its tile's other splits are other tasks), or -1: the task does all splits.
+// Tokens [first, last) of sequence b, and the query heads of one key head. part: the index among the call's partial
+// results for this split, if the tile's other splits are other tasks; or -1 if the task computes all splits.
 struct Tile {
   int64_t b, head, first, last, split, part;
 };
@@ -31,7 +32,8 @@ struct Attention {
   const AttentionCall& c;
   PackKeys pack_k;
   PackValues pack_v;
-  int64_t group, words, padded;  // query heads of a key head, words of a query row, floats of an output row
+  // The query heads of a key head, the words of a query row, and the floats of an output row.
+  int64_t group, words, padded;
 
   int64_t queries(int64_t b) const { return c.cu_q ? c.cu_q[b + 1] - c.cu_q[b] : c.num_queries; }
   int64_t first_query(int64_t b) const { return c.cu_q ? c.cu_q[b] : b * c.num_queries; }
@@ -40,7 +42,7 @@ struct Attention {
   }
   int64_t tokens_in_tile() const { return at_least(TILE_ROWS / group, 1); }
 
-  // Keys that token i of sequence b sees: bottom-right causal, and a window.
+  // Returns the keys that token i of sequence b sees, by bottom-right causality and the window.
   Range seen(int64_t b, int64_t i) const {
     const int64_t count = keys(b), position = count - queries(b) + i;
     const int64_t last = c.causal ? at_least(at_most(position + 1, count), 0) : count;
@@ -80,8 +82,9 @@ struct Attention {
     std::memcpy(to, static_cast<const Bf16*>(c.q.data) + at, sizeof(Bf16) * static_cast<size_t>(at_most(n, LANES)));
   }
 
-  // The result of `count` rows of the tile over one split, into parts and sums [GROUP, padded]; false where they
-  // see none of its keys. `visible` [GROUP]: what each row sees of it, counted from its start.
+  // Computes the partial results of `count` rows of the tile over one split, in `parts` and `sums` [GROUP, padded].
+  // Returns false if they see none of its keys. Sets visible [GROUP], the keys that each row sees, as indices in the
+  // split.
   bool group_of_rows(const Tile& t, int64_t r0, int64_t count, int64_t start, const float* q, const KeyRows& rows,
                      const float* k, const float* v, Range* visible, Partial* parts, float* sums) const {
     alignas(64) float scores[GROUP * SCORE_STRIDE];
@@ -115,7 +118,7 @@ struct Attention {
     pack_v(rows, mine, c.value_dim, padded, v);
   }
 
-  // All rows of a tile over one split, merged into states and sums [rows, padded].
+  // Computes all rows of a tile over one split, and merges the results into `states` and `sums` [rows, padded].
   void add_split(const Tile& t, int64_t split, const float* q, Partial* states, float* sums) const {
     struct Part;
     float* const part_sums = static_cast<float*>(scratch<Part>(static_cast<size_t>(GROUP * padded) * sizeof(float)));
@@ -158,7 +161,7 @@ struct Attention {
 
   // -- the call -----------------------------------------------------------------------------------------------
 
-  // The parts of a tile whose splits are tasks of their own stand one after the other, each its states and its sums.
+  // The bytes of a partial result: its states, then its sums. The partial results of a tile are consecutive.
   size_t part_bytes() const {
     return static_cast<size_t>(tokens_in_tile() * group) * (sizeof(Partial) + static_cast<size_t>(padded) * sizeof(float));
   }
@@ -176,7 +179,7 @@ struct Attention {
     add_split(t, t.split, pack_queries(t), states, sums);
   }
 
-  // The parts of a tile, of which `t` is the first, as run_whole would have merged them.
+  // Merges the partial results of a tile, of which `t` is the first, in the order in which run_whole merges them.
   void merge_parts(const Tile& t, uint8_t* parts) const {
     struct States; struct Sums;
     const size_t count = static_cast<size_t>((t.last - t.first) * group);
@@ -195,7 +198,8 @@ struct Attention {
     finish(t, states, sums);
   }
 
-  // Only a tile that is all there is of its sequence is split: other sequences have tiles enough for the threads.
+  // Returns whether the splits of sequence b are separate tasks. That is so if its queries are one tile; otherwise
+  // there are enough tiles for the threads.
   bool is_split(int64_t b) const {
     if (queries(b) > tokens_in_tile()) return false;
     const Range all = splits(seen(Tile{b, 0, 0, queries(b), 0, -1}));
@@ -208,7 +212,7 @@ struct Attention {
     return c.kv_heads * ceil_div(queries(b), tokens_in_tile()) * (all.last - all.first);
   }
 
-  // Tasks of a sequence; of a prompt the last tiles, which see the most keys, come first.
+  // Adds the tasks of a sequence. The last tiles of a prompt come first, because they see the most keys.
   Tile* add_tasks(int64_t b, int64_t& parts, Tile* task) const {
     const int64_t height = tokens_in_tile(), count = queries(b);
     for (int64_t i = ceil_div(count, height) - 1; i >= 0; --i)

@@ -1,5 +1,5 @@
-// Sums in the order of torch's CPU `sum` over a contiguous dimension, so that what is built on them has its bits:
-// 4 columns of 8 lanes; every 2^p rows of columns a running sum is carried to the next of 4 levels.
+// Sums in the order of torch's CPU `sum` over a contiguous dimension, so that the results have its bits. There are 4
+// columns of 8 lanes. After every 2^p rows of columns, a running sum is carried to the next of 4 levels.
 #pragma once
 
 #include "../simd/simd.h"
@@ -14,7 +14,7 @@ inline int ceil_log2(int64_t x) {
   return bits;
 }
 
-// Fewer than 8 numbers are 4 columns of one.
+// The sum of fewer than 8 numbers has 4 columns of one lane.
 template <class One>
 inline float short_sum(int64_t size, const One& one) {
   float lanes[COLUMNS] = {};
@@ -24,7 +24,7 @@ inline float short_sum(int64_t size, const One& one) {
   return lanes[0];
 }
 
-// at(k): LANES values from k on; one(k): value k
+// at(k) returns LANES values from k on, and one(k) returns value k.
 template <class At, class One>
 inline float cascade_sum(int64_t size, const At& at, const One& one) {
   if (size < COLUMN) return short_sum(size, one);

@@ -1,9 +1,9 @@
-// Linear layers with float weights, read where the model keeps them.
+// Linear layers with float weights, which are read where the model keeps them.
 //
-// The inputs are summed in blocks (BLOCK_BYTES), each in vector accumulators (float_tile.h), and the blocks' sums are
-// added in order: nothing depends on the number of rows or threads. Few rows: memory is the limit, the weights are
-// read in place once and the next ones prefetched. Many rows: a block of weights is copied to rows that do not
-// compete for cache sets, and stays in the second-level cache while all rows pass by.
+// Inputs are summed in blocks of BLOCK_BYTES, each in vector accumulators (float_tile.h), and the sums of blocks are
+// added in order. So the result depends neither on the number of rows nor on threads. With few rows, memory is the
+// limit: weights are read in place once, and the next ones are prefetched. With many rows, a block of weights is copied
+// with a stride that avoids conflicts of cache sets, and stays in the second-level cache while all rows use it.
 #include "../parallel.h"
 #include "activation.h"
 #include "any_dtype.h"
@@ -12,11 +12,11 @@
 
 namespace {
 
-constexpr int64_t CHUNK = 48;         // outputs of a task: a multiple of every tile's width
-constexpr int64_t PACKED_ROWS = 32;   // from here on packing the weights pays
-constexpr int64_t MOST_ROWS = 512;    // rows packed at once
+constexpr int64_t CHUNK = 48;         // outputs of a task; a multiple of every tile's width
+constexpr int64_t PACKED_ROWS = 32;   // the fewest rows for which weights are packed
+constexpr int64_t MOST_ROWS = 512;    // the most rows of inputs that are packed at once
 
-// Rows [first, first + rows) of the input, packed: [blocks][rows][packed_stride]
+// Rows [first, first + rows) of the input, packed as [blocks][rows][packed_stride].
 template <class Dot>
 struct Input {
   typedef typename Dot::Number Number;
@@ -39,7 +39,7 @@ inline void copy_numbers(const T* from, int64_t n, float* to) {
   for (int64_t i = 0; i < n; i += LANES) store_upto(to + i, load_upto(from + i, n - i), n - i);
 }
 
-// One row of a block, with zeros up to a whole vector
+// Packs one row of a block, with zeros up to a whole vector.
 template <class Dot, class T>
 inline void pack_row(const T* from, int64_t count, typename Dot::Number* to) {
   copy_numbers(from, count, to);
@@ -62,14 +62,14 @@ Input<Dot> pack_input(const Linear& linear, const LinearCall& call, const X* x, 
   return input;
 }
 
-// Weights of some outputs and one block of inputs, in place or packed
+// The weights of some outputs for one block of inputs, in place or packed.
 template <class T>
 struct Panel {
   const T* weight;
   int64_t stride, outputs, count;
 };
 
-// Rows [r, r + ROWS) times all outputs of a panel
+// Multiplies ROWS rows with all outputs of a panel.
 template <class Dot, class T, int ROWS>
 void row_tile(const typename Dot::Number* x, const Panel<T>& panel, float* sums, Ahead ahead) {
   constexpr int WIDE = wide_for(ROWS);
@@ -99,7 +99,7 @@ void row_tile_of(int64_t rows, const typename Dot::Number* x, const Panel<T>& pa
   }
 }
 
-// f(first row, rows) for tiles of nearly equal height: 7 rows are 4 + 3, not 6 + 1
+// Calls f(first row, rows) for tiles of nearly equal height. For example, 7 rows are tiles of 4 and 3, not of 6 and 1.
 template <class Function>
 inline void for_row_tiles(int64_t first, int64_t last, const Function& f) {
   const int64_t tiles = ceil_div(last - first, TILE_ROWS);
@@ -110,13 +110,13 @@ inline void for_row_tiles(int64_t first, int64_t last, const Function& f) {
   }
 }
 
-// A task: outputs [n, n + outputs) of a matrix for rows [first, last) of the packed input.
+// The task of a thread: outputs [n, n + outputs) of a matrix for rows [first, last) of the packed input.
 struct Chunk {
   const Matrix* matrix;
   int64_t n, outputs, first, last;
 };
 
-// Few rows. The weights pass by once; while the row tiles use a strip of them, the next strip is on its way.
+// For few rows. Weights are read once; while the row tiles use a strip of them, the next strip is prefetched.
 template <class Dot, class T>
 void sum_in_place(const Input<Dot>& input, const Chunk& chunk, float* sums) {
   const int64_t K = input.in_features, tiles = ceil_div(chunk.last - chunk.first, TILE_ROWS);
@@ -137,7 +137,7 @@ void sum_in_place(const Input<Dot>& input, const Chunk& chunk, float* sums) {
   }
 }
 
-// Many rows. Each block of the chunk's weights is packed, then used by all rows.
+// For many rows. Each block of the chunk's weights is packed, and then used by all rows.
 template <class Dot, class T>
 void sum_packed(const Input<Dot>& input, const Chunk& chunk, float* sums) {
   typedef typename Dot::Number Number;
@@ -164,7 +164,7 @@ void sum_chunk(const Input<Dot>& input, const Chunk& chunk, float* sums) {
   else sum_packed<Dot, T>(input, chunk, sums);
 }
 
-// out = epilogue(sums + bias), rounded once
+// Writes epilogue(sums + bias), which is rounded once.
 void finish(const Linear& linear, const LinearCall& call, const Chunk& chunk, int64_t row, const float* sums,
             const float* up_sums) {
   const Matrix& matrix = *chunk.matrix;
@@ -205,7 +205,7 @@ void run_rows(const Linear& linear, const LinearCall& call, const Input<Dot>& in
   const int32_t count = linear.epilogue == NONE ? linear.count : 1;
   int64_t chunks = 0;
   for (int32_t m = 0; m < count; ++m) chunks += ceil_div(linear.matrices[m].out_features, CHUNK);
-  // rows are split over threads only where there are few chunks
+  // Rows are split over threads only if there are few chunks.
   const int64_t parts = chunks >= 4 * call.threads ? 1 : at_most(ceil_div(input.rows, PACKED_ROWS), 4 * call.threads);
   const int64_t part_rows = ceil_div(input.rows, parts);
   parallel_for(chunks * parts, call.threads, [&](int64_t task) {

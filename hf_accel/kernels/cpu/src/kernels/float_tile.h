@@ -1,15 +1,15 @@
-// The innermost part of linear layers with float weights: rows times outputs, both held in registers.
+// The innermost loop of linear layers with float weights. A tile of rows and outputs has its sums in registers.
 //
-// Lanes lie along the inputs, so that weights are read in place, and a sum over a block of inputs is one vector
-// accumulator per row and output, its lanes added in a fixed order at the end. Tiles of any size, and packed and
-// unpacked weights, therefore give the same bits.
+// The lanes of a vector are consecutive inputs, so that weights can be read in place. The sum over a block of inputs is
+// one vector accumulator per row and output, whose lanes are added in a fixed order at the end. So tiles of any size,
+// and packed and unpacked weights, give the same bits.
 #pragma once
 
 #include "../simd/simd.h"
 
 namespace {
 
-// How a vector of weights meets a vector of inputs. `Number` is what inputs, and packed weights, are stored as.
+// The product of a vector of weights and a vector of inputs. `Number` is the type of packed inputs and packed weights.
 struct FloatDot {
   typedef float Number;
   static constexpr int STEP = LANES;  // inputs per vector
@@ -28,7 +28,8 @@ struct PairDot {
 };
 #endif
 
-// Rows of a tile, and the outputs beside each number of rows, so that the sums fill the registers.
+// The most rows of a tile, and the outputs of a tile for each number of rows. They are chosen so that the sums fill the
+// registers.
 #if defined(HFA_AVX512)
 constexpr int TILE_ROWS = 6;
 constexpr int wide_for(int rows) { return rows <= 3 ? 8 : rows == 4 ? 6 : 4; }
@@ -40,18 +41,19 @@ constexpr int TILE_ROWS = 2;
 constexpr int wide_for(int) { return 2; }
 #endif
 
-constexpr int64_t BLOCK_BYTES = 4096;  // of a row's inputs that are summed into one accumulator
+constexpr int64_t BLOCK_BYTES = 4096;  // the bytes of a row's inputs that are summed in one accumulator
 
 template <class Dot>
 constexpr int64_t block_inputs() { return BLOCK_BYTES / static_cast<int64_t>(sizeof(typename Dot::Number)); }
 
-// Between rows of a packed block: a cache line more, so that they do not compete for the same cache sets.
+// The stride between rows of a packed block. It is a cache line more than a row, so that rows do not compete for the
+// same cache sets.
 template <class Dot>
 constexpr int64_t packed_stride() {
   return block_inputs<Dot>() + 64 / static_cast<int64_t>(sizeof(typename Dot::Number));
 }
 
-// Memory that is needed soon: `rows` rows from `first` on, `stride` bytes apart.
+// Memory to prefetch: `rows` rows from `first` on, `stride` bytes apart.
 struct Ahead {
   const char* first;
   int64_t stride;
@@ -69,7 +71,7 @@ inline void add_sums(const F (&acc)[ROWS * WIDE], float* sums, int64_t sums_stri
     for (int n = 0; n < WIDE; ++n) sums[r * sums_stride + n] += total[r * WIDE + n];
 }
 
-// sums[r, n] += x[r] . w[n] over `count` inputs of a block; x rows are packed and zero beyond `count`.
+// Adds x[r] . w[n] over `count` inputs of a block to sums[r, n]. Rows of x are packed, and zero beyond `count`.
 template <class Dot, class T, int ROWS, int WIDE>
 inline void tile(const typename Dot::Number* x, const T* w, int64_t w_stride, int64_t count, float* sums,
                  int64_t sums_stride, const Ahead& ahead) {

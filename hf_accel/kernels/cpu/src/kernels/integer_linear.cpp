@@ -1,9 +1,9 @@
-// INT8 and INT4 weights times INT8 activations. Sums over a group of inputs are exact integers; groups are added in
-// order in float32, one lane an output, multiplication and addition rounded apart: a row's result does not depend on
-// the other rows, on threads, or on the instruction set.
+// Linear layers with INT8 or INT4 weights and INT8 activations. The sum over a group of inputs is an exact integer. The
+// sums of groups are added in order in float32; each lane is an output, and multiplication and addition are rounded
+// separately. So the result of a row depends neither on other rows nor on threads or the instruction set.
 //
-// For each block of 64 outputs and chunk of rows, groups of inputs are the outer loop: the group's weights stay in
-// the first-level cache while all rows of the chunk pass by, and so do the chunk's float sums.
+// For each block of 64 outputs and chunk of rows, the outer loop is over groups of inputs. So the weights of a group,
+// and the float sums of the chunk, stay in the first-level cache while all rows of the chunk use them.
 #include "../kernels.h"
 #include "activation.h"
 #include "any_dtype.h"
@@ -11,14 +11,13 @@
 
 namespace {
 
-constexpr int64_t CHUNK = 48;             // rows whose float sums (12 KB) stay in the first-level cache
-// Bytes to prefetch ahead where a small batch streams through the weights.
-constexpr int FEW_AHEAD = 2048;
-constexpr int ITS_OWN = -1;              // lines to fetch: as many as it reads, FEW_AHEAD bytes ahead
+constexpr int64_t CHUNK = 48;             // the rows of a chunk, whose float sums have 12 KB
+constexpr int FEW_AHEAD = 2048;           // how many bytes ahead to prefetch for a small batch
+constexpr int ITS_OWN = -1;               // a value of LINES: prefetch as much as is read, FEW_AHEAD bytes ahead
 constexpr int64_t LINE = 64;              // bytes of a cache line
 constexpr int64_t STEP = BLOCK * 4;       // bytes of a block's weights that one dot4 of all lanes consumes
 
-// Rows and vectors whose sums are held in registers at once.
+// The rows and vectors of a tile, whose sums are in registers.
 #if defined(HFA_AVX512)
 constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;
 constexpr int wide_for(int) { return 4; }
@@ -27,13 +26,13 @@ constexpr int TILE_ROWS = 4;
 constexpr int wide_for(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 #endif
 
-// The weights of one block and group, and what its rows add to.
+// The weights of one block and group.
 struct GroupTask {
   const uint8_t* weight;
-  int64_t steps;        // dot4 steps along the inputs
-  const void* scales;   // INT4: 64 weight scales of this group
+  int64_t steps;        // the number of dot4 steps along the inputs
+  const void* scales;   // INT4: the 64 weight scales of this group
   int32_t scale_dtype;
-  const uint8_t* zeros; // INT4: 64 zero points, or null for 8
+  const uint8_t* zeros; // INT4: the 64 zero points, or null if all are 8
 };
 
 inline F weight_scales(const GroupTask& task, int64_t i) {
@@ -44,7 +43,7 @@ inline F weight_scales(const GroupTask& task, int64_t i) {
   }
 }
 
-// Weights that are needed later: LINES cache lines with each step, the next ones `step` bytes further on.
+// Prefetches weights: LINES cache lines at each step, and the next ones `step` bytes further on.
 struct Fetch {
   const uint8_t* at;
   int64_t step;
@@ -87,14 +86,14 @@ inline HFA_INLINE void sum_int4(const uint8_t* weight, int64_t steps, const int8
   }
 }
 
-// Adds one group's share to the sums of ROWS rows, outputs [start, start + WIDE * LANES) of the block.
+// Adds the sums over one group to `out`, for ROWS rows and outputs [start, start + WIDE * LANES) of the block.
 template <int FORMAT, int ROWS, int WIDE, int LINES>
 inline void group_tile(const GroupTask& task, int start, const QuantizedRows& x, int64_t g, int64_t r0, Fetch fetch,
                        float* out) {
   I sums[ROWS][WIDE];
   const int32_t* x_sums = x.sums + g * x.rows + r0;
   const float* x_scales = x.scales + g * x.rows + r0;
-  // the weights are stored with an offset: take offset * sum(x) off beforehand
+  // Weights are stored with an offset, so the sums start from -offset * sum(x).
   unrolled<ROWS>([&](auto r) HFA_INLINE {
     unrolled<WIDE>([&](auto v) HFA_INLINE {
       if constexpr (FORMAT == INT8) sums[r][v] = iset1(-128 * x_sums[r]);
@@ -116,7 +115,8 @@ inline void group_tile(const GroupTask& task, int start, const QuantizedRows& x,
   });
 }
 
-// Fetches ahead of what it reads itself, or LINES from `fetch` on with each step.
+// The same for all outputs of the block. It prefetches its own next weights (ITS_OWN), or LINES lines of `fetch` per
+// step.
 template <int FORMAT, int ROWS, int LINES>
 inline void group_rows(const GroupTask& task, const QuantizedRows& x, int64_t g, int64_t r0, Fetch fetch, float* out) {
   constexpr int WIDE = wide_for(ROWS);
@@ -144,8 +144,9 @@ inline void group_tile_of(int64_t rows, const GroupTask& task, const QuantizedRo
   }
 }
 
-// A tile of a larger batch. The first ones share the next group's lines among them, so that memory is busy while they
-// compute: fetched by one tile alone, it would wait for the others. `bytes` of a group.
+// Computes a tile of a larger batch. The first tiles share the prefetching of the next group, whose weights have
+// `bytes` bytes. So memory is busy while they compute. If one tile prefetched all, memory would be idle during the
+// others.
 template <int FORMAT>
 void group_tile_at(int64_t tile, [[maybe_unused]] int64_t tiles, int64_t height, const GroupTask& task,
                    [[maybe_unused]] int64_t bytes, const QuantizedRows& x, int64_t g, int64_t r0, float* out) {
@@ -167,7 +168,7 @@ template <int FORMAT>
 void group_chunk(const GroupTask& task, int64_t bytes, const QuantizedRows& x, int64_t g, int64_t r0, int64_t rows,
                  float* out) {
   if (rows <= TILE_ROWS) return group_tile_of<FORMAT, ITS_OWN>(rows, task, x, g, r0, {}, out);
-  // tiles of nearly equal height: 7 rows are 4 + 3, not 6 + 1
+  // Tiles have nearly equal height. For example, 7 rows are tiles of 4 and 3, not of 6 and 1.
   const int64_t tiles = ceil_div(rows, TILE_ROWS);
   for (int64_t tile = 0, r = 0; tile < tiles; ++tile) {
     const int64_t height = ceil_div(rows - r, tiles - tile);
@@ -176,7 +177,7 @@ void group_chunk(const GroupTask& task, int64_t bytes, const QuantizedRows& x, i
   }
 }
 
-// sums [rows, 64] = x times block `b` of a matrix, without its bias
+// Computes sums [rows, 64], x times block `b` of a matrix, without the bias.
 template <int FORMAT>
 void block_chunk(const Linear& linear, const Matrix& matrix, const QuantizedRows& x, int64_t b, int64_t r0,
                  int64_t rows, float* sums) {
@@ -202,7 +203,7 @@ void block_chunk(const Linear& linear, const Matrix& matrix, const QuantizedRows
   }
 }
 
-// out = epilogue(sums + bias), rounded once
+// Writes epilogue(sums + bias), which is rounded once.
 void finish(const Linear& linear, const Matrix& matrix, const LinearCall& call, int64_t b, int64_t r0, int64_t rows,
             const float* sums, const float* up_sums) {
   const int64_t outputs = at_most(BLOCK, matrix.out_features - b * BLOCK);
@@ -239,7 +240,7 @@ void run(const Linear& linear, const LinearCall& call, const QuantizedRows& x) {
   const int32_t count = linear.epilogue == NONE ? linear.count : 1;
   int64_t blocks = 0;
   for (int32_t m = 0; m < count; ++m) blocks += ceil_div(linear.matrices[m].out_features, BLOCK);
-  // rows are split over threads only where there are few blocks
+  // Rows are split over threads only if there are few blocks.
   const int64_t parts = blocks >= 4 * call.threads ? 1 : at_most(ceil_div(x.rows, CHUNK), 4 * call.threads);
   const int64_t part_rows = ceil_div(ceil_div(x.rows, parts), TILE_ROWS) * TILE_ROWS;
   parallel_for(blocks * parts, call.threads, [&](int64_t task) {

@@ -1,5 +1,6 @@
-// K and V of new tokens into the slots of pages: as they are, or quantized with a scale per token and head.
-// The arithmetic is cache/storage.py's, bit for bit: the scale is rounded to its stored dtype before it is used.
+// Writes K and V of new tokens to the slots of pages, as they are, or quantized with a scale per token and head.
+// The results have the bits of `quantize` in cache/group.py. The scale is rounded to its stored dtype before it is
+// used.
 #include "../kernels.h"
 
 #include "../parallel.h"
@@ -24,16 +25,17 @@ template <class P> constexpr float LARGEST = 127.0f;
 template <> constexpr float LARGEST<Fp8> = 448.0f;
 
 inline F to_level(F x, const int8_t*) { return round(x); }
-inline F to_level(F x, const Fp8*) { return x; }  // rounded when it is stored
+inline F to_level(F x, const Fp8*) { return x; }  // it is rounded when it is stored
 
-// A row of a head and its scale. A scale that is NaN or infinite makes the row NaN when it is read: levels of NaN are 0.
+// Quantizes the numbers of a token's head. If one of them is NaN or infinite, so is the scale, and they are read back
+// as NaN. Levels that would be NaN are stored as 0.
 template <class T, class P>
 inline void quantize(const T* x, int64_t dim, P* levels, T* scale) {
   F largest = zero(), poison = zero();
   for (int64_t i = 0; i < dim; i += LANES) {
     const F value = abs(load_part(x + i, dim - i));
     largest = max(value, largest);
-    poison = add(poison, value);  // NaN if any is: no infinities of both signs are left
+    poison = add(poison, value);  // NaN if any value is; values are not negative, so infinities do not cancel
   }
   const float sum = reduce_add(poison);
   from_float(sum == sum ? reduce_max(largest) / LARGEST<P> : sum, *scale);
@@ -60,7 +62,7 @@ void write(const WriteCall& c, const PageWrite& w, int64_t token, int64_t slot) 
 
 template <class T, class P>
 void write_all(const WriteCall& c) {
-  const int64_t chunk = 16;  // tokens a task
+  const int64_t chunk = 16;  // tokens of a task
   parallel_for(ceil_div(c.tokens, chunk), c.threads, [&](int64_t task) {
     for (int64_t i = task * chunk; i < at_most(c.tokens, (task + 1) * chunk); ++i) {
       write<T, P>(c, c.keys, i, c.slots[i]);

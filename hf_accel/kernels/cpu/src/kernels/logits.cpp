@@ -1,4 +1,4 @@
-// argmax and top-k over rows of logits, in the dtype they come in.
+// argmax and top-k over rows of logits, in their own dtype.
 #include <cmath>
 
 #include "../parallel.h"
@@ -7,9 +7,9 @@
 
 namespace {
 
-constexpr int64_t STRETCH = 256;  // logits that are looked at one by one only if their largest matters
+constexpr int64_t STRETCH = 256;  // so many logits are compared one by one only if their largest is in the result
 
-// Sorts as the numbers do, with NaN above them all and both zeros equal.
+// Returns an integer with the order of x. NaN is above all numbers, and both zeros are equal.
 inline int32_t rank_of(float x) {
   if (x != x) return INT32_MAX;
   const int32_t bits = static_cast<int32_t>(float_to_bits(x + 0.0f));
@@ -54,12 +54,12 @@ struct Candidate {
   int64_t index;
 };
 
-inline bool before(const Candidate& a, const Candidate& b) {  // in the result
+inline bool before(const Candidate& a, const Candidate& b) {  // whether `a` comes before `b` in the result
   return a.rank != b.rank ? a.rank > b.rank : a.index < b.index;
 }
 
-// Puts `candidate` in the place of the front of a heap whose front is the last in the result. (Not the standard
-// library's heap: its functions would be linked across instruction sets.)
+// Replaces the front of a heap, which is the last in the result, by `candidate`. (The heap of the standard library is
+// not used, because the linker would share its functions between instruction sets.)
 inline void replace_front(Candidate* heap, int64_t size, Candidate candidate) {
   if (size == 0) return;
   int64_t hole = 0;
@@ -76,7 +76,7 @@ template <class T>
 void topk_of(const T* logits, int64_t size, int64_t k, T* values, int64_t* indices) {
   struct Heap;
   Candidate* heap = static_cast<Candidate*>(scratch<Heap>(static_cast<size_t>(k) * sizeof(Candidate)));
-  for (int64_t i = 0; i < k; ++i) heap[i] = {INT32_MIN, size};  // after everything
+  for (int64_t i = 0; i < k; ++i) heap[i] = {INT32_MIN, size};  // these come after all logits
   for (int64_t first = 0; first < size; first += STRETCH) {
     const int64_t last = at_most(size, first + STRETCH);
     if (largest_rank(logits + first, last - first) <= heap[0].rank) continue;
@@ -85,7 +85,7 @@ void topk_of(const T* logits, int64_t size, int64_t k, T* values, int64_t* indic
       if (before(candidate, heap[0])) replace_front(heap, k, candidate);
     }
   }
-  for (int64_t left = k; left > 0; --left) {  // the last first
+  for (int64_t left = k; left > 0; --left) {  // from the last to the first
     indices[left - 1] = heap[0].index;
     values[left - 1] = logits[heap[0].index];
     replace_front(heap, left - 1, heap[left - 1]);

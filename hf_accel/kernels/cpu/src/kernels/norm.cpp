@@ -1,4 +1,4 @@
-// RMSNorm over the last dimension, in float32, rounded where transformers' modules round.
+// RMSNorm over the last dimension in float32. It rounds at the same points as transformers' modules.
 #include <cmath>
 
 #include "../parallel.h"
@@ -28,7 +28,7 @@ void norm_row(const NormCall& call, int64_t r) {
 
 void HFA_NAMESPACE::norm(const NormCall& call) {
   for_dtype(call.dtype, [&](auto* null) {
-    const int64_t part = at_least(1, 16384 / at_least(1, call.size));  // rows a task
+    const int64_t part = at_least(1, 16384 / at_least(1, call.size));  // rows of a task
     parallel_for(ceil_div(call.rows, part), call.threads, [&](int64_t task) {
       for (int64_t r = task * part; r < at_most(call.rows, (task + 1) * part); ++r)
         norm_row<std::remove_pointer_t<decltype(null)>>(call, r);

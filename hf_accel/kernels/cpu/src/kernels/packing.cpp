@@ -1,4 +1,4 @@
-// Weights into and out of the packed layout of kernels.h.
+// Packs, unpacks and quantizes weights; kernels.h describes the packed layout.
 #include "../kernels.h"
 #include "../parallel.h"
 #include "../simd/simd.h"
@@ -12,7 +12,7 @@ int64_t block_bytes(int32_t format, int64_t in_features) {
   return ceil_div(in_features, 4) * 4 * BLOCK / (format == INT8 ? 1 : 2);
 }
 
-// One output's levels, one byte an input and padded to whole words, into its place in a block.
+// Copies the levels of one output to its place in a block. Each level is a byte; they are padded to whole words.
 void place(int32_t format, const uint8_t* levels, int64_t in_features, uint8_t* block, int64_t output) {
   uint8_t* out = block + output * 4;
   if (format == INT8) {
@@ -49,10 +49,10 @@ bool quantize_group(const T* weight, int64_t count, int32_t format, T& stored_sc
   for (int64_t k = 0; k < count; k += LANES) {
     const F value = load_as_n(weight + k, static_cast<int>(at_most(LANES, count - k)));
     largest = max(abs(value), largest);
-    poison = fmadd(value, zero(), poison);  // NaN from NaN and infinity, else zero
+    poison = fmadd(value, zero(), poison);  // NaN if a value is NaN or infinity, else 0
   }
   from_float(reduce_max(largest) / (format == INT8 ? 127.0f : 7.0f), stored_scale);
-  // The stored scale is the divisor: what is rounded here is what dequantizing multiplies back.
+  // The divisor is the stored, rounded scale, because dequantization multiplies by it.
   const float scale = to_float(stored_scale);
   const F divisor = set1(scale == 0.0f ? 1.0f : scale);
   const F low = set1(format == INT8 ? -127.0f : -8.0f), high = set1(format == INT8 ? 127.0f : 7.0f);
@@ -64,10 +64,10 @@ bool quantize_group(const T* weight, int64_t count, int32_t format, T& stored_sc
   return reduce_add(poison) == 0.0f;
 }
 
-// Levels 0..15, of which `zero_point` stands for 0.
+// Quantizes to levels from 0 to 15. The level `zero_point` stands for the weight 0.
 template <class T>
 bool quantize_asymmetric(const T* weight, int64_t count, T& stored_scale, uint8_t& zero_point, uint8_t* levels) {
-  F high = zero(), negated_low = zero(), poison = zero();  // the range holds 0
+  F high = zero(), negated_low = zero(), poison = zero();  // the range includes 0
   for (int64_t k = 0; k < count; k += LANES) {
     const F value = load_as_n(weight + k, static_cast<int>(at_most(LANES, count - k)));
     high = max(value, high);
@@ -75,7 +75,7 @@ bool quantize_asymmetric(const T* weight, int64_t count, T& stored_scale, uint8_
     poison = fmadd(value, zero(), poison);
   }
   const float below = reduce_max(negated_low);
-  from_float((reduce_max(high) * 0.5f + below * 0.5f) / 7.5f, stored_scale);  // by halves: the range may overflow
+  from_float((reduce_max(high) * 0.5f + below * 0.5f) / 7.5f, stored_scale);  // halves, because the range may overflow
   const float scale = to_float(stored_scale), step = scale == 0.0f ? 1.0f : scale;
   const bool finite = reduce_add(poison) == 0.0f;
   const float offset = finite ? reduce_max(min(round(set1(below / step)), set1(15.0f))) : 0.0f;

@@ -1,4 +1,5 @@
-// Activations rounded to int8 on the fly: a scale per row and group of inputs, so that an outlier spoils one group.
+// Activations quantized to int8 at run time. Each row and group of inputs has a scale, so that an outlier affects only
+// its group.
 #pragma once
 
 #include "../parallel.h"
@@ -6,19 +7,19 @@
 
 namespace {
 
-// Group-major, so that the rows of a group lie side by side while the kernel works through it:
-// levels [groups, rows, group] (zero beyond the inputs), scales and sums [groups, rows].
-// A group that holds NaN or infinity gets the scale NaN, which makes its row NaN and no other.
+// levels [groups, rows, group], scales and sums [groups, rows]. The groups come first, so that the kernel finds the
+// rows of a group side by side. Levels beyond the inputs are 0. A group with NaN or infinity has the scale NaN, which
+// makes the results of its row NaN, and of no other row.
 struct QuantizedRows {
   int8_t* levels;
   float* scales;
-  int32_t* sums;  // of the levels
+  int32_t* sums;  // the sums of the levels
   int64_t rows, group, groups;
 
   const int8_t* row(int64_t g, int64_t r) const { return levels + (g * rows + r) * group; }
 };
 
-constexpr float LEAST = 1e-35f;  // a group whose largest magnitude is below this counts as zero: 127 / it overflows
+constexpr float LEAST = 1e-35f;  // a group with a smaller largest magnitude counts as 0, because 127 / it overflows
 
 template <class T>
 inline F load_part(const T* p, int64_t n) {
@@ -31,7 +32,7 @@ inline void quantize_group(const T* x, int64_t count, int64_t group, int8_t* lev
   for (int64_t k = 0; k < count; k += LANES) {
     const F value = load_part(x + k, count - k);
     largest = max(abs(value), largest);
-    poison = fmadd(value, zero(), poison);  // NaN from NaN and infinity, else zero
+    poison = fmadd(value, zero(), poison);  // NaN if a value is NaN or infinity, else 0
   }
   const float absmax = reduce_max(largest), broken = reduce_add(poison);
   const bool usable = absmax >= LEAST && broken == 0.0f;
@@ -57,7 +58,7 @@ inline QuantizedRows quantize_rows(const T* x, int64_t stride, int64_t rows, int
   q.levels = static_cast<int8_t*>(scratch<Levels>(static_cast<size_t>(q.groups * rows * group)));
   q.scales = static_cast<float*>(scratch<Scales>(static_cast<size_t>(q.groups * rows) * sizeof(float)));
   q.sums = static_cast<int32_t*>(scratch<Sums>(static_cast<size_t>(q.groups * rows) * sizeof(int32_t)));
-  const int64_t chunk = 8;  // rows a task: below that a second thread costs more than it saves
+  const int64_t chunk = 8;  // rows of a task; with fewer rows, a second thread would cost more than it saves
   parallel_for(ceil_div(rows, chunk), threads, [&](int64_t task) {
     for (int64_t r = task * chunk; r < at_most(rows, (task + 1) * chunk); ++r)
       for (int64_t g = 0; g < q.groups; ++g)

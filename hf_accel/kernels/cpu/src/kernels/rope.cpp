@@ -7,13 +7,13 @@
 
 namespace {
 
-// One row of a table as floats
+// Converts a row of a table to floats.
 template <class T>
 void read_table(const RopeCall& call, const T* row, float* table) {
   for (int64_t i = 0; i < call.size; ++i) table[i] = to_float(row[i]);
 }
 
-// x with each pair (a, b) replaced by (-b, a)
+// Copies x with each pair (a, b) replaced by (-b, a).
 void rotate(const RopeCall& call, const float* x, float* rotated) {
   const int64_t half = call.size / 2;
   if (call.interleaved)
@@ -28,7 +28,7 @@ void rotate(const RopeCall& call, const float* x, float* rotated) {
     }
 }
 
-// The floats of a token: a row of both tables, and a head before and after it is turned.
+// Buffers of a token: a row of both tables, and a head before and after its rotation.
 struct Floats {
   float *cos, *sin, *values, *rotated;
 };
@@ -74,7 +74,7 @@ void rotate_token(const RopeCall& call, int64_t b, int64_t t) {
 void HFA_NAMESPACE::rope(const RopeCall& call) {
   for_dtype(call.dtype, [&](auto* null) {
     const int64_t work = (call.q.heads + call.k.heads) * call.size;
-    const int64_t part = at_least(1, 16384 / at_least(1, work)), all = call.batch * call.tokens;  // tokens a task
+    const int64_t part = at_least(1, 16384 / at_least(1, work)), all = call.batch * call.tokens;  // part: tokens of a task
     parallel_for(ceil_div(all, part), call.threads, [&](int64_t task) {
       for (int64_t i = task * part; i < at_most(all, (task + 1) * part); ++i)
         rotate_token<std::remove_pointer_t<decltype(null)>>(call, i / call.tokens, i % call.tokens);

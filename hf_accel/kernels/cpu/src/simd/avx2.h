@@ -35,7 +35,7 @@ inline F zero_below(F a, F x, float limit) { return _mm256_andnot_ps(_mm256_cmp_
 inline F select_below(F x, float limit, F yes, F no) {
   return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(x, set1(limit), _CMP_LT_OQ));
 }
-inline F scale_by_power_of_two(F a, F n) {  // in two steps: 2^128 is no float
+inline F scale_by_power_of_two(F a, F n) {  // in two steps, because 2^128 is not a float
   const I whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1);
   const I bias = _mm256_set1_epi32(127);
   const F first_part = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
@@ -112,14 +112,14 @@ inline F round_as(F x, const F16_*) {
 inline F load_as(const int8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
-// The floats are whole numbers within -128..127 (see round).
+// The floats must be whole numbers from -128 to 127; see round.
 inline void store_as(int8_t* p, F x) {
   const I wide = _mm256_cvtps_epi32(x);
   const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
 }
 
-// e4m3 has half's fraction and a shorter exponent: as half bits it is the value times 2^-8, denormals included.
+// The bits of an e4m3 number, shifted to the format of a half, are its value times 2^-8, also for denormals.
 inline F load_as(const Fp8* p) {
   const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   const __m128i magnitude = _mm_and_si128(wide, _mm_set1_epi16(0x7f));
@@ -149,15 +149,15 @@ inline I broadcast4(const int8_t* p) { int32_t x; std::memcpy(&x, p, 4); return 
 inline I dot4(I sum, I w, I a) { return _mm256_dpbusd_avx_epi32(sum, w, a); }
 inline I dot4_nibbles(I sum, I w, I a) { return dot4(sum, w, a); }
 #else
-// The 16-bit multiply-add of bytes saturates where w > 128, so that w and a are widened to 16 bits: even bytes
-// and odd bytes each take one exact multiply-add.
+// The multiply-add of bytes saturates at 16 bits if w > 128. So w and a are widened to 16 bits, and even and odd bytes
+// have one exact multiply-add each.
 inline I dot4(I sum, I w, I a) {
   const I bytes = _mm256_set1_epi16(255);
   const I even = _mm256_madd_epi16(_mm256_and_si256(w, bytes), _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8));
   const I odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(a, 8));
   return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
 }
-inline I dot4_nibbles(I sum, I w, I a) {  // 2 * 15 * 128 fits 16 bits
+inline I dot4_nibbles(I sum, I w, I a) {  // no saturation, because 2 * 15 * 128 fits 16 bits
   return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, a), _mm256_set1_epi16(1)));
 }
 #endif

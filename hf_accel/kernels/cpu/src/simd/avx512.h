@@ -51,7 +51,7 @@ inline void transpose(F (&x)[LANES]) {
       x[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
       x[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
     }
-  for (int j = 0; j < 4; ++j) {  // x[4 i + j] holds column j of each quarter for rows 4 i..4 i + 3
+  for (int j = 0; j < 4; ++j) {  // x[4 i + j] now holds column j of each quarter for rows 4 i..4 i + 3
     y[j] = _mm512_shuffle_f32x4(x[j], x[4 + j], 0x88);
     y[4 + j] = _mm512_shuffle_f32x4(x[j], x[4 + j], 0xdd);
     y[8 + j] = _mm512_shuffle_f32x4(x[8 + j], x[12 + j], 0x88);
@@ -113,7 +113,7 @@ inline F round_as(F x, const F16_*) {
 inline F widen_int8(__m128i x) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x)); }
 inline F load_as(const int8_t* p) { return widen_int8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline F load_as_n(const int8_t* p, int n) { return widen_int8(_mm_maskz_loadu_epi8(first(n), p)); }
-// The floats are whole numbers within -128..127 (see round).
+// The floats must be whole numbers from -128 to 127; see round.
 inline void store_as(int8_t* p, F x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
 }
@@ -121,7 +121,7 @@ inline void store_as_n(int8_t* p, F x, int n) {
   _mm_mask_storeu_epi8(p, first(n), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
 }
 
-// e4m3 has half's fraction and a shorter exponent: as half bits it is the value times 2^-8, denormals included.
+// The bits of an e4m3 number, shifted to the format of a half, are its value times 2^-8, also for denormals.
 inline F widen_fp8(__m128i x) {
   const __m256i wide = _mm256_cvtepu8_epi16(x);
   const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
@@ -139,7 +139,8 @@ inline F load_as_n(const Fp8* p, int n) { return widen_fp8(_mm_maskz_loadu_epi8(
 inline I iset1(int32_t x) { return _mm512_set1_epi32(x); }
 inline I load_bytes(const void* p) { return _mm512_loadu_si512(p); }
 inline I broadcast4(const int8_t* p) { int32_t x; std::memcpy(&x, p, 4); return _mm512_set1_epi32(x); }
-// Not the intrinsic: gcc 12 copies the sums around it until they no longer fit the registers, at a third of the speed.
+// This is assembly because with the intrinsic gcc 12 copies the sums, which then do not fit the registers. That is
+// three times slower.
 inline I dot4(I sum, I w, I a) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(a));
   return sum;

@@ -1,4 +1,4 @@
-// Plain C++ in loops that a compiler turns into whatever vectors it has (SSE2, NEON, SVE).
+// Plain C++ loops, which the compiler turns into the vector instructions of its target (SSE2, NEON, SVE).
 #pragma once
 
 #include <cmath>
@@ -17,13 +17,13 @@ inline F add(F a, F b) { HFA_EACH a.v[i] += b.v[i]; return a; }
 inline F sub(F a, F b) { HFA_EACH a.v[i] -= b.v[i]; return a; }
 inline F mul(F a, F b) { HFA_EACH a.v[i] *= b.v[i]; return a; }
 inline F div(F a, F b) { HFA_EACH a.v[i] /= b.v[i]; return a; }
-// As the x86 instructions: the second operand where either is NaN.
+// As with the x86 instructions, the result is the second operand if either is NaN.
 inline F min(F a, F b) { HFA_EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
 inline F max(F a, F b) { HFA_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 inline F abs(F a) { HFA_EACH a.v[i] = std::fabs(a.v[i]); return a; }
 inline F sqrt(F a) { HFA_EACH a.v[i] = std::sqrt(a.v[i]); return a; }
 inline F fmadd(F a, F b, F c) { return add(mul(a, b), c); }
-inline float round_scalar(float x) {  // adding 1.5 * 2^23 leaves no bits for a fraction; beyond 2^22 there is none
+inline float round_scalar(float x) {  // x + 1.5 * 2^23 has no bits for a fraction; larger x is returned as it is
   const float shift = std::copysign(0x1.8p23f, x), rounded = (x + shift) - shift;
   return std::fabs(x) < 0x1p22f ? rounded : x;
 }
@@ -35,7 +35,7 @@ inline F select_below(F x, float limit, F yes, F no) {
   HFA_EACH no.v[i] = x.v[i] < limit ? yes.v[i] : no.v[i];
   return no;
 }
-inline F scale_by_power_of_two(F a, F n) {  // in two steps: 2^128 is no float; NaN counts as 0 and is kept by exp
+inline F scale_by_power_of_two(F a, F n) {  // in two steps, because 2^128 is not a float; exp handles NaN in n
   HFA_EACH {
     const int32_t whole = n.v[i] == n.v[i] ? static_cast<int32_t>(n.v[i]) : 0, half = whole >> 1;
     a.v[i] *= bits_to_float(static_cast<uint32_t>(half + 127) << 23);
@@ -92,7 +92,7 @@ inline F load_n(const float* p, int n) { return load_as_n(p, n); }
 inline void store(float* p, F x) { store_as(p, x); }
 inline void store_n(float* p, F x, int n) { store_as_n(p, x, n); }
 
-// -- integers: a vector of bytes is kept as LANES words of four ---------------------------------------------
+// -- integers: a vector of bytes is LANES words of four bytes -----------------------------------------------
 
 inline I iset1(int32_t x) { I r; HFA_EACH r.v[i] = x; return r; }
 inline I load_bytes(const void* p) { I r; std::memcpy(r.v, p, sizeof r.v); return r; }

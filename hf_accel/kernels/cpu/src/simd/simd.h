@@ -1,19 +1,19 @@
-// One vocabulary of vector operations; each instruction set has a file that defines it.
+// Vector operations. Each instruction set has a file that defines them.
 //
-//   F          LANES floats                       I          LANES int32
-//   fmadd      a * b + c; rounded once where the hardware can. Where results must be equal on every
-//              instruction set, write add(mul(a, b), c) instead: contraction is off.
-//   load_as    LANES numbers of a storage type as floats; store_as rounds to nearest even
-//   round_as   rounded to the storage type of the pointer, and back to float
-//   select_below  yes where x < limit, else no (NaN is not below)
-//   *_n        the first n lanes only, 0 <= n <= LANES: memory beyond them is not touched, lanes read as 0
-//   reduce_add4  the sums of four vectors, each added up in the same order wherever it stands
-//   dot_pairs  (HFA_BF16 only) F += two products of bf16 in each lane; denormals count as zero
-//   zero_nan   0 where x is NaN
-//   select_range(x, other, from, to)  lanes from..to-1 of x, the others of `other`
-//   transpose  lane j of vector i becomes lane i of vector j, over LANES vectors
-//   dot4       I += four unsigned bytes of w times four signed bytes of a in each lane, exactly (no saturation);
-//              dot4_nibbles the same where w <= 15
+//   F, I       vectors of LANES floats and of LANES int32
+//   fmadd      a * b + c, rounded once if the hardware can. If results must be equal on every instruction set,
+//              write add(mul(a, b), c) instead; the compiler does not contract it.
+//   load_as    reads LANES numbers of a storage type as floats; store_as rounds to nearest, ties to even
+//   round_as   rounds to the storage type of the pointer, and converts back to float
+//   select_below(x, limit, yes, no)  yes if x < limit, else no; NaN is not below
+//   *_n        use only the first n lanes, 0 <= n <= LANES. Other memory is not touched, and other lanes are read as 0
+//   reduce_add4  the sums of four vectors. The order of the additions is the same for each of them
+//   dot_pairs  (HFA_BF16 only) adds two products of bf16 to each lane of F; denormals count as zero
+//   zero_nan   0 if x is NaN, else x
+//   select_range(x, other, from, to)  lanes from..to-1 of x, the other lanes of `other`
+//   transpose  of LANES vectors, lane j of vector i becomes lane i of vector j
+//   dot4       adds four products of unsigned bytes of w and signed bytes of a to each lane of I, without saturation;
+//              dot4_nibbles is the same for w <= 15
 #pragma once
 
 #include "../types.h"
@@ -28,8 +28,8 @@
 
 namespace {
 
-// f(0), f(1), ... f(COUNT - 1) with constants for arguments, so that arrays indexed by them stay in registers
-// (gcc keeps an array in memory if it unrolls the loop over it only late).
+// Calls f(0), f(1), ... f(COUNT - 1). The arguments are constants, so that arrays indexed by them stay in registers.
+// (In a loop, gcc would keep the array in memory, because it unrolls loops too late.)
 template <int VALUE> struct Constant { constexpr operator int() const { return VALUE; } };
 
 template <int COUNT, class Function>
@@ -41,8 +41,8 @@ inline __attribute__((always_inline)) void unrolled(const Function& f) {
 }
 #define HFA_INLINE __attribute__((always_inline))
 
-// exp(x), relative error below 2e-7; 0 below -87.3 (so that hidden scores of -inf vanish), NaN stays NaN.
-// Argument reduction and polynomial: Cephes expf.
+// exp(x) with a relative error below 2e-7. It is 0 below -87.3, so that masked scores of -inf have no weight. NaN stays
+// NaN. Argument reduction and polynomial are those of expf of Cephes.
 inline F exp(F x) {
   const F clamped = min(max(x, set1(-87.33654f)), set1(88.37626f));
   const F n = round(mul(clamped, set1(1.44269504088896341f)));
@@ -58,10 +58,10 @@ inline F exp(F x) {
   return keep_nan(zero_below(scale_by_power_of_two(p, n), x, -87.33654f), x);
 }
 
-// exp(x) of x <= 0 in half the steps, relative error below 4e-7: exactly 1 at 0, 0 below -174; NaN stays NaN.
-// 2^r on [-1/2, 1/2] by its Taylor polynomial of degree 7.
+// exp(x) for x <= 0 in half as many steps, with a relative error below 4e-7. It is exactly 1 at 0, and 0 below -174.
+// NaN stays NaN. 2^r on [-1/2, 1/2] is its Taylor polynomial of degree 7.
 inline F exp_nonpositive(F x) {
-  const F t = max(set1(-252.0f), mul(x, set1(1.44269504088896341f)));  // the second operand where it is NaN
+  const F t = max(set1(-252.0f), mul(x, set1(1.44269504088896341f)));  // max returns its second operand if it is NaN
   const F n = round(t), r = sub(t, n);
   F p = set1(1.5252733804e-5f);
   p = fmadd(p, r, set1(1.5403530393e-4f));

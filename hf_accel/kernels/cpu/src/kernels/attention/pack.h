@@ -1,4 +1,4 @@
-// The keys and values of a split, converted and laid out for the products.
+// Packs the keys and values of a split for the products: converts them and changes their layout.
 #pragma once
 
 #include "../../kernels.h"
@@ -6,16 +6,16 @@
 
 namespace {
 
-constexpr int64_t SPLIT = 512;  // keys whose partial result is one term of the merge: fixed, so that sums are too
-constexpr int64_t AHEAD = 48;   // keys to prefetch ahead
+constexpr int64_t SPLIT = 512;  // the keys of a split; it is constant so that the order of sums is
+constexpr int64_t AHEAD = 48;   // how many keys ahead to prefetch
 
 struct Range {
-  int64_t first, last;  // the last is not in it
+  int64_t first, last;  // `last` is not in the range
   bool empty() const { return first >= last; }
   Range within(Range r) const { return {at_least(first, r.first), at_most(last, r.last)}; }
 };
 
-// Where the keys of a split stand, counted from its start; null for those that no query of the tile sees.
+// Pointers to the keys and values of a split, by their index in it; null for keys that no query of the tile sees.
 struct KeyRows {
   const uint8_t *k[SPLIT + 16], *v[SPLIT + 16];
   alignas(64) float k_scales[SPLIT + 16], v_scales[SPLIT + 16];
@@ -31,7 +31,7 @@ inline float load_scalar(const void* p, int32_t dtype, int64_t i) {
   }
 }
 
-// keys: those to find, within [start, start + SPLIT) of sequence b.
+// Fills `rows` for the range `keys`, which lies within [start, start + SPLIT) of sequence b.
 inline void find_rows(const AttentionCall& c, int64_t b, int64_t head, int64_t start, Range keys, KeyRows& rows) {
   const int64_t k_bytes = dtype_bytes(c.k_dtype), v_bytes = dtype_bytes(c.v_dtype);
   const uint8_t* k = static_cast<const uint8_t*>(c.k.data) + head * c.k.head * k_bytes;
@@ -71,7 +71,7 @@ inline void prefetch_row(const uint8_t* row, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) prefetch(row + i);
 }
 
-// Keys of vectors [first, last) as words [vector][word][lane]: a lane is a key.
+// Packs the keys of vectors [first, last) as words [vector][word][lane]. Each lane is a key.
 template <class W, class T>
 void pack_keys(const KeyRows& rows, int64_t first, int64_t last, int64_t dim, float* out) {
   const int64_t words = ceil_div(dim, W::STEP), end = last * LANES;
@@ -93,7 +93,7 @@ void pack_keys(const KeyRows& rows, int64_t first, int64_t last, int64_t dim, fl
   }
 }
 
-// Values of keys as words [key / STEP][padded value_dim].
+// Packs the values of `keys` as words [key / STEP][padded value_dim].
 template <class W, class T>
 void pack_values(const KeyRows& rows, Range keys, int64_t dim, int64_t padded, float* out) {
   for (int64_t word = keys.first / W::STEP; word * W::STEP < keys.last; ++word) {

@@ -1,5 +1,5 @@
-// The two products of attention on packed operands. A sum runs over one lane in the order of the summed dimension,
-// so that it does not depend on which rows share a call.
+// The two matrix products of attention, on packed operands. Each sum is in one lane, in the order of the summed
+// dimension, so that it does not depend on the other rows of a call.
 #pragma once
 
 #include "words.h"
@@ -12,13 +12,13 @@ constexpr int MOST_ROWS = 8;
 constexpr int MOST_ROWS = 4;
 #endif
 
-// A matrix of float-sized words.
+// A matrix of words, which have the size of a float.
 struct Words {
   const float* data;
   int64_t stride;
 };
 
-// out[r, v * out_step + lane] = sum_w a[r, w] * b[w, v * b_step + lane], w in [first, last); V vectors of R rows
+// out[r, v * out_step + lane] = sum_w a[r, w] * b[w, v * b_step + lane] for w in [first, last), R rows and V vectors.
 template <class W, int R, int V>
 inline void product_tile(Words a, const float* b, int64_t b_stride, int64_t b_step, int64_t first, int64_t last,
                          float* out, int64_t out_stride) {
@@ -37,7 +37,7 @@ inline void product_tile(Words a, const float* b, int64_t b_stride, int64_t b_st
     for (int v = 0; v < V; ++v) store(out + r * out_stride + v * LANES, sums[r][v]);
 }
 
-// count vectors of R rows
+// The same for R rows and `count` vectors.
 template <class W, int R>
 inline void product_rows(Words a, const float* b, int64_t b_stride, int64_t b_step, int64_t first, int64_t last,
                          int64_t count, float* out, int64_t out_stride) {

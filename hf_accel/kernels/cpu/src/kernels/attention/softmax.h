@@ -1,4 +1,4 @@
-// Scores to weights, and the merging of partial results.
+// Converts scores to softmax weights, and merges partial results.
 #pragma once
 
 #include <cfloat>
@@ -8,23 +8,23 @@
 
 namespace {
 
-// The part of a row's result that comes from some keys: weights are exp(score - largest), `total` is their sum.
-// No score counts below -FLT_MAX, so that differences of two maxima are never NaN.
+// The partial result of a row over some keys. Weights are exp(score - largest), and `total` is their sum.
+// Lower scores count as -FLT_MAX, so that the difference of two maxima is never NaN.
 struct Partial {
   float largest = -FLT_MAX, total = 0.0f;
 };
 
-inline F tanh(F x) {  // within 1e-7 of the true value
+inline F tanh(F x) {  // absolute error below 1e-7
   const F e = exp(mul(min(max(x, set1(-20.0f)), set1(20.0f)), set1(2.0f)));
   return keep_nan(sub(set1(1.0f), div(set1(2.0f), add(e, set1(1.0f)))), x);
 }
 
-inline F keep_lanes(F x, F other, int64_t first, int64_t last) {  // lanes [first, last) of x
+inline F keep_lanes(F x, F other, int64_t first, int64_t last) {  // lanes [first, last) of x, other lanes of `other`
   return select_range(x, other, static_cast<int>(at_least(first, 0)), static_cast<int>(at_most(last, LANES)));
 }
 
-// Scores of a row at the keys of `seen` (counted from the split's start) to weights, in place; zeros in the other
-// vectors of `group`, which begins and ends at a multiple of LANES.
+// Converts the scores of a row to weights in place. `seen`: the keys that the row sees, as indices in the split. Other
+// weights of `group` become 0; it begins and ends at a multiple of LANES.
 template <class W>
 inline Partial to_weights(const AttentionCall& c, const KeyRows& rows, Range seen, Range group, float* scores) {
   Partial part;
@@ -62,7 +62,7 @@ inline Partial to_weights(const AttentionCall& c, const KeyRows& rows, Range see
   return part;
 }
 
-// state, sums += part, part_sums
+// Adds a partial result, `part` and `part_sums`, to `state` and `sums`.
 inline void merge(Partial& state, float* sums, const Partial& part, const float* part_sums, int64_t count) {
   const float largest = part.largest > state.largest ? part.largest : state.largest;
   alignas(64) float lanes[LANES];
@@ -86,7 +86,7 @@ inline void store_row(T* out, const float* sums, F total, int64_t count) {
   }
 }
 
-// The output and lse of query `n` and head `h`: the sink joins the denominator, a row without keys is zero.
+// Writes the output and lse of query `n` and head `h`. The sink is added to the denominator. A row without keys is 0.
 inline void finish_row(const AttentionCall& c, int64_t n, int64_t h, const Partial& state, const float* sums) {
   float largest = state.largest, total = state.total, share = 1.0f;
   if (c.sinks) {
@@ -99,7 +99,8 @@ inline void finish_row(const AttentionCall& c, int64_t n, int64_t h, const Parti
     total = state.total * share + lanes[0];
   }
   const int64_t row = n * c.heads + h, at = row * c.value_dim;
-  // share is 1 or the weights of all keys shrink by it; it cannot be 0 where total is
+  // A sink reduces the weights of all keys by the factor `share`; without one it is 1. share and total are never both
+  // 0.
   const F divisor = set1(state.total == 0.0f ? INFINITY : total / share);
   switch (c.q_dtype) {
     case BF16: store_row(static_cast<Bf16*>(c.out) + at, sums, divisor, c.value_dim); break;

@@ -1,10 +1,10 @@
-// How numbers are multiplied: as floats, or as pairs of bfloat16 in the words of a float vector.
+// The words of the products: a 32-bit word is a float, or a pair of bfloat16.
 //
-//   STEP           numbers in a 32-bit word: neighbours along the summed dimension
-//   load           LANES words from the n numbers at p (any n above 0; zeros beyond them)
+//   STEP           the numbers of a word, which are neighbours along the summed dimension
+//   load           reads LANES words from the n > 0 numbers at p, with zeros after them
 //   dot            sum + a * b over the numbers of each word
-//   interleave     numbers of a row and, for pairs, of the next one, as LANES-word vectors along the row
-//   store_weights  LANES floats as numbers
+//   interleave     copies numbers of a row as vectors of words; for pairs, a word also has the number of the next row
+//   store_weights  stores LANES floats as numbers
 #pragma once
 
 #include "../../simd/simd.h"
@@ -20,7 +20,7 @@ struct FloatWords {
   static F dot(F sum, F a, F b) { return fmadd(a, b, sum); }
   static void store_weights(float* p, F x) { store(p, x); }
 
-  // LANES columns from n at `rows[0]`
+  // Copies LANES columns, of which n exist, of rows[0].
   template <class T>
   static void interleave(const T* const* rows, int64_t column, int64_t n, float* out) {
     store(out, load(rows[0] + column, n));
@@ -29,7 +29,7 @@ struct FloatWords {
 
 #if defined(HFA_BF16)
 
-// Products are exact and are summed in float32; int8 and fp8 are exact in bfloat16.
+// Products are exact and are added in float32. int8 and fp8 are converted to bfloat16 exactly.
 struct PairWords {
   static constexpr int STEP = 2;
   typedef Bf16 Number;
@@ -48,7 +48,7 @@ struct PairWords {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x));
   }
 
-  // 2 * LANES columns from n at rows[0] and rows[1] (null counts as zeros)
+  // Copies 2 * LANES columns, of which n exist, of rows[0] and rows[1]. A null row counts as zeros.
   template <class T>
   static void interleave(const T* const* rows, int64_t column, int64_t n, float* out) {
     const I a = _mm512_castps_si512(rows[0] ? load(rows[0] + column, n) : zero());
