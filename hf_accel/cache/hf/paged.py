@@ -100,8 +100,8 @@ class PagedCache(CacheOverPages):
     ) -> None:
         if cache_config is not None and keywords:
             raise UnsupportedError("give PagedCache a CacheConfig or its keywords, not both")
-        known = [field.name for field in dataclasses.fields(CacheConfig)]
-        check_keywords("PagedCache", keywords, [*known, "cache_config", "capacity"], {"max_cache_len": "max_tokens="})
+        fields = [field.name for field in dataclasses.fields(CacheConfig)]
+        check_keywords("PagedCache", keywords, [*fields, "cache_config", "capacity"], {"max_cache_len": "max_tokens="})
         settings = CacheConfig(**keywords) if cache_config is None else cache_config
         groups, group_of_layer = page_groups(config, settings, capacity=capacity)
         self._bind(settings, PaddedBatch(Pages(groups)), group_of_layer)

@@ -22,7 +22,7 @@ def assisted(
         most = generation_config.max_matching_ngram_size or 2
         return SpeculativeConfig(drafter="ngram", max_draft=lookup, ngram=(1, max(1, most))), None
     if assistant_model is None:
-        return SpeculativeConfig(), "it asks for a drafter that only stock knows"
+        return SpeculativeConfig(), "it asks for a drafter that only transformers has"
     return SpeculativeConfig(drafter=assistant_model), assistant_refusal(model, assistant_model)
 
 

@@ -181,8 +181,8 @@ class BatchDraws:
         probabilities: [n, V], one row for each of `sequences`.
         """
         steps = [sequence.num_new for sequence in sequences]
-        behind = min(sequence.num_new for sequence in self.sequences if not sequence.is_finished)
-        self._noise = {step: noise for step, noise in self._noise.items() if step >= behind}
+        first_needed = min(sequence.num_new for sequence in self.sequences if not sequence.is_finished)
+        self._noise = {step: noise for step, noise in self._noise.items() if step >= first_needed}
         while self._num_steps <= max(steps):
             noise = probabilities.new_empty(len(self.sequences), probabilities.shape[1])
             self._noise[self._num_steps] = noise.exponential_()

@@ -73,8 +73,8 @@ def choose(
     results: dict[int, Chosen | Exception] = {}
     for indices in groups.values():
         own = [members[index] for index in indices]
-        alone = _members([member.sequence for member in own], [member.draft for member in own])
-        results.update(zip(indices, _choose_group(_rows(logits, own), alone, verifier), strict=True))
+        regrouped = _members([member.sequence for member in own], [member.draft for member in own])
+        results.update(zip(indices, _choose_group(_rows(logits, own), regrouped, verifier), strict=True))
     return _with_logprobs(logits, members, [results[index] for index in range(len(members))])
 
 
@@ -183,17 +183,17 @@ def _with_logprobs(
     rows: list[int] = []
     tokens: list[int] = []
     counts: list[int] = []
-    asked: list[int] = []
+    reported: list[int] = []
     for at, (member, result) in enumerate(zip(members, results, strict=True)):
         count = member.sequence.sampling.num_logprobs
         if count is not None and isinstance(result, Chosen):
-            asked.append(at)
+            reported.append(at)
             rows += member.rows[: len(result.tokens)]
             tokens += result.tokens
             counts += [count] * len(result.tokens)
-    if asked:
+    if reported:
         reports = iter(logprobs(logits[rows], tokens, counts))
-        for at in asked:
+        for at in reported:
             result = results[at]
             if isinstance(result, Chosen):
                 results[at] = replace(result, logprobs=[next(reports) for _ in result.tokens])
