@@ -1,15 +1,19 @@
-"""The results: a JSON file per topic, and a README made from all of them."""
+"""The results: a folder for each kind of CPU, in it a JSON file per topic, and a README made from all of them."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
+
+from hf_accel.hardware import ISA_LEVELS
 
 from .tables import Table
 
 FOLDER = Path(__file__).parent / "results"
+BY_CPU = "Each kind of CPU has a folder, named after it and after the instruction set that the kernels used:"
 
 INTRODUCTION = """\
 # Results
@@ -20,12 +24,20 @@ note names, whatever the unit; absolute times move from machine to machine.
 """
 
 
+def cpu_folder(machine: dict[str, Any]) -> Path:
+    """The folder of this kind of CPU, by its name and by the instruction set that our kernels use."""
+    level = machine.get("kernels", machine["isa"])
+    level = level if level in ISA_LEVELS else "without kernels"
+    return FOLDER / re.sub("[^a-z0-9_]+", "-", f"{machine['cpu']} {level}".lower()).strip("-")
+
+
 def write(folder: Path, result: dict[str, Any]) -> Path:
-    """Store one topic's result, and make the README anew."""
+    """Store one topic's result, and make the READMEs anew."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result['topic']}.json"
     replace(path, json.dumps(result, indent=1) + "\n")
-    replace(folder / "README.md", readme(folder))
+    for each in (folder, FOLDER) if folder.parent == FOLDER else (folder,):
+        replace(each / "README.md", readme(each))
     return path
 
 
@@ -38,7 +50,17 @@ def replace(path: Path, text: str) -> None:
 
 def readme(folder: Path) -> str:
     results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    return "\n".join([INTRODUCTION, *(section(folder, result) for result in results)])
+    return "\n".join([INTRODUCTION, *kinds(folder), *(section(folder, result) for result in results)])
+
+
+def kinds(folder: Path) -> list[str]:
+    """A line for each kind of CPU, and the latest date of its results."""
+    lines = []
+    for each in sorted(path for path in folder.iterdir() if path.is_dir()):
+        results = [json.loads(path.read_text(encoding="utf-8")) for path in each.glob("*.json")]
+        cpu, latest = results[0]["machine"]["cpu"], max(result["date"] for result in results)
+        lines.append(f"* [{each.name}]({each.name}/README.md): {cpu}, topics: {len(results)}, the latest of {latest}")
+    return [f"{BY_CPU}\n", *lines, ""] if lines else []
 
 
 def section(folder: Path, result: dict[str, Any]) -> str:

@@ -46,7 +46,7 @@ from . import (
 from .bench import Bench
 from .machine import machine, require_kernels, versions
 from .quiet import wait_until_quiet
-from .results_folder import FOLDER, write
+from .results_folder import cpu_folder, write
 from .settings import Drafters, Settings, Students
 from .setups import SETUPS
 from .tables import Table
@@ -85,14 +85,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     disable_progress_bar()
     bench = Bench(arguments.settings)
     where, start = machine(), time.perf_counter()
+    out = arguments.out or cpu_folder(where)
     for topic in TOPICS if "all" in arguments.topics else arguments.topics:
         busy = wait_until_quiet(even_busy=arguments.even_busy)
         print(f"{topic}, {time.perf_counter() - start:.0f} s from the start", flush=True)
         tables = TOPICS[topic](bench)
         print("\n" + "\n".join(table.markdown() for table in tables))
         result = record(topic, tables, bench, machine={**where, "busy_cores": busy}, command=arguments.command)
-        print(plots.draw(arguments.out, result), flush=True)
-        print(f"written to {write(arguments.out, result)}", flush=True)
+        print(plots.draw(out, result), flush=True)
+        print(f"written to {write(out, result)}", flush=True)
     print(f"{time.perf_counter() - start:.0f} s in all")
 
 
@@ -160,7 +161,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--even-without-kernels", action="store_true", help="measure also where hf_accel's kernels are not built"
     )
     parser.add_argument("--even-busy", action="store_true", help="measure also while other processes run here")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the JSON files and the README")
+    parser.add_argument("--out", type=Path, help="folder for the JSON files and the README; left out: this CPU's")
     arguments = parser.parse_args(argv)
     check_names(parser, arguments)
     arguments.settings = settings_of(arguments)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from .machine import machine, versions
 from .quiet import wait_until_quiet
-from .results_folder import FOLDER, write
+from .results_folder import cpu_folder, write
 from .structure import HERE, commit_of
 from .tables import Row, Table
 
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=WORKLOADS, metavar="WORKLOAD")
     parser.add_argument("--even-busy", action="store_true", help="though other processes take the machine's time")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the results")
+    parser.add_argument("--out", type=Path, help="folder of the results; left out: this CPU's")
     arguments = parser.parse_args(argv)
     busy = wait_until_quiet(even_busy=arguments.even_busy)
     before, now = Tree(arguments.tree.resolve()), Tree(HERE)
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "refused": {},
         "tables": [asdict(table)],
     }
-    print(f"written to {write(arguments.out, result)}")
+    print(f"written to {write(arguments.out or cpu_folder(result['machine']), result)}")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from benchmarks import (
     patch_memory,
     plots,
     quiet,
+    results_folder,
     run,
     students,
     timing,
@@ -620,6 +621,20 @@ def test_one_topic_leaves_the_others_results(tmp_path: Path) -> None:
         write(tmp_path, {**result, "machine": machine(), "versions": {}, "tables": []})
     text = (tmp_path / "README.md").read_text()
     assert "## one" in text and "## two" in text and "x did not take part: it rains." in text
+
+
+def test_each_kind_of_cpu_has_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results_folder, "FOLDER", tmp_path)
+    here = machine()
+    kinds = [{**here, "cpu": "A (R) 7", "kernels": "avx2"}, {**here, "cpu": "B", "kernels": "cpu kernels: not built"}]
+    for number, kind in enumerate(kinds):
+        for topic in ["one", "two"][number:]:
+            result = {"topic": topic, "date": f"2030-01-0{number + 1}", "command": "c", "model": "m", "refused": {}}
+            write(results_folder.cpu_folder(kind), {**result, "machine": kind, "versions": {}, "tables": []})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "a-r-7-avx2", "b-without-kernels"]
+    text = (tmp_path / "README.md").read_text()
+    assert "[a-r-7-avx2](a-r-7-avx2/README.md): A (R) 7, topics: 2, the latest of 2030-01-01" in text
+    assert "B, topics: 1, the latest of 2030-01-02" in text and "## one" not in text
 
 
 # -- waste and peaks -----------------------------------------------------------------------------------
