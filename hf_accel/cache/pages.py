@@ -22,7 +22,8 @@ class CachedSequence:
 
     epoch: the epoch of the prefix index when the sequence began; its blocks enter the index only in that epoch. None:
     its blocks never enter the index, because its K and V do not follow from token ids. token_ids: the ids of its
-    tokens, if the caller does not keep them elsewhere.
+    tokens, if the caller does not keep them elsewhere. truncate() leaves those of removed tokens until others take
+    their places.
     """
 
     tables: list[BlockTable]
@@ -50,7 +51,6 @@ class CachedSequence:
                 table.truncate(min(num_tokens, table.num_tokens))
             else:
                 table.release()
-        del self.token_ids[num_tokens:]
 
     def release(self) -> None:
         for table in self.tables:

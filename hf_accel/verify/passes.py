@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache.hf import PagedCache
+from ..errors import HfAccelWarning
 from ..patch import is_patched
 from ..state import state_of
 
@@ -31,15 +35,28 @@ def continuation(model: PreTrainedModel, prompt: Tensor, num_new: int, settings:
 
 def last_logits(model: PreTrainedModel, history: Tensor, **settings: Any) -> Tensor:
     """Logits [V], float32 on the CPU, that greedy generate() draws the token after history [1, n] from."""
-    return _drawn_from(greedy(model, history, 1, **SCORES, **settings))
+    with _without_warning(model):
+        return _drawn_from(greedy(model, history, 1, **SCORES, **settings))
 
 
 def logits_of_the_run(model: PreTrainedModel, history: Tensor, num_prompt: int, settings: dict[str, Any]) -> Tensor:
     """`last_logits` by a run of generate() that starts from the prompt, the first num_prompt tokens of history."""
-    output = greedy(model, history[:, :num_prompt], history.shape[1] - num_prompt + 1, **SCORES, **settings)
+    with _without_warning(model):
+        output = greedy(model, history[:, :num_prompt], history.shape[1] - num_prompt + 1, **SCORES, **settings)
     if torch.equal(output.sequences[:, :-1].to(history.device), history):
         return _drawn_from(output)
     return last_logits(model, history, **settings)  # a model patched to speculate, which may round otherwise without
+
+
+@contextmanager
+def _without_warning(model: PreTrainedModel) -> Iterator[None]:
+    """verify() itself asks for scores. That they take transformers' loop is for the user to know only if they ask."""
+    told = state_of(model).generation.warned if is_patched(model) else set()
+    before = set(told)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HfAccelWarning)
+        yield
+    told.intersection_update(before)
 
 
 def _drawn_from(output: Any) -> Tensor:

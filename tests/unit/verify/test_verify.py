@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, Pr
 import hf_accel
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
+from hf_accel.verify import passes
 from hf_accel.verify import verify as function
 
 from ...parity.families import FAMILIES, build, prompts
@@ -427,3 +428,13 @@ def test_a_path_that_leads_nowhere_is_found_out_first(tmp_path: Path, monkeypatc
     model = hf_accel.patch(build("llama"), weights="int8")
     with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
         hf_accel.verify(model, PROMPTS, reference=tmp_path, max_new_tokens=1)
+
+
+@pytest.mark.filterwarnings("error::hf_accel.HfAccelWarning")
+def test_scores_that_verify_asks_for_are_no_warning() -> None:
+    """They go to transformers' own loop, and the user hears of it only in a call of their own."""
+    model, history = hf_accel.patch(build("llama"), weights=None), prompts(1, 6)
+    passes.last_logits(model, history)
+    passes.logits_of_the_run(model, history, 3, {})
+    with pytest.warns(hf_accel.HfAccelWarning, match="output_scores=True"):
+        model.generate(history, max_new_tokens=1, **passes.SCORES)
