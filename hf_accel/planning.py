@@ -16,7 +16,7 @@ from .check import check_model
 from .config import PatchConfig, WeightConfig
 from .errors import UnsupportedError
 from .explain import explain
-from .fused.projections import FLOAT_ROWS, UNLIMITED
+from .fused.projections import UNLIMITED, native_rows
 from .fused.sites import fused_sites, native_linears, projection_sites
 from .generation.hf import model_refusal
 from .hardware import detect, read_bandwidth
@@ -197,7 +197,7 @@ def _plan_fused(model: PreTrainedModel, config: PatchConfig, linears: Iterable[L
         reason = f"the native calls do not compute in {str(model.dtype).removeprefix('torch.')}"
     if reason is not None:
         return FusedPlan(reason=reason)
-    float_rows = UNLIMITED if config.deterministic else FLOAT_ROWS.get(model.dtype, 0)
+    float_rows = UNLIMITED if config.deterministic else native_rows(model.dtype)
     sites, dropped = fused_sites(model, model.dtype, float_rows)
     replaced = {id(linear.site.module) for linear in linears if linear.choice is not None}
     floats = [site for site in native_linears(model, float_rows) if id(site.module) not in replaced]

@@ -12,7 +12,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from ..instance import Mixin
 from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.integer_linear import IntegerLinear
-from ..kernels.cpu.library import FLOATS, native, refusal
+from ..kernels.cpu.library import FLOATS, isa, native, refusal
 from ..linear import QuantLinear
 from ..linear.cpu import Cpu, CpuWeight
 from ..state import FUSED, FUSED_PROJECTIONS
@@ -22,7 +22,19 @@ from ..tensors import is_plain_tensor
 FLOAT_ROWS = {torch.bfloat16: 16, torch.float16: 128, torch.float32: 128}
 UNLIMITED = 2**62
 
+# Where torch has no instructions for half precision, ours is 4 to 7 times as fast with any number of rows.
+SLOW_HALVES = ("avx2", "avx_vnni")
+
 NativeCall = IntegerLinear | FloatLinear
+
+
+def native_rows(dtype: torch.dtype) -> int:
+    """The most rows with which our product of float weights is faster than torch's on this CPU."""
+    support = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    if dtype in support and isa() in SLOW_HALVES:
+        is_native = torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, support[dtype])()
+        return FLOAT_ROWS[dtype] if is_native else UNLIMITED
+    return FLOAT_ROWS.get(dtype, 0)
 
 
 def is_bare_linear(layer: nn.Module) -> bool:

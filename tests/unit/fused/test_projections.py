@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from hf_accel.config import WeightConfig
-from hf_accel.fused.projections import FusedProjections, NativeLinear, ProjectionCall, is_bare_linear
+from hf_accel.fused import projections
+from hf_accel.fused.projections import UNLIMITED, FusedProjections, NativeLinear, ProjectionCall, is_bare_linear
 from hf_accel.instance import mixed_class
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
@@ -150,3 +151,19 @@ def test_plain_is_without_hooks_and_of_a_known_kind():
     assert not is_bare_linear(nn.Sequential(layer))
     layer.register_forward_pre_hook(lambda *args: None)
     assert not is_bare_linear(layer)
+
+
+@pytest.mark.parametrize(
+    ("level", "in_torch", "rows"),
+    [("avx2", False, UNLIMITED), ("avx_vnni", False, UNLIMITED), ("avx2", True, 16), ("avx512_vnni_bf16", False, 16)],
+)
+def test_half_precision_stays_native_where_torch_is_slow(
+    level: str, in_torch: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(projections, "isa", lambda: level)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    for name in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
+        monkeypatch.setattr(torch.ops.mkldnn, name, lambda: in_torch)
+    assert projections.native_rows(torch.bfloat16) == rows
+    assert projections.native_rows(torch.float16) == max(rows, 128)
+    assert (projections.native_rows(torch.float32), projections.native_rows(torch.float64)) == (128, 0)
