@@ -32,7 +32,8 @@ def native_rows(dtype: torch.dtype) -> int:
     """The most rows with which our product of float weights is faster than torch's on this CPU."""
     support = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     if dtype in support and isa() in SLOW_HALVES:
-        is_native = torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, support[dtype])()
+        has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        is_native = has_onednn and getattr(torch.ops.mkldnn, support[dtype])()
         return FLOAT_ROWS[dtype] if is_native else UNLIMITED
     return FLOAT_ROWS.get(dtype, 0)
 
