@@ -22,7 +22,8 @@ from ..tensors import is_plain_tensor
 FLOAT_ROWS = {torch.bfloat16: 16, torch.float16: 128, torch.float32: 128}
 UNLIMITED = 2**62
 
-# Where torch has no instructions for half precision, ours is 4 to 7 times as fast with any number of rows.
+# Levels at which torch may have no instructions for half precision; ours is faster then with any number of rows
+# (512 in benchmarks/results/amd-epyc-avx2/prefill.json).
 SLOW_HALVES = ("avx2", "avx_vnni")
 
 NativeCall = IntegerLinear | FloatLinear

@@ -53,10 +53,12 @@ def _without_warning(model: PreTrainedModel) -> Iterator[None]:
     """verify() itself asks for scores. That they take transformers' loop is for the user to know only if they ask."""
     told = state_of(model).generation.warned if is_patched(model) else set()
     before = set(told)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HfAccelWarning)
-        yield
-    told.intersection_update(before)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", HfAccelWarning)
+            yield
+    finally:
+        told.intersection_update(before)
 
 
 def _drawn_from(output: Any) -> Tensor:
