@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hf_accel.cache.group import PageGroup
 from hf_accel.cache.pages import Pages
-from hf_accel.generation.sampling.params import SamplingParams
+from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.scheduling.scheduler import Scheduler
 from hf_accel.generation.sequence import Sequence
 
@@ -40,7 +40,7 @@ def requests(lengths: Iterator[int], seed: int) -> Iterator[Sequence]:
     generator = random.Random(seed)
     for length in lengths:
         prompt = 1 + int(generator.random() * max(1, length - 1))
-        yield Sequence([0] * prompt, max(1, length - prompt), sampling=SamplingParams().sampling())
+        yield Sequence([0] * prompt, max(1, length - prompt), sampling=Sampling())
 
 
 def run_pass(scheduler: Scheduler) -> None:

@@ -23,6 +23,9 @@ WRITERS = {
     # what transformers writes into config.json
     "linear.hf": {"config"},
     # copies of our own
+    "generation.hf.engine": {"config"},
+    "generation.hf.factory": {"config"},
+    "generation.hf.request_config": {"config", "setattr"},
     "attention.hf.stock": {"dict"},
     "estimate.unpatched": {"submodule"},
     "fused.sites": {"class", "dict"},

@@ -113,7 +113,7 @@ def test_few_blocks() -> None:
         ({"input_ids": [[1]]}, {}, "inputs is a dict, as a tokenizer returns it; give lists of token ids"),
         ([torch.ones(2, 2, dtype=torch.int64)], {}, r"prompt 0 has the shape \(2, 2\); give each row"),
         ([[1], [VOCABULARY]], {}, f"prompt 1 holds .* the model has 0 to {VOCABULARY - 1}"),
-        ([[1]], {"num_beams": 2}, "cannot search with beams"),
+        ([[1]], {"num_beams": 2}, "cannot search with num_beams=2; set it to 1"),
         (
             [[1]],
             {"max_new_token": 2},

@@ -16,7 +16,6 @@ from transformers import TrainingArguments
 import hf_accel
 from hf_accel import UnsupportedError
 from hf_accel.config import MEANT_BY_PATCH, PatchConfig, checked_keywords
-from hf_accel.generation.sampling.params import SamplingParams
 from tests.parity.families import build
 
 UNKNOWN: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
@@ -45,7 +44,6 @@ UNKNOWN: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         r"SpeculativeConfig got .*; did you mean 'max_draft'",
     ),
     (hf_accel.SpeculativeConfig, {"assistant_model": None}, r"'assistant_model'; use drafter="),
-    (SamplingParams, {"topk": 9}, r"SamplingParams got an unknown keyword 'topk'; did you mean 'top_k'"),
     (hf_accel.Engine, {"max_token": 9}, r"Engine got an unknown keyword 'max_token'; did you mean 'max_tokens'"),
     (hf_accel.DistillationCallback, {"temprature": 2.0}, r"DistillationCallback got .*; did you mean 'temperature'"),
     (

@@ -13,7 +13,8 @@ from ...generation import sequence as generated
 from ...generation.hf.defaults import stop_token_ids
 from ...generation.hf.refusals import ragged_refusal
 from ...generation.hf.session import Session
-from ...generation.sampling.params import SamplingParams
+from ...generation.sampling.processors import Temperature
+from ...generation.sampling.sampling import Sampling
 from ...generation.sampling.stopping import StopRules
 from ...generation.speculation.controller import Controller
 from ...patch import is_patched, make_draft
@@ -59,7 +60,8 @@ class Decoder:
         at_once: prompts that are under way together; None for all. controller: of what is drafted. progress: called
         after each pass with the tokens it brought; ends the run by returning False, which leaves continuations short.
         """
-        sampling = SamplingParams(temperature=self.temperature).sampling()
+        temperature = [Temperature(self.temperature)] if self.temperature else []
+        sampling = Sampling(temperature, greedy=not temperature)
         stop = StopRules(frozenset(stop_token_ids(self.model)))
         sequences = [
             generated.Sequence(list(prompt), count, sampling, stop=stop, seed=self._seeds.getrandbits(62))

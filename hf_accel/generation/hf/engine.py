@@ -13,26 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config import CacheConfig, Default, check_keywords, checked_keywords, parse_speculative
+from ...config import CacheConfig, Default, checked_keywords, parse_speculative
 from ...errors import UnsupportedError
 from ...models import without_adapters
 from ...state import state_of
-from ..sampling.params import SamplingParams
-from ..sampling.purity import refuse_stateful
+from ..sampling.processors import OneByOne
+from ..sampling.purity import stateful_refusal
 from ..sampling.sampling import Sampling
 from ..sampling.stopping import StopRules, StopStrings
 from ..sequence import Sequence
 from ..serving.engine_loop import EngineLoop
 from ..serving.stream import Request, Sample
-from .defaults import default_new_tokens, sampling_defaults, stop_token_ids
+from .defaults import default_new_tokens
 from .drafting import draft_models
+from .factory import request_rules
 from .generation_state import GenerationState
 from .refusals import ragged_refusal
+from .request_config import request_config
 from .session import Session
 from .vocabulary import check_ids, token_ids, vocabulary_size
 
 NOT_GIVEN: Any = Default("unsaid")
-OWN_KEYWORDS = ("max_new_tokens", "stop", "stop_token_ids", "seed", "priority", "n")  # keywords of submit alone
+OWN_KEYWORDS = ("max_new_tokens", "stop", "seed", "priority", "n")  # keywords of submit alone
 TOKEN_BUDGET = 256  # tokens of a pass; it limits how long a prompt delays sequences in decode
 
 
@@ -103,8 +105,7 @@ class Engine:
         prompt: str | Iterable[int] | Tensor,
         *,
         max_new_tokens: int | None = None,
-        stop: str | Iterable[str] = (),
-        stop_token_ids: Iterable[int] | None = None,
+        stop: str | Iterable[str] | None = None,
         seed: int | None = None,
         priority: int = 0,
         n: int = 1,
@@ -112,11 +113,24 @@ class Engine:
     ) -> Request:
         """Submit a request and return at once. The Request can be iterated over, waited for and cancelled.
 
-        prompt: token ids, or text if the engine has a tokenizer. max_new_tokens: the model's default if left out.
-        stop: strings that end the text. stop_token_ids: token ids that replace the model's end-of-sequence ids.
-        seed: makes the request's tokens reproducible. priority: requests with a higher one go first.
-        n: the number of samples, which share the prompt's pages. sampling: the fields of SamplingParams; the defaults
-        are those of model.generation_config. Any thread may call this.
+        prompt: token ids, or text if the engine has a tokenizer. max_new_tokens, stop: the most new tokens, and the
+        strings that end the text. seed: makes the request's tokens reproducible. priority: requests with a higher one
+        go first. n: the number of samples, which share the prompt's pages.
+        sampling: what a GenerationConfig says about tokens (top_k, top_p, min_p, repetition_penalty, min_new_tokens,
+        bad_words_ids, ...), and these. Left out, settings are those of model.generation_config.
+
+        temperature: 0 chooses the most probable token; any other samples.
+        presence_penalty, frequency_penalty: are subtracted from the logit of each generated token, the former once,
+            the latter for each time that it was generated.
+        logit_bias: maps a token id to the number that is added to its logit.
+        stop_token_ids: the tokens that end the request. allowed_token_ids: only these tokens are chosen.
+        bad_token_ids: these tokens are never chosen.
+        processors: functions of (input_ids [1, T] int64, scores [1, V] float32) that return scores, as transformers'
+            LogitsProcessor. They must be pure functions, because a position is processed again if its draft was
+            rejected.
+        logprobs: the number of most probable tokens whose log-probabilities are reported beside the chosen token's.
+
+        Any thread may call this.
 
         Raises UnsupportedError for settings that are not supported, OutOfBlocksError for a request that is too long
         for max_tokens, and HfAccelError if the engine is closed, has broken, or belongs to another process. A later
@@ -124,10 +138,11 @@ class Engine:
         """
         ids = self._ids(prompt)
         limits = self._limit(max_new_tokens, len(ids))
-        ends = tuple(self._ends() if stop_token_ids is None else stop_token_ids)
-        strings = StopStrings(stop, self._decode)
-        rules = StopRules(frozenset(ends), (strings,) if strings.strings else ())
-        params = self._sampling(sampling, ends)
+        ends = self.model.generation_config.stop_strings if stop is None else stop
+        strings = StopStrings(ends or () if stop is None else ends, self._decode)
+        params, rules = self._rules(sampling, len(ids), limits)
+        if strings.strings:
+            rules = dataclasses.replace(rules, others=(*rules.others, strings))
         first = next(self._seeds) * 2654435761 % 2**62 if seed is None else _integer("seed", seed)
         rank = _integer("priority", priority)
         sequences = [
@@ -167,16 +182,19 @@ class Engine:
             return default_new_tokens(self.model.generation_config, num_prompt)
         return _integer("max_new_tokens", max_new_tokens, least=1)
 
-    def _ends(self) -> Iterable[int]:
-        return stop_token_ids(self.model)
-
-    def _sampling(self, given: dict[str, Any], ends: tuple[int, ...]) -> Sampling:
-        fields = {field.name for field in dataclasses.fields(SamplingParams)}
-        check_keywords("submit()", given, fields.union(OWN_KEYWORDS))
-        sampling = SamplingParams(**{**sampling_defaults(self.model, given), "stop_token_ids": ends}).sampling()
+    def _rules(self, given: dict[str, Any], num_prompt: int, max_new_tokens: int) -> tuple[Sampling, StopRules]:
+        config, processors = request_config(self.model, given, OWN_KEYWORDS)
+        config.max_new_tokens, config.stop_strings = max_new_tokens, None
+        self.model._prepare_special_tokens(config, device=self.model.device)
         if self.session.speculation.drafters:
-            refuse_stateful(sampling, vocabulary_size(self.model))
-        return sampling
+            functions = [each for step in processors if isinstance(step, OneByOne) for each in step.functions]
+            refusal = stateful_refusal(functions, vocabulary_size(self.model))
+            if refusal is not None:
+                raise UnsupportedError(
+                    f"{refusal}, so drafts cannot be verified with it; make it a function of (input_ids, scores) "
+                    "alone, or make the Engine with speculative=None"
+                )
+        return request_rules(self.model, config, num_prompt, processors=processors, num_logprobs=given.get("logprobs"))
 
     @property
     def _decode(self) -> Callable[[list[int]], str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections import abc
@@ -15,6 +16,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from ...config import CacheConfig, check_keywords
 from ...errors import UnsupportedError
 from ..sampling.logprobs import TokenLogprobs
+from ..sampling.processors import Processor
 from ..sampling.sampling import Sampling
 from ..sampling.stopping import StopRules
 from ..sequence import Sequence
@@ -65,14 +67,13 @@ class Reply:
 
 
 class SequenceFactory:
-    """Makes the sequences of one model. Sequences of the same config share their Sampling and StopRules."""
+    """Makes the sequences of one model."""
 
     def __init__(self, model: PreTrainedModel, settings: ContinuousBatchingConfig | None) -> None:
         self.model: Any = model
         self.num_logprobs = 0 if settings is not None and settings.return_logprobs else None
         seed = getattr(settings, "seed", None)
         self._generator = None if seed is None else torch.Generator().manual_seed(seed)
-        self._shared: dict[tuple[int, int], tuple[GenerationConfig, Sampling, StopRules]] = {}
 
     def make(
         self, name: str, prompt: abc.Sequence[int], config: GenerationConfig, *, timestamps: bool, what: str
@@ -84,10 +85,8 @@ class SequenceFactory:
         """
         ids = token_ids(prompt, what)
         check_ids(self.model, ids, what)
-        if (config.num_beams or 1) > 1:
-            raise UnsupportedError("continuous batching cannot search with beams; use generate(num_beams=...)")
         count = config.num_return_sequences or 1
-        sampling, stop = self._rules(config, len(ids))
+        sampling, stop = request_rules(self.model, config, len(ids), num_logprobs=self.num_logprobs)
         seeds = torch.randint(2**62, (count,), generator=self._generator).tolist() if config.do_sample else [0] * count
         limit = max(1, default_new_tokens(config, len(ids)))
         sequences = [Sequence(list(ids), limit, sampling, stop=stop, seed=seed) for seed in seeds]
@@ -98,26 +97,41 @@ class SequenceFactory:
             for own, sequence in zip(names, [*sequences[1:], sequences[0]], strict=True)
         ]
 
-    def _rules(self, config: GenerationConfig, length: int) -> tuple[Sampling, StopRules]:
-        """Make the Sampling and StopRules of a config. All its prompts share them, unless a processor uses the prompt;
-        then those of equal length do."""
-        shared = self._shared.get((id(config), 0)) or self._shared.get((id(config), length))
-        if shared is not None:
-            return shared[1:]
-        processors = self.model._get_logits_processor(
-            generation_config=config, input_ids_seq_length=length, device=self.model.device
+
+def request_rules(
+    model: Any,
+    config: GenerationConfig,
+    num_prompt: int,
+    *,
+    processors: abc.Iterable[Processor] = (),
+    num_logprobs: int | None = None,
+) -> tuple[Sampling, StopRules]:
+    """Make the Sampling and StopRules of a request from a GenerationConfig whose special tokens are prepared.
+
+    processors: what is applied after the config's own processors, and before its warpers.
+    Raises UnsupportedError for settings that continuous batching cannot serve, and for values that have no meaning.
+    """
+    if (config.num_beams or 1) > 1:
+        raise UnsupportedError(
+            f"continuous batching cannot search with num_beams={config.num_beams}; set it to 1, or use generate()"
         )
-        criteria = self.model._get_stopping_criteria(generation_config=config, stopping_criteria=[])
-        refusal = processors_refusal(processors, criteria, batch_size=1)
-        if refusal is not None:
-            raise UnsupportedError(
-                f"continuous batching cannot serve this generation_config: {refusal}; use generate()"
-            )
-        sampling = stock_sampling(processors, greedy=not config.do_sample, num_logprobs=self.num_logprobs)
-        stop = stop_rules(criteria)
-        # The config is kept so that no other config gets its id().
-        self._shared[id(config), length if sampling.uses_prefix else 0] = config, sampling, stop
-        return sampling, stop
+    config = copy.copy(config)
+    config.max_length = num_prompt + default_new_tokens(config, num_prompt)
+    try:
+        all_processors = model._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=num_prompt,
+            logits_processor=list(processors),
+            device=model.device,
+        )
+        criteria = model._get_stopping_criteria(generation_config=config, stopping_criteria=[])
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError(f"the settings of this request have no meaning: {error}") from error
+    refusal = processors_refusal(all_processors, criteria, batch_size=1)
+    if refusal is not None:
+        raise UnsupportedError(f"continuous batching cannot serve this generation_config: {refusal}; use generate()")
+    greedy = not config.do_sample
+    return stock_sampling(all_processors, greedy=greedy, num_logprobs=num_logprobs), stop_rules(criteria)
 
 
 def complete_config(model: Any, config: GenerationConfig | None, what: str, keywords: dict[str, Any]) -> Any:

@@ -6,7 +6,8 @@ import copy
 import functools
 import math
 from collections import abc
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,8 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process, stopping_criteria
 
-from ..sampling.processors import MinP, Processor, RepetitionPenalty, Temperature, TopKTopP
-from ..sampling.purity import is_stateful
+from ..sampling.processors import MinNewTokens, MinP, Processor, RepetitionPenalty, Temperature, TopKTopP
 from ..sampling.sampling import Draw, Sampling
 from ..sampling.stopping import StopRules
 from ..sampling.token_prefix import Prefix, Tokens, prefix_of
@@ -32,6 +32,7 @@ SCORES_ONLY = (
     logits_process.EtaLogitsWarper,
     logits_process.InfNanRemoveLogitsProcessor,
     logits_process.LogitNormalization,
+    logits_process.SuppressTokensLogitsProcessor,
 )
 # These depend on their earlier calls.
 STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
@@ -52,10 +53,10 @@ def processors_refusal(
         name = type(processor).__name__
         if name in STATEFUL:
             return f"{name} depends on its earlier calls"
-        if batch_size > 1 and (name in BY_ROW or not _is_stock(processor)):
+        if batch_size > 1 and (name in BY_ROW or not is_stock(processor)):
             return f"{name} may depend on the batch"
     for criterion in criteria:
-        if batch_size > 1 and not _is_stock(criterion):
+        if batch_size > 1 and not is_stock(criterion):
             return f"{type(criterion).__name__} may depend on the batch"
     stops = any(isinstance(criterion, stopping_criteria.StopStringCriteria) for criterion in criteria)
     if batch_size > 1 and stops and not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
@@ -63,30 +64,23 @@ def processors_refusal(
     return None
 
 
-def stateful_refusal(processors: LogitsProcessorList, input_ids: Tensor) -> str | None:
-    """Why drafts cannot be verified with these processors; None if no state was found (see purity.is_stateful)."""
-    size = max(int(input_ids.max()) + 1, 8)
-    for processor in processors:
-        if not _is_stock(processor) and is_stateful(processor, size):
-            return f"{type(processor).__name__} returns different scores for the same input when it is called again"
-    return None
-
-
-def _is_stock(processor: object) -> bool:
+def is_stock(processor: object) -> bool:
     """Whether this processor or criterion is one of transformers' own."""
     return type(processor).__module__ in (logits_process.__name__, stopping_criteria.__name__)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Batched(Processor):
     """Calls transformers' processors on rows with prefixes of any length.
 
     Rows of equal length are processed together. Each prefix has the padding that it would have in transformers' batch.
-    processors: a LogitsProcessorList. scores_only: whether they use only the scores.
+    processors: a LogitsProcessorList. scores_only: whether they use only the scores. settings: are equal for
+    processors that compute the same.
     """
 
-    processors: Any
+    processors: Any = field(compare=False)
     scores_only: bool
+    settings: tuple[Hashable, ...]
 
     @property
     def uses_prefix(self) -> bool:  # type: ignore[override]
@@ -133,16 +127,35 @@ def stock_sampling(
     """Make a Sampling from a LogitsProcessorList. Processors that have a fast form are replaced by it."""
     steps: list[Processor] = []
     for processor in processors:
-        step = _fast_form(processor) or Batched(LogitsProcessorList([processor]), isinstance(processor, SCORES_ONLY))
+        step = processor if isinstance(processor, Processor) else _fast_form(processor) or _batched(processor)
         last = steps[-1] if steps else None
         if isinstance(step, TopKTopP) and isinstance(last, TopKTopP) and last.p is None and step.k is None:
             steps[-1] = TopKTopP(last.k, step.p)
         elif isinstance(step, Batched) and isinstance(last, Batched):
             together = LogitsProcessorList([*last.processors, *step.processors])
-            steps[-1] = Batched(together, last.scores_only and step.scores_only)
+            steps[-1] = Batched(together, last.scores_only and step.scores_only, last.settings + step.settings)
         else:
             steps.append(step)
     return Sampling(steps, greedy=greedy, num_logprobs=num_logprobs, draw=draw)
+
+
+def _batched(processor: Any) -> Batched:
+    scores_only = isinstance(processor, SCORES_ONLY)
+    if isinstance(processor, logits_process.SequenceBiasLogitsProcessor):
+        scores_only = all(len(sequence) == 1 for sequence in processor.sequence_bias)
+    settings = (type(processor), _frozen(vars(processor))) if is_stock(processor) else id(processor)
+    return Batched(LogitsProcessorList([processor]), scores_only, (settings,))
+
+
+def _frozen(value: Any) -> Hashable:
+    """Return a hashable value that is equal for equal plain settings, and for nothing else that lives now."""
+    if isinstance(value, dict):
+        return frozenset((name, _frozen(each)) for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_frozen, value))
+    if isinstance(value, Tensor):
+        return value.dtype, _frozen(value.tolist())
+    return value if isinstance(value, int | float | str | None) else id(value)
 
 
 def _fast_form(processor: Any) -> Processor | None:
@@ -158,6 +171,8 @@ def _fast_form(processor: Any) -> Processor | None:
         return TopKTopP(p=processor.top_p)
     if kind is logits_process.MinPLogitsWarper:
         return MinP(processor.min_p)
+    if kind is logits_process.MinNewTokensLengthLogitsProcessor:
+        return MinNewTokens(processor.min_new_tokens, tuple(processor.eos_token_id.flatten().tolist()))
     if kind is logits_process.RepetitionPenaltyLogitsProcessor and settings.get("prompt_ignore_length") is None:
         return RepetitionPenalty(processor.penalty)
     return None

@@ -11,9 +11,10 @@ from transformers import GenerationMixin
 from ...attention.hf import attention_is_ours
 from ...cache.hf import PagedCache
 from ...state import state_of
+from ..sampling.purity import stateful_refusal
 from .generation_state import LoopCall
 from .model_runner import is_compiled, other_input, positions_count_tokens, positions_depend_on_length
-from .processing import processors_refusal, stateful_refusal
+from .processing import is_stock, processors_refusal
 
 NO_PAGES = "it has no paged cache"
 # Phi-3 has its own prepare_inputs_for_generation only for rotary scaling that depends on the length, which is refused
@@ -93,7 +94,8 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return "position_ids do not count tokens"
     refusal = processors_refusal(call.processors, call.criteria, batch_size=len(input_ids))
     if refusal is None and call.speculative is not None:
-        return stateful_refusal(call.processors, input_ids)
+        own = [processor for processor in call.processors if not is_stock(processor)]
+        return stateful_refusal(own, max(int(input_ids.max()) + 1, 8))
     return refusal
 
 

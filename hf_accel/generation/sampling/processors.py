@@ -6,6 +6,7 @@ given. Its arithmetic is that of the transformers class that its docstring names
 
 from __future__ import annotations
 
+import math
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,44 +93,35 @@ class MinNewTokens(Processor):
 
 @dataclass(frozen=True)
 class OneByOne(Processor):
-    """Calls a user's function. It gets one row at a time, because the prefixes have different lengths."""
+    """Calls a user's functions in turn. They get one row at a time, because the prefixes have different lengths."""
 
     uses_prefix: ClassVar[bool] = True
-    function: Function
+    functions: tuple[Function, ...]
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         rows = []
         for row, prefix in enumerate(prefixes):
             given = scores[row : row + 1]
-            result = self.function(prefix.ids.to(scores.device)[None].clone(), given.clone())
-            if not isinstance(result, Tensor) or result.shape != given.shape:
-                got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-                raise UnsupportedError(
-                    f"the processor {name_of(self.function)} returned {got} for scores of shape "
-                    f"{tuple(given.shape)}; return as many scores"
-                )
-            rows.append(result.to(dtype=scores.dtype, device=scores.device))
+            for function in self.functions:
+                given = _called(function, prefix.ids.to(scores.device)[None].clone(), given.clone())
+            rows.append(given)
         return torch.cat(rows)
+
+
+def _called(function: Function, ids: Tensor, scores: Tensor) -> Tensor:
+    shape, dtype, device = scores.shape, scores.dtype, scores.device  # the function may write to what it gets
+    result = function(ids, scores)
+    if not isinstance(result, Tensor) or result.shape != shape:
+        got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise UnsupportedError(
+            f"the processor {name_of(function)} returned {got} for scores of shape {tuple(shape)}; return as many "
+            "scores"
+        )
+    return result.to(dtype=dtype, device=device)
 
 
 def name_of(processor: object) -> str:
     return getattr(processor, "__name__", type(processor).__name__)
-
-
-# -- processors of certain tokens --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LogitBias(Processor):
-    """Adds a number to the logits of some tokens, as in OpenAI's API. bias: pairs of a token id and its number."""
-
-    bias: tuple[tuple[int, float], ...]
-
-    def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
-        ids, biases = zip(*self.bias, strict=True)
-        _require_logits("logit_bias", ids, scores)
-        columns = torch.tensor(ids, device=scores.device)
-        return scores.index_add(1, columns, scores.new_tensor(biases).expand(len(scores), -1))
 
 
 @dataclass(frozen=True)
@@ -139,26 +131,9 @@ class OnlyTokens(Processor):
     ids: tuple[int, ...]
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
-        _require_logits("allowed_token_ids", self.ids, scores)
         only = torch.full_like(scores, -torch.inf)
         only[:, list(self.ids)] = scores[:, list(self.ids)]
         return only
-
-
-@dataclass(frozen=True)
-class WithoutTokens(Processor):
-    """Excludes the tokens `ids`: SuppressTokensLogitsProcessor."""
-
-    ids: tuple[int, ...]
-
-    def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
-        _require_logits("bad_token_ids", self.ids, scores)
-        return scores.index_fill(1, torch.tensor(self.ids, device=scores.device), -torch.inf)
-
-
-def _require_logits(name: str, ids: abc.Sequence[int], scores: Tensor) -> None:
-    if max(ids) >= scores.shape[1]:
-        raise UnsupportedError(f"{name} has the id {max(ids)}; the model has {scores.shape[1]} logits: leave it out")
 
 
 # -- warpers -----------------------------------------------------------------------------------------------
@@ -169,6 +144,10 @@ class Temperature(Processor):
     """Divides the scores by the temperature `value`: TemperatureLogitsWarper."""
 
     value: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.value < math.inf:
+            raise UnsupportedError(f"temperature={self.value} must be a finite number above 0; 1 samples as is")
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         return scores / self.value

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from ...errors import UnsupportedError
-from .processors import Function, OneByOne, name_of
-from .sampling import Sampling
+from .processors import Function, name_of
 
 
 def is_stateful(processor: Function, vocabulary_size: int) -> bool:
@@ -36,15 +35,15 @@ def is_stateful(processor: Function, vocabulary_size: int) -> bool:
     return not torch.equal(first, again)
 
 
-def refuse_stateful(sampling: Sampling, vocabulary_size: int) -> None:
-    """Raise UnsupportedError if a user's processor is stateful, because drafts would change its results."""
-    for processor in [step.function for step in sampling.steps if isinstance(step, OneByOne)]:
+def stateful_refusal(processors: Iterable[Function], vocabulary_size: int) -> str | None:
+    """Why drafts cannot be verified with these processors, as one clause; None if no state was found."""
+    for processor in processors:
         if is_stateful(processor, vocabulary_size):
-            raise UnsupportedError(
+            return (
                 f"the logits processor {name_of(processor)} returns different scores for the same input when it is "
-                "called again, so drafts cannot be verified with it; make it a function of (input_ids, scores) alone, "
-                "or leave speculative=None"
+                "called again"
             )
+    return None
 
 
 def _result(processor: Function, ids: Tensor, scores: Tensor) -> Tensor:

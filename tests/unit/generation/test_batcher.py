@@ -13,17 +13,18 @@ import pytest
 from hf_accel.cache.pages import Pages
 from hf_accel.errors import OutOfBlocksError
 from hf_accel.generation.batcher import Batcher, Progress
-from hf_accel.generation.sampling.params import SamplingParams
+from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation.controller import Controller
 from hf_accel.generation.speculation.drafters.drafter import Drafter
 from hf_accel.generation.speculation.speculation import Speculation
 from hf_accel.generation.speculation.verifiers import verifier as verifier_named
 
+from .asking import request_sampling
 from .programme import check_blocks
 from .toy import VOCABULARY, ToyDrafter, ToyRunner, sequential, toy_pages
 
-GREEDY = SamplingParams().sampling()
+GREEDY = Sampling()
 
 
 class Broken(RuntimeError):
@@ -84,16 +85,18 @@ class Programme:
         shared = [1, 2, 3, 4, 5, 6, 7, 8, 9][: draw.choice([0, 4, 9])]  # many begin alike
         prompt = shared + [draw.randrange(VOCABULARY) for _ in range(draw.choice([1, 3, 12]))]
         limit = draw.choice([1, 2, 9, 25])
-        asked = SamplingParams(
+        end = draw.randrange(VOCABULARY)
+        sampling = request_sampling(
+            vocabulary_size=VOCABULARY,
+            num_prompt=len(prompt),
             temperature=draw.choice([0.0, 0.0, 1.0, 0.7]),
             top_k=draw.choice([None, 4]),
             repetition_penalty=draw.choice([1.0, 1.0, 1.7]),
             min_new_tokens=draw.choice([0, 3]),
-            stop_token_ids=(draw.randrange(VOCABULARY),),
+            stop_token_ids=(end,),
             processors=draw.choice([(), (), (), (parity,), (Bad(len(prompt) + draw.randrange(6)),)]),
         )
-        sampling = asked.sampling()
-        stop = draw.choice([stops_at(asked.stop_token_ids[0]), None])
+        stop = draw.choice([stops_at(end), None])
         if draw.random() < 0.05:
             stop = stop_that_raises
         priority, first = draw.choice([0, 0, 1]), draw.randrange(1000)

@@ -15,7 +15,6 @@ from hf_accel.cache.pool import BlockPool, PrefixIndex
 from hf_accel.cache.table import BlockTable
 from hf_accel.errors import HfAccelError, HfAccelWarning, OutOfBlocksError
 from hf_accel.generation.batcher import Batcher
-from hf_accel.generation.sampling.params import SamplingParams
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.serving.engine_loop import EngineLoop
@@ -25,6 +24,7 @@ from hf_accel.generation.speculation.speculation import Speculation
 from hf_accel.generation.speculation.verifiers import verifier as verifier_named
 from hf_accel.generation.speculation.verifiers.token import TokenVerifier
 
+from .asking import request_sampling
 from .programme import check_blocks
 from .toy import Slots, ToyDrafter, ToyRunner, sequential, toy_pages
 
@@ -71,7 +71,7 @@ WISHES = [
 
 
 def params(wish: Wish, **more: Any) -> Sampling:
-    return SamplingParams(temperature=wish.temperature, **more).sampling()
+    return request_sampling(temperature=wish.temperature, **more)
 
 
 @functools.cache

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from hf_accel.errors import HfAccelError
 from hf_accel.generation.sampling.choice import Chosen, choose, processed
-from hf_accel.generation.sampling.params import SamplingParams
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sampling.token_prefix import Prefix
 from hf_accel.generation.sequence import Draft, Sequence
 from hf_accel.generation.speculation.verifiers import VERIFIERS, Place, TokenVerifier, verifier
 from hf_accel.kernels import cpu
 
+from ..asking import request_sampling
 from ..chi_square import chi_square, critical
 
 V = 11
@@ -66,7 +66,7 @@ def some_right(one: Sequence) -> Draft:
 @pytest.mark.parametrize("penalties", [{}, PENALTIES, {"min_new_tokens": 20, "stop_token_ids": (3, 4)}])
 def test_drafts_that_were_not_drawn_change_nothing(name: str, temperature: float, penalties: dict[str, float]) -> None:
     """So penalties at draft positions are those of the sequential run, and the same seed gives the same tokens."""
-    params = SamplingParams(temperature=temperature, top_p=0.95, **penalties).sampling()
+    params = request_sampling(temperature=temperature, top_p=0.95, **penalties)
     plain = generated(params, name, lambda one: Draft())
     assert generated(params, name, some_right) == plain
     assert generated(params, name, lambda one: Draft([0, 0])) == plain
@@ -82,18 +82,18 @@ def test_greedy_takes_the_largest_and_of_equals_the_first(
         monkeypatch.setattr(cpu, "refusal", lambda: "not here")
     logits = torch.tensor([[0, 5, 5], [7, 1, 7], [0, 0, 1], [2, 2, 2]], dtype=dtype)
     drafts = [Draft([1, 2]), Draft()]
-    sequences = [sequence(SamplingParams().sampling()) for _ in drafts]
+    sequences = [sequence(Sampling()) for _ in drafts]
     assert choose(logits, sequences, drafts, TokenVerifier()) == [Chosen([1, 0], 1), Chosen([0], 0)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sequences_are_chosen_for_together_as_alone(name: str) -> None:
     kinds = [
-        SamplingParams().sampling(),
-        SamplingParams(temperature=0.7).sampling(),
-        SamplingParams(temperature=0.7, logprobs=2).sampling(),
-        SamplingParams(repetition_penalty=1.3).sampling(),
-        SamplingParams(temperature=1.3, top_k=4, **PENALTIES).sampling(),
+        Sampling(),
+        request_sampling(temperature=0.7),
+        request_sampling(temperature=0.7, logprobs=2),
+        request_sampling(repetition_penalty=1.3),
+        request_sampling(temperature=1.3, top_k=4, **PENALTIES),
     ]
     sequences = [sequence(params, seed) for seed, params in enumerate(kinds * 3)]
     laws = [model([seed]).softmax(0).expand(2, -1) for seed in range(15)]
@@ -110,7 +110,7 @@ def test_a_processor_sees_each_prefix_once() -> None:
         seen.extend(input_ids.tolist())
         return scores
 
-    params = SamplingParams(temperature=1.0, processors=(counting,)).sampling()
+    params = request_sampling(temperature=1.0, processors=(counting,))
     sequences = [sequence(params), Sequence([9], 5, params)]
     drafts = [Draft([4, 5]), Draft()]
     choose(rows(sequences, drafts), sequences, drafts, TokenVerifier())
@@ -142,7 +142,7 @@ class Spiteful:
     ],
 )
 def test_an_error_is_its_own_sequences_alone(temperature: float, how: str, words: str) -> None:
-    params = SamplingParams(temperature=temperature, processors=(Spiteful(how),), logprobs=1).sampling()
+    params = request_sampling(temperature=temperature, processors=(Spiteful(how),), logprobs=1)
     sequences = [sequence(params, 1), Sequence([9], 5, params), sequence(params, 2)]
     drafts = [Draft([4]), Draft([1, 2]), Draft()]
     first, failed, last = choose(rows(sequences, drafts), sequences, drafts, TokenVerifier())
@@ -167,7 +167,7 @@ def test_a_prefix_that_nobody_reaches_may_fail(name: str, how: str, temperature:
         scores[:, 4] = -torch.inf
         return scores
 
-    params = SamplingParams(temperature=temperature, processors=(grammar,)).sampling()
+    params = request_sampling(temperature=temperature, processors=(grammar,))
     law = torch.full((2, V), 1 / V)
     for draft in (Draft([4, 1]), Draft([1, 4]), Draft([4, 1], law), Draft([1, 4], law)):
         sequences = [sequence(params, seed) for seed in range(50)]
@@ -178,7 +178,7 @@ def test_a_prefix_that_nobody_reaches_may_fail(name: str, how: str, temperature:
 
 
 def test_logits_that_are_not_numbers() -> None:
-    one, other = (Sequence([token], 5, SamplingParams(temperature=1.0).sampling()) for token in (1, 2))
+    one, other = (Sequence([token], 5, request_sampling(temperature=1.0)) for token in (1, 2))
     logits = torch.stack([model([1]), model([2]) * torch.nan])
     fine, failed = choose(logits, [one, other], [Draft(), Draft()], TokenVerifier())
     assert isinstance(fine, Chosen)
@@ -187,7 +187,7 @@ def test_logits_that_are_not_numbers() -> None:
 
 def test_wrong_number_of_rows() -> None:
     with pytest.raises(HfAccelError, match=r"3 rows of logits .* need 2"):
-        choose(torch.zeros(3, V), [sequence(SamplingParams().sampling())], [Draft([1])], TokenVerifier())
+        choose(torch.zeros(3, V), [sequence(Sampling())], [Draft([1])], TokenVerifier())
 
 
 def test_no_sequence_at_all() -> None:
@@ -195,7 +195,7 @@ def test_no_sequence_at_all() -> None:
 
 
 def test_logprobs_are_the_models_own() -> None:
-    params = SamplingParams(logit_bias={7: 100.0}, logprobs=2).sampling()
+    params = request_sampling(logit_bias={7: 100.0}, logprobs=2)
     one, draft = sequence(params), Draft([7])
     (chosen,) = choose(rows([one], [draft]), [one], [draft], TokenVerifier())
     assert isinstance(chosen, Chosen) and chosen.tokens == [7, 7] and chosen.logprobs is not None
@@ -217,13 +217,13 @@ def drawing(probabilities: Tensor, sequences: list[Sequence]) -> list[int]:
 
 
 def test_a_sampling_may_draw_undrafted_tokens_itself() -> None:
-    steps = SamplingParams(temperature=1.0, top_k=3).sampling().steps
+    steps = request_sampling(temperature=1.0, top_k=3).steps
     own = Sampling(steps, greedy=False, draw=drawing)
     sequences = [sequence(own, seed) for seed in range(6)]
     law = torch.full((1, V), 1 / V)
     drafts = [Draft(), Draft([1]), Draft(), Draft([2], law), Draft(), Draft()]
     results = choose(rows(sequences, drafts), sequences, drafts, TokenVerifier())
-    verified = [sequence(SamplingParams(temperature=1.0, top_k=3).sampling(), seed) for seed in range(6)]
+    verified = [sequence(request_sampling(temperature=1.0, top_k=3), seed) for seed in range(6)]
     as_usual = choose(rows(verified, drafts), verified, drafts, TokenVerifier())
     for index, draft in enumerate(drafts):
         assert results[index] == (as_usual[index] if len(draft) else Chosen([index], 0))
@@ -233,15 +233,15 @@ def test_a_draw_that_raises_is_an_error_of_its_sequences() -> None:
     def failing(probabilities: Tensor, sequences: list[Sequence]) -> list[int]:
         raise RuntimeError("no numbers left")
 
-    sequences = [sequence(Sampling(greedy=False, draw=failing)), sequence(SamplingParams().sampling())]
+    sequences = [sequence(Sampling(greedy=False, draw=failing)), sequence(Sampling())]
     failed, fine = choose(rows(sequences, [Draft()] * 2), sequences, [Draft()] * 2, TokenVerifier())
     assert isinstance(failed, RuntimeError) and isinstance(fine, Chosen)
 
 
 def test_drafters_get_the_law_that_the_model_would_be_given() -> None:
     kinds = [
-        SamplingParams(temperature=0.6, top_k=4, **PENALTIES).sampling(),
-        SamplingParams(repetition_penalty=1.5).sampling(),
+        request_sampling(temperature=0.6, top_k=4, **PENALTIES),
+        request_sampling(repetition_penalty=1.5),
     ]
     asked = [(sequence(kinds[n % 2]), [5, 1][: n // 2]) for n in range(6)]
     logits = torch.stack([model(seq.tokens + drafted) for seq, drafted in asked])
@@ -253,7 +253,7 @@ def test_drafters_get_the_law_that_the_model_would_be_given() -> None:
 
 
 def test_a_drafter_gets_some_law_even_where_processing_fails() -> None:
-    params = SamplingParams(temperature=1.0, processors=(Spiteful("raises"),)).sampling()
+    params = request_sampling(temperature=1.0, processors=(Spiteful("raises"),))
     asked = [(sequence(params), []), (Sequence([9], 5, params), [])]
     laws = processed(torch.zeros(2, V), asked)
     torch.testing.assert_close(laws.sum(-1), torch.ones(2))
@@ -263,7 +263,7 @@ def test_a_drafter_gets_some_law_even_where_processing_fails() -> None:
 def test_law_of_two_tokens_under_processing(name: str) -> None:
     """3000 sequences with drafts drawn from a rough law, against the product of what process() says."""
     count, judge = 3000, verifier(name)
-    params = SamplingParams(temperature=0.9, top_k=4, repetition_penalty=1.3).sampling()
+    params = request_sampling(temperature=0.9, top_k=4, repetition_penalty=1.3)
     sequences = [sequence(params, seed) for seed in range(count)]
     q = [(model([1, 2, 1]) + torch.linspace(0, 1, V)).softmax(0)]
     first = judge.draw(q[0].expand(count, -1), [Place(seed, 3) for seed in range(count)])

@@ -15,9 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hf_accel.errors import UnsupportedError
-from hf_accel.generation.sampling.params import SamplingParams
-from hf_accel.generation.sampling.purity import is_stateful, refuse_stateful
+from hf_accel.generation.sampling.purity import is_stateful, stateful_refusal
 
 
 class Counting:
@@ -48,8 +46,10 @@ def broken(input_ids: Tensor, scores: Tensor) -> Tensor:
 @pytest.mark.parametrize("processor", [Counting(), Uncopyable(), noisy])
 def test_stateful(processor: object) -> None:
     assert is_stateful(processor, 32)
-    with pytest.raises(UnsupportedError, match=r"(Counting|Uncopyable|noisy) returns .* speculative=None"):
-        refuse_stateful(SamplingParams(processors=(processor,)).sampling(), 32)
+    name = getattr(processor, "__name__", type(processor).__name__)
+    assert stateful_refusal([broken, processor], 32) == (
+        f"the logits processor {name} returns different scores for the same input when it is called again"
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_stateful(processor: object) -> None:
 )
 def test_pure(processor: object) -> None:
     assert not is_stateful(processor, 32)
-    refuse_stateful(SamplingParams(processors=(processor,)).sampling(), 32)
+    assert stateful_refusal([processor], 32) is None
 
 
 def test_asking_changes_nothing() -> None:

@@ -10,13 +10,14 @@ import torch
 
 from hf_accel.errors import HfAccelError
 from hf_accel.generation.batcher import Batcher
-from hf_accel.generation.sampling.params import SamplingParams
+from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Draft, Sequence
 from hf_accel.generation.speculation.controller import Controller
 from hf_accel.generation.speculation.drafters.drafter import Drafter
 from hf_accel.generation.speculation.speculation import Speculation
 from hf_accel.generation.speculation.verifiers import verifier
 
+from ..asking import request_sampling
 from ..toy import VOCABULARY, ToyRunner, next_logits, sequential, toy_pages
 
 
@@ -50,16 +51,14 @@ def batcher_of(*drafters: Drafter, num_draft: Any = 4, num_blocks: int = 100, **
 
 
 def add(batcher: Batcher, *prompts: list[int], new_tokens: int = 13, **fields: Any) -> list[Sequence]:
-    sequences = [Sequence(list(prompt), new_tokens, SamplingParams().sampling(), **fields) for prompt in prompts]
+    sequences = [Sequence(list(prompt), new_tokens, Sampling(), **fields) for prompt in prompts]
     for sequence in sequences:
         batcher.add(sequence)
     return sequences
 
 
 def alone(prompt: list[int], new_tokens: int = 13) -> list[int]:
-    return sequential(
-        prompt, new_tokens, SamplingParams().sampling(), None, seed=0, verifier=verifier("token"), window=None
-    )[0]
+    return sequential(prompt, new_tokens, Sampling(), None, seed=0, verifier=verifier("token"), window=None)[0]
 
 
 def finish(batcher: Batcher) -> None:
@@ -153,7 +152,7 @@ class WrongShape(Scripted):
 )
 def test_bad_drafters_are_told_what_they_did(drafter: Drafter, message: str) -> None:
     batcher = batcher_of(drafter)
-    sampling = SamplingParams(temperature=1.0).sampling()
+    sampling = request_sampling(temperature=1.0)
     sequence = Sequence([1, 2, 3], 9, sampling)
     batcher.add(sequence)
     batcher.step()

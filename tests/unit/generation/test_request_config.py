@@ -1,4 +1,4 @@
-"""SamplingParams against transformers' processors, and what it refuses."""
+"""The settings of a request against transformers' processors, and what it refuses."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from transformers import (
 )
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.generation.sampling.params import SamplingParams
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sampling.token_prefix import Prefix
+
+from .asking import request_sampling
 
 V = 400
 PROMPT = 3
@@ -62,7 +63,7 @@ SUBSETS = [{name} for name in PARTS] + [set(pair) for pair in itertools.combinat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_are_those_of_transformers(names: set[str], dtype: torch.dtype) -> None:
     keywords = {name: value for name, (value, _) in PARTS.items() if name in names}
-    params = SamplingParams(**{"temperature": 1.0, "stop_token_ids": (2, 7)} | keywords).sampling()
+    params = request_sampling(**{"temperature": 1.0, "stop_token_ids": (2, 7)} | keywords)
     given = logits(dtype)
     before = given.clone()
     expected = LogitsProcessorList([make() for name, (_, make) in PARTS.items() if name in names])
@@ -73,10 +74,10 @@ def test_scores_are_those_of_transformers(names: set[str], dtype: torch.dtype) -
 
 
 def test_rows_of_other_lengths_do_not_matter() -> None:
-    params = SamplingParams(
+    params = request_sampling(
         temperature=0.9, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, min_new_tokens=2,
         stop_token_ids=(2,), processors=(double,), top_p=0.9,
-    ).sampling()  # fmt: skip
+    )  # fmt: skip
     prefixes = [Prefix([4], 1), Prefix([1, 2, 3, 4, 4, 4], 2), Prefix([9, 9], 1, [3, 3, 3])]
     together = params.process(logits(), prefixes)
     for row, prefix in enumerate(prefixes):
@@ -84,7 +85,7 @@ def test_rows_of_other_lengths_do_not_matter() -> None:
 
 
 def test_presence_and_frequency_count_the_output_only() -> None:
-    params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25).sampling()
+    params = request_sampling(presence_penalty=0.5, frequency_penalty=0.25)
     prefix = Prefix([3, 3, 8, 4, 4, 4], 3, [9])
     got = params.process(torch.zeros(1, 12), [prefix])
     expected = torch.zeros(1, 12)
@@ -93,15 +94,13 @@ def test_presence_and_frequency_count_the_output_only() -> None:
 
 
 def test_ids_beyond_the_logits_are_only_in_the_embedding() -> None:
-    params = SamplingParams(
-        repetition_penalty=2.0, frequency_penalty=1.0, min_new_tokens=9, stop_token_ids=(99,)
-    ).sampling()
+    params = request_sampling(repetition_penalty=2.0, frequency_penalty=1.0, min_new_tokens=9, stop_token_ids=(99,))
     got = params.process(torch.ones(1, 4), [Prefix([99], 1, [1, 98])])
     assert got.tolist() == [[1.0, -0.5, 1.0, 1.0]]
 
 
 def test_allowed_tokens_are_the_only_ones() -> None:
-    got = SamplingParams(temperature=1.0, allowed_token_ids=(5, 2)).sampling().process(logits(), None)
+    got = request_sampling(temperature=1.0, allowed_token_ids=(5, 2)).process(logits(), None)
     assert (got > -torch.inf).nonzero()[:, 1].tolist() == [2, 5] * 3
     assert torch.equal(got[:, [2, 5]], logits()[:, [2, 5]])
 
@@ -115,14 +114,14 @@ def test_processors_see_each_prefix_and_may_write_to_what_they_get() -> None:
         return scores.fill_(1.0)
 
     given = logits()
-    SamplingParams(processors=(greedy_writer, greedy_writer)).sampling().process(given, PREFIXES)
+    request_sampling(processors=(greedy_writer, greedy_writer)).process(given, PREFIXES)
     assert sorted(map(str, seen)) == sorted(str([prefix.tokens]) for prefix in PREFIXES * 2)
     assert torch.equal(given, logits())
 
 
 def test_what_is_plain_and_what_looks_back() -> None:
     def made(**keywords: Any) -> Sampling:
-        return SamplingParams(**keywords).sampling()
+        return request_sampling(**keywords)
 
     assert made().plain and made(top_k=5).plain and not made().uses_prefix
     assert not made(temperature=1.0).plain
@@ -132,10 +131,10 @@ def test_what_is_plain_and_what_looks_back() -> None:
 
 
 def test_keys() -> None:
-    one = SamplingParams(temperature=1.0, logit_bias={2: 1, 1: 2}, processors=[double], logprobs=3).sampling()
-    two = SamplingParams(temperature=1.0, logit_bias={1: 2.0, 2: 1.0}, processors=(double,)).sampling()
+    one = request_sampling(temperature=1.0, logit_bias={2: 1, 1: 2}, processors=[double], logprobs=3)
+    two = request_sampling(temperature=1.0, logit_bias={1: 2.0, 2: 1.0}, processors=(double,))
     assert one.key == two.key and hash(one.key) == hash(two.key)
-    assert one.key != SamplingParams(temperature=1.0, logit_bias={1: 2.0, 2: 1.0}).sampling().key
+    assert one.key != request_sampling(temperature=1.0, logit_bias={1: 2.0, 2: 1.0}).key
 
 
 @pytest.mark.parametrize(
@@ -162,16 +161,16 @@ def test_keys() -> None:
 )
 def test_refusals(keywords: dict[str, object], words: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
-        SamplingParams(**keywords)
+        request_sampling(**keywords)
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("keywords", [{"logit_bias": {400: 1.0}}, {"bad_token_ids": 400}, {"allowed_token_ids": 400}])
 def test_ids_that_no_logit_belongs_to(keywords: dict[str, object]) -> None:
-    with pytest.raises(UnsupportedError, match=r"400; the model has 400 logits"):
-        SamplingParams(**keywords).sampling().process(logits(), None)
+    with pytest.raises(UnsupportedError, match=r"400 to 400; the model has 0 to 399"):
+        request_sampling(**keywords).process(logits(), None)
 
 
 def test_a_processor_of_another_shape() -> None:
     with pytest.raises(UnsupportedError, match=r"<lambda> returned \(400,\) for scores of shape \(1, 400\)"):
-        SamplingParams(processors=(lambda ids, scores: scores[0],)).sampling().process(logits(), PREFIXES)
+        request_sampling(processors=(lambda ids, scores: scores[0],)).process(logits(), PREFIXES)
