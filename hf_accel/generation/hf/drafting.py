@@ -29,13 +29,11 @@ from .refusals import ragged_refusal
 from .vocabulary import vocabulary_refusal, vocabulary_size
 
 
-def make_speculation(config: SpeculativeConfig | None, runner: ModelRunner, pages: Pages) -> Speculation:
-    """Make the Speculation of a config; None means no drafts. runner, pages: those of the target.
+def make_speculation(config: SpeculativeConfig, runner: ModelRunner, pages: Pages) -> Speculation:
+    """Make the Speculation of a config. runner, pages: those of the target.
 
     Raises UnsupportedError for a drafter that cannot draft for this model.
     """
-    if config is None:
-        return Speculation(verifier("token"))
     rule = verifier(config.verify)
     drafters = _Drafters(config, rule, runner, pages)
     wanted = config.drafters
@@ -52,10 +50,10 @@ def _controller(config: SpeculativeConfig, state: GenerationState) -> Controller
     return Controller(config.num_draft, config.max_draft) if kept is None else kept
 
 
-def keep_controller(config: SpeculativeConfig | None, speculation: Speculation, model: Any) -> None:
+def keep_controller(config: SpeculativeConfig, speculation: Speculation, model: Any) -> None:
     """Keep the controller at the end of a session for the next one, unless the model was unpatched meanwhile."""
     state = find_state(model)
-    if config is not None and state is not None:
+    if state is not None:
         state.generation.controllers[_controller_key(config)] = speculation.controller
 
 

@@ -12,6 +12,7 @@ from ...config import CacheConfig, SpeculativeConfig
 from ..batcher import Batcher
 from ..sequence import Sequence
 from ..speculation.controller import Controller
+from ..speculation.speculation import Speculation
 from .drafting import keep_controller, make_speculation
 from .model_runner import ModelRunner, weights_salt
 
@@ -45,7 +46,7 @@ class Session(Batcher):
             groups, group_of_layer = page_groups(model.config, cache)
             pages = Pages(groups)
         runner = ModelRunner(model, pages.groups, group_of_layer)
-        speculation = make_speculation(speculative, runner, pages)
+        speculation = Speculation() if speculative is None else make_speculation(speculative, runner, pages)
         if controller is not None:
             speculation.controller = controller
         super().__init__(runner, pages, speculation, token_budget=token_budget, max_running=max_running)
@@ -66,4 +67,5 @@ class Session(Batcher):
     def close(self) -> None:
         """End all sequences, and keep the controller for the next session."""
         super().close()
-        keep_controller(self._learns, self.speculation, self.model)
+        if self._learns is not None:
+            keep_controller(self._learns, self.speculation, self.model)

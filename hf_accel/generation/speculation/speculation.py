@@ -14,13 +14,16 @@ from ..sequence import Chunk, Draft, Sequence
 from .controller import Controller
 from .drafters.drafter import Drafter
 from .statistics import SpeculationStatistics
+from .verifiers.token import TokenVerifier
 from .verifiers.verifier import Verifier
 
 NO_DRAFT = Draft()
+TOKEN_VERIFIER = TokenVerifier()
+UNUSED = Controller()  # of all sessions without drafters, which ask it for nothing
 
 
 class Speculation:
-    """Drafters, a controller that chooses draft lengths, and a verifier. Without drafters, decoding has no drafts.
+    """Drafters, a controller that chooses draft lengths, and a verifier. By default, decoding has no drafts.
 
     A sequence gets the draft of the first drafter that proposes one. Free drafters go first, in the order given,
     because a draft model always proposes a draft.
@@ -32,7 +35,7 @@ class Speculation:
 
     def __init__(
         self,
-        verifier: Verifier,
+        verifier: Verifier = TOKEN_VERIFIER,
         drafters: abc.Sequence[Drafter] = (),
         controller: Controller | None = None,
         *,
@@ -40,7 +43,7 @@ class Speculation:
     ) -> None:
         self.verifier, self.invariant_rows = verifier, invariant_rows
         self.drafters = sorted(drafters, key=lambda drafter: not drafter.is_free)
-        self.controller = controller or Controller()
+        self.controller = controller or (Controller() if self.drafters else UNUSED)
         self.statistics = SpeculationStatistics()
         self._drafts: dict[Sequence, Draft] = {}
         self._seconds = 0.0  # the time of drafting in this pass
