@@ -212,8 +212,8 @@ class Batcher:
         if sequence.num_computed // self.pages.block_size > (before - 1) // self.pages.block_size:
             self.pages.publish(sequence.cached, sequence.tokens[: sequence.num_computed])
         if reason is not None:
-            if sequence.keeps:
-                sequence.kept = sequence.cached.fork()
+            if sequence.keeps_pages:
+                sequence.kept_pages = sequence.cached.fork()
             self.remove(sequence, reason)
         return Progress(sequence, tokens, logprobs)
 

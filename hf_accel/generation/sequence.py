@@ -32,7 +32,7 @@ class Sequence:
     padding, index: the ids before the prompt in the padded batch of generate(), and the prompt's row in that batch.
     priority: sequences with a higher one go first. arrival: the order among equal priorities; the scheduler sets it.
     followers: other samples of the same prompt, which share this sequence's pages.
-    keeps: whether the pages are kept when the sequence ends. kept: the kept pages; who set `keeps` releases them.
+    keeps_pages: whether the pages are kept when the sequence ends, as kept_pages, which who set it releases.
     """
 
     tokens: list[int]
@@ -52,8 +52,8 @@ class Sequence:
     arrival: int = -1
     num_preemptions: int = 0
     followers: list[Sequence] = field(default_factory=list)
-    keeps: bool = False
-    kept: CachedSequence | None = None
+    keeps_pages: bool = False
+    kept_pages: CachedSequence | None = None
     notes: dict[str, Any] = field(default_factory=dict)  # state of stop rules and processors for this sequence
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class Draft:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def kept(self, chosen: list[int]) -> list[int]:
+    def accepted(self, chosen: list[int]) -> list[int]:
         """Return the accepted tokens (the drafted tokens that equal the model's own) and the model's next token.
 
         chosen: the model's own token at the position of each drafted token, and at the position after them.

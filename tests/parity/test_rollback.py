@@ -101,16 +101,16 @@ def test_pages_bit_for_bit(family: str, drafter: str, dtype: Any) -> None:
         batcher = batcher_of(model, CacheConfig(block_size=4, dtype=dtype), source, 5 * number)
         sequences = [Sequence(list(prompt), NEW_TOKENS, Sampling()) for prompt in PROMPTS]
         for sequence in sequences:
-            sequence.keeps = True
+            sequence.keeps_pages = True
             batcher.add(sequence)
         while batcher.has_work:
             batcher.step()
         assert (batcher.speculation.statistics.drafted > batcher.speculation.statistics.accepted) == bool(number)
         found = {}
         for index, sequence in enumerate(sequences):
-            assert sequence.kept is not None and sequence.kept.num_tokens == len(sequence.tokens) - 1
+            assert sequence.kept_pages is not None and sequence.kept_pages.num_tokens == len(sequence.tokens) - 1
             for layer in range(2):
-                keys, values, first = held(batcher, sequence.kept, layer)
+                keys, values, first = held(batcher, sequence.kept_pages, layer)
                 found[index, layer] = (keys, values)
                 assert first == 0
         pages.append(found)

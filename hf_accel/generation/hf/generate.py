@@ -26,14 +26,14 @@ def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
         try:
             _loop(call, session, sequences)
             result: Any = _result(call, sequences)
-            if sequences[0].keeps:
+            if sequences[0].keeps_pages:
                 if call.config.return_dict_in_generate:
                     _compute_ends(session, sequences)
                 _keep(call, sequences)
         except BaseException:
             for sequence in sequences:
-                if sequence.kept is not None:
-                    sequence.kept.release()
+                if sequence.kept_pages is not None:
+                    sequence.kept_pages.release()
             raise
         statistics = {} if call.speculative is None else session.speculation.statistics.to_dict()
     if call.config.return_dict_in_generate:
@@ -66,7 +66,7 @@ def _sequences(call: LoopCall) -> list[Sequence]:
             seed=seeds[row],
             padding=ids[:padding],
             index=row,
-            keeps=keeps,
+            keeps_pages=keeps,
         )
         if row % call.repeats:
             sequences[row - row % call.repeats].followers.append(sequence)
@@ -133,7 +133,7 @@ def _compute_ends(session: Session, sequences: list[Sequence]) -> None:
     longest, pages = max(sequence.num_new for sequence in sequences), session.pages
     ranges, ids = [], []
     for sequence in sequences:
-        cached = sequence.kept
+        cached = sequence.kept_pages
         if cached is not None and sequence.num_new < longest and pages.can_append(cached, 1):
             ranges.append(TokenRange(cached, cached.num_tokens, 1))
             ids.append(sequence.tokens[-1])
@@ -144,7 +144,7 @@ def _compute_ends(session: Session, sequences: list[Sequence]) -> None:
 
 def _keep(call: LoopCall, sequences: list[Sequence]) -> None:
     """Store in the cache what transformers would store: all columns but the last, padded for rows that ended early."""
-    kept = [(sequence, sequence.kept) for sequence in sequences if sequence.kept is not None]
+    kept = [(sequence, sequence.kept_pages) for sequence in sequences if sequence.kept_pages is not None]
     for sequence, cached in kept:
         cached.token_ids = sequence.tokens[: cached.num_tokens]
     longest = max(sequence.num_new for sequence in sequences) - 1

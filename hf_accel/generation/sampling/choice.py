@@ -145,7 +145,7 @@ def _choose_group(logits: Tensor, members: list[Member], verifier: Verifier) -> 
 
 def _greedy(members: list[Member], best: Tensor) -> list[Chosen | Exception]:
     tokens = best.tolist()
-    return [_chosen(member.draft.kept(tokens[member.rows.start : member.rows.stop])) for member in members]
+    return [_chosen(member.draft.accepted(tokens[member.rows.start : member.rows.stop])) for member in members]
 
 
 def _sampled(distributions: Tensor, members: list[Member], verifier: Verifier) -> list[Chosen | Exception]:

@@ -78,9 +78,9 @@ def first_rows(probabilities: Tensor, drafts: abc.Sequence[Draft]) -> list[int]:
 
 
 def follow(drafts: abc.Sequence[Draft], chosen: list[int]) -> list[list[int]]:
-    """Return Draft.kept for each draft. chosen: the model's own tokens for all drafts, end to end."""
+    """Return Draft.accepted for each draft. chosen: the model's own tokens for all drafts, end to end."""
     kept, row = [], 0
     for draft in drafts:
-        kept.append(draft.kept(chosen[row : row + len(draft) + 1]))
+        kept.append(draft.accepted(chosen[row : row + len(draft) + 1]))
         row += len(draft) + 1
     return kept
