@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from hf_accel import SpeculativeConfig
+from hf_accel.state import state_of
 
 from .batching import agreeing
 from .bench import Bench, Entrant
@@ -20,12 +21,11 @@ from .timing import median_ratio, take_turns
 from .workload import Workload, draw
 
 PLAIN = "no speculation"
-FLOAT_ROWS = 16  # of a pass, beyond which float linears go to torch: other roundings, and the oracle is wrong
 NOTE = (
     "Ratio: seconds of the tokens after the first, to the same model without speculation, in turns. The oracle "
     "replays the model's own tokens, each wrong with probability 1 - acceptance; drafting costs nothing. First "
-    "accepted: of the drafts, those whose first token was kept, which should be the acceptance asked for. exact: at "
-    "most {rows} rows in a pass, since with more the rounding, and so its own continuation, is another."
+    "accepted: of the drafts, those whose first token was kept, which should be the acceptance asked for. exact: no "
+    "more rows in a pass than are rounded as one is, since else its own continuation is another."
 )
 NOTHING_NOTE = (
     "Every drafted token is wrong, and what is below 1 is lost by looking for a gain. Drafted: tokens for each "
@@ -50,7 +50,7 @@ def measure(bench: Bench) -> list[Table]:
 def table(bench: Bench, entrants: list[Entrant], batch: int) -> Table:
     rows = [one for entrant in entrants for one in rows_of(bench, entrant, batch)]
     title = f"oracle drafts, batch {batch}, {bench.settings.oracle.new_tokens} tokens"
-    return Table(title, rows, NOTE.format(rows=FLOAT_ROWS))
+    return Table(title, rows, NOTE)
 
 
 def rows_of(bench: Bench, entrant: Entrant, batch: int) -> list[Row]:
@@ -61,7 +61,8 @@ def rows_of(bench: Bench, entrant: Entrant, batch: int) -> list[Row]:
     fixed = bench.settings.oracle.counts if main else ()
     acceptances = bench.settings.oracle.acceptances[:: 1 if main else 3]
     wanted = [(a, count) for a in acceptances for count in ("auto", *(fixed if a else ()))]
-    most = FLOAT_ROWS // batch - 1 if entrant.setup.exact else None
+    invariant_rows = state_of(entrant.model).generation.invariant_rows
+    most = None if invariant_rows is None else invariant_rows // batch - 1
     oracles = {(a, count): oracle(bench, known, acceptance=a, count=count, most=most) for a, count in wanted}
     runs = in_turns(entrant, workload, oracles, rounds=bench.settings.oracle.rounds)
     return [row(entrant, acceptance, count, runs) for acceptance, count in wanted]
