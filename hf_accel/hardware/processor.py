@@ -12,13 +12,18 @@ import torch
 from ..errors import UnsupportedError
 from .container import ROOT, cpu_quotas, read
 
-# Best first. The features' names are those of torch.cpu.get_capabilities.
+AVX512 = frozenset({"avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni"})
+
+# Best first. The features' names are those of torch.cpu.get_capabilities. The last level is for tests alone: it has
+# the kernels of "amx", and plain loops in place of its tiles.
 ISA_LEVELS: dict[str, frozenset[str]] = {
-    "avx512_vnni_bf16": frozenset({"avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni", "avx512_bf16"}),
-    "avx512_vnni": frozenset({"avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni"}),
+    "amx": AVX512 | {"avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"},
+    "avx512_vnni_bf16": AVX512 | {"avx512_bf16"},
+    "avx512_vnni": AVX512,
     "avx_vnni": frozenset({"avx2", "fma3", "avx_vnni"}),
     "avx2": frozenset({"avx2", "fma3"}),
     "portable": frozenset(),
+    "portable_tiles": frozenset(),
 }
 
 

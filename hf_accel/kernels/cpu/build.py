@@ -28,19 +28,22 @@ COMMON = [
 SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-DHFA_AVX2"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-DHFA_AVX512"]
+AVX512_BF16 = [*AVX512, "-mavx512bf16", "-DHFA_BF16"]
 
 # The compiler flags of each level of hardware.ISA_LEVELS. -march=native is never used, because the library may be
 # built on one machine and run on another.
 LEVELS: dict[str, list[str]] = {
-    "avx512_vnni_bf16": [*AVX512, "-mavx512bf16", "-DHFA_BF16"],
+    "amx": [*AVX512_BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16", "-DHFA_AMX", "-DHFA_TILES"],
+    "avx512_vnni_bf16": AVX512_BF16,
     "avx512_vnni": AVX512,
     "avx_vnni": [*AVX2, "-mavxvnni", "-DHFA_AVX_VNNI"],
     "avx2": AVX2,
     "portable": [],
+    "portable_tiles": ["-DHFA_TILES"],
 }
 
 # Other levels are not built with sanitizers: they have the same code and would take minutes to compile.
-SANITIZED_LEVELS = ("avx512_vnni_bf16", "avx2")
+SANITIZED_LEVELS = ("avx512_vnni_bf16", "avx2", "portable_tiles")
 
 
 class BuildError(Exception):
@@ -104,7 +107,7 @@ def find_compiler() -> str:
 
 
 def _levels() -> list[str]:
-    return list(LEVELS) if platform.machine().lower() in ("x86_64", "amd64") else ["portable"]
+    return list(LEVELS) if platform.machine().lower() in ("x86_64", "amd64") else ["portable", "portable_tiles"]
 
 
 def _openmp(compiler: str, scratch: Path) -> list[str]:

@@ -64,8 +64,9 @@ class FloatLinear:
         rows, dtype = x.shape[0], DTYPES[x.dtype]
         out = x.new_empty(rows, self.out_features)
         _float_linear(
-            self._address, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.out_features, dtype, dtype, threads()
-        )
+            self._address, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.out_features, dtype, dtype, threads(),
+            0,
+        )  # fmt: skip
         return out
 
     def _trains(self) -> bool:

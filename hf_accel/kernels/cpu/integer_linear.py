@@ -17,6 +17,9 @@ from .structs import EPILOGUES, Linear, LinearCall, Matrix, fields
 BLOCK = 64  # outputs of a packed block
 ACTIVATION_GROUP = 128  # inputs that share an activation scale if the weight has no groups
 FORMATS = {8: 3, 4: 5}  # the Dtype of types.h for each number of bits
+# The fewest rows that tiles multiply (AMX), for each number of bits. Fewer are faster by dot products of vectors.
+# The results have the same bits.
+TILE_ROWS = {8: 16, 4: 16}
 
 
 class PackCall(Structure):
@@ -177,6 +180,7 @@ class IntegerLinear:
             FORMATS[first.bits], first.activation_group, first.in_features, len(weights), EPILOGUES[epilogue], matrices
         )
         self._address = ctypes.addressof(self._linear)
+        self._tile_rows = TILE_ROWS[first.bits]
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, dtype = x.shape[0], DTYPES[x.dtype]
@@ -185,8 +189,9 @@ class IntegerLinear:
                 matrix.bias, matrix.bias_dtype = bias.data_ptr(), DTYPES[bias.dtype]
         out = x.new_empty(rows, self.out_features)
         _integer_linear(
-            self._address, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.out_features, dtype, dtype, threads()
-        )
+            self._address, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.out_features, dtype, dtype, threads(),
+            self._tile_rows,
+        )  # fmt: skip
         return out
 
 

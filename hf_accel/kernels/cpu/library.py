@@ -53,7 +53,9 @@ def _library() -> ctypes.CDLL:
     level = choose_isa(instruction_sets(), requested=os.environ.get("HF_ACCEL_ISA"))
     if library.hfa_select(level.encode()):
         if os.environ.get("HF_ACCEL_ISA"):
-            raise UnsupportedError(f"cpu kernels: HF_ACCEL_ISA={level!r} was not compiled; unset it, or build again")
+            raise UnsupportedError(
+                f"cpu kernels: HF_ACCEL_ISA={level!r}: {library.hfa_error().decode()}; unset it, or build again"
+            )
         level = next(lower for lower in _below(level) if not library.hfa_select(lower.encode()))
     _selected.append(level)
     global _cores
@@ -76,7 +78,7 @@ def _check_sizes(library: ctypes.CDLL) -> None:
 
 
 def _below(level: str) -> list[str]:
-    """The other levels that this CPU supports, best first. The last is "portable", which is always compiled."""
+    """The other levels that this CPU supports, best first. One of them is "portable", which is always compiled."""
     return [low for low in _possible() if low != level]
 
 
@@ -96,12 +98,12 @@ def using_isa(level: str) -> Iterator[None]:
     """Use another level within the `with` block, in the whole process. This is for tests and benchmarks.
 
     Packed weights stay valid, because all levels use the same layout. Raises UnsupportedError for a level that the CPU
-    does not support or that was not compiled.
+    or the system does not support or that was not compiled.
     """
     previous = isa()
     choose_isa(instruction_sets(), requested=level)
     if _library().hfa_select(level.encode()):
-        raise UnsupportedError(f"cpu kernels: {level!r} was not compiled")
+        raise UnsupportedError(f"cpu kernels: {level!r}: {_library().hfa_error().decode()}")
     _selected.append(level)
     try:
         yield

@@ -53,5 +53,5 @@ class Linear(Structure):
 class LinearCall(Structure):
     _fields_ = fields(
         pointers="linear x", sizes="x_stride rows", pointers_="out", sizes_="out_stride",
-        ints="x_dtype out_dtype threads",
+        ints="x_dtype out_dtype threads tile_rows",
     )  # fmt: skip

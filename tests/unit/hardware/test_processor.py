@@ -11,11 +11,14 @@ from hf_accel.hardware import processor
 AVX2 = frozenset({"avx2", "fma3", "sse4_2"})
 AVX_VNNI = AVX2 | {"avx_vnni"}
 AVX512 = AVX2 | {"avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni", "avx512_bf16"}
+AMX = frozenset({"amx_tile", "amx_int8", "amx_bf16"})
 
 
 @pytest.mark.parametrize(
     ("features", "level"),
     [
+        (AVX512 | AMX, "amx"),
+        (AVX512 | AMX - {"amx_bf16"}, "avx512_vnni_bf16"),
         (AVX512, "avx512_vnni_bf16"),
         (AVX512 - {"avx512_bf16"}, "avx512_vnni"),
         (AVX512 - {"avx512_dq"}, "avx2"),
@@ -41,9 +44,10 @@ def test_a_lower_level_may_be_requested(requested):
     [
         (
             "sse9",
-            "HF_ACCEL_ISA='sse9' is not known; choose one of avx512_vnni_bf16, avx512_vnni, avx_vnni, avx2, portable",
+            "HF_ACCEL_ISA='sse9' is not known; choose one of amx, avx512_vnni_bf16, avx512_vnni, avx_vnni, avx2, "
+            "portable, portable_tiles",
         ),
-        ("avx_vnni", "HF_ACCEL_ISA='avx_vnni' is not in this CPU; choose one of avx2, portable"),
+        ("avx_vnni", "HF_ACCEL_ISA='avx_vnni' is not in this CPU; choose one of avx2, portable, portable_tiles"),
     ],
 )
 def test_a_level_that_cannot_run_is_an_error(requested, message):

@@ -48,12 +48,20 @@ extern "C" {
 
 #define HFA_API __attribute__((visibility("default")))
 
-// Selects the kernels of a level of hardware.ISA_LEVELS. Returns 0, or 1 if the level was not compiled.
+// Selects the kernels of a level of hardware.ISA_LEVELS. Returns 0; or 1, and hfa_error says why: the level was not
+// compiled, or the system refuses what it needs.
 HFA_API int hfa_select(const char* level) {
+  const Kernels* chosen = nullptr;
 #define HFA_LEVEL(name) \
-  if (!std::strcmp(level, #name)) { active = &hfa_table_##name; return 0; }
+  if (!std::strcmp(level, #name)) chosen = &hfa_table_##name;
 #include "levels.inc"
 #undef HFA_LEVEL
+  const char* reason = chosen ? chosen->refused() : "it was not compiled";
+  if (!reason) {
+    active = chosen;
+    return 0;
+  }
+  std::snprintf(message, sizeof message, "%s", reason);
   return 1;
 }
 

@@ -67,6 +67,7 @@ struct LinearCall {
   int64_t out_stride;
   int32_t x_dtype, out_dtype;
   int32_t threads;
+  int32_t tile_rows;  // the fewest rows that tiles multiply, at a level that has them
 };
 
 struct PackCall {
@@ -183,8 +184,10 @@ struct WriteCall {
 
 // -- the tables ------------------------------------------------------------------------------------------------------
 
-// The kernels of one instruction set.
+// The kernels of one instruction set. `refused` asks the system for what they need; it returns a clause that says why
+// this process does not get it, or null.
 struct Kernels {
+  const char* (*refused)();
 #define HFA_MEMBER(name, Call) void (*name)(const Call&);
   HFA_KERNELS(HFA_MEMBER)
 #undef HFA_MEMBER

@@ -7,15 +7,16 @@
 #include "../kernels.h"
 #include "activation.h"
 #include "any_dtype.h"
+#include "integer_tiles.h"
+#include "integer_weights.h"
 #include "quantized_rows.h"
 
 namespace {
 
 constexpr int64_t CHUNK = 48;             // the rows of a chunk, whose float sums have 12 KB
+constexpr int64_t MOST_ROWS = 512;        // the most rows whose float sums are kept at once when tiles multiply
 constexpr int FEW_AHEAD = 2048;           // how many bytes ahead to prefetch for a small batch
 constexpr int ITS_OWN = -1;               // a value of LINES: prefetch as much as is read, FEW_AHEAD bytes ahead
-constexpr int64_t LINE = 64;              // bytes of a cache line
-constexpr int64_t STEP = BLOCK * 4;       // bytes of a block's weights that one dot4 of all lanes consumes
 
 // The rows and vectors of a tile, whose sums are in registers.
 #if defined(HFA_AVX512)
@@ -25,23 +26,6 @@ constexpr int wide_for(int) { return 4; }
 constexpr int TILE_ROWS = 4;
 constexpr int wide_for(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 #endif
-
-// The weights of one block and group.
-struct GroupTask {
-  const uint8_t* weight;
-  int64_t steps;        // the number of dot4 steps along the inputs
-  const void* scales;   // INT4: the 64 weight scales of this group
-  int32_t scale_dtype;
-  const uint8_t* zeros; // INT4: the 64 zero points, or null if all are 8
-};
-
-inline F weight_scales(const GroupTask& task, int64_t i) {
-  switch (task.scale_dtype) {
-    case BF16: return load_as(static_cast<const Bf16*>(task.scales) + i);
-    case F16: return load_as(static_cast<const F16_*>(task.scales) + i);
-    default: return load_as(static_cast<const float*>(task.scales) + i);
-  }
-}
 
 // Prefetches weights: LINES cache lines at each step, and the next ones `step` bytes further on.
 struct Fetch {
@@ -182,25 +166,10 @@ template <int FORMAT>
 void block_chunk(const Linear& linear, const Matrix& matrix, const QuantizedRows& x, int64_t b, int64_t r0,
                  int64_t rows, float* sums) {
   std::memset(sums, 0, static_cast<size_t>(rows * BLOCK) * sizeof(float));
-  const int64_t inputs = ceil_div(linear.in_features, 4) * 4;
-  const int64_t block_bytes = inputs * BLOCK / (FORMAT == INT8 ? 1 : 2);
-  const int64_t group_bytes = x.group * BLOCK / (FORMAT == INT8 ? 1 : 2);
-  const int64_t scale_bytes = BLOCK * (matrix.scale_dtype == F32 ? 4 : 2);
-  for (int64_t g = 0; g < x.groups; ++g) {
-    GroupTask task;
-    task.weight = static_cast<const uint8_t*>(matrix.weight) + b * block_bytes + g * group_bytes;
-    task.steps = at_most(x.group, inputs - g * x.group) / 4;
-    task.scales = static_cast<const uint8_t*>(matrix.scales) + (b * x.groups + g) * scale_bytes;
-    task.scale_dtype = matrix.scale_dtype;
-    task.zeros = matrix.zeros ? matrix.zeros + (b * x.groups + g) * BLOCK : nullptr;
-    group_chunk<FORMAT>(task, group_bytes, x, g, r0, rows, sums);
-  }
-  if (FORMAT == INT8) {
-    const float* scales = static_cast<const float*>(matrix.scales) + b * BLOCK;
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t i = r * BLOCK; i < (r + 1) * BLOCK; i += LANES)
-        store(sums + i, mul(load(sums + i), load(scales + i - r * BLOCK)));
-  }
+  const BlockWeights<FORMAT> weights(linear, matrix, b);
+  for (int64_t g = 0; g < x.groups; ++g)
+    group_chunk<FORMAT>(weights.group(g), weights.group_bytes, x, g, r0, rows, sums);
+  weights.scale_outputs(rows, sums);
 }
 
 // Writes epilogue(sums + bias), which is rounded once.
@@ -235,21 +204,57 @@ void run_block(const Linear& linear, const Matrix& matrix, const LinearCall& cal
   }
 }
 
+#if defined(HFA_TILES)
+// The same by tiles.
+template <int FORMAT>
+void run_block_by_tiles(const Linear& linear, const Matrix& matrix, const LinearCall& call, const QuantizedRows& x,
+                        int64_t b, int64_t first, int64_t last) {
+  struct Sums; struct UpSums;
+  const BlockWeights<FORMAT> weights(linear, matrix, b);
+  const uint8_t* next = weights.weight + call.threads * weights.bytes(weights.inputs);
+  for (int64_t r = first; r < last; r += MOST_ROWS) {
+    const int64_t rows = at_most(MOST_ROWS, last - r);
+    const size_t bytes = static_cast<size_t>(rows * BLOCK) * sizeof(float);
+    float* sums = static_cast<float*>(scratch<Sums>(bytes));
+    float* up_sums = nullptr;
+    if (linear.epilogue == NONE) {
+      tile_block(weights, x, r, rows, next, sums);
+    } else {
+      const BlockWeights<FORMAT> up(linear, linear.matrices[1], b);
+      up_sums = static_cast<float*>(scratch<UpSums>(bytes));
+      tile_block(weights, x, r, rows, up.weight, sums);
+      tile_block(up, x, r, rows, next, up_sums);
+    }
+    finish(linear, matrix, call, b, r, rows, sums, up_sums);
+  }
+}
+#endif
+
 template <int FORMAT>
 void run(const Linear& linear, const LinearCall& call, const QuantizedRows& x) {
   const int32_t count = linear.epilogue == NONE ? linear.count : 1;
   int64_t blocks = 0;
   for (int32_t m = 0; m < count; ++m) blocks += ceil_div(linear.matrices[m].out_features, BLOCK);
+#if defined(HFA_TILES)
+  const bool by_tiles = x.rows >= call.tile_rows;
+  const int64_t height = by_tiles ? PAIR : TILE_ROWS;
+#else
+  const int64_t height = TILE_ROWS;
+#endif
   // Rows are split over threads only if there are few blocks.
   const int64_t parts = blocks >= 4 * call.threads ? 1 : at_most(ceil_div(x.rows, CHUNK), 4 * call.threads);
-  const int64_t part_rows = ceil_div(ceil_div(x.rows, parts), TILE_ROWS) * TILE_ROWS;
+  const int64_t part_rows = ceil_div(ceil_div(x.rows, parts), height) * height;
   parallel_for(blocks * parts, call.threads, [&](int64_t task) {
     int64_t b = task / parts;
     const int64_t first = task % parts * part_rows, last = at_most(x.rows, first + part_rows);
     int32_t m = 0;
     for (; b >= ceil_div(linear.matrices[m].out_features, BLOCK); ++m)
       b -= ceil_div(linear.matrices[m].out_features, BLOCK);
-    if (first < last) run_block<FORMAT>(linear, linear.matrices[m], call, x, b, first, last);
+    if (first >= last) return;
+#if defined(HFA_TILES)
+    if (by_tiles) return run_block_by_tiles<FORMAT>(linear, linear.matrices[m], call, x, b, first, last);
+#endif
+    run_block<FORMAT>(linear, linear.matrices[m], call, x, b, first, last);
   });
 }
 

@@ -138,6 +138,8 @@ inline F load_as_n(const Fp8* p, int n) { return widen_fp8(_mm_maskz_loadu_epi8(
 
 inline I iset1(int32_t x) { return _mm512_set1_epi32(x); }
 inline I load_bytes(const void* p) { return _mm512_loadu_si512(p); }
+inline void store_bytes(void* p, I x) { _mm512_storeu_si512(p, x); }
+inline I sub_bytes(I a, I b) { return _mm512_sub_epi8(a, b); }
 inline I broadcast4(const int8_t* p) { int32_t x; std::memcpy(&x, p, 4); return _mm512_set1_epi32(x); }
 // This is assembly because with the intrinsic gcc 12 copies the sums, which then do not fit the registers. That is
 // three times slower.

@@ -1,0 +1,65 @@
+// Where the integer weights of a block of 64 outputs are. kernels.h describes their layout.
+#pragma once
+
+#include "../kernels.h"
+#include "../simd/simd.h"
+
+namespace {
+
+constexpr int64_t LINE = 64;         // bytes of a cache line
+constexpr int64_t STEP = BLOCK * 4;  // bytes of a block's weights that one dot4 of all lanes consumes
+
+// The weights of one block and group.
+struct GroupTask {
+  const uint8_t* weight;
+  int64_t steps;        // the number of dot4 steps along the inputs
+  const void* scales;   // INT4: the 64 weight scales of this group
+  int32_t scale_dtype;
+  const uint8_t* zeros; // INT4: the 64 zero points, or null if all are 8
+};
+
+inline F weight_scales(const GroupTask& task, int64_t i) {
+  switch (task.scale_dtype) {
+    case BF16: return load_as(static_cast<const Bf16*>(task.scales) + i);
+    case F16: return load_as(static_cast<const F16_*>(task.scales) + i);
+    default: return load_as(static_cast<const float*>(task.scales) + i);
+  }
+}
+
+// The weights of block `b` of a matrix.
+template <int FORMAT>
+struct BlockWeights {
+  const Matrix& matrix;
+  int64_t b, inputs, inputs_per_group, groups, group_bytes;
+  const uint8_t* weight;
+
+  BlockWeights(const Linear& linear, const Matrix& of, int64_t block)
+      : matrix(of), b(block), inputs(ceil_div(linear.in_features, 4) * 4), inputs_per_group(linear.group),
+        groups(ceil_div(linear.in_features, linear.group)), group_bytes(bytes(linear.group)),
+        weight(static_cast<const uint8_t*>(of.weight) + block * bytes(inputs)) {}
+
+  // The bytes of some inputs of all 64 outputs.
+  static int64_t bytes(int64_t count) { return count * BLOCK / (FORMAT == INT8 ? 1 : 2); }
+
+  GroupTask group(int64_t g) const {
+    const int64_t scale_bytes = BLOCK * (matrix.scale_dtype == F32 ? 4 : 2);
+    GroupTask task;
+    task.weight = weight + g * group_bytes;
+    task.steps = at_most(inputs_per_group, inputs - g * inputs_per_group) / 4;
+    task.scales = static_cast<const uint8_t*>(matrix.scales) + (b * groups + g) * scale_bytes;
+    task.scale_dtype = matrix.scale_dtype;
+    task.zeros = matrix.zeros ? matrix.zeros + (b * groups + g) * BLOCK : nullptr;
+    return task;
+  }
+
+  // INT8: multiplies the sums [rows, 64] of all groups by the scales of the outputs.
+  void scale_outputs(int64_t rows, float* sums) const {
+    if (FORMAT != INT8) return;
+    const float* scales = static_cast<const float*>(matrix.scales) + b * BLOCK;
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t i = r * BLOCK; i < (r + 1) * BLOCK; i += LANES)
+        store(sums + i, mul(load(sums + i), load(scales + i - r * BLOCK)));
+  }
+};
+
+}  // namespace
