@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from ..instance import Mixin
-from ..kernels.cpu.float_linear import FloatLinear
+from ..kernels.cpu.float_linear import TILE_ROWS, FloatLinear
 from ..kernels.cpu.integer_linear import IntegerLinear
 from ..kernels.cpu.library import FLOATS, isa, native, refusal
 from ..linear import QuantLinear
@@ -81,7 +81,9 @@ class ProjectionCall:
         None for an x of another size too, so that the layers complain of it themselves.
         """
         if not self._is_current(layers):
-            self._call, self._held = _make(layers, self.epilogue), [_tensors(layer) for layer in layers]
+            # Where rows may be torch's, their bits depend on their number anyway.
+            tile_rows = 1 if self.float_rows == UNLIMITED else TILE_ROWS
+            self._call, self._held = _make(layers, self.epilogue, tile_rows), [_tensors(layer) for layer in layers]
         call, size = self._call, x.shape[-1]
         if call is None or call.in_features != size or x.numel() == 0:
             return None
@@ -110,7 +112,7 @@ def _tensors(layer: nn.Module) -> tuple[Any, Any]:
     return weight, layer._parameters.get("bias")
 
 
-def _make(layers: tuple[nn.Module, ...], epilogue: str | None) -> NativeCall | None:
+def _make(layers: tuple[nn.Module, ...], epilogue: str | None, tile_rows: int) -> NativeCall | None:
     if refusal() is not None:  # a pickled model may arrive where no kernels were built
         return None
     quantized = [layer for layer in layers if isinstance(layer, QuantLinear)]
@@ -124,7 +126,7 @@ def _make(layers: tuple[nn.Module, ...], epilogue: str | None) -> NativeCall | N
         return None
     if epilogue is not None and len(shapes) > 1:
         return None
-    return FloatLinear(weights, biases, epilogue)
+    return FloatLinear(weights, biases, epilogue, tile_rows=tile_rows)
 
 
 def _make_integer(layers: list[QuantLinear], epilogue: str | None) -> IntegerLinear | None:

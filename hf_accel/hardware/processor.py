@@ -23,7 +23,7 @@ ISA_LEVELS: dict[str, frozenset[str]] = {
     "avx_vnni": frozenset({"avx2", "fma3", "avx_vnni"}),
     "avx2": frozenset({"avx2", "fma3"}),
     "portable": frozenset(),
-    "portable_tiles": frozenset(),
+    "avx2_tiles": frozenset({"avx2", "fma3"}),
 }
 
 

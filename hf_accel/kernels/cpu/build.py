@@ -39,11 +39,11 @@ LEVELS: dict[str, list[str]] = {
     "avx_vnni": [*AVX2, "-mavxvnni", "-DHFA_AVX_VNNI"],
     "avx2": AVX2,
     "portable": [],
-    "portable_tiles": ["-DHFA_TILES"],
+    "avx2_tiles": [*AVX2, "-DHFA_TILES"],
 }
 
 # Other levels are not built with sanitizers: they have the same code and would take minutes to compile.
-SANITIZED_LEVELS = ("avx512_vnni_bf16", "avx2", "portable_tiles")
+SANITIZED_LEVELS = ("avx512_vnni_bf16", "avx2", "avx2_tiles")
 
 
 class BuildError(Exception):
@@ -107,7 +107,7 @@ def find_compiler() -> str:
 
 
 def _levels() -> list[str]:
-    return list(LEVELS) if platform.machine().lower() in ("x86_64", "amd64") else ["portable", "portable_tiles"]
+    return list(LEVELS) if platform.machine().lower() in ("x86_64", "amd64") else ["portable"]
 
 
 def _openmp(compiler: str, scratch: Path) -> list[str]:

@@ -14,6 +14,10 @@ from .structs import EPILOGUES, Linear, LinearCall, Matrix
 
 _float_linear = kernel("float_linear", LinearCall)
 
+# The fewest rows of bfloat16 that tiles multiply (AMX) where a row's bits may depend on the number of rows. Fewer are
+# faster by dot products of vectors.
+TILE_ROWS = 16
+
 
 class FloatLinear:
     """Computes x @ W.T + b for every weight, side by side; or act(gate) * up of two weights if it has an `epilogue`.
@@ -22,14 +26,19 @@ class FloatLinear:
     epilogue: None, "silu", "gelu" (with erf) or "gelu_tanh". Sums are in float32, and the result is rounded once, to
     the dtype of x. The bits of a row of the result depend neither on other rows nor on the number of threads.
 
+    tile_rows: the fewest rows of bfloat16 that tiles multiply, on a CPU that has them (AMX). If it is more than 1, the
+    bits of a row depend on whether there are as many rows, because tiles add in another order than vectors do.
+
     The weights are not copied: each call reads them where they are. Raises UnsupportedError for weights that the
     kernel cannot read.
     """
 
     def __init__(
-        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], epilogue: str | None = None
-    ) -> None:
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], epilogue: str | None = None, *,
+        tile_rows: int = 1,
+    ) -> None:  # fmt: skip
         check_weights(weights, biases, epilogue)
+        self._tile_rows = tile_rows
         self.weights = list(weights)
         self.biases = list(biases)
         self._epilogue = epilogue
@@ -65,7 +74,7 @@ class FloatLinear:
         out = x.new_empty(rows, self.out_features)
         _float_linear(
             self._address, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.out_features, dtype, dtype, threads(),
-            0,
+            self._tile_rows,
         )  # fmt: skip
         return out
 

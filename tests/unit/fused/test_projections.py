@@ -175,3 +175,12 @@ def test_float32_goes_to_torch_sooner_in_small_models(
 ) -> None:
     monkeypatch.setattr(projections, "isa", lambda: level)
     assert tuple(projections.native_rows(torch.float32, size) for size in (64, 768, 2048, 8192)) == rows
+
+
+@pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
+def test_tiles_take_all_rows_only_where_no_row_is_torchs() -> None:
+    layer, x = nn.Linear(8, 4).bfloat16().requires_grad_(False), torch.ones(2, 8).bfloat16()
+    for float_rows, tile_rows in ((UNLIMITED, 1), (16, 16)):
+        call = projections.ProjectionCall(float_rows).ready((layer,), x)
+        assert call is not None
+        assert call._tile_rows == tile_rows

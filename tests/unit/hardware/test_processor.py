@@ -45,9 +45,9 @@ def test_a_lower_level_may_be_requested(requested):
         (
             "sse9",
             "HF_ACCEL_ISA='sse9' is not known; choose one of amx, avx512_vnni_bf16, avx512_vnni, avx_vnni, avx2, "
-            "portable, portable_tiles",
+            "portable, avx2_tiles",
         ),
-        ("avx_vnni", "HF_ACCEL_ISA='avx_vnni' is not in this CPU; choose one of avx2, portable, portable_tiles"),
+        ("avx_vnni", "HF_ACCEL_ISA='avx_vnni' is not in this CPU; choose one of avx2, portable, avx2_tiles"),
     ],
 )
 def test_a_level_that_cannot_run_is_an_error(requested, message):

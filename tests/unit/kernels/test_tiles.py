@@ -1,8 +1,8 @@
-"""Products by tiles have the bits of products by vectors, whatever the number of rows, groups and threads."""
+"""Integer products by tiles have the bits of those by vectors; bf16 products add in the order that is documented."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,26 +11,27 @@ from torch import Tensor
 from hf_accel.errors import UnsupportedError
 from hf_accel.hardware import processor
 from hf_accel.hardware.processor import ISA_LEVELS
-from hf_accel.kernels.cpu import integer_linear, isa, library, refusal, using_isa
+from hf_accel.kernels.cpu import isa, library, refusal, using_isa
+from hf_accel.kernels.cpu.float_linear import FloatLinear
 from hf_accel.kernels.cpu.integer_linear import IntegerLinear, PackedWeight, quantize
 
-LEVELS = ("amx", "portable_tiles")
+NEVER = 2**31 - 1
+LEVELS = ("amx", "avx2_tiles")
 FORMATS = [(8, 128, True), *((4, group, symmetric) for group in (32, 64, 128) for symmetric in (True, False))]
 
 
 @pytest.fixture(params=LEVELS)
-def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A level whose tiles multiply from the first row on."""
+def tiles(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each level that has tiles."""
     if reason := refusal():
         pytest.skip(reason)
-    for bits in integer_linear.TILE_ROWS:
-        monkeypatch.setitem(integer_linear.TILE_ROWS, bits, 1)
     try:
-        with using_isa(request.param):
-            pass
+        context = using_isa(request.param)
+        context.__enter__()
     except UnsupportedError as error:
         pytest.skip(str(error))
-    yield request.param
+    yield
+    context.__exit__(None, None, None)
 
 
 def packed(bits: int, group: int, *, symmetric: bool = True, outputs: int, inputs: int) -> PackedWeight:
@@ -39,46 +40,51 @@ def packed(bits: int, group: int, *, symmetric: bool = True, outputs: int, input
     return found[0]
 
 
-def assert_as_by_vectors(tiles: str, call: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    with using_isa("portable"):
-        expected = call(x)
-    with using_isa(tiles):
-        got = call(x)
-    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+def assert_as_by_vectors(linear: IntegerLinear, x: Tensor) -> None:
+    """test_integer_linear.py holds the products by vectors against the oracle."""
+    linear._tile_rows = NEVER
+    expected = linear(x)
+    linear._tile_rows = 1
+    torch.testing.assert_close(linear(x), expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("outputs", [1, 70])
 @pytest.mark.parametrize(("bits", "group", "symmetric"), FORMATS)
-def test_any_number_of_rows(tiles: str, bits: int, group: int, symmetric: bool, outputs: int) -> None:
+def test_any_number_of_rows(bits: int, group: int, symmetric: bool, outputs: int) -> None:
     weight = packed(bits, group, symmetric=symmetric, outputs=outputs, inputs=3 * group)
     linear = IntegerLinear([weight], [torch.randn(outputs)])
     x = torch.randn(65, 3 * group) * torch.logspace(-3, 3, 65)[:, None]
     for rows in range(1, 66):
-        assert_as_by_vectors(tiles, linear, x[:rows])
+        assert_as_by_vectors(linear, x[:rows])
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("inputs", [1, 4, 63, 64, 65, 127, 129, 300])
-def test_inputs_that_do_not_fill_a_group(tiles: str, inputs: int) -> None:
+def test_inputs_that_do_not_fill_a_group(inputs: int) -> None:
     linear = IntegerLinear([packed(8, 128, outputs=130, inputs=inputs)], [None])
-    assert_as_by_vectors(tiles, linear, torch.randn(33, inputs).bfloat16())
+    assert_as_by_vectors(linear, torch.randn(33, inputs).bfloat16())
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("rows", [5, 64, 70])
 @pytest.mark.parametrize(("bits", "group"), [(8, 128), (4, 32)])
-def test_more_inputs_than_a_panel(tiles: str, bits: int, group: int, rows: int) -> None:
+def test_more_inputs_than_a_panel(bits: int, group: int, rows: int) -> None:
     linear = IntegerLinear([packed(bits, group, outputs=65, inputs=4480)], [None])
-    assert_as_by_vectors(tiles, linear, torch.randn(rows, 4480))
+    assert_as_by_vectors(linear, torch.randn(rows, 4480))
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("bits", [8, 4])
-def test_more_rows_than_are_summed_at_once(tiles: str, bits: int) -> None:
+def test_more_rows_than_are_summed_at_once(bits: int) -> None:
     linear = IntegerLinear([packed(bits, 32, outputs=3, inputs=64)], [None])
-    assert_as_by_vectors(tiles, linear, torch.randn(1030, 64))
+    assert_as_by_vectors(linear, torch.randn(1030, 64))
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_any_number_of_threads(tiles: str, bits: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_number_of_threads(bits: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_cores", threads)
     weights = [packed(bits, 64, outputs=outputs, inputs=192) for outputs in (130, 3, 64)]
     linear, few = IntegerLinear(weights, [None] * 3), IntegerLinear(weights[:1], [None])
@@ -86,43 +92,36 @@ def test_any_number_of_threads(tiles: str, bits: int, threads: int, monkeypatch:
     torch.set_num_threads(threads)
     try:
         for rows in (1, 17, 64, 200):
-            assert_as_by_vectors(tiles, linear, torch.randn(rows, 192))
-            assert_as_by_vectors(tiles, few, torch.randn(rows, 192))
+            assert_as_by_vectors(linear, torch.randn(rows, 192))
+            assert_as_by_vectors(few, torch.randn(rows, 192))
     finally:
         torch.set_num_threads(before)
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("epilogue", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_gate_and_up(tiles: str, bits: int, epilogue: str) -> None:
+def test_gate_and_up(bits: int, epilogue: str) -> None:
     weights = [packed(bits, 32, outputs=70, inputs=128) for _ in range(2)]
     linear = IntegerLinear(weights, [torch.randn(70), None], epilogue=epilogue)
-    assert_as_by_vectors(tiles, linear, torch.randn(40, 128).half())
+    assert_as_by_vectors(linear, torch.randn(40, 128).half())
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("bits", [8, 4])
-def test_what_is_not_finite_stays_in_its_row(tiles: str, bits: int) -> None:
+def test_what_is_not_finite_stays_in_its_row(bits: int) -> None:
     linear = IntegerLinear([packed(bits, 64, outputs=70, inputs=256)], [None])
     x = torch.randn(40, 256)
     x[20, 200] = float("nan")
-    assert_as_by_vectors(tiles, linear, x)
-    with using_isa(tiles):
-        assert linear(x).isnan().any(dim=1).nonzero().tolist() == [[20]]
-
-
-def test_fewest_rows_are_those_of_the_constant(tiles: str) -> None:
-    """The level may multiply fewer rows by vectors: nobody can tell from the bits."""
-    weight = packed(8, 128, outputs=70, inputs=300)
-    integer_linear.TILE_ROWS[8] = 20
-    for rows in (19, 20):
-        assert_as_by_vectors(tiles, IntegerLinear([weight], [None]), torch.randn(rows, 300))
+    assert_as_by_vectors(linear, x)
+    assert linear(x).isnan().any(dim=1).nonzero().tolist() == [[20]]
 
 
 def test_the_stand_in_is_never_chosen_by_itself() -> None:
     features: frozenset[str] = frozenset()
     for needed in ISA_LEVELS.values():
         features |= needed
-        assert processor.choose_isa(features) != "portable_tiles"
+        assert processor.choose_isa(features) != "avx2_tiles"
     assert processor.choose_isa(features) == "amx"
 
 
@@ -152,3 +151,47 @@ def test_a_system_without_permission_for_tiles(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HF_ACCEL_ISA", "amx")
     with pytest.raises(UnsupportedError, match=r"HF_ACCEL_ISA='amx': the system does not permit AMX tiles; unset it"):
         library._library.__wrapped__()
+
+
+def sums_of_tiles(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T as tiles of bf16 add: 32 inputs at a time, even and odd ones apart, each sum rounded to float32."""
+    padding = -x.shape[1] % 32
+    left, right = (torch.nn.functional.pad(t.float(), (0, padding)) for t in (x, weight))
+    out = torch.zeros(len(x), len(weight))
+    for start in range(0, left.shape[1], 32):
+        halves = []
+        for k in (start, start + 1):
+            sums = torch.zeros_like(out)
+            for i in range(k, start + 32, 2):
+                sums = sums + left[:, i, None] * right[None, :, i]  # a product of two bfloat16 is exact
+            halves.append(sums)
+        out = out + (halves[0] + halves[1])
+    return out
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("outputs", [1, 31, 32, 33, 64, 65, 150])
+@pytest.mark.parametrize("inputs", [1, 2, 31, 32, 33, 511, 513, 1100])
+def test_bf16_in_the_documented_order(inputs: int, outputs: int) -> None:
+    weight, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs)
+    x = torch.randn(65, inputs).bfloat16()
+    linear = FloatLinear([weight], [bias])
+    expected = (sums_of_tiles(x, weight) + bias).bfloat16()
+    for rows in (1, 15, 16, 17, 32, 33, 48, 65):
+        assert torch.equal(linear(x[:rows]), expected[:rows])
+
+
+@pytest.mark.usefixtures("tiles")
+def test_bf16_denormals_count_as_zero() -> None:
+    weight = torch.tensor([[1.0, 2.0**-130], [2.0**-70, 0.0]]).bfloat16()
+    x = torch.tensor([[2.0**-130, 1.0], [2.0**-70, 0.0], [1.0, 0.0]]).bfloat16()
+    assert FloatLinear([weight], [None])(x).tolist() == [[0.0, 0.0], [2.0**-70, 0.0], [1.0, 2.0**-70]]
+
+
+@pytest.mark.usefixtures("tiles")
+def test_bf16_rows_below_the_fewest_are_added_by_vectors() -> None:
+    weight, x = torch.randn(33, 1100).bfloat16(), torch.randn(20, 1100).bfloat16()
+    by_tiles, mixed, by_vectors = (FloatLinear([weight], [None], tile_rows=n) for n in (1, 16, NEVER))
+    assert torch.equal(mixed(x), by_tiles(x))
+    assert torch.equal(mixed(x[:15]), by_vectors(x[:15]))
+    torch.testing.assert_close(by_tiles(x), by_vectors(x))

@@ -7,12 +7,12 @@
 #include "../parallel.h"
 #include "activation.h"
 #include "any_dtype.h"
+#include "bf16_tiles.h"
 #include "../kernels.h"
 #include "float_tile.h"
 
 namespace {
 
-constexpr int64_t CHUNK = 48;         // outputs of a task; a multiple of every tile's width
 constexpr int64_t PACKED_ROWS = 32;   // the fewest rows for which weights are packed
 // The most rows for which weights are not prefetched. On an EPYC with AVX2, prefetching makes a row of float32 slower
 // (1.1 times from memory, 1.9 times from the caches), and four to sixteen rows from memory faster (1.1 to 1.2 times).
@@ -29,6 +29,7 @@ struct Input {
   typedef typename Dot::Number Number;
   Number* packed;
   int64_t first, rows, in_features;
+  int threads;  // of the call
 
   int64_t blocks() const { return ceil_div(in_features, block_inputs<Dot>()); }
   int64_t count(int64_t b) const { return at_most(block_inputs<Dot>(), in_features - b * block_inputs<Dot>()); }
@@ -57,7 +58,7 @@ inline void pack_row(const T* from, int64_t count, typename Dot::Number* to) {
 template <class Dot, class X>
 Input<Dot> pack_input(const Linear& linear, const LinearCall& call, const X* x, int64_t first) {
   struct Packed;
-  Input<Dot> input{nullptr, first, at_most(MOST_ROWS, call.rows - first), linear.in_features};
+  Input<Dot> input{nullptr, first, at_most(MOST_ROWS, call.rows - first), linear.in_features, call.threads};
   const int64_t size = input.blocks() * input.rows * packed_stride<Dot>();
   input.packed = static_cast<typename Dot::Number*>(scratch<Packed>(static_cast<size_t>(size) * sizeof *input.packed));
   const int64_t part = 16;
@@ -83,11 +84,12 @@ void row_tile(const typename Dot::Number* x, const Panel<T>& panel, float* sums,
   const int most = ahead.rows;
   int64_t n = 0;
   for (; n + WIDE <= panel.outputs; n += WIDE) {
-    tile<Dot, T, ROWS, WIDE>(x, panel.weight + n * panel.stride, panel.stride, panel.count, sums + n, CHUNK, ahead);
+    const T* weight = panel.weight + n * panel.stride;
+    tile<Dot, T, ROWS, WIDE>(x, weight, panel.stride, panel.count, sums + n, Dot::CHUNK, ahead);
     ahead.first += most * ahead.stride;
   }
   for (; n < panel.outputs; ++n)
-    tile<Dot, T, ROWS, 1>(x, panel.weight + n * panel.stride, panel.stride, panel.count, sums + n, CHUNK, {});
+    tile<Dot, T, ROWS, 1>(x, panel.weight + n * panel.stride, panel.stride, panel.count, sums + n, Dot::CHUNK, {});
 }
 
 template <class Dot, class T>
@@ -140,7 +142,7 @@ void sum_in_place(const Input<Dot>& input, const Chunk& chunk, float* sums) {
       for_row_tiles(chunk.first, chunk.last, [&](int64_t t, int64_t r, int64_t rows) {
         const Ahead ahead{reinterpret_cast<const char*>(next + t * share * K), K * static_cast<int64_t>(sizeof(T)),
                           static_cast<int>(at_least(0, at_most(share, wide - t * share)))};
-        row_tile_of<Dot, T>(rows, input.row(b, r), panel, sums + (r - chunk.first) * CHUNK + n, ahead);
+        row_tile_of<Dot, T>(rows, input.row(b, r), panel, sums + (r - chunk.first) * Dot::CHUNK + n, ahead);
       });
     }
   }
@@ -151,7 +153,7 @@ template <class Dot, class T>
 void sum_packed(const Input<Dot>& input, const Chunk& chunk, float* sums) {
   typedef typename Dot::Number Number;
   struct Packed;
-  Number* packed = static_cast<Number*>(scratch<Packed>(CHUNK * packed_stride<Dot>() * sizeof(Number)));
+  Number* packed = static_cast<Number*>(scratch<Packed>(Dot::CHUNK * packed_stride<Dot>() * sizeof(Number)));
   const T* weight = static_cast<const T*>(chunk.matrix->weight) + chunk.n * input.in_features;
   for (int64_t b = 0; b < input.blocks(); ++b) {
     for (int64_t n = 0; n < chunk.outputs; ++n)
@@ -160,7 +162,7 @@ void sum_packed(const Input<Dot>& input, const Chunk& chunk, float* sums) {
     const int64_t count = ceil_div(input.count(b), Dot::STEP) * Dot::STEP;
     const Panel<Number> panel{packed, packed_stride<Dot>(), chunk.outputs, count};
     for_row_tiles(chunk.first, chunk.last, [&](int64_t, int64_t r, int64_t rows) {
-      row_tile_of<Dot, Number>(rows, input.row(b, r), panel, sums + (r - chunk.first) * CHUNK, {});
+      row_tile_of<Dot, Number>(rows, input.row(b, r), panel, sums + (r - chunk.first) * Dot::CHUNK, {});
     });
   }
 }
@@ -168,23 +170,24 @@ void sum_packed(const Input<Dot>& input, const Chunk& chunk, float* sums) {
 template <class Dot, class T>
 void sum_chunk(const Input<Dot>& input, const Chunk& chunk, float* sums) {
   const int64_t rows = chunk.last - chunk.first;
-  std::memset(sums, 0, static_cast<size_t>(rows * CHUNK) * sizeof(float));
+  std::memset(sums, 0, static_cast<size_t>(rows * Dot::CHUNK) * sizeof(float));
   if (rows < PACKED_ROWS) sum_in_place<Dot, T>(input, chunk, sums);
   else sum_packed<Dot, T>(input, chunk, sums);
 }
 
 // Writes epilogue(sums + bias), which is rounded once.
+template <class Dot>
 void finish(const Linear& linear, const LinearCall& call, const Chunk& chunk, int64_t row, const float* sums,
             const float* up_sums) {
   const Matrix& matrix = *chunk.matrix;
   for (int64_t r = 0; r < chunk.last - chunk.first; ++r)
     for (int64_t i = 0; i < chunk.outputs; i += LANES) {
       const int n = static_cast<int>(at_most(LANES, chunk.outputs - i));
-      F value = load_n(sums + r * CHUNK + i, n);
+      F value = load_n(sums + r * Dot::CHUNK + i, n);
       if (matrix.bias) value = add(value, load_dtype(matrix.bias, matrix.bias_dtype, chunk.n + i, n));
       if (linear.epilogue != NONE) {
         const Matrix& other = linear.matrices[1];
-        F up = load_n(up_sums + r * CHUNK + i, n);
+        F up = load_n(up_sums + r * Dot::CHUNK + i, n);
         if (other.bias) up = add(up, load_dtype(other.bias, other.bias_dtype, chunk.n + i, n));
         value = gated(linear.epilogue, value, up);
       }
@@ -193,10 +196,52 @@ void finish(const Linear& linear, const LinearCall& call, const Chunk& chunk, in
     }
 }
 
+#if defined(HFA_TILES)
+template <>
+Input<TileDot> pack_input<TileDot>(const Linear& linear, const LinearCall& call, const Bf16* x, int64_t first) {
+  struct Packed;
+  Input<TileDot> input{nullptr, first, at_most(MOST_ROWS, call.rows - first), linear.in_features, call.threads};
+  const int64_t tall = ceil_div(input.rows, TILE_HEIGHT), steps = ceil_div(input.in_features, TILE_INPUTS);
+  uint8_t* tiles = static_cast<uint8_t*>(scratch<Packed>(static_cast<size_t>(tall * steps * TILE_BYTES)));
+  input.packed = reinterpret_cast<Bf16*>(tiles);
+  parallel_for(tall, call.threads, [&](int64_t t) {
+    const int64_t r = t * TILE_HEIGHT;
+    for (int64_t s = 0; s < steps; ++s) {
+      const Bf16* from = x + (first + r) * call.x_stride + s * TILE_INPUTS;
+      pack_rows(from, call.x_stride, input.rows - r, input.in_features - s * TILE_INPUTS,
+                tiles + (t * steps + s) * TILE_BYTES);
+    }
+  });
+  return input;
+}
+
+template <>
+void sum_chunk<TileDot, Bf16>(const Input<TileDot>& input, const Chunk& chunk, float* sums) {
+  struct Sums;
+  const int64_t K = input.in_features, steps = ceil_div(K, TILE_INPUTS);
+  const int64_t tall = ceil_div(chunk.last - chunk.first, TILE_HEIGHT), wide = ceil_div(chunk.outputs, PAIR) * 2;
+  const size_t bytes = static_cast<size_t>(wide * tall * TILE_SUMS) * sizeof(float);
+  float* tiles = static_cast<float*>(scratch<Sums>(bytes));
+  std::memset(tiles, 0, bytes);
+  const uint8_t* x = reinterpret_cast<const uint8_t*>(input.packed) + chunk.first / TILE_HEIGHT * steps * TILE_BYTES;
+  const TileSums all{tiles, tall, steps, x};
+  const TaskWeights weights{static_cast<const Bf16*>(chunk.matrix->weight) + chunk.n * K, chunk.outputs, K};
+  const Tiles on_this_thread;
+  const int64_t in_place = tall <= 2 ? K / TILE_INPUTS : 0;
+  if (in_place) all.add_in_place(weights, in_place, input.threads * TileDot::CHUNK);
+  all.add_packed(weights, in_place);
+  for (int64_t n = 0; n < wide; ++n)
+    for (int64_t t = 0; t < tall; ++t)
+      transpose_words(tiles + (n * tall + t) * TILE_SUMS, TILE_WORDS,
+                      sums + t * TILE_HEIGHT * TileDot::CHUNK + n * TILE_HEIGHT, TileDot::CHUNK);
+}
+#endif
+
 template <class Dot, class T>
 void run_chunk(const Linear& linear, const LinearCall& call, const Input<Dot>& input, Chunk chunk) {
   struct Sums; struct UpSums;
-  const size_t bytes = static_cast<size_t>((chunk.last - chunk.first) * CHUNK) * sizeof(float);
+  const int64_t rows = ceil_div(chunk.last - chunk.first, Dot::WHOLE_ROWS) * Dot::WHOLE_ROWS;
+  const size_t bytes = static_cast<size_t>(rows * Dot::CHUNK) * sizeof(float);
   float* sums = static_cast<float*>(scratch<Sums>(bytes));
   sum_chunk<Dot, T>(input, chunk, sums);
   float* up_sums = nullptr;
@@ -206,25 +251,26 @@ void run_chunk(const Linear& linear, const LinearCall& call, const Input<Dot>& i
     up.matrix = linear.matrices + 1;
     sum_chunk<Dot, T>(input, up, up_sums);
   }
-  finish(linear, call, chunk, input.first + chunk.first, sums, up_sums);
+  finish<Dot>(linear, call, chunk, input.first + chunk.first, sums, up_sums);
 }
 
 template <class Dot, class T>
 void run_rows(const Linear& linear, const LinearCall& call, const Input<Dot>& input) {
   const int32_t count = linear.epilogue == NONE ? linear.count : 1;
   int64_t chunks = 0;
-  for (int32_t m = 0; m < count; ++m) chunks += ceil_div(linear.matrices[m].out_features, CHUNK);
+  for (int32_t m = 0; m < count; ++m) chunks += ceil_div(linear.matrices[m].out_features, Dot::CHUNK);
   // Rows are split over threads only if there are few chunks.
   const int64_t parts = chunks >= 4 * call.threads ? 1 : at_most(ceil_div(input.rows, PACKED_ROWS), 4 * call.threads);
-  const int64_t part_rows = ceil_div(input.rows, parts);
+  const int64_t part_rows = ceil_div(ceil_div(input.rows, parts), Dot::WHOLE_ROWS) * Dot::WHOLE_ROWS;
   parallel_for(chunks * parts, call.threads, [&](int64_t task) {
     int64_t c = task / parts;
     const int64_t first = task % parts * part_rows, last = at_most(input.rows, first + part_rows);
     int32_t m = 0;
-    for (; c >= ceil_div(linear.matrices[m].out_features, CHUNK); ++m)
-      c -= ceil_div(linear.matrices[m].out_features, CHUNK);
-    const int64_t outputs = at_most(CHUNK, linear.matrices[m].out_features - c * CHUNK);
-    if (first < last) run_chunk<Dot, T>(linear, call, input, {linear.matrices + m, c * CHUNK, outputs, first, last});
+    for (; c >= ceil_div(linear.matrices[m].out_features, Dot::CHUNK); ++m)
+      c -= ceil_div(linear.matrices[m].out_features, Dot::CHUNK);
+    const int64_t outputs = at_most(Dot::CHUNK, linear.matrices[m].out_features - c * Dot::CHUNK);
+    const Chunk chunk{linear.matrices + m, c * Dot::CHUNK, outputs, first, last};
+    if (first < last) run_chunk<Dot, T>(linear, call, input, chunk);
   });
 }
 
@@ -244,8 +290,12 @@ void run(const Linear& linear, const LinearCall& call) {
 
 void HFA_NAMESPACE::float_linear(const LinearCall& call) {
   const Linear& linear = *call.linear;
+  [[maybe_unused]] const bool both_bf16 = linear.format == BF16 && call.x_dtype == BF16;
+#if defined(HFA_TILES)
+  if (both_bf16 && call.rows >= call.tile_rows) return run<TileDot, Bf16>(linear, call);
+#endif
 #if defined(HFA_BF16)
-  if (linear.format == BF16 && call.x_dtype == BF16) return run<PairDot, Bf16>(linear, call);
+  if (both_bf16) return run<PairDot, Bf16>(linear, call);
 #endif
   for_dtype(linear.format, [&](auto* null) { run<FloatDot, std::remove_pointer_t<decltype(null)>>(linear, call); });
 }

@@ -9,9 +9,12 @@
 
 namespace {
 
-// The product of a vector of weights and a vector of inputs. `Number` is the type of packed inputs and packed weights.
+// The product of a vector of weights and a vector of inputs. `Number` is the type of packed inputs and packed weights,
+// CHUNK the number of outputs of a task, a multiple of every tile's width. Rows are split among tasks, and their sums
+// kept, by multiples of WHOLE_ROWS.
 struct FloatDot {
   typedef float Number;
+  static constexpr int64_t CHUNK = 48, WHOLE_ROWS = 1;
   static constexpr int STEP = LANES;  // inputs per vector
   template <class T> static F load(const T* p) { return load_as(p); }
   template <class T> static F load_n(const T* p, int n) { return load_as_n(p, n); }
@@ -21,10 +24,19 @@ struct FloatDot {
 #if defined(HFA_BF16)
 struct PairDot {
   typedef Bf16 Number;
+  static constexpr int64_t CHUNK = 48, WHOLE_ROWS = 1;
   static constexpr int STEP = 2 * LANES;
   static I load(const Bf16* p) { return load_pairs(p); }
   static I load_n(const Bf16* p, int n) { return load_pairs_n(p, n); }
   static F dot(F sum, I w, I x) { return dot_pairs(sum, w, x); }
+};
+#endif
+
+#if defined(HFA_TILES)
+// The same by the registers of simd/tiles.h, which bf16_tiles.h multiplies.
+struct TileDot {
+  typedef Bf16 Number;
+  static constexpr int64_t CHUNK = 64, WHOLE_ROWS = 32;
 };
 #endif
 

@@ -1,8 +1,8 @@
 // Products of many rows by integer weights, by tiles. The results have the bits of the other products of
 // integer_linear.cpp: the sums over a group are the same integers, and are scaled and added in the same order.
 //
-// The weights of some groups of a block, a panel, are unpacked to signed bytes in the order of the products: tiles that
-// lie side by side, which all rows use. With few rows, a panel is one group, in the first-level cache; with many rows,
+// The weights of some groups of a block, a panel, are unpacked to signed bytes in the order of the products: tiles side
+// by side, which all rows use. With few rows, a panel is one group, in the first-level cache; with many rows,
 // it is in the second-level cache. The float sums of a strip of rows stay in the first-level cache. While the tiles
 // multiply, the vector units add the products before, and the weights of the next panel are prefetched.
 #pragma once
@@ -18,7 +18,6 @@ namespace {
 
 constexpr int64_t STRIP = 64;                   // rows of a strip, whose float sums have 16 KB
 constexpr int64_t PANEL_BYTES = 256 * 1024;     // the most bytes of a panel that many rows use
-constexpr int64_t PAIR = 2 * TILE_HEIGHT;       // rows, and outputs, of the four tiles that are summed at once
 constexpr int64_t K_BYTES = BLOCK / TILE_WORDS * TILE_BYTES;  // a block's tiles for TILE_WIDTH inputs
 
 // Unpacks the weights of a group, with zeros up to a whole tile. The tiles of 16 outputs each come after one another,

@@ -144,6 +144,8 @@ template <class T> inline void store_as_n(T* p, F x, int n) {
 
 inline I iset1(int32_t x) { return _mm256_set1_epi32(x); }
 inline I load_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline void store_bytes(void* p, I x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
+inline I sub_bytes(I a, I b) { return _mm256_sub_epi8(a, b); }
 inline I broadcast4(const int8_t* p) { int32_t x; std::memcpy(&x, p, 4); return _mm256_set1_epi32(x); }
 #if defined(HFA_AVX_VNNI)
 inline I dot4(I sum, I w, I a) { return _mm256_dpbusd_avx_epi32(sum, w, a); }

@@ -96,14 +96,6 @@ inline void store_n(float* p, F x, int n) { store_as_n(p, x, n); }
 
 inline I iset1(int32_t x) { I r; HFA_EACH r.v[i] = x; return r; }
 inline I load_bytes(const void* p) { I r; std::memcpy(r.v, p, sizeof r.v); return r; }
-inline void store_bytes(void* p, I x) { std::memcpy(p, x.v, sizeof x.v); }
-inline I sub_bytes(I a, I b) {
-  int8_t bytes[2][sizeof a.v];
-  std::memcpy(bytes[0], a.v, sizeof a.v);
-  std::memcpy(bytes[1], b.v, sizeof b.v);
-  for (size_t i = 0; i < sizeof a.v; ++i) bytes[0][i] = static_cast<int8_t>(bytes[0][i] - bytes[1][i]);
-  return load_bytes(bytes[0]);
-}
 inline I broadcast4(const int8_t* p) { int32_t x; std::memcpy(&x, p, 4); return iset1(x); }
 inline I dot4(I sum, I w, I a) {
   HFA_EACH {

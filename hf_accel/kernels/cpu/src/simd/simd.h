@@ -14,6 +14,7 @@
 //   transpose  of LANES vectors, lane j of vector i becomes lane i of vector j
 //   dot4       adds four products of unsigned bytes of w and signed bytes of a to each lane of I, without saturation;
 //              dot4_nibbles is the same for w <= 15
+//   store_bytes, sub_bytes  (where a level with tiles is made of it) the bytes of I
 #pragma once
 
 #include "../types.h"
