@@ -42,6 +42,7 @@ from . import (
     small_model,
     speculation,
     students,
+    tiles,
     waste,
 )
 from .bench import Bench
@@ -62,6 +63,7 @@ TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
     "prefill": prefill.measure,
     "rows": rows.measure,
     "float_rows": float_rows.measure,
+    "tiles": tiles.measure,
     "profile": profile_step.measure,
     "memory": memory.measure,
     "waste": waste.measure,

@@ -32,6 +32,7 @@ from benchmarks import (
     results_folder,
     run,
     students,
+    tiles,
     timing,
 )
 from benchmarks.bench import Bench
@@ -79,6 +80,7 @@ TABLES = {  # topic -> rows of each of its tables
     "ladder": [7, 4],
     "waste": [3, 2],
     "isa": [5],
+    "tiles": [4] * 8,
     "quality": [6],
     "small_model": [5],
     "batching": [6, 4],
@@ -106,6 +108,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for module in (students, drafts):
             patch.setattr(module, "call_all", lambda name, fields: [call_here(name, json.dumps(f)) for f in fields])
         patch.setattr(isa, "levels", lambda: ["avx2"])
+        patch.setattr(tiles, "LEVELS", ("amx", "avx2_tiles"))
         patch.setattr(quiet, "SAMPLE", 0.001)
         run.main([*run.TOPICS, *SMALL, "--tokens", "100", "--setups", OURS, "--out", str(out)])
         yield out

@@ -38,7 +38,7 @@ class FloatLinear:
         tile_rows: int = 1,
     ) -> None:  # fmt: skip
         check_weights(weights, biases, epilogue)
-        self._tile_rows = tile_rows
+        self.tile_rows = tile_rows
         self.weights = list(weights)
         self.biases = list(biases)
         self._epilogue = epilogue
@@ -74,7 +74,7 @@ class FloatLinear:
         out = x.new_empty(rows, self.out_features)
         _float_linear(
             self._address, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.out_features, dtype, dtype, threads(),
-            self._tile_rows,
+            self.tile_rows,
         )  # fmt: skip
         return out
 

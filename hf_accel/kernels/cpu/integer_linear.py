@@ -157,11 +157,14 @@ class IntegerLinear:
     epilogue "silu", "gelu" or "gelu_tanh" there are two weights, and the result is act(x W0^T + b0) * (x W1^T + b1),
     [rows, out]. The result is rounded once. Activations are quantized to INT8 with a scale for each row and group of
     inputs. Row i of the result depends only on row i of x, and has the same bits on every instruction set.
+
+    tile_rows: the fewest rows that tiles multiply, on a CPU that has them (AMX); None for those of TILE_ROWS.
     """
 
     def __init__(
-        self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None], *, epilogue: str | None = None
-    ) -> None:
+        self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None], *, epilogue: str | None = None,
+        tile_rows: int | None = None,
+    ) -> None:  # fmt: skip
         first = weights[0]
         self.keep_alive: list[Any] = [*weights, *biases]
         self._biases: list[tuple[Any, Tensor]] = []
@@ -180,7 +183,7 @@ class IntegerLinear:
             FORMATS[first.bits], first.activation_group, first.in_features, len(weights), EPILOGUES[epilogue], matrices
         )
         self._address = ctypes.addressof(self._linear)
-        self._tile_rows = TILE_ROWS[first.bits]
+        self.tile_rows = TILE_ROWS[first.bits] if tile_rows is None else tile_rows
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, dtype = x.shape[0], DTYPES[x.dtype]
@@ -190,7 +193,7 @@ class IntegerLinear:
         out = x.new_empty(rows, self.out_features)
         _integer_linear(
             self._address, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.out_features, dtype, dtype, threads(),
-            self._tile_rows,
+            self.tile_rows,
         )  # fmt: skip
         return out
 

@@ -183,4 +183,4 @@ def test_tiles_take_all_rows_only_where_no_row_is_torchs() -> None:
     for float_rows, tile_rows in ((UNLIMITED, 1), (16, 16)):
         call = projections.ProjectionCall(float_rows).ready((layer,), x)
         assert call is not None
-        assert call._tile_rows == tile_rows
+        assert call.tile_rows == tile_rows
