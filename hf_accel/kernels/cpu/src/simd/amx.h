@@ -2,15 +2,21 @@
 // and do not say that a load reads memory.
 #pragma once
 
+#if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 namespace {
 
 inline const char* refused_tiles() {
+#if defined(__linux__)
   constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   const bool allowed = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
   return allowed ? nullptr : "the system does not permit AMX tiles (arch_prctl)";
+#else
+  return "how this system permits AMX tiles is not known";
+#endif
 }
 
 // The operand of ldtilecfg. All tiles have the full size, so that it never changes.
