@@ -22,6 +22,9 @@ ISA_LEVELS: dict[str, frozenset[str]] = {
     "avx512_vnni": AVX512,
     "avx_vnni": frozenset({"avx2", "fma3", "avx_vnni"}),
     "avx2": frozenset({"avx2", "fma3"}),
+    "neon_i8mm": frozenset({"neon", "dot", "i8mm"}),
+    "neon_dotprod": frozenset({"neon", "dot"}),
+    "neon": frozenset({"neon"}),
     "portable": frozenset(),
     "avx2_tiles": frozenset({"avx2", "fma3"}),
 }
@@ -42,13 +45,24 @@ def choose_isa(features: frozenset[str], *, requested: str | None = None) -> str
     return requested
 
 
+# How Linux names them on 64-bit ARM.
+LINUX_NAMES = {"asimd": "neon", "asimddp": "dot", "i8mm": "i8mm"}
+
+
 @lru_cache
-def instruction_sets() -> frozenset[str]:
-    """The CPU's features by torch's names; what torch itself was built to use where it does not list them."""
+def instruction_sets(root: Path = ROOT) -> frozenset[str]:
+    """The CPU's features by torch's names.
+
+    torch does not list them where it may not read /sys, as in some containers. Then they are those that torch itself
+    was built to use, or for ARM, NEON and what Linux lists.
+    """
     features = frozenset(name for name, value in torch.cpu.get_capabilities().items() if value is True)
-    if not features and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
-        return ISA_LEVELS["avx2"]
-    return features
+    if features:
+        return features
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        listed = set((read(root / "proc/cpuinfo") or "").split())
+        return ISA_LEVELS["neon"] | {name for linux, name in LINUX_NAMES.items() if linux in listed}
+    return ISA_LEVELS["avx2" if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else "portable"]
 
 
 @lru_cache

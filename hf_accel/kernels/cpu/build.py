@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,13 +23,15 @@ REASON = "not_built.txt"  # a file that says why there is no library; the plan s
 
 COMMON = [
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",
-    # The last two switch off false warnings about gcc 12's own intrinsics.
-    "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
+    # Two of these switch off false warnings about gcc 12's own intrinsics; the last one is for clang, which knows one.
+    "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option",
 ]  # fmt: skip
+MACOS = ["-mmacosx-version-min=11.0"]  # the oldest version that a wheel may name, whatever this one is
 SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-DHFA_AVX2"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-DHFA_AVX512"]
 AVX512_BF16 = [*AVX512, "-mavx512bf16", "-DHFA_BF16"]
+DOTPROD = ["-DHFA_NEON", "-DHFA_DOTPROD"]
 
 # The compiler flags of each level of hardware.ISA_LEVELS. -march=native is never used, because the library may be
 # built on one machine and run on another.
@@ -38,29 +41,35 @@ LEVELS: dict[str, list[str]] = {
     "avx512_vnni": AVX512,
     "avx_vnni": [*AVX2, "-mavxvnni", "-DHFA_AVX_VNNI"],
     "avx2": AVX2,
+    "neon_i8mm": [*DOTPROD, "-march=armv8.2-a+dotprod+i8mm", "-DHFA_I8MM"],
+    "neon_dotprod": [*DOTPROD, "-march=armv8.2-a+dotprod"],
+    "neon": ["-march=armv8-a", "-DHFA_NEON"],
     "portable": [],
     "avx2_tiles": [*AVX2, "-DHFA_TILES"],
 }
 
 # Other levels are not built with sanitizers: they have the same code and would take minutes to compile.
-SANITIZED_LEVELS = ("avx512_vnni_bf16", "avx2", "avx2_tiles")
+SANITIZED_LEVELS = ("avx512_vnni_bf16", "avx2", "avx2_tiles", "neon_dotprod", "neon")
 
 
 class BuildError(Exception):
     """Says why there is no library, in a clause that a plan can print."""
 
 
-def build(target: Path = HERE / LIBRARY, *, sanitize: bool = False) -> list[str]:
-    """Compile every level that the compiler supports, link them to `target`, and return the levels.
+def build(target: Path = HERE / LIBRARY, *, sanitize: bool = False, only: Sequence[str] = tuple(LEVELS)) -> list[str]:
+    """Compile every level of the compiler's processor that it supports, link them to `target`, and return the levels.
 
-    Raises BuildError if there is no compiler or it fails. An older library then stays as it was.
+    only: the levels to compile of these. Raises BuildError if there is no compiler or it fails. An older library then
+    stays as it was.
     """
     compiler = find_compiler()
     common = [*COMMON, *(SANITIZE if sanitize else [])]
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        common += _openmp(compiler, scratch)
-        wanted = [level for level in _levels() if not sanitize or level in SANITIZED_LEVELS] or ["portable"]
+        machine = _target(compiler)
+        common += [*_openmp(compiler, scratch), *(MACOS if "darwin" in machine else [])]
+        known = [level for level in levels_for(machine.split("-")[0]) if level in only]
+        wanted = [level for level in known if not sanitize or level in SANITIZED_LEVELS] or ["portable"]
         levels = [level for level in wanted if _accepts(compiler, LEVELS[level], scratch)]
         (scratch / "levels.inc").write_text("".join(f"HFA_LEVEL({level})\n" for level in levels))
         jobs = [(source, scratch / f"{source.stem}.o", [f"-I{scratch}"]) for source in sorted(SOURCE.glob("*.cpp"))]
@@ -97,7 +106,8 @@ def build_or_note(folder: Path = HERE) -> None:
 def find_compiler() -> str:
     """Return the compiler in the environment variable CXX, or the first usual one that is installed.
 
-    Raises BuildError if there is none.
+    A cross compiler, such as CXX=aarch64-linux-gnu-g++, makes the library of its target. Raises BuildError if there
+    is none.
     """
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     found = next(filter(None, map(shutil.which, names)), None)
@@ -106,18 +116,27 @@ def find_compiler() -> str:
     return found
 
 
-def _levels() -> list[str]:
-    return list(LEVELS) if platform.machine().lower() in ("x86_64", "amd64") else ["portable"]
+def levels_for(processor: str) -> list[str]:
+    """Return the levels of a processor by its name in platform.machine() or in a compiler's target, best first."""
+    x86, arm = (processor.lower() in names for names in (("x86_64", "amd64"), ("aarch64", "arm64")))
+    return [level for level in LEVELS if level == "portable" or (arm if level.startswith("neon") else x86)]
+
+
+def _target(compiler: str) -> str:
+    """Return the target of a compiler, such as x86_64-linux-gnu or arm64-apple-darwin23.5.0."""
+    result = subprocess.run([compiler, "-dumpmachine"], capture_output=True, text=True, check=False)
+    return result.stdout.strip() or f"{platform.machine()}-{platform.system()}".lower()
 
 
 def _openmp(compiler: str, scratch: Path) -> list[str]:
     """Return the flag for OpenMP, if the compiler supports it. Apple's does not; the kernels then use one thread."""
-    return ["-fopenmp"] if _accepts(compiler, ["-fopenmp"], scratch) else []
+    code = "#include <omp.h>\nint main() { return omp_in_parallel(); }\n"
+    return ["-fopenmp"] if _accepts(compiler, ["-fopenmp"], scratch, code) else []
 
 
-def _accepts(compiler: str, flags: list[str], scratch: Path) -> bool:
+def _accepts(compiler: str, flags: list[str], scratch: Path, code: str = "int main() { return 0; }\n") -> bool:
     probe = scratch / "probe.cpp"
-    probe.write_text("int main() { return 0; }\n")
+    probe.write_text(code)
     command = [compiler, "-Werror", *flags, str(probe), "-o", str(scratch / "probe")]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 

@@ -26,7 +26,10 @@ AMX = frozenset({"amx_tile", "amx_int8", "amx_bf16"})
         (AVX_VNNI, "avx_vnni"),
         (AVX2, "avx2"),
         (AVX2 - {"fma3"}, "portable"),
-        (frozenset({"neon"}), "portable"),
+        (frozenset({"neon", "dot", "i8mm", "bf16", "sve"}), "neon_i8mm"),
+        (frozenset({"neon", "dot"}), "neon_dotprod"),
+        (frozenset({"neon", "i8mm"}), "neon"),
+        (frozenset({"dot"}), "portable"),
     ],
 )
 def test_the_best_level_is_chosen(features, level):
@@ -44,8 +47,7 @@ def test_a_lower_level_may_be_requested(requested):
     [
         (
             "sse9",
-            "HF_ACCEL_ISA='sse9' is not known; choose one of amx, avx512_vnni_bf16, avx512_vnni, avx_vnni, avx2, "
-            "portable, avx2_tiles",
+            f"HF_ACCEL_ISA='sse9' is not known; choose one of {', '.join(processor.ISA_LEVELS)}",
         ),
         ("avx_vnni", "HF_ACCEL_ISA='avx_vnni' is not in this CPU; choose one of avx2, portable, avx2_tiles"),
     ],
@@ -63,6 +65,28 @@ def test_without_a_list_of_features_torchs_own_level_counts(monkeypatch, capabil
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert processor.choose_isa(processor.instruction_sets.__wrapped__()) == level
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "level"),
+    [
+        ("aarch64", "fp asimd evtstrm crc32 asimddp sve i8mm", "neon_i8mm"),  # as on Graviton 3
+        ("aarch64", "fp asimd aes asimddp", "neon_dotprod"),
+        ("aarch64", "fp asimd evtstrm", "neon"),
+        ("arm64", None, "neon"),  # macOS has no such file
+        ("x86_64", "asimd asimddp", "portable"),
+        ("riscv64", None, "portable"),
+    ],
+)
+def test_without_a_list_of_features_arm_has_neon_and_what_linux_lists(
+    monkeypatch, make_root, machine, features, level
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "arm64"})
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    monkeypatch.setattr(processor.platform, "machine", lambda: machine)
+    cpuinfo = f"processor\t: 0\nBogoMIPS\t: 2100.00\nFeatures\t: {features}\nCPU implementer\t: 0x41"
+    root = make_root({} if features is None else {"proc/cpuinfo": cpuinfo})
+    assert processor.choose_isa(processor.instruction_sets.__wrapped__(root)) == level
 
 
 def test_features_are_the_true_ones(monkeypatch):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 
 import pytest
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.hardware.processor import ISA_LEVELS
 from hf_accel.kernels.cpu import refusal, using_isa
+from hf_accel.kernels.cpu.build import levels_for
 
 
-@pytest.fixture(params=list(ISA_LEVELS))
+@pytest.fixture(params=levels_for(platform.machine()))
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     if reason := refusal():
         pytest.skip(reason)

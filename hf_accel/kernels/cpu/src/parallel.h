@@ -17,7 +17,7 @@ namespace {
 
 // Calls f(task) for each task in 0..tasks-1 on at most `threads` threads. A thread that is ready takes the next task.
 template <class Function>
-inline void parallel_for(int64_t tasks, int threads, const Function& f) {
+inline void parallel_for(int64_t tasks, [[maybe_unused]] int threads, const Function& f) {
 #if defined(_OPENMP)
   if (tasks > 1 && threads > 1 && !hfa_forked.load(std::memory_order_relaxed) && !omp_in_parallel()) {
     std::atomic<int64_t> next{0};

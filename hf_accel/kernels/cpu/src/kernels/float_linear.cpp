@@ -39,7 +39,7 @@ struct Input {
 inline void copy_numbers(const float* from, int64_t n, float* to) {
   std::memcpy(to, from, static_cast<size_t>(n) * sizeof *to);
 }
-inline void copy_numbers(const Bf16* from, int64_t n, Bf16* to) {
+[[maybe_unused]] inline void copy_numbers(const Bf16* from, int64_t n, Bf16* to) {
   std::memcpy(to, from, static_cast<size_t>(n) * sizeof *to);
 }
 template <class T>
@@ -97,7 +97,7 @@ void row_tile_of(int64_t rows, const typename Dot::Number* x, const Panel<T>& pa
   switch (rows) {
     case 1: return row_tile<Dot, T, 1>(x, panel, sums, ahead);
     case 2: return row_tile<Dot, T, 2>(x, panel, sums, ahead);
-#if defined(HFA_AVX2)
+#if defined(HFA_AVX2) || defined(HFA_NEON)
     case 3: return row_tile<Dot, T, 3>(x, panel, sums, ahead);
     case 4: return row_tile<Dot, T, 4>(x, panel, sums, ahead);
 #endif

@@ -45,7 +45,7 @@ struct TileDot {
 #if defined(HFA_AVX512)
 constexpr int TILE_ROWS = 6;
 constexpr int wide_for(int rows) { return rows <= 3 ? 8 : rows == 4 ? 6 : 4; }
-#elif defined(HFA_AVX2)
+#elif defined(HFA_AVX2) || defined(HFA_NEON)
 constexpr int TILE_ROWS = 4;
 constexpr int wide_for(int rows) { return rows == 1 ? 8 : rows == 2 ? 6 : rows == 3 ? 4 : 3; }
 #else
@@ -76,9 +76,11 @@ template <int ROWS, int WIDE>
 inline void add_sums(const F (&acc)[ROWS * WIDE], float* sums, int64_t sums_stride) {
   constexpr int COUNT = ROWS * WIDE;
   float total[(COUNT + 3) / 4 * 4];
-  for (int i = 0; i < COUNT; i += 4)
+  unrolled<(COUNT + 3) / 4>([&](auto quarter) HFA_INLINE {
+    constexpr int i = 4 * quarter;
     reduce_add4(acc[i], i + 1 < COUNT ? acc[i + 1] : zero(), i + 2 < COUNT ? acc[i + 2] : zero(),
                 i + 3 < COUNT ? acc[i + 3] : zero(), total + i);
+  });
   for (int r = 0; r < ROWS; ++r)
     for (int n = 0; n < WIDE; ++n) sums[r * sums_stride + n] += total[r * WIDE + n];
 }
@@ -89,23 +91,25 @@ inline void tile(const typename Dot::Number* x, const T* w, int64_t w_stride, in
                  int64_t sums_stride, const Ahead& ahead) {
   constexpr int64_t X = packed_stride<Dot>();
   F acc[ROWS * WIDE];
-  for (int i = 0; i < ROWS * WIDE; ++i) acc[i] = zero();
+  unrolled<ROWS * WIDE>([&](auto i) HFA_INLINE { acc[i] = zero(); });
   int64_t k = 0;
   for (; k + Dot::STEP <= count; k += Dot::STEP) {
     const char* soon = ahead.first + k * static_cast<int64_t>(sizeof(T));
     for (int i = 0; i < ahead.rows; ++i, soon += ahead.stride) prefetch_l2(soon);
-    for (int n = 0; n < WIDE; ++n) {
+    unrolled<WIDE>([&](auto n) HFA_INLINE {
       const auto weights = Dot::load(w + n * w_stride + k);
-      for (int r = 0; r < ROWS; ++r)
+      unrolled<ROWS>([&](auto r) HFA_INLINE {
         acc[r * WIDE + n] = Dot::dot(acc[r * WIDE + n], weights, Dot::load(x + r * X + k));
-    }
+      });
+    });
   }
   if (k < count)
-    for (int n = 0; n < WIDE; ++n) {
+    unrolled<WIDE>([&](auto n) HFA_INLINE {
       const auto weights = Dot::load_n(w + n * w_stride + k, static_cast<int>(count - k));
-      for (int r = 0; r < ROWS; ++r)
+      unrolled<ROWS>([&](auto r) HFA_INLINE {
         acc[r * WIDE + n] = Dot::dot(acc[r * WIDE + n], weights, Dot::load(x + r * X + k));
-    }
+      });
+    });
   add_sums<ROWS, WIDE>(acc, sums, sums_stride);
 }
 

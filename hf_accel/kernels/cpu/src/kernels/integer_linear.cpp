@@ -80,7 +80,7 @@ inline void group_tile(const GroupTask& task, int start, const QuantizedRows& x,
   // Weights are stored with an offset, so the sums start from -offset * sum(x).
   unrolled<ROWS>([&](auto r) HFA_INLINE {
     unrolled<WIDE>([&](auto v) HFA_INLINE {
-      if constexpr (FORMAT == INT8) sums[r][v] = iset1(-128 * x_sums[r]);
+      if constexpr (FORMAT == INT8) sums[r][v] = iset1((DOT4_OFFSET - 128) * x_sums[r]);
       else if (!task.zeros) sums[r][v] = iset1(-8 * x_sums[r]);
       else sums[r][v] = mul_i32(load_u8_as_i32(task.zeros + start + v * LANES), iset1(-x_sums[r]));
     });

@@ -12,8 +12,8 @@
 //   zero_nan   0 if x is NaN, else x
 //   select_range(x, other, from, to)  lanes from..to-1 of x, the other lanes of `other`
 //   transpose  of LANES vectors, lane j of vector i becomes lane i of vector j
-//   dot4       adds four products of unsigned bytes of w and signed bytes of a to each lane of I, without saturation;
-//              dot4_nibbles is the same for w <= 15
+//   dot4       adds four products of unsigned bytes of w, less DOT4_OFFSET, and signed bytes of a, which are at least
+//              -127, to each lane of I, without saturation; dot4_nibbles adds those of w <= 15 itself
 //   store_bytes, sub_bytes  (where a level with tiles is made of it) the bytes of I
 #pragma once
 
@@ -23,11 +23,20 @@
 #include "avx512.h"
 #elif defined(HFA_AVX2)
 #include "avx2.h"
+#elif defined(HFA_NEON)
+#include "neon.h"
 #else
 #include "portable.h"
 #endif
 
 namespace {
+
+// It is 128 where the hardware has only products of two signed bytes.
+#if defined(HFA_NEON) && !defined(HFA_I8MM)
+constexpr int DOT4_OFFSET = 128;
+#else
+constexpr int DOT4_OFFSET = 0;
+#endif
 
 // Calls f(0), f(1), ... f(COUNT - 1). The arguments are constants, so that arrays indexed by them stay in registers.
 // (In a loop, gcc would keep the array in memory, because it unrolls loops too late.)
