@@ -6,6 +6,7 @@ Without a compiler the installation succeeds all the same, and leaves the reason
 from __future__ import annotations
 
 import importlib.util
+import platform
 from pathlib import Path
 
 from setuptools import Command, Distribution, setup
@@ -54,10 +55,12 @@ def compile_kernels(folder: Path) -> None:
 
 
 class PlatformWheel(bdist_wheel):
-    """One wheel for every Python of a platform: the library knows neither Python nor torch."""
+    """One wheel for every Python of a platform: the library knows neither Python nor torch.
+
+    On macOS, Python may be for both kinds of processor, but the library is for this one."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", super().get_tag()[2]
+        return "py3", "none", super().get_tag()[2].replace("universal2", platform.machine())
 
 
 class PlatformDistribution(Distribution):

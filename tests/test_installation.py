@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -134,6 +135,24 @@ def test_wheel_without_a_compiler(tree: Path, tmp_path: Path, no_compiler: None)
         archive.extractall(tmp_path / "site")
     assert not (tmp_path / "site" / LIBRARY).exists()
     assert refusal(tmp_path / "site") == "cpu kernels: not built (no compiler)"
+
+
+@pytest.mark.long
+@needs_setuptools
+@pytest.mark.parametrize(
+    ("host", "tag"),
+    [
+        ("linux-aarch64", "linux_aarch64"),
+        ("macosx-11.0-arm64", "macosx_11_0_arm64"),
+        ("macosx-11.0-universal2", f"macosx_11_0_{platform.machine()}"),
+    ],
+)
+def test_tag_of_a_wheel(
+    tree: Path, tmp_path: Path, no_compiler: None, monkeypatch: pytest.MonkeyPatch, host: str, tag: str
+) -> None:
+    """It names the platform that Python is for, and of two kinds of processor the one that the library is for."""
+    monkeypatch.setenv("_PYTHON_HOST_PLATFORM", host)
+    assert backend(tree, "build_wheel", tmp_path / "dist").name.endswith(f"-py3-none-{tag}.whl")
 
 
 @pytest.fixture(params=["with", "without"])
