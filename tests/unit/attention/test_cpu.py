@@ -76,6 +76,17 @@ def test_any_heads_and_dims(heads: tuple[int, int], dims: tuple[int, int], dtype
     assert_close(case.run(BACKEND, scale=scale), case.expected(scale=scale)[0], dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_number_of_fp8_is_read(isa: str, dtype: torch.dtype) -> None:
+    """The value of the only key is the output, whatever its score."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale, start = torch.ones(1, 1, 1, dtype=dtype), torch.tensor([0, 1], dtype=torch.int32)
+    pages = KV(torch.zeros(1, 1, 1, 8).to(numbers.dtype), numbers.view(1, 1, 1, 256), scale, scale)
+    ragged = Ragged(start, start[1:], 1, 1, torch.zeros(1, 1, dtype=torch.int32))
+    out, _ = BACKEND.paged(torch.zeros(1, 1, 8, dtype=dtype), pages, ragged, AttentionOptions(1.0), return_lse=True)
+    assert torch.equal(out.flatten().nan_to_num(999), numbers.to(dtype).nan_to_num(999))
+
+
 def part(case: Case, sequence: int, start: int, stop: int) -> Case:
     """Queries start..stop-1 of a sequence that began empty, with the keys up to then."""
     k, v = ([x[sequence][:, :stop]] for x in (case.k, case.v))
