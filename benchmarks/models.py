@@ -56,7 +56,7 @@ def random_model(config: LlamaConfig, *, seed: int = 0) -> PreTrainedModel:
 
 def cut(block: Tensor, shape: torch.Size, *, start: int) -> Tensor:
     repeats = -(-(start + shape.numel()) // len(block))
-    return block.repeat(repeats)[start : start + shape.numel()].view(shape)
+    return block.repeat(repeats)[start : start + shape.numel()].clone().view(shape)
 
 
 def reload(model: PreTrainedModel, **keywords: Any) -> PreTrainedModel:

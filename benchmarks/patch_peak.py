@@ -1,9 +1,10 @@
-"""Time and peak memory of one way to a quantized model, in a process of its own.
+"""Time and memory of one way to a patched model, in a process of its own.
 
-python -m benchmarks.patch_peak WAY WEIGHTS NAME LAYERS, with 0 for all layers. The ways:
+python -m benchmarks.patch_peak WAY WEIGHTS NAME LAYERS, with None for weights as they are and 0 for all layers. Ways:
     memory      patch(keep_original=False) of a model in memory
     checkpoint  patch(keep_original="auto") of a model loaded from the checkpoint NAME
     load        from_pretrained(NAME, quantization_config=AccelConfig(...))
+    saved       from_pretrained of the checkpoint NAME that a patched model wrote
     stock       from_pretrained(NAME)
 """
 
@@ -21,35 +22,49 @@ from transformers.utils.logging import disable_progress_bar
 import hf_accel
 
 from .models import load_model, weight_bytes
-from .peak import peak_bytes
+from .peak import KINDS, TOTAL, peaks, resident
 
 Make = Callable[[], PreTrainedModel]
 
 
-def way_of(way: str, weights: str, name: str, layers: int | None) -> Make:
+def way_of(way: str, weights: str | None, name: str, layers: int | None) -> Make:
     """What is measured, made ready: a model in memory is loaded before."""
-    if way == "stock":
-        return lambda: AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+    if way in ("stock", "saved"):
+        return lambda: from_pretrained(name)
     if way == "load":
-        config = hf_accel.AccelConfig(weights=weights)
-        return lambda: AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, quantization_config=config)
-    keep = {"memory": False, "checkpoint": "auto"}[way]
+        return lambda: from_pretrained(name, quantization_config=hf_accel.AccelConfig(weights=weights))
+    if way == "checkpoint":
+        return lambda: hf_accel.patch(from_pretrained(name), weights=weights)
     model = load_model(name, layers=layers)
-    return lambda: hf_accel.patch(model, weights=weights, keep_original=keep)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # a checkpoint is mapped
+    return lambda: hf_accel.patch(model, weights=weights, keep_original=False)
+
+
+def from_pretrained(name: str, **keywords: object) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, **keywords)
+    return model
 
 
 def main(way: str, weights: str, name: str, layers: str) -> None:
     disable_progress_bar()
-    make = way_of(way, weights, name, int(layers) or None)
+    asked = None if weights == "None" else weights
+    hf_accel.patch(load_model("tiny"), weights=asked, keep_original=False)  # imports what will be needed
+    before = resident()
+    make = way_of(way, asked, name, int(layers) or None)
     made: list[PreTrainedModel] = []
+    seconds: list[float] = []
 
     def run() -> None:
+        start = time.perf_counter()
         made.append(make())
+        seconds.append(time.perf_counter() - start)
 
-    start = time.perf_counter()
-    peak = peak_bytes(run)
-    seconds = time.perf_counter() - start
-    print(json.dumps({"seconds": seconds, "peak_bytes": peak, "result_bytes": weight_bytes(made[0])}))
+    resident()  # what loading has left over is nothing that patching takes
+    highest = peaks(run, before) or dict.fromkeys(("peak_bytes", *KINDS))
+    after = resident()
+    held = None if before is None or after is None else after[TOTAL] - before[TOTAL]
+    print(json.dumps({"seconds": seconds[0], **highest, "held_bytes": held, "result_bytes": weight_bytes(made[0])}))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 import hf_accel
 from hf_accel.twin import twin
 
-from . import patch_memory
 from .bench import Bench
 from .checks import WrongResultError
 from .setups import Setup
@@ -29,7 +28,7 @@ def measure(bench: Bench) -> list[Table]:
     rows = [row(name, seconds) for name, seconds in results.items()]
     rows += [row(s.name, [(bench.entrant(s).prepare_seconds, None)]) for s in bench.setups if s.is_peer]
     note = "Other libraries: from_pretrained with the weights in memory, once."
-    return [Table("patch and unpatch", rows, note), patch_memory.measure(bench)]
+    return [Table("patch and unpatch", rows, note)]
 
 
 def patch_and_unpatch(bench: Bench, setup: Setup) -> Seconds:

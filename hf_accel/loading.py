@@ -24,16 +24,15 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from .checkpoint import check_loaded, prepare
 from .config import PatchConfig
 from .errors import HfAccelError
+from .hardware import release, trim
 from .linear import LinearSpec, QuantLinear, Workers, choose
 from .linear.hf import METHOD, AccelConfig, AccelQuantizer
-from .originals import Source, read_tensor, stored_tensors
+from .originals import Source, stored_tensors
 from .pack import Packed, pack_weight
 from .patch import apply_plan
 from .plan import LinearPlan
 from .planning import make_plan, plan_linears
 from .state import state_of
-
-COMPARED_ROWS = 16
 
 
 class Packer:
@@ -76,21 +75,12 @@ class Packer:
     def _pack(self, linear: LinearPlan, tensor: Tensor, file: Path | None, stored_as: str | None) -> Packed:
         source = None
         if file is not None and stored_as is not None:
-            tensor = _own_copy(tensor, file, stored_as)
             source = None if self._lose else Source.of(tensor, file, stored_as)
         weight = tensor.t() if isinstance(linear.site.module, Conv1D) else tensor
         choice = choose(LinearSpec.of(weight, linear.config))
-        return pack_weight(linear.site.name, weight, linear.config, choice, source=source)
-
-
-def _own_copy(tensor: Tensor, file: Path, name: str) -> Tensor:
-    """The same tensor through a mapping of its own: pages read through transformers' mapping stay in memory until
-    the whole model is loaded."""
-    stored = read_tensor(file, name)
-    if stored.dtype != tensor.dtype or stored.shape != tensor.shape:
-        return tensor
-    rows = torch.linspace(0, len(stored) - 1, COMPARED_ROWS).long()
-    return stored if torch.equal(stored[rows], tensor[rows]) else tensor
+        packed = pack_weight(linear.site.name, weight, linear.config, choice, source=source)
+        release(tensor)  # transformers holds its mapping until the whole model is loaded
+        return packed
 
 
 def make_packer(
@@ -164,7 +154,11 @@ def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
     check_loaded(model)
     for layer in model.modules():
         if isinstance(layer, QuantLinear):
+            stored = list(layer.buffers())
             layer.pack()
+            for tensor in stored:
+                release(tensor)
+    trim()
     todo = make_plan(model, replace(settings.patch, weights=None))
     apply_plan(replace(todo, config=settings.patch))
     state_of(model).originals.never_there = True

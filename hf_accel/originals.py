@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from .errors import HfAccelError, UnsupportedError
+from .hardware import release
 from .linear import Workers
 from .tensors import plain_tensors
 
@@ -103,6 +104,7 @@ class Source:
         tensor = tensor.to(self.dtype)
         if fingerprint(tensor) != self.fingerprint:
             raise HfAccelError(f"{self.name!r} in {self.file} has changed since patch()")
+        release(tensor)
         return tensor
 
 
@@ -194,8 +196,11 @@ def readable(name: str, parameter: Tensor, files: dict[str, Path]) -> bool:
         stored = read_tensor(files[name], name)
     except Exception:  # an unreadable checkpoint only means that the weight stays in memory
         return False
-    same = stored.dtype == parameter.dtype and stored.shape == parameter.shape
-    return same and torch.equal(_words(stored), _words(parameter.detach().cpu()))
+    if stored.dtype != parameter.dtype or stored.shape != parameter.shape:
+        return False
+    same = torch.equal(_words(stored), _words(parameter.detach().cpu()))
+    release(parameter)
+    return same
 
 
 def parameter_bytes(tensors: Iterable[Tensor]) -> int:

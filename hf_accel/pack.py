@@ -6,7 +6,7 @@ did. Weights are freed after all checks: what is freed can be read back, or was 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from .config import WeightConfig
 from .errors import UnsupportedError
+from .hardware import release, trim
 from .journal import Journal
 from .linear import BackendChoice, QuantLinear, Workers
 from .originals import Originals, Source
@@ -30,6 +31,7 @@ HOOKS = (
     "_backward_pre_hooks", "_backward_hooks",
 )  # fmt: skip
 PATIENCE = 1.0  # seconds without a progress bar
+TRIM = 2**26  # bytes freed before malloc is asked for them: it keeps them for threads that pack no more
 
 
 @dataclass(frozen=True)
@@ -56,21 +58,32 @@ def replace_linears(
         for linear in waiting:
             _check_finite(linear)
 
+    freed = 0
+
     def replace(packed: Packed) -> None:
+        nonlocal freed
         site = by_name[packed.name].site
         _place(packed, site, todo, journal)
-        _let_go(packed, site, todo, originals)
+        freed += _let_go(packed, site, todo, originals)
+        if freed >= TRIM:
+            trim()
+            freed = 0
 
     while ready:
         replace(ready.pop(next(iter(ready))))
-    if not waiting:
-        return
+    if waiting:
+        _pack_all(waiting, todo, replace)
+    if by_name:
+        trim()
+
+
+def _pack_all(linears: Sequence[LinearPlan], todo: Plan, replace: Callable[[Packed], None]) -> None:
     # transformers' own bar, which logging.disable_progress_bar() turns off
     with (
         Workers[Packed](None if todo.model.device.type == "cpu" else 1) as workers,
-        logging.tqdm(total=len(waiting), desc="Quantizing weights", unit=" layers", delay=PATIENCE) as bar,
+        logging.tqdm(total=len(linears), desc="Quantizing weights", unit=" layers", delay=PATIENCE) as bar,
     ):
-        for linear in waiting:
+        for linear in linears:
             for packed in workers.put(partial(_pack_linear, linear, todo.on_disk)):
                 replace(packed)
                 bar.update()
@@ -86,7 +99,9 @@ def _pack_linear(linear: LinearPlan, on_disk: Mapping[str, Path] | None) -> Pack
     if on_disk is not None and not linear.site.is_tied:
         stored = f"{name}.weight"
         source = Source.of(linear.site.parameter, on_disk[stored], stored)
-    return pack_weight(name, linear.site.weight.detach(), linear.config, choice, source=source)
+    packed = pack_weight(name, linear.site.weight.detach(), linear.config, choice, source=source)
+    release(linear.site.parameter)  # the mapping stays as long as any tensor of the file
+    return packed
 
 
 @torch.no_grad()
@@ -103,6 +118,7 @@ def pack_weight(
 def _check_finite(linear: LinearPlan) -> None:
     """Raise UnsupportedError for NaN and infinity, as quantizing would, before the first weight is freed for good."""
     low, high = linear.site.weight.detach().aminmax()
+    release(linear.site.parameter)
     if not (low.isfinite() and high.isfinite()):
         raise UnsupportedError(
             f"{linear.site.name!r} cannot be quantized: the weight holds NaN or infinity; "
@@ -121,11 +137,13 @@ def _place(packed: Packed, site: LinearSite, todo: Plan, journal: Journal) -> No
     journal.item(todo.model.get_submodule(parent_name), "_modules", name, layer)
 
 
-def _let_go(packed: Packed, site: LinearSite, todo: Plan, originals: Originals) -> None:
-    """Free the weight of the Linear that was replaced, if it may go."""
+def _let_go(packed: Packed, site: LinearSite, todo: Plan, originals: Originals) -> int:
+    """Free the weight of the Linear that was replaced, if it may go; returns the bytes."""
+    size = site.parameter.nbytes
     if site.is_tied or todo.config.keep_original is True:
-        return
+        return 0
     if todo.config.keep_original is False:
         originals.lose(site.parameter)
     elif packed.source is not None:
         originals.drop(site.parameter, packed.source)
+    return size - site.parameter.nbytes

@@ -136,8 +136,10 @@ def unpatch(model: Model) -> Model:
     _check_layers(inner, state.journal)
     state.journal.check(inner)
     state.originals.restore()
-    _catch_up(inner, state.journal)
+    layers = _catch_up(inner, state.journal)
     state.journal.undo(inner)
+    for layer in layers:
+        layer.fused_projections = None  # which hold the layers, and would keep them until a collection of cycles
     return model
 
 
@@ -214,14 +216,14 @@ def with_stock_attention(model: PreTrainedModel) -> PreTrainedModel:
     return attending
 
 
-def _catch_up(model: PreTrainedModel, journal: Journal) -> None:
-    """Do to the originals what .train(), .to() and hooks did to the quantized layers since patch()."""
-    for write in journal.writes:
-        layer, original = write.new, write.old
-        if isinstance(layer, QuantLinear):
-            original.train(layer.training)
-            original.to(model.device, layer.compute_dtype)
-            original._is_full_backward_hook = layer._is_full_backward_hook
+def _catch_up(model: PreTrainedModel, journal: Journal) -> list[QuantLinear]:
+    """Do to the originals what .train(), .to() and hooks did to the quantized layers since patch(); return these."""
+    replaced = [(w.new, w.old) for w in journal.writes if isinstance(w.new, QuantLinear)]
+    for layer, original in replaced:
+        original.train(layer.training)
+        original.to(model.device, layer.compute_dtype)
+        original._is_full_backward_hook = layer._is_full_backward_hook
+    return [layer for layer, _ in replaced]
 
 
 # -- writing -------------------------------------------------------------------------------------------

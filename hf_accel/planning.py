@@ -153,7 +153,9 @@ def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
         embedding = None
     table = getattr(embedding, "weight", None)
     head = model.get_output_embeddings()
-    skipped = table if table is not None and getattr(head, "weight", None) is not table else None
+    # A quantized head would make a float weight if it was asked for one.
+    is_head = head is not None and any(parameter is table for parameter in head.parameters())
+    skipped = None if is_head else table
     read = parameter_bytes(p for p in model.parameters() if p is not skipped)
     return read + sum(linear.bytes_read for linear in linears)
 

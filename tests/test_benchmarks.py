@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 import hf_accel
 from benchmarks import (
@@ -38,8 +38,9 @@ from benchmarks import (
 from benchmarks.bench import Bench
 from benchmarks.checks import WrongResultError, check
 from benchmarks.machine import NoKernelsError, loaded_kernels, machine
-from benchmarks.models import BLOCK, cut, load_model, read_bytes, tensor_bytes, weight_bytes
-from benchmarks.peak import peak_bytes
+from benchmarks.models import BLOCK, cut, load_model, random_model, read_bytes, tensor_bytes, weight_bytes
+from benchmarks.peak import peak_bytes, peaks, resident
+from benchmarks.processes import call
 from benchmarks.results_folder import beside, provenance, replace, write
 from benchmarks.settings import Settings, Waste
 from benchmarks.setups import SETUPS
@@ -49,6 +50,7 @@ from benchmarks.timing import Generation, median_ratio, take_turns, time_generat
 from benchmarks.waste import admit, lengths, waste
 from hf_accel.cache.pool import BlockPool
 from hf_accel.cache.table import BlockTable
+from hf_accel.hardware.resident import PAGEMAP
 from hf_accel.kernels import cpu as kernels
 from hf_accel.twin import twin
 
@@ -76,7 +78,8 @@ TABLES = {  # topic -> rows of each of its tables
     "rows": [4, 4, 4, 4, 4, 4],
     "profile": [13, 13, 13, 13],
     "memory": [4, 3, 4, 4],
-    "patch": [3, 7],
+    "patch": [3],
+    "patch_memory": [12],
     "ladder": [7, 4],
     "waste": [3, 2],
     "isa": [5],
@@ -291,10 +294,11 @@ def test_sizes_of_the_memory_topic(read: Callable[[str], dict[str, Any]]) -> Non
 
 
 def test_every_way_to_a_quantized_model_ends_at_the_same_bytes(read: Callable[[str], dict[str, Any]]) -> None:
-    stock, *ways = read("patch")["tables"][1]["rows"]
+    stock, *ways = read("patch_memory")["tables"][0]["rows"]
     sizes = {row["weights"]: {w["result_bytes"] for w in ways if w["weights"] == row["weights"]} for row in ways}
-    assert [len(values) for values in sizes.values()] == [1, 1]
+    assert [len(values) for values in sizes.values()] == [1, 1, 1]
     assert max(sizes["int4"]) < max(sizes["int8"]) < stock["result_bytes"]
+    assert sizes["as they are"] == {stock["result_bytes"]}
 
 
 def test_perplexity_of_the_shipped_model(read: Callable[[str], dict[str, Any]]) -> None:
@@ -676,6 +680,43 @@ def test_peak_counts_what_is_held_for_a_moment_only() -> None:
         pytest.skip("this system does not tell the peak")
     assert 0.9 < peak / (50 * 2**20) < 1.2
     assert peak_bytes(lambda: None) < 2**21
+
+
+def test_peaks_tell_anonymous_memory_from_mapped_pages(tmp_path: Path) -> None:
+    size = 50 * 2**20
+    (tmp_path / "pages").write_bytes(bytes(size))
+    before = resident()
+    if before is None:
+        pytest.skip("this system does not tell the peak")
+
+    held = []
+
+    def read() -> None:
+        held.append(torch.from_file(str(tmp_path / "pages"), size=size, dtype=torch.uint8))
+        assert held[0].max() == 0
+
+    found = peaks(read, before)
+    assert found is not None
+    assert found["peak_bytes"] == pytest.approx(size, rel=0.2)
+    assert found["mapped_bytes"] == pytest.approx(size, rel=0.2)
+    assert abs(found["anonymous_bytes"]) < 0.2 * size
+    assert found["shared_bytes"] == 0
+
+
+@pytest.mark.parametrize(("way", "most"), [("memory", 1.3), ("checkpoint", 1), ("load", 0.9), ("saved", 0.9)])
+def test_a_model_is_patched_in_little_more_than_its_own_bytes(way: str, most: float, tmp_path: Path) -> None:
+    """In a process of its own, above what that held before it had the model, which is of 70 MB."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "vocab_size": 512}
+    model = random_model(LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=8))
+    model_bytes = weight_bytes(model)
+    if way == "saved":
+        hf_accel.patch(model, weights="int8").save_pretrained(tmp_path)
+    else:
+        model.save_pretrained(tmp_path)
+    if not Path(PAGEMAP).exists() or resident() is None:
+        pytest.skip("this system does not tell what is mapped")
+    found = call("patch_peak", way, "int8", tmp_path, 0)
+    assert 0.5 * model_bytes < found["held_bytes"] <= found["peak_bytes"] < most * model_bytes
 
 
 def test_quick_runs_leave_other_libraries_out() -> None:

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 import hf_accel
 from hf_accel import loading
-from hf_accel.linear import QuantLinear, choose, onednn, torch_int4
+from hf_accel.linear import QuantLinear, choose, onednn, quantize, torch_int4
 from hf_accel.loading import Packer
+from hf_accel.originals import Source
 from hf_accel.state import state_of
 
 from ..parity.families import DECODER, FAMILIES, build, inputs
@@ -287,9 +288,15 @@ def test_a_backend_that_is_first_tried_while_loading(tmp_path: Path) -> None:
 
 def test_a_tensor_that_was_changed_on_the_way_is_packed_as_it_is(tmp_path: Path) -> None:
     """A conversion of transformers may permute rows: then the file's tensor is not the model's."""
-    stored = torch.randn(64, 8)
-    save_file({"a": stored}, tmp_path / "x.safetensors")
-    changed = stored.flip(0)
-    assert loading._own_copy(changed, tmp_path / "x.safetensors", "a") is changed
-    same = loading._own_copy(stored.clone(), tmp_path / "x.safetensors", "a")
-    assert torch.equal(same, stored)
+    name = "model.layers.0.mlp.up_proj"
+    linear = next(p for p in hf_accel.plan(build("llama"), weights="int8").quantized if p.site.name == name)
+    stored, files = linear.site.weight.detach().clone(), {"a": tmp_path / "x.safetensors"}
+    save_file({"a": stored}, files["a"])
+    for tensor in (stored, stored.flip(0)):
+        packer = Packer([linear], device_type="cpu", files=files, lose=False)
+        packer.take(f"{name}.weight", tensor, "a")
+        packed = packer.finish()[name]
+        assert packed.source == Source.of(tensor, files["a"], "a")
+        restored = packed.choice.backend.unpack(packed.weight).dequantize(torch.float32)
+        expected = quantize(tensor, linear.config).dequantize(torch.float32)
+        assert torch.equal(restored, expected)
