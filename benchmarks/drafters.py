@@ -29,7 +29,8 @@ LOOKED_UP = 8  # tokens that stock's prompt lookup proposes, the most that ours 
 NOTE = (
     "Speedup: to the same patched model without speculation; stock ratio: to stock's generate() without; assisted "
     "ratio: to stock's own assisted generation with the nearest drafter (prompt lookup, or the draft model). All of "
-    "whole calls of generate() at batch 1, prompt included; weights as loaded."
+    "whole calls of generate() at batch 1, prompt included; weights as loaded. Drafting: the time of all that is done for "
+    "drafts before a pass, the choice of their lengths included."
 )
 
 
@@ -140,7 +141,7 @@ def generate_all(
 
 def joined(counts: list[Mapping[str, Any]]) -> dict[str, Any]:
     """Sums over the calls; empty without speculation."""
-    names = ("steps", "tokens", "drafted", "accepted")
+    names = ("steps", "tokens", "drafted", "accepted", "drafting_seconds", "verifying_seconds")
     return {name: sum(one[name] for one in counts) for name in names if counts and name in counts[0]}
 
 
@@ -157,8 +158,14 @@ def row(kind: str, name: str, runs: Mapping[str, list[Run]]) -> Row:
         "assisted_ratio": None if near is None else ratio(runs, near, name),
         "tokens_per_pass": counts["tokens"] / counts["steps"] if counts else 1.0,
         "accepted_share": counts["accepted"] / counts["drafted"] if counts and counts["drafted"] else None,
+        "drafting_share": drafting_share(counts) if counts else None,
         "generate_seconds": statistics.median(run.seconds for run in runs[name]),
     }
+
+
+def drafting_share(counts: Mapping[str, Any]) -> float:
+    drafting: float = counts["drafting_seconds"]
+    return drafting / (drafting + counts["verifying_seconds"])
 
 
 def nearest(name: str) -> str | None:

@@ -75,6 +75,7 @@ class SequenceRates:
         self.source = source
         self.tally = Tally(SEQUENCE_MEMORY)
         self.last_pass = -1  # the last pass in which the sequence had a draft
+        self.is_known = False  # whether the source has read the sequence, which costs time once
 
     def observe(self, drafted: int, accepted: int) -> None:
         self.tally.observe(drafted, accepted)

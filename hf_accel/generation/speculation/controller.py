@@ -38,22 +38,28 @@ class PassRecord:
     drafted: int = 0  # tokens
     probed: int = 0  # tokens drafted as probes
     accepted: int = 0  # tokens
-    drafting_seconds: float = 0.0
+    drafting_seconds: float = 0.0  # of passes of a drafter's model
+    asking_seconds: float = 0.0  # of choosing lengths, and of drafters without a model
+    start_seconds: float = 0.0  # of drafters that read sequences for the first time
 
 
 class Controller:
     """Chooses draft lengths.
 
     For each pass, call `lengths` (once for each source of drafts), `observe_drafting` if a model drafted,
-    `observe_drafts` for each sequence that had a draft, and `observe_pass` last.
+    `observe_asking` for all other time that the drafts took, `observe_drafts` for each sequence that had a draft, and
+    `observe_pass` last.
 
     num_draft: a fixed draft length, which only the limits reduce; or "auto", which chooses the lengths from 0 to
     max_draft with the most new tokens per second. The first draft of a source has one token. Later drafts are at most
     twice as long as the longest accepted one. What is learnt of a source is used for all later sequences.
 
-    The loss against decoding without drafts is small, whatever the acceptance is. Losses are paid from `balance`,
-    which starts with INITIAL_BALANCE and grows only by gains. When it is used up, there are no drafts but probes,
-    which are paid from `probe_budget`, PROBE_SHARE of the time.
+    The loss against decoding without drafts is small, whatever the acceptance is, because all time that drafts take
+    is paid. Losses are paid from `balance`, which starts with INITIAL_BALANCE and grows only by gains. When it is used
+    up, there are no drafts but probes, which are paid from `probe_budget`, PROBE_SHARE of the time. A drafter reads a
+    sequence when it is first asked for a draft of it: a draft model computes the prompt. That is paid from what gains
+    have left, or else from the probe budget, which may fall below 0; and until one of the two has as much again, a
+    drafter is asked for no sequence that it has not read.
     """
 
     def __init__(self, num_draft: int | Literal["auto"] = "auto", max_draft: int = 8) -> None:
@@ -72,6 +78,7 @@ class Controller:
         self.balance: float | None = None  # seconds
         self.probe_budget = 0.0  # seconds
         self._probe_price = 0.0  # the seconds of the last probe that the budget was too small for
+        self._starts: dict[str, float] = {}  # seconds that a source took to read a sequence
         self._refreshed = 0  # the pass in which other lengths than the best were tried last
         self._refresh_up = False  # whether longer drafts are tried next, or none
 
@@ -95,12 +102,19 @@ class Controller:
         self._pass.sequences = max(self._pass.sequences, len(sequences))
         if self.num_draft != "auto":
             lengths = [max(0, min(self.num_draft, limit)) for limit in limits]
+        elif self._cannot_pay:
+            lengths = [0] * len(limits)
         else:
             longest = min(self.max_draft, self._source(source).longest_draft)
             bounds = [max(0, min(limit, longest)) for limit in limits]
             lengths = self._choose(sequences, bounds, other_rows, is_free=is_free, source=source)
         self._histogram.update(lengths)
         return lengths
+
+    @property
+    def _cannot_pay(self) -> bool:
+        """Whether no draft can be chosen. To choose otherwise takes as long as a draft does in a small model."""
+        return self.balance is not None and self.balance <= 0 and self.probe_budget < self._probe_price
 
     def _choose(
         self, sequences: abc.Sequence[Sequence], bounds: list[int], other_rows: int, *, is_free: bool, source: str
@@ -113,11 +127,14 @@ class Controller:
             return nothing  # this pass measures what a pass without drafts costs
         if self.balance is None:
             self.balance = INITIAL_BALANCE * costs.seconds(count)
-        if self.balance <= 0 and self.probe_budget < self._probe_price:
-            return nothing  # without the computation below, which takes as long as a draft in a small model
+        start = self._starts.get(source, 0.0)
+        self.probe_budget = min(self.probe_budget, max(MAX_PROBE_BUDGET * costs.seconds(count), start))
+        rates = [self._rates_of(sequence, source) for sequence in sequences]
+        bounds = self._startable(rates, bounds, start)
+        if not any(bounds):
+            return nothing
         draft = no_time if is_free else self._drafting(source, count)
         prices = Prices(count, rows - count, costs.seconds, draft, alone=costs.is_measured(count))
-        rates = [self._rates_of(sequence, source) for sequence in sequences]
         source_rates = self._source(source).acceptances(max(bounds))
         chains = [gains(r.acceptances(source_rates[:bound])) for r, bound in zip(rates, bounds, strict=True)]
         best = allocate(chains, prices)
@@ -125,6 +142,16 @@ class Controller:
         if self.balance <= 0:
             lengths = nothing
         return self._probe(sequences, lengths, bounds, rates, prices=prices)
+
+    def _startable(self, rates: list[SequenceRates], bounds: list[int], start: float) -> list[int]:
+        """Return the bounds, with 0 for sequences whose reading, of `start` seconds each, nothing pays."""
+        assert self.balance is not None
+        left = max(self.balance, self.probe_budget) / start if start else len(bounds)
+        startable = []
+        for known, bound in zip((rate.is_known for rate in rates), bounds, strict=True):
+            startable.append(bound if known or left >= 1 else 0)
+            left -= 0 if known or not bound else 1
+        return startable
 
     def _drafting(self, source: str, sequences: int) -> Callable[[int], float]:
         table = self.draft_costs.get(source)
@@ -200,6 +227,21 @@ class Controller:
         table.observe(width, seconds / passes)
         self._pass.drafting_seconds += passes * table.seconds(width)
 
+    def observe_asking(self, sequences: abc.Sequence[Sequence], seconds: float, source: str = "") -> None:
+        """Learn that it took `seconds` to get drafts of these sequences, besides what `observe_drafting` is told.
+
+        Without sequences, it is the time of something else that would not be done without drafts.
+        """
+        new = [rates for rates in (self._rates_of(s, source) for s in sequences) if not rates.is_known]
+        if not new:
+            self._pass.asking_seconds += seconds
+            return
+        for rates in new:
+            rates.is_known = True
+        each = seconds / len(new)
+        self._starts[source] = (self._starts.get(source, each) + each) / 2
+        self._pass.start_seconds += seconds
+
     def observe_drafts(self, sequence: Sequence, drafted: int, accepted: int, source: str = "") -> None:
         """Learn the acceptance: of `drafted` tokens the first `accepted` were accepted. No draft changes nothing."""
         if drafted < 1:
@@ -219,18 +261,27 @@ class Controller:
         self.num_passes += 1
         if not record.sequences:
             return
-        costs = self.verify_costs
-        bare = costs.seconds(max(1, rows - record.drafted))
-        one = costs.seconds(record.sequences)
-        self.probe_budget = min(self.probe_budget + PROBE_SHARE * bare, MAX_PROBE_BUDGET * one)
-        if self.balance is None or not record.drafted:
-            return
-        uncertain = self._uncertain_seconds(rows - record.drafted, record.drafted)
-        cost = costs.seconds(rows) - bare + uncertain + record.drafting_seconds
-        paid = cost * record.probed / record.drafted
-        self.probe_budget -= paid
-        self.balance += record.accepted * one / record.sequences - (cost - paid)
-        self.balance = min(self.balance, MAX_BALANCE * one)
+        bare = self.verify_costs.seconds(max(1, rows - record.drafted)) if record.drafted else seconds
+        self.probe_budget += PROBE_SHARE * bare
+        if self.balance is not None:
+            self._pay(record, rows, self.balance)
+
+    def _pay(self, record: PassRecord, rows: int, balance: float) -> None:
+        """Take the cost of a pass's drafts out of the budgets, and add what was gained."""
+        cost, probes = record.asking_seconds, float(balance <= 0)  # probes: the share that probes have of the cost
+        if balance < record.start_seconds:
+            self.probe_budget -= record.start_seconds
+        else:
+            balance -= record.start_seconds
+        if record.drafted:
+            costs, bare = self.verify_costs, rows - record.drafted
+            cost += costs.seconds(rows) - costs.seconds(max(1, bare)) + record.drafting_seconds
+            cost += self._uncertain_seconds(bare, record.drafted)
+            probes = record.probed / record.drafted
+            one = costs.seconds(record.sequences)
+            balance = min(balance + record.accepted * one / record.sequences, MAX_BALANCE * one)
+        self.probe_budget -= probes * cost
+        self.balance = balance - (1 - probes) * cost
 
     def _uncertain_seconds(self, rows: int, more: int) -> float:
         """The seconds that `more` rows may cost beyond the measured time, as far as the measurement is uncertain.

@@ -46,13 +46,16 @@ class Speculation:
         self.controller = controller or (Controller() if self.drafters else UNUSED)
         self.statistics = SpeculationStatistics()
         self._drafts: dict[Sequence, Draft] = {}
-        self._seconds = 0.0  # the time of drafting in this pass
+        self._seconds = 0.0  # the time of all that is done for drafts before the pass
 
     # -- before the pass -------------------------------------------------------------------------------
 
     def propose(self, chunks: abc.Sequence[Chunk], room: int | None, pages: Pages) -> list[list[int]]:
         """Draft tokens for each chunk and allocate their slots. room: the most drafted tokens of the pass, or None."""
         self._drafts, self._seconds = {}, 0.0
+        if not self.drafters:
+            return [NO_DRAFT.tokens] * len(chunks)
+        begun = time.perf_counter()
         rows = sum(chunk.count for chunk in chunks)
         if self.invariant_rows is not None and rows <= self.invariant_rows:
             room = min(self.invariant_rows - rows, sys.maxsize if room is None else room)
@@ -64,6 +67,9 @@ class Speculation:
             left = None if room is None else room - drafted
             self._propose_from(drafter, waiting, rows - len(waiting) + drafted, left, pages=pages)
             waiting = [sequence for sequence in waiting if sequence not in self._drafts]
+        seconds = time.perf_counter() - begun
+        self.controller.observe_asking([], seconds - self._seconds)
+        self._seconds = seconds
         return [self.draft_of(chunk.sequence).tokens for chunk in chunks]
 
     def _propose_from(
@@ -76,6 +82,8 @@ class Speculation:
             is_free=drafter.is_free,
             source=drafter.name,
         )
+        if not any(lengths):
+            return
         granted = reserve(sequences, lengths, room, pages)
         asked = [(sequence, count) for sequence, count in zip(sequences, granted, strict=True) if count]
         if not asked:
@@ -96,9 +104,11 @@ class Speculation:
             sequence.cached.truncate(sequence.num_computed + 1 + len(draft))
             if len(draft):
                 self._drafts[sequence] = draft if draft.source else replace(draft, source=drafter.name)
-        if not drafter.is_free:
+        passes = 0.0 if drafter.is_free else ended - ready
+        if passes:
             tokens = sum(map(len, drafts))
-            self.controller.observe_drafting(tokens, max(map(len, drafts)), ended - ready, source=drafter.name)
+            self.controller.observe_drafting(tokens, max(map(len, drafts)), passes, source=drafter.name)
+        self.controller.observe_asking(chosen, ended - begun - passes, source=drafter.name)
         self._seconds += ended - begun
 
     def draft_of(self, sequence: Sequence) -> Draft:

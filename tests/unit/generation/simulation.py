@@ -22,7 +22,8 @@ CURVES: dict[str, Curve] = {
 
 class Simulation:
     """seconds: of a pass, over rows. acceptance: of a drafted token, in each sequence. drafting: seconds of a
-    drafter's pass. What the controller is told of the time is off by up to `noise`, or ten times too much by chance
+    drafter's pass. reading: seconds in which a drafter reads a new sequence. searching: seconds of each question for
+    drafts. What the controller is told of the time is off by up to `noise`, or ten times too much by chance
     `outliers`.
     """
 
@@ -33,12 +34,16 @@ class Simulation:
         *,
         controller: Controller | None = None,
         drafting: float = 0.0,
+        reading: float = 0.0,
+        searching: float = 0.0,
         noise: float = 0.0,
         outliers: float = 0.0,
         seed: int = 0,
         max_draft: int = 8,
     ) -> None:
         self.seconds, self.acceptance, self.drafting = seconds, acceptance, drafting
+        self.reading, self.searching = reading, searching
+        self.read: set[Sequence] = set()
         self.noise, self.outliers, self.dice = noise, outliers, random.Random(seed)
         self.controller = controller or Controller("auto", max_draft)
         self.sequences = [Sequence([1], 10**9, sampling=None) for _ in acceptance]
@@ -58,6 +63,12 @@ class Simulation:
             spent = self.drafting * max(lengths)
             self.time += spent
             self.controller.observe_drafting(sum(lengths), max(lengths), self.measured(spent))
+        asked = [sequence for sequence, length in zip(self.sequences, lengths, strict=True) if length]
+        if asked and (self.reading or self.searching):
+            spent = self.searching + self.reading * len(set(asked) - self.read)
+            self.read |= set(asked)
+            self.time += spent
+            self.controller.observe_asking(asked, self.measured(spent))
         for sequence, length, chance in zip(self.sequences, lengths, self.acceptance, strict=True):
             accepted = 0
             while accepted < length and self.dice.random() < chance:

@@ -41,6 +41,47 @@ def test_later_sequences_profit_from_what_earlier_ones_showed(drafting: float) -
     assert max(lost) <= 0.03 and sum(lost[1:]) / 7 <= 0.0125
 
 
+def calls(count: int, acceptance: float, controller: Controller, **costs: float) -> list[float]:
+    """The speed of calls of 96 passes, one after the other, each with a sequence that the drafter must read."""
+    speeds = []
+    for seed in range(count):
+        run = Simulation(
+            CURVES["mild"], [acceptance], controller=controller, noise=0.1, outliers=0.01, seed=seed, **costs
+        )
+        run.run(96)
+        speeds.append(run.tokens / run.time)
+    return speeds
+
+
+READING = [{"reading": 2.2, "drafting": 0.3}, {"reading": 0.2, "searching": 0.02}, {"searching": 0.2}]
+
+
+@pytest.mark.parametrize("costs", READING, ids=str)
+def test_what_drafters_take_before_they_draft_is_paid_too(costs: dict[str, float]) -> None:
+    """A draft model computes each prompt, and a search through the text takes its time whether it finds one or not."""
+    speeds = calls(40, 0.0, Controller(), **costs)
+    assert speeds[0] > 0.965  # with the first look, which nothing had paid for yet
+    assert 40 / sum(1 / speed for speed in speeds) > 0.985
+
+
+@pytest.mark.parametrize("costs", READING, ids=str)
+def test_what_pays_for_reading_is_asked_for_each_sequence(costs: dict[str, float]) -> None:
+    speeds = calls(40, 0.95, Controller(), **costs)
+    assert sum(speeds[-20:]) / 20 > 1.6
+
+
+def test_a_drafter_reads_no_more_sequences_than_can_be_paid() -> None:
+    run = Simulation(CURVES["flat"], [0.0] * 8, reading=0.4)
+    run.run(2)
+    run.controller.balance = 1.0
+    lengths = run.step()
+    assert lengths == [1] * 8  # what it takes is not known yet
+    assert run.controller.probe_budget < -2 < 0 < run.controller.balance <= 1.0
+    later = Simulation(CURVES["flat"], [0.0] * 8, reading=0.4, controller=run.controller)
+    run.controller.balance = 1.0
+    assert sum(later.step()) == 2
+
+
 def test_a_batch_loses_no_more() -> None:
     for seed in SEEDS:
         run = Simulation(CURVES["mild"], [0.0] * 6, noise=0.3, seed=seed)
