@@ -29,8 +29,8 @@ LOOKED_UP = 8  # tokens that stock's prompt lookup proposes, the most that ours 
 NOTE = (
     "Speedup: to the same patched model without speculation; stock ratio: to stock's generate() without; assisted "
     "ratio: to stock's own assisted generation with the nearest drafter (prompt lookup, or the draft model). All of "
-    "whole calls of generate() at batch 1, prompt included; weights as loaded. Drafting: the time of all that is done for "
-    "drafts before a pass, the choice of their lengths included."
+    "whole calls of generate() at batch 1, prompt included; weights as loaded. Drafting share: of the "
+    "time of decoding, what is done for drafts before each pass, the choice of their lengths included."
 )
 
 
