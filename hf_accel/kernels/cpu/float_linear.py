@@ -14,8 +14,8 @@ from .structs import EPILOGUES, Linear, LinearCall, Matrix
 
 _float_linear = kernel("float_linear", LinearCall)
 
-# The fewest rows of bfloat16 that tiles multiply (AMX) where a row's bits may depend on the number of rows. Fewer are
-# faster by dot products of vectors.
+# The fewest rows of bfloat16 that tiles multiply (AMX) where the bits of a row may depend on their number. With fewer,
+# dot products of vectors should be faster; `python -m benchmarks.run tiles` measures it.
 TILE_ROWS = 16
 
 
