@@ -65,7 +65,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[st
 def test_kernels(command: Callable[[str], list[str]]) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_ACCEL", "PYTEST"))}
     environment[SETTINGS] = json.dumps({level: command(level) for level in CPUS})
-    plugins = ["-p", "tests.arm.emulator", "-p", "no:cacheprovider", "-n", "0"]
+    plugins = ["-p", "tests.arm.emulator", "-p", "no:cacheprovider"]
     run = [sys.executable, "-m", "pytest", *plugins, "-k", f"not ({SLOW})", *TESTS]
     done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from hf_accel.errors import UnsupportedError
+from hf_accel.hardware.processor import ISA_LEVELS
 from hf_accel.kernels.cpu import build, isa, library, refusal
 from hf_accel.kernels.cpu.float_linear import FloatLinear
 from hf_accel.kernels.cpu.logits import topk
@@ -95,6 +97,23 @@ def test_installation_without_a_compiler(
     build.build_or_note(tmp_path)
     assert reason in (tmp_path / build.REASON).read_text()
     assert not (tmp_path / build.LIBRARY).exists()  # it may have another interface than the sources
+
+
+def test_every_level_is_of_one_kind_of_processor() -> None:
+    kinds = [build.levels_for(name) for name in ("x86_64", "aarch64", "riscv64")]
+    assert kinds[2] == ["portable"]
+    assert set(kinds[0]) & set(kinds[1]) == {"portable"}
+    assert set(kinds[0]) | set(kinds[1]) == set(build.LEVELS) == set(ISA_LEVELS)
+    assert build.levels_for("AMD64") == kinds[0] and build.levels_for("arm64") == kinds[1]
+
+
+def test_a_compiler_says_which_processor_it_is_for(tmp_path: Path) -> None:
+    compiler = tmp_path / "cross-g++"
+    compiler.write_text("#!/bin/sh\necho aarch64-linux-gnu\n")
+    compiler.chmod(0o755)
+    assert build._target(str(compiler)) == "aarch64-linux-gnu"
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    assert build._target(str(compiler)).startswith(platform.machine().lower())
 
 
 @built
