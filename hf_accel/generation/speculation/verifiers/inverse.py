@@ -24,12 +24,12 @@ def inverse_draw(weights: Tensor, uniforms: abc.Sequence[float]) -> list[int]:
         return []
     missing = -weights.shape[1] % BLOCK
     blocks = (pad(weights, (0, missing)) if missing else weights).reshape(len(weights), -1, BLOCK)
-    sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1).cpu()
+    sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1).cpu().contiguous()
     # Searched by Python, in torch's memory: that takes half the time of as many calls of torch.
     rows = _rows(sums)
     targets = [u * row[-1] for u, row in zip(uniforms, rows, strict=True)]
     found = [_first_beyond(row, target) for row, target in zip(rows, targets, strict=True)]
-    inner = blocks[range(len(found)), found].cumsum(-1, dtype=torch.float64).cpu()
+    inner = blocks[range(len(found)), found].cumsum(-1, dtype=torch.float64).cpu().contiguous()
     last = weights.shape[1] - 1
     indices = []
     for row, block, target, within in zip(rows, found, targets, _rows(inner), strict=True):
@@ -39,7 +39,7 @@ def inverse_draw(weights: Tensor, uniforms: abc.Sequence[float]) -> list[int]:
 
 
 def _rows(tensor: Tensor) -> list[ctypes.Array[ctypes.c_double]]:
-    """Return the memory of each row of a tensor [n, k] float64. It is valid as long as the tensor is."""
+    """Return the memory of each row of a contiguous tensor [n, k] float64. It is valid as long as the tensor is."""
     row = ctypes.c_double * tensor.shape[1]
     return [row.from_address(tensor.data_ptr() + index * ctypes.sizeof(row)) for index in range(len(tensor))]
 

@@ -22,3 +22,13 @@ def test_first_index_beyond_the_share(size: int) -> None:
         sums = list(itertools.accumulate(row))
         possible = [token for token, weight in enumerate(row) if weight]
         assert got == next((token for token in possible if sums[token] > u * sums[-1]), possible[-1])
+
+
+@pytest.mark.parametrize("size", [5, 128, 384, 1000])
+def test_how_the_weights_lie_in_memory_does_not_matter(size: int) -> None:
+    weights = torch.rand(7, size)
+    uniforms = torch.rand(7, dtype=torch.float64).tolist()
+    expected = [inverse_draw(row[None], [u])[0] for row, u in zip(weights, uniforms, strict=True)]
+    assert inverse_draw(weights, uniforms) == expected
+    assert inverse_draw(weights.t().contiguous().t(), uniforms) == expected
+    assert inverse_draw(weights.repeat_interleave(2, 1)[:, ::2], uniforms) == expected
