@@ -23,6 +23,7 @@ from benchmarks import (
     decode,
     distill_memory,
     drafts,
+    float_rows,
     isa,
     ladder,
     memory,
@@ -84,6 +85,7 @@ TABLES = {  # topic -> rows of each of its tables
     "waste": [3, 2],
     "isa": [5],
     "tiles": [4] * 8,
+    "float_rows": [2, 2, 2],
     "quality": [6],
     "small_model": [5],
     "batching": [6, 4],
@@ -112,6 +114,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             patch.setattr(module, "call_all", lambda name, fields: [call_here(name, json.dumps(f)) for f in fields])
         patch.setattr(isa, "levels", lambda: ["avx2"])
         patch.setattr(tiles, "LEVELS", ("amx", "avx2_tiles"))
+        for name, value in {"SHAPES": ((64, 96), (96, 64)), "COLD_BYTES": 0, "SECONDS": 0}.items():
+            patch.setattr(float_rows, name, value)
         patch.setattr(quiet, "SAMPLE", 0.001)
         run.main([*run.TOPICS, *SMALL, "--tokens", "100", "--setups", OURS, "--out", str(out)])
         yield out
