@@ -43,7 +43,7 @@ def row(out_features: int, in_features: int, dtype: torch.dtype, numbers: Sequen
     weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
     weights = [weight.clone() for _ in range(max(2, COLD_BYTES // weight.nbytes))]
     ours = [FloatLinear([each], [None]) for each in weights]
-    most = native_rows(dtype, min(out_features, in_features))
+    most = native_rows(dtype)
     found = {}
     for rows in numbers:
         x = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(1)).to(dtype)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from . import attention as attention_backends
@@ -201,8 +199,7 @@ def _plan_fused(model: PreTrainedModel, config: PatchConfig, linears: Iterable[L
         reason = f"the native calls do not compute in {str(model.dtype).removeprefix('torch.')}"
     if reason is not None:
         return FusedPlan(reason=reason)
-    sizes = [module.in_features for module in model.modules() if isinstance(module, nn.Linear)] or [0]
-    float_rows = UNLIMITED if config.deterministic else native_rows(model.dtype, statistics.mode(sizes))
+    float_rows = UNLIMITED if config.deterministic else native_rows(model.dtype)
     sites, dropped = fused_sites(model, model.dtype, float_rows)
     replaced = {id(linear.site.module) for linear in linears if linear.choice is not None}
     floats = [site for site in native_linears(model, float_rows) if id(site.module) not in replaced]

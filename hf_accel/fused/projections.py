@@ -18,30 +18,22 @@ from ..linear.cpu import Cpu, CpuWeight
 from ..state import FUSED, FUSED_PROJECTIONS
 from ..tensors import is_plain_tensor
 
-# Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place.
+# Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place
+# (`python -m benchmarks.run float_rows`).
 FLOAT_ROWS = {torch.bfloat16: 16, torch.float16: 128, torch.float32: 128}
 UNLIMITED = 2**62
 
-# Levels without AVX-512. Here torch may have no instructions for half precision; ours is faster then with any number
-# of rows (512 in benchmarks/results/amd-epyc-avx2/prefill.json). In float32, torch is the better the smaller the
-# weights are (benchmarks/results/amd-epyc-avx2/float_rows.json): a row more for each INPUTS_A_ROW inputs, FEWEST_ROWS
-# at least.
-AVX2_LEVELS = ("avx2", "avx_vnni")
-INPUTS_A_ROW = 32
-FEWEST_ROWS = 16
+# Levels at which torch may have no instructions for half precision; ours is faster then with any number of rows
+# (512 in benchmarks/results/amd-epyc-avx2/prefill.json).
+SLOW_HALVES = ("avx2", "avx_vnni")
 
 NativeCall = IntegerLinear | FloatLinear
 
 
-def native_rows(dtype: torch.dtype, in_features: int) -> int:
-    """The most rows with which our product of float weights is faster than torch's on this CPU.
-
-    in_features: of most of the model's linears, because one number holds for the whole model.
-    """
+def native_rows(dtype: torch.dtype) -> int:
+    """The most rows with which our product of float weights is faster than torch's on this CPU."""
     support = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-    if dtype is torch.float32 and isa() in AVX2_LEVELS:
-        return min(FLOAT_ROWS[dtype], max(FEWEST_ROWS, in_features // INPUTS_A_ROW))
-    if dtype in support and isa() in AVX2_LEVELS:
+    if dtype in support and isa() in SLOW_HALVES:
         has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         is_native = has_onednn and getattr(torch.ops.mkldnn, support[dtype])()
         return FLOAT_ROWS[dtype] if is_native else UNLIMITED

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -223,7 +222,7 @@ def test_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("llama", {}, None),
         ("llama", {"weights": None, "deterministic": True}, None),
-        ("llama", {"weights": None}, "float linears of more than [0-9]+ rows go to torch"),
+        ("llama", {"weights": None}, "float linears of more than 128 rows go to torch"),
         ("llama", {"weights": None, "fuse": False}, "torch's float linear"),
         ("llama", {"attention": "sdpa"}, "sdpa's attention"),
         ("llama", {"weights": {"activations": None}}, "linear rounds by batch size"),
@@ -236,7 +235,7 @@ def test_row_invariance_is_claimed_where_it_holds(family, keywords, why) -> None
     line = next(c for c in hf_accel.plan(model, **keywords).to_dict()["choices"] if c["topic"] == "exactness")
     assert line["choice"] == ("yes" if why is None else "no")
     if why is not None:
-        assert re.search(why, line["reason"])
+        assert why in line["reason"]
         with pytest.raises(hf_accel.UnsupportedError, match="deterministic=True cannot be met"):
             hf_accel.plan(model, weights=None, fuse=False, deterministic=True)
 
