@@ -81,6 +81,22 @@ def test_sampling_that_only_transformers_has(model: Any) -> None:
             assert sampled.tokens == again.tokens, settings
 
 
+def test_none_is_left_out_or_transformers_own_none(model: Any) -> None:
+    before = model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=list(range(2, 40)), repetition_penalty=1.5)
+    try:
+        ends, stock = generated(model, PROMPTS[0]), generated(model, PROMPTS[0], repetition_penalty=None)
+        nothing = dict.fromkeys(("stop_token_ids", "bad_token_ids", "logit_bias", "processors", "logprobs", "stop"))
+        with Engine(model) as engine:
+            assert engine.submit(PROMPTS[0], max_new_tokens=NEW_TOKENS, **nothing).result(WAIT).tokens == ends
+            free = engine.submit(PROMPTS[0], max_new_tokens=NEW_TOKENS, eos_token_id=None).result(WAIT).tokens
+            assert len(free) == NEW_TOKENS > len(ends) and free[: len(ends)] == ends
+            plain = engine.submit(PROMPTS[0], max_new_tokens=NEW_TOKENS, repetition_penalty=None).result(WAIT)
+        assert plain.tokens == stock
+    finally:
+        model.generation_config = before
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -94,6 +110,7 @@ def test_sampling_that_only_transformers_has(model: Any) -> None:
         ({"bad_words_ids": [5]}, "the settings of this request have no meaning: .*bad_words_ids"),
         ({"no_repeat_ngram_size": -1.5, "sequence_bias": 3}, "the settings of this request have no meaning"),
         ({"suppress_tokens": "all"}, "the settings of this request have no meaning"),
+        ({"stop_token_ids": 3, "eos_token_id": 3}, "stop_token_ids and eos_token_id say the same; give one of them"),
         ({"bad_token_ids": [VOCABULARY]}, f"bad_token_ids holds token ids .* 0 to {VOCABULARY - 1}"),
     ],
     ids=str,

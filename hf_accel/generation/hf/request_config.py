@@ -33,6 +33,7 @@ MEANT = {
     "logits_processor": "processors=",
     "prefix_allowed_tokens_fn": "processors=",
 }
+SYNONYMS = {"stop_token_ids": "eos_token_id", "logit_bias": "sequence_bias"}
 ALL = "None keeps every token"
 
 
@@ -41,10 +42,16 @@ def request_config(
 ) -> tuple[GenerationConfig, list[Processor]]:
     """Return a copy of model.generation_config with the given keywords of submit(), and the processors they add.
 
+    None is transformers' own None for a field of a GenerationConfig; another keyword that is None counts as left out.
+
     other_keywords: the keywords that submit() has beside these, for the error messages. The eos_token_id of the copy
     is None if there are no stop tokens. Raises UnsupportedError for keywords and values that have no meaning here.
     """
     check_keywords("submit()", given, {*SERVED, *OWN, *other_keywords}, MEANT)
+    given = {name: value for name, value in given.items() if value is not None or name in SERVED}
+    for ours, theirs in SYNONYMS.items():
+        if ours in given and theirs in given:
+            raise UnsupportedError(f"{ours} and {theirs} say the same; give one of them")
     config = copy.deepcopy(model.generation_config)
     for name in set(SERVED).intersection(given):
         setattr(config, name, given[name])
@@ -95,7 +102,7 @@ def _added(model: Any, given: Mapping[str, Any]) -> Iterable[Processor]:
     )
     if frequency or presence:
         yield FrequencyPenalty(frequency, presence)
-    if given.get("allowed_token_ids") is not None:
+    if "allowed_token_ids" in given:
         allowed = _ids("allowed_token_ids", given["allowed_token_ids"], model)
         if not allowed:
             raise UnsupportedError("allowed_token_ids=() allows no token at all; None allows every one")
@@ -106,7 +113,7 @@ def _added(model: Any, given: Mapping[str, Any]) -> Iterable[Processor]:
             raise UnsupportedError(f"processors holds {function!r}; give functions of (input_ids, scores)")
     if functions:
         yield OneByOne(functions)
-    if given.get("logprobs") is not None:
+    if "logprobs" in given:
         _integer("logprobs", given["logprobs"], "None reports none")
 
 
