@@ -11,9 +11,11 @@ from torch import Tensor
 from hf_accel.errors import UnsupportedError
 from hf_accel.hardware import processor
 from hf_accel.hardware.processor import ISA_LEVELS
-from hf_accel.kernels.cpu import isa, library, refusal, using_isa
+from hf_accel.kernels.cpu import isa, library, refusal
 from hf_accel.kernels.cpu.float_linear import FloatLinear
 from hf_accel.kernels.cpu.integer_linear import IntegerLinear, PackedWeight, quantize
+
+from .conftest import running_level
 
 NEVER = 2**31 - 1
 LEVELS = ("amx", "avx2_tiles")
@@ -21,17 +23,9 @@ FORMATS = [(8, 128, True), *((4, group, symmetric) for group in (32, 64, 128) fo
 
 
 @pytest.fixture(params=LEVELS)
-def tiles(request: pytest.FixtureRequest) -> Iterator[None]:
+def tiles(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each level that has tiles."""
-    if reason := refusal():
-        pytest.skip(reason)
-    try:
-        context = using_isa(request.param)
-        context.__enter__()
-    except UnsupportedError as error:
-        pytest.skip(str(error))
-    yield
-    context.__exit__(None, None, None)
+    yield from running_level(request.param)
 
 
 def packed(bits: int, group: int, *, symmetric: bool = True, outputs: int, inputs: int) -> PackedWeight:
