@@ -380,14 +380,14 @@ def test_a_file_of_before_says_what_it_knows() -> None:
 
 @pytest.mark.long
 def test_topics_in_processes_of_their_own(tmp_path: Path) -> None:
-    run.main(["memory", "patch", "isa", *SMALL[:3], "64", *SMALL[4:], "--setups", OURS, "--out", str(tmp_path)])
+    run.main(["memory", "patch_memory", "isa", *SMALL[:3], "64", *SMALL[4:], "--setups", OURS, "--out", str(tmp_path)])
     attention = json.loads((tmp_path / "memory.json").read_text())["tables"][2]["rows"]
     if attention[0]["growth_exponent"] is not None:  # quadratic without tiling, about linear with it
         assert attention[0]["growth_exponent"] > 1.5
-    in_memory = json.loads((tmp_path / "patch.json").read_text())["tables"][1]["rows"][1]
-    assert in_memory["result_bytes"] < weight_bytes(
-        load_model("tiny")
-    )  # the peak is the system's word: no bound on it
+    ways = json.loads((tmp_path / "patch_memory.json").read_text())["tables"][0]["rows"]
+    in_memory = next(row for row in ways if row["weights"] == "int8" and row["way"].startswith("patch, in memory"))
+    # The peak is the system's word: there is no bound on it.
+    assert in_memory["result_bytes"] < weight_bytes(load_model("tiny"))
 
 
 @pytest.mark.parametrize(
@@ -707,10 +707,10 @@ def test_peaks_tell_anonymous_memory_from_mapped_pages(tmp_path: Path) -> None:
     assert found["shared_bytes"] == 0
 
 
-@pytest.mark.parametrize(("way", "most"), [("memory", 1.3), ("checkpoint", 1)])
+@pytest.mark.parametrize(("way", "most"), [("memory", 1.4), ("checkpoint", 1)])  # both copies would be 1.5
 def test_a_model_is_patched_in_little_more_than_its_own_bytes(way: str, most: float, tmp_path: Path) -> None:
-    """In a process of its own, above what that held before it had the model, which is of 70 MB."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "vocab_size": 512}
+    """In a process of its own, above what that held before it had the model, which is of 200 MB."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 512}
     model = random_model(LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=8))
     model_bytes = weight_bytes(model)
     model.save_pretrained(tmp_path)
