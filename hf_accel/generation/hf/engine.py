@@ -138,8 +138,8 @@ class Engine:
         """
         ids = self._ids(prompt)
         limits = self._limit(max_new_tokens, len(ids))
-        ends = self.model.generation_config.stop_strings if stop is None else stop
-        strings = StopStrings(ends or () if stop is None else ends, self._decode)
+        ends = (self.model.generation_config.stop_strings or ()) if stop is None else stop
+        strings = StopStrings(ends, self._decode)
         params, rules = self._rules(sampling, len(ids), limits)
         if strings.strings:
             rules = dataclasses.replace(rules, others=(*rules.others, strings))

@@ -143,7 +143,7 @@ def _batched(processor: Any) -> Batched:
     scores_only = isinstance(processor, SCORES_ONLY)
     if isinstance(processor, logits_process.SequenceBiasLogitsProcessor):
         scores_only = all(len(sequence) == 1 for sequence in processor.sequence_bias)
-    settings = (type(processor), _frozen(vars(processor))) if is_stock(processor) else id(processor)
+    settings = (type(processor), _frozen(vars(processor))) if is_stock(processor) else _frozen(processor)
     return Batched(LogitsProcessorList([processor]), scores_only, (settings,))
 
 
@@ -155,7 +155,7 @@ def _frozen(value: Any) -> Hashable:
         return tuple(map(_frozen, value))
     if isinstance(value, Tensor):
         return value.dtype, _frozen(value.tolist())
-    return value if isinstance(value, int | float | str | None) else id(value)
+    return value if isinstance(value, int | float | str | None) else (object, id(value))
 
 
 def _fast_form(processor: Any) -> Processor | None:

@@ -43,7 +43,7 @@ def request_config(
     """Return a copy of model.generation_config with the given keywords of submit(), and the processors they add.
 
     None is transformers' own None for a field of a GenerationConfig; another keyword that is None counts as left out.
-
+    What neither says stays None: complete_config would add transformers' global defaults, such as top_k=50.
     other_keywords: the keywords that submit() has beside these, for the error messages. The eos_token_id of the copy
     is None if there are no stop tokens. Raises UnsupportedError for keywords and values that have no meaning here.
     """
@@ -121,7 +121,7 @@ def _biases(model: Any, given: Any) -> dict[tuple[int, ...], float] | None:
     """Return logit_bias as sequence_bias: the bias of each sequence of one token."""
     biases = dict(given)
     for token, bias in zip(_ids("logit_bias", biases, model), biases.values(), strict=True):
-        if math.isnan(bias) or bias == math.inf:
+        if not isinstance(bias, int | float) or math.isnan(bias) or bias == math.inf:
             raise UnsupportedError(f"logit_bias of token {token} is {bias}; give a number, or -inf to rule it out")
     return {(token,): float(bias) for token, bias in biases.items()} or None
 

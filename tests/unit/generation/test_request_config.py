@@ -154,6 +154,7 @@ def test_keys() -> None:
         ({"logprobs": True}, "logprobs=True"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias=-1"),
         ({"logit_bias": {1: float("nan")}}, "token 1 is nan"),
+        ({"logit_bias": {1: "much"}}, "token 1 is much"),
         ({"allowed_token_ids": ()}, "allowed_token_ids=()"),
         ({"bad_token_ids": ["a"]}, "bad_token_ids='a'"),
         ({"processors": [3]}, "processors holds 3"),

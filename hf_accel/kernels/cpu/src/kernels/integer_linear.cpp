@@ -134,7 +134,8 @@ inline void group_tile_of(int64_t rows, const GroupTask& task, const QuantizedRo
 // others.
 template <int FORMAT>
 void group_tile_at([[maybe_unused]] int64_t tile, [[maybe_unused]] int64_t tiles, int64_t height,
-                   const GroupTask& task, [[maybe_unused]] int64_t bytes, const QuantizedRows& x, int64_t g, int64_t r0, float* out) {
+                   const GroupTask& task, [[maybe_unused]] int64_t bytes, const QuantizedRows& x, int64_t g,
+                   int64_t r0, float* out) {
 #if defined(HFA_AVX512)
   const uint8_t* next = task.weight + bytes;
   if (tiles == 2)
