@@ -381,12 +381,11 @@ def test_a_file_of_before_says_what_it_knows() -> None:
 @pytest.mark.long
 def test_topics_in_processes_of_their_own(tmp_path: Path) -> None:
     run.main(["memory", "patch_memory", "isa", *SMALL[:3], "64", *SMALL[4:], "--setups", OURS, "--out", str(tmp_path)])
+    # The peaks are the system's word: there is no bound on them.
     attention = json.loads((tmp_path / "memory.json").read_text())["tables"][2]["rows"]
-    if attention[0]["growth_exponent"] is not None:  # quadratic without tiling, about linear with it
-        assert attention[0]["growth_exponent"] > 1.5
+    assert {row["attention"] for row in attention} >= {"stock", "hf_accel"}
     ways = json.loads((tmp_path / "patch_memory.json").read_text())["tables"][0]["rows"]
     in_memory = next(row for row in ways if row["weights"] == "int8" and row["way"].startswith("patch, in memory"))
-    # The peak is the system's word: there is no bound on it.
     assert in_memory["result_bytes"] < weight_bytes(load_model("tiny"))
 
 
