@@ -11,7 +11,7 @@ import hf_accel
 from hf_accel.hardware import detect, read_bandwidth
 from hf_accel.kernels import cpu as kernels
 
-PACKAGES = ("torch", "transformers", "bitsandbytes", "torchao", "llama_cpp_python")
+PACKAGES = ("torch", "transformers", "bitsandbytes", "torchao", "llama_cpp_python", "openvino", "nncf")
 
 
 class NoKernelsError(Exception):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from . import accel, bitsandbytes, llama_cpp, stock, torchao
+from . import accel, bitsandbytes, llama_cpp, openvino, stock, torchao
 from .base import Setup
 
 SETUPS: tuple[Setup, ...] = (
     *stock.SETUPS,
     *accel.SETUPS,
     *llama_cpp.SETUPS,
+    *openvino.SETUPS,
     *bitsandbytes.SETUPS,
     *torchao.SETUPS,
 )

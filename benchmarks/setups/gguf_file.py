@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from .model_folder import folder_of
 
 FILE_TYPES = {"Q8_0": 7, "Q4_0": 2}  # llama_ftype in llama.h
 
@@ -29,19 +29,13 @@ def gguf_file(model: PreTrainedModel, kind: str) -> Path:
 
     Quantized as llama-quantize does by default: the head of a Q4_0 model gets 6 bits.
     """
-    folder = Path(folder_of(model.get_input_embeddings().weight).name)
+    folder = folder_of(model)
     path, plain = folder / f"{kind}.gguf", folder / "bf16.gguf"
     if not plain.exists():
         write(model, plain)
     if not path.exists():
         quantize(plain, path, kind)
     return path
-
-
-@lru_cache
-def folder_of(parameter: Tensor) -> tempfile.TemporaryDirectory[str]:
-    """One folder for all models over the same Parameters."""
-    return tempfile.TemporaryDirectory(prefix="hf_accel-gguf-")
 
 
 def quantize(source: Path, target: Path, kind: str) -> None:

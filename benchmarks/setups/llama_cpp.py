@@ -6,14 +6,12 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .base import Setup, missing
+from .base import missing
 from .gguf_file import gguf_file, gguf_refuses
+from .runtime import RuntimeSetup
 
 
-class LlamaCpp(Setup):
-    is_peer = True
-    attends = True
-
+class LlamaCpp(RuntimeSetup):
     def __init__(self, kind: str, *, tolerance: float) -> None:
         self.name = f"llama.cpp {kind}"
         self.kind = kind
@@ -27,19 +25,6 @@ class LlamaCpp(Setup):
         from .llama_cpp_model import LlamaCppModel
 
         return LlamaCppModel(gguf_file(model, self.kind), model.config)
-
-    def new_cache(self, model: Any, *, batch: int, tokens: int) -> Any:
-        from .llama_cpp_model import LlamaCppCache
-
-        return LlamaCppCache(model, batch=batch, tokens=tokens)
-
-    def filled_cache(self, model: Any, *, batch: int, tokens: int, room: int, seed: int = 0) -> Any:
-        cache = self.new_cache(model, batch=batch, tokens=tokens + room)
-        cache.fill(tokens, seed=seed)
-        return cache
-
-    def weight_bytes(self, model: Any) -> int:
-        return int(model.nbytes)
 
     def read_bytes(self, model: Any) -> int:
         """Without the input embedding, counted at the average number of bits of all weights."""

@@ -7,7 +7,6 @@ import os
 import struct
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import llama_cpp
@@ -15,19 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.generation.streamers import BaseStreamer
+
+from .runtime import RuntimeCache, RuntimeModel
 
 FLOAT16 = 1  # GGML_TYPE_F16, in which llama.cpp keeps keys and values unless told otherwise
 
 
-class LlamaCppCache:
+class LlamaCppCache(RuntimeCache):
     """A llama.cpp context: the keys and values of `batch` sequences with room for `tokens` each.
 
     Each sequence has cells of its own (kv_unified=False), as separate prompts have.
     """
 
     def __init__(self, model: LlamaCppModel, *, batch: int, tokens: int) -> None:
-        self.model, self.batch, self.length = model, batch, 0
+        self.model, self.batch = model, batch
         parameters: Any = llama_cpp.llama_context_default_params()
         parameters.n_ctx = batch * (-(-tokens // 256) * 256)
         parameters.n_seq_max = batch
@@ -40,7 +40,6 @@ class LlamaCppCache:
         self.inputs = llama_cpp.llama_batch_init(parameters.n_batch, 0, 1)
 
     def decode(self, ids: Tensor, *, keep: int) -> Tensor:
-        """Logits [B, keep, vocab] of the last `keep` of the tokens [B, T]; gone after the next call."""
         rows, columns = ids.shape
         inputs = self.inputs
         inputs.n_tokens = rows * columns
@@ -59,7 +58,7 @@ class LlamaCppCache:
         return torch.from_numpy(logits).view(rows, keep, -1)
 
     def fill(self, tokens: int, *, seed: int) -> None:
-        """Random keys and values for `tokens` tokens of each sequence, through llama.cpp's way to restore a state."""
+        """Through llama.cpp's way to restore a state."""
         state = self.random_state(tokens, seed=seed)
         data = (ctypes.c_uint8 * len(state)).from_buffer(state)
         for row in range(self.batch):
@@ -91,39 +90,18 @@ class LlamaCppCache:
             llama_cpp.llama_free(self.context)
 
 
-class LlamaCppModel:
-    """config, dtype: of the model that the file was made from."""
-
+class LlamaCppModel(RuntimeModel):
     def __init__(self, path: Path, config: PreTrainedConfig) -> None:
+        super().__init__(config)
         start()
-        self.config: Any = config
-        self.dtype = torch.bfloat16
         self.model = llama_cpp.llama_model_load_from_file(os.fsencode(path), llama_cpp.llama_model_default_params())
         if not self.model:
             raise RuntimeError(f"llama.cpp could not load {path}")
         self.nbytes = int(llama_cpp.llama_model_size(self.model))
         self.num_parameters = llama_cpp.llama_model_n_params(self.model)
 
-    def __call__(
-        self, *, input_ids: Tensor, past_key_values: Any = None, logits_to_keep: int = 0, **_: Any
-    ) -> SimpleNamespace:
-        rows, columns = input_ids.shape
-        cache = past_key_values or LlamaCppCache(self, batch=rows, tokens=columns)
-        return SimpleNamespace(logits=cache.decode(input_ids, keep=logits_to_keep or columns).clone())
-
-    def generate(
-        self, prompt: Tensor, *, max_new_tokens: int, streamer: BaseStreamer, past_key_values: Any = None, **_: Any
-    ) -> Tensor:
-        """Greedy; exactly `max_new_tokens`."""
-        rows, columns = prompt.shape
-        cache = past_key_values or LlamaCppCache(self, batch=rows, tokens=columns + max_new_tokens)
-        streamer.put(prompt)
-        pieces, ids = [prompt], prompt[:, cache.length :]
-        for _ in range(max_new_tokens):
-            ids = cache.decode(ids, keep=1)[:, -1].argmax(-1, keepdim=True)
-            streamer.put(ids)
-            pieces.append(ids)
-        return torch.cat(pieces, dim=1)
+    def new_cache(self, *, batch: int, tokens: int) -> LlamaCppCache:
+        return LlamaCppCache(self, batch=batch, tokens=tokens)
 
     def __del__(self) -> None:
         if getattr(self, "model", None):

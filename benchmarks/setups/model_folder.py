@@ -1,0 +1,20 @@
+"""Where the files lie that other runtimes read a model from: written once for all that read the same weights."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+# By address; the weights are kept, so that no others come to lie there.
+_FOLDERS: dict[int, tuple[Tensor, tempfile.TemporaryDirectory[str]]] = {}
+
+
+def folder_of(model: PreTrainedModel) -> Path:
+    """One folder for all models over the same weights (twins), removed when the process ends."""
+    weight = model.get_input_embeddings().weight.data
+    if weight.data_ptr() not in _FOLDERS:
+        _FOLDERS[weight.data_ptr()] = (weight, tempfile.TemporaryDirectory(prefix="hf_accel-"))
+    return Path(_FOLDERS[weight.data_ptr()][1].name)
