@@ -1,4 +1,4 @@
-"""Pieces of the benchmarks: llama.cpp on the same weights, quality, profiles, processes. No clock, no network."""
+"""Pieces of the benchmarks: who takes part, quality, profiles, processes. No clock, no network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 import hf_accel
 from benchmarks import attention_peak, integer_peak, isa, memory, prefill, profile_step, quality, rows, versions
@@ -20,8 +20,6 @@ from benchmarks.profile_step import SelfTimes
 from benchmarks.quality import Variant, joined, make_variants, predictions, score
 from benchmarks.settings import Settings
 from benchmarks.setups import SETUPS, accel
-from benchmarks.setups.gguf_file import gguf_refuses, rotary_order
-from benchmarks.setups.llama_cpp import LlamaCpp
 from hf_accel.hardware import speed
 from hf_accel.kernels import cpu as kernels
 
@@ -35,93 +33,7 @@ def bench_of(**settings: Any) -> Bench:
     return Bench(Settings(**{"model": "tiny", "context": 20, "setups": ("hf_accel int8",), **settings}))
 
 
-# -- llama.cpp -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def llama(model: PreTrainedModel) -> Any:
-    setup = LlamaCpp("bf16", tolerance=0.1)
-    if reason := setup.refuses(model.config):
-        pytest.skip(reason)
-    return setup.prepare(model)
-
-
-@torch.no_grad()
-def test_llama_cpp_runs_the_same_model(llama: Any, model: PreTrainedModel) -> None:
-    ids = bench_of().tokens(batch=3, length=9)
-    torch.testing.assert_close(llama(input_ids=ids).logits, model(input_ids=ids).logits.float(), atol=0.03, rtol=0.03)
-    last = llama(input_ids=ids, logits_to_keep=1).logits
-    assert last.shape == (3, 1, 512)
-    assert torch.allclose(last, llama(input_ids=ids).logits[:, -1:], atol=1e-3)
-
-
-@torch.no_grad()
-def test_llama_cpp_reads_the_keys_and_values_it_was_filled_with(llama: Any, model: PreTrainedModel) -> None:
-    setup = LlamaCpp("bf16", tolerance=0.1)
-    cache = setup.filled_cache(llama, batch=2, tokens=21, room=4, seed=3)
-    ids = bench_of().tokens(batch=2, length=1)
-    logits = llama(input_ids=ids, past_key_values=cache).logits
-    values = torch.randn(21, 128, generator=torch.Generator().manual_seed(3)).bfloat16().view(21, 2, 64)
-    values = values.transpose(0, 1).expand(2, -1, -1, -1)
-    keys = torch.cat([values[..., 0::2], values[..., 1::2]], dim=-1)  # llama.cpp's order of a rotated head
-    same = DynamicCache(config=model.config)
-    for layer in range(2):
-        same.update(keys, values, layer)
-    expected = model(input_ids=ids, past_key_values=same).logits.float()
-    torch.testing.assert_close(logits, expected, atol=0.03, rtol=0.03)
-
-
-class Tokens:
-    """A streamer that keeps what it is handed."""
-
-    def __init__(self) -> None:
-        self.put_calls: list[torch.Tensor] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.put_calls.append(value)
-
-
-def test_llama_cpp_generates_greedily_from_where_the_cache_ends(llama: Any, model: PreTrainedModel) -> None:
-    prompt, streamer = bench_of().tokens(batch=2, length=6), Tokens()
-    output = llama.generate(prompt, max_new_tokens=3, streamer=streamer)
-    for column in range(6, 9):
-        assert torch.equal(output[:, column], llama(input_ids=output[:, :column]).logits[:, -1].argmax(-1))
-    assert [call.shape for call in streamer.put_calls] == [(2, 6), (2, 1), (2, 1), (2, 1)]
-    cache = LlamaCpp("bf16", tolerance=0.1).new_cache(llama, batch=2, tokens=20)
-    llama(input_ids=prompt[:, :5], past_key_values=cache)
-    assert torch.equal(llama.generate(prompt, max_new_tokens=3, streamer=streamer, past_key_values=cache), output)
-
-
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
-def test_llama_cpp_quantized_is_smaller_and_near(llama: Any, model: PreTrainedModel, kind: str) -> None:
-    entrant = bench_of(setups=(f"llama.cpp {kind}",)).entrants[f"llama.cpp {kind}"]  # verified by its tolerance
-    assert entrant.setup.read_bytes(entrant.model) < entrant.setup.weight_bytes(entrant.model) < llama.nbytes
-    assert entrant.verified["correlation"] > {"Q8_0": 0.99, "Q4_0": 0.6}[kind]
-
-
-def test_rotary_order_brings_halves_of_a_head_side_by_side() -> None:
-    config = LlamaConfig(hidden_size=8, num_attention_heads=2, num_key_value_heads=1)
-    rows_of = torch.arange(8.0).view(8, 1)
-    assert rotary_order("model.layers.0.self_attn.q_proj.weight", rows_of, config).flatten().tolist() == [
-        0, 2, 1, 3, 4, 6, 5, 7,
-    ]  # fmt: skip
-    assert rotary_order("model.layers.0.self_attn.v_proj.weight", rows_of, config) is rows_of
-
-
-@pytest.mark.parametrize(
-    ("keywords", "reason"),
-    [
-        ({"attention_bias": True}, "biases"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "scaled rotary"),
-        ({"model_type": "qwen3"}, "only llama models are written as GGUF here, this is qwen3"),
-        ({}, None),
-    ],
-)
-def test_models_that_are_not_written_are_refused(keywords: dict[str, Any], reason: str | None) -> None:
-    config = LlamaConfig(**{name: value for name, value in keywords.items() if name != "model_type"})
-    config.model_type = keywords.get("model_type", "llama")
-    refusal = gguf_refuses(config)
-    assert refusal is None if reason is None else reason in str(refusal)
+# -- who takes part -------------------------------------------------------------------------------------
 
 
 def test_competitors_that_do_not_take_part_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +42,7 @@ def test_competitors_that_do_not_take_part_are_named(monkeypatch: pytest.MonkeyP
     assert [setup.name for setup in bench.setups if setup.is_peer] == []
     assert set(bench.refused) == {setup.name for setup in SETUPS if setup.is_peer}
     assert bench.refused["llama.cpp Q4_0"] == "llama_cpp is not installed"
+    assert bench.refused["OpenVINO int8"] == "openvino is not installed"
     assert "name it in --setups" in bench.refused["torchao int8 compiled"]
 
 

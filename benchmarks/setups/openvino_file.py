@@ -73,7 +73,7 @@ def convert(model: PreTrainedModel) -> Any:
 
     config: Any = model.config
     past = [torch.zeros(2, config.num_key_value_heads, 3, config.head_dim)] * (2 * config.num_hidden_layers)
-    example = (torch.ones(2, 4, dtype=torch.int64), torch.arange(2), torch.arange(4), past)
+    example = (torch.ones(2, 4, dtype=torch.int64), torch.arange(2, dtype=torch.int32), torch.arange(4), past)
     patch_model.__make_16bit_traceable(model)
     try:
         with warnings.catch_warnings():

@@ -14,13 +14,17 @@ from transformers import PreTrainedConfig
 from .runtime import RuntimeCache, RuntimeModel
 
 
+class NotFusedError(Exception):
+    """OpenVINO does not run a graph as it runs those of optimum-intel."""
+
+
 class OpenVINOCache(RuntimeCache):
     """An infer request, whose state holds keys and values in the plugin's own precision."""
 
     def __init__(self, model: OpenVINOModel, *, batch: int) -> None:
         self.model, self.batch = model, batch
         self.request = model.compiled.create_infer_request()
-        self.beam_idx = np.arange(batch, dtype=np.int64)
+        self.beam_idx = np.arange(batch, dtype=np.int32)
 
     def decode(self, ids: Tensor, *, keep: int) -> Tensor:
         columns = ids.shape[1]
@@ -47,10 +51,16 @@ class OpenVINOModel(RuntimeModel):
         core = openvino.Core()
         graph = core.read_model(path)
         self.nbytes = constant_bytes(graph)
-        unread = 0 if self.config.tie_word_embeddings else constant_bytes(graph, of="embed_tokens")
+        unread = 0 if self.config.tie_word_embeddings else constant_bytes(graph, of="embed_tokens.")
         self.read_bytes = self.nbytes - unread
         hints = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
         self.compiled = core.compile_model(graph, "CPU", hints)
+        fused = fused_attentions(self.compiled)
+        if fused != self.config.num_hidden_layers:
+            raise NotFusedError(
+                f"OpenVINO keeps keys and values within the attention of {fused} of {self.config.num_hidden_layers} "
+                "layers, and would be measured far below its best; its converter or plugin has changed"
+            )
 
     def new_cache(self, *, batch: int, tokens: int) -> OpenVINOCache:
         """The plugin makes room as tokens come."""
@@ -61,3 +71,17 @@ def constant_bytes(graph: Any, *, of: str = "") -> int:
     """Of the constants in whose name `of` stands: scales and zero points are named after the weight they belong to."""
     constants = (node for node in graph.get_ops() if node.get_type_name() == "Constant")
     return sum(node.get_byte_size() for node in constants if of in node.get_friendly_name())
+
+
+def fused_attentions(compiled: Any) -> int:
+    """Attentions that read and write the state themselves, and need no copies of all keys and values in each step."""
+    readers = (
+        [read.get_source_output().get_node().get_rt_info() for read in node.inputs()]
+        for node in compiled.get_runtime_model().get_ops()
+        if kind_of(node.get_rt_info()) == "ScaledDotProductAttention"
+    )
+    return sum("MemoryInput" in map(kind_of, sources) for sources in readers)
+
+
+def kind_of(info: Any) -> str:
+    return str(info["layerType"].astype(str))
