@@ -166,14 +166,14 @@ def test_openvino_reads_all_weights_but_the_input_embedding(path: Any, model: Pr
 
     made = OpenVINOModel(path, model.config)
     assert made.nbytes - made.read_bytes == 2 * 512 * 256
-    assert weight_bytes(model) < made.nbytes < 1.01 * weight_bytes(model)  # norms in float32, and numbers of the graph
+    # norms in float32, but for those whose weights are all 1, and numbers of the graph
+    assert made.nbytes == pytest.approx(weight_bytes(model), rel=0.01)
 
 
 def test_converting_leaves_the_weights_as_they_are(path: Any, model: PreTrainedModel) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert all(
-        torch.equal(one, other) for one, other in zip(model.parameters(), load_model("tiny").parameters(), strict=True)
-    )
+    same = zip(model.parameters(), load_model("tiny").parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in same)
 
 
 def test_a_graph_that_openvino_does_not_fuse_is_not_measured(path: Any, model: PreTrainedModel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -14,7 +15,8 @@ _FOLDERS: dict[int, tuple[Tensor, tempfile.TemporaryDirectory[str]]] = {}
 
 def folder_of(model: PreTrainedModel) -> Path:
     """One folder for all models over the same weights (twins), removed when the process ends."""
-    weight = model.get_input_embeddings().weight.data
+    embeddings: Any = model.get_input_embeddings()
+    weight: Tensor = embeddings.weight.data
     if weight.data_ptr() not in _FOLDERS:
         _FOLDERS[weight.data_ptr()] = (weight, tempfile.TemporaryDirectory(prefix="hf_accel-"))
     return Path(_FOLDERS[weight.data_ptr()][1].name)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.generation.streamers import BaseStreamer
 
 from .base import Setup
 
@@ -50,9 +49,9 @@ class RuntimeModel(ABC):
         return SimpleNamespace(logits=cache.decode(input_ids, keep=logits_to_keep or columns).clone())
 
     def generate(
-        self, prompt: Tensor, *, max_new_tokens: int, streamer: BaseStreamer, past_key_values: Any = None, **_: Any
+        self, prompt: Tensor, *, max_new_tokens: int, streamer: Any, past_key_values: Any = None, **_: Any
     ) -> Tensor:
-        """Greedy; exactly `max_new_tokens`."""
+        """Greedy; exactly `max_new_tokens`, which the streamer gets as from transformers."""
         rows, columns = prompt.shape
         cache = past_key_values or self.new_cache(batch=rows, tokens=columns + max_new_tokens)
         streamer.put(prompt)
