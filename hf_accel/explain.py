@@ -70,6 +70,7 @@ def _shapes(members: list[LinearPlan]) -> str:
 
 
 FUSED_KINDS = {
+    "layer": ("decoder layers", "one native call each"),
     "norm": ("RMSNorms", "one native call"),
     "rotary": ("rotary embeddings", "one native call"),
     "mlp": ("gated MLPs", "one call but for down"),

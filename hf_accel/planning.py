@@ -11,13 +11,15 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from . import attention as attention_backends
+from .attention.cpu import CpuBackend
 from .attention.hf.parts import stock_parts
 from .check import check_model
 from .config import PatchConfig, WeightConfig
 from .errors import UnsupportedError
 from .explain import explain
+from .fused.hf import layer_sites
 from .fused.projections import UNLIMITED, native_rows
-from .fused.sites import fused_sites, native_linears, projection_sites
+from .fused.sites import FusedSite, fused_sites, native_linears, projection_sites
 from .generation.hf import model_refusal
 from .hardware import detect, read_bandwidth
 from .kernels import cpu as kernels
@@ -49,6 +51,7 @@ def make_plan(model: object, config: PatchConfig, *, find_originals: FindOrigina
     _check_other_quantizer(inner, config)
     linears = tuple(plan_linears(inner, config.weights))
     attention = () if stock_attention else tuple(_plan_attention(inner, config))
+    stock_loop = _stock_loop(inner, config, stock_cache)
     before = parameter_bytes(list(inner.parameters()) + list(inner.buffers()))
     after = before + sum(p.bytes_held for p in linears)
     bandwidth = read_bandwidth(detect(inner.device))
@@ -59,11 +62,11 @@ def make_plan(model: object, config: PatchConfig, *, find_originals: FindOrigina
         config=config,
         linears=linears,
         attention=attention,
-        fused=_plan_fused(inner, config, linears),
+        fused=_plan_fused(inner, config, linears, () if stock_loop else attention),
         stock_attention=stock_attention,
         stock_parts={} if stock_attention else stock_parts(inner),
         stock_cache=stock_cache,
-        stock_loop=_stock_loop(inner, config, stock_cache),
+        stock_loop=stock_loop,
         lines=(),
         bytes_before=before,
         bytes_after=after,
@@ -191,7 +194,10 @@ def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[Att
 # -- fused ---------------------------------------------------------------------------------------------
 
 
-def _plan_fused(model: PreTrainedModel, config: PatchConfig, linears: Iterable[LinearPlan]) -> FusedPlan:
+def _plan_fused(
+    model: PreTrainedModel, config: PatchConfig, linears: Iterable[LinearPlan], attention: Iterable[AttentionPlan]
+) -> FusedPlan:
+    """attention: what a ragged pass attends by; a layer of which all is known is one native call then."""
     if not config.fuse:
         return FusedPlan(reason="fuse=False")
     reason = kernels.refusal() if model.device.type == "cpu" else f"there are none for {model.device.type} yet"
@@ -201,6 +207,9 @@ def _plan_fused(model: PreTrainedModel, config: PatchConfig, linears: Iterable[L
         return FusedPlan(reason=reason)
     float_rows = UNLIMITED if config.deterministic else native_rows(model.dtype)
     sites, dropped = fused_sites(model, model.dtype, float_rows)
+    served = {id(p.site.module): p.site.spec for p in attention if isinstance(p.backend, CpuBackend)}
+    for found in layer_sites(model, model.dtype, float_rows, attention=served):
+        (sites if isinstance(found, FusedSite) else dropped).append(found)  # type: ignore[arg-type]
     replaced = {id(linear.site.module) for linear in linears if linear.choice is not None}
     floats = [site for site in native_linears(model, float_rows) if id(site.module) not in replaced]
     native = replaced | {id(site.module) for site in floats}

@@ -73,9 +73,8 @@ class ProjectionCall:
         None for an x of another size too, so that the layers complain of it themselves.
         """
         if not self._is_current(layers):
-            # Where rows may be torch's, their bits depend on their number anyway.
-            tile_rows = 1 if self.float_rows == UNLIMITED else TILE_ROWS
-            self._call, self._held = _make(layers, self.epilogue, tile_rows), [_tensors(layer) for layer in layers]
+            self._call = make_call(layers, self.epilogue, self.float_rows)
+            self._held = [_tensors(layer) for layer in layers]
         call, size = self._call, x.shape[-1]
         if call is None or call.in_features != size or x.numel() == 0:
             return None
@@ -104,7 +103,8 @@ def _tensors(layer: nn.Module) -> tuple[Any, Any]:
     return weight, layer._parameters.get("bias")
 
 
-def _make(layers: tuple[nn.Module, ...], epilogue: str | None, tile_rows: int) -> NativeCall | None:
+def make_call(layers: tuple[nn.Module, ...], epilogue: str | None, float_rows: int) -> NativeCall | None:
+    """One call for these layers, as ProjectionCall describes it; None if they have no common one."""
     if refusal() is not None:  # a pickled model may arrive where no kernels were built
         return None
     quantized = [layer for layer in layers if isinstance(layer, QuantLinear)]
@@ -118,7 +118,8 @@ def _make(layers: tuple[nn.Module, ...], epilogue: str | None, tile_rows: int) -
         return None
     if epilogue is not None and len(shapes) > 1:
         return None
-    return FloatLinear(weights, biases, epilogue, tile_rows=tile_rows)
+    # Where rows may be torch's, their bits depend on their number anyway.
+    return FloatLinear(weights, biases, epilogue, tile_rows=1 if float_rows == UNLIMITED else TILE_ROWS)
 
 
 def _make_integer(layers: list[QuantLinear], epilogue: str | None) -> IntegerLinear | None:

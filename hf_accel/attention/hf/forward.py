@@ -33,6 +33,8 @@ KNOWN_KEYWORDS = CALL_KEYWORDS | {
     "output_router_logits", "return_dict",
 }  # fmt: skip
 
+NOT_OURS = ("s_aux", "sinks", "cu_seq_lens_q", "output_attentions", "dropout")  # what a traced layer's attention lacks
+
 
 def attention_is_ours(config: Any) -> bool:
     """Whether a model with this config attends by "hf_accel"; a user may have set another implementation since."""
@@ -54,6 +56,11 @@ def attention_forward(
 
     What it does not understand goes to the function that the model has without us, which may return weights.
     """
+    if not isinstance(query, Tensor):  # a stand-in, with which the code of a layer is traced
+        traced: Any = query.attended(
+            module, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+        return traced  # type: ignore[no-any-return]
     info: MaskInfo | None = getattr(attention_mask, _INFO, None)
     if is_recorded():
         mask = _whole_mask(attention_mask, info, query)  # if it is one of ours, made outside of what is compiled
@@ -250,6 +257,14 @@ def mask_forward(
     whole = q_length in (1, kv_length) and (local_size is None or kv_length < local_size)
     setattr(mask, _INFO, MaskInfo(local_size, padded, left_out=whole and not padded))
     return mask
+
+
+def window_of(mask: Tensor | None) -> tuple[bool, int | None]:
+    """Whether a mask says no more than causal attention within a window; and this window, None for all tokens."""
+    if mask is None:
+        return True, None
+    info: MaskInfo | None = getattr(mask, _INFO, None)
+    return info is not None, None if info is None else info.window
 
 
 _WINDOWED: Any = sliding_window_causal_mask_function(1)

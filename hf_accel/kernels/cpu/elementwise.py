@@ -1,4 +1,4 @@
-"""RMSNorm, and the rotary embedding of queries and keys."""
+"""RMSNorm, the rotary embedding of queries and keys, and sums."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ class RopeCall(Structure):
     ]  # fmt: skip
 
 
+class AddCall(Structure):
+    _fields_ = fields(pointers="x y out", sizes="rows size", floats="factor", ints="dtype threads")
+
+
+_add = kernel("add", AddCall)
 _norm = kernel("norm", NormCall)
 _rope = kernel("rope", RopeCall)
 
@@ -73,8 +78,7 @@ def rope(
     if cos.stride(-1) != 1 or sin.stride() != cos.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     dtype, table_dtype = q.dtype, cos.dtype
-    if dtype is not table_dtype and torch.promote_types(dtype, table_dtype) is not dtype:
-        round_each = False
+    round_each = rounds_each(dtype, table_dtype, round_each=round_each)
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     batch, heads, tokens, size = q.shape
     _rope(
@@ -84,3 +88,20 @@ def rope(
         batch, tokens, size, interleaved, round_each, DTYPES[dtype], DTYPES[table_dtype], threads(),
     )  # fmt: skip
     return q_out, k_out
+
+
+def rounds_each(dtype: torch.dtype, table_dtype: torch.dtype, *, round_each: bool) -> bool:
+    """Whether a rotation rounds both products to `dtype`: never if the tables are wider, as the products then are."""
+    return round_each and (dtype is table_dtype or torch.promote_types(dtype, table_dtype) is dtype)
+
+
+def add(x: Tensor, y: Tensor, factor: float = 1.0) -> Tensor:
+    """Compute x + y * factor, [..., H]; the product is rounded to the dtype before it is added, as torch does it.
+
+    x, y: of one shape and one dtype of FLOATS. Raises UnsupportedError if a gradient is needed.
+    """
+    refuse_gradients("add", x, y)
+    x, y = x.contiguous(), y.contiguous()
+    out = torch.empty_like(x)
+    _add(x.data_ptr(), y.data_ptr(), out.data_ptr(), 1, x.numel(), factor, DTYPES[x.dtype], threads())
+    return out

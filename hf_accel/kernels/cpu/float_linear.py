@@ -67,16 +67,21 @@ class FloatLinear:
             raise UnsupportedError("float linear: the kernel has no gradient; run it under torch.no_grad()")
         if x.stride(1) != 1:
             x = x.contiguous()
-        pointers = [tensor.data_ptr() for _, _, tensor in self._sources]
-        if pointers != self._pointers:
-            self._point(pointers)
+        address = self.address()
         rows, dtype = x.shape[0], DTYPES[x.dtype]
         out = x.new_empty(rows, self.out_features)
         _float_linear(
-            self._address, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.out_features, dtype, dtype, threads(),
+            address, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.out_features, dtype, dtype, threads(),
             self.tile_rows,
         )  # fmt: skip
         return out
+
+    def address(self) -> int:
+        """The address of the C struct, which names the memory that weights and biases have now."""
+        pointers = [tensor.data_ptr() for _, _, tensor in self._sources]
+        if pointers != self._pointers:
+            self._point(pointers)
+        return self._address
 
     def _trains(self) -> bool:
         return any(tensor.requires_grad for _, _, tensor in self._sources)

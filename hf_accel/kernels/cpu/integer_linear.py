@@ -186,16 +186,20 @@ class IntegerLinear:
         self.tile_rows = TILE_ROWS[first.bits] if tile_rows is None else tile_rows
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows, dtype = x.shape[0], DTYPES[x.dtype]
-        for matrix, bias in self._biases:
-            if matrix.bias != bias.data_ptr():  # someone has assigned to bias.data
-                matrix.bias, matrix.bias_dtype = bias.data_ptr(), DTYPES[bias.dtype]
+        rows, dtype, address = x.shape[0], DTYPES[x.dtype], self.address()
         out = x.new_empty(rows, self.out_features)
         _integer_linear(
-            self._address, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.out_features, dtype, dtype, threads(),
+            address, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.out_features, dtype, dtype, threads(),
             self.tile_rows,
         )  # fmt: skip
         return out
+
+    def address(self) -> int:
+        """The address of the C struct, which names the memory that the biases have now."""
+        for matrix, bias in self._biases:
+            if matrix.bias != bias.data_ptr():  # someone has assigned to bias.data
+                matrix.bias, matrix.bias_dtype = bias.data_ptr(), DTYPES[bias.dtype]
+        return self._address
 
 
 @torch.library.custom_op("hf_accel::integer_linear", mutates_args=())

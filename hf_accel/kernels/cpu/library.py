@@ -17,7 +17,7 @@ from ...errors import HfAccelError, UnsupportedError
 from ...hardware.processor import ISA_LEVELS, choose_isa, instruction_sets, usable_cores
 from ...tensors import PLAIN, is_recorded
 from .build import HERE, LIBRARY, REASON
-from .structs import Linear, Matrix, packed_format
+from .structs import LayerOp, Linear, Matrix, packed_format
 
 # The numbers of Dtype in types.h.
 DTYPES: dict[torch.dtype, int] = {
@@ -64,7 +64,7 @@ def _library() -> ctypes.CDLL:
 
 
 _selected: list[str] = []
-_structs: dict[str, type[ctypes.Structure]] = {"Linear": Linear, "Matrix": Matrix}  # the keys are the names in C
+_structs: dict[str, type[ctypes.Structure]] = {"LayerOp": LayerOp, "Linear": Linear, "Matrix": Matrix}  # the keys are the names in C
 
 
 def _check_sizes(library: ctypes.CDLL) -> None:

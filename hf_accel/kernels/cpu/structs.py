@@ -55,3 +55,17 @@ class LinearCall(Structure):
         pointers="linear x", sizes="x_stride rows", pointers_="out", sizes_="out_stride",
         ints="x_dtype out_dtype threads tile_rows",
     )  # fmt: skip
+
+
+class Place(Structure):
+    _fields_ = fields(sizes="buffer offset stride")
+
+
+class LayerOp(Structure):
+    _fields_ = [
+        *fields(ints="kind weight_dtype"), ("x", Place), ("y", Place), ("out", Place), ("out2", Place),
+        *fields(
+            pointers="weight", sizes="heads kv_heads dim value_dim window", floats="eps offset scale softcap",
+            ints="round_first interleaved round_each tile_rows",
+        ),
+    ]  # fmt: skip

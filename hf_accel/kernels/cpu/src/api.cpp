@@ -81,15 +81,18 @@ HFA_API int hfa_large_pages(void* memory, int64_t bytes) {
 }
 
 // call: the bytes of the kernel's struct. They are copied, because they may not be aligned.
-#define HFA_CALL(name, Call)                         \
+#define HFA_CALL(name, Call, run)                    \
   HFA_API int hfa_##name(const void* call) {         \
     return guarded([&] {                             \
       Call aligned;                                  \
       std::memcpy(&aligned, call, sizeof aligned);   \
-      active->name(aligned);                         \
+      run;                                           \
     });                                              \
   }
-HFA_KERNELS(HFA_CALL)
+#define HFA_KERNEL(name, Call) HFA_CALL(name, Call, active->name(aligned))
+HFA_KERNELS(HFA_KERNEL)
+HFA_CALL(layer, LayerCall, run_layer(*active, aligned))
+#undef HFA_KERNEL
 #undef HFA_CALL
 
 // Returns the size of a kernel's struct, or of Linear or Matrix; -1 for another name.
@@ -99,6 +102,8 @@ HFA_API int64_t hfa_size_of(const char* name) {
   HFA_KERNELS(HFA_SIZE)
   HFA_SIZE(Linear, Linear)
   HFA_SIZE(Matrix, Matrix)
+  HFA_SIZE(layer, LayerCall)
+  HFA_SIZE(LayerOp, LayerOp)
 #undef HFA_SIZE
   return -1;
 }

@@ -14,6 +14,7 @@
   KERNEL(quantize_weight, QuantizeCall)   \
   KERNEL(norm, NormCall)                  \
   KERNEL(rope, RopeCall)                  \
+  KERNEL(add, AddCall)                    \
   KERNEL(argmax, LogitsCall)              \
   KERNEL(topk, LogitsCall)                \
   KERNEL(attention, AttentionCall)        \
@@ -125,6 +126,15 @@ struct RopeCall {
   int32_t dtype, table_dtype, threads;
 };
 
+// out = x + factor * y over [rows, size], contiguous. The product is rounded to dtype before it is added.
+struct AddCall {
+  const void *x, *y;
+  void* out;
+  int64_t rows, size;
+  float factor;
+  int32_t dtype, threads;
+};
+
 // The k largest of each row of logits [rows, size]. NaN counts as the largest. Equal logits are in order of their
 // index.
 struct LogitsCall {
@@ -182,6 +192,47 @@ struct WriteCall {
   int32_t dtype, page_dtype, threads;
 };
 
+// -- a decoder layer, whose operations are kernels one after the other (src/layer.cpp) --------------------------------
+
+// Where an operation reads or writes: row n of a buffer has its numbers at n * stride + offset. Buffer 0 is the layer's
+// input, buffer 1 its output; the others are memory of the call.
+struct Place {
+  int64_t buffer, offset, stride;
+};
+
+enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD };
+
+struct LayerOp {
+  int32_t kind;
+  int32_t weight_dtype;         // NORM
+  Place x, y, out, out2;        // ROPE: q and k; WRITE: K and V; ADD: both summands; else x alone
+  const void* weight;           // a Linear, or what a norm multiplies by
+  int64_t heads, kv_heads;      // NORM: each of `heads` parts of a row is normalized
+  int64_t dim, value_dim;       // NORM: the numbers of a part; ADD: of a row
+  int64_t window;
+  float eps, offset;            // NORM
+  float scale, softcap;         // ATTEND; ADD: scale is the factor of y
+  int32_t round_first;          // NORM
+  int32_t interleaved, round_each;  // ROPE
+  int32_t tile_rows;            // INTEGER_LINEAR, FLOAT_LINEAR
+};
+
+// One layer over `tokens` tokens of `sequences` sequences. All numbers but weights and pages are of `dtype`.
+struct LayerCall {
+  const LayerOp* ops;
+  const int64_t* starts;  // [buffers]: the numbers a token has in the buffers before each one
+  int64_t count, width;   // the operations; the numbers that a token has in all buffers
+  const void* x;          // [tokens, hidden], contiguous
+  void* out;              // likewise
+  const void *cos, *sin;  // [tokens, head_dim] of table_dtype
+  int64_t tokens, table_token;  // table_token: stride
+  void *k_pages, *v_pages, *k_scales, *v_scales;  // as in AttentionCall
+  const int64_t* slots;                           // [tokens]
+  const int32_t *block_table, *cu_q, *kv_len;
+  int64_t table_stride, sequences, block_size;
+  int32_t dtype, table_dtype, page_dtype, scale_dtype, threads;
+};
+
 // -- the tables ------------------------------------------------------------------------------------------------------
 
 // The kernels of one instruction set. `refused` asks the system for what they need; it returns a clause that says why
@@ -192,6 +243,8 @@ struct Kernels {
   HFA_KERNELS(HFA_MEMBER)
 #undef HFA_MEMBER
 };
+
+void run_layer(const Kernels& kernels, const LayerCall& call);
 
 // The functions that each instruction set defines. The build sets HFA_NAMESPACE and HFA_TABLE for each of them.
 #if defined(HFA_NAMESPACE)

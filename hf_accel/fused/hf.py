@@ -1,0 +1,174 @@
+"""Decoder layers of transformers that run as one native call in a ragged pass, and the plan of which ones do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import output_capturing
+
+from ..attention import AttentionSpec, PlannedAttention
+from ..attention.cpu import CpuBackend
+from ..attention.hf.forward import KNOWN_KEYWORDS, NAME, NOT_OURS, window_of
+from ..cache.hf import RaggedCache
+from ..instance import Mixin
+from ..kernels.cpu.library import native
+from ..state import BACKEND_ATTRIBUTE, FUSED
+from .forms import ROTATION
+from .layer_programme import Attention, LayerProgramme
+from .sites import Dropped, FusedSite
+from .traced import SCALARS, Operation, Read, Trace, UntraceableError
+
+KIND = "layer"
+# What transformers' models give a layer. The stand-ins take the places of all but use_cache.
+USUAL_ARGUMENTS = {
+    "attention_mask": None, "position_ids": None, "past_key_values": None, "use_cache": True,
+    "position_embeddings": None,
+}  # fmt: skip
+
+
+def layer_sites(
+    model: nn.Module, dtype: torch.dtype, float_rows: int, *, attention: dict[int, AttentionSpec]
+) -> Iterator[FusedSite | Dropped]:
+    """Decoder layers that are known to the last step, and those that are not, with the reason.
+
+    attention: the specs of attention modules that the native kernels serve, by the module's id.
+    """
+    for name, module in model.named_modules():
+        inner = [child for child in module.children() if id(child) in attention]
+        if len(inner) != 1 or _rotation_of(inner[0]) is None:
+            continue
+        try:
+            trace = Trace(NAME, dtype, float_rows)
+            trace.layer(module, _width(module), **USUAL_ARGUMENTS)
+            _attention_of(trace, attention[id(inner[0])])
+        except UntraceableError as error:
+            yield Dropped(name, KIND, str(error))
+        else:
+            yield FusedSite(name, module, KIND, NativeLayer, LayerCalls(float_rows))
+
+
+def _rotation_of(module: nn.Module) -> Callable[..., Any] | None:
+    code = getattr(type(module).forward, "__code__", None)
+    return type(module).forward if code is not None and ROTATION in code.co_names else None
+
+
+def _width(layer: nn.Module) -> int:
+    """The size of the hidden states that a layer takes: that of its first norm."""
+    for module in layer.children():
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.ndim == 1:
+            return int(weight.shape[0])
+    raise UntraceableError("it has no norm")
+
+
+def _attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
+    """What the trace's attention computes, by the rules of our attention function; it must be what was planned."""
+    operation: Operation = next(o for o in trace.operations if o.kind == "attend")
+    module, values = operation.module, operation.values
+    options: dict[str, Any] = values["options"]
+    unknown = [n for n, value in options.items() if n not in KNOWN_KEYWORDS and value is not None]
+    used = [n for n in NOT_OURS if options.get(n)]
+    if unknown or used:
+        raise UntraceableError(f"its attention is given {(unknown + used)[0]}=")
+    causal = options.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+        trace.note(vars(module), "is_causal", vars(module).get("is_causal"))
+    scale, softcap = options.get("scaling"), options.get("softcap")
+    dim = values["dim"]
+    planned = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, spec.softcap, spec.sinks)
+    if planned != (values["heads"], values["kv_heads"], dim, values["value_dim"], softcap, False) or not causal:
+        raise UntraceableError("its attention is not the one that was planned")
+    return Attention(dim**-0.5 if scale is None else scale, softcap, spec.window)
+
+
+class NativeLayer(Mixin):
+    """Mixed into a decoder layer: one native call for a ragged pass of few tokens, where all is known; else its own code."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """[1, N, hidden] -> [1, N, hidden]."""
+        calls: LayerCalls = self.__dict__[FUSED]
+        result = calls.run(self, args, kwargs)  # type: ignore[arg-type]
+        return super().forward(*args, **kwargs) if result is None else result  # type: ignore[misc]
+
+
+class LayerCalls:
+    """The programme of one layer, made when it is first called, and made again when what it depends on has changed.
+
+    A copy or a pickle starts without it, because it holds addresses.
+    """
+
+    def __init__(self, float_rows: int) -> None:
+        self.float_rows = float_rows
+        self.names: frozenset[str] = frozenset()  # the arguments of the call that was traced
+        self.plain: dict[str, Any] = {}  # those that were plain values
+        self.reads: list[Read] = []  # what the trace depended on, if there is no programme
+        self.programme: LayerProgramme | None = None
+        self.traced = False
+
+    def __reduce__(self) -> Any:
+        return LayerCalls, (self.float_rows,)
+
+    def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | tuple[Tensor] | None:
+        """The layer's result; None where its own code must run."""
+        cache = kwargs.get("past_key_values")
+        if type(cache) is not RaggedCache or len(args) != 1 or not native(args[0]):
+            return None
+        x, tables = args[0], kwargs.get("position_embeddings")
+        if type(tables) is not tuple or len(tables) != 2 or output_capturing._active_collector.get():
+            return None
+        programme = self._ready(layer, x, tables, kwargs)
+        if programme is None or not programme.is_unobserved():
+            return None
+        known, window = window_of(kwargs.get("attention_mask"))
+        pages = cache.layers[programme.layer_idx]
+        storage, step = pages.group.storages.get(programme.layer_idx), cache.step.groups[pages.group_index]
+        if not known or storage is None or step.written is not None or window != pages.group.window:
+            return None
+        if not programme.fits(storage, window) or not programme.takes(x, *tables, tokens=len(step.slots)):
+            return None
+        cache.check_read()
+        out = programme(x, *tables, storage, step)
+        return (out,) if programme.returns_tuple else out
+
+    def _ready(
+        self, layer: nn.Module, x: Tensor, tables: tuple[Tensor, Tensor], kwargs: dict[str, Any]
+    ) -> LayerProgramme | None:
+        programme = self.programme
+        if programme is not None:
+            same = programme.dtype is x.dtype and programme.table_dtype is tables[0].dtype
+            if same and self._is_same_call(kwargs) and programme.is_current():
+                return programme
+        elif self.traced and self._is_same_call(kwargs) and all(r.owner.get(r.name) is r.value for r in self.reads):
+            return None  # what could not be traced has not changed since
+        self.programme = self._make(layer, x, tables[0].dtype, kwargs)
+        return self.programme
+
+    def _is_same_call(self, kwargs: dict[str, Any]) -> bool:
+        plain = self.plain
+        return kwargs.keys() == self.names and all(kwargs[name] is value for name, value in plain.items())
+
+    def _make(
+        self, layer: nn.Module, x: Tensor, table_dtype: torch.dtype, kwargs: dict[str, Any]
+    ) -> LayerProgramme | None:
+        self.names = frozenset(kwargs)
+        self.plain = {name: value for name, value in kwargs.items() if name not in USUAL_ARGUMENTS or name == "use_cache"}
+        self.traced = True
+        trace = Trace(NAME, x.dtype, self.float_rows)
+        try:
+            if not all(isinstance(value, SCALARS) for value in self.plain.values()):
+                raise UntraceableError("it is given more than plain values")
+            trace.layer(layer, x.shape[-1], **kwargs)
+            module = next(o.module for o in trace.operations if o.kind == "attend")
+            planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
+            trace.note(vars(module), BACKEND_ATTRIBUTE, planned)
+            if planned is None or not isinstance(planned.backend, CpuBackend) or planned.spec.dtype is not x.dtype:
+                raise UntraceableError("its attention has another backend")
+            return LayerProgramme(trace, table_dtype, _attention_of(trace, planned.spec))
+        except UntraceableError:
+            self.reads = trace.reads
+            return None

@@ -1,0 +1,242 @@
+"""A traced decoder layer as one native call: its operations as C structs, and what must still hold when it is called."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..cache.group import GroupStep, KVStorage
+from ..kernels.cpu.elementwise import rounds_each
+from ..kernels.cpu.float_linear import FloatLinear
+from ..kernels.cpu.decoder_layer import OPERATIONS, OUTPUT, LayerOp, Place, run_layer
+from ..kernels.cpu.library import DTYPES, threads
+from ..linear import QuantLinear
+from ..state import FUSED
+from ..tensors import PLAIN
+from .forms import form_of_rotation
+from .modules import NativeNorm
+from .projections import NativeCall, NativeLinear, is_bare_linear, is_unobserved, make_call
+from .traced import Operation, Read, Span, Trace, UntraceableError, original_class
+
+# The most tokens of a call: with more, the time between the kernels is nothing beside theirs, and the call's memory
+# would be large.
+MOST_TOKENS = 256
+KINDS = {name: number for number, name in enumerate(OPERATIONS)}
+
+
+class Attention(NamedTuple):
+    """What the attend operation of a layer computes. window: in tokens, None for all."""
+
+    scale: float
+    softcap: float | None
+    window: int | None
+
+
+class LayerProgramme:
+    """The call of a layer whose trace was taken with tensors of one dtype, and tables of `table_dtype`.
+
+    It holds addresses and what the trace read: `is_current` says whether both are still the layer's. `is_unobserved`: whether
+    nobody wants to see its modules called. Raises UntraceableError for an operation that has no kernel.
+    """
+
+    def __init__(self, trace: Trace, table_dtype: torch.dtype, attention: Attention) -> None:
+        assert trace.layer_idx is not None
+        self.dtype, self.table_dtype, self.attention = trace.dtype, table_dtype, attention
+        self.layer_idx, self.returns_tuple = trace.layer_idx, trace.returns_tuple
+        self.max_tokens = MOST_TOKENS
+        self.reads, self.modules = list(trace.reads), trace.modules[1:]  # hooks of the layer itself run around the call
+        self._calls: list[NativeCall] = []  # own the structs that the operations name
+        self._tensors: list[Tensor] = []  # whose memory the operations name
+        self._widths, self._moved = list(trace.widths), dict[int, Span]()
+        operations = [self._compile(operation) for operation in self._joined(trace.operations)]
+        self._ops = (LayerOp * len(operations))(*operations)
+        starts = [0, 0]
+        for width in self._widths[OUTPUT + 1 :]:
+            starts.append(starts[-1] + width)
+        self._starts = (ctypes.c_int64 * len(self._widths))(0, *starts[:-1])
+        self._fixed = ctypes.addressof(self._ops), ctypes.addressof(self._starts), len(operations), starts[-1]
+        self._pointers = [tensor.data_ptr() for tensor in self._tensors]
+        written = next(operation.values for operation in trace.operations if operation.kind == "write")
+        self.page = written["heads"], written["dim"], written["value_dim"]
+
+    # -- while it is made ------------------------------------------------------------------------------
+
+    def _joined(self, operations: list[Operation]) -> Iterator[Operation]:
+        """The operations, with linear layers on one input as one, which stands where the first of them stood."""
+        done: list[Operation] = []
+        for operation in operations:
+            if operation in done:
+                continue
+            group = [o for o in operations if o.kind == "linear" and o.inputs == operation.inputs]
+            if operation.kind == "linear" and len(group) > 1 and _same_format(o.module for o in group):
+                done += group
+                yield self._join(group)
+            else:
+                yield operation
+
+    def _join(self, group: list[Operation]) -> Operation:
+        widths = [operation.outputs[0].stride for operation in group]
+        joint, column = Span(len(self._widths), 0, sum(widths)), 0
+        self._widths.append(joint.stride)
+        for operation, width in zip(group, widths, strict=True):
+            buffer = operation.outputs[0].buffer
+            self._moved[buffer], self._widths[buffer] = Span(joint.buffer, column, joint.stride), 0
+            column += width
+        layers = tuple(operation.module for operation in group)
+        return Operation("linear", group[0].inputs, [joint], None, {"layers": layers})
+
+    def _place(self, span: Span) -> Place:
+        moved = self._moved.get(span.buffer)
+        if moved is None:
+            return Place(span.buffer, span.offset, span.stride)
+        return Place(moved.buffer, moved.offset + span.offset, moved.stride)
+
+    def _compile(self, operation: Operation) -> LayerOp:
+        values = operation.values
+        match operation.kind:
+            case "linear" | "gated":
+                fields = self._linear(operation)
+            case "norm":
+                fields = self._norm(operation)
+            case "rope":
+                fields = self._rope(operation)
+            case "write":
+                fields = {"kv_heads": values["heads"], "dim": values["dim"], "value_dim": values["value_dim"]}
+            case "attend":
+                names = ("heads", "kv_heads", "dim", "value_dim")
+                attention = self.attention
+                fields = {name: values[name] for name in names}
+                fields |= {"scale": attention.scale, "softcap": attention.softcap or 0, "window": attention.window or 0}
+            case "add":
+                fields = {"dim": values["dim"], "scale": values["factor"]}
+        places = zip(("x", "y"), operation.inputs, strict=False), zip(("out", "out2"), operation.outputs, strict=False)
+        fields |= {name: self._place(span) for pairs in places for name, span in pairs}
+        return LayerOp(**{"kind": KINDS.get(operation.kind, 0)} | fields)
+
+    def _linear(self, operation: Operation) -> dict[str, Any]:
+        layers: tuple[nn.Linear, ...] = operation.values.get("layers") or (operation.module,)
+        rows = min(self._rows(layer) for layer in layers)
+        call = make_call(layers, operation.values.get("epilogue"), rows)
+        if call is None:
+            raise UntraceableError("a linear layer has no native call")
+        is_float = isinstance(call, FloatLinear)
+        if isinstance(call, FloatLinear) and call.weights[0].dtype is not self.dtype:
+            raise UntraceableError("a linear layer has another dtype than its input")
+        self._calls.append(call)
+        self.max_tokens = min(self.max_tokens, rows)
+        kind = KINDS["float_linear" if is_float else "integer_linear"]
+        return {"kind": kind, "weight": call.address(), "tile_rows": call.tile_rows}
+
+    def _rows(self, layer: nn.Linear) -> int:
+        """The most rows that the layer is multiplied by natively. Notes what the call depends on."""
+        own, parameters = vars(layer), layer._parameters
+        if not is_bare_linear(layer):
+            raise UntraceableError("something stands around a linear layer")
+        rows = MOST_TOKENS
+        if isinstance(layer, QuantLinear):
+            if layer.choice is None or layer.choice.spec.dtype is not self.dtype:
+                raise UntraceableError("a linear layer has another dtype than its input")
+            self.reads += [Read(own, "_packed", own["_packed"]), Read(own, "choice", layer.choice)]
+        elif isinstance(layer, NativeLinear):
+            self.reads.append(Read(parameters, "weight", parameters["weight"]))
+            rows = own[FUSED].float_rows
+        else:
+            raise UntraceableError("a linear layer has no native call")
+        self.reads.append(Read(parameters, "bias", parameters.get("bias")))
+        self._tensors += [tensor for tensor in parameters.values() if tensor is not None]
+        return rows
+
+    def _norm(self, operation: Operation) -> dict[str, Any]:
+        module, values = operation.module, operation.values
+        assert module is not None
+        own, weight = vars(module), module._parameters["weight"]
+        form = None
+        if isinstance(module, NativeNorm):
+            example = torch.empty(1, values["dim"], dtype=self.dtype)
+            form = own[FUSED].form(module, original_class(module), example)
+        if form is None or weight is None or not weight.is_contiguous():
+            raise UntraceableError("a norm has no native call")
+        if form.round_first and torch.promote_types(self.dtype, weight.dtype) is not self.dtype:
+            raise UntraceableError("a norm changes the dtype")
+        self.reads += [Read(own, name, own.get(name)) for name in ("eps", "variance_epsilon")]
+        self.reads.append(Read(module._parameters, "weight", weight))
+        self._tensors.append(weight)
+        return {
+            "weight": weight.data_ptr(), "weight_dtype": DTYPES[weight.dtype], "heads": values["heads"],
+            "dim": values["dim"], "eps": form.eps, "offset": form.offset, "round_first": form.round_first,
+        }  # fmt: skip
+
+    def _rope(self, operation: Operation) -> dict[str, Any]:
+        values = operation.values
+        form = form_of_rotation(values["function"], self.dtype, self.table_dtype)
+        if form is None:
+            raise UntraceableError("its rotation has no native call")
+        return {
+            "heads": values["heads"], "kv_heads": values["kv_heads"], "dim": values["dim"],
+            "interleaved": form.interleaved,
+            "round_each": rounds_each(self.dtype, self.table_dtype, round_each=form.round_each),
+        }  # fmt: skip
+
+    # -- while it is used ------------------------------------------------------------------------------
+
+    def is_current(self) -> bool:
+        for owner, name, value in self.reads:
+            if owner.get(name) is not value:
+                return False
+        return [tensor.data_ptr() for tensor in self._tensors] == self._pointers
+
+    def is_unobserved(self) -> bool:
+        return all(map(is_unobserved, self.modules))
+
+    def takes(self, x: Tensor, cos: Tensor, sin: Tensor, *, tokens: int) -> bool:
+        """Whether the tensors of a pass over so many tokens are those that the trace stands for."""
+        table = (1, tokens, self.page[1])
+        return (
+            x.shape == (1, tokens, self._widths[OUTPUT])
+            and 0 < tokens <= self.max_tokens
+            and x.is_contiguous()
+            and cos.dtype is sin.dtype
+            and cos.shape == sin.shape == table
+            and type(cos) in PLAIN
+            and type(sin) in PLAIN
+            and cos.is_cpu
+            and sin.is_cpu
+        )
+
+    def fits(self, storage: KVStorage, window: int | None) -> bool:
+        """Whether the pages hold what the layer writes, and attention reads."""
+        heads, key_dim, value_dim = self.page
+        k, v = storage.pages[:2]
+        return (
+            storage.dtype is self.dtype
+            and window == self.attention.window
+            and k.is_cpu
+            and k.shape[1] == heads
+            and k.shape[3] == key_dim
+            and v.shape[3] == value_dim
+        )
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, storage: KVStorage, step: GroupStep) -> Tensor:
+        """x: [1, N, hidden], contiguous; cos, sin: [1, N, head_dim] -> [1, N, hidden]."""
+        if cos.stride(-1) != 1 or sin.stride() != cos.stride():
+            cos, sin = cos.contiguous(), sin.contiguous()
+        out, pages, ragged, dtype = torch.empty_like(x), storage.pages, step.ragged, DTYPES[self.dtype]
+        table = ragged.block_table
+        assert table is not None
+        run_layer(
+            *self._fixed, x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(), x.shape[1], cos.stride(-2),
+            *[0 if tensor is None else tensor.data_ptr() for tensor in pages],
+            step.slots.data_ptr(), table.data_ptr(), ragged.cu_q.data_ptr(), ragged.kv_len.data_ptr(),
+            table.stride(0), len(table), storage.block_size,
+            dtype, DTYPES[self.table_dtype], DTYPES[pages.k.dtype], dtype, threads(),
+        )  # fmt: skip
+        return out
+
+
+def _same_format(layers: Iterable[Any]) -> bool:
+    """Whether one native call can compute the layers side by side; see `make_call`."""
+    return make_call(tuple(layers), None, 1) is not None

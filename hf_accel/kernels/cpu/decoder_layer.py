@@ -1,0 +1,24 @@
+"""Calls a whole decoder layer, whose operations are kernels one after the other."""
+
+from __future__ import annotations
+
+from ctypes import Structure
+
+from .library import kernel
+from .structs import LayerOp, Place, fields
+
+OPERATIONS = ("integer_linear", "float_linear", "norm", "rope", "write", "attend", "add")  # LayerOpKind in kernels.h
+INPUT, OUTPUT = 0, 1  # the buffers that are tensors of the caller
+
+
+class LayerCall(Structure):
+    _fields_ = fields(
+        pointers="ops starts", sizes="count width", pointers_="x out cos sin", sizes_="tokens table_token",
+        pointers__="k_pages v_pages k_scales v_scales slots block_table cu_q kv_len",
+        sizes__="table_stride sequences block_size", ints="dtype table_dtype page_dtype scale_dtype threads",
+    )  # fmt: skip
+
+
+run_layer = kernel("layer", LayerCall)
+
+__all__ = ["INPUT", "OPERATIONS", "OUTPUT", "LayerOp", "Place", "run_layer"]

@@ -1,0 +1,117 @@
+// Runs the operations of a decoder layer one after the other: the kernels that Python would call one by one, so that
+// the result has the same bits. What this saves is the time between them.
+#include "kernels.h"
+#include "parallel.h"
+
+namespace {
+
+constexpr int64_t ALIGNMENT = 64;  // bytes
+
+struct Layer {
+  const Kernels& kernels;
+  const LayerCall& call;
+  int64_t size;  // bytes of a number
+  char* memory;
+
+  char* buffer(int64_t number) const {
+    if (number == 0) return static_cast<char*>(const_cast<void*>(call.x));
+    if (number == 1) return static_cast<char*>(call.out);
+    return memory + ALIGNMENT * number + call.starts[number] * call.tokens * size / ALIGNMENT * ALIGNMENT;
+  }
+  char* at(const Place& place) const { return buffer(place.buffer) + place.offset * size; }
+
+  void linear(const LayerOp& op) const {
+    const LinearCall linear = {static_cast<const Linear*>(op.weight), at(op.x), op.x.stride, call.tokens, at(op.out),
+                               op.out.stride, call.dtype, call.dtype, call.threads, op.tile_rows};
+    (op.kind == INTEGER_LINEAR ? kernels.integer_linear : kernels.float_linear)(linear);
+  }
+
+  void norm(const LayerOp& op) const {
+    NormCall norm = {at(op.x), at(op.out), op.weight, op.x.stride, call.tokens, op.dim, op.eps, op.offset,
+                     op.round_first, call.dtype, op.weight_dtype, call.dtype, call.threads};
+    if (op.heads == 1) return kernels.norm(norm);
+    // The heads of a token stand end to end; those of the next token need not follow them.
+    norm.x_stride = op.dim;
+    norm.rows = op.heads;
+    for (int64_t n = 0; n < call.tokens; ++n) {
+      norm.x = at(op.x) + n * op.x.stride * size;
+      norm.out = at(op.out) + n * op.out.stride * size;
+      kernels.norm(norm);
+    }
+  }
+
+  Rotated rotated(const Place& x, const Place& out, int64_t heads, int64_t dim) const {
+    return {at(x), at(out), 0, dim, x.stride, 0, dim, out.stride, heads};
+  }
+
+  void rope(const LayerOp& op) const {
+    kernels.rope({rotated(op.x, op.out, op.heads, op.dim), rotated(op.y, op.out2, op.kv_heads, op.dim), call.cos,
+                  call.sin, 0, call.table_token, 1, call.tokens, op.dim, op.interleaved, op.round_each, call.dtype,
+                  call.table_dtype, call.threads});
+  }
+
+  void write(const LayerOp& op) const {
+    kernels.write_pages({{at(op.x), op.dim, op.x.stride, call.k_pages, call.k_scales, op.dim},
+                         {at(op.y), op.value_dim, op.y.stride, call.v_pages, call.v_scales, op.value_dim},
+                         call.slots, call.tokens, op.kv_heads, call.block_size, call.dtype, call.page_dtype,
+                         call.threads});
+  }
+
+  Rows pages(const void* data, int64_t heads, int64_t dim) const {
+    return {data, heads * call.block_size * dim, call.block_size * dim, dim};
+  }
+
+  void attend(const LayerOp& op) const {
+    AttentionCall attention = {};
+    attention.q = {at(op.x), 0, op.dim, op.x.stride};
+    attention.k = pages(call.k_pages, op.kv_heads, op.dim);
+    attention.v = pages(call.v_pages, op.kv_heads, op.value_dim);
+    attention.k_scales = call.k_scales;
+    attention.v_scales = call.v_scales;
+    attention.out = at(op.out);
+    attention.block_table = call.block_table;
+    attention.cu_q = call.cu_q;
+    attention.kv_len = call.kv_len;
+    attention.sequences = call.sequences;
+    attention.heads = op.heads;
+    attention.kv_heads = op.kv_heads;
+    attention.head_dim = op.dim;
+    attention.value_dim = op.value_dim;
+    attention.table_stride = call.table_stride;
+    attention.block_size = call.block_size;
+    attention.window = op.window;
+    attention.causal = 1;
+    attention.scale = op.scale;
+    attention.softcap = op.softcap;
+    attention.q_dtype = call.dtype;
+    attention.k_dtype = attention.v_dtype = call.page_dtype;
+    attention.scale_dtype = call.scale_dtype;
+    attention.threads = call.threads;
+    kernels.attention(attention);
+  }
+
+  void add(const LayerOp& op) const {
+    kernels.add({at(op.x), at(op.y), at(op.out), call.tokens, op.dim, op.scale, call.dtype, call.threads});
+  }
+
+  void run(const LayerOp& op) const {
+    switch (op.kind) {
+      case INTEGER_LINEAR:
+      case FLOAT_LINEAR: return linear(op);
+      case NORM: return norm(op);
+      case ROPE: return rope(op);
+      case WRITE: return write(op);
+      case ATTEND: return attend(op);
+      default: return add(op);
+    }
+  }
+};
+
+}  // namespace
+
+void run_layer(const Kernels& kernels, const LayerCall& call) {
+  const int64_t size = call.dtype == F32 ? 4 : 2;
+  const size_t bytes = static_cast<size_t>(call.width * call.tokens * size + ALIGNMENT * (call.count * 2 + 4));
+  const Layer layer = {kernels, call, size, static_cast<char*>(scratch<LayerCall>(bytes))};
+  for (int64_t i = 0; i < call.count; ++i) layer.run(call.ops[i]);
+}
