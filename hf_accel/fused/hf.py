@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,14 +19,13 @@ from ..state import BACKEND_ATTRIBUTE, FUSED
 from .forms import ROTATION
 from .layer_programme import Attention, LayerProgramme
 from .sites import Dropped, FusedSite
-from .traced import SCALARS, Operation, Read, Trace, UntraceableError
+from .stand_ins import SCALARS, Read, UntraceableError
+from .traced import Operation, Trace
 
 KIND = "layer"
 # What transformers' models give a layer. The stand-ins take the places of all but use_cache.
-USUAL_ARGUMENTS = {
-    "attention_mask": None, "position_ids": None, "past_key_values": None, "use_cache": True,
-    "position_embeddings": None,
-}  # fmt: skip
+TENSORS = ("attention_mask", "position_ids", "past_key_values", "position_embeddings")
+USUAL_ARGUMENTS = dict.fromkeys(TENSORS) | {"use_cache": True}
 
 
 def layer_sites(
@@ -68,7 +66,7 @@ def _width(layer: nn.Module) -> int:
 def _attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
     """What the trace's attention computes, by the rules of our attention function; it must be what was planned."""
     operation: Operation = next(o for o in trace.operations if o.kind == "attend")
-    module, values = operation.module, operation.values
+    (module,), values = operation.modules, operation.values
     options: dict[str, Any] = values["options"]
     unknown = [n for n, value in options.items() if n not in KNOWN_KEYWORDS and value is not None]
     used = [n for n in NOT_OURS if options.get(n)]
@@ -87,7 +85,7 @@ def _attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
 
 
 class NativeLayer(Mixin):
-    """Mixed into a decoder layer: one native call for a ragged pass of few tokens, where all is known; else its own code."""
+    """Mixed into a decoder layer: a ragged pass of few tokens is one native call; anything else runs its own code."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """[1, N, hidden] -> [1, N, hidden]."""
@@ -125,7 +123,7 @@ class LayerCalls:
         if programme is None or not programme.is_unobserved():
             return None
         known, window = window_of(kwargs.get("attention_mask"))
-        pages = cache.layers[programme.layer_idx]
+        pages: Any = cache.layers[programme.layer_idx]
         storage, step = pages.group.storages.get(programme.layer_idx), cache.step.groups[pages.group_index]
         if not known or storage is None or step.written is not None or window != pages.group.window:
             return None
@@ -156,14 +154,14 @@ class LayerCalls:
         self, layer: nn.Module, x: Tensor, table_dtype: torch.dtype, kwargs: dict[str, Any]
     ) -> LayerProgramme | None:
         self.names = frozenset(kwargs)
-        self.plain = {name: value for name, value in kwargs.items() if name not in USUAL_ARGUMENTS or name == "use_cache"}
+        self.plain = {name: value for name, value in kwargs.items() if name not in TENSORS}
         self.traced = True
         trace = Trace(NAME, x.dtype, self.float_rows)
         try:
             if not all(isinstance(value, SCALARS) for value in self.plain.values()):
                 raise UntraceableError("it is given more than plain values")
             trace.layer(layer, x.shape[-1], **kwargs)
-            module = next(o.module for o in trace.operations if o.kind == "attend")
+            (module,) = next(o.modules for o in trace.operations if o.kind == "attend")
             planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
             trace.note(vars(module), BACKEND_ATTRIBUTE, planned)
             if planned is None or not isinstance(planned.backend, CpuBackend) or planned.spec.dtype is not x.dtype:

@@ -1,4 +1,4 @@
-"""A traced decoder layer as one native call: its operations as C structs, and what must still hold when it is called."""
+"""A traced decoder layer as one native call: its operations as C structs, and what must hold when it is called."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.group import GroupStep, KVStorage
+from ..kernels.cpu.decoder_layer import OPERATIONS, OUTPUT, LayerOp, Place, run_layer
 from ..kernels.cpu.elementwise import rounds_each
 from ..kernels.cpu.float_linear import FloatLinear
-from ..kernels.cpu.decoder_layer import OPERATIONS, OUTPUT, LayerOp, Place, run_layer
 from ..kernels.cpu.library import DTYPES, threads
 from ..linear import QuantLinear
 from ..state import FUSED
@@ -20,7 +20,8 @@ from ..tensors import PLAIN
 from .forms import form_of_rotation
 from .modules import NativeNorm
 from .projections import NativeCall, NativeLinear, is_bare_linear, is_unobserved, make_call
-from .traced import Operation, Read, Span, Trace, UntraceableError, original_class
+from .stand_ins import Read, Span, UntraceableError
+from .traced import Operation, Trace, original_class
 
 # The most tokens of a call: with more, the time between the kernels is nothing beside theirs, and the call's memory
 # would be large.
@@ -39,8 +40,8 @@ class Attention(NamedTuple):
 class LayerProgramme:
     """The call of a layer whose trace was taken with tensors of one dtype, and tables of `table_dtype`.
 
-    It holds addresses and what the trace read: `is_current` says whether both are still the layer's. `is_unobserved`: whether
-    nobody wants to see its modules called. Raises UntraceableError for an operation that has no kernel.
+    It holds addresses, and what the trace read: `is_current` says whether both are still the layer's. Raises
+    UntraceableError for an operation that has no kernel.
     """
 
     def __init__(self, trace: Trace, table_dtype: torch.dtype, attention: Attention) -> None:
@@ -48,7 +49,8 @@ class LayerProgramme:
         self.dtype, self.table_dtype, self.attention = trace.dtype, table_dtype, attention
         self.layer_idx, self.returns_tuple = trace.layer_idx, trace.returns_tuple
         self.max_tokens = MOST_TOKENS
-        self.reads, self.modules = list(trace.reads), trace.modules[1:]  # hooks of the layer itself run around the call
+        self.reads = list(trace.reads)
+        self.modules = trace.modules[1:]  # without the layer, whose own hooks run around the call
         self._calls: list[NativeCall] = []  # own the structs that the operations name
         self._tensors: list[Tensor] = []  # whose memory the operations name
         self._widths, self._moved = list(trace.widths), dict[int, Span]()
@@ -72,7 +74,7 @@ class LayerProgramme:
             if operation in done:
                 continue
             group = [o for o in operations if o.kind == "linear" and o.inputs == operation.inputs]
-            if operation.kind == "linear" and len(group) > 1 and _same_format(o.module for o in group):
+            if operation.kind == "linear" and len(group) > 1 and make_call(_layers(group), None, 1) is not None:
                 done += group
                 yield self._join(group)
             else:
@@ -86,8 +88,7 @@ class LayerProgramme:
             buffer = operation.outputs[0].buffer
             self._moved[buffer], self._widths[buffer] = Span(joint.buffer, column, joint.stride), 0
             column += width
-        layers = tuple(operation.module for operation in group)
-        return Operation("linear", group[0].inputs, [joint], None, {"layers": layers})
+        return Operation("linear", group[0].inputs, [joint], _layers(group))
 
     def _place(self, span: Span) -> Place:
         moved = self._moved.get(span.buffer)
@@ -107,10 +108,9 @@ class LayerProgramme:
             case "write":
                 fields = {"kv_heads": values["heads"], "dim": values["dim"], "value_dim": values["value_dim"]}
             case "attend":
-                names = ("heads", "kv_heads", "dim", "value_dim")
-                attention = self.attention
-                fields = {name: values[name] for name in names}
-                fields |= {"scale": attention.scale, "softcap": attention.softcap or 0, "window": attention.window or 0}
+                attention = self.attention._asdict()
+                fields = {name: values[name] for name in ("heads", "kv_heads", "dim", "value_dim")}
+                fields |= {name: value or 0 for name, value in attention.items()}
             case "add":
                 fields = {"dim": values["dim"], "scale": values["factor"]}
         places = zip(("x", "y"), operation.inputs, strict=False), zip(("out", "out2"), operation.outputs, strict=False)
@@ -118,20 +118,18 @@ class LayerProgramme:
         return LayerOp(**{"kind": KINDS.get(operation.kind, 0)} | fields)
 
     def _linear(self, operation: Operation) -> dict[str, Any]:
-        layers: tuple[nn.Linear, ...] = operation.values.get("layers") or (operation.module,)
-        rows = min(self._rows(layer) for layer in layers)
-        call = make_call(layers, operation.values.get("epilogue"), rows)
+        rows = min(self._rows(layer) for layer in operation.modules)
+        call = make_call(operation.modules, operation.values.get("epilogue"), rows)
         if call is None:
             raise UntraceableError("a linear layer has no native call")
-        is_float = isinstance(call, FloatLinear)
         if isinstance(call, FloatLinear) and call.weights[0].dtype is not self.dtype:
             raise UntraceableError("a linear layer has another dtype than its input")
         self._calls.append(call)
         self.max_tokens = min(self.max_tokens, rows)
-        kind = KINDS["float_linear" if is_float else "integer_linear"]
-        return {"kind": kind, "weight": call.address(), "tile_rows": call.tile_rows}
+        kind = "float_linear" if isinstance(call, FloatLinear) else "integer_linear"
+        return {"kind": KINDS[kind], "weight": call.address(), "tile_rows": call.tile_rows}
 
-    def _rows(self, layer: nn.Linear) -> int:
+    def _rows(self, layer: nn.Module) -> int:
         """The most rows that the layer is multiplied by natively. Notes what the call depends on."""
         own, parameters = vars(layer), layer._parameters
         if not is_bare_linear(layer):
@@ -151,8 +149,7 @@ class LayerProgramme:
         return rows
 
     def _norm(self, operation: Operation) -> dict[str, Any]:
-        module, values = operation.module, operation.values
-        assert module is not None
+        (module,), values = operation.modules, operation.values
         own, weight = vars(module), module._parameters["weight"]
         form = None
         if isinstance(module, NativeNorm):
@@ -237,6 +234,5 @@ class LayerProgramme:
         return out
 
 
-def _same_format(layers: Iterable[Any]) -> bool:
-    """Whether one native call can compute the layers side by side; see `make_call`."""
-    return make_call(tuple(layers), None, 1) is not None
+def _layers(operations: Iterable[Operation]) -> tuple[nn.Module, ...]:
+    return tuple(module for operation in operations for module in operation.modules)

@@ -60,7 +60,7 @@ def attention_forward(
         traced: Any = query.attended(
             module, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-        return traced  # type: ignore[no-any-return]
+        return traced
     info: MaskInfo | None = getattr(attention_mask, _INFO, None)
     if is_recorded():
         mask = _whole_mask(attention_mask, info, query)  # if it is one of ours, made outside of what is compiled

@@ -64,7 +64,11 @@ def _library() -> ctypes.CDLL:
 
 
 _selected: list[str] = []
-_structs: dict[str, type[ctypes.Structure]] = {"LayerOp": LayerOp, "Linear": Linear, "Matrix": Matrix}  # the keys are the names in C
+_structs: dict[str, type[ctypes.Structure]] = {
+    "LayerOp": LayerOp,
+    "Linear": Linear,
+    "Matrix": Matrix,
+}  # the keys are the names in C
 
 
 def _check_sizes(library: ctypes.CDLL) -> None:

@@ -1,0 +1,234 @@
+"""What stands in for tensors and modules while the code of a decoder layer is run once to find what it computes.
+
+A stand-in knows only what is written here. Whatever else the code asks of it raises UntraceableError: nothing is
+guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+SCALARS = (bool, int, float, str, torch.dtype, type(None))
+
+
+class UntraceableError(Exception):
+    """The code does what the stand-ins do not know; the message says what, as a clause."""
+
+
+class Read(NamedTuple):
+    """A value that the code depends on: `owner[name]` when it ran."""
+
+    owner: Mapping[str, Any]
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Span:
+    """Columns of a buffer whose rows are tokens: those from `offset` on of `stride` numbers."""
+
+    buffer: int
+    offset: int
+    stride: int
+
+
+class Recorder(Protocol):
+    """What stand-ins tell what they are asked for; `attention` is the name of the attention function."""
+
+    attention: str
+    dtype: torch.dtype
+
+    def note(self, owner: Mapping[str, Any], name: str, value: Any) -> None: ...
+
+    def attribute(self, stand_in: ModuleStandIn, module: nn.Module, name: str) -> Any: ...
+
+    def run(self, stand_in: ModuleStandIn, module: nn.Module, args: Any, kwargs: Any) -> Any: ...
+
+    def add(self, x: Any, y: Any) -> StandIn: ...
+
+    def write(self, key: Any, value: Any, layer_idx: Any) -> tuple[StandIn, StandIn]: ...
+
+    def attend(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn: ...
+
+
+class Tokens:
+    """The number of tokens of a pass, which the code may hand on and nothing else."""
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        raise UntraceableError("it looks at the number of tokens")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+TOKENS: Any = Tokens()
+
+
+class Opaque:
+    """What a layer may only hand on, such as the mask."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, name: str) -> Any:
+        raise UntraceableError(f"it reads {self.name}.{name}")
+
+    def __bool__(self) -> bool:
+        raise UntraceableError(f"it looks at {self.name}")
+
+
+class StandIn:
+    """A tensor [1, T, width], [1, T, heads, dim], or [1, heads, T, dim] if it is `turned`.
+
+    factor: what it is still to be multiplied by. cached: whether it came from the cache.
+    """
+
+    def __init__(
+        self, trace: Recorder, span: Span, width: int, *, heads: int | None = None, turned: bool = False,
+        factor: float = 1.0, cached: bool = False,
+    ) -> None:  # fmt: skip
+        self.trace, self.span, self.width, self.heads = trace, span, width, heads
+        self.turned, self.factor, self.cached = turned, factor, cached
+
+    def _like(self, **changes: Any) -> StandIn:
+        own = {name: getattr(self, name) for name in ("heads", "turned", "factor", "cached")}
+        span, width = changes.pop("span", self.span), changes.pop("width", self.width)
+        return StandIn(self.trace, span, width, **(own | changes))
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        if self.heads is None:
+            return (1, TOKENS, self.width)
+        dim = self.width // self.heads
+        return (1, self.heads, TOKENS, dim) if self.turned else (1, TOKENS, self.heads, dim)
+
+    def size(self, index: int) -> Any:
+        return self.shape[index]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.trace.dtype
+
+    def view(self, *sizes: Any) -> StandIn:
+        first, tokens, *rest = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+        if self.turned or tokens is not TOKENS or first != 1 or not 1 <= len(rest) <= 2:
+            raise UntraceableError("it reshapes in another way than into heads and back")
+        if any(not isinstance(size, int) for size in rest) or rest.count(-1) > 1:
+            raise UntraceableError("it reshapes in another way than into heads and back")
+        known = rest[0] if len(rest) == 1 else -rest[0] * rest[1] if -1 in rest else rest[0] * rest[1]
+        if self.width % known if -1 in rest else known != self.width:
+            raise UntraceableError("it reshapes to another size")
+        if len(rest) == 1:
+            return self._like(heads=None)
+        heads = rest[0] if rest[0] != -1 else self.width // rest[1]
+        return self._like(heads=heads)
+
+    reshape = view
+
+    def transpose(self, first: int, second: int) -> StandIn:
+        if {first, second} != {1, 2} or self.heads is None:
+            raise UntraceableError("it transposes other dimensions than heads and tokens")
+        return self._like(turned=not self.turned)
+
+    def contiguous(self) -> StandIn:
+        return self
+
+    def to(self, dtype: Any) -> StandIn:
+        if dtype is not self.trace.dtype:
+            raise UntraceableError("it computes in another dtype")
+        return self
+
+    def __getitem__(self, index: Any) -> StandIn:
+        match index:
+            case (builtins_ellipsis, slice(step=None) as columns) if builtins_ellipsis is ... and self.heads is None:
+                start, stop, _ = columns.indices(self.width)
+                span = Span(self.span.buffer, self.span.offset + start, self.span.stride)
+                return self._like(span=span, width=max(0, stop - start))
+        raise UntraceableError("it takes other parts of a tensor than columns")
+
+    def __add__(self, other: Any) -> StandIn:
+        return self.trace.add(self, other)
+
+    def __mul__(self, other: Any) -> StandIn:
+        if type(other) not in (int, float) or self.factor != 1 or self.heads is not None:
+            raise UntraceableError("it multiplies by more than a number")
+        return self._like(factor=float(other))
+
+    __rmul__ = __mul__
+
+    def __getattr__(self, name: str) -> Any:
+        raise UntraceableError(f"it calls Tensor.{name}")
+
+    def __bool__(self) -> bool:
+        raise UntraceableError("it looks at the numbers of a tensor")
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is F.dropout and args and not _drops(*args[1:], **(kwargs or {})):
+            return args[0]
+        raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
+
+    def attended(self, module: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[StandIn, None]:
+        """What the attention function returns for a query that is a stand-in."""
+        return self.trace.attend(module, (self, key, value), mask, options), None
+
+
+def _drops(p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+    return training and p > 0
+
+
+class ModuleStandIn:
+    """A module whose code runs with stand-ins. What it reads of itself is noted."""
+
+    forward = None  # transformers' checkpointing compares it with its own
+
+    def __init__(self, trace: Recorder, module: nn.Module) -> None:
+        vars(self).update(_trace=trace, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._trace.attribute(self, self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise UntraceableError(f"it sets its own {name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._trace.run(self, self._module, args, kwargs)
+
+
+class ConfigStandIn:
+    """A config of which the code may read plain values."""
+
+    def __init__(self, trace: Recorder, config: Any) -> None:
+        vars(self).update(_trace=trace, _config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_attn_implementation":
+            return self._trace.attention  # patch() sets it; the call looks at it again
+        value = getattr(self._config, name)
+        if not isinstance(value, SCALARS):
+            raise UntraceableError(f"it reads config.{name}")
+        self._trace.note(vars(self._config), name, value)
+        return value
+
+
+class CacheStandIn(Opaque):
+    """The cache of a pass, which takes K and V of one layer."""
+
+    def __init__(self, trace: Recorder) -> None:
+        super().__init__("past_key_values")
+        self.trace = trace
+
+    def update(self, key: Any, value: Any, layer_idx: Any, *args: Any) -> tuple[StandIn, StandIn]:
+        return self.trace.write(key, value, layer_idx)
+
+    def __bool__(self) -> bool:
+        return True
