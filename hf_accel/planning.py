@@ -26,6 +26,7 @@ from .kernels import cpu as kernels
 from .kernels.cpu.library import FLOATS
 from .linear import LinearSpec, QuantLinear, Workers
 from .linear import choose as choose_linear
+from .linear.cpu import Cpu
 from .originals import checkpoint_files, parameter_bytes, readable
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
 from .survey import (
@@ -195,7 +196,7 @@ def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[Att
 
 
 def _plan_fused(
-    model: PreTrainedModel, config: PatchConfig, linears: Iterable[LinearPlan], attention: Iterable[AttentionPlan]
+    model: PreTrainedModel, config: PatchConfig, linears: Sequence[LinearPlan], attention: Iterable[AttentionPlan]
 ) -> FusedPlan:
     """attention: what a ragged pass attends by; a layer of which all is known is one native call then."""
     if not config.fuse:
@@ -207,13 +208,14 @@ def _plan_fused(
         return FusedPlan(reason=reason)
     float_rows = UNLIMITED if config.deterministic else native_rows(model.dtype)
     sites, dropped = fused_sites(model, model.dtype, float_rows)
-    served = {id(p.site.module): p.site.spec for p in attention if isinstance(p.backend, CpuBackend)}
-    for found in layer_sites(model, model.dtype, float_rows, attention=served):
-        (sites if isinstance(found, FusedSite) else dropped).append(found)  # type: ignore[arg-type]
     replaced = {id(linear.site.module) for linear in linears if linear.choice is not None}
     floats = [site for site in native_linears(model, float_rows) if id(site.module) not in replaced]
     native = replaced | {id(site.module) for site in floats}
     native |= {id(module) for module in model.modules() if isinstance(module, QuantLinear)}
+    served = {id(p.site.module): p.site.spec for p in attention if isinstance(p.backend, CpuBackend)}
+    others = {id(p.site.module) for p in linears if p.choice is not None and not isinstance(p.choice.backend, Cpu)}
+    for found in layer_sites(model, model.dtype, float_rows, attention=served, linears=native - others):
+        (sites if isinstance(found, FusedSite) else dropped).append(found)  # type: ignore[arg-type]
     projections = [
         site
         for site in projection_sites(model)

@@ -17,7 +17,7 @@ from ..instance import Mixin
 from ..kernels.cpu.library import native
 from ..state import BACKEND_ATTRIBUTE, FUSED
 from .forms import ROTATION
-from .layer_programme import Attention, LayerProgramme
+from .layer_programme import Attention, LayerProgramme, refuse_without_kernel
 from .sites import Dropped, FusedSite
 from .stand_ins import SCALARS, Read, UntraceableError
 from .traced import Operation, Trace
@@ -29,11 +29,12 @@ USUAL_ARGUMENTS = dict.fromkeys(TENSORS) | {"use_cache": True}
 
 
 def layer_sites(
-    model: nn.Module, dtype: torch.dtype, float_rows: int, *, attention: dict[int, AttentionSpec]
+    model: nn.Module, dtype: torch.dtype, float_rows: int, *, attention: dict[int, AttentionSpec], linears: set[int]
 ) -> Iterator[FusedSite | Dropped]:
     """Decoder layers that are known to the last step, and those that are not, with the reason.
 
-    attention: the specs of attention modules that the native kernels serve, by the module's id.
+    attention: the specs of attention modules that the native kernels serve, by the module's id. linears: the ids of
+    linear layers that they multiply by.
     """
     for name, module in model.named_modules():
         inner = [child for child in module.children() if id(child) in attention]
@@ -43,6 +44,8 @@ def layer_sites(
             trace = Trace(NAME, dtype, float_rows)
             trace.layer(module, _width(module), **USUAL_ARGUMENTS)
             _attention_of(trace, attention[id(inner[0])])
+            refuse_without_kernel(trace, linears)
+            _refuse_partial_rotation(model.config)
         except UntraceableError as error:
             yield Dropped(name, KIND, str(error))
         else:
@@ -52,6 +55,14 @@ def layer_sites(
 def _rotation_of(module: nn.Module) -> Callable[..., Any] | None:
     code = getattr(type(module).forward, "__code__", None)
     return type(module).forward if code is not None and ROTATION in code.co_names else None
+
+
+def _refuse_partial_rotation(config: Any) -> None:
+    """Raise UntraceableError if the rotation leaves some numbers of a head as they are."""
+    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    for each in (parameters, *parameters.values()):
+        if isinstance(each, dict) and each.get("partial_rotary_factor", 1.0) != 1.0:
+            raise UntraceableError("its rotation leaves numbers as they are")
 
 
 def _width(layer: nn.Module) -> int:

@@ -17,7 +17,7 @@ from ..kernels.cpu.library import DTYPES, threads
 from ..linear import QuantLinear
 from ..state import FUSED
 from ..tensors import PLAIN
-from .forms import form_of_rotation
+from .forms import form_of_rotation, norm_form
 from .modules import NativeNorm
 from .projections import NativeCall, NativeLinear, is_bare_linear, is_unobserved, make_call
 from .stand_ins import Read, Span, UntraceableError
@@ -232,6 +232,21 @@ class LayerProgramme:
             dtype, DTYPES[self.table_dtype], DTYPES[pages.k.dtype], dtype, threads(),
         )  # fmt: skip
         return out
+
+
+def refuse_without_kernel(trace: Trace, linears: set[int]) -> None:
+    """Raise UntraceableError for what LayerProgramme would refuse in a layer that is still to be patched.
+
+    linears: the ids of the linear layers that will have a native call.
+    """
+    for operation in trace.operations:
+        match operation.kind:
+            case "linear" | "gated" if not all(id(module) in linears for module in operation.modules):
+                raise UntraceableError("a linear layer has no native call")
+            case "norm" if norm_form(operation.modules[0], dtype=trace.dtype) is None:
+                raise UntraceableError("a norm has no native call")
+            case "rope" if form_of_rotation(operation.values["function"], trace.dtype, trace.dtype) is None:
+                raise UntraceableError("its rotation has no native call")
 
 
 def _layers(operations: Iterable[Operation]) -> tuple[nn.Module, ...]:

@@ -191,17 +191,15 @@ class Trace:
 
     def norm(self, module: nn.Module, x: Any) -> StandIn:
         weight = module._parameters.get("weight")
-        if not isinstance(x, StandIn) or x.turned or x.factor != 1 or weight is None:
+        if not isinstance(x, StandIn) or x.factor != 1 or weight is None:
             raise UntraceableError("a norm takes something else than numbers of tokens")
         if x.shape[-1] != weight.shape[0]:
             raise UntraceableError("a norm takes another number of inputs")
         self.modules.append(module)
         out = self.buffer(x.width)
-        heads = x.heads or 1
-        self.operations.append(
-            Operation("norm", [x.span], [out], (module,), {"heads": heads, "dim": x.width // heads})
-        )
-        return StandIn(self, out, x.width, heads=x.heads)
+        values = {"heads": x.heads or 1, "dim": weight.shape[0]}
+        self.operations.append(Operation("norm", [x.span], [out], (module,), values))
+        return StandIn(self, out, x.width, heads=x.heads, turned=x.turned)
 
     def rotate(self, original: Any, *args: Any, **kwargs: Any) -> tuple[StandIn, StandIn]:
         if len(args) != 4 or kwargs or (args[2], args[3]) != self.tables:
