@@ -94,7 +94,8 @@ def _fused_lines(plan: Plan) -> Iterator[Line]:
     if fused.linears:
         yield Line("fused", f"{len(fused.linears)} float linears", "native for few rows", "weights are read in place")
     for (kind, reason), count in Counter((d.kind, d.reason) for d in fused.dropped).items():
-        yield Line("fused", f"{count} {FUSED_KINDS[kind][0]}", "stock", reason)
+        choice = "module by module" if kind == "layer" else "stock"
+        yield Line("fused", f"{count} {FUSED_KINDS[kind][0]}", choice, reason)
 
 
 def _cache_lines(plan: Plan) -> Iterator[Line]:

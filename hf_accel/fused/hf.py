@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -113,11 +114,11 @@ class LayerCalls:
 
     def __init__(self, float_rows: int) -> None:
         self.float_rows = float_rows
-        self.names: frozenset[str] = frozenset()  # the arguments of the call that was traced
+        self.dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of the input and the tables that were traced
+        self.names: frozenset[str] = frozenset()  # of the arguments of that call
         self.plain: dict[str, Any] = {}  # those that were plain values
         self.reads: list[Read] = []  # what the trace depended on, if there is no programme
         self.programme: LayerProgramme | None = None
-        self.traced = False
 
     def __reduce__(self) -> Any:
         return LayerCalls, (self.float_rows,)
@@ -135,38 +136,36 @@ class LayerCalls:
             return None
         known, window = window_of(kwargs.get("attention_mask"))
         pages: Any = cache.layers[programme.layer_idx]
-        storage, step = pages.group.storages.get(programme.layer_idx), cache.step.groups[pages.group_index]
-        if not known or storage is None or step.written is not None or window != pages.group.window:
+        step = cache.step.groups[pages.group_index]
+        if not known or step.written is not None or window != pages.group.window:
             return None
-        if not programme.fits(storage, window) or not programme.takes(x, *tables, tokens=len(step.slots)):
+        if window != programme.attention.window or not programme.takes(x, *tables, tokens=len(step.slots)):
             return None
         cache.check_read()
+        storage = pages.group.storage(programme.layer_idx, *programme.written)
+        if not programme.fits(storage):
+            return None
         out = programme(x, *tables, storage, step)
         return (out,) if programme.returns_tuple else out
 
     def _ready(
         self, layer: nn.Module, x: Tensor, tables: tuple[Tensor, Tensor], kwargs: dict[str, Any]
     ) -> LayerProgramme | None:
-        programme = self.programme
-        if programme is not None:
-            same = programme.dtype is x.dtype and programme.table_dtype is tables[0].dtype
-            if same and self._is_same_call(kwargs) and programme.is_current():
+        dtypes, programme = (x.dtype, tables[0].dtype), self.programme
+        same = dtypes == self.dtypes and kwargs.keys() == self.names
+        if same and all(kwargs[name] is value for name, value in self.plain.items()):
+            if programme is not None and programme.is_current():
                 return programme
-        elif self.traced and self._is_same_call(kwargs) and all(r.owner.get(r.name) is r.value for r in self.reads):
-            return None  # what could not be traced has not changed since
+            if programme is None and all(read.owner.get(read.name) is read.value for read in self.reads):
+                return None  # what could not be traced has not changed since
+        self.dtypes, self.names = dtypes, frozenset(kwargs)
+        self.plain = {name: value for name, value in kwargs.items() if name not in TENSORS}
         self.programme = self._make(layer, x, tables[0].dtype, kwargs)
         return self.programme
-
-    def _is_same_call(self, kwargs: dict[str, Any]) -> bool:
-        plain = self.plain
-        return kwargs.keys() == self.names and all(kwargs[name] is value for name, value in plain.items())
 
     def _make(
         self, layer: nn.Module, x: Tensor, table_dtype: torch.dtype, kwargs: dict[str, Any]
     ) -> LayerProgramme | None:
-        self.names = frozenset(kwargs)
-        self.plain = {name: value for name, value in kwargs.items() if name not in TENSORS}
-        self.traced = True
         trace = Trace(NAME, x.dtype, self.float_rows)
         try:
             if not all(isinstance(value, SCALARS) for value in self.plain.values()):
@@ -175,9 +174,12 @@ class LayerCalls:
             (module,) = next(o.modules for o in trace.operations if o.kind == "attend")
             planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
             trace.note(vars(module), BACKEND_ATTRIBUTE, planned)
-            if planned is None or not isinstance(planned.backend, CpuBackend) or planned.spec.dtype is not x.dtype:
+            if planned is None or not isinstance(planned.backend, CpuBackend):
                 raise UntraceableError("its attention has another backend")
-            return LayerProgramme(trace, table_dtype, _attention_of(trace, planned.spec))
+            spec = replace(planned.spec, dtype=x.dtype)
+            if planned.backend.refuses(spec) is not None:
+                raise UntraceableError("its attention has another backend")
+            return LayerProgramme(trace, table_dtype, _attention_of(trace, spec))
         except UntraceableError:
             self.reads = trace.reads
             return None

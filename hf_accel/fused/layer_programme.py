@@ -19,7 +19,7 @@ from ..state import FUSED
 from ..tensors import PLAIN
 from .forms import form_of_rotation, norm_form
 from .modules import NativeNorm
-from .projections import NativeCall, NativeLinear, is_bare_linear, is_unobserved, make_call
+from .projections import NativeCall, NativeLinear, is_unobserved, make_call
 from .stand_ins import Read, Span, UntraceableError
 from .traced import Operation, Trace, original_class
 
@@ -49,7 +49,7 @@ class LayerProgramme:
         self.dtype, self.table_dtype, self.attention = trace.dtype, table_dtype, attention
         self.layer_idx, self.returns_tuple = trace.layer_idx, trace.returns_tuple
         self.max_tokens = MOST_TOKENS
-        self.reads = list(trace.reads)
+        self.reads = trace.reads
         self.modules = trace.modules[1:]  # without the layer, whose own hooks run around the call
         self._calls: list[NativeCall] = []  # own the structs that the operations name
         self._tensors: list[Tensor] = []  # whose memory the operations name
@@ -62,8 +62,9 @@ class LayerProgramme:
         self._starts = (ctypes.c_int64 * len(self._widths))(0, *starts[:-1])
         self._fixed = ctypes.addressof(self._ops), ctypes.addressof(self._starts), len(operations), starts[-1]
         self._pointers = [tensor.data_ptr() for tensor in self._tensors]
-        written = next(operation.values for operation in trace.operations if operation.kind == "write")
-        self.page = written["heads"], written["dim"], written["value_dim"]
+        kv = next(operation.values for operation in trace.operations if operation.kind == "write")
+        # K and V of no token, which say what is written.
+        self.written = [torch.empty(0, kv["heads"], kv[size], dtype=self.dtype) for size in ("dim", "value_dim")]
 
     # -- while it is made ------------------------------------------------------------------------------
 
@@ -132,13 +133,11 @@ class LayerProgramme:
     def _rows(self, layer: nn.Module) -> int:
         """The most rows that the layer is multiplied by natively. Notes what the call depends on."""
         own, parameters = vars(layer), layer._parameters
-        if not is_bare_linear(layer):
-            raise UntraceableError("something stands around a linear layer")
         rows = MOST_TOKENS
-        if isinstance(layer, QuantLinear):
+        if type(layer) is QuantLinear:
+            self.reads += [Read(own, "_packed", own["_packed"]), Read(own, "choice", layer.choice)]
             if layer.choice is None or layer.choice.spec.dtype is not self.dtype:
                 raise UntraceableError("a linear layer has another dtype than its input")
-            self.reads += [Read(own, "_packed", own["_packed"]), Read(own, "choice", layer.choice)]
         elif isinstance(layer, NativeLinear):
             self.reads.append(Read(parameters, "weight", parameters["weight"]))
             rows = own[FUSED].float_rows
@@ -191,7 +190,7 @@ class LayerProgramme:
 
     def takes(self, x: Tensor, cos: Tensor, sin: Tensor, *, tokens: int) -> bool:
         """Whether the tensors of a pass over so many tokens are those that the trace stands for."""
-        table = (1, tokens, self.page[1])
+        table = (1, tokens, self.written[0].shape[2])
         return (
             x.shape == (1, tokens, self._widths[OUTPUT])
             and 0 < tokens <= self.max_tokens
@@ -204,18 +203,13 @@ class LayerProgramme:
             and sin.is_cpu
         )
 
-    def fits(self, storage: KVStorage, window: int | None) -> bool:
-        """Whether the pages hold what the layer writes, and attention reads."""
-        heads, key_dim, value_dim = self.page
+    def fits(self, storage: KVStorage) -> bool:
+        """Whether the pages hold K and V as the layer writes them, and attention reads them."""
         k, v = storage.pages[:2]
-        return (
-            storage.dtype is self.dtype
-            and window == self.attention.window
-            and k.is_cpu
-            and k.shape[1] == heads
-            and k.shape[3] == key_dim
-            and v.shape[3] == value_dim
-        )
+        keys, values = self.written
+        return storage.dtype is self.dtype and k.is_cpu and (k.shape[1], k.shape[3], v.shape[3]) == (
+            *keys.shape[1:], values.shape[2],
+        )  # fmt: skip
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, storage: KVStorage, step: GroupStep) -> Tensor:
         """x: [1, N, hidden], contiguous; cos, sin: [1, N, head_dim] -> [1, N, hidden]."""

@@ -109,8 +109,8 @@ class StandIn:
         dim = self.width // self.heads
         return (1, self.heads, TOKENS, dim) if self.turned else (1, TOKENS, self.heads, dim)
 
-    def size(self, index: int) -> Any:
-        return self.shape[index]
+    def size(self, index: int | None = None) -> Any:
+        return self.shape if index is None else self.shape[index]
 
     @property
     def dtype(self) -> torch.dtype:

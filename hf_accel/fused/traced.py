@@ -183,8 +183,11 @@ class Trace:
             self.note(parts, name, parts[name])
         if names.activation is not None:
             name, tried = names.activation
-            self.note(parts if isinstance(tried, nn.Module) else vars(module), name, tried)
+            holder = parts if isinstance(tried, nn.Module) else vars(module)
+            self.note(holder, name, holder.get(name))
             self.modules += [tried] if isinstance(tried, nn.Module) else []
+            if holder.get(name) is not tried:
+                raise UntraceableError("the activation of its MLP is not the one that was tried")
         out = self.buffer(gate.out_features)
         self.operations.append(Operation("gated", [x.span], [out], (gate, up), {"epilogue": names.call.epilogue}))
         return self.linear(down, StandIn(self, out, gate.out_features))
