@@ -145,7 +145,7 @@ class LayerCalls:
         storage = pages.group.storage(programme.layer_idx, *programme.written)
         if not programme.fits(storage):
             return None
-        out = programme(x, *tables, storage, step)
+        out = programme(x, *tables, storage=storage, step=step)
         return (out,) if programme.returns_tuple else out
 
     def _ready(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.group import GroupStep, KVStorage
-from ..kernels.cpu.decoder_layer import OPERATIONS, OUTPUT, LayerOp, Place, run_layer
+from ..kernels.cpu.decoder_layer import OPERATIONS, OUTPUT, Columns, LayerOp, run_layer
 from ..kernels.cpu.elementwise import rounds_each
 from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.library import DTYPES, threads
@@ -91,11 +91,11 @@ class LayerProgramme:
             column += width
         return Operation("linear", group[0].inputs, [joint], _layers(group))
 
-    def _place(self, span: Span) -> Place:
+    def _place(self, span: Span) -> Columns:
         moved = self._moved.get(span.buffer)
         if moved is None:
-            return Place(span.buffer, span.offset, span.stride)
-        return Place(moved.buffer, moved.offset + span.offset, moved.stride)
+            return Columns(span.buffer, span.offset, span.stride)
+        return Columns(moved.buffer, moved.offset + span.offset, moved.stride)
 
     def _compile(self, operation: Operation) -> LayerOp:
         values = operation.values
@@ -211,7 +211,7 @@ class LayerProgramme:
             *keys.shape[1:], values.shape[2],
         )  # fmt: skip
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, storage: KVStorage, step: GroupStep) -> Tensor:
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, *, storage: KVStorage, step: GroupStep) -> Tensor:
         """x: [1, N, hidden], contiguous; cos, sin: [1, N, head_dim] -> [1, N, hidden]."""
         if cos.stride(-1) != 1 or sin.stride() != cos.stride():
             cos, sin = cos.contiguous(), sin.contiguous()

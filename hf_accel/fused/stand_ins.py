@@ -7,7 +7,7 @@ guessed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -57,7 +57,7 @@ class Recorder(Protocol):
     def attend(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn: ...
 
 
-class Tokens:
+class TokenCount:
     """The number of tokens of a pass, which the code may hand on and nothing else."""
 
     def __eq__(self, other: object) -> bool:
@@ -68,7 +68,7 @@ class Tokens:
     __hash__ = None  # type: ignore[assignment]
 
 
-TOKENS: Any = Tokens()
+TOKENS: Any = TokenCount()
 
 
 class Opaque:
@@ -84,23 +84,20 @@ class Opaque:
         raise UntraceableError(f"it looks at {self.name}")
 
 
+@dataclass(eq=False)
 class StandIn:
     """A tensor [1, T, width], [1, T, heads, dim], or [1, heads, T, dim] if it is `turned`.
 
     factor: what it is still to be multiplied by. cached: whether it came from the cache.
     """
 
-    def __init__(
-        self, trace: Recorder, span: Span, width: int, *, heads: int | None = None, turned: bool = False,
-        factor: float = 1.0, cached: bool = False,
-    ) -> None:  # fmt: skip
-        self.trace, self.span, self.width, self.heads = trace, span, width, heads
-        self.turned, self.factor, self.cached = turned, factor, cached
-
-    def _like(self, **changes: Any) -> StandIn:
-        own = {name: getattr(self, name) for name in ("heads", "turned", "factor", "cached")}
-        span, width = changes.pop("span", self.span), changes.pop("width", self.width)
-        return StandIn(self.trace, span, width, **(own | changes))
+    trace: Recorder
+    span: Span
+    width: int
+    heads: int | None = None
+    turned: bool = False
+    factor: float = 1.0
+    cached: bool = False
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -126,16 +123,16 @@ class StandIn:
         if self.width % known if -1 in rest else known != self.width:
             raise UntraceableError("it reshapes to another size")
         if len(rest) == 1:
-            return self._like(heads=None)
+            return replace(self, heads=None)
         heads = rest[0] if rest[0] != -1 else self.width // rest[1]
-        return self._like(heads=heads)
+        return replace(self, heads=heads)
 
     reshape = view
 
     def transpose(self, first: int, second: int) -> StandIn:
         if {first, second} != {1, 2} or self.heads is None:
             raise UntraceableError("it transposes other dimensions than heads and tokens")
-        return self._like(turned=not self.turned)
+        return replace(self, turned=not self.turned)
 
     def contiguous(self) -> StandIn:
         return self
@@ -150,7 +147,7 @@ class StandIn:
             case (builtins_ellipsis, slice(step=None) as columns) if builtins_ellipsis is ... and self.heads is None:
                 start, stop, _ = columns.indices(self.width)
                 span = Span(self.span.buffer, self.span.offset + start, self.span.stride)
-                return self._like(span=span, width=max(0, stop - start))
+                return replace(self, span=span, width=max(0, stop - start))
         raise UntraceableError("it takes other parts of a tensor than columns")
 
     def __add__(self, other: Any) -> StandIn:
@@ -159,7 +156,7 @@ class StandIn:
     def __mul__(self, other: Any) -> StandIn:
         if type(other) not in (int, float) or self.factor != 1 or self.heads is not None:
             raise UntraceableError("it multiplies by more than a number")
-        return self._like(factor=float(other))
+        return replace(self, factor=float(other))
 
     __rmul__ = __mul__
 

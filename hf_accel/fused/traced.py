@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType
 from typing import Any, Literal
 
@@ -215,7 +215,7 @@ class Trace:
         outs = [self.buffer(x.width) for x in (q, k)]
         values = {"function": original, "heads": q.heads, "kv_heads": k.heads, "dim": q.shape[3]}
         self.operations.append(Operation("rope", [q.span, k.span], outs, values=values))
-        return q._like(span=outs[0]), k._like(span=outs[1])
+        return replace(q, span=outs[0]), replace(k, span=outs[1])
 
     def write(self, key: Any, value: Any, layer_idx: Any) -> tuple[StandIn, StandIn]:
         self._require(key, heads=True)
@@ -225,7 +225,7 @@ class Trace:
         self.layer_idx = layer_idx
         values = {"heads": key.heads, "dim": key.shape[3], "value_dim": value.shape[3]}
         self.operations.append(Operation("write", [key.span, value.span], [], values=values))
-        return key._like(cached=True), value._like(cached=True)
+        return replace(key, cached=True), replace(value, cached=True)
 
     def attend(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn:
         for x in qkv:

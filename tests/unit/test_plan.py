@@ -252,7 +252,7 @@ def test_passes_take_the_planned_attention_until_the_model_changes(
         return choose(spec, name)[0]
 
     monkeypatch.setattr(forward, "_choose", note)
-    model = hf_accel.patch(build(family), weights=None, cache=cache)
+    model = hf_accel.patch(build(family), weights=None, cache=cache, fuse=False)
     model.generate(**inputs("single"), max_new_tokens=4)
     assert chosen == []
     model.to(torch.bfloat16)

@@ -57,13 +57,13 @@ class LinearCall(Structure):
     )  # fmt: skip
 
 
-class Place(Structure):
+class Columns(Structure):
     _fields_ = fields(sizes="buffer offset stride")
 
 
 class LayerOp(Structure):
     _fields_ = [
-        *fields(ints="kind weight_dtype"), ("x", Place), ("y", Place), ("out", Place), ("out2", Place),
+        *fields(ints="kind weight_dtype"), ("x", Columns), ("y", Columns), ("out", Columns), ("out2", Columns),
         *fields(
             pointers="weight", sizes="heads kv_heads dim value_dim window", floats="eps offset scale softcap",
             ints="round_first interleaved round_each tile_rows",

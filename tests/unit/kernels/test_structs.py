@@ -9,14 +9,14 @@ from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
 import pytest
 
-from hf_accel.kernels.cpu import attention, elementwise, integer_linear, library
+from hf_accel.kernels.cpu import attention, decoder_layer, elementwise, integer_linear, library
 from hf_accel.kernels.cpu.build import SOURCE
 from hf_accel.kernels.cpu.structs import EPILOGUES, packed_format
 
 HEADER = re.sub(r"//.*", "", (SOURCE / "kernels.h").read_text(encoding="utf-8"))
 TYPES = (SOURCE / "types.h").read_text(encoding="utf-8")
 KERNELS = dict(re.findall(r"KERNEL\((\w+), (\w+)\)", HEADER))
-INNER = [attention.Rows, attention.PageWrite, elementwise.Rotated]
+INNER = [attention.Rows, attention.PageWrite, decoder_layer.Columns, elementwise.Rotated]
 STRUCTS = {s.__name__: s for s in (*library._structs.values(), *INNER)}
 SCALARS = {"int64_t": c_int64, "int32_t": c_int32, "float": c_float}
 
@@ -40,7 +40,8 @@ def of_python(kind: type[Structure]) -> list[tuple[str, object]]:
 
 def test_every_kernel_is_called() -> None:
     called = {name: kind.__name__ for name, kind in library._structs.items()}
-    assert called == KERNELS | {"Linear": "Linear", "Matrix": "Matrix"}
+    others = {name: name for name in ("LayerOp", "Linear", "Matrix")}
+    assert called == KERNELS | others | {"layer": "LayerCall"}
 
 
 @pytest.mark.parametrize("name", STRUCTS)
@@ -48,7 +49,7 @@ def test_fields(name: str) -> None:
     assert of_python(STRUCTS[name]) == declared(name)
 
 
-@pytest.mark.parametrize("name", sorted(set(KERNELS.values())))
+@pytest.mark.parametrize("name", sorted({*KERNELS.values(), "LayerCall"}))
 def test_packed_bytes_are_those_of_ctypes(name: str) -> None:
     kind, form = STRUCTS[name], struct.Struct(packed_format(STRUCTS[name]))
     assert form.size == ctypes.sizeof(kind)
@@ -66,5 +67,7 @@ def test_numbers_of_names() -> None:
     dtypes = dict(re.findall(r"(\w+) = (\d)", re.search(r"enum Dtype.*", TYPES)[0]))  # type: ignore[index]
     assert [int(dtypes[name]) for name in ("F32", "BF16", "F16", "INT8", "FP8")] == list(library.DTYPES.values())
     assert {8: int(dtypes["INT8"]), 4: int(dtypes["INT4"])} == integer_linear.FORMATS
+    kinds = re.search(r"enum LayerOpKind : int32_t {(.*?)}", HEADER)[1]  # type: ignore[index]
+    assert tuple(kinds.lower().replace(" ", "").split(",")) == decoder_layer.OPERATIONS
     epilogues = re.findall(r"= (\d)", re.search(r"enum Epilogue.*", HEADER)[0])  # type: ignore[index]
     assert list(map(int, epilogues)) == list(EPILOGUES.values())

@@ -128,7 +128,8 @@ struct RopeCall {
 
 // out = x + factor * y over [rows, size], contiguous. The product is rounded to dtype before it is added.
 struct AddCall {
-  const void *x, *y;
+  const void* x;
+  const void* y;
   void* out;
   int64_t rows, size;
   float factor;
@@ -196,7 +197,7 @@ struct WriteCall {
 
 // Where an operation reads or writes: row n of a buffer has its numbers at n * stride + offset. Buffer 0 is the layer's
 // input, buffer 1 its output; the others are memory of the call.
-struct Place {
+struct Columns {
   int64_t buffer, offset, stride;
 };
 
@@ -204,17 +205,17 @@ enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, AT
 
 struct LayerOp {
   int32_t kind;
-  int32_t weight_dtype;         // NORM
-  Place x, y, out, out2;        // ROPE: q and k; WRITE: K and V; ADD: both summands; else x alone
-  const void* weight;           // a Linear, or what a norm multiplies by
-  int64_t heads, kv_heads;      // NORM: each of `heads` parts of a row is normalized
-  int64_t dim, value_dim;       // NORM: the numbers of a part; ADD: of a row
+  int32_t weight_dtype;     // NORM
+  Columns x, y, out, out2;    // ROPE: q and k; WRITE: K and V; ADD: both summands; else x alone
+  const void* weight;       // a Linear, or what a norm multiplies by
+  int64_t heads, kv_heads;  // NORM: each of `heads` parts of a row is normalized
+  int64_t dim, value_dim;   // NORM: the numbers of a part; ADD: of a row
   int64_t window;
-  float eps, offset;            // NORM
-  float scale, softcap;         // ATTEND; ADD: scale is the factor of y
-  int32_t round_first;          // NORM
+  float eps, offset;     // NORM
+  float scale, softcap;  // ATTEND; ADD: scale is the factor of y
+  int32_t round_first;   // NORM
   int32_t interleaved, round_each;  // ROPE
-  int32_t tile_rows;            // INTEGER_LINEAR, FLOAT_LINEAR
+  int32_t tile_rows;                // INTEGER_LINEAR, FLOAT_LINEAR
 };
 
 // One layer over `tokens` tokens of `sequences` sequences. All numbers but weights and pages are of `dtype`.
@@ -224,11 +225,17 @@ struct LayerCall {
   int64_t count, width;   // the operations; the numbers that a token has in all buffers
   const void* x;          // [tokens, hidden], contiguous
   void* out;              // likewise
-  const void *cos, *sin;  // [tokens, head_dim] of table_dtype
+  const void* cos;        // [tokens, head_dim] of table_dtype
+  const void* sin;
   int64_t tokens, table_token;  // table_token: stride
-  void *k_pages, *v_pages, *k_scales, *v_scales;  // as in AttentionCall
-  const int64_t* slots;                           // [tokens]
-  const int32_t *block_table, *cu_q, *kv_len;
+  void* k_pages;                // as in AttentionCall
+  void* v_pages;
+  void* k_scales;
+  void* v_scales;
+  const int64_t* slots;  // [tokens]
+  const int32_t* block_table;
+  const int32_t* cu_q;
+  const int32_t* kv_len;
   int64_t table_stride, sequences, block_size;
   int32_t dtype, table_dtype, page_dtype, scale_dtype, threads;
 };

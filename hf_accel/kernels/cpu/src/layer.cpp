@@ -18,7 +18,7 @@ struct Layer {
     if (number == 1) return static_cast<char*>(call.out);
     return memory + ALIGNMENT * number + call.starts[number] * call.tokens * size / ALIGNMENT * ALIGNMENT;
   }
-  char* at(const Place& place) const { return buffer(place.buffer) + place.offset * size; }
+  char* at(const Columns& place) const { return buffer(place.buffer) + place.offset * size; }
 
   void linear(const LayerOp& op) const {
     const LinearCall linear = {static_cast<const Linear*>(op.weight), at(op.x), op.x.stride, call.tokens, at(op.out),
@@ -40,7 +40,7 @@ struct Layer {
     }
   }
 
-  Rotated rotated(const Place& x, const Place& out, int64_t heads, int64_t dim) const {
+  Rotated rotated(const Columns& x, const Columns& out, int64_t heads, int64_t dim) const {
     return {at(x), at(out), 0, dim, x.stride, 0, dim, out.stride, heads};
   }
 
