@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,7 @@ def layer_sites(
     """
     for name, module in model.named_modules():
         inner = [child for child in module.children() if id(child) in attention]
-        if len(inner) != 1 or _rotation_of(inner[0]) is None:
+        if len(inner) != 1 or not _rotates(inner[0]) or "forward" in vars(module):  # by accelerate, or by hand
             continue
         try:
             trace = Trace(NAME, dtype, float_rows)
@@ -53,9 +53,9 @@ def layer_sites(
             yield FusedSite(name, module, KIND, NativeLayer, LayerCalls(float_rows))
 
 
-def _rotation_of(module: nn.Module) -> Callable[..., Any] | None:
-    code = getattr(type(module).forward, "__code__", None)
-    return type(module).forward if code is not None and ROTATION in code.co_names else None
+def _rotates(attention: nn.Module) -> bool:
+    code = getattr(type(attention).forward, "__code__", None)
+    return code is not None and ROTATION in code.co_names
 
 
 def _refuse_partial_rotation(config: Any) -> None:
