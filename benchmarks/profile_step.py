@@ -17,6 +17,8 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_accel.cache.hf.handle import RaggedLayer
+from hf_accel.fused import layer_programme
+from hf_accel.fused.hf import NativeLayer
 
 from .bench import Bench, Entrant
 from .setups import accel, stock
@@ -24,9 +26,11 @@ from .tables import Row, Table
 from .timing import time_generate
 
 OUTSIDE = "generate() around the model"
+WHOLE, AROUND = "layers, one native call each", "layers: around their call"
 NOTE = (
-    "Own time of each kind of module, those inside it subtracted; a fused block counts where it is called. Wrapping "
-    "them costs about a microsecond a call; plain: the step without wrappers, timed beside it."
+    "Own time of each kind of module, those inside it subtracted; a fused block counts where it is called, and layers "
+    "of one native call are not looked into. Wrapping them costs about a microsecond a call; plain: the step without "
+    "wrappers, timed beside it."
 )
 
 
@@ -55,6 +59,8 @@ class SelfTimes:
 
 def part_of(name: str, module: nn.Module, model: nn.Module) -> str | None:
     """The row that a module's own time is counted in."""
+    if isinstance(module, NativeLayer):
+        return AROUND
     if isinstance(module, nn.Linear):
         return "linear: head" if name == "lm_head" else "linear: layers"
     kind = type(module).__name__.lower()
@@ -79,19 +85,25 @@ def measured(entrant: Entrant, cache: Any, times: SelfTimes) -> Iterator[None]:
     model: Any = entrant.model
     before: list[tuple[Any, str, Any]] = []
     owners: list[tuple[Any, str, str]] = [(cache, "update", "cache: update")]
-    owners += [(m, "forward", part) for name, m in model.named_modules() if (part := part_of(name, m, model))]
+    whole = {
+        id(m) for layer in model.modules() if isinstance(layer, NativeLayer) for m in layer.modules() if m is not layer
+    }
+    modules = [(name, m) for name, m in model.named_modules() if id(m) not in whole]
+    owners += [(m, "forward", part) for name, m in modules if (part := part_of(name, m, model))]
     attention = model.config._attn_implementation
-    function, update = ALL_ATTENTION_FUNCTIONS[attention], RaggedLayer.update
+    function, update, call = ALL_ATTENTION_FUNCTIONS[attention], RaggedLayer.update, layer_programme.run_layer
     try:
         for owner, method, part in owners:
             before.append((owner, method, vars(owner).get(method)))
             object.__setattr__(owner, method, times.wrap(part, getattr(owner, method)))
         ALL_ATTENTION_FUNCTIONS[attention] = times.wrap("attention", function)
         RaggedLayer.update = times.wrap("cache: update", update)  # type: ignore[method-assign]
+        layer_programme.run_layer = times.wrap(WHOLE, call)
         yield
     finally:
         ALL_ATTENTION_FUNCTIONS[attention] = function
         RaggedLayer.update = update  # type: ignore[method-assign]
+        layer_programme.run_layer = call
         for owner, method, own in before:
             if own is None:
                 object.__delattr__(owner, method)
