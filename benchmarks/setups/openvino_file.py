@@ -72,8 +72,10 @@ def convert(model: PreTrainedModel) -> Any:
     from openvino.frontend.pytorch import patch_model
 
     config: Any = model.config
+    # OpenVINO keeps keys and values within its attention only if the rows are picked by an input of 32 bits
+    beam_idx = torch.arange(2, dtype=torch.int32)
     past = [torch.zeros(2, config.num_key_value_heads, 3, config.head_dim)] * (2 * config.num_hidden_layers)
-    example = (torch.ones(2, 4, dtype=torch.int64), torch.arange(2, dtype=torch.int32), torch.arange(4), past)
+    example = (torch.ones(2, 4, dtype=torch.int64), beam_idx, torch.arange(4), past)
     patch_model.__make_16bit_traceable(model)
     try:
         with warnings.catch_warnings():
