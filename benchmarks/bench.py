@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -42,8 +43,10 @@ class Bench:
     @cached_property
     def model(self) -> PreTrainedModel:
         """Stock, as loaded; every other model is a twin of it or made from its weights."""
-        print(f"  making {self.settings.model} ...", flush=True)
-        return load_model(self.settings.model, layers=self.settings.layers, seed=self.settings.seed)
+        settings = self.settings
+        print(f"  making {settings.model} ...", flush=True)
+        dtype: torch.dtype = getattr(torch, settings.dtype)
+        return load_model(settings.model, layers=settings.layers, seed=settings.seed, dtype=dtype)
 
     @cached_property
     def bandwidth(self) -> float:

@@ -1,4 +1,7 @@
-"""The models that are measured, made on the spot: bench-1b has 1.1 B parameters, far more than any cache holds."""
+"""The models that are measured, made on the spot: bench-1b has 1.1 B parameters, far more than any cache holds.
+
+The others have the shapes of Qwen2-0.5B with fewer words, of the smallest GPT-2, and of small Llamas.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
 
 MODELS: dict[str, dict[str, Any]] = {
     "bench-1b": {
@@ -26,31 +36,54 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     },
+    "bench-14m": {
+        "vocab_size": 4096,
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "bench-qwen2": {
+        "vocab_size": 32000,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "bench-gpt2": {"vocab_size": 50257, "tie_word_embeddings": True},
 }
+CONFIGS: dict[str, type[PreTrainedConfig]] = {"bench-qwen2": Qwen2Config, "bench-gpt2": GPT2Config}  # else LlamaConfig
 BLOCK = 2**22 + 15  # odd, so that no row of a matrix repeats another: equal rows would tie
 
 
-def load_model(name: str, *, layers: int | None = None, seed: int = 0) -> PreTrainedModel:
-    """A model in bfloat16 as transformers runs it best (sdpa): random if `name` is in MODELS, else a checkpoint."""
+def load_model(
+    name: str, *, layers: int | None = None, seed: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> PreTrainedModel:
+    """A model as transformers runs it best (sdpa): random if `name` is in MODELS, else a checkpoint."""
     if name not in MODELS:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
         return model.eval()
-    shape = MODELS[name] if layers is None else {**MODELS[name], "num_hidden_layers": layers}
-    return random_model(LlamaConfig(**shape, tie_word_embeddings=False, eos_token_id=None), seed=seed)
+    shape = {"tie_word_embeddings": False, **MODELS[name]}
+    shape = shape if layers is None else {**shape, "num_hidden_layers": layers}
+    return random_model(CONFIGS.get(name, LlamaConfig)(**shape, eos_token_id=None), seed=seed, dtype=dtype)
 
 
-def random_model(config: LlamaConfig, *, seed: int = 0) -> PreTrainedModel:
+def random_model(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     """Weights cut from one seeded block, repeated: drawing a billion normal numbers would take a minute."""
     with torch.device("meta"):
-        shapes = LlamaForCausalLM(config)
-    block = config.initializer_range * torch.randn(BLOCK, generator=torch.Generator().manual_seed(seed))
+        shapes = AutoModelForCausalLM.from_config(config)
+    block = shapes.config.initializer_range * torch.randn(BLOCK, generator=torch.Generator().manual_seed(seed))
     block = block.bfloat16()
     weights, start = {}, 0
     for name, parameter in shapes.named_parameters():
-        is_norm = parameter.ndim == 1
+        is_norm = parameter.ndim == 1 and name.endswith("weight")
         weights[name] = torch.ones(parameter.shape) if is_norm else cut(block, parameter.shape, start=start)
         start = (start + parameter.numel()) % BLOCK
-    model = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=weights, dtype=torch.bfloat16)
+    model: PreTrainedModel = type(shapes).from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
     return model.eval()
 
 

@@ -20,7 +20,10 @@ NOTE = (
 
 
 def measure(bench: Bench) -> list[Table]:
-    candidates = {name: partial(run_prefill, bench, entrant) for name, entrant in bench.entrants.items()}
+    candidates = {
+        name: partial(run_prefill, bench, entrant, tokens=bench.settings.context)
+        for name, entrant in bench.entrants.items()
+    }
     seconds = take_turns(candidates, rounds=bench.settings.rounds)
     rows = [row(bench, bench.entrants[name], seconds) for name in seconds]
     return [Table(f"prefill of {bench.settings.context} tokens, batch 1", rows, NOTE)]
@@ -41,9 +44,9 @@ def row(bench: Bench, entrant: Entrant, seconds: dict[str, list[float]]) -> Row:
 
 
 @torch.no_grad()
-def run_prefill(bench: Bench, entrant: Entrant) -> float:
-    prompt = bench.tokens(batch=1, length=bench.settings.context)
-    cache = entrant.setup.new_cache(entrant.model, batch=1, tokens=bench.settings.context)
+def run_prefill(bench: Bench, entrant: Entrant, *, tokens: int) -> float:
+    prompt = bench.tokens(batch=1, length=tokens)
+    cache = entrant.setup.new_cache(entrant.model, batch=1, tokens=tokens)
     start = time.perf_counter()
     entrant.model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return time.perf_counter() - start

@@ -32,6 +32,7 @@ from . import (
     ladder,
     latency,
     memory,
+    never_slower,
     patch_memory,
     patch_time,
     plots,
@@ -64,6 +65,7 @@ TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
     "prefill": prefill.measure,
     "rows": rows.measure,
     "float_rows": float_rows.measure,
+    "never_slower": never_slower.measure,
     "tiles": tiles.measure,
     "profile": profile_step.measure,
     "memory": memory.measure,
@@ -123,6 +125,7 @@ def model_of(topic: str, bench: Bench) -> str:
     """What a topic measured: some have a model of their own."""
     own = {
         "small_model": str(small_model.SHIPPED),
+        "never_slower": "random models of several shapes",
         "quality": quality.checkpoint(bench.settings),
         "drafters": drafters.target_of(bench.settings),
         "students": drafters.target_of(bench.settings),

@@ -164,10 +164,34 @@ class Distill:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NeverSlower:
+    """cases: models and their dtypes. batches: of decode steps after `context` tokens; prompts: lengths at batch 1.
+
+    tokens: of a generate() whose steps are timed.
+    turn: least seconds of each turn of a candidate, which repeats what takes less.
+    """
+
+    cases: tuple[tuple[str, str], ...] = (
+        ("bench-qwen2", "bfloat16"), ("bench-qwen2", "float32"), ("bench-gpt2", "bfloat16"),
+        ("bench-gpt2", "float32"), ("tiny", "bfloat16"), ("tiny", "float32"), ("bench-14m", "bfloat16"),
+        ("bench-14m", "float32"), ("bench-14m", "float16"),
+    )  # fmt: skip
+    batches: tuple[int, ...] = (1, 4, 8, 16)
+    prompts: tuple[int, ...] = (32, 128, 512)
+    context: int = 256
+    tokens: int = 5
+    turn: float = 0.1
+
+    def quicker(self) -> NeverSlower:
+        return replace(self, batches=self.batches[::2], prompts=self.prompts[:2], context=self.context // 4)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """One run: what several topics read, and a group for each topic that has settings of its own.
 
     model: a name in models.MODELS, or a path or name that from_pretrained takes; layers: cut a named model to so many.
+    dtype: of the model's weights.
     setups: names of setups to take beside stock; none: all that work here.
     context: tokens before the first generated one; new_tokens: of a whole generate() at batch 1.
     batch_tokens: of one that starts from a filled cache; naive_tokens: of the steps of the ladder without a KV cache.
@@ -179,6 +203,7 @@ class Settings:
 
     model: str = "bench-1b"
     layers: int | None = None
+    dtype: str = "bfloat16"
     setups: tuple[str, ...] = ()
     quick: bool = False
     rounds: int = 3
@@ -203,6 +228,7 @@ class Settings:
     students: Students = field(default_factory=Students)
     drafts: Drafts = field(default_factory=Drafts)
     distill: Distill = field(default_factory=Distill)
+    never_slower: NeverSlower = field(default_factory=NeverSlower)
 
     @property
     def long_context(self) -> int:
@@ -233,4 +259,5 @@ class Settings:
             students=self.students.quicker(),
             drafts=self.drafts.quicker(),
             distill=self.distill.quicker(),
+            never_slower=self.never_slower.quicker(),
         )

@@ -10,6 +10,8 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace as replace_fields
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +29,7 @@ from benchmarks import (
     isa,
     ladder,
     memory,
+    never_slower,
     patch_memory,
     plots,
     quiet,
@@ -43,7 +46,7 @@ from benchmarks.models import BLOCK, cut, load_model, random_model, read_bytes, 
 from benchmarks.peak import peak_bytes, peaks, resident
 from benchmarks.processes import call
 from benchmarks.results_folder import beside, provenance, replace, write
-from benchmarks.settings import Settings, Waste
+from benchmarks.settings import NeverSlower, Settings, Waste
 from benchmarks.setups import SETUPS
 from benchmarks.setups.stock import Stock
 from benchmarks.tables import Table, cell
@@ -57,6 +60,9 @@ from hf_accel.twin import twin
 
 SMALL = ["--model", "tiny", "--context", "20", "--rounds", "1", "--quick", "--even-busy"]
 OURS = "hf_accel exact,hf_accel int8,hf_accel int4"
+FEW = {
+    "cases": (("tiny", "bfloat16"), ("tiny", "float32")), "batches": (2,), "prompts": (8,), "context": 20, "turn": 0.0,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +92,7 @@ TABLES = {  # topic -> rows of each of its tables
     "isa": [5],
     "tiles": [4] * 8,
     "float_rows": [2, 2, 2],
+    "never_slower": [8, 2, 2],
     "quality": [6],
     "small_model": [5],
     "batching": [6, 4],
@@ -114,6 +121,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             patch.setattr(module, "call_all", lambda name, fields: [call_here(name, json.dumps(f)) for f in fields])
         patch.setattr(isa, "levels", lambda: ["avx2"])
         patch.setattr(tiles, "LEVELS", ("amx", "avx2_tiles"))
+        patch.setattr(NeverSlower, "quicker", lambda self: replace_fields(self, **FEW))
         for name, value in {"SHAPES": ((64, 96), (96, 64)), "COLD_BYTES": 0, "SECONDS": 0}.items():
             patch.setattr(float_rows, name, value)
         patch.setattr(quiet, "SAMPLE", 0.001)
@@ -232,6 +240,32 @@ def test_oracles_accept_what_they_should(read: Callable[[str], dict[str, Any]]) 
             assert 2 < row["tokens_per_pass"] < 4
             assert 0.6 < row["first_accepted_share"] <= 1
     assert [row["batch"] for row in nothing] == [1, 4]
+
+
+def test_what_is_slower_than_stock_is_counted(read: Callable[[str], dict[str, Any]]) -> None:
+    summary, half, single = read("never_slower")["tables"]
+    assert [row["work"] for row in half["rows"]] == ["decode, batch 2", "prefill of 8"]
+    assert {row["faster"] for row in half["rows"]} <= {"stock", "stock float32"}
+    assert {row["faster"] for row in single["rows"]} == {"stock"}
+    for row, label in zip(summary["rows"], never_slower.OURS, strict=False):
+        ratios = [work[f"{label}_ratio"] for work in half["rows"]]
+        assert row["model"] == f"tiny, bfloat16, {label}"
+        assert row["lowest_ratio"] == min(ratios)
+        assert row["slower"] == sum(ratio < 0.97 for ratio in ratios) >= row["surely_slower"]
+
+
+def test_the_faster_stock_counts_and_a_hopeless_one_is_left_out() -> None:
+    """Stock takes four times as long as in float32 with one row, so that it is not asked about eight."""
+    seconds = {
+        ("stock", 1): 4.0, ("stock float32", 1): 1.0, ("exact", 1): 2.0, ("stock float32", 8): 4.0, ("exact", 8): 2.0,
+    }  # fmt: skip
+    runs: Any = {f"{rows} rows": partial(lambda rows, name: seconds[name, rows], rows) for rows in (1, 8)}
+    bench: Any = SimpleNamespace(description="m", settings=Settings(rounds=1, never_slower=NeverSlower(turn=0.0)))
+    stocks: Any = {name: name for name in ("stock", "stock float32")}
+    ours: Any = {"exact": "exact"}
+    one, eight = never_slower.rows_of(bench, runs, stocks, ours, warm_up=False)
+    assert (one["faster"], one["stock_seconds"], one["exact_ratio"]) == ("stock float32", 1.0, 0.5)
+    assert (eight["exact_ratio"], eight["exact_least_ratio"], eight["spread_share"]) == (2.0, 2.0, 0.0)
 
 
 def test_forms_of_the_distillation_loss_agree(read: Callable[[str], dict[str, Any]]) -> None:
@@ -424,6 +458,18 @@ def test_random_weights_are_seeded_and_no_row_repeats(model: PreTrainedModel) ->
     assert len(head.unique(dim=0)) == len(head)
     assert not torch.equal(head, model.model.embed_tokens.weight)
     assert 0.015 < head.float().std() < 0.025
+
+
+@pytest.mark.parametrize("name", ["bench-14m", "bench-qwen2", "bench-gpt2"])
+def test_other_shapes_are_random_too(name: str) -> None:
+    model = load_model(name, layers=1, dtype=torch.float32)
+    assert model.dtype == torch.float32
+    assert model.config.num_hidden_layers == 1
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    for parameter_name, parameter in model.named_parameters():
+        is_norm = parameter.ndim == 1 and parameter_name.endswith("weight")
+        assert bool((parameter == 1).all()) is is_norm
+        assert is_norm or 0.015 < parameter.std() < 0.025
 
 
 def test_weights_are_cut_from_a_repeated_block() -> None:
