@@ -198,7 +198,7 @@ def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[Att
 def _plan_fused(
     model: PreTrainedModel, config: PatchConfig, linears: Sequence[LinearPlan], attention: Iterable[AttentionPlan]
 ) -> FusedPlan:
-    """attention: what a ragged pass attends by; a layer of which all is known is one native call then."""
+    """attention: what attends over pages; a layer of which all is known is one native call then."""
     if not config.fuse:
         return FusedPlan(reason="fuse=False")
     reason = kernels.refusal() if model.device.type == "cpu" else f"there are none for {model.device.type} yet"

@@ -1,4 +1,4 @@
-"""Decoder layers of transformers that run as one native call in a ragged pass, and the plan of which ones do."""
+"""Decoder layers of transformers that run as one native call over pages, and the plan of which ones do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.utils import output_capturing
 from ..attention import AttentionSpec, PlannedAttention
 from ..attention.cpu import CpuBackend
 from ..attention.hf.forward import KNOWN_KEYWORDS, NAME, NOT_OURS, window_of
-from ..cache.hf import RaggedCache
+from ..cache.hf.handle import CacheOverPages, LayerOverPages
 from ..instance import Mixin
 from ..kernels.cpu.library import native
 from ..state import BACKEND_ATTRIBUTE, FUSED
@@ -97,10 +97,10 @@ def _attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
 
 
 class NativeLayer(Mixin):
-    """Mixed into a decoder layer: a ragged pass of few tokens is one native call; anything else runs its own code."""
+    """Mixed into a decoder layer: a pass of few tokens over pages is one native call; all else runs its own code."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """[1, N, hidden] -> [1, N, hidden]."""
+        """[B, Q, hidden] -> [B, Q, hidden]."""
         calls: LayerCalls = self.__dict__[FUSED]
         result = calls.run(self, args, kwargs)  # type: ignore[arg-type]
         return super().forward(*args, **kwargs) if result is None else result  # type: ignore[misc]
@@ -126,7 +126,7 @@ class LayerCalls:
     def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | tuple[Tensor] | None:
         """The layer's result; None where its own code must run."""
         cache = kwargs.get("past_key_values")
-        if type(cache) is not RaggedCache or len(args) != 1 or not native(args[0]):
+        if not isinstance(cache, CacheOverPages) or len(args) != 1 or not native(args[0]):
             return None
         x, tables = args[0], kwargs.get("position_embeddings")
         if type(tables) is not tuple or len(tables) != 2 or output_capturing._active_collector.get():
@@ -135,17 +135,24 @@ class LayerCalls:
         if programme is None or not programme.is_unobserved():
             return None
         known, window = window_of(kwargs.get("attention_mask"))
-        pages: Any = cache.layers[programme.layer_idx]
-        step = cache.step.groups[pages.group_index]
-        if not known or step.written is not None or window != pages.group.window:
+        pages = cache.layers[programme.layer_idx]
+        if not known or not isinstance(pages, LayerOverPages) or window != pages.group.window:
             return None
-        if window != programme.attention.window or not programme.takes(x, *tables, tokens=len(step.slots)):
+        whole = pages.prepared_step()
+        if whole is None or not whole.contiguous[pages.group_index]:
             return None
-        cache.check_read()
+        step = whole.groups[pages.group_index]
+        if step.written is not None or window != programme.attention.window:
+            return None
+        if not programme.takes(
+            x, *tables, tokens=len(step.slots)
+        ):  # with padding, there are fewer tokens than columns
+            return None
         storage = pages.group.storage(programme.layer_idx, *programme.written)
         if not programme.fits(storage):
             return None
         out = programme(x, *tables, storage=storage, step=step)
+        pages.pass_done(whole)
         return (out,) if programme.returns_tuple else out
 
     def _ready(

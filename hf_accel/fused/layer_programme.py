@@ -190,10 +190,15 @@ class LayerProgramme:
 
     def takes(self, x: Tensor, cos: Tensor, sin: Tensor, *, tokens: int) -> bool:
         """Whether the tensors of a pass over so many tokens are those that the trace stands for."""
-        table = (1, tokens, self.written[0].shape[2])
+        if x.ndim != 3 or cos.ndim != 3:
+            return False
+        batch, row, size = x.shape
+        table = (cos.shape[0], row, self.written[0].shape[2])
         return (
-            x.shape == (1, tokens, self._widths[OUTPUT])
+            size == self._widths[OUTPUT]
+            and batch * row == tokens
             and 0 < tokens <= self.max_tokens
+            and cos.shape[0] in (1, batch)
             and x.is_contiguous()
             and cos.dtype is sin.dtype
             and cos.shape == sin.shape == table
@@ -212,14 +217,15 @@ class LayerProgramme:
         )  # fmt: skip
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, *, storage: KVStorage, step: GroupStep) -> Tensor:
-        """x: [1, N, hidden], contiguous; cos, sin: [1, N, head_dim] -> [1, N, hidden]."""
+        """x: [B, Q, hidden], contiguous; cos, sin: [B or 1, Q, head_dim] -> [B, Q, hidden]."""
         if cos.stride(-1) != 1 or sin.stride() != cos.stride():
             cos, sin = cos.contiguous(), sin.contiguous()
         out, pages, ragged, dtype = torch.empty_like(x), storage.pages, step.ragged, DTYPES[self.dtype]
         table = ragged.block_table
         assert table is not None
         run_layer(
-            *self._fixed, x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(), x.shape[1], cos.stride(-2),
+            *self._fixed, x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            x.shape[0] * x.shape[1], x.shape[0], cos.stride(0) if len(cos) > 1 else 0, cos.stride(1),
             *[0 if tensor is None else tensor.data_ptr() for tensor in pages],
             step.slots.data_ptr(), table.data_ptr(), ragged.cu_q.data_ptr(), ragged.kv_len.data_ptr(),
             table.stride(0), len(table), storage.block_size,

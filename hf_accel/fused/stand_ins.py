@@ -57,8 +57,8 @@ class Recorder(Protocol):
     def attend(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn: ...
 
 
-class TokenCount:
-    """The number of tokens of a pass, which the code may hand on and nothing else."""
+class Count:
+    """The rows of a pass, or the tokens of a row, which the code may hand on and nothing else."""
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -68,7 +68,8 @@ class TokenCount:
     __hash__ = None  # type: ignore[assignment]
 
 
-TOKENS: Any = TokenCount()
+BATCH: Any = Count()
+TOKENS: Any = Count()
 
 
 class Opaque:
@@ -86,7 +87,7 @@ class Opaque:
 
 @dataclass(eq=False)
 class StandIn:
-    """A tensor [1, T, width], [1, T, heads, dim], or [1, heads, T, dim] if it is `turned`.
+    """A tensor [B, T, width], [B, T, heads, dim], or [B, heads, T, dim] if it is `turned`.
 
     factor: what it is still to be multiplied by. cached: whether it came from the cache.
     """
@@ -102,9 +103,9 @@ class StandIn:
     @property
     def shape(self) -> tuple[Any, ...]:
         if self.heads is None:
-            return (1, TOKENS, self.width)
+            return (BATCH, TOKENS, self.width)
         dim = self.width // self.heads
-        return (1, self.heads, TOKENS, dim) if self.turned else (1, TOKENS, self.heads, dim)
+        return (BATCH, self.heads, TOKENS, dim) if self.turned else (BATCH, TOKENS, self.heads, dim)
 
     def size(self, index: int | None = None) -> Any:
         return self.shape if index is None else self.shape[index]
@@ -114,8 +115,8 @@ class StandIn:
         return self.trace.dtype
 
     def view(self, *sizes: Any) -> StandIn:
-        first, tokens, *rest = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
-        if self.turned or tokens is not TOKENS or first != 1 or not 1 <= len(rest) <= 2:
+        batch, tokens, *rest = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+        if self.turned or tokens is not TOKENS or batch is not BATCH or not 1 <= len(rest) <= 2:
             raise UntraceableError("it reshapes in another way than into heads and back")
         if any(not isinstance(size, int) for size in rest) or rest.count(-1) > 1:
             raise UntraceableError("it reshapes in another way than into heads and back")

@@ -19,6 +19,7 @@ from ..kernels.cpu.decoder_layer import INPUT, OUTPUT
 from ..state import FUSED
 from .forms import ROTATION, GatedNames, gated_names
 from .stand_ins import (
+    BATCH,
     SCALARS,
     TOKENS,
     CacheStandIn,
@@ -62,7 +63,7 @@ class Trace:
         self.returns_tuple = False
 
     def layer(self, layer: nn.Module, width: int, **arguments: Any) -> None:
-        """Run the forward of a layer on [1, T, width]. Raises UntraceableError.
+        """Run the forward of a layer on [B, T, width]. Raises UntraceableError.
 
         arguments: of the call, by name. Names in `given` get stand-ins; others are plain values, which it may read.
         """
@@ -90,7 +91,7 @@ class Trace:
             raise UntraceableError("it does not attend over the cache")
         if not isinstance(result, StandIn) or result.factor != 1 or [result.span] != last.outputs:
             raise UntraceableError("it returns something else than the last sum")
-        if result.shape != (1, TOKENS, self.widths[OUTPUT]) or last.kind != "add":
+        if result.shape != (BATCH, TOKENS, self.widths[OUTPUT]) or last.kind != "add":
             raise UntraceableError("it returns something else than the last sum")
         last.outputs = [Span(OUTPUT, 0, self.widths[OUTPUT])]
 
@@ -257,7 +258,7 @@ class Trace:
 
     @staticmethod
     def _require(x: Any, *, heads: bool) -> None:
-        """heads: whether x must be [1, heads, T, dim], else [1, T, width]."""
+        """heads: whether x must be [B, heads, T, dim], else [B, T, width]."""
         if not isinstance(x, StandIn) or x.turned is not heads or (x.heads is not None) is not heads or x.factor != 1:
             raise UntraceableError("its tensors have another layout")
 

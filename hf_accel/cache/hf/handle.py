@@ -64,6 +64,18 @@ class LayerOverPages(CacheLayerMixin):
         storage.write(new_keys, new_values, group_step.slots)
         return PagedKV(self, storage, step, group_step, step.contiguous[self.group_index], values)
 
+    def prepared_step(self) -> Step | None:
+        """The Step of the pass that has reached this layer; None if only `update` can make it.
+
+        Raises UnsupportedError if the attention of the last layer did not read its pages.
+        """
+        self.cache.check_read()
+        step: Step | None = self.cache.step
+        return step
+
+    def pass_done(self, step: Step) -> None:
+        """Note that K and V of a pass were written without `update`."""
+
     def columns(self) -> tuple[Tensor, Tensor] | None:
         """Return K and V of all columns, [B, Hkv, T, D], or None if the tokens of a pass are of many sequences."""
         return None

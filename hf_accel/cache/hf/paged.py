@@ -52,8 +52,17 @@ class PagedLayer(LayerOverPages):
         keys, values = as_attended(key_states, value_states)
         step = self.cache.step_for(self, keys)
         handle = self.store(step, keys, values)
-        self.num_columns += step.num_columns
+        self.pass_done(step)
         return self.columns() if step.gathers else (handle.attach(keys), values)
+
+    def prepared_step(self) -> Step | None:
+        step = super().prepared_step()
+        if step is None or step.gathers or self.num_columns + step.num_columns != self.cache.padded.num_columns:
+            return None
+        return step
+
+    def pass_done(self, step: Step) -> None:
+        self.num_columns += step.num_columns
 
     def columns(self) -> tuple[Tensor, Tensor]:
         """Gather K and V of all columns, [B, Hkv, T, D], with zeros in the padding and behind the window."""

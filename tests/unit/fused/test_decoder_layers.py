@@ -55,16 +55,31 @@ def counted(*, native: bool = True) -> Iterator[Counter[bool]]:
         yield calls
 
 
+def padded(prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Prompts [B, T] with padding on the left, and their mask."""
+    length = max(map(len, prompts))
+    rows = [[0] * (length - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(rows), torch.tensor(mask)
+
+
 @torch.no_grad()
-def logits_of(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, new: int = 8, **kwargs: Any) -> list[Tensor]:
-    """The logits of every pass of generate_batch, and of generate on the first prompt."""
+def logits_of(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, new: int = 8) -> list[Tensor]:
+    """The logits of every pass of generate_batch, of generate, and of transformers' own loop over pages."""
     seen: list[Tensor] = []
     head: Any = model.get_output_embeddings()
     hook = head.register_forward_hook(lambda module, args, out: seen.append(out.clone()))
     config = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=None)
     try:
         model.generate_batch(prompts, generation_config=config)
-        model.generate(torch.tensor(prompts[:1]), max_new_tokens=new, do_sample=False, eos_token_id=None, **kwargs)
+        options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None}
+        model.generate(torch.tensor(prompts[:1]), **options)
+        ids, mask = padded(prompts)
+        model.generate(ids, attention_mask=mask, num_beams=2, **options)
+        cache = hf_accel.PagedCache(model.config)
+        for chunk in (slice(0, 1), slice(1, 4), slice(4, 5)):  # of two rows of one length
+            tokens = torch.tensor([prompts[0], prompts[0][::-1]])[:, chunk]
+            model(tokens, past_key_values=cache, use_cache=True)
     finally:
         hook.remove()
     return seen
@@ -95,8 +110,7 @@ def test_bits_of_the_modules_one_by_one(name: str) -> None:
     hf_accel.patch(model, weights=None)
     assert len(layers_of(model)) == model.config.get_text_config().num_hidden_layers
     calls = same_bits(model)
-    assert calls[True] > 0
-    assert not calls[False]
+    assert calls[True] > 10 * calls[False] > 0  # a pass over padding is not native
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -106,8 +120,7 @@ def test_weights_dtypes_and_pages(weights: Any, dtype: torch.dtype, kv: Any) -> 
     model = llama(attention_bias=kv == "auto", mlp_bias=kv == "int8").to(dtype)
     hf_accel.patch(model, weights=weights, cache=hf_accel.CacheConfig(dtype=kv))
     calls = same_bits(model)
-    assert calls[True] > 0
-    assert not calls[False]
+    assert calls[True] > 10 * calls[False] > 0
 
 
 def test_some_layers_quantized_and_some_not() -> None:
@@ -221,12 +234,11 @@ def test_a_wrapped_linear_is_called_and_a_hook_sees_its_call(model: PreTrainedMo
     hook = layer.mlp.down_proj.register_forward_hook(lambda *given: seen.append(1))
     with counted() as calls:
         logits_of(model)
-    assert len(seen) == calls[False] == calls.total() // 3 > 0
+    others = calls.total() * 2 // 3  # layers without a hook, whose pass over padding is not native
+    assert len(seen) == calls.total() // 3
+    assert calls[True] == others - 2
     hook.remove()
-    with counted() as calls:
-        logits_of(model)
-    assert calls[True] > 0
-    assert not calls[False]
+    assert same_bits(model)[False] == 3
 
 
 def test_a_hook_that_is_there_first_delays_the_native_call() -> None:
@@ -236,21 +248,19 @@ def test_a_hook_that_is_there_first_delays_the_native_call() -> None:
     hooks = [each.register_forward_hook(lambda *given: None) for each in (layer.mlp.act_fn, layer.self_attn.q_proj)]
     with counted() as calls:
         logits_of(model)
-    assert calls[False] == calls.total() // 3 > 0
+    assert calls[False] == calls.total() // 3 + 2  # and the padding of the other layers
     for hook in hooks:
         hook.remove()
-    with counted() as calls:
-        logits_of(model)
-    assert not calls[False]
+    assert same_bits(model)[False] == 3
 
 
 def test_what_was_not_known_is_tried_again_when_it_changes(model: PreTrainedModel) -> None:
     layer: Any = layers_of(model)[0]
     known = layer.mlp.act_fn
     layer.mlp.act_fn = nn.GELU()
-    assert same_bits(model)[False] > 0
+    assert same_bits(model)[False] > 3
     layer.mlp.act_fn = known
-    assert not same_bits(model)[False]
+    assert same_bits(model)[False] == 3
 
 
 def test_hidden_states_and_attentions_can_still_be_asked_for(model: PreTrainedModel) -> None:

@@ -218,16 +218,17 @@ struct LayerOp {
   int32_t tile_rows;                // INTEGER_LINEAR, FLOAT_LINEAR
 };
 
-// One layer over `tokens` tokens of `sequences` sequences. All numbers but weights and pages are of `dtype`.
+// One layer over `tokens` tokens of `sequences` sequences, in `batch` rows of equal length. All numbers but weights and
+// pages are of `dtype`.
 struct LayerCall {
   const LayerOp* ops;
   const int64_t* starts;  // [buffers]: the numbers a token has in the buffers before each one
   int64_t count, width;   // the operations; the numbers that a token has in all buffers
   const void* x;          // [tokens, hidden], contiguous
   void* out;              // likewise
-  const void* cos;        // [tokens, head_dim] of table_dtype
+  const void* cos;        // [batch or 1, tokens / batch, head_dim] of table_dtype
   const void* sin;
-  int64_t tokens, table_token;  // table_token: stride
+  int64_t tokens, batch, table_batch, table_token;  // table_batch, table_token: strides
   void* k_pages;                // as in AttentionCall
   void* v_pages;
   void* k_scales;

@@ -41,13 +41,14 @@ struct Layer {
   }
 
   Rotated rotated(const Columns& x, const Columns& out, int64_t heads, int64_t dim) const {
-    return {at(x), at(out), 0, dim, x.stride, 0, dim, out.stride, heads};
+    const int64_t row = call.tokens / call.batch;
+    return {at(x), at(out), row * x.stride, dim, x.stride, row * out.stride, dim, out.stride, heads};
   }
 
   void rope(const LayerOp& op) const {
     kernels.rope({rotated(op.x, op.out, op.heads, op.dim), rotated(op.y, op.out2, op.kv_heads, op.dim), call.cos,
-                  call.sin, 0, call.table_token, 1, call.tokens, op.dim, op.interleaved, op.round_each, call.dtype,
-                  call.table_dtype, call.threads});
+                  call.sin, call.table_batch, call.table_token, call.batch, call.tokens / call.batch, op.dim,
+                  op.interleaved, op.round_each, call.dtype, call.table_dtype, call.threads});
   }
 
   void write(const LayerOp& op) const {
