@@ -42,7 +42,7 @@ def layer_sites(
         if len(inner) != 1 or not _rotates(inner[0]) or "forward" in vars(module):  # by accelerate, or by hand
             continue
         try:
-            trace = Trace(NAME, dtype, float_rows)
+            trace = Trace(dtype, float_rows, attention=NAME)
             trace.layer(module, _width(module), **USUAL_ARGUMENTS)
             _attention_of(trace, attention[id(inner[0])])
             refuse_without_kernel(trace, linears)
@@ -129,7 +129,9 @@ class LayerCalls:
         if not isinstance(cache, CacheOverPages) or len(args) != 1 or not native(args[0]):
             return None
         x, tables = args[0], kwargs.get("position_embeddings")
-        if type(tables) is not tuple or len(tables) != 2 or output_capturing._active_collector.get():
+        if type(tables) is not tuple or list(map(type, tables)) != [Tensor, Tensor]:
+            return None
+        if output_capturing._active_collector.get():
             return None
         programme = self._ready(layer, x, tables, kwargs)
         if programme is None or not programme.is_unobserved():
@@ -144,9 +146,8 @@ class LayerCalls:
         step = whole.groups[pages.group_index]
         if step.written is not None or window != programme.attention.window:
             return None
-        if not programme.takes(
-            x, *tables, tokens=len(step.slots)
-        ):  # with padding, there are fewer tokens than columns
+        # With padding, there are fewer tokens than columns.
+        if not programme.takes(x, *tables, tokens=len(step.slots)):
             return None
         storage = pages.group.storage(programme.layer_idx, *programme.written)
         if not programme.fits(storage):
@@ -160,7 +161,7 @@ class LayerCalls:
     ) -> LayerProgramme | None:
         dtypes, programme = (x.dtype, tables[0].dtype), self.programme
         same = dtypes == self.dtypes and kwargs.keys() == self.names
-        if same and all(kwargs[name] is value for name, value in self.plain.items()):
+        if same and all(_is_same(kwargs[name], value) for name, value in self.plain.items()):
             if programme is not None and programme.is_current():
                 return programme
             if programme is None and all(read.owner.get(read.name) is read.value for read in self.reads):
@@ -173,7 +174,7 @@ class LayerCalls:
     def _make(
         self, layer: nn.Module, x: Tensor, table_dtype: torch.dtype, kwargs: dict[str, Any]
     ) -> LayerProgramme | None:
-        trace = Trace(NAME, x.dtype, self.float_rows)
+        trace = Trace(x.dtype, self.float_rows)
         try:
             if not all(isinstance(value, SCALARS) for value in self.plain.values()):
                 raise UntraceableError("it is given more than plain values")
@@ -190,3 +191,8 @@ class LayerCalls:
         except UntraceableError:
             self.reads = trace.reads
             return None
+
+
+def _is_same(value: object, traced: object) -> bool:
+    """Whether an argument is the plain value that it was."""
+    return value is traced or (type(value) is type(traced) and isinstance(value, SCALARS) and value == traced)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+ATTENTION = "_attn_implementation"  # the property of a config that names the attention function
 SCALARS = (bool, int, float, str, torch.dtype, type(None))
 
 
@@ -39,9 +40,9 @@ class Span:
 
 
 class Recorder(Protocol):
-    """What stand-ins tell what they are asked for; `attention` is the name of the attention function."""
+    """What stand-ins tell what they are asked for. attention: the name of a function, or None for the config's."""
 
-    attention: str
+    attention: str | None
     dtype: torch.dtype
 
     def note(self, owner: Mapping[str, Any], name: str, value: Any) -> None: ...
@@ -209,13 +210,20 @@ class ConfigStandIn:
         vars(self).update(_trace=trace, _config=config)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_attn_implementation":
-            return self._trace.attention  # patch() sets it; the call looks at it again
+        if name == ATTENTION:
+            return self._trace.attention or self._read_attention()
         value = getattr(self._config, name)
         if not isinstance(value, SCALARS):
             raise UntraceableError(f"it reads config.{name}")
         self._trace.note(vars(self._config), name, value)
         return value
+
+    def _read_attention(self) -> Any:
+        own = vars(self._config)
+        if f"{ATTENTION}_internal" not in own:
+            raise UntraceableError("it does not say which attention function it takes")
+        self._trace.note(own, f"{ATTENTION}_internal", own[f"{ATTENTION}_internal"])
+        return getattr(self._config, ATTENTION)
 
 
 class CacheStandIn(Opaque):

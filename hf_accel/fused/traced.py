@@ -49,10 +49,10 @@ class Operation:
 class Trace:
     """One run of a layer's code. operations, reads, modules: what it did, depends on, and called.
 
-    attention: the name by which the attention function is found. dtype: of the tensors.
+    dtype: of the tensors. attention: the name of the attention function that the model will have; None for its own.
     """
 
-    def __init__(self, attention: str, dtype: torch.dtype, float_rows: int = 0) -> None:
+    def __init__(self, dtype: torch.dtype, float_rows: int, attention: str | None = None) -> None:
         self.attention, self.dtype, self.float_rows = attention, dtype, float_rows
         self.operations: list[Operation] = []
         self.reads: list[Read] = []

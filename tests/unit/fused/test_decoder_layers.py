@@ -298,6 +298,26 @@ def test_unpatch_takes_the_layers_out(model: PreTrainedModel) -> None:
     assert all(FUSED not in vars(layer) for layer in model.model.layers)
 
 
+def test_another_attention_function_is_called(model: PreTrainedModel) -> None:
+    called: list[int] = []
+
+    def attention(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        called.append(query.shape[2])
+        return transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, *args, **kwargs)
+
+    transformers.AttentionInterface.register("counted_sdpa", attention)
+    ids = torch.tensor(PROMPTS[:1])
+    with counted() as calls:
+        before = model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert calls[True] and not calls[False]
+    model.set_attn_implementation("counted_sdpa")
+    with counted() as calls:
+        after = model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(before, after)
+    assert len(called) == calls[False] > 0
+    assert not calls[True]
+
+
 def test_another_dtype_after_patch(model: PreTrainedModel) -> None:
     model.to(torch.bfloat16)
     assert same_bits(model)[True] > 0
