@@ -31,8 +31,8 @@
 
 namespace {
 
-// It is 128 where the hardware has only products of two signed bytes.
-#if defined(HFA_NEON) && !defined(HFA_I8MM)
+// It is 128 where the hardware has only products of two signed bytes, or has no room for those of an unsigned one.
+#if (defined(HFA_NEON) && !defined(HFA_I8MM)) || (defined(HFA_AVX2) && !defined(HFA_AVX512) && !defined(HFA_AVX_VNNI))
 constexpr int DOT4_OFFSET = 128;
 #else
 constexpr int DOT4_OFFSET = 0;
