@@ -62,6 +62,18 @@ def test_as_documented_on_every_instruction_set(isa, bits, outputs, inputs, grou
         np.testing.assert_array_equal(linear(x).numpy(), oracle(x, integers, scales, bits=bits, group=group))
 
 
+@pytest.mark.parametrize("level", [-128, 127])
+def test_int8_levels_at_the_ends_of_their_range(isa, level):
+    """Sums of products of the largest magnitudes fit what instructions hold between the steps."""
+    stored, scales = torch.full((70, 256), level, dtype=torch.int8), torch.ones(70, 1)
+    linear, integers = IntegerLinear([pack(8, stored, scales)], [None]), stored.numpy().astype(np.int64)
+    for rows in (1, 2, 4, 9, 40):
+        for value in (-127.0, 127.0):
+            x = torch.full((rows, 256), value)
+            expected = oracle(x, integers, scales.numpy(), bits=8, group=128)
+            np.testing.assert_array_equal(linear(x).numpy(), expected)
+
+
 def make_asymmetric(outputs: int, inputs: int, group: int, dtype: torch.dtype = torch.float32):
     """A packed weight of any levels and zero points, level - zero as int64, and its scales."""
     levels = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
