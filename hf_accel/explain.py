@@ -74,6 +74,7 @@ FUSED_KINDS = {
     "norm": ("RMSNorms", "one native call"),
     "rotary": ("rotary embeddings", "one native call"),
     "mlp": ("gated MLPs", "one call but for down"),
+    "conv1d": ("float Conv1Ds", "torch, in float32"),
 }
 
 

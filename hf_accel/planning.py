@@ -207,8 +207,9 @@ def _plan_fused(
     if reason is not None:
         return FusedPlan(reason=reason)
     float_rows = UNLIMITED if config.deterministic else native_rows(model.dtype)
-    sites, dropped = fused_sites(model, model.dtype, float_rows)
+    candidates, dropped = fused_sites(model, model.dtype, float_rows)
     replaced = {id(linear.site.module) for linear in linears if linear.choice is not None}
+    sites = [site for site in candidates if id(site.module) not in replaced]
     floats = [site for site in native_linears(model, float_rows) if id(site.module) not in replaced]
     native = replaced | {id(site.module) for site in floats}
     native |= {id(module) for module in model.modules() if isinstance(module, QuantLinear)}

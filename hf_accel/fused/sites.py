@@ -18,6 +18,7 @@ from .forms import GatedNames, gated_names, norm_form, rotary_form
 from .modules import NativeGatedMLP, NativeNorm, NativeRotary, NormForms
 from .projections import NativeLinear, ProjectionCall, is_readable
 from .structure import siblings
+from .widened import WidenedConv1D, is_conv1d, is_slow_in_torch
 
 DIFFERS = "the native call differs from the module's own result on random input"
 
@@ -84,6 +85,10 @@ def _site(
         return site if checked[signature] else Dropped(name, site.kind, DIFFERS)
     if site.kind == "norm" and norm_form(module) is None:
         return Dropped(name, site.kind, DIFFERS)
+    if site.kind == "conv1d":
+        if type(module) not in checked:
+            checked[type(module)] = _multiplies_alike(module, dtype)
+        return site if checked[type(module)] else Dropped(name, site.kind, DIFFERS)
     return site
 
 
@@ -93,6 +98,8 @@ def _candidate(name: str, module: nn.Module, dtype: torch.dtype, float_rows: int
         return FusedSite(name, module, "norm", NativeNorm, NormForms())
     if rotary_form(module, dtype) is not None:
         return FusedSite(name, module, "rotary", NativeRotary, None)
+    if is_conv1d(module) and is_slow_in_torch(dtype):
+        return FusedSite(name, module, "conv1d", WidenedConv1D, None)
     parts = gated_names(module, float_rows)
     return None if parts is None else FusedSite(name, module, "mlp", NativeGatedMLP, parts)
 
@@ -133,6 +140,21 @@ def _agrees(module: nn.Module, parts: GatedNames, dtype: torch.dtype) -> bool:
     twin.__class__ = mixed_class(NativeGatedMLP, type(module))
     got = torch.cat([twin(row[None]).double() for row in x])
     return bool((got - expected).abs().max() <= 8 * torch.finfo(dtype).eps * expected.abs().max())
+
+
+@torch.no_grad()
+def _multiplies_alike(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a Conv1D gives what the product in float32 gives, but for rounding; on a copy, as `_agrees`."""
+    generator = torch.Generator().manual_seed(0)
+    twin = copy.copy(module)
+    twin._forward_hooks, twin._forward_pre_hooks = OrderedDict(), OrderedDict()
+    weight, bias, x = (torch.randn(shape, generator=generator).to(dtype) for shape in ((32, 48), (48,), (3, 32)))
+    twin._parameters = {"weight": nn.Parameter(weight, False), "bias": nn.Parameter(bias, False)}
+    vars(twin).update(nx=32, nf=48)
+    expected = type(module).forward(twin, x)
+    twin.__class__ = mixed_class(WidenedConv1D, type(module))
+    got = twin(x)
+    return got.dtype is expected.dtype and torch.allclose(got, expected, rtol=8 * torch.finfo(dtype).eps, atol=0.05)
 
 
 def _small_linear(outputs: int, inputs: int, generator: torch.Generator) -> nn.Linear:
