@@ -103,6 +103,16 @@ def rotary_form(module: nn.Module, dtype: torch.dtype) -> RotaryForm | None:
     return None if original is None else form_of_rotation(original, dtype, dtype)
 
 
+def with_rotation(forward: Any, rotate: Callable[..., Any]) -> FunctionType:
+    """A copy of a forward that finds another function under the name of its rotation."""
+    copy = FunctionType(
+        forward.__code__, forward.__globals__ | {ROTATION: rotate}, forward.__name__, forward.__defaults__,
+        forward.__closure__,
+    )  # fmt: skip
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
+
+
 @lru_cache(maxsize=256)
 def form_of_rotation(original: Rotation, dtype: torch.dtype, table_dtype: torch.dtype) -> RotaryForm | None:
     """How a function rotates q and k of `dtype` by tables of `table_dtype`; None if in no way that we know."""

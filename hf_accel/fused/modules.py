@@ -14,7 +14,7 @@ from ..kernels.cpu.elementwise import rms_norm, rope
 from ..kernels.cpu.library import native
 from ..state import FUSED
 from ..tensors import PLAIN
-from .forms import ROTATION, GatedNames, NormForm, Rotation, form_of_rotation, norm_form
+from .forms import ROTATION, GatedNames, NormForm, Rotation, form_of_rotation, norm_form, with_rotation
 from .projections import is_bare_linear, is_unobserved
 
 # -- norms ---------------------------------------------------------------------------------------------
@@ -82,12 +82,7 @@ def _rewritten(original: type) -> FunctionType:
                 return rope(q, k, cos, sin, interleaved=form.interleaved, round_each=form.round_each)
         return stock(*args, **kwargs)
 
-    ours = FunctionType(
-        forward.__code__, forward.__globals__ | {ROTATION: rotate}, forward.__name__, forward.__defaults__,
-        forward.__closure__,
-    )  # fmt: skip
-    ours.__kwdefaults__ = forward.__kwdefaults__
-    return ours
+    return with_rotation(forward, rotate)
 
 
 def _is_usual(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..kernels.cpu.decoder_layer import INPUT, OUTPUT
 from ..state import FUSED
-from .forms import ROTATION, GatedNames, gated_names
+from .forms import ROTATION, GatedNames, gated_names, with_rotation
 from .stand_ins import (
     BATCH,
     SCALARS,
@@ -267,16 +267,6 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module had before a native forward was mixed in."""
     kind: type[nn.Module] = getattr(type(module), "original_class", type(module))
     return kind
-
-
-def with_rotation(forward: Any, rotate: Callable[..., Any]) -> FunctionType:
-    """A copy of a forward that finds another function under the name of its rotation."""
-    copy = FunctionType(
-        forward.__code__, forward.__globals__ | {ROTATION: rotate}, forward.__name__, forward.__defaults__,
-        forward.__closure__,
-    )  # fmt: skip
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    return copy
 
 
 def gated_names_of(module: nn.Module, float_rows: int) -> GatedNames | None:

@@ -340,6 +340,11 @@ def doubles_long_inputs(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tens
     return out * 2 if hidden_states.shape[1] > 3 else out
 
 
+def adds_to_single_tokens(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    out = stock_forward(self, hidden_states, **kwargs)
+    return out + hidden_states if hidden_states.shape[1] == 1 else out
+
+
 def looks_at_numbers(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     out = stock_forward(self, hidden_states, **kwargs)
     return out if bool(out.sum() > 0) else -out
@@ -374,8 +379,8 @@ stock_forward: Any = transformers.models.llama.modeling_llama.LlamaDecoderLayer.
 @pytest.mark.parametrize(
     "forward",
     [
-        doubles_long_inputs, looks_at_numbers, looks_at_positions, counts_its_calls, clamps, returns_its_input,
-        subtracts,
+        doubles_long_inputs, adds_to_single_tokens, looks_at_numbers, looks_at_positions, counts_its_calls, clamps,
+        returns_its_input, subtracts,
     ],
 )  # fmt: skip
 def test_a_layer_that_does_more_keeps_its_own_code(forward: Callable[..., Any]) -> None:
