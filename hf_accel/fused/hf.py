@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import NoneType
 from typing import Any
 
 import torch
@@ -20,13 +21,11 @@ from ..state import BACKEND_ATTRIBUTE, FUSED
 from .forms import ROTATION
 from .layer_programme import Attention, LayerProgramme, refuse_without_kernel
 from .sites import Dropped, FusedSite
-from .stand_ins import SCALARS, Read, UntraceableError
+from .stand_ins import SCALARS, TENSORS, Read, UntraceableError
 from .traced import Operation, Trace
 
 KIND = "layer"
-# What transformers' models give a layer. The stand-ins take the places of all but use_cache.
-TENSORS = ("attention_mask", "position_ids", "past_key_values", "position_embeddings")
-USUAL_ARGUMENTS = dict.fromkeys(TENSORS) | {"use_cache": True}
+USUAL_ARGUMENTS = dict.fromkeys(TENSORS, True) | {"use_cache": True}  # what transformers' models give a layer
 
 
 def layer_sites(
@@ -91,6 +90,8 @@ def _attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
     scale, softcap = options.get("scaling"), options.get("softcap")
     dim = values["dim"]
     planned = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, spec.softcap, spec.sinks)
+    if not isinstance(scale, (int, float, NoneType)):
+        raise UntraceableError("it scales by more than a number")
     if planned != (values["heads"], values["kv_heads"], dim, values["value_dim"], softcap, False) or not causal:
         raise UntraceableError("its attention is not the one that was planned")
     return Attention(dim**-0.5 if scale is None else scale, softcap, spec.window)
@@ -116,7 +117,8 @@ class LayerCalls:
         self.float_rows = float_rows
         self.dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of the input and the tables that were traced
         self.names: frozenset[str] = frozenset()  # of the arguments of that call
-        self.plain: dict[str, Any] = {}  # those that were plain values
+        self.tensors: frozenset[str] = frozenset()  # those of TENSORS that were not None
+        self.plain: dict[str, Any] = {}  # and those that were plain values
         self.reads: list[Read] = []  # what the trace depended on, if there is no programme
         self.programme: LayerProgramme | None = None
 
@@ -160,13 +162,14 @@ class LayerCalls:
         self, layer: nn.Module, x: Tensor, tables: tuple[Tensor, Tensor], kwargs: dict[str, Any]
     ) -> LayerProgramme | None:
         dtypes, programme = (x.dtype, tables[0].dtype), self.programme
-        same = dtypes == self.dtypes and kwargs.keys() == self.names
+        tensors = frozenset(name for name in TENSORS if kwargs.get(name) is not None)
+        same = dtypes == self.dtypes and kwargs.keys() == self.names and tensors == self.tensors
         if same and all(_is_same(kwargs[name], value) for name, value in self.plain.items()):
             if programme is not None and programme.is_current():
                 return programme
             if programme is None and all(read.owner.get(read.name) is read.value for read in self.reads):
                 return None  # what could not be traced has not changed since
-        self.dtypes, self.names = dtypes, frozenset(kwargs)
+        self.dtypes, self.names, self.tensors = dtypes, frozenset(kwargs), tensors
         self.plain = {name: value for name, value in kwargs.items() if name not in TENSORS}
         self.programme = self._make(layer, x, tables[0].dtype, kwargs)
         return self.programme

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from ..cache.group import GroupStep, KVStorage
-from ..kernels.cpu.decoder_layer import OPERATIONS, OUTPUT, Columns, LayerOp, run_layer
+from ..kernels.cpu.decoder_layer import OPERATIONS, OUTPUT, run_layer
 from ..kernels.cpu.elementwise import rounds_each
 from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.library import DTYPES, threads
+from ..kernels.cpu.structs import Columns, LayerOp
 from ..linear import QuantLinear
 from ..state import FUSED
 from ..tensors import PLAIN
 from .forms import form_of_rotation, norm_form
 from .modules import NativeNorm
-from .projections import NativeCall, NativeLinear, is_unobserved, make_call
+from .projections import NativeCall, NativeLinear, make_call
 from .stand_ins import Read, Span, UntraceableError
 from .traced import Operation, Trace, original_class
 
@@ -50,7 +53,7 @@ class LayerProgramme:
         self.layer_idx, self.returns_tuple = trace.layer_idx, trace.returns_tuple
         self.max_tokens = MOST_TOKENS
         self.reads = trace.reads
-        self.modules = trace.modules[1:]  # without the layer, whose own hooks run around the call
+        self._hooks = [*trace.hooks, _global_forward_hooks, _global_forward_pre_hooks]
         self._calls: list[NativeCall] = []  # own the structs that the operations name
         self._tensors: list[Tensor] = []  # whose memory the operations name
         self._widths, self._moved = list(trace.widths), dict[int, Span]()
@@ -62,6 +65,7 @@ class LayerProgramme:
         self._starts = (ctypes.c_int64 * len(self._widths))(0, *starts[:-1])
         self._fixed = ctypes.addressof(self._ops), ctypes.addressof(self._starts), len(operations), starts[-1]
         self._pointers = [tensor.data_ptr() for tensor in self._tensors]
+        self._owners, self._names, self._values = zip(*self.reads, strict=True)
         kv = next(operation.values for operation in trace.operations if operation.kind == "write")
         # K and V of no token, which say what is written.
         self.written = [torch.empty(0, kv["heads"], kv[size], dtype=self.dtype) for size in ("dim", "value_dim")]
@@ -116,7 +120,9 @@ class LayerProgramme:
                 fields = {"dim": values["dim"], "scale": values["factor"]}
         places = zip(("x", "y"), operation.inputs, strict=False), zip(("out", "out2"), operation.outputs, strict=False)
         fields |= {name: self._place(span) for pairs in places for name, span in pairs}
-        return LayerOp(**{"kind": KINDS.get(operation.kind, 0)} | fields)
+        if "kind" not in fields:
+            fields["kind"] = KINDS[operation.kind]
+        return LayerOp(**fields)
 
     def _linear(self, operation: Operation) -> dict[str, Any]:
         rows = min(self._rows(layer) for layer in operation.modules)
@@ -180,13 +186,13 @@ class LayerProgramme:
     # -- while it is used ------------------------------------------------------------------------------
 
     def is_current(self) -> bool:
-        for owner, name, value in self.reads:
-            if owner.get(name) is not value:
-                return False
-        return [tensor.data_ptr() for tensor in self._tensors] == self._pointers
+        # No loop of Python's: this is asked of each layer in each step.
+        found = map(dict.get, self._owners, self._names)
+        return all(map(is_, found, self._values)) and list(map(Tensor.data_ptr, self._tensors)) == self._pointers
 
     def is_unobserved(self) -> bool:
-        return all(map(is_unobserved, self.modules))
+        """Whether nobody would notice that the modules are not called."""
+        return not any(self._hooks)
 
     def takes(self, x: Tensor, cos: Tensor, sin: Tensor, *, tokens: int) -> bool:
         """Whether the tensors of a pass over so many tokens are those that the trace stands for."""

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+# The arguments of a layer for which stand-ins are given where the call has any; others must be plain values.
+TENSORS = ("attention_mask", "position_ids", "past_key_values", "position_embeddings")
 ATTENTION = "_attn_implementation"  # the property of a config that names the attention function
 SCALARS = (bool, int, float, str, torch.dtype, type(None))
 
@@ -161,6 +163,11 @@ class StandIn:
         return replace(self, factor=float(other))
 
     __rmul__ = __mul__
+
+    def __iadd__(self, other: Any) -> StandIn:
+        raise UntraceableError("it writes to a tensor in place")  # which other names may stand for
+
+    __imul__ = __iadd__
 
     def __getattr__(self, name: str) -> Any:
         raise UntraceableError(f"it calls Tensor.{name}")

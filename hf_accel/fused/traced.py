@@ -21,6 +21,7 @@ from .forms import ROTATION, GatedNames, gated_names, with_rotation
 from .stand_ins import (
     BATCH,
     SCALARS,
+    TENSORS,
     TOKENS,
     CacheStandIn,
     ConfigStandIn,
@@ -32,6 +33,7 @@ from .stand_ins import (
     UntraceableError,
 )
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 Kind = Literal["linear", "gated", "norm", "rope", "write", "attend", "add"]
 
 
@@ -47,8 +49,9 @@ class Operation:
 
 
 class Trace:
-    """One run of a layer's code. operations, reads, modules: what it did, depends on, and called.
+    """One run of a layer's code.
 
+    operations, reads: what it did, and depends on. hooks: those of the modules that it called; none, as a rule.
     dtype: of the tensors. attention: the name of the attention function that the model will have; None for its own.
     """
 
@@ -56,7 +59,8 @@ class Trace:
         self.attention, self.dtype, self.float_rows = attention, dtype, float_rows
         self.operations: list[Operation] = []
         self.reads: list[Read] = []
-        self.modules: list[nn.Module] = []
+        self.hooks: list[Mapping[Any, Any]] = []
+        self.ran = False  # whether the layer's own code has begun
         self.widths = [0, 0]  # of the buffers; the first two are the layer's input and output
         self.mask, self.tables = Opaque("attention_mask"), (Opaque("cos"), Opaque("sin"))
         self.layer_idx: int | None = None
@@ -65,14 +69,13 @@ class Trace:
     def layer(self, layer: nn.Module, width: int, **arguments: Any) -> None:
         """Run the forward of a layer on [B, T, width]. Raises UntraceableError.
 
-        arguments: of the call, by name. Names in `given` get stand-ins; others are plain values, which it may read.
+        arguments: of the call, by name. Those of TENSORS get stand-ins, if they are not None; others are plain values,
+        which it may read.
         """
         self.widths[INPUT] = self.widths[OUTPUT] = width
-        given = {
-            "attention_mask": self.mask, "past_key_values": CacheStandIn(self), "position_embeddings": self.tables,
-            "position_ids": Opaque("position_ids"), "cache_position": Opaque("cache_position"),
-        }  # fmt: skip
-        kwargs = {name: given.get(name, value) for name, value in arguments.items()}
+        stand_ins = (self.mask, Opaque("position_ids"), CacheStandIn(self), self.tables)
+        given = {n: new for n, new in zip(TENSORS, stand_ins, strict=True) if arguments.get(n) is not None}
+        kwargs = arguments | given
         x = StandIn(self, Span(INPUT, 0, width), width)
         try:
             result = self.run(ModuleStandIn(self, layer), layer, (x,), kwargs)
@@ -100,6 +103,15 @@ class Trace:
 
     # -- modules ---------------------------------------------------------------------------------------
 
+    def visit(self, module: nn.Module) -> None:
+        """Note what stands around a call of the module. Raises UntraceableError if its forward was replaced."""
+        own = vars(module)
+        for name in ("forward", *HOOKS):
+            self.note(own, name, own.get(name))
+        self.hooks += [own[name] for name in HOOKS]
+        if "forward" in own:
+            raise UntraceableError("the forward of a module was replaced on the module itself")
+
     def attribute(self, stand_in: ModuleStandIn, module: nn.Module, name: str) -> Any:
         """What the code reads as self.name."""
         own = vars(module)
@@ -120,8 +132,8 @@ class Trace:
             if callable(getattr(value, "to_dict", None)):
                 return ConfigStandIn(self, value)
             raise UntraceableError(f"it reads its own {name}")
-        value = inspect.getattr_static(original_class(module), name)
         self.note(own, name, None)  # an attribute of the module would be found before that of its class
+        value = inspect.getattr_static(original_class(module), name)
         if isinstance(value, FunctionType):
             return MethodType(value, stand_in)
         if isinstance(value, property) and value.fget is not None:
@@ -137,8 +149,9 @@ class Trace:
         if type(module).__name__.endswith("RMSNorm"):
             return lambda x: self.norm(module, x)
         if isinstance(module, (nn.Dropout, nn.Identity)):
-            self.note(vars(module), "training", module.training)
-            self.modules.append(module)
+            for name in ("training", "p"):
+                self.note(vars(module), name, vars(module).get(name))
+            self.visit(module)
             if isinstance(module, nn.Dropout) and module.training and module.p > 0:
                 raise UntraceableError("it drops numbers at random")
             return lambda x: x
@@ -149,7 +162,9 @@ class Trace:
 
     def run(self, stand_in: ModuleStandIn, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the code of a module's class."""
-        self.modules.append(module)
+        if self.ran:
+            self.visit(module)
+        self.ran = True  # the layer, whose own hooks and forward are around all this
         kind = original_class(module)
         forward = kind.forward
         if not isinstance(forward, FunctionType):
@@ -169,7 +184,7 @@ class Trace:
         self._require(x, heads=False)
         if x.width != module.in_features:
             raise UntraceableError("a linear layer takes another number of inputs")
-        self.modules.append(module)
+        self.visit(module)
         out = self.buffer(module.out_features)
         self.operations.append(Operation("linear", [x.span], [out], (module,)))
         return StandIn(self, out, module.out_features)
@@ -179,14 +194,16 @@ class Trace:
         self._require(x, heads=False)
         parts = vars(module)["_modules"]
         gate, up, down = (parts[name] for name in (names.gate, names.up, names.down))
-        self.modules += [module, gate, up]
+        for each in (module, gate, up):
+            self.visit(each)
         for name in (names.gate, names.up, names.down):
             self.note(parts, name, parts[name])
         if names.activation is not None:
             name, tried = names.activation
             holder = parts if isinstance(tried, nn.Module) else vars(module)
             self.note(holder, name, holder.get(name))
-            self.modules += [tried] if isinstance(tried, nn.Module) else []
+            if isinstance(tried, nn.Module):
+                self.visit(tried)
             if holder.get(name) is not tried:
                 raise UntraceableError("the activation of its MLP is not the one that was tried")
         out = self.buffer(gate.out_features)
@@ -199,7 +216,7 @@ class Trace:
             raise UntraceableError("a norm takes something else than numbers of tokens")
         if x.shape[-1] != weight.shape[0]:
             raise UntraceableError("a norm takes another number of inputs")
-        self.modules.append(module)
+        self.visit(module)
         out = self.buffer(x.width)
         values = {"heads": x.heads or 1, "dim": weight.shape[0]}
         self.operations.append(Operation("norm", [x.span], [out], (module,), values))
@@ -232,7 +249,7 @@ class Trace:
         for x in qkv:
             self._require(x, heads=True)
         query, key, value = qkv
-        if not isinstance(module, ModuleStandIn) or not (key.cached and value.cached) or mask is not self.mask:
+        if not isinstance(module, ModuleStandIn) or not (key.cached and value.cached) or mask not in (None, self.mask):
             raise UntraceableError("it attends in a way of its own")
         if query.shape[3] != key.shape[3] or query.heads % key.heads:
             raise UntraceableError("it attends in a way of its own")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ctypes import Structure
 
 from .library import kernel
-from .structs import Columns, LayerOp, fields
+from .structs import fields
 
 OPERATIONS = ("integer_linear", "float_linear", "norm", "rope", "write", "attend", "add")  # LayerOpKind in kernels.h
 INPUT, OUTPUT = 0, 1  # the buffers that are tensors of the caller
@@ -21,5 +21,3 @@ class LayerCall(Structure):
 
 
 run_layer = kernel("layer", LayerCall)
-
-__all__ = ["INPUT", "OPERATIONS", "OUTPUT", "Columns", "LayerOp", "run_layer"]
