@@ -19,7 +19,7 @@ from .errors import UnsupportedError
 from .explain import explain
 from .fused.hf import layer_sites
 from .fused.projections import UNLIMITED, native_rows
-from .fused.sites import FusedSite, fused_sites, native_linears, projection_sites
+from .fused.sites import fused_sites, native_linears, projection_sites
 from .generation.hf import model_refusal
 from .hardware import detect, read_bandwidth
 from .kernels import cpu as kernels
@@ -215,8 +215,8 @@ def _plan_fused(
     native |= {id(module) for module in model.modules() if isinstance(module, QuantLinear)}
     served = {id(p.site.module): p.site.spec for p in attention if isinstance(p.backend, CpuBackend)}
     others = {id(p.site.module) for p in linears if p.choice is not None and not isinstance(p.choice.backend, Cpu)}
-    for found in layer_sites(model, model.dtype, float_rows, attention=served, linears=native - others):
-        (sites if isinstance(found, FusedSite) else dropped).append(found)  # type: ignore[arg-type]
+    layers, by_module = layer_sites(model, model.dtype, float_rows, attention=served, linears=native - others)
+    sites, dropped = sites + layers, dropped + by_module
     projections = [
         site
         for site in projection_sites(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .model_folder import folder_of
+from .model_folder import model_file
 
 FILE_TYPES = {"Q8_0": 7, "Q4_0": 2}  # llama_ftype in llama.h
 
@@ -29,13 +30,7 @@ def gguf_file(model: PreTrainedModel, kind: str) -> Path:
 
     Quantized as llama-quantize does by default: the head of a Q4_0 model gets 6 bits.
     """
-    folder = folder_of(model)
-    path, plain = folder / f"{kind}.gguf", folder / "bf16.gguf"
-    if not plain.exists():
-        write(model, plain)
-    if not path.exists():
-        quantize(plain, path, kind)
-    return path
+    return model_file(model, f"{kind}.gguf", plain="bf16.gguf", write=write, quantize=partial(quantize, kind=kind))
 
 
 def quantize(source: Path, target: Path, kind: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .model_folder import folder_of
+from .model_folder import model_file
 
 COMPRESSIONS: dict[str, dict[str, Any]] = {  # embedding and head of an int4 model get 8 bits, by NNCF's default
     "int8": {"mode": "int8_sym"},
@@ -36,13 +37,7 @@ def openvino_file(model: PreTrainedModel, kind: str) -> Path:
 
     A file, and not the graph in memory: the plugin recognizes rotary embeddings only in a graph that was read.
     """
-    folder = folder_of(model)
-    path, plain = folder / f"{kind}.xml", folder / "bf16.xml"
-    if not plain.exists():
-        write(model, plain)
-    if not path.exists():
-        compress(plain, path, kind)
-    return path
+    return model_file(model, f"{kind}.xml", plain="bf16.xml", write=write, quantize=partial(compress, kind=kind))
 
 
 def compress(source: Path, target: Path, kind: str) -> None:

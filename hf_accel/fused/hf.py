@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import NoneType
 from typing import Any
@@ -30,12 +29,14 @@ USUAL_ARGUMENTS = dict.fromkeys(TENSORS, True) | {"use_cache": True}  # what tra
 
 def layer_sites(
     model: nn.Module, dtype: torch.dtype, float_rows: int, *, attention: dict[int, AttentionSpec], linears: set[int]
-) -> Iterator[FusedSite | Dropped]:
+) -> tuple[list[FusedSite], list[Dropped]]:
     """Decoder layers that are known to the last step, and those that are not, with the reason.
 
     attention: the specs of attention modules that the native kernels serve, by the module's id. linears: the ids of
     linear layers that they multiply by.
     """
+    sites: list[FusedSite] = []
+    dropped: list[Dropped] = []
     for name, module in model.named_modules():
         inner = [child for child in module.children() if id(child) in attention]
         if len(inner) != 1 or not _rotates(inner[0]) or "forward" in vars(module):  # by accelerate, or by hand
@@ -47,9 +48,10 @@ def layer_sites(
             refuse_without_kernel(trace, linears)
             _refuse_partial_rotation(model.config)
         except UntraceableError as error:
-            yield Dropped(name, KIND, str(error))
+            dropped.append(Dropped(name, KIND, str(error)))
         else:
-            yield FusedSite(name, module, KIND, NativeLayer, LayerCalls(float_rows))
+            sites.append(FusedSite(name, module, KIND, NativeLayer, LayerCalls(float_rows)))
+    return sites, dropped
 
 
 def _rotates(attention: nn.Module) -> bool:
