@@ -32,6 +32,7 @@ def test_another_model_of_the_class_is_untouched(shared_config: bool) -> None:
     model, other = build("mistral"), build("mistral", seed=1)
     if shared_config:
         other = type(model)(model.config).eval()
+    type(model)._can_set_attn_implementation()  # whose answer newer transformers keep on the class
     before, expected, attributes = snapshot(other), tokens(other), dict(vars(type(model)))
     hf_accel.patch(model, weights="int8")
     tokens(model)
