@@ -98,7 +98,7 @@ class Drafters:
     prompt: int = 384
     new_tokens: int = 96
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    rounds: int = 2
+    rounds: int = 5
 
     def quicker(self) -> Drafters:
         return replace(self, prompts=1, new_tokens=self.new_tokens // 4, temperatures=self.temperatures[:1], rounds=1)

@@ -67,12 +67,17 @@ def time_generate(
 def take_turns(
     candidates: Mapping[Name, Callable[[], Result]], *, rounds: int, warm_up: bool = True
 ) -> dict[Name, list[Result]]:
-    """The results of `rounds` calls of each candidate: all of them once, then again; a warm-up round is dropped."""
+    """The results of `rounds` calls of each candidate: all of them once, then again; a warm-up round is dropped.
+
+    Each round begins with another candidate, so that the same one does not always follow what warmed the machine.
+    """
     results: dict[Name, list[Result]] = {name: [] for name in candidates}
+    names = list(candidates)
     for number in range(0 if warm_up else 1, rounds + 1):
-        for name, run in candidates.items():
+        first = number % len(names) if number else 0
+        for name in (*names[first:], *names[:first]):
             print(f"    {f'round {number} of {rounds}' if number else 'warm-up'}: {name}", flush=True)
-            result = run()
+            result = candidates[name]()
             if number:
                 results[name].append(result)
     return results

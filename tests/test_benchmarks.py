@@ -606,9 +606,9 @@ def test_generation_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_candidates_take_turns_and_the_warm_up_is_dropped() -> None:
     calls: list[str] = []
     record = {name: lambda name=name: calls.append(name) or len(calls) for name in "ab"}
-    assert take_turns(record, rounds=2) == {"a": [3, 5], "b": [4, 6]}
-    assert calls == list("ababab")
-    assert take_turns(record, rounds=1, warm_up=False) == {"a": [7], "b": [8]}
+    assert take_turns(record, rounds=2) == {"a": [4, 5], "b": [3, 6]}  # another one begins each round
+    assert calls == list("abbaab")
+    assert take_turns(record, rounds=1, warm_up=False) == {"a": [8], "b": [7]}
 
 
 def test_ratios_are_taken_within_a_round() -> None:
