@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,14 @@ from transformers.core_model_loading import rename_source_key
 from transformers.modeling_utils import str_to_torch_dtype
 from transformers.pytorch_utils import Conv1D
 
-from .config import WeightConfig
 from .errors import HfAccelError, UnsupportedError
 from .linear import QuantLinear
 from .linear.formats import state, zeros
-from .linear.hf import by_kind
+from .linear.hf import by_kind, spec_of
 from .originals import read_tensor
 from .ties import broken_ties, remaining_ties
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-SETTINGS = ("bits", "activations", "group_size", "symmetric")
 AGAIN = "save the model again with save_pretrained, or load the float one with quantization_config=AccelConfig(...)"
 
 
@@ -91,28 +89,14 @@ def _empty_layer(model: PreTrainedModel, name: str, settings: Mapping[str, Any])
             f"the checkpoint quantizes {name!r}, which is a {type(original).__name__} here, no plain Linear; {AGAIN}"
         )
     weight: Any = original.weight
-    rows, columns = weight.shape
     try:
-        layer = QuantLinear.empty(
-            (columns, rows) if isinstance(original, Conv1D) else (rows, columns),
-            config=_weight_config(settings),
-            dtype=weight.dtype,
-            bias=original.bias is not None,
-            device=weight.device,
-        )
+        spec = spec_of(settings, weight, is_transposed=isinstance(original, Conv1D))
+        layer = QuantLinear.empty(spec, bias=original.bias is not None, ordered=settings.get("ordered", False))
     except UnsupportedError as error:
         raise UnsupportedError(f"quantization_config in config.json, module {name!r}: {error}; {AGAIN}") from error
     # Without this mark transformers would draw random numbers for the weight, which is no Parameter.
     vars(layer)["_is_hf_initialized"] = True
     return layer
-
-
-def _weight_config(settings: Mapping[str, Any]) -> WeightConfig:
-    unknown = sorted(settings.keys() - set(SETTINGS))
-    if unknown or "bits" not in settings:
-        what = f"{unknown[0]!r} is not known" if unknown else "bits is missing"
-        raise UnsupportedError(f"{what}; a module has {', '.join(SETTINGS)}")
-    return WeightConfig(**settings)
 
 
 # -- files ---------------------------------------------------------------------------------------------
@@ -197,8 +181,8 @@ def _matches(name: str, patterns: Collection[str] | None) -> bool:
 
 def _expected(layer: QuantLinear) -> dict[str, Tensor]:
     """The stored form of a layer, on the meta device."""
-    shape = (layer.out_features, layer.in_features)
-    weight = zeros(layer.bits, shape, layer.group_size, symmetric=layer.symmetric, dtype=torch.float32, device="meta")
+    layout = replace(layer.spec.layout, ordered=layer.is_ordered)
+    weight = zeros(layout, (layer.out_features, layer.in_features), dtype=torch.float32, device="meta")
     bias = {} if layer.bias is None else {"bias": torch.empty(layer.out_features, device="meta")}
     return state(weight) | bias
 
@@ -217,6 +201,7 @@ def _check_layer(model: PreTrainedModel, name: str, layer: QuantLinear, found: M
             f"the checkpoint holds {key!r}, which a layer with {described}, as config.json has it, has not; {AGAIN}"
         )
     _check_scales(f"{name}.weight_scale", found[f"{name}.weight_scale"].read())
+    _check_others(name, layer, found)
     if layer.bits == 4:
         stored = found[f"{name}.weight_shape"].read()
         if stored.device.type != "meta" and stored.tolist() != [layer.out_features, layer.in_features]:
@@ -224,6 +209,18 @@ def _check_layer(model: PreTrainedModel, name: str, layer: QuantLinear, found: M
                 f"'{name}.weight_shape' is {stored.tolist()} in the checkpoint, but the layer is "
                 f"[{layer.out_features}, {layer.in_features}]; {AGAIN}"
             )
+
+
+def _check_others(name: str, layer: QuantLinear, found: Mapping[str, Found]) -> None:
+    """The minima and the order of the inputs, where a layer has them."""
+    minimum = found[f"{name}.weight_minimum"].read() if f"{name}.weight_minimum" in found else None
+    if minimum is not None and minimum.device.type != "meta" and not minimum.isfinite().all():
+        raise HfAccelError(f"'{name}.weight_minimum' holds NaN or infinity in the checkpoint; {AGAIN}")
+    order = found[f"{name}.input_order"].read() if f"{name}.input_order" in found else None
+    if order is not None and order.device.type != "meta":
+        expected = torch.arange(layer.in_features, dtype=order.dtype)
+        if not torch.equal(order.sort().values, expected):
+            raise HfAccelError(f"'{name}.input_order' does not name each of {layer.in_features} inputs once; {AGAIN}")
 
 
 def _check_scales(key: str, scale: Tensor) -> None:

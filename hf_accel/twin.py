@@ -47,7 +47,9 @@ def _sibling(layer: QuantLinear, memo: dict[int, Any]) -> QuantLinear:
     """A second layer over the same packed weight, to which neither ever writes."""
     assert layer.choice is not None
     bias = copy.deepcopy(layer.bias, memo)
-    sibling = QuantLinear.from_packed(layer._packed, bias, choice=layer.choice, backend=layer.requested_backend)
+    sibling = QuantLinear.from_packed(
+        layer._packed, bias, choice=layer.choice, backend=layer.requested_backend, input_order=layer._input_order
+    )
     sibling.activations = layer.activations
     sibling.writes, sibling.changes = layer.writes, list(layer.changes)
     sibling.train(layer.training)

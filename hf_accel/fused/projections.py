@@ -125,8 +125,10 @@ def make_call(layers: tuple[nn.Module, ...], epilogue: str | None, float_rows: i
 def _make_integer(layers: list[QuantLinear], epilogue: str | None) -> IntegerLinear | None:
     if not all(layer.choice is not None and isinstance(layer.choice.backend, Cpu) for layer in layers):
         return None
+    if any(layer._input_order is not None for layer in layers):
+        return None
     weights: list[CpuWeight] = [layer._packed for layer in layers]
-    if len({(w.weight.bits, w.weight.in_features, w.weight.activation_group) for w in weights}) > 1:
+    if len({(w.weight.format, w.weight.in_features, w.weight.activation_group) for w in weights}) > 1:
         return None
     if epilogue is not None and len({w.weight.out_features for w in weights}) > 1:
         return None

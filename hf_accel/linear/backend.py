@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config import Activations, WeightConfig
-from .formats import QuantizedWeight, zero_point_bytes
+from .formats import Layout, QuantizedWeight, zero_point_bytes
 from .rtn import quantize
 
 
@@ -18,7 +18,8 @@ from .rtn import quantize
 class LinearSpec:
     """Everything a backend may decide by.
 
-    dtype: of the activations and scales. group_size, symmetric: read for 4 bits only.
+    dtype: of the activations. group_size: read for 4 bits, and for 8 if by_group: scales belong to groups then, not to
+    outputs. minima: in the place of zero points. scale_dtype: None is dtype.
     """
 
     in_features: int
@@ -27,6 +28,9 @@ class LinearSpec:
     dtype: torch.dtype
     group_size: int = 128
     symmetric: bool = True
+    by_group: bool = False
+    minima: bool = False
+    scale_dtype: torch.dtype | None = None
     device_type: str = "cpu"
     activations: Activations = "auto"
 
@@ -45,25 +49,38 @@ class LinearSpec:
         )
 
     @classmethod
-    def of_stored(cls, weight: QuantizedWeight, activations: Activations) -> LinearSpec:
-        """What a weight that is quantized already needs."""
+    def of_stored(
+        cls, weight: QuantizedWeight, activations: Activations, dtype: torch.dtype | None = None
+    ) -> LinearSpec:
+        """What a weight that is quantized already needs. dtype: None is the scales'."""
+        scale = weight.weight_scale
         return cls(
             in_features=weight.shape[1],
             out_features=weight.shape[0],
             bits=weight.bits,
             group_size=weight.group_size,
             symmetric=weight.symmetric,
-            dtype=weight.weight_scale.dtype,
-            device_type=weight.weight_scale.device.type,
+            by_group=weight.bits == 8 and weight.by_group,
+            minima=weight.weight_minimum is not None,
+            dtype=dtype or scale.dtype,
+            scale_dtype=scale.dtype if dtype not in (None, scale.dtype) else None,
+            device_type=scale.device.type,
             activations=activations,
         )
 
     @property
+    def layout(self) -> Layout:
+        """Without an order of the inputs, which no backend sees."""
+        group_size = self.group_size if self.bits == 4 or self.by_group else None
+        return Layout(bits=self.bits, group_size=group_size, symmetric=self.symmetric, minima=self.minima)
+
+    @property
     def weight_bytes(self) -> int:
-        """Bytes of the stored integers, scales and zero points."""
-        groups = 1 if self.bits == 8 else self.in_features // self.group_size
+        """Bytes of the stored integers, scales, and zero points or minima."""
+        groups = self.in_features // self.group_size if self.bits == 4 or self.by_group else 1
+        factors = self.out_features * groups * (self.scale_dtype or self.dtype).itemsize
         zero_points = 0 if self.bits == 8 or self.symmetric else zero_point_bytes(self.out_features, groups)
-        return self.integer_bytes + self.out_features * groups * self.dtype.itemsize + zero_points
+        return self.integer_bytes + factors + (factors if self.minima else zero_points)
 
     @property
     def integer_bytes(self) -> int:
@@ -78,6 +95,7 @@ class Backend(ABC):
     reference: the backend of plain torch that rounds activations in the same way.
     row_invariant: row i of run(X) equals run(X[i:i+1]) bit for bit.
     slow_start: a call costs so much by itself that it does not pay for a small weight.
+    own_formats_only: it reads only what `rtn` makes.
     """
 
     name: ClassVar[str]
@@ -88,6 +106,7 @@ class Backend(ABC):
     reference: ClassVar[str] = "reference"
     row_invariant: ClassVar[bool] = False
     slow_start: ClassVar[bool] = False
+    own_formats_only: ClassVar[bool] = True
 
     def refuses(self, spec: LinearSpec) -> str | None:
         """None, or why not, as one clause a user can read."""
@@ -98,6 +117,8 @@ class Backend(ABC):
         if self.dtypes and spec.dtype not in self.dtypes:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
             return f"it takes {' and '.join(names.rsplit(', ', 1))}, not {spec.dtype}"
+        if self.own_formats_only and (spec.by_group or spec.minima):
+            return f"it takes no {'minima' if spec.minima else '8-bit weights with a scale for each group of inputs'}"
         return None
 
     def note(self, spec: LinearSpec) -> str | None:

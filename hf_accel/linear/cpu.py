@@ -15,8 +15,8 @@ from ..kernels.cpu.integer_linear import (
     pack,
     quantize,
     recorded_linear,
+    stored_by_group,
     stored_scales,
-    stored_zeros,
     unpack,
 )
 from ..kernels.cpu.library import FLOATS
@@ -24,6 +24,8 @@ from ..tensors import is_recorded
 from .backend import Backend, LinearSpec
 from .formats import Int4Weight, Int8Weight, QuantizedWeight, check_group_size, pack_zero_points
 from .rtn import refuse_not_finite
+
+GROUP_MULTIPLE = 8  # inputs
 
 
 @dataclass(eq=False)
@@ -44,8 +46,8 @@ class CpuWeight:
 class Cpu(Backend):
     """Rounds activations to INT8 with a scale per row and group of inputs, and sums each group in int32.
 
-    Groups are those of the weight (4 bits) or 128 inputs (8 bits), so that an outlier channel spoils its own group
-    only. A row's result depends neither on its neighbours, nor on threads, nor on the instruction set.
+    Groups are those of the weight, or 128 inputs where its scales belong to outputs, so that an outlier channel spoils
+    its own group only. A row's result depends neither on its neighbours, nor on threads, nor on the instruction set.
     """
 
     name = "cpu"
@@ -54,9 +56,13 @@ class Cpu(Backend):
     dtypes = FLOATS
     activations = "int8"
     row_invariant = True
+    own_formats_only = False
 
     def refuses(self, spec: LinearSpec) -> str | None:
-        return super().refuses(spec) or kernels.refusal()
+        reason = super().refuses(spec) or kernels.refusal()
+        if reason is None and (spec.bits == 4 or spec.by_group) and spec.group_size % GROUP_MULTIPLE:
+            return f"it takes groups of a multiple of {GROUP_MULTIPLE} inputs, not {spec.group_size}"
+        return reason
 
     def pack(self, weight: QuantizedWeight) -> CpuWeight:
         scale = weight.weight_scale
@@ -64,7 +70,7 @@ class Cpu(Backend):
             return CpuWeight(pack(8, weight.weight, scale), scale.dtype)
         zero_point = weight.zero_points()
         zeros = None if zero_point is None else (zero_point + 8).view(torch.uint8)
-        packed = pack(4, weight.weight_packed.view(torch.uint8), scale, zeros)
+        packed = pack(4, weight.weight_packed.view(torch.uint8), scale, zeros, minima=weight.weight_minimum)
         return CpuWeight(packed, scale.dtype)
 
     def quantize(self, weight: Tensor, config: WeightConfig) -> CpuWeight:
@@ -80,15 +86,16 @@ class Cpu(Backend):
         if packed.weight.bits == 8:
             return Int8Weight(stored, scale)
         shape = torch.tensor([packed.weight.out_features, packed.weight.in_features])
-        zeros = stored_zeros(packed.weight)
+        zeros = stored_by_group(packed.weight, "zeros")
         zero_point = None if zeros is None else pack_zero_points(zeros.view(torch.int8) - 8)
-        return Int4Weight(stored.view(torch.int32), scale, shape, zero_point)
+        minimum = stored_by_group(packed.weight, "minima")
+        return Int4Weight(stored.view(torch.int32), scale, shape, zero_point, minimum)
 
     def run(self, x: Tensor, packed: CpuWeight, bias: Tensor | None) -> Tensor:
         if is_recorded():
             w = packed.weight
             out: Tensor = recorded_linear(
-                x, w.packed, w.scales, w.zeros, bias, w.bits, w.out_features, w.in_features, w.group_size
+                x, w.packed, w.scales, w.zeros, w.minima, bias, w.bits, w.out_features, w.in_features, w.group_size
             )
             return out
         return packed.call(bias)(x)

@@ -1,12 +1,13 @@
 """How quantized weights are stored: the compressed-tensors layouts, and nothing else knows their bits.
 
-Source: compressed-tensors `int-quantized` (int8) and `pack-quantized` (int4).
+Source: compressed-tensors `int-quantized` (int8) and `pack-quantized` (int4). Scales of groups for 8 bits, minima and
+an order of the inputs are for weights that other programs quantized.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import ClassVar
 
 import torch
@@ -22,12 +23,17 @@ NIBBLES = 8  # 4-bit integers in an int32 word
 
 @dataclass(frozen=True, eq=False)
 class Int8Weight:
-    """Symmetric INT8, one scale per output channel: w = q * scale."""
+    """Symmetric INT8, one scale per output channel, or per output and group of inputs: w = q * scale.
+
+    With input_order, column i of the stored weight belongs to input input_order[i].
+    """
 
     bits: ClassVar[int] = 8
     symmetric: ClassVar[bool] = True
-    weight: Tensor  # int8 [out, in], -127..127
-    weight_scale: Tensor  # [out, 1], the model's dtype
+    weight_minimum: ClassVar[None] = None
+    weight: Tensor  # int8 [out, in], -127..127; -128 where another program made it
+    weight_scale: Tensor  # [out, 1] or [out, in / group], floating point
+    input_order: Tensor | None = None  # int32 [in], a permutation
 
     @classmethod
     def from_integers(cls, integers: Tensor, scale: Tensor) -> Int8Weight:
@@ -40,7 +46,12 @@ class Int8Weight:
 
     @property
     def group_size(self) -> int:
-        return self.weight.shape[1]
+        """Inputs that share a scale: all of them, if scales belong to outputs."""
+        return self.weight.shape[1] // self.weight_scale.shape[1]
+
+    @property
+    def by_group(self) -> bool:
+        return self.weight_scale.shape[1] > 1
 
     def integers(self, outputs: slice = slice(None)) -> Tensor:
         """int8 [outputs, in]."""
@@ -48,7 +59,9 @@ class Int8Weight:
 
     def dequantize(self, dtype: torch.dtype, *, outputs: slice = slice(None)) -> Tensor:
         """The weight in floating point, [outputs, in], rounded once."""
-        return scaled(self.weight[outputs], self.weight_scale[outputs], dtype)
+        scale = self.weight_scale[outputs].unsqueeze(-1)  # [outputs, groups, 1]
+        groups = self.weight[outputs].view(*scale.shape[:2], self.group_size)
+        return in_order(scaled(groups, scale, dtype).flatten(-2), self.input_order)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,15 +69,19 @@ class Int4Weight:
     """INT4, one scale and maybe one zero point per output and group of inputs: w = (q - zero_point) * scale.
 
     Symmetric without zero points: w = q * scale. Outputs in weight_zero_point are padded to whole words with -8.
+    With minima, which leave no zero points: w = (q + 8) * scale - minimum. input_order as in Int8Weight.
     """
 
     bits: ClassVar[int] = 4
+    by_group: ClassVar[bool] = True
     weight_packed: Tensor  # int32 [out, in / 8], q + 8, the first input in the lowest bits
-    weight_scale: Tensor  # [out, in / group], the model's dtype
+    weight_scale: Tensor  # [out, in / group], floating point
     weight_shape: Tensor  # int64 [2]: out, in
     weight_zero_point: Tensor | None = (
         None  # int32 [ceil(out / 8), in / group], zero_point + 8, the first output lowest
     )
+    weight_minimum: Tensor | None = None  # [out, in / group], the scales' dtype
+    input_order: Tensor | None = None  # int32 [in], a permutation
 
     @classmethod
     def from_integers(cls, integers: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Int4Weight:
@@ -83,7 +100,7 @@ class Int4Weight:
 
     @property
     def symmetric(self) -> bool:
-        return self.weight_zero_point is None
+        return self.weight_zero_point is None and self.weight_minimum is None
 
     def integers(self, outputs: slice = slice(None)) -> Tensor:
         """q, int8 [outputs, in], -8..7, as stored: zero points are not taken off."""
@@ -107,7 +124,13 @@ class Int4Weight:
         zero_point = self.zero_points(outputs)
         if zero_point is not None:
             groups -= zero_point.unsqueeze(-1)  # -15..15
-        return scaled(groups, scale, dtype).flatten(-2)
+        if self.weight_minimum is None:
+            weight = scaled(groups, scale, dtype)
+        else:
+            minimum = self.weight_minimum[outputs].unsqueeze(-1)
+            wide = torch.promote_types(torch.float32, torch.promote_types(scale.dtype, dtype))
+            weight = scaled(groups.add_(8), scale, wide).sub_(minimum.to(wide)).to(dtype)
+        return in_order(weight.flatten(-2), self.input_order)
 
 
 def pack_zero_points(zero_point: Tensor) -> Tensor:
@@ -148,22 +171,49 @@ def from_state(bits: int, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
     return FORMATS[bits](**{name: tensors[name] for name in names})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What of a quantized weight its shape does not say.
+
+    group_size: inputs that share a scale; None, for 8 bits only: a scale for each output. minima: in the place of zero
+    points. ordered: whether the inputs have an order of their own.
+    """
+
+    bits: int
+    group_size: int | None
+    symmetric: bool = True
+    minima: bool = False
+    ordered: bool = False
+
+    @classmethod
+    def of(cls, weight: QuantizedWeight) -> Layout:
+        return cls(
+            bits=weight.bits,
+            group_size=weight.group_size if weight.by_group else None,
+            symmetric=weight.symmetric,
+            minima=weight.weight_minimum is not None,
+            ordered=weight.input_order is not None,
+        )
+
+
 def zeros(
-    bits: int,
-    shape: tuple[int, int],
-    group_size: int,
-    *,
-    symmetric: bool = True,
-    dtype: torch.dtype,
-    device: torch.device | str,
+    layout: Layout, shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device | str
 ) -> QuantizedWeight:
-    """A weight [out, in] of zeros; group_size and symmetric are read for 4 bits only."""
-    groups = 1 if bits == 8 else check_group_size(shape, group_size)
+    """A weight [out, in] of zeros. dtype: of the scales."""
+    groups = 1 if layout.group_size is None else check_group_size(shape, layout.group_size)
     scale = torch.zeros(shape[0], groups, dtype=dtype, device=device)
     integers = torch.zeros(shape, dtype=torch.int8, device=device)
-    if bits == 8:
-        return Int8Weight.from_integers(integers, scale)
-    return Int4Weight.from_integers(integers, scale, None if symmetric else torch.zeros_like(scale, dtype=torch.int8))
+    order = torch.arange(shape[1], dtype=torch.int32, device=device) if layout.ordered else None
+    if layout.bits == 8:
+        return replace(Int8Weight.from_integers(integers, scale), input_order=order)
+    zero_point = None if layout.symmetric or layout.minima else torch.zeros_like(scale, dtype=torch.int8)
+    minimum = torch.zeros_like(scale) if layout.minima else None
+    return replace(Int4Weight.from_integers(integers, scale, zero_point), weight_minimum=minimum, input_order=order)
+
+
+def in_order(weight: Tensor, input_order: Tensor | None) -> Tensor:
+    """Stored columns [outputs, in] in the order of the layer's inputs."""
+    return weight if input_order is None else torch.empty_like(weight).index_copy_(1, input_order.long(), weight)
 
 
 def zero_point_bytes(out_features: int, groups: int) -> int:

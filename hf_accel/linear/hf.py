@@ -8,17 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..config import PatchConfig, WeightConfig, check_patch_keywords
+from ..config import PatchConfig, WeightConfig, check_patch_keywords, one_of
 from ..errors import UnsupportedError
+from .backend import LinearSpec
+from .formats import check_group_size
 from .layer import QuantLinear
 
 METHOD = "hf_accel"
+SETTINGS = ("bits", "activations", "group_size", "symmetric", "minima", "scale_dtype", "ordered")
+SCALE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class AccelConfig(QuantizationConfigMixin):
@@ -81,8 +87,50 @@ class AccelQuantizer(HfQuantizer):
 
 def module_settings(layer: QuantLinear | WeightConfig) -> dict[str, Any]:
     """What a checkpoint says of a layer, or of how it will be made."""
-    settings = {"bits": layer.bits, "activations": layer.activations}
-    return settings | ({"group_size": layer.group_size, "symmetric": layer.symmetric} if layer.bits == 4 else {})
+    settings: dict[str, Any] = {"bits": layer.bits, "activations": layer.activations}
+    if layer.bits == 4:
+        settings |= {"group_size": layer.group_size, "symmetric": layer.symmetric}
+    if isinstance(layer, QuantLinear):
+        spec = layer.spec
+        settings |= {"group_size": spec.group_size} if spec.by_group else {}
+        settings |= {"minima": True} if spec.minima else {}
+        settings |= {"scale_dtype": str(spec.scale_dtype).removeprefix("torch.")} if spec.scale_dtype else {}
+        settings |= {"ordered": True} if layer.is_ordered else {}
+    return settings
+
+
+def spec_of(settings: Mapping[str, Any], weight: Tensor, *, is_transposed: bool = False) -> LinearSpec:
+    """What `module_settings` says of a layer in whose place there is a Linear with `weight` [out, in].
+
+    Raises UnsupportedError for what no layer is.
+    """
+    unknown = sorted(settings.keys() - set(SETTINGS))
+    if unknown or "bits" not in settings:
+        what = f"{unknown[0]!r} is not known" if unknown else "bits is missing"
+        raise UnsupportedError(f"{what}; a module has {', '.join(SETTINGS)}")
+    own = {name: settings[name] for name in ("bits", "activations", "symmetric") if name in settings}
+    config = WeightConfig(**own)
+    group_size, minima = settings.get("group_size"), settings.get("minima", False)
+    if group_size is not None and (type(group_size) is not int or group_size < 1):
+        raise UnsupportedError(f"group_size={group_size!r} must be a number of inputs")
+    one_of("minima", minima, (True, False))
+    one_of("ordered", settings.get("ordered", False), (True, False))
+    scale_dtype = settings.get("scale_dtype")
+    if scale_dtype is not None:
+        one_of("scale_dtype", scale_dtype, tuple(SCALE_DTYPES))
+    rows, columns = reversed(weight.shape) if is_transposed else weight.shape
+    spec = LinearSpec(
+        in_features=columns, out_features=rows, bits=config.bits, dtype=weight.dtype,
+        group_size=group_size or (128 if config.bits == 4 else columns),
+        symmetric=config.symmetric and not minima, by_group=config.bits == 8 and group_size is not None,
+        minima=minima, scale_dtype=SCALE_DTYPES[scale_dtype] if scale_dtype else None,
+        device_type=weight.device.type, activations=config.activations,
+    )  # fmt: skip
+    if minima and config.bits == 8:
+        raise UnsupportedError("minima=True is for bits=4")
+    if config.bits == 4 or spec.by_group:
+        check_group_size((rows, columns), spec.group_size)
+    return spec
 
 
 def lost_on_saving(model: PreTrainedModel) -> Callable[[str], bool]:

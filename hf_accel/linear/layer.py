@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..config import Activations, WeightConfig
+from ..config import Activations
 from ..errors import HfAccelWarning, UnsupportedError
 from ..kernels.cpu.library import native
 from ..tensors import product_dtype
@@ -18,6 +19,7 @@ from .backend import LinearSpec
 from .formats import QuantizedWeight, from_state, state, zeros
 from .reference import differentiable_linear
 from .registry import BackendChoice, choose
+from .rtn import quantize_like
 from .writable import WritableWeight
 
 TAKEN_BACK = 0.25  # share of a change that may be left of it: rounding in bfloat16
@@ -35,9 +37,11 @@ class QuantLinear(nn.Linear):
     bias: nn.Parameter | None  # type: ignore[assignment]
 
     def __init__(
-        self, weight: QuantizedWeight, bias: Tensor | None, *, activations: Activations, backend: str
-    ) -> None:
-        self._describe(LinearSpec.of_stored(weight, activations), backend)
+        self, weight: QuantizedWeight, bias: Tensor | None, *, activations: Activations, backend: str,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        """dtype: of the activations; None: the scales'."""
+        self._describe(LinearSpec.of_stored(weight, activations, dtype), backend)
         self._buffers.update(state(weight))
         self._set_bias(bias)
 
@@ -45,12 +49,14 @@ class QuantLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = spec.in_features, spec.out_features
         self.bits, self.symmetric = spec.bits, spec.symmetric
-        self.group_size = spec.group_size if spec.bits == 4 else spec.in_features
+        self.group_size = spec.layout.group_size or spec.in_features
+        self.dtype = spec.dtype  # of the activations
         self.activations = spec.activations
         self.requested_backend = backend
         self.choice: BackendChoice | None = None
         self.fused_projections: Any = None  # what computes this layer together with others on one tensor, see fused
         self._packed: Any = None
+        self._input_order: Tensor | None = None  # of the packed weight
         self.writes = 0  # times that another weight was put into it
         self.changes: list[Tensor] = []  # what was added to the weight and not taken out again, each as a sketch
 
@@ -59,33 +65,32 @@ class QuantLinear(nn.Linear):
 
     @classmethod
     def from_packed(
-        cls, packed: Any, bias: Tensor | None, *, choice: BackendChoice, backend: str = "auto"
-    ) -> QuantLinear:
+        cls, packed: Any, bias: Tensor | None, *, choice: BackendChoice, backend: str = "auto",
+        input_order: Tensor | None = None,
+    ) -> QuantLinear:  # fmt: skip
         """A layer over what `choice.backend.quantize` made of a weight of `choice.spec`.
 
         A Parameter given as bias is kept as it is.
         """
         layer = cls.__new__(cls)
         layer._describe(choice.spec, backend)
-        layer.choice, layer._packed = choice, packed
+        layer.choice, layer._packed, layer._input_order = choice, packed, input_order
         layer._set_bias(bias)
         return layer
 
     @classmethod
     def empty(
-        cls,
-        shape: tuple[int, int],
-        *,
-        config: WeightConfig,
-        dtype: torch.dtype,
-        bias: bool = False,
-        device: torch.device | str = "cpu",
-        backend: str = "auto",
+        cls, spec: LinearSpec, *, bias: bool = False, ordered: bool = False, backend: str = "auto"
     ) -> QuantLinear:
-        """A layer [out, in] of zeros, unpacked, to load a checkpoint into; `device` may be "meta"."""
-        weight = zeros(config.bits, shape, config.group_size, symmetric=config.symmetric, dtype=dtype, device=device)
-        biases = torch.zeros(shape[0], dtype=dtype, device=device) if bias else None
-        return cls(weight, biases, activations=config.activations, backend=backend)
+        """A layer of zeros, unpacked, to load a checkpoint into; `spec.device_type` may be "meta".
+
+        ordered: whether the inputs of the stored weight have an order of their own.
+        """
+        shape, device = (spec.out_features, spec.in_features), spec.device_type
+        layout = replace(spec.layout, ordered=ordered)
+        weight = zeros(layout, shape, dtype=spec.scale_dtype or spec.dtype, device=device)
+        biases = torch.zeros(shape[0], dtype=spec.dtype, device=device) if bias else None
+        return cls(weight, biases, activations=spec.activations, backend=backend, dtype=spec.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         choice = self.choice or self.pack().choice
@@ -97,7 +102,7 @@ class QuantLinear(nn.Linear):
         rows = x.reshape(-1, self.in_features)
         if rows.dtype is not choice.spec.dtype:
             rows = rows.to(choice.spec.dtype)
-        rows = rows.contiguous()
+        rows = rows.contiguous() if self._input_order is None else rows.index_select(1, self._input_order)
         if torch.is_grad_enabled() and (rows.requires_grad or (self.bias is not None and self.bias.requires_grad)):
             out: Tensor = differentiable_linear(rows, self.bias, choice.backend, self._packed)
         else:
@@ -116,7 +121,8 @@ class QuantLinear(nn.Linear):
     def quantized(self) -> QuantizedWeight:
         """The weight in its stored form; unpacked from the backend's form if it is packed."""
         if self.choice is not None:
-            return self.choice.backend.unpack(self._packed)
+            weight = self.choice.backend.unpack(self._packed)
+            return weight if self._input_order is None else replace(weight, input_order=self._input_order)
         return from_state(self.bits, self._buffers)  # type: ignore[arg-type]
 
     @property
@@ -134,13 +140,15 @@ class QuantLinear(nn.Linear):
             raise UnsupportedError(
                 f"a weight {list(value.shape)} cannot be written to a layer [{self.out_features}, {self.in_features}]"
             )
-        choice = self.pack().choice
-        assert choice is not None
-        groups = {"group_size": self.group_size, "symmetric": self.symmetric} if self.bits == 4 else {}
-        config = WeightConfig(bits=self.bits, activations=self.activations, **groups)  # type: ignore[arg-type]
-        before = self.quantized.dequantize(torch.float32)
-        value = value.to(before.device, choice.spec.dtype)
-        self._packed = choice.backend.quantize(value, config)
+        stored = self.pack().quantized
+        before = stored.dequantize(torch.float32)
+        value = value.to(before.device, self.dtype)
+        weight = quantize_like(value, stored)
+        self.unpack()
+        self._buffers.update(state(weight))
+        if weight.weight_minimum is None:  # rounded to nearest, a weight has zero points in their place
+            self._buffers.pop("weight_minimum", None)
+        self.pack()
         self._note_change(value.float() - before)
 
     def _note_change(self, change: Tensor) -> None:
@@ -160,20 +168,27 @@ class QuantLinear(nn.Linear):
         )
 
     @property
+    def is_ordered(self) -> bool:
+        """Whether the inputs of the stored weight have an order of their own."""
+        return self._input_order is not None or self._buffers.get("input_order") is not None
+
+    @property
     def compute_dtype(self) -> torch.dtype:
-        return self.spec.dtype
+        return self.dtype
 
     @property
     def spec(self) -> LinearSpec:
         """What a backend is asked about; the dtype and the device are those that the layer has now."""
-        return self.choice.spec if self.choice is not None else LinearSpec.of_stored(self.quantized, self.activations)
+        if self.choice is not None:
+            return self.choice.spec
+        return LinearSpec.of_stored(self.quantized, self.activations, self.dtype)
 
     def pack(self) -> QuantLinear:
         """Turn the buffers into the backend's form. Called by itself on the first forward."""
         if self.choice is None:
             choice, weight = choose(self.spec, self.requested_backend), self.quantized
-            self._packed = choice.backend.pack(weight)
-            self.choice = choice
+            self._packed = choice.backend.pack(replace(weight, input_order=None))
+            self.choice, self._input_order = choice, weight.input_order
             for name in state(weight):
                 del self._buffers[name]
         return self
@@ -182,12 +197,13 @@ class QuantLinear(nn.Linear):
         """Turn the backend's form back into buffers."""
         if self.choice is not None:
             self._buffers.update(state(self.quantized))
-            self.choice = self._packed = None
+            self.choice = self._packed = self._input_order = None
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
         packed = self.choice is not None
         self.unpack()
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self._buffers["weight_scale"].device)).dtype  # type: ignore[union-attr]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self.pack() if packed else self
 
@@ -230,7 +246,8 @@ class QuantLinear(nn.Linear):
         """Backends hold opaque tensors that cannot be copied; the stored form can."""
         buffers = {**self._buffers, **state(self.quantized)}
         _keep_for_child(buffers)
-        return self.__dict__ | {"_buffers": buffers, "choice": None, "_packed": self.choice is not None}
+        packed = self.choice is not None
+        return self.__dict__ | {"_buffers": buffers, "choice": None, "_packed": packed, "_input_order": None}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         packed = attributes["_packed"]
@@ -240,7 +257,7 @@ class QuantLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         backend = self.choice.backend.name if self.choice else "not packed"
-        group = f", group_size={self.group_size}" if self.bits == 4 else ""
+        group = f", group_size={self.group_size}" if self.bits == 4 or self.group_size < self.in_features else ""
         group += "" if self.symmetric else ", symmetric=False"
         return f"{super().extra_repr()}, bits={self.bits}{group}, backend={backend}"
 

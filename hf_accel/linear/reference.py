@@ -24,6 +24,7 @@ class Reference(Backend):
 
     name = "reference"
     bits: ClassVar[tuple[int, ...]] = (8, 4)
+    own_formats_only = False
 
     def __init__(self, activations: Literal["int8"] | None) -> None:
         self.activations = activations
@@ -44,7 +45,7 @@ class Reference(Backend):
 
     def activation_group(self, weight: QuantizedWeight) -> int:
         """Inputs of a row that share a scale."""
-        return weight.group_size if weight.bits == 4 else ACTIVATION_GROUP
+        return weight.group_size if weight.by_group else ACTIVATION_GROUP
 
 
 class ReferenceByRow(Reference):
@@ -52,6 +53,7 @@ class ReferenceByRow(Reference):
 
     name = reference = "reference by row"
     bits = (8,)
+    own_formats_only = True
 
     def __init__(self) -> None:
         super().__init__("int8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -30,10 +31,31 @@ def quantize(weight: Tensor, config: WeightConfig) -> QuantizedWeight:
     return Int4Weight.from_integers(*_round(weight, config.group_size, largest=7, lowest=-8))
 
 
-def _round(weight: Tensor, group_size: int, *, largest: int, lowest: int) -> tuple[Tensor, Tensor]:
-    """int8 [out, in] and scales [out, groups], a chunk of outputs at a time."""
+def quantize_like(weight: Tensor, other: QuantizedWeight) -> QuantizedWeight:
+    """Quantize a floating-point weight [out, in] with the bits, groups and order of inputs that `other` has.
+
+    Scales get the dtype of `other`'s. In the place of minima come zero points, which hold 0 exactly. Raises
+    UnsupportedError for NaN and infinity.
+    """
+    order, group_size = other.input_order, other.group_size
+    weight, dtype = weight.detach(), other.weight_scale.dtype
+    weight = weight if order is None else weight.index_select(1, order)
+    result: QuantizedWeight
+    if other.bits == 8:
+        result = Int8Weight.from_integers(*_round(weight, group_size, largest=127, lowest=-127, dtype=dtype))
+    elif other.symmetric:
+        result = Int4Weight.from_integers(*_round(weight, group_size, largest=7, lowest=-8, dtype=dtype))
+    else:
+        result = Int4Weight.from_integers(*_round_asymmetric(weight, group_size, dtype=dtype))
+    return replace(result, input_order=order)
+
+
+def _round(
+    weight: Tensor, group_size: int, *, largest: int, lowest: int, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """int8 [out, in] and scales [out, groups] of `dtype` or the weight's, a chunk of outputs at a time."""
     integers = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
-    scale = weight.new_empty(len(weight), weight.shape[1] // group_size)
+    scale = weight.new_empty(len(weight), weight.shape[1] // group_size, dtype=dtype)
     for outputs in chunks(len(weight)):
         groups = weight[outputs].reshape(-1, scale.shape[1], group_size)  # [outputs, groups, group]
         absmax = groups.abs().amax(dim=-1)
@@ -47,10 +69,12 @@ def _round(weight: Tensor, group_size: int, *, largest: int, lowest: int) -> tup
     return integers, scale
 
 
-def _round_asymmetric(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _round_asymmetric(
+    weight: Tensor, group_size: int, *, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """int8 [out, in], scales and int8 zero points [out, groups], integers and zero points both less 8."""
     integers = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
-    scale = weight.new_empty(len(weight), weight.shape[1] // group_size)
+    scale = weight.new_empty(len(weight), weight.shape[1] // group_size, dtype=dtype)
     zero_point = torch.empty_like(scale, dtype=torch.int8)
     for outputs in chunks(len(weight)):
         groups = _wide(weight[outputs]).reshape(-1, scale.shape[1], group_size)  # [outputs, groups, group]

@@ -32,7 +32,7 @@ def measure(spec: LinearSpec, backend: Backend) -> tuple[float, float]:
 def _example(spec: LinearSpec, outputs: int) -> QuantizedWeight:
     device = torch.device(spec.device_type)
     shape = (outputs, spec.in_features)
-    weight = zeros(spec.bits, shape, spec.group_size, symmetric=spec.symmetric, dtype=spec.dtype, device=device)
+    weight = zeros(spec.layout, shape, dtype=spec.scale_dtype or spec.dtype, device=device)
     for values in state(weight).values():
         values.add_(0)  # pages that were never written all map to one page of zeros, which stays in cache
     return weight

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..config import GROUP_SIZES
 from .backend import Backend, LinearSpec
 from .formats import Int4Weight, QuantizedWeight, chunks, scaled
 
@@ -45,6 +46,8 @@ class TorchInt4(Backend):
             return reason
         if not spec.symmetric:
             return "it takes symmetric weights only"
+        if spec.group_size not in GROUP_SIZES:
+            return f"it takes groups of {', '.join(map(str, GROUP_SIZES))} inputs, not {spec.group_size}"
         if spec.out_features % MULTIPLE:
             return f"it needs outputs in multiples of {MULTIPLE}, not {spec.out_features}"
         return None if block_size() else "torch's INT4 matmul is not available in this build"

@@ -120,8 +120,12 @@ def flip_nearest(x: Tensor, size: int) -> Tensor:
 
 def _flip_input(layer: QuantLinear, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     assert layer.choice is not None and isinstance(layer.choice.backend, Reference)
-    size = layer.choice.backend.activation_group(layer.quantized)
-    return (flip_nearest(args[0], size), *args[1:])
+    stored, x = layer.quantized, args[0]
+    size, order = layer.choice.backend.activation_group(stored), stored.input_order
+    if order is None:
+        return (flip_nearest(x, size), *args[1:])
+    flipped = flip_nearest(x[..., order], size)
+    return (torch.empty_like(x).index_copy_(-1, order.long(), flipped), *args[1:])
 
 
 def _update_flipped(update: Callable[..., Any], keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -185,7 +185,7 @@ MUTATIONS: list[tuple[str, Callable[[Path], None], str]] = [
     ("int8", setting(symmetric=False), "symmetric=False is for bits=4"),
     ("int4", setting(symmetric=False), f"no '{Q}.weight_zero_point'"),
     ("asymmetric", setting(symmetric=True), f"holds '{Q}.weight_zero_point', which a layer with .* symmetric=True"),
-    ("int4", setting(group_size=16), "group_size=16 is not known; choose one of 32, 64, 128"),
+    ("int4", setting(group_size=16), "weight_scale' is .*, but .* with bits=4, group_size=16"),
     ("int4", setting(group_size=64), "group_size=64 does not divide the 32 inputs"),
     ("int8", setting(activations="int4"), "activations='int4' is not known"),
     ("int8", setting(rounding="up"), f"module '{Q}': 'rounding' is not known; a module has bits, "),

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import Structure
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from .structs import EPILOGUES, Linear, LinearCall, Matrix, fields
 BLOCK = 64  # outputs of a packed block
 ACTIVATION_GROUP = 128  # inputs that share an activation scale if the weight has no groups
 FORMATS = {8: 3, 4: 5}  # the Dtype of types.h for each number of bits
+INT8_GROUPS = 6  # that of 8 bits whose scales belong to groups of inputs
 # The fewest rows that tiles multiply (AMX), for each number of bits. With fewer, dot products of vectors should be
 # faster; `python -m benchmarks.run tiles` measures it. The results have the same bits.
 TILE_ROWS = {8: 16, 4: 16}
@@ -43,9 +44,10 @@ _quantize_weight = kernel("quantize_weight", QuantizeCall)
 class PackedWeight:
     """A weight [out_features, in_features] that is packed in blocks of 64 outputs. The last block is padded.
 
-    packed: uint8; src/kernels.h describes its layout. scales: for 8 bits, [blocks * 64] float32; for 4 bits,
-    [blocks, groups, 64] of the stored dtype. zeros: for 4 bits, the zero points [blocks, groups, 64] uint8 from 0 to
-    15, or None if all are 8. The weight is (level - zero) * scale.
+    packed: uint8; src/kernels.h describes its layout. scales: for 8 bits with a scale for each output, [blocks * 64]
+    float32; otherwise [blocks, groups, 64] of the stored dtype. For 4 bits only: zeros, the zero points [blocks,
+    groups, 64] uint8 from 0 to 15, or None if all are 8; the weight is (level - zero) * scale. Or minima, [blocks,
+    groups, 64] of the scales' dtype; the weight is then level * scale - minimum.
     """
 
     bits: int
@@ -55,24 +57,32 @@ class PackedWeight:
     packed: Tensor
     scales: Tensor
     zeros: Tensor | None = None
+    minima: Tensor | None = None
+
+    @property
+    def format(self) -> int:
+        """The Dtype of types.h."""
+        return INT8_GROUPS if self.bits == 8 and self.scales.ndim == 3 else FORMATS[self.bits]
 
     @property
     def activation_group(self) -> int:
         """The number of inputs that share an activation scale."""
-        return self.group_size if self.bits == 4 else ACTIVATION_GROUP
+        return ACTIVATION_GROUP if self.format == FORMATS[8] else self.group_size
 
 
-def pack(bits: int, stored: Tensor, scales: Tensor, zeros: Tensor | None = None) -> PackedWeight:
+def pack(
+    bits: int, stored: Tensor, scales: Tensor, zeros: Tensor | None = None, *, minima: Tensor | None = None
+) -> PackedWeight:
     """Pack a quantized weight.
 
-    stored: [out, in] int8; for 4 bits, [out, in / 2] uint8. scales: [out, groups]. zeros: [out, groups] uint8, the
-    levels from 0 to 15 that stand for the weight 0; for 4 bits only.
+    stored: [out, in] int8; for 4 bits, [out, in / 2] uint8. scales: [out, groups]. For 4 bits only: zeros, [out,
+    groups] uint8, the levels from 0 to 15 that stand for the weight 0; or minima, [out, groups] of the scales' dtype.
     """
     stored = stored.contiguous()
     in_features = stored.shape[1] * 8 // bits
     packed = _packed_bytes(bits, len(stored), in_features)
     _pack(FORMATS[bits], threads(), len(stored), in_features, stored.data_ptr(), packed.data_ptr())
-    return _weight(bits, packed, scales, zeros, in_features=in_features)
+    return _weight(bits, packed, scales, zeros=zeros, minima=minima, in_features=in_features)
 
 
 def unpack(weight: PackedWeight) -> Tensor:
@@ -104,7 +114,7 @@ def quantize(
         weight.data_ptr(), weight.stride(0), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(),
         packed.data_ptr(), finite.data_ptr(),
     )  # fmt: skip
-    return (_weight(bits, packed, scales, zeros, in_features=in_features), scales) if finite else None
+    return (_weight(bits, packed, scales, zeros=zeros, in_features=in_features), scales) if finite else None
 
 
 def _packed_bytes(bits: int, out_features: int, in_features: int) -> Tensor:
@@ -114,13 +124,15 @@ def _packed_bytes(bits: int, out_features: int, in_features: int) -> Tensor:
     return packed
 
 
-def _weight(bits: int, packed: Tensor, scales: Tensor, zeros: Tensor | None, *, in_features: int) -> PackedWeight:
+def _weight(
+    bits: int, packed: Tensor, scales: Tensor, *, zeros: Tensor | None, minima: Tensor | None = None, in_features: int
+) -> PackedWeight:
     out_features, groups = scales.shape
     scales = _by_block(scales)
     return PackedWeight(
         bits, out_features, in_features, in_features // groups, packed,
-        scales.float().flatten() if bits == 8 else scales,
-        None if zeros is None else _by_block(zeros),
+        scales.float().flatten() if bits == 8 and groups == 1 else scales,
+        None if zeros is None else _by_block(zeros), None if minima is None else _by_block(minima),
     )  # fmt: skip
 
 
@@ -140,14 +152,15 @@ def _by_output(values: Tensor, out_features: int) -> Tensor:
 
 def stored_scales(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """Return the scales [out, groups] that `pack` was given. dtype: the dtype that they had."""
-    if weight.bits == 8:
+    if weight.scales.ndim == 1:
         return weight.scales[: weight.out_features].to(dtype).unsqueeze(1)
     return _by_output(weight.scales, weight.out_features)
 
 
-def stored_zeros(weight: PackedWeight) -> Tensor | None:
-    """Return the zero points [out, groups] that `pack` was given, or None."""
-    return None if weight.zeros is None else _by_output(weight.zeros, weight.out_features)
+def stored_by_group(weight: PackedWeight, name: Literal["zeros", "minima"]) -> Tensor | None:
+    """Return the zero points or the minima [out, groups] that `pack` was given, or None."""
+    values: Tensor | None = getattr(weight, name)
+    return None if values is None else _by_output(values, weight.out_features)
 
 
 class IntegerLinear:
@@ -174,13 +187,14 @@ class IntegerLinear:
             matrix.weight, matrix.scales = weight.packed.data_ptr(), weight.scales.data_ptr()
             matrix.scale_dtype = DTYPES[weight.scales.dtype]
             matrix.zeros = None if weight.zeros is None else weight.zeros.data_ptr()
+            matrix.minima = None if weight.minima is None else weight.minima.data_ptr()
             if bias is not None:
                 self._biases.append((matrix, bias))
             column += weight.out_features
         self.in_features = first.in_features
         self.out_features = column if epilogue is None else first.out_features
         self._linear = Linear(
-            FORMATS[first.bits], first.activation_group, first.in_features, len(weights), EPILOGUES[epilogue], matrices
+            first.format, first.activation_group, first.in_features, len(weights), EPILOGUES[epilogue], matrices
         )
         self._address = ctypes.addressof(self._linear)
         self.tile_rows = TILE_ROWS[first.bits] if tile_rows is None else tile_rows
@@ -204,17 +218,17 @@ class IntegerLinear:
 
 @torch.library.custom_op("hf_accel::integer_linear", mutates_args=())
 def recorded_linear(
-    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, bits: int,
-    out_features: int, in_features: int, group_size: int,
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, minima: Tensor | None, bias: Tensor | None,
+    bits: int, out_features: int, in_features: int, group_size: int,
 ) -> Tensor:  # fmt: skip
     """IntegerLinear of one weight as a torch operator, which compiled and exported graphs can record."""
-    weight = PackedWeight(bits, out_features, in_features, group_size, packed, scales, zeros)
+    weight = PackedWeight(bits, out_features, in_features, group_size, packed, scales, zeros, minima)
     return IntegerLinear([weight], [bias])(x.contiguous())
 
 
 @recorded_linear.register_fake
 def _(
-    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, bits: int,
-    out_features: int, in_features: int, group_size: int,
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, minima: Tensor | None, bias: Tensor | None,
+    bits: int, out_features: int, in_features: int, group_size: int,
 ) -> Tensor:  # fmt: skip
     return x.new_empty(x.shape[0], out_features)

@@ -39,7 +39,10 @@ def packed_format(kind: type[Structure]) -> str:
 
 class Matrix(Structure):
     _fields_ = fields(
-        sizes="out_features", pointers="weight scales zeros bias", ints="scale_dtype bias_dtype", sizes_="column"
+        sizes="out_features",
+        pointers="weight scales zeros minima bias",
+        ints="scale_dtype bias_dtype",
+        sizes_="column",
     )
 
 

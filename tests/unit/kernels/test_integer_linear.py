@@ -15,8 +15,8 @@ from hf_accel.kernels.cpu.integer_linear import (
     PackedWeight,
     pack,
     quantize,
+    stored_by_group,
     stored_scales,
-    stored_zeros,
     unpack,
 )
 from hf_accel.linear import rtn
@@ -129,8 +129,58 @@ def test_quantize_asymmetric_as_round_to_nearest(isa, outputs, inputs, group, dt
     assert scales.isfinite().all()
     assert torch.equal(scales, expected.weight_scale)
     assert torch.equal(stored_scales(packed, dtype), expected.weight_scale)
-    assert torch.equal(stored_zeros(packed).to(torch.int8) - 8, expected.zero_points())
+    assert torch.equal(stored_by_group(packed, "zeros").to(torch.int8) - 8, expected.zero_points())
     assert torch.equal(unpack(packed), expected.weight_packed.view(torch.uint8))
+
+
+GROUPED = [(1, 32, 32), (64, 96, 16), (100, 192, 64), (130, 384, 128), (70, 512, 256)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("outputs", "inputs", "group"), GROUPED)
+def test_int8_with_scales_of_groups(isa, outputs, inputs, group, dtype):
+    """Of either sign, and with the level -128: other programs store both."""
+    stored = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
+    scales = torch.randn(outputs, inputs // group).to(dtype)
+    packed = pack(8, stored, scales)
+    assert torch.equal(unpack(packed), stored) and torch.equal(stored_scales(packed, dtype), scales)
+    assert packed.activation_group == (group if inputs > group else 128)
+    linear, integers = IntegerLinear([packed], [None]), stored.numpy().astype(np.int64)
+    bits = 4 if inputs > group else 8  # how the oracle scales, by group or by output
+    for rows in (1, 2, 3, 4, 7, 49, 100):
+        x = torch.randn(rows, inputs) * torch.logspace(-3, 3, rows)[:, None]
+        expected = oracle(x, integers, scales.float().numpy(), bits=bits, group=group if bits == 4 else 128)
+        np.testing.assert_array_equal(linear(x).numpy(), expected)
+
+
+def oracle_with_minima(
+    x: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor
+) -> np.ndarray:
+    """As `oracle`: a group's share is sum(x q) * scale - minimum * sum(x)."""
+    values, f32, group = x.float().numpy(), np.float32, levels.shape[1] // scales.shape[1]
+    q, out = levels.numpy().astype(np.int64), np.zeros((len(values), len(levels)), np.float32)
+    for g, start in enumerate(range(0, q.shape[1], group)):
+        part = values[:, start : start + group]
+        absmax = np.abs(part).max(axis=1, keepdims=True)
+        rounded = np.rint(part * (f32(127) / absmax)).astype(np.int64)
+        share = (rounded @ q[:, start : start + group].T).astype(f32) * scales[:, g].float().numpy()
+        share = share - minima[:, g].float().numpy() * rounded.sum(axis=1, keepdims=True).astype(f32)
+        out = out + share * (absmax / f32(127))
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("outputs", "inputs", "group"), GROUPED)
+def test_int4_with_minima(isa, outputs, inputs, group, dtype):
+    levels = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+    scales, minima = (torch.randn(outputs, inputs // group).to(dtype) for _ in range(2))
+    stored = levels[:, ::2] | levels[:, 1::2] << 4
+    packed = pack(4, stored, scales, minima=minima)
+    assert torch.equal(unpack(packed), stored) and torch.equal(stored_by_group(packed, "minima"), minima)
+    linear = IntegerLinear([packed], [None])
+    for rows in (1, 2, 3, 4, 7, 49, 100):
+        x = torch.randn(rows, inputs) * torch.logspace(-3, 3, rows)[:, None]
+        np.testing.assert_array_equal(linear(x).numpy(), oracle_with_minima(x, levels, scales, minima))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -279,4 +329,4 @@ def test_packed_weights_know_their_activation_group():
 @pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 def test_symmetric_weights_hold_no_zero_points():
     assert make(4, 3, 64, 32)[0].zeros is None
-    assert stored_zeros(make(8, 3, 64, 32)[0]) is None
+    assert stored_by_group(make(8, 3, 64, 32)[0], "zeros") is None

@@ -1,11 +1,23 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from hf_accel.errors import UnsupportedError
 from hf_accel.linear import Int4Weight, Int8Weight
-from hf_accel.linear.formats import CHUNK, check_group_size, chunks, from_state, state, zero_point_bytes, zeros
+from hf_accel.linear.formats import (
+    CHUNK,
+    Layout,
+    check_group_size,
+    chunks,
+    from_state,
+    state,
+    zero_point_bytes,
+    zeros,
+)  # fmt: skip
+from hf_accel.linear.rtn import quantize_like
 
 
 @pytest.mark.parametrize(
@@ -110,7 +122,7 @@ def test_chunks_cover_every_output_once(outputs):
 @pytest.mark.parametrize(("bits", "shape", "scales"), [(8, (3, 5), (3, 1)), (4, (3, 128), (3, 4))])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_zeros_have_the_stored_shapes(bits, shape, scales, device):
-    weight = zeros(bits, shape, 32, dtype=torch.bfloat16, device=device)
+    weight = zeros(Layout(bits=bits, group_size=32 if bits == 4 else None), shape, dtype=torch.bfloat16, device=device)
     assert weight.shape == shape
     assert weight.weight_scale.shape == scales
     assert weight.weight_scale.dtype == torch.bfloat16
@@ -121,7 +133,7 @@ def test_zeros_have_the_stored_shapes(bits, shape, scales, device):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_asymmetric_zeros_have_the_stored_shapes(device):
-    weight = zeros(4, (11, 128), 32, symmetric=False, dtype=torch.bfloat16, device=device)
+    weight = zeros(Layout(bits=4, group_size=32, symmetric=False), (11, 128), dtype=torch.bfloat16, device=device)
     assert {name: (t.dtype, tuple(t.shape), t.device.type) for name, t in state(weight).items()} == {
         "weight_packed": (torch.int32, (11, 16), device),
         "weight_scale": (torch.bfloat16, (11, 4), device),
@@ -146,3 +158,53 @@ def test_a_group_that_does_not_divide_is_refused(inputs, group_size, message):
 
 def test_groups_in_a_row_are_counted():
     assert check_group_size((7, 384), 128) == 3
+
+
+def made(bits: int, *, minima: bool = False, ordered: bool = False):
+    """A weight [10, 64] that another program might have made, and what it is in float64."""
+    integers = torch.randint(-8 if bits == 4 else -128, 8 if bits == 4 else 128, (10, 64), dtype=torch.int8)
+    scale = torch.randn(10, 4).half()
+    order = torch.randperm(64).to(torch.int32) if ordered else None
+    columns = integers.double() * scale.double().repeat_interleave(16, 1)
+    if bits == 8:
+        weight = Int8Weight(integers, scale, order)
+    else:
+        minimum = torch.randn(10, 4).half() if minima else None
+        weight = replace(Int4Weight.from_integers(integers, scale), weight_minimum=minimum, input_order=order)
+        if minimum is not None:
+            columns += (8 * scale.double() - minimum.double()).repeat_interleave(16, 1)
+    dense = torch.empty(10, 64, dtype=torch.float64)
+    for column in range(64):
+        dense[:, int(order[column]) if order is not None else column] = columns[:, column]
+    return weight, dense
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize(("bits", "minima"), [(8, False), (4, False), (4, True)])
+def test_groups_minima_and_orders_of_inputs(bits, minima, ordered):
+    weight, dense = made(bits, minima=minima, ordered=ordered)
+    torch.testing.assert_close(weight.dequantize(torch.float64), dense, rtol=1e-12, atol=1e-12)
+    assert torch.equal(weight.dequantize(torch.float32, outputs=slice(3, 7)), weight.dequantize(torch.float32)[3:7])
+    layout = Layout.of(weight)
+    assert layout == Layout(bits=bits, group_size=16, symmetric=not minima, minima=minima, ordered=ordered)
+    again = from_state(bits, state(weight))
+    assert torch.equal(again.dequantize(torch.float32), weight.dequantize(torch.float32))
+    empty = zeros(layout, (10, 64), dtype=torch.float16, device="cpu")
+    assert {k: (t.dtype, t.shape) for k, t in state(empty).items()} == {
+        k: (t.dtype, t.shape) for k, t in state(weight).items()
+    }
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize(("bits", "symmetric"), [(8, True), (4, True), (4, False)])
+def test_requantized_in_the_same_format(bits, symmetric, ordered):
+    weight, _ = made(bits, minima=not symmetric, ordered=ordered)
+    dense = torch.randn(10, 64)
+    again = quantize_like(dense, weight)
+    assert (again.bits, again.group_size, again.symmetric) == (bits, 16, symmetric)
+    assert again.weight_scale.dtype is torch.float16 and (again.input_order is not None) is ordered
+    step = again.weight_scale.float().abs()
+    steps = torch.empty(10, 64).index_copy_(
+        1, torch.arange(64) if weight.input_order is None else weight.input_order.long(), step.repeat_interleave(16, 1)
+    )
+    assert ((again.dequantize(torch.float32) - dense).abs() <= 0.52 * steps + 1e-3).all()

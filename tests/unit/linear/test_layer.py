@@ -32,12 +32,16 @@ def stored_form(layer: QuantLinear) -> dict[str, tuple[torch.dtype, tuple[int, .
     return STORED[layer.bits] | ({} if layer.symmetric else {"weight_zero_point": (torch.int32, (6, 4))})
 
 
+def spec_of_layer(config: WeightConfig, device: str = "cpu") -> LinearSpec:
+    return LinearSpec(
+        in_features=128, out_features=48, bits=config.bits, group_size=32, symmetric=config.symmetric, dtype=BF16,
+        device_type=device, activations=config.activations,
+    )  # fmt: skip
+
+
 def possible(config: WeightConfig, backend: str) -> bool:
-    spec = LinearSpec(
-        in_features=128, out_features=48, bits=config.bits, group_size=32, symmetric=config.symmetric, dtype=BF16
-    )
     try:
-        return choose(spec, backend) is not None
+        return choose(spec_of_layer(config), backend) is not None
     except UnsupportedError:
         return False
 
@@ -197,7 +201,7 @@ def test_the_weight_is_held_once(make_layer):
 @pytest.mark.parametrize("assign", [True, False])
 def test_a_state_dict_is_loaded_bit_for_bit(make_layer, x, packed, assign):
     layer = make_layer()
-    other = QuantLinear.empty(SHAPE, config=make_layer.config, dtype=BF16, bias=True, backend=make_layer.backend)
+    other = QuantLinear.empty(spec_of_layer(make_layer.config), bias=True, backend=make_layer.backend)
     if packed:
         other.pack()
     assert str(other.load_state_dict(layer.state_dict(), assign=assign)) == "<All keys matched successfully>"
@@ -208,7 +212,7 @@ def test_a_state_dict_is_loaded_bit_for_bit(make_layer, x, packed, assign):
 
 def test_an_empty_layer_shows_a_loader_its_buffers_on_meta(make_layer, x):
     layer = make_layer()
-    other = QuantLinear.empty(SHAPE, config=make_layer.config, dtype=BF16, bias=True, device="meta")
+    other = QuantLinear.empty(spec_of_layer(make_layer.config, "meta"), bias=True)
     assert set(other.state_dict()) == set(layer.state_dict())
     assert other.weight.device.type == "meta"
     for name, tensor in layer.state_dict().items():  # as transformers' loader does

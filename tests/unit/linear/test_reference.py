@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_accel.linear import BACKENDS, LinearSpec
-from hf_accel.linear.formats import from_state, state, zeros
+from hf_accel.linear.formats import Layout, from_state, state, zeros
 from hf_accel.linear.reference import REFERENCES, Reference, differentiable_linear
 
 
@@ -32,7 +32,7 @@ def test_on_the_meta_device(make_weight, bits):
 
 
 def test_zero_points_on_the_meta_device():
-    meta = zeros(4, (300, 64), 32, symmetric=False, dtype=torch.float32, device="meta")
+    meta = zeros(Layout(bits=4, group_size=32, symmetric=False), (300, 64), dtype=torch.float32, device="meta")
     assert REFERENCES[None].run(torch.empty(2, 64, device="meta"), meta, None).shape == (2, 300)
 
 

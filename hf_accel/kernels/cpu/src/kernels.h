@@ -27,21 +27,25 @@
 //   INT8  A block is [inputs / 4, 64, 4] bytes. Each output has 4 consecutive inputs side by side, as the byte dot
 //         products need them. A byte is q + 128. Inputs are padded to a multiple of 4.
 //   INT4  A block is [inputs / 8, 64, 4] bytes. Of 8 inputs, byte i holds input i in its low half and input 4 + i in
-//         its high half. A half is q + 8, or q if the weight has zero points.
+//         its high half. A half is q + 8, or q if the weight has zero points or minima.
+//   INT8_GROUPS  packed as INT8
 constexpr int64_t BLOCK = 64;
 
 enum Epilogue : int32_t { NONE = 0, SILU_MUL = 1, GELU_MUL = 2, GELU_TANH_MUL = 3 };
 
 // One weight matrix [out_features, in_features].
-//   INT8  weight: packed; scales: float32 [blocks * 64]; zeros: null
+//   INT8  weight: packed; scales: float32 [blocks * 64]; zeros and minima: null
+//   INT8_GROUPS  weight: packed; scales: [blocks, groups, 64] of scale_dtype; zeros and minima: null
 //   INT4  weight: packed; scales: [blocks, groups, 64] of scale_dtype; zeros: uint8 [blocks, groups, 64], or null if
-// all         zero points are 8
-//   BF16, F16, F32  weight: row-major, read in place; scales and zeros: null
+//         all zero points are 8; minima: [blocks, groups, 64] of scale_dtype, or null. With minima the weight is
+//         q * scale - minimum, and zeros is null.
+//   BF16, F16, F32  weight: row-major, read in place; scales, zeros and minima: null
 struct Matrix {
   int64_t out_features;
   const void* weight;
   const void* scales;
   const uint8_t* zeros;
+  const void* minima;
   const void* bias;  // or null
   int32_t scale_dtype, bias_dtype;
   int64_t column;  // the column of `out` at which its outputs begin
@@ -51,7 +55,7 @@ struct Matrix {
 // act(gate) * up at the gate's column.
 struct Linear {
   int32_t format;  // the Dtype of the weights
-  int32_t group;   // inputs that share an activation scale (INT8, INT4) and a weight scale (INT4)
+  int32_t group;   // inputs that share an activation scale (integers) and a weight scale (INT8_GROUPS, INT4)
   int64_t in_features;
   int32_t count;
   int32_t epilogue;

@@ -82,6 +82,7 @@ inline void group_tile(const GroupTask& task, int start, const QuantizedRows& x,
   unrolled<ROWS>([&](auto r) HFA_INLINE {
     unrolled<WIDE>([&](auto v) HFA_INLINE {
       if constexpr (FORMAT == INT8) sums[r][v] = iset1((DOT4_OFFSET - 128) * x_sums[r]);
+      else if (task.minima) sums[r][v] = iset1(0);
       else if (!task.zeros) sums[r][v] = iset1(-8 * x_sums[r]);
       else sums[r][v] = mul_i32(load_u8_as_i32(task.zeros + start + v * LANES), iset1(-x_sums[r]));
     });
@@ -90,12 +91,10 @@ inline void group_tile(const GroupTask& task, int start, const QuantizedRows& x,
   if constexpr (FORMAT == INT8) sum_int8<ROWS, WIDE, LINES>(weight, task.steps, x.row(g, r0), x.group, fetch, sums);
   else sum_int4<ROWS, WIDE, LINES>(weight, task.steps, x.row(g, r0), x.group, fetch, sums);
   unrolled<WIDE>([&](auto v) HFA_INLINE {
-    const F w_scale = FORMAT == INT8 ? zero() : weight_scales(task, start + v * LANES);
+    const GroupFactors<FORMAT> factors(task, start + v * LANES);
     unrolled<ROWS>([&](auto r) HFA_INLINE {
       float* sum = out + r * BLOCK + start + v * LANES;
-      F share = to_f(sums[r][v]);
-      if constexpr (FORMAT != INT8) share = mul(share, w_scale);
-      store(sum, add(load(sum), mul(share, set1(x_scales[r]))));
+      store(sum, add(load(sum), mul(factors.share(sums[r][v], x_sums[r]), set1(x_scales[r]))));
     });
   });
 }
@@ -275,6 +274,6 @@ void HFA_NAMESPACE::integer_linear(const LinearCall& call) {
   if (call.rows == 0) return;
   const Linear& linear = *call.linear;
   const QuantizedRows x = quantize_input(linear, call);
-  if (linear.format == INT8) run<INT8>(linear, call, x);
-  else run<INT4>(linear, call, x);
+  if (linear.format == INT4) run<INT4>(linear, call, x);
+  else run<INT8>(linear, call, x);
 }

@@ -28,6 +28,7 @@ void unpack_group(const GroupTask& task, uint8_t* tiles) {
   I offsets[WIDE];
   unrolled<WIDE>([&](auto v) HFA_INLINE {
     if constexpr (FORMAT == INT8) offsets[v] = iset1(static_cast<int32_t>(0x80808080u));
+    else if (task.minima) offsets[v] = iset1(0);
     else if (!task.zeros) offsets[v] = iset1(0x08080808);
     else offsets[v] = mul_i32(load_u8_as_i32(task.zeros + v * LANES), iset1(0x01010101));
   });
@@ -58,6 +59,7 @@ struct Products {
   GroupTask task;
   int start;              // the first of the outputs in the block
   const float* x_scales;  // of the rows
+  const int32_t* x_sums;
   float* sums;            // [rows, 64] of the block
 };
 
@@ -65,16 +67,13 @@ template <int FORMAT>
 inline HFA_INLINE void add_products(const Products& from, int64_t first, int64_t last) {
   if (first >= last) return;
   constexpr int WIDE = PAIR / LANES;
-  F w_scales[WIDE];
-  unrolled<WIDE>([&](auto v) HFA_INLINE {
-    w_scales[v] = FORMAT == INT8 ? zero() : weight_scales(from.task, from.start + v * LANES);
-  });
+  GroupFactors<FORMAT> factors[WIDE];
+  unrolled<WIDE>([&](auto v) HFA_INLINE { factors[v] = {from.task, from.start + v * LANES}; });
   for (int64_t r = first; r < last; ++r) {
     const F x_scale = set1(from.x_scales[r]);
     float* sums = from.sums + r * BLOCK + from.start;
     unrolled<WIDE>([&](auto v) HFA_INLINE {
-      F share = to_f(load_bytes(from.integers + r * PAIR + v * LANES));
-      if constexpr (FORMAT != INT8) share = mul(share, w_scales[v]);
+      const F share = factors[v].share(load_bytes(from.integers + r * PAIR + v * LANES), from.x_sums[r]);
       store(sums + v * LANES, add(load(sums + v * LANES), mul(share, x_scale)));
     });
   }
@@ -156,7 +155,8 @@ void Panel<FORMAT>::add_strip(int64_t r0, int64_t rows, NextPanel& next, float* 
         turn = 1 - turn;
         if (height > TILE_HEIGHT) multiply<2>(levels, x.group, weight, count, integers[turn], between);
         else multiply<1>(levels, x.group, weight, count, integers[turn], between);
-        before = {integers[turn], height, task, start, x.scales + g * x.rows + r0 + r, sums + r * BLOCK};
+        const int64_t row = g * x.rows + r0 + r;
+        before = {integers[turn], height, task, start, x.scales + row, x.sums + row, sums + r * BLOCK};
       }
   }
   add_products<FORMAT>(before, 0, before.rows);

@@ -13,29 +13,53 @@ constexpr int64_t STEP = BLOCK * 4;  // bytes of a block's weights that one dot4
 struct GroupTask {
   const uint8_t* weight;
   int64_t steps;        // the number of dot4 steps along the inputs
-  const void* scales;   // INT4: the 64 weight scales of this group
+  const void* scales;   // the 64 weight scales of this group, or null if scales belong to outputs
   int32_t scale_dtype;
   const uint8_t* zeros; // INT4: the 64 zero points, or null if all are 8
+  const void* minima;   // INT4: the 64 minima of this group, or null
 };
 
-inline F weight_scales(const GroupTask& task, int64_t i) {
+// Element i of the scales or minima of a group.
+inline F weight_factor(const GroupTask& task, const void* values, int64_t i) {
   switch (task.scale_dtype) {
-    case BF16: return load_as(static_cast<const Bf16*>(task.scales) + i);
-    case F16: return load_as(static_cast<const F16_*>(task.scales) + i);
-    default: return load_as(static_cast<const float*>(task.scales) + i);
+    case BF16: return load_as(static_cast<const Bf16*>(values) + i);
+    case F16: return load_as(static_cast<const F16_*>(values) + i);
+    default: return load_as(static_cast<const float*>(values) + i);
   }
 }
+
+// The scales and minima of LANES outputs of a group, which turn integer sums into their share of the result.
+template <int FORMAT>
+struct GroupFactors {
+  bool scaled, lowered;
+  F scale, minimum;
+
+  GroupFactors() = default;
+  GroupFactors(const GroupTask& task, int64_t i) : scaled(task.scales != nullptr), lowered(task.minima != nullptr) {
+    scale = scaled ? weight_factor(task, task.scales, i) : zero();
+    minimum = lowered ? weight_factor(task, task.minima, i) : zero();
+  }
+  // x_sum: the sum of the quantized inputs of the group.
+  inline HFA_INLINE F share(I sum, int32_t x_sum) const {
+    F result = to_f(sum);
+    if (FORMAT == INT4 || scaled) result = mul(result, scale);
+    if (FORMAT == INT4 && lowered) result = sub(result, mul(minimum, set1(static_cast<float>(x_sum))));
+    return result;
+  }
+};
 
 // The weights of block `b` of a matrix.
 template <int FORMAT>
 struct BlockWeights {
   const Matrix& matrix;
   int64_t b, inputs, inputs_per_group, groups, group_bytes;
+  bool by_output;  // whether scales belong to outputs, not to groups
   const uint8_t* weight;
 
   BlockWeights(const Linear& linear, const Matrix& of, int64_t block)
       : matrix(of), b(block), inputs(ceil_div(linear.in_features, 4) * 4), inputs_per_group(linear.group),
         groups(ceil_div(linear.in_features, linear.group)), group_bytes(bytes(linear.group)),
+        by_output(linear.format == INT8),
         weight(static_cast<const uint8_t*>(of.weight) + block * bytes(inputs)) {}
 
   // The bytes of some inputs of all 64 outputs.
@@ -46,15 +70,19 @@ struct BlockWeights {
     GroupTask task;
     task.weight = weight + g * group_bytes;
     task.steps = at_most(inputs_per_group, inputs - g * inputs_per_group) / 4;
-    task.scales = static_cast<const uint8_t*>(matrix.scales) + (b * groups + g) * scale_bytes;
+    const auto at = [&](const void* values) {
+      return values ? static_cast<const uint8_t*>(values) + (b * groups + g) * scale_bytes : nullptr;
+    };
+    task.scales = by_output ? nullptr : at(matrix.scales);
+    task.minima = at(matrix.minima);
     task.scale_dtype = matrix.scale_dtype;
     task.zeros = matrix.zeros ? matrix.zeros + (b * groups + g) * BLOCK : nullptr;
     return task;
   }
 
-  // INT8: multiplies the sums [rows, 64] of all groups by the scales of the outputs.
+  // Multiplies the sums [rows, 64] of all groups by the scales of the outputs, if scales belong to outputs.
   void scale_outputs(int64_t rows, float* sums) const {
-    if (FORMAT != INT8) return;
+    if (!by_output) return;
     const float* scales = static_cast<const float*>(matrix.scales) + b * BLOCK;
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t i = r * BLOCK; i < (r + 1) * BLOCK; i += LANES)
