@@ -21,6 +21,7 @@ from .generation.hf import Engine
 from .generation.sequence import Draft
 from .generation.speculation.drafters.drafter import Drafter
 from .linear.hf import AccelConfig
+from .loading import load
 from .loading import register as _register_quantizer
 from .patch import is_patched, patch, patched, plan, stats, unpatch
 from .plan import Plan
@@ -65,6 +66,7 @@ __all__ = [
     "estimate",
     "init_student",
     "is_patched",
+    "load",
     "measure_acceptance",
     "patch",
     "patched",

@@ -7,8 +7,8 @@ transformers would cast what has another dtype, and fill in random numbers for w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 from transformers.pytorch_utils import Conv1D
 
 from .errors import HfAccelError, UnsupportedError
+from .interop.reader import Found
 from .linear import QuantLinear
 from .linear.formats import state, zeros
 from .linear.hf import by_kind, spec_of
@@ -33,15 +34,6 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 AGAIN = "save the model again with save_pretrained, or load the float one with quantization_config=AccelConfig(...)"
 
 
-@dataclass(frozen=True)
-class Found:
-    """A tensor that a checkpoint holds. shape None: transformers will make another one of it."""
-
-    dtype: torch.dtype | str  # safetensors' name where torch's is not known
-    shape: tuple[int, ...] | None
-    read: Callable[[], Tensor]
-
-
 def prepare(model: PreTrainedModel, modules: Mapping[str, Mapping[str, Any]], files: Sequence[str]) -> None:
     """Put an empty QuantLinear in the place of each of `modules`, for the checkpoint `files` to be loaded into.
 
@@ -49,9 +41,14 @@ def prepare(model: PreTrainedModel, modules: Mapping[str, Mapping[str, Any]], fi
     settings that this model cannot have, HfAccelError for files that do not hold what they should; the model then
     stays as it was.
     """
-    layers = {name: _empty_layer(model, name, settings) for name, settings in modules.items()}
+    layers = {name: empty_layer(model, name, settings) for name, settings in modules.items()}
     if files and all(str(file).endswith(".safetensors") for file in files):
         _check_files(model, layers, [Path(file) for file in files])
+    put_layers(model, layers)
+
+
+def put_layers(model: PreTrainedModel, layers: Mapping[str, QuantLinear]) -> None:
+    """Put layers in the place of the Linears of a model that is being loaded."""
     for submodel, attribute, ties in list(broken_ties(model, layers)):
         setattr(submodel, attribute, ties)
     for name, layer in layers.items():
@@ -76,7 +73,8 @@ def check_loaded(model: PreTrainedModel) -> None:
 # -- config.json ---------------------------------------------------------------------------------------
 
 
-def _empty_layer(model: PreTrainedModel, name: str, settings: Mapping[str, Any]) -> QuantLinear:
+def original_of(model: PreTrainedModel, name: str) -> Any:
+    """The Linear in whose place a quantized layer goes. Raises UnsupportedError if there is none."""
     try:
         original = model.get_submodule(name)
     except AttributeError as error:
@@ -88,10 +86,19 @@ def _empty_layer(model: PreTrainedModel, name: str, settings: Mapping[str, Any])
         raise UnsupportedError(
             f"the checkpoint quantizes {name!r}, which is a {type(original).__name__} here, no plain Linear; {AGAIN}"
         )
+    return original
+
+
+def empty_layer(
+    model: PreTrainedModel, name: str, settings: Mapping[str, Any], *, bias: bool | None = None
+) -> QuantLinear:
+    """The layer that a checkpoint is loaded into. bias: whether it has one; None: if the original has."""
+    original = original_of(model, name)
     weight: Any = original.weight
     try:
         spec = spec_of(settings, weight, is_transposed=isinstance(original, Conv1D))
-        layer = QuantLinear.empty(spec, bias=original.bias is not None, ordered=settings.get("ordered", False))
+        has_bias = original.bias is not None if bias is None else bias
+        layer = QuantLinear.empty(spec, bias=has_bias, ordered=settings.get("ordered", False))
     except UnsupportedError as error:
         raise UnsupportedError(f"quantization_config in config.json, module {name!r}: {error}; {AGAIN}") from error
     # Without this mark transformers would draw random numbers for the weight, which is no Parameter.
@@ -107,26 +114,30 @@ def _check_files(model: PreTrainedModel, layers: Mapping[str, QuantLinear], file
     floats = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor) and name not in replaced}
     quantized = {f"{name}.{suffix}": t for name, layer in layers.items() for suffix, t in _expected(layer).items()}
     stored = dict(_by_own_names(model, {**floats, **quantized}, files))
-    for names in _groups(model, layers):
+    for names in shared_names(model, layers):
         present = next((name for name in names if name in stored), None)
         if present is not None:
             stored = dict.fromkeys(names, stored[present]) | stored
     for name, layer in layers.items():
         _check_layer(model, name, layer, {key: f for key, f in stored.items() if key.rpartition(".")[0] == name})
-    if type(model).__name__ in (model.config.architectures or ()):  # another class may have a new head
-        _check_floats(model, floats, stored.keys() - quantized.keys())
-    for name in sorted(floats.keys() & stored.keys()):
-        _check_tensor(name, floats[name], stored[name])
+    check_floats(model, floats, {name: found for name, found in stored.items() if name not in quantized})
 
 
 def _by_own_names(
     model: PreTrainedModel, expected: Mapping[str, Tensor], files: Sequence[Path]
 ) -> Iterator[tuple[str, Found]]:
     """What the files hold, by the names that transformers will give to it in the model."""
+    return own_names(model, expected, headers_of(files))
+
+
+def own_names(
+    model: PreTrainedModel, expected: Mapping[str, Tensor], headers: Iterable[tuple[str, Found]]
+) -> Iterator[tuple[str, Found]]:
+    """The same of headers that were read. expected: tensors of the model by name, of which some may be among them."""
     renamings, converters = by_kind(get_model_conversion_mapping(model))
     targets = {pattern: entry.target_patterns for entry in converters for pattern in entry.source_patterns}
     prefix, known = model.base_model_prefix, dict(expected)
-    for stored_as, found in _headers(files):
+    for stored_as, found in headers:
         name, pattern = rename_source_key(stored_as, renamings, converters, prefix, known)
         if name not in expected and stored_as in expected:
             name, pattern = rename_source_key(stored_as, [], [], prefix, known)
@@ -137,7 +148,8 @@ def _by_own_names(
             yield name.replace(targets[pattern][0], target), Found(found.dtype, None, found.read)
 
 
-def _headers(files: Sequence[Path]) -> Iterator[tuple[str, Found]]:
+def headers_of(files: Sequence[Path]) -> Iterator[tuple[str, Found]]:
+    """The tensors of safetensors files, by the names that they have there."""
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -149,12 +161,19 @@ def _headers(files: Sequence[Path]) -> Iterator[tuple[str, Found]]:
             raise HfAccelError(f"{file} cannot be read: {error}; copy it again, or {AGAIN}") from error
 
 
-def _check_floats(model: PreTrainedModel, floats: Mapping[str, Tensor], found: set[str]) -> None:
+def check_floats(model: PreTrainedModel, floats: Mapping[str, Tensor], stored: Mapping[str, Found]) -> None:
     """Raise HfAccelError unless the files hold the tensors outside of the quantized layers, and no others."""
-    for name in sorted(floats.keys() - found - set(model._keys_to_ignore_on_save or ())):
+    if type(model).__name__ in (model.config.architectures or ()):  # another class may have a new head
+        _check_names(model, floats, stored.keys())
+    for name in sorted(floats.keys() & stored.keys()):
+        _check_tensor(name, floats[name], stored[name])
+
+
+def _check_names(model: PreTrainedModel, floats: Mapping[str, Tensor], found: Collection[str]) -> None:
+    for name in sorted(floats.keys() - set(found) - set(model._keys_to_ignore_on_save or ())):
         if not _matches(name, model._keys_to_ignore_on_load_missing):
             raise _missing(model, name)
-    for name in sorted(found - floats.keys()):
+    for name in sorted(set(found) - floats.keys()):
         if not _matches(name, model._keys_to_ignore_on_load_unexpected) and "rotary_emb.inv_freq" not in name:
             raise HfAccelError(
                 f"the checkpoint holds {name!r}, which {type(model).__name__} has no place for: config.json describes "
@@ -162,7 +181,7 @@ def _check_floats(model: PreTrainedModel, floats: Mapping[str, Tensor], found: s
             )
 
 
-def _groups(model: PreTrainedModel, layers: Mapping[str, QuantLinear]) -> Iterable[set[str]]:
+def shared_names(model: PreTrainedModel, layers: Mapping[str, QuantLinear]) -> Iterable[set[str]]:
     """Sets of names of one tensor: of tied weights, or of a module that stands at two places. A file has one name."""
     groups: dict[Any, set[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -201,7 +220,7 @@ def _check_layer(model: PreTrainedModel, name: str, layer: QuantLinear, found: M
             f"the checkpoint holds {key!r}, which a layer with {described}, as config.json has it, has not; {AGAIN}"
         )
     _check_scales(f"{name}.weight_scale", found[f"{name}.weight_scale"].read())
-    _check_others(name, layer, found)
+    _check_more(name, layer, found)
     if layer.bits == 4:
         stored = found[f"{name}.weight_shape"].read()
         if stored.device.type != "meta" and stored.tolist() != [layer.out_features, layer.in_features]:
@@ -211,14 +230,14 @@ def _check_layer(model: PreTrainedModel, name: str, layer: QuantLinear, found: M
             )
 
 
-def _check_others(name: str, layer: QuantLinear, found: Mapping[str, Found]) -> None:
+def _check_more(name: str, layer: QuantLinear, found: Mapping[str, Found]) -> None:
     """The minima and the order of the inputs, where a layer has them."""
     minimum = found[f"{name}.weight_minimum"].read() if f"{name}.weight_minimum" in found else None
     if minimum is not None and minimum.device.type != "meta" and not minimum.isfinite().all():
         raise HfAccelError(f"'{name}.weight_minimum' holds NaN or infinity in the checkpoint; {AGAIN}")
     order = found[f"{name}.input_order"].read() if f"{name}.input_order" in found else None
     if order is not None and order.device.type != "meta":
-        expected = torch.arange(layer.in_features, dtype=order.dtype)
+        expected = torch.arange(layer.in_features, dtype=order.dtype, device=order.device)
         if not torch.equal(order.sort().values, expected):
             raise HfAccelError(f"'{name}.input_order' does not name each of {layer.in_features} inputs once; {AGAIN}")
 
@@ -226,10 +245,10 @@ def _check_others(name: str, layer: QuantLinear, found: Mapping[str, Found]) -> 
 def _check_scales(key: str, scale: Tensor) -> None:
     if scale.device.type == "meta":
         return
-    for wrong, what in ((~scale.isfinite(), "NaN or infinity"), (scale < 0, "a negative number")):
-        if wrong.any():
-            place = wrong.nonzero()[0].tolist()
-            raise HfAccelError(f"{key!r} holds {what} at {place} in the checkpoint, which no scale is; {AGAIN}")
+    wrong = ~scale.isfinite()  # a negative scale is none of ours, but of llama.cpp's
+    if wrong.any():
+        place = wrong.nonzero()[0].tolist()
+        raise HfAccelError(f"{key!r} holds NaN or infinity at {place} in the checkpoint, which no scale is; {AGAIN}")
 
 
 def _check_tensor(key: str, expected: Tensor, found: Found, described: str = "") -> None:

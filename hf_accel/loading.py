@@ -6,16 +6,18 @@ one that patch() would make of the float model.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import register_quantization_config, register_quantizer
@@ -23,16 +25,23 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from .checkpoint import check_loaded, prepare
 from .config import PatchConfig
-from .errors import HfAccelError
+from .errors import HfAccelError, UnsupportedError
+from .foreign import converters, is_ours, prepare_foreign, reader_of
 from .hardware import release, trim
 from .linear import LinearSpec, QuantLinear, Workers, choose
 from .linear.hf import METHOD, AccelConfig, AccelQuantizer
 from .originals import Source, stored_tensors
 from .pack import Packed, pack_weight
-from .patch import apply_plan
+from .patch import apply_plan, patch
 from .plan import LinearPlan
 from .planning import make_plan, plan_linears
 from .state import state_of
+
+PATCH_KEYWORDS = tuple(field.name for field in fields(PatchConfig) if field.name not in ("explicit", "config"))
+HUB_KEYWORDS = (
+    "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
+    "trust_remote_code",
+)  # fmt: skip
 
 
 class Packer:
@@ -102,7 +111,7 @@ def make_packer(
 
 @contextmanager
 def _torchs_defaults() -> Iterator[None]:
-    """Leave the dtype and the meta device under which transformers builds a model: backends run trials on the CPU."""
+    """Leave the dtype and the meta device under which transformers builds a model: numbers are computed here."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -128,7 +137,7 @@ def finish_loading(model: PreTrainedModel, settings: AccelConfig, packer: Packer
         vars(model).pop(name, None)  # set again through the journal
     del model.config.quantization_config
     model.config._is_quantized = False
-    if settings.modules:
+    if settings.modules or settings.stored_as:
         _finish_quantized(model, settings)
         return
     packed = packer.finish() if packer is not None else {}
@@ -152,6 +161,7 @@ def _originals(
 def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
     """Patch a model that was saved quantized: it has its quantized layers already, and no originals."""
     check_loaded(model)
+    settings.stored_as = None
     for layer in model.modules():
         if isinstance(layer, QuantLinear):
             stored = list(layer.buffers())
@@ -164,6 +174,62 @@ def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
     state_of(model).originals.never_there = True
 
 
+# -- load() -------------------------------------------------------------------------------------------
+
+
+def load(path: str | os.PathLike[str], **keywords: Any) -> PreTrainedModel:
+    """Load a checkpoint and patch it: a float one, one of ours, or one that another program quantized.
+
+    path: a folder or a name on the Hub. keywords: those of hf_accel.patch(); the others go to from_pretrained().
+    compressed-tensors (INT4, INT8), GPTQ (4 and 8 bits, also with act-order) and AWQ checkpoints are run in the bits
+    that they have: nothing is rounded again or held in floating point. Leave weights= out for them. A checkpoint of
+    another quantizer, such as bitsandbytes, is loaded as transformers does, and everything but its Linears is patched.
+
+    The class is the one that config.json names under architectures. Raises UnsupportedError for a layout that is not
+    read, HfAccelError for files that do not hold what config.json says.
+    """
+    ours = {name: keywords.pop(name) for name in PATCH_KEYWORDS if name in keywords}
+    if isinstance(keywords.get("config"), PatchConfig):
+        ours["config"] = keywords.pop("config")
+    hub = {name: keywords[name] for name in HUB_KEYWORDS if name in keywords}
+    config = keywords.pop("config", None) or transformers.AutoConfig.from_pretrained(path, **hub)
+    load_model = partial(_class_of(config).from_pretrained, path, config=config, **keywords)
+    stored = stored_config(config)
+    if stored is None:
+        return load_model(quantization_config=AccelConfig(**ours))
+    method = stored.get("quant_method")
+    if ours.get("weights") is not None:
+        raise UnsupportedError(
+            f"weights={ours['weights']!r}: the weights of this {method} checkpoint are quantized already; leave "
+            "weights= out, or load the float checkpoint"
+        )
+    ours.pop("weights", None)
+    if method == METHOD:
+        config.quantization_config = {**stored, **ours}
+    elif reader_of(stored) is not None:
+        config.quantization_config = {"quant_method": METHOD, "stored_as": stored, **ours}
+    else:
+        return patch(load_model(), weights=None, **ours)
+    return load_model()
+
+
+def stored_config(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """quantization_config of a checkpoint's config, also where only its text model has one."""
+    for one in (config, config.get_text_config(decoder=True)):
+        found = getattr(one, "quantization_config", None)
+        if found is not None:
+            return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
+    return None
+
+
+def _class_of(config: PreTrainedConfig) -> Any:
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel) and not getattr(config, "auto_map", None):
+            return found
+    return transformers.AutoModelForCausalLM
+
+
 # -- transformers' part --------------------------------------------------------------------------------
 
 
@@ -171,12 +237,17 @@ class LoadingQuantizer(AccelQuantizer):
     """The one that from_pretrained makes: it quantizes while transformers loads."""
 
     packer: Packer | None = None
+    conversions: list[Any] = []  # noqa: RUF012  # the steps that read a checkpoint of another program
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, device_map: Any = None, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> None:
         settings, files = self.quantization_config, checkpoint_files or ()
-        if self.pre_quantized:
+        reader = None if settings.stored_as is None else reader_of(settings.stored_as)
+        if reader is not None:
+            with _torchs_defaults():
+                self.conversions = converters(reader, prepare_foreign(model, reader, files))
+        elif self.pre_quantized:
             prepare(model, settings.modules, files)
         else:
             self.packer = make_packer(model, settings.patch, device_map=device_map, files=files)
@@ -184,12 +255,18 @@ class LoadingQuantizer(AccelQuantizer):
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
         return self.packer is not None and self.packer.wants(param_name)
 
+    def get_weight_conversions(self) -> list[Any]:
+        return self.conversions
+
     def get_quantize_ops(self) -> ConversionOps:
         assert self.packer is not None
         return HandOver(self.packer)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         packer, self.packer = self.packer, None
+        if self.conversions:  # what is saved later has the layers' own names
+            used = getattr(model, "_weight_conversions", None) or []
+            vars(model)["_weight_conversions"] = [one for one in used if not is_ours(one)]
         finish_loading(model, self.quantization_config, packer)
         return model
 

@@ -32,8 +32,8 @@ TORCH_ALONE = {"losses", "drafts.kept_layers", "drafts.report", "teachers.top_lo
 ABOVE = {"distill": {"patch"}}  # of composition, for a room's seam: a student samples, and a draft runs, patched
 OTHER_PACKAGES = {"distill": {"accelerate", "safetensors", "tqdm"}}  # tqdm: transformers requires it
 COMPOSITION = [  # each may use those before it
-    "originals", "check", "survey", "plan", "explain", "planning", "pack", "twin", "estimate", "ties", "patch",
-    "checkpoint", "loading", "verify",
+    "originals", "check", "survey", "plan", "explain", "planning", "pack", "twin", "estimate", "ties", "interop",
+    "patch", "checkpoint", "foreign", "loading", "verify",
 ]  # fmt: skip
 BOOKKEEPING = {  # and what that may use
     "cache.pool",
@@ -79,6 +79,7 @@ EAGER_NAMES = [
     "WeightConfig",
     "estimate",
     "is_patched",
+    "load",
     "patch",
     "patched",
     "plan",

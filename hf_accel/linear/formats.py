@@ -104,7 +104,7 @@ class Int4Weight:
 
     def integers(self, outputs: slice = slice(None)) -> Tensor:
         """q, int8 [outputs, in], -8..7, as stored: zero points are not taken off."""
-        return _from_words(self.weight_packed[outputs])
+        return unpack_words(self.weight_packed[outputs])
 
     def zero_points(self, outputs: slice = slice(None)) -> Tensor | None:
         """int8 [outputs, in / group], -8..7; None if symmetric."""
@@ -115,7 +115,7 @@ class Int4Weight:
         first = start // NIBBLES
         words = self.weight_zero_point[first : -(-stop // NIBBLES)]
         first *= NIBBLES
-        return _from_words(words.t().contiguous()).t()[start - first : stop - first : step].contiguous()
+        return unpack_words(words.t().contiguous()).t()[start - first : stop - first : step].contiguous()
 
     def dequantize(self, dtype: torch.dtype, *, outputs: slice = slice(None)) -> Tensor:
         """The weight in floating point, [outputs, in], rounded once."""
@@ -147,8 +147,8 @@ def _to_words(integers: Tensor) -> Tensor:
     return pairs.flatten().view(torch.int32).view(rows, columns // NIBBLES)  # one row may have any stride
 
 
-def _from_words(words: Tensor) -> Tensor:
-    """The way back."""
+def unpack_words(words: Tensor) -> Tensor:
+    """int32 [rows, n / 8] -> int8 [rows, n] of -8..7: each 4 bits less 8, the lowest first."""
     rows, columns = words.shape
     pairs = words.flatten().view(torch.uint8)
     unsigned = torch.stack((pairs & 15, pairs >> 4), dim=-1)
@@ -213,7 +213,9 @@ def zeros(
 
 def in_order(weight: Tensor, input_order: Tensor | None) -> Tensor:
     """Stored columns [outputs, in] in the order of the layer's inputs."""
-    return weight if input_order is None else torch.empty_like(weight).index_copy_(1, input_order.long(), weight)
+    if input_order is None:
+        return weight
+    return torch.empty_like(weight).index_copy_(1, input_order.to(weight.device, torch.long), weight)
 
 
 def zero_point_bytes(out_features: int, groups: int) -> int:

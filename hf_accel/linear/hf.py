@@ -32,10 +32,16 @@ class AccelConfig(QuantizationConfigMixin):
 
     Takes the keywords of hf_accel.patch. Written into config.json by save_pretrained, together with the
     modules that are quantized, so that from_pretrained(folder) needs nothing but `import hf_accel`.
+
+    stored_as: the quantization_config of a checkpoint of another program, while hf_accel.load() reads it.
     """
 
-    def __init__(self, modules: Mapping[str, Mapping[str, Any]] | None = None, **keywords: Any) -> None:
+    def __init__(
+        self, modules: Mapping[str, Mapping[str, Any]] | None = None, stored_as: Mapping[str, Any] | None = None,
+        **keywords: Any,
+    ) -> None:  # fmt: skip
         keywords.pop("quant_method", None)
+        self.stored_as = None if stored_as is None else dict(stored_as)
         self.quant_method = METHOD  # type: ignore[assignment]  # transformers takes any registered name
         check_patch_keywords("AccelConfig", (name for name in keywords if name != "config"))
         self.patch = PatchConfig.build(**keywords)
@@ -45,7 +51,8 @@ class AccelConfig(QuantizationConfigMixin):
         """JSON-able; AccelConfig(**config.to_dict()) is equal."""
         keywords = {name: value for name, value in self.patch.to_dict().items() if name in self.patch.explicit}
         modules = {"modules": self.modules} if self.modules else {}
-        return {"quant_method": self.quant_method, **keywords, **modules}
+        stored_as = {"stored_as": self.stored_as} if self.stored_as else {}
+        return {"quant_method": self.quant_method, **keywords, **modules, **stored_as}
 
     def to_diff_dict(self) -> dict[str, Any]:
         return self.to_dict()
@@ -118,12 +125,13 @@ def spec_of(settings: Mapping[str, Any], weight: Tensor, *, is_transposed: bool 
     scale_dtype = settings.get("scale_dtype")
     if scale_dtype is not None:
         one_of("scale_dtype", scale_dtype, tuple(SCALE_DTYPES))
+    scales = SCALE_DTYPES[scale_dtype] if scale_dtype else None
     rows, columns = reversed(weight.shape) if is_transposed else weight.shape
     spec = LinearSpec(
         in_features=columns, out_features=rows, bits=config.bits, dtype=weight.dtype,
         group_size=group_size or (128 if config.bits == 4 else columns),
         symmetric=config.symmetric and not minima, by_group=config.bits == 8 and group_size is not None,
-        minima=minima, scale_dtype=SCALE_DTYPES[scale_dtype] if scale_dtype else None,
+        minima=minima, scale_dtype=scales if scales is not weight.dtype else None,
         device_type=weight.device.type, activations=config.activations,
     )  # fmt: skip
     if minima and config.bits == 8:

@@ -1,0 +1,148 @@
+"""A quantized checkpoint of another program: the layers that it is loaded into, and the steps that read it.
+
+Nothing of the model is changed before the names, dtypes and shapes of all tensors, and the scales, were found to be
+right. transformers' own loader reads the files, and so knows shards, device maps and renamed weights; what it collects
+for a quantized Linear it hands to the reader of the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.pytorch_utils import Conv1D
+
+from .checkpoint import check_floats, empty_layer, headers_of, original_of, own_names, put_layers, shared_names
+from .errors import HfAccelError, UnsupportedError
+from .interop.awq import Awq
+from .interop.compressed_tensors import CompressedTensors
+from .interop.gptq import Gptq
+from .interop.reader import Found, Parts, Reader, refuse
+from .linear import QuantLinear
+from .linear.formats import state
+
+READERS: dict[str, type[Reader]] = {reader.method: reader for reader in (Awq, CompressedTensors, Gptq)}
+COLLECTED = ".weight_scale"  # every quantized layer has it: under this name the loader collects a layer's parts
+
+
+def reader_of(config: Mapping[str, Any]) -> Reader | None:
+    """What reads a checkpoint with this quantization_config; None: nothing here does.
+
+    Raises UnsupportedError for a variant of a known format that is not read.
+    """
+    reader = READERS.get(str(config.get("quant_method")))
+    return None if reader is None else reader(config)
+
+
+def prepare_foreign(model: PreTrainedModel, reader: Reader, files: Sequence[str]) -> dict[str, QuantLinear]:
+    """Put an empty QuantLinear in the place of each Linear that the files hold quantized; returns them by name.
+
+    model: on the meta device. Raises UnsupportedError for what cannot be read, HfAccelError for files that do not hold
+    what they should; the model then stays as it was.
+    """
+    if not files or not all(str(file).endswith(".safetensors") for file in files):
+        raise refuse(reader.method, "is not in safetensors files, and other files can hold programs")
+    parts, others = _by_module(model, reader, [Path(file) for file in files])
+    if not parts:
+        raise refuse(reader.method, "holds no quantized weight under a name that is known")
+    layers: dict[str, QuantLinear] = {}
+    for name, stored in sorted(parts.items()):
+        original = original_of(model, name)
+        shape = original.weight.shape[::-1] if isinstance(original, Conv1D) else original.weight.shape
+        settings = reader.describe(Parts(name, stored), (shape[0], shape[1])).settings
+        _check_finite(name, stored)
+        layers[name] = empty_layer(model, name, settings, bias=f"{name}.bias" in others)
+    _check_others(model, layers, others)
+    put_layers(model, layers)
+    return layers
+
+
+def _by_module(
+    model: PreTrainedModel, reader: Reader, files: Sequence[Path]
+) -> tuple[dict[str, dict[str, Found]], dict[str, Found]]:
+    """The parts of quantized weights, by module and suffix; and the other tensors, by name."""
+    expected = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    parts: dict[str, dict[str, Found]] = {}
+    others: list[tuple[str, Found]] = []
+    for stored_as, found in headers_of(files):
+        module, _, suffix = stored_as.rpartition(".")
+        if not reader.is_part(suffix, found):
+            others.append((stored_as, found))
+            continue
+        (name, whole), *more = own_names(model, expected, [(f"{module}.weight", found)])
+        if more or whole.shape is None:
+            raise refuse(reader.method, f"holds {module!r} quantized, which the model has joined with others")
+        parts.setdefault(name.rpartition(".")[0], {})[suffix] = found
+    return parts, dict(own_names(model, expected, others))
+
+
+def _check_finite(name: str, stored: Mapping[str, Found]) -> None:
+    for suffix, found in stored.items():
+        is_float = isinstance(found.dtype, torch.dtype) and found.dtype.is_floating_point
+        if is_float and not found.read().isfinite().all():
+            raise HfAccelError(f"'{name}.{suffix}' holds NaN or infinity in the checkpoint; copy it again")
+
+
+def _check_others(model: PreTrainedModel, layers: Mapping[str, QuantLinear], others: Mapping[str, Found]) -> None:
+    """Everything but the quantized weights."""
+    replaced = {f"{name}.{suffix}" for name in layers for suffix in ("weight", "bias")}
+    floats = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor) and name not in replaced}
+    floats |= {f"{name}.bias": layer.bias for name, layer in layers.items() if layer.bias is not None}
+    stored = dict(others)
+    for names in shared_names(model, layers):
+        present = next((name for name in names if name in stored), None)
+        if present is not None:
+            stored = dict.fromkeys(names & floats.keys(), stored[present]) | stored
+    for name, layer in layers.items():
+        if layer.bias is None and original_of(model, name).bias is not None:
+            raise HfAccelError(
+                f"the checkpoint has no '{name}.bias', which {type(model).__name__} needs; copy it again"
+            )
+        if f"{name}.weight" in stored:
+            raise HfAccelError(f"the checkpoint holds {name!r} both quantized and as a float weight; copy it again")
+    check_floats(model, floats, stored)
+
+
+def converters(reader: Reader, layers: Mapping[str, QuantLinear]) -> list[WeightConverter]:
+    """The steps by which transformers' loader hands the parts of each layer to the reader."""
+    sources = [rf"\.{suffix}$" for suffix in reader.suffixes]
+    return [
+        WeightConverter(source_patterns=sources, target_patterns=COLLECTED, operations=[ReadStored(reader, layers)])
+    ]
+
+
+def is_ours(conversion: Any) -> bool:
+    """Whether it is one of `converters`, copied or not."""
+    return any(isinstance(operation, ReadStored) for operation in getattr(conversion, "operations", ()))
+
+
+class ReadStored(ConversionOps):
+    """The parts of a layer -> the tensors of a QuantLinear."""
+
+    def __init__(self, reader: Reader, layers: Mapping[str, QuantLinear]) -> None:
+        self.reader, self.layers = reader, layers
+        self.hf_quantizer = self  # a mark by which transformers leaves the dtypes as they are
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReadStored:
+        return self  # transformers copies a converter for each layer
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **more: Any
+    ) -> dict[str, Any]:
+        name = more["full_layer_name"].removesuffix(COLLECTED)
+        if name not in self.layers:
+            raise UnsupportedError(f"{name!r} is no layer that the checkpoint was found to hold")
+        layer = self.layers[name]
+        parts = {pattern[2:-1]: tensors[0] for pattern, tensors in input_dict.items()}
+        shape = (layer.out_features, layer.in_features)
+        tensors = self.reader.loose(parts, shape)
+        if tensors is None:
+            tensors = state(self.reader.convert(parts, shape))
+        # The name under which they were collected comes first: by it transformers finds out that names are whole.
+        first = {f"{name}{COLLECTED}": tensors[COLLECTED[1:]]}
+        return first | {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}

@@ -1,0 +1,381 @@
+"""hf_accel.load() of checkpoints of other programs: the numbers that they store, in the bits that they have."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+import hf_accel
+from hf_accel import HfAccelError, UnsupportedError
+from hf_accel.linear import QuantLinear
+
+from . import encode
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64,
+}  # fmt: skip
+Q = "model.layers.0.self_attn.q_proj"
+IDS = torch.arange(3, 15)[None]
+
+
+def make(kind: type = LlamaForCausalLM, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+    config = {LlamaForCausalLM: LlamaConfig, Qwen2ForCausalLM: Qwen2Config}[kind](**SIZES | more)
+    torch.manual_seed(0)
+    return kind(config).to(dtype)
+
+
+def args(bits: int, strategy: str, symmetric: bool = True, group: int | None = None, **more: Any) -> dict[str, Any]:
+    return {
+        "num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy, "group_size": group,
+        "dynamic": False, "actorder": None, **more,
+    }  # fmt: skip
+
+
+def compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+        "ignore": ["lm_head"], "kv_cache_scheme": None, "config_groups": {"group_0": group},
+    }  # fmt: skip
+
+
+def draw(weight: Tensor, *, bits: int, group: int | None, middle: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Levels [out, in], zero points and scales [out, groups] of about the size of the weight."""
+    outputs, inputs = weight.shape
+    groups = inputs // (group or inputs)
+    levels = torch.randint(0, 2**bits, (outputs, inputs))
+    zeros = torch.full((outputs, groups), 2 ** (bits - 1)) if middle else torch.randint(1, 2**bits, (outputs, groups))
+    return levels, zeros, ((torch.rand(outputs, groups) + 0.5) * 0.04 / 2 ** (bits - 4)).half()
+
+
+def gptq(
+    bits: int = 4, *, group: int = 32, act_order: bool = False, middle: bool = True, version: str = "gptq"
+) -> Any:
+    def encoded(name: str, weight: Tensor) -> tuple[encode.Parts, Tensor]:
+        levels, zeros, scales = draw(weight, bits=bits, group=group, middle=middle)
+        index = torch.randperm(weight.shape[1]) // group if act_order else None
+        parts = encode.gptq(levels, zeros, scales, index, bits=bits, less=1 if version == "gptq" else 0)
+        return parts, encode.dense(levels, zeros, scales, index)
+
+    config = {"bits": bits, "group_size": group, "desc_act": act_order, "sym": middle, "checkpoint_format": version}
+    return {"quant_method": "gptq", **config}, encoded
+
+
+def awq(*, group: int = 32) -> Any:
+    def encoded(name: str, weight: Tensor) -> tuple[encode.Parts, Tensor]:
+        levels, zeros, scales = draw(weight, bits=4, group=group, middle=False)
+        return encode.awq(levels, zeros, scales), encode.dense(levels, zeros, scales)
+
+    return {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}, encoded
+
+
+def pack(bits: int = 4, *, group: int | None = 32, middle: bool = True, order: bool = False) -> Any:
+    def encoded(name: str, weight: Tensor) -> tuple[encode.Parts, Tensor]:
+        levels, zeros, scales = draw(weight, bits=bits, group=group, middle=middle)
+        index = torch.randperm(weight.shape[1]) // group if order else None
+        parts = encode.packed(levels, scales, None if middle else zeros, bits=bits)
+        return parts | ({"weight_g_idx": index.int()} if order else {}), encode.dense(levels, zeros, scales, index)
+
+    strategy = "channel" if group is None else "group"
+    return compressed("pack-quantized", args(bits, strategy, middle, group)), encoded
+
+
+def integers(strategy: str = "channel") -> Any:
+    def encoded(name: str, weight: Tensor) -> tuple[encode.Parts, Tensor]:
+        levels, _, scales = draw(weight, bits=8, group=None, middle=True)
+        scales = scales[:1, 0] if strategy == "tensor" else scales
+        exact = encode.dense(levels, 128, scales.view(-1, 1).expand(len(levels), 1))
+        return {"weight": (levels - 128).to(torch.int8), "weight_scale": scales}, exact
+
+    inputs = args(8, "token", dynamic=True) if strategy == "channel" else None
+    return compressed("int-quantized", args(8, strategy), inputs), encoded
+
+
+KINDS = {
+    "gptq": gptq(), "gptq v2": gptq(version="gptq_v2"), "gptq asymmetric": gptq(middle=False),
+    "gptq asymmetric v2": gptq(middle=False, version="gptq_v2"), "gptq act-order": gptq(act_order=True),
+    "gptq act-order asymmetric": gptq(act_order=True, middle=False), "gptq 8 bits": gptq(8),
+    "gptq 8 bits act-order": gptq(8, act_order=True), "awq": awq(), "w4a16": pack(),
+    "w4a16 asymmetric": pack(middle=False), "w4a16 by output": pack(group=None), "w4a16 act-order": pack(order=True),
+    "w8a16": pack(8, group=None), "w8a16 by group": pack(8), "w8a8": integers(), "w8a8 by tensor": integers("tensor"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Any:
+    def save(kind: str, model: Any = None, **keywords: Any) -> dict[str, Tensor]:
+        config, encoded = KINDS[kind]
+        model = make() if model is None else model
+        weights = encode.write(model, tmp_path / "in", config, encoded, **keywords)
+        names = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+        assert weights.keys() == names - {"lm_head"}
+        return weights
+
+    return save
+
+
+def float_model(folder: Path, weights: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> Any:
+    """What the checkpoint stands for, in float64."""
+    model = make(tie_word_embeddings=False).to(dtype)
+    files = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
+    tensors = {name: tensor for file in files for name, tensor in file.items()}
+    own = {name: tensor.to(dtype) for name, tensor in tensors.items() if name in model.state_dict()}
+    model.load_state_dict(own | {f"{name}.weight": weight for name, weight in weights.items()})
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_numbers_that_are_stored(kind: str, saved: Any, tmp_path: Path) -> None:
+    weights = saved(kind)
+    model = hf_accel.load(tmp_path / "in")
+    assert hf_accel.is_patched(model) and type(model) is not LlamaForCausalLM  # an instance of a class of its own
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    assert layers.keys() == weights.keys()
+    for name, layer in layers.items():
+        torch.testing.assert_close(layer.quantized.dequantize(torch.float64), weights[name], rtol=1e-6, atol=1e-9)
+    exact = float_model(tmp_path / "in", weights)
+    with torch.no_grad():
+        got, expected = model(IDS).logits.double(), exact(IDS).logits
+    assert (got - expected).norm() / expected.norm() < 0.06
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_loaded_can_be_saved_and_loaded(kind: str, saved: Any, tmp_path: Path) -> None:
+    saved(kind)
+    model = hf_accel.load(tmp_path / "in")
+    output = model.generate(IDS, max_new_tokens=8, do_sample=False)
+    model.save_pretrained(tmp_path / "out")
+    for again in (hf_accel.load(tmp_path / "out"), AutoModelForCausalLM.from_pretrained(tmp_path / "out")):
+        for (name, one), (other, two) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
+            assert name == other and one.dtype is two.dtype and torch.equal(one, two)
+        assert torch.equal(again.generate(IDS, max_new_tokens=8, do_sample=False), output)
+
+
+@pytest.mark.parametrize("kind", ["gptq act-order asymmetric", "awq", "w8a8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scales_keep_their_dtype(kind: str, dtype: torch.dtype, saved: Any, tmp_path: Path) -> None:
+    weights = saved(kind, make(dtype=dtype))
+    model = hf_accel.load(tmp_path / "in")
+    assert model.dtype is dtype
+    for name, weight in weights.items():
+        layer = model.get_submodule(name)
+        assert layer.compute_dtype is dtype and layer.quantized.weight_scale.dtype is torch.float16
+        torch.testing.assert_close(layer.quantized.dequantize(torch.float64), weight, rtol=1e-6, atol=1e-9)
+    assert model.generate(IDS, max_new_tokens=4).shape == (1, IDS.shape[1] + 4)
+
+
+def test_shards_ties_biases_and_device_maps(saved: Any, tmp_path: Path) -> None:
+    weights = saved("gptq", make(Qwen2ForCausalLM, tie_word_embeddings=True), shards=3)
+    model = hf_accel.load(tmp_path / "in", device_map="cpu", cache={"block_size": 8}, attention="auto")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    layer = model.get_submodule(Q)
+    assert layer.bias is not None and torch.equal(layer.bias, make(Qwen2ForCausalLM).get_submodule(Q).bias)
+    torch.testing.assert_close(layer.quantized.dequantize(torch.float64), weights[Q], rtol=1e-6, atol=1e-9)
+
+
+def test_a_bias_that_the_class_has_not_is_kept(saved: Any, tmp_path: Path) -> None:
+    """AutoGPTQ writes one, usually of zeros, for each layer."""
+    config, encoded = gptq()
+
+    def with_bias(name: str, weight: Tensor) -> tuple[encode.Parts, Tensor]:
+        parts, exact = encoded(name, weight)
+        return parts | {"bias": torch.ones(len(weight))}, exact
+
+    encode.write(make(), tmp_path / "in", config, with_bias)
+    model = hf_accel.load(tmp_path / "in")
+    assert torch.equal(model.get_submodule(Q).bias, torch.ones(64))
+
+
+def test_adapters_and_undo(saved: Any, tmp_path: Path) -> None:
+    saved("gptq act-order")
+    model = hf_accel.load(tmp_path / "in")
+    before = model(IDS).logits
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(IDS).logits, before)
+    with pytest.raises(HfAccelError, match="float"):
+        hf_accel.unpatch(model)
+    assert torch.equal(model(IDS).logits, before)
+
+
+def test_a_float_checkpoint_and_one_of_ours(tmp_path: Path) -> None:
+    make().save_pretrained(tmp_path / "float")
+    model = hf_accel.load(tmp_path / "float", weights={"bits": 4, "group_size": 32})
+    assert model.get_submodule(Q).bits == 4
+    model.save_pretrained(tmp_path / "ours")
+    again = hf_accel.load(tmp_path / "ours", cache=None)
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    assert hf_accel.load(tmp_path / "float", weights=None).get_submodule(Q).weight.dtype is torch.float32
+
+
+def test_weights_cannot_be_asked_for_again(saved: Any, tmp_path: Path) -> None:
+    saved("awq")
+    with pytest.raises(UnsupportedError, match="this awq checkpoint are quantized already; leave weights= out"):
+        hf_accel.load(tmp_path / "in", weights="int8")
+    assert hf_accel.load(tmp_path / "in", weights=None).get_submodule(Q).bits == 4
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+def config_with(**changes: Any) -> Any:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] |= changes
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def group_with(part: str | None = None, **changes: Any) -> Any:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        group = config["quantization_config"]["config_groups"]["group_0"]
+        if part is None:
+            group.update(changes)
+        else:
+            group[part] = (group[part] or {}) | changes
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def tensor_with(name: str, change: Any) -> Any:
+    """change: of the tensor; None: it is left out. A name that is not there is made."""
+
+    def apply(folder: Path) -> None:
+        (file,) = folder.glob("*.safetensors")
+        tensors = load_file(file)
+        if change is None:
+            del tensors[name]
+        else:
+            tensors[name] = change(tensors.get(name)).contiguous()
+        save_file(tensors, file, {"format": "pt"})
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        index["weight_map"] = dict.fromkeys(tensors, file.name)
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return apply
+
+
+def bytes_with(change: Any) -> Any:
+    def apply(folder: Path) -> None:
+        (file,) = folder.glob("*.safetensors")
+        file.write_bytes(change(file.read_bytes()))
+
+    return apply
+
+
+def nan_first(tensor: Tensor) -> Tensor:
+    tensor = tensor.clone()
+    tensor.view(-1)[0] = torch.nan
+    return tensor
+
+
+SHORT, FLOAT, LONGER = (lambda t: t[:-1]), (lambda t: t.float()), (lambda t: torch.cat([t, t]))
+WIDE = lambda t: torch.cat([t, t], dim=-1)  # noqa: E731
+REFUSED = [
+    ("gptq", config_with(bits=3), "weights of 3 bits"),
+    ("gptq", config_with(bits=2), "weights of 2 bits"),
+    ("gptq", config_with(bits="4"), "weights of 4 bits, of which"),
+    ("gptq", config_with(bits=None), "weights of None bits"),
+    ("gptq", config_with(checkpoint_format="marlin"), "checkpoint_format='marlin'"),
+    ("gptq", config_with(checkpoint_format=7), "checkpoint_format=7"),
+    ("gptq", config_with(bits=8), "qweight' is"),
+    *[("gptq", tensor_with(f"{Q}.{part}", None), f"no '{Q}.{part}'") for part in ("qweight", "qzeros", "scales")],
+    *[("gptq", tensor_with(f"{Q}.{part}", SHORT), part) for part in ("qweight", "qzeros", "g_idx")],
+    ("gptq", tensor_with(f"{Q}.scales", SHORT), "qzeros' is .2, 8. in the checkpoint, but must be .1, 8."),
+    *[("gptq", tensor_with(f"{Q}.{part}", LONGER), part) for part in ("qweight", "qzeros", "g_idx")],
+    *[("gptq", tensor_with(f"{Q}.{part}", WIDE), part) for part in ("qweight", "qzeros", "scales")],
+    *[("gptq", tensor_with(f"{Q}.{part}", FLOAT), part) for part in ("qweight", "qzeros", "g_idx")],
+    *[("gptq", tensor_with(f"{Q}.{p}", lambda t: t.long()), p) for p in ("qweight", "qzeros")],
+    ("gptq", tensor_with(f"{Q}.scales", lambda t: t.int()), "scales' is torch.int32"),
+    ("gptq", tensor_with(f"{Q}.scales", nan_first), "scales' holds NaN"),
+    ("gptq", tensor_with(f"{Q}.scales", lambda t: t * torch.inf), "scales' holds NaN"),
+    ("gptq", tensor_with(f"{Q}.scales", lambda t: t[0]), "scales"),
+    ("gptq", tensor_with(f"{Q}.g_idx", torch.zeros_like), "groups of unequal size"),
+    ("gptq", tensor_with(f"{Q}.g_idx", lambda t: t - 1), "groups of unequal size"),
+    ("gptq", tensor_with(f"{Q}.g_idx", lambda t: t + 10**6), "groups of unequal size"),
+    ("gptq", tensor_with(f"{Q}.weight", lambda _: torch.ones(64, 64)), "both quantized and as a float weight"),
+    ("gptq", tensor_with(f"{Q}.more", lambda _: torch.ones(3)), "no place for"),
+    ("gptq", tensor_with("model.layers.7.mlp.up_proj.qweight", lambda _: torch.ones(8, 8).int()), "has not"),
+    ("gptq", tensor_with("model.norm.qweight", lambda _: torch.ones(8, 8).int()), "no plain Linear"),
+    ("gptq", tensor_with("model.embed_tokens.qweight", lambda _: torch.ones(8, 8).int()), "no plain Linear"),
+    ("gptq", tensor_with("qweight", lambda _: torch.ones(8, 8).int()), "has not|no plain Linear"),
+    ("gptq", tensor_with("model.norm.weight", None), "no 'model.norm.weight'"),
+    ("gptq", tensor_with("model.norm.weight", SHORT), "model.norm.weight' is"),
+    ("gptq", tensor_with("model.norm.weight", lambda t: t.int()), "model.norm.weight' is torch.int32"),
+    ("gptq", tensor_with("lm_head.weight", WIDE), "lm_head.weight' is"),
+    ("gptq", tensor_with(f"{Q}.bias", lambda _: torch.ones(63)), "bias' is"),
+    ("gptq", tensor_with(f"{Q}.bias", lambda _: torch.ones(64).int()), "bias' is torch.int32"),
+    ("gptq 8 bits", tensor_with(f"{Q}.qzeros", lambda t: t + 1), "8 bits with zero points"),
+    ("gptq 8 bits", config_with(bits=4), "qweight' is"),
+    ("awq", config_with(bits=8), "weights of 8 bits"),
+    ("awq", config_with(bits=None), "weights of None bits"),
+    ("awq", config_with(version="gemv"), "version='gemv'"),
+    ("awq", config_with(version="marlin"), "version='marlin'"),
+    *[("awq", tensor_with(f"{Q}.{part}", None), f"no '{Q}.{part}'") for part in ("qweight", "scales")],
+    *[("awq", tensor_with(f"{Q}.{part}", SHORT), part) for part in ("qweight", "qzeros")],
+    ("awq", tensor_with(f"{Q}.scales", SHORT), "qzeros' is .2, 8. in the checkpoint, but must be .1, 8."),
+    *[("awq", tensor_with(f"{Q}.{part}", WIDE), part) for part in ("qweight", "qzeros", "scales")],
+    *[("awq", tensor_with(f"{Q}.{part}", FLOAT), part) for part in ("qweight", "qzeros")],
+    ("awq", tensor_with(f"{Q}.scales", nan_first), "scales' holds NaN"),
+    ("w4a16", config_with(sparsity_config={"format": "2:4"}), "sparsity_config"),
+    ("w4a16", config_with(transform_config={"config_groups": {}}), "transform_config"),
+    ("w4a16", config_with(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
+    ("w4a16", config_with(quantization_status="frozen"), "quantization_status='frozen'"),
+    ("w4a16", config_with(config_groups={}), "config_groups"),
+    ("w4a16", config_with(config_groups=None), "config_groups"),
+    ("w4a16", config_with(config_groups=[1]), "config_groups"),
+    ("w4a16", config_with(format="float-quantized"), "format='float-quantized'"),
+    ("w4a16", config_with(format=None), "format=None"),
+    ("w4a16", group_with("weights", type="float"), "type 'float'"),
+    ("w4a16", group_with("weights", num_bits=2), "weights of 2 bits"),
+    ("w4a16", group_with("weights", strategy="block"), "strategy='block'"),
+    ("w4a16", group_with(targets=["re:.*mlp.*"]), "no group of config_groups"),
+    ("w4a16", group_with(targets=[]), "no group of config_groups"),
+    ("w4a16", group_with(output_activations=args(8, "token")), "outputs of layers"),
+    ("w4a16", group_with(input_activations=args(4, "token", dynamic=True)), "input_activations"),
+    ("w8a8", group_with("input_activations", dynamic=False), "input_activations"),
+    ("w8a8", group_with("input_activations", type="float"), "input_activations"),
+    *[("w4a16", tensor_with(f"{Q}.{p}", None), f"no '{Q}.{p}'") for p in ("weight_packed", "weight_scale")],
+    *[("w4a16", tensor_with(f"{Q}.{p}", SHORT), p) for p in ("weight_packed", "weight_scale")],
+    *[("w4a16", tensor_with(f"{Q}.{p}", WIDE), p) for p in ("weight_packed",)],
+    ("w4a16", tensor_with(f"{Q}.weight_packed", FLOAT), "weight_packed' is torch.float32"),
+    ("w4a16", tensor_with(f"{Q}.weight_scale", lambda t: t[:, :1].repeat(1, 3)), "3 groups"),
+    ("w4a16", tensor_with(f"{Q}.weight_scale", nan_first), "weight_scale' holds NaN"),
+    ("w4a16", tensor_with(f"{Q}.weight_shape", lambda t: t.flip(0) + 1), "weight_shape"),
+    ("w4a16", tensor_with(f"{Q}.weight_shape", lambda t: t.float()), "weight_shape"),
+    ("w4a16 asymmetric", tensor_with(f"{Q}.weight_zero_point", SHORT), "weight_zero_point"),
+    ("w4a16 act-order", tensor_with(f"{Q}.weight_g_idx", torch.zeros_like), "groups of unequal size"),
+    ("w4a16 act-order", tensor_with(f"{Q}.weight_g_idx", SHORT), "weight_g_idx"),
+    ("w8a8", tensor_with(f"{Q}.weight", SHORT), "weight' is"),
+    ("w8a8", tensor_with(f"{Q}.weight_scale", SHORT), "weight_scale' is"),
+    ("w8a8", tensor_with(f"{Q}.weight_scale", nan_first), "weight_scale' holds NaN"),
+    ("w8a8", tensor_with(f"{Q}.weight_scale", None), "weight_scale"),
+    ("w8a8", tensor_with(f"{Q}.weight_g_idx", lambda _: torch.zeros(64).int()), "order of its activations"),
+    ("gptq", bytes_with(lambda b: b[:-100]), "cannot be read"),
+    ("gptq", bytes_with(lambda b: b[:50]), "cannot be read"),
+    ("gptq", bytes_with(lambda b: b""), "cannot be read"),
+    ("gptq", bytes_with(lambda b: b"\xff" * 8 + b[8:]), "cannot be read"),
+    ("gptq", bytes_with(lambda b: b[:8] + b"[" + b[9:]), "cannot be read"),
+    ("awq", bytes_with(lambda b: b"PK\x03\x04" + b[4:]), "cannot be read"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage", "text"), [pytest.param(*r, id=f"{n}-{r[0]}") for n, r in enumerate(REFUSED)]
+)
+def test_refused(kind: str, damage: Any, text: str, saved: Any, tmp_path: Path) -> None:
+    saved(kind)
+    damage(tmp_path / "in")
+    with pytest.raises(HfAccelError, match=f"(?s){text}"):
+        hf_accel.load(tmp_path / "in")
