@@ -7,7 +7,7 @@ for a quantized Linear it hands to the reader of the format.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ from .checkpoint import check_floats, empty_layer, headers_of, original_of, own_
 from .errors import HfAccelError, UnsupportedError
 from .interop.awq import Awq
 from .interop.compressed_tensors import CompressedTensors
+from .interop.gguf_reader import Gguf
 from .interop.gptq import Gptq
 from .interop.reader import Found, Parts, Reader, refuse
 from .linear import QuantLinear
 from .linear.formats import state
 
-READERS: dict[str, type[Reader]] = {reader.method: reader for reader in (Awq, CompressedTensors, Gptq)}
+READERS: dict[str, type[Reader]] = {reader.method: reader for reader in (Awq, CompressedTensors, Gguf, Gptq)}
 COLLECTED = ".weight_scale"  # every quantized layer has it: under this name the loader collects a layer's parts
 
 
@@ -39,15 +40,22 @@ def reader_of(config: Mapping[str, Any]) -> Reader | None:
     return None if reader is None else reader(config)
 
 
+def headers(model: PreTrainedModel, reader: Reader, files: Sequence[str]) -> Iterable[tuple[str, Found]]:
+    """What a checkpoint holds, by the names that transformers' loader is given."""
+    if isinstance(reader, Gguf):
+        return reader.headers(model)
+    if not files or not all(str(file).endswith(".safetensors") for file in files):
+        raise refuse(reader.method, "is not in safetensors files, and other files can hold programs")
+    return headers_of([Path(file) for file in files])
+
+
 def prepare_foreign(model: PreTrainedModel, reader: Reader, files: Sequence[str]) -> dict[str, QuantLinear]:
     """Put an empty QuantLinear in the place of each Linear that the files hold quantized; returns them by name.
 
     model: on the meta device. Raises UnsupportedError for what cannot be read, HfAccelError for files that do not hold
     what they should; the model then stays as it was.
     """
-    if not files or not all(str(file).endswith(".safetensors") for file in files):
-        raise refuse(reader.method, "is not in safetensors files, and other files can hold programs")
-    parts, others = _by_module(model, reader, [Path(file) for file in files])
+    parts, others = _by_module(model, reader, headers(model, reader, files))
     if not parts:
         raise refuse(reader.method, "holds no quantized weight under a name that is known")
     layers: dict[str, QuantLinear] = {}
@@ -63,13 +71,13 @@ def prepare_foreign(model: PreTrainedModel, reader: Reader, files: Sequence[str]
 
 
 def _by_module(
-    model: PreTrainedModel, reader: Reader, files: Sequence[Path]
+    model: PreTrainedModel, reader: Reader, found_there: Iterable[tuple[str, Found]]
 ) -> tuple[dict[str, dict[str, Found]], dict[str, Found]]:
     """The parts of quantized weights, by module and suffix; and the other tensors, by name."""
     expected = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     parts: dict[str, dict[str, Found]] = {}
     others: list[tuple[str, Found]] = []
-    for stored_as, found in headers_of(files):
+    for stored_as, found in found_there:
         module, _, suffix = stored_as.rpartition(".")
         if not reader.is_part(suffix, found):
             others.append((stored_as, found))
@@ -121,6 +129,31 @@ def is_ours(conversion: Any) -> bool:
     return any(isinstance(operation, ReadStored) for operation in getattr(conversion, "operations", ()))
 
 
+class LazyTensor:
+    """A tensor that is read when transformers' loader takes it, as the slices of safetensors are."""
+
+    def __init__(self, found: Found) -> None:
+        self._found = found
+        self.dtype, self.shape = found.dtype, torch.Size(found.shape or ())
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._found.read()[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        return "F32" if self.is_floating_point() else "U8"
+
+    def is_floating_point(self) -> bool:
+        return self.dtype is torch.float32
+
+
+def state_dict_of(model: PreTrainedModel, reader: Gguf) -> dict[str, LazyTensor]:
+    """What from_pretrained takes as state_dict. model: of the same config, on the meta device."""
+    return {name: LazyTensor(found) for name, found in reader.headers(model)}
+
+
 class ReadStored(ConversionOps):
     """The parts of a layer -> the tensors of a QuantLinear."""
 
@@ -142,7 +175,7 @@ class ReadStored(ConversionOps):
         shape = (layer.out_features, layer.in_features)
         tensors = self.reader.loose(parts, shape)
         if tensors is None:
-            tensors = state(self.reader.convert(parts, shape))
+            tensors = state(self.reader.convert(name, parts, shape))
         # The name under which they were collected comes first: by it transformers finds out that names are whole.
         first = {f"{name}{COLLECTED}": tensors[COLLECTED[1:]]}
         return first | {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}

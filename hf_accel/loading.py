@@ -6,6 +6,7 @@ one that patch() would make of the float model.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from .checkpoint import check_loaded, prepare
 from .config import PatchConfig
 from .errors import HfAccelError, UnsupportedError
-from .foreign import converters, is_ours, prepare_foreign, reader_of
+from .foreign import Gguf, converters, is_ours, prepare_foreign, reader_of, state_dict_of
 from .hardware import release, trim
 from .linear import LinearSpec, QuantLinear, Workers, choose
 from .linear.hf import METHOD, AccelConfig, AccelQuantizer
@@ -180,10 +181,11 @@ def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
 def load(path: str | os.PathLike[str], **keywords: Any) -> PreTrainedModel:
     """Load a checkpoint and patch it: a float one, one of ours, or one that another program quantized.
 
-    path: a folder or a name on the Hub. keywords: those of hf_accel.patch(); the others go to from_pretrained().
-    compressed-tensors (INT4, INT8), GPTQ (4 and 8 bits, also with act-order) and AWQ checkpoints are run in the bits
-    that they have: nothing is rounded again or held in floating point. Leave weights= out for them. A checkpoint of
-    another quantizer, such as bitsandbytes, is loaded as transformers does, and everything but its Linears is patched.
+    path: a folder, a name on the Hub or a .gguf file. keywords: those of hf_accel.patch(); the others go to
+    from_pretrained(). compressed-tensors (INT4, INT8), GPTQ (4 and 8 bits, also with act-order), AWQ and GGUF (Llama
+    and Qwen; Q8_0, Q4_0, Q4_1, Q5_0, Q4_K, Q6_K) are run in the bits that they have: nothing is rounded again or held
+    in floating point, but for the embedding of a GGUF file. Leave weights= out for them. A checkpoint of another
+    quantizer, such as bitsandbytes, is loaded as transformers does, and everything but its Linears is patched.
 
     The class is the one that config.json names under architectures. Raises UnsupportedError for a layout that is not
     read, HfAccelError for files that do not hold what config.json says.
@@ -191,6 +193,8 @@ def load(path: str | os.PathLike[str], **keywords: Any) -> PreTrainedModel:
     ours = {name: keywords.pop(name) for name in PATCH_KEYWORDS if name in keywords}
     if isinstance(keywords.get("config"), PatchConfig):
         ours["config"] = keywords.pop("config")
+    if str(path).endswith(".gguf"):
+        return _load_gguf(str(path), ours, keywords)
     hub = {name: keywords[name] for name in HUB_KEYWORDS if name in keywords}
     config = keywords.pop("config", None) or transformers.AutoConfig.from_pretrained(path, **hub)
     load_model = partial(_class_of(config).from_pretrained, path, config=config, **keywords)
@@ -198,12 +202,7 @@ def load(path: str | os.PathLike[str], **keywords: Any) -> PreTrainedModel:
     if stored is None:
         return load_model(quantization_config=AccelConfig(**ours))
     method = stored.get("quant_method")
-    if ours.get("weights") is not None:
-        raise UnsupportedError(
-            f"weights={ours['weights']!r}: the weights of this {method} checkpoint are quantized already; leave "
-            "weights= out, or load the float checkpoint"
-        )
-    ours.pop("weights", None)
+    _leave_weights_out(ours, method)
     if method == METHOD:
         config.quantization_config = {**stored, **ours}
     elif reader_of(stored) is not None:
@@ -211,6 +210,34 @@ def load(path: str | os.PathLike[str], **keywords: Any) -> PreTrainedModel:
     else:
         return patch(load_model(), weights=None, **ours)
     return load_model()
+
+
+def _load_gguf(path: str, ours: dict[str, Any], keywords: dict[str, Any]) -> PreTrainedModel:
+    stored = {"quant_method": "gguf", "path": path}
+    reader = reader_of(stored)
+    assert isinstance(reader, Gguf)
+    config = keywords.pop("config", None) or reader.config()
+    with torch.device("meta"):
+        empty = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    config.architectures = [type(empty).__name__]
+    keywords["dtype"] = reader.dtype if keywords.get("dtype", "auto") == "auto" else keywords["dtype"]
+    if reader.is_quantized:
+        _leave_weights_out(ours, "gguf")
+        config.quantization_config = {"quant_method": METHOD, "stored_as": stored, **ours}
+    else:
+        keywords["quantization_config"] = AccelConfig(**ours)
+    state_dict = state_dict_of(empty, reader)
+    model: PreTrainedModel = type(empty).from_pretrained(None, config=config, state_dict=state_dict, **keywords)
+    return model
+
+
+def _leave_weights_out(ours: dict[str, Any], method: str | None) -> None:
+    if ours.get("weights") is not None:
+        raise UnsupportedError(
+            f"weights={ours['weights']!r}: the weights of this {method} checkpoint are quantized already; leave "
+            "weights= out, or load the float checkpoint"
+        )
+    ours.pop("weights", None)
 
 
 def stored_config(config: PreTrainedConfig) -> dict[str, Any] | None:

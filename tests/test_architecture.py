@@ -30,7 +30,10 @@ CORE = {  # room -> the rooms before it
 DISTILL = ["losses", "teachers", "trainer", "drafts"]  # its rooms: each may use those before it
 TORCH_ALONE = {"losses", "drafts.kept_layers", "drafts.report", "teachers.top_logits"}  # the others know transformers
 ABOVE = {"distill": {"patch"}}  # of composition, for a room's seam: a student samples, and a draft runs, patched
-OTHER_PACKAGES = {"distill": {"accelerate", "safetensors", "tqdm"}}  # tqdm: transformers requires it
+OTHER_PACKAGES = {
+    "distill": {"accelerate", "safetensors", "tqdm"},  # tqdm: transformers requires it
+    "interop": {"gguf"},
+}
 COMPOSITION = [  # each may use those before it
     "originals", "check", "survey", "plan", "explain", "planning", "pack", "twin", "estimate", "ties", "interop",
     "patch", "checkpoint", "foreign", "loading", "verify",
@@ -229,7 +232,7 @@ def test_composition_stands_in_order(path: Path) -> None:
     room = module_name(path).split(".")[0]
     before = set(COMPOSITION[: COMPOSITION.index(room) + 1])
     assert {name.split(".")[0] for name in inner(names)} <= FACTS | CORE.keys() | before
-    assert outer(names) <= {"torch", "transformers", "safetensors"}
+    assert outer(names) <= {"torch", "transformers", "safetensors"} | OTHER_PACKAGES.get(room, set())
 
 
 def circles() -> list[list[str]]:

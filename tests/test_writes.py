@@ -20,6 +20,7 @@ WRITERS = {
     # a model that from_pretrained is making, before anybody has it
     "checkpoint": {"setattr", "submodule", "dict"},
     "loading": {"config", "dict"},
+    "interop.gguf_reader": {"config"},
     # what transformers writes into config.json
     "linear.hf": {"config"},
     # copies of our own

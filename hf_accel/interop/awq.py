@@ -53,7 +53,7 @@ class Awq(Reader):
         assert isinstance(scales.dtype, torch.dtype)
         return Description(Layout(bits=4, group_size=cut_group(group), symmetric=symmetric), scales.dtype)
 
-    def convert(self, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
+    def convert(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         group = shape[1] // len(stored["scales"])
         pieces = group // cut_group(group)
         scale = cut(stored["scales"].t().contiguous(), pieces)

@@ -84,11 +84,11 @@ class CompressedTensors(Reader):
         )  # fmt: skip
         return Description(layout, scales.dtype, activations)
 
-    def convert(self, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
+    def convert(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         scale = _by_output(stored["weight_scale"], shape)
         group, by_output = shape[1] // scale.shape[1], scale.shape[1] == 1
         index = stored.get("weight_g_idx")
-        order = None if index is None else order_of("", index, shape[1], group)
+        order = None if index is None else order_of(name, index, shape[1], group)
         pieces = group // cut_group(group)
         words = stored["weight_packed"].contiguous()
         if words.shape[1] * 4 == shape[1]:

@@ -61,11 +61,11 @@ class Gptq(Reader):
         assert isinstance(scale_dtype, torch.dtype)
         return Description(layout, torch.float32 if layout.minima else scale_dtype)
 
-    def convert(self, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
+    def convert(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         inputs = shape[1]
         scale, words = stored["scales"].t().contiguous(), stored["qweight"].t().contiguous()  # of each output
         group = inputs // scale.shape[1]
-        order = order_of("", stored["g_idx"], inputs, group) if "g_idx" in stored else None
+        order = order_of(name, stored["g_idx"], inputs, group) if "g_idx" in stored else None
         order = None if order is None else order.to(words.device)
         pieces = group // cut_group(group)
         if self.bits == 8:

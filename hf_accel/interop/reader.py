@@ -109,8 +109,8 @@ class Reader(ABC):
         """
 
     @abstractmethod
-    def convert(self, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
-        """The weight [out, in] that the tensors stand for, exactly, in the layout that `describe` gave."""
+    def convert(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
+        """The weight [out, in] that the tensors of a Linear stand for, exactly, in the layout that `describe` gave."""
 
 
 def group_of(name: str, in_features: int, groups: int) -> int:
