@@ -17,7 +17,9 @@ PACKAGE = Path(hf_accel.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # What `state` holds has types of higher rooms, which it imports for the type checker alone.
-FACTS = {"errors", "config", "hardware", "instance", "journal", "layouts", "models", "source", "state", "tensors"}
+FACTS = {
+    "atomic", "errors", "config", "hardware", "instance", "journal", "layouts", "models", "source", "state", "tensors",
+}  # fmt: skip
 CORE = {  # room -> the rooms before it
     "kernels": set(),
     "cache": {"kernels"},

@@ -9,11 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ...atomic import replaced_file
 from ...config import one_of
 from ...errors import HfAccelError, UnsupportedError
 from .identity import hash_json
@@ -124,23 +122,8 @@ class Index:
     def write(self, file: Path) -> None:
         content = {"format": FORMAT, "settings": asdict(self.settings), "shards": [asdict(s) for s in self.shards]}
         text = json.dumps({**content, "check": hash_json(content)}, indent=1)
-        with renamed(file) as temporary:
+        with replaced_file(file, errors=(SafetensorError,)) as temporary:
             temporary.write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def renamed(file: Path) -> Iterator[Path]:
-    """A name to write to, which becomes `file` once all is on the disk; nothing is left of a write that fails."""
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
-        os.replace(temporary, file)
-    except (OSError, SafetensorError) as error:
-        raise HfAccelError(f"{file} could not be written: {error}; what was complete before is as it was") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -163,7 +146,7 @@ def write_shard(file: Path, rows: list[StoredRow], settings: CacheSettings) -> S
         "starts": counts.cumsum(0),
         "checks": torch.tensor([check(row) for row in rows]),
     }
-    with renamed(file) as temporary:
+    with replaced_file(file, errors=(SafetensorError,)) as temporary:
         save_file(tensors, temporary, metadata={"format": f"hf_accel teacher cache {FORMAT}"})
         size = temporary.stat().st_size
     return ShardEntry(file.name, size, len(rows), len(tensors["positions"]), _hash_table(tensors))

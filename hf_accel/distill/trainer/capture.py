@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ...atomic import replaced_file
 from ...errors import UnsupportedError
 from ...models import layer_lists, unwrapped
-from ..teachers.cache_files import renamed
 
 RELATIONS = ("query", "key", "value")
 SEPARATE = (("self_attn", "q_proj", "k_proj", "v_proj"), ("attention.self", "query", "key", "value"))
@@ -148,7 +149,7 @@ class Projections(nn.Module):
 def save_projections(projections: Projections, folder: str) -> None:
     """Written whole or not at all. Raises HfAccelError if it cannot be written."""
     state = {name: value.detach().cpu().contiguous() for name, value in projections.state_dict().items()}
-    with renamed(Path(folder) / FILE) as unfinished:
+    with replaced_file(Path(folder) / FILE, errors=(SafetensorError,)) as unfinished:
         save_file(state, unfinished)
 
 
