@@ -6,7 +6,8 @@
     hf_accel.unpatch(model)
 
 Importing registers the attention "hf_accel" and the quantization method "hf_accel" with transformers. The names of
-distillation, which need transformers' Trainer, are loaded when they are first asked for.
+distillation, which need transformers' Trainer, and of saving for other programs are loaded when they are first asked
+for.
 """
 
 from importlib import import_module
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .distill.trainer.callback import DistillationCallback
     from .distill.trainer.distillation_trainer import DistillationMixin, DistillationTrainer
     from .distill.trainer.settings import DistillationConfig, DistillationSettings
+    from .interop.save_compressed import save_compressed
 
 __version__ = "0.1.0"
 __all__ = [
@@ -71,6 +73,7 @@ __all__ = [
     "patch",
     "patched",
     "plan",
+    "save_compressed",
     "stats",
     "unpatch",
     "verify",
@@ -88,6 +91,7 @@ _LAZY = {
     "distillation_loss": "distill.losses.distillation_loss",
     "init_student": "distill.drafts.student",
     "measure_acceptance": "distill.drafts.measuring",
+    "save_compressed": "interop.save_compressed",
 }
 
 

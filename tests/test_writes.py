@@ -24,6 +24,7 @@ WRITERS = {
     # what transformers writes into config.json
     "linear.hf": {"config"},
     # copies of our own
+    "interop.save_compressed": {"config"},
     "generation.hf.engine": {"config"},
     "generation.hf.factory": {"config"},
     "generation.hf.request_config": {"config", "setattr"},
