@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .distill.trainer.distillation_trainer import DistillationMixin, DistillationTrainer
     from .distill.trainer.settings import DistillationConfig, DistillationSettings
     from .interop.save_compressed import save_compressed
+    from .interop.save_gguf import save_gguf
 
 __version__ = "0.1.0"
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "patched",
     "plan",
     "save_compressed",
+    "save_gguf",
     "stats",
     "unpatch",
     "verify",
@@ -92,6 +94,7 @@ _LAZY = {
     "init_student": "distill.drafts.student",
     "measure_acceptance": "distill.drafts.measuring",
     "save_compressed": "interop.save_compressed",
+    "save_gguf": "interop.save_gguf",
 }
 
 

@@ -104,6 +104,7 @@ LAZY_NAMES = [
     "init_student",
     "measure_acceptance",
     "save_compressed",
+    "save_gguf",
 ]
 PUBLIC_NAMES = sorted(EAGER_NAMES + LAZY_NAMES)
 MOST_EAGER = 25
@@ -119,6 +120,7 @@ KEYWORDS = {
     "CacheConfig": ["block_size", "dtype", "max_tokens", "prefix_sharing"],
     "SpeculativeConfig": ["drafter", "num_draft", "max_draft", "verify", "ngram"],
     "Engine": ["max_tokens", "tokenizer", "token_budget", "max_running", "speculative"],
+    "save_gguf": ["tokenizer"],
     "save_compressed": ["activations", "tokenizer", "max_shard_size"],
     "distillation_loss": [
         "alpha", "temperature", "loss", "beta", "eta", "shift", "num_items", "ignore_index", "vocab_size",

@@ -15,7 +15,7 @@ from benchmarks.models import load_model, weight_bytes
 from benchmarks.settings import Settings
 from benchmarks.setups import SETUPS, llama_cpp, openvino
 from benchmarks.setups.base import Setup
-from benchmarks.setups.gguf_file import gguf_refuses, rotary_order
+from benchmarks.setups.gguf_file import gguf_refuses
 from benchmarks.setups.model_folder import folder_of
 from benchmarks.setups.openvino_file import openvino_file, openvino_refuses
 from hf_accel.twin import twin
@@ -126,25 +126,15 @@ def test_the_files_of_twins_lie_in_one_folder(model: PreTrainedModel) -> None:
 # -- llama.cpp -----------------------------------------------------------------------------------------
 
 
-def test_rotary_order_brings_halves_of_a_head_side_by_side() -> None:
-    config = LlamaConfig(hidden_size=8, num_attention_heads=2, num_key_value_heads=1)
-    rows_of = torch.arange(8.0).view(8, 1)
-    assert rotary_order("model.layers.0.self_attn.q_proj.weight", rows_of, config).flatten().tolist() == [
-        0, 2, 1, 3, 4, 6, 5, 7,
-    ]  # fmt: skip
-    assert rotary_order("model.layers.0.self_attn.v_proj.weight", rows_of, config) is rows_of
-
-
 @pytest.mark.parametrize(
     ("keywords", "reason"),
     [
-        ({"attention_bias": True}, "biases"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "scaled rotary"),
-        ({"model_type": "qwen3"}, "only llama models are written as GGUF here, this is qwen3"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "type 'dynamic'"),
+        ({"model_type": "qwen3"}, "only llama models are measured as GGUF, this is qwen3"),
         ({}, None),
     ],
 )
-def test_models_that_are_not_written_are_refused(keywords: dict[str, Any], reason: str | None) -> None:
+def test_models_that_are_not_measured_are_refused(keywords: dict[str, Any], reason: str | None) -> None:
     config = LlamaConfig(**{name: value for name, value in keywords.items() if name != "model_type"})
     config.model_type = keywords.get("model_type", "llama")
     refusal = gguf_refuses(config)

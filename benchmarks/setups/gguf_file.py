@@ -1,15 +1,16 @@
-"""A Llama of transformers as a GGUF file, llama.cpp's format (github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
+"""A Llama of transformers as a GGUF file, as save_gguf writes it, and quantized by llama.cpp itself."""
 
 from __future__ import annotations
 
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_accel.interop.gguf_model import gguf_refusal
+from hf_accel.interop.save_gguf import write_gguf
 
 from .model_folder import model_file
 
@@ -17,12 +18,10 @@ FILE_TYPES = {"Q8_0": 7, "Q4_0": 2}  # llama_ftype in llama.h
 
 
 def gguf_refuses(config: PreTrainedConfig) -> str | None:
-    """None, or why a model of this config is not written here."""
+    """None, or why a model of this config is not measured as GGUF."""
     if config.model_type != "llama":
-        return f"only llama models are written as GGUF here, this is {config.model_type}"
-    if config.rope_parameters.get("rope_type", "default") != "default":
-        return "scaled rotary embeddings are not written as GGUF here"
-    return "biases are not written as GGUF here" if config.attention_bias or config.mlp_bias else None
+        return f"only llama models are measured as GGUF, this is {config.model_type}"
+    return gguf_refusal(config)
 
 
 def gguf_file(model: PreTrainedModel, kind: str) -> Path:
@@ -47,49 +46,4 @@ def quantize(source: Path, target: Path, kind: str) -> None:
 
 def write(model: PreTrainedModel, path: Path) -> None:
     """Matrices in bfloat16, norms in float32; no tokenizer."""
-    import gguf
-
-    config: Any = model.config
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    writer: Any = gguf.GGUFWriter(path, "llama")
-    write_config(writer, config)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        target = names.get_name(name, try_suffixes=(".weight",))
-        if tensor.ndim == 1:
-            writer.add_tensor(target, tensor.float().numpy())
-        else:
-            raw = rotary_order(name, tensor, config).bfloat16().contiguous().view(torch.uint8).numpy()
-            writer.add_tensor(target, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def write_config(writer: Any, config: Any) -> None:
-    import gguf
-
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    writer.add_tokenizer_model("no_vocab")
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-
-
-def rotary_order(name: str, tensor: Tensor, config: Any) -> Tensor:
-    """llama.cpp rotates neighbouring outputs of a head, transformers those half a head apart."""
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-    if heads is None:
-        return tensor
-    return tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+    write_gguf(model, path, dtype=torch.bfloat16)

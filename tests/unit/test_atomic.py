@@ -146,6 +146,29 @@ def test_a_file_becomes_the_file(tmp_path: Path) -> None:
 
 
 @needs_fork
+@pytest.mark.parametrize("kills", [5, pytest.param(200, marks=pytest.mark.long)])
+def test_a_process_that_is_killed_while_it_writes_a_file(tmp_path: Path, kills: int) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_text("a" * 100_000)
+
+    def work() -> None:
+        for version in itertools.cycle("ab"):
+            with replaced_file(file) as unfinished:
+                unfinished.write_text(version * 100_000)
+
+    generator = random.Random(0)
+    for _ in range(kills):
+        child = in_child(work)
+        time.sleep(generator.uniform(0, 0.02))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert file.read_text() in ("a" * 100_000, "b" * 100_000)
+    with replaced_file(file) as unfinished:
+        unfinished.write_text("c")
+    assert file.read_text() == "c" and list(tmp_path.iterdir()) == [file]
+
+
+@needs_fork
 def test_what_a_process_in_work_has_not_finished_stays(tmp_path: Path) -> None:
     """Another process that writes to the same place must not lose its unfinished folder."""
     place = tmp_path / "checkpoint"
