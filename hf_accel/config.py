@@ -3,81 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from os import PathLike
+from typing import Any, Literal
 
 from .errors import UnsupportedError
+from .keywords import Default, check_keywords, checked_keywords, one_of, positive_int
 
 Activations = Literal["auto", "int8"] | None
+Method = Literal["rtn", "gptq", "awq"]
 KVDtype = Literal["auto", "int8", "fp8"]
 KeepOriginal = Literal["auto"] | bool
-Target = TypeVar("Target", bound=Callable[..., Any])
 
 GROUP_SIZES = (32, 64, 128)
-
-
-class Default(str):
-    """A keyword's default, told apart from the same word given on purpose: only the latter must be met."""
-
-
-def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise UnsupportedError unless `value` is (by equality and type) among `allowed`."""
-    if not any(value == a and type(value) is type(a) for a in allowed):
-        choices = ", ".join(repr(a) for a in allowed)
-        way_out = f"choose one of {choices}" if len(allowed) > 1 else f"use {choices}"
-        raise UnsupportedError(f"{name}={value!r} is not known; {way_out}")
-
-
-def positive_int(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UnsupportedError(f"{name}={value!r} must be an integer of at least 1")
-
-
-def check_keywords(
-    where: str, given: Iterable[str], known: Iterable[str], meant: Mapping[str, str] | None = None
-) -> None:
-    """Raise UnsupportedError for the first of `given` that is not among `known`; it names the nearest one that is.
-
-    where: whose keywords they are. meant: for words of other libraries, what to write instead.
-    """
-    names = sorted(known)
-    for name in given:
-        if name in names:
-            continue
-        close = difflib.get_close_matches(name, names, n=1) or [n for n in names if n.startswith(name)]
-        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(names)}"
-        if meant and name in meant:
-            hint = f"use {meant[name]}"
-        raise UnsupportedError(f"{where} got an unknown keyword {name!r}; {hint}")
-
-
-def checked_keywords(**meant: str) -> Callable[[Target], Target]:
-    """Decorate a class or a function with keywords of its own: an unknown one raises as `check_keywords` says."""
-
-    def decorate(target: Target) -> Target:
-        call: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
-        parameters = list(inspect.signature(call).parameters.values())
-        assert all(p.kind is not p.VAR_KEYWORD for p in parameters), "it takes any keyword"
-        known = frozenset(p.name for p in parameters if p.kind is not p.VAR_POSITIONAL) - {"self", "cls"}
-        is_class = call.__name__ == "__init__"
-        where = call.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2] + ("" if is_class else "()")
-
-        @functools.wraps(call)
-        def checked(*args: Any, **keywords: Any) -> Any:
-            if not known.issuperset(keywords):
-                check_keywords(where, keywords, known, meant)
-            return call(*args, **keywords)
-
-        if isinstance(target, type):
-            setattr(target, "__init__", checked)  # noqa: B010 - mypy refuses the plain assignment
-            return target
-        return checked  # type: ignore[return-value]
-
-    return decorate
+METHODS = ("rtn", "gptq", "awq")
 
 
 @checked_keywords(
@@ -97,6 +38,10 @@ class WeightConfig:
     symmetric: False, for 4 bits, gives each group a zero point too, so that no level is lost on a lopsided range.
     activations: "int8" quantizes each row of the input on the fly, None keeps it in floating point,
         "auto" takes what the chosen backend is both accurate and fast at (the plan says which).
+    method: "rtn" rounds to nearest; "gptq" and "awq" lose much less at 4 bits, and need calibration=.
+    calibration: what the model will work on, some 10,000 tokens of it: token ids [n, length], a list of texts (the
+        tokenizer is the checkpoint's) or of token ids, a dataset with "input_ids" or "text", or (texts, tokenizer).
+    resume: a folder that finished layers are stored in, so that a run that was killed goes on from there.
     skip: names, or ends of names, of Linear modules that stay as they are.
     head: "int8" quantizes the output head too (it is read for every token), None leaves it.
     only_if_faster: leave a layer alone where its quantized form was measured to be slower than stock.
@@ -106,8 +51,9 @@ class WeightConfig:
     group_size: int = 128
     symmetric: bool = True
     activations: Activations = "auto"
-    method: Literal["rtn"] = "rtn"
-    calibration: Any = None
+    method: Method = "rtn"
+    calibration: Any = field(default=None, compare=False, repr=False)
+    resume: str | None = field(default=None, compare=False)
     skip: tuple[str, ...] = ()
     head: Literal["int8"] | None = "int8"
     only_if_faster: bool = False
@@ -122,11 +68,27 @@ class WeightConfig:
         one_of("only_if_faster", self.only_if_faster, (True, False))
         if self.bits == 8 and not self.symmetric:
             raise UnsupportedError("symmetric=False is for bits=4; INT8 weights have no zero points, leave it True")
-        one_of("method", self.method, ("rtn",))
-        if self.calibration is not None:
-            raise UnsupportedError("calibration= is not read by method='rtn'; leave it out")
+        one_of("method", self.method, METHODS)
+        if self.method == "rtn" and self.calibration is not None:
+            raise UnsupportedError(
+                "calibration= is not read by method='rtn'; leave it out, or choose method='gptq' or method='awq'"
+            )
+        if self.resume is not None:
+            self._check_resume()
         if not all(isinstance(name, str) and name for name in self.skip):
             raise UnsupportedError(f"skip={self.skip!r} must hold module names")
+
+    def _check_resume(self) -> None:
+        if not isinstance(self.resume, str | PathLike) or not os.fspath(self.resume):
+            raise UnsupportedError(f"resume={self.resume!r} must be the path of a folder")
+        if self.method == "rtn":
+            raise UnsupportedError("resume= is not read by method='rtn', which takes seconds; leave it out")
+        object.__setattr__(self, "resume", os.fspath(self.resume))
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether rounding needs to know the inputs of each layer."""
+        return self.method != "rtn"
 
     @property
     def for_head(self) -> WeightConfig | None:
@@ -309,10 +271,18 @@ class PatchConfig:
         if self.attention is not None and not isinstance(self.attention, str):
             raise UnsupportedError(f"attention={self.attention!r} must be 'auto', a backend's name or None")
 
+    def without_data(self) -> PatchConfig:
+        """The same without calibration data, which is not part of a model."""
+        if self.weights is None or self.weights.calibration is None:
+            return self
+        return dataclasses.replace(self, weights=dataclasses.replace(self.weights, calibration=None))
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-able keywords that `build` turns into an equal config."""
-        keywords = dataclasses.asdict(dataclasses.replace(self, speculative=None))
+        keywords = dataclasses.asdict(dataclasses.replace(self.without_data(), speculative=None))
         del keywords["explicit"]
+        if keywords["weights"] is not None:
+            del keywords["weights"]["calibration"], keywords["weights"]["resume"]
         if self.speculative is not None and self.speculative.is_plain:  # a draft model is not part of this one
             keywords["speculative"] = dataclasses.asdict(self.speculative)
         return keywords

@@ -61,7 +61,8 @@ def _format(linear: LinearPlan) -> str:
     if linear.choice is None:
         return "as is"
     group = f" group {linear.config.group_size}" if linear.config.bits == 4 else ""
-    return f"{linear.config.label}{group} by {linear.choice.backend.name}"
+    method = f" {linear.config.method}" if linear.config.is_calibrated else ""
+    return f"{linear.config.label}{group}{method} by {linear.choice.backend.name}"
 
 
 def _shapes(members: list[LinearPlan]) -> str:

@@ -99,7 +99,8 @@ def make_packer(
     """The Packer for a model on meta; None where the model has to be loaded whole and patched then."""
     device_type, keep = _device_type(device_map), settings.keep_original
     stored = stored_tensors(files)
-    if device_type is None or keep is True or (keep == "auto" and not stored):
+    calibrated = settings.weights is not None and settings.weights.is_calibrated  # which needs the whole model
+    if device_type is None or calibrated or keep is True or (keep == "auto" and not stored):
         return None
     with _torchs_defaults():
         linears = [

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import logging
 
 from .config import WeightConfig
 from .errors import UnsupportedError
 from .hardware import release, trim
 from .journal import Journal
-from .linear import BackendChoice, QuantLinear, Workers
+from .linear import BackendChoice, QuantizedWeight, QuantLinear, Workers
 from .originals import Originals, Source
 from .plan import LinearPlan, Plan
 from .survey import LinearSite
@@ -36,12 +36,16 @@ TRIM = 2**26  # bytes freed before malloc is asked for them: it keeps them for t
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight as `choice.backend` reads it. source: where the original can be read again, None if it is kept."""
+    """A weight as `choice.backend` reads it.
+
+    source: where the original can be read again, None if it is kept. bias: in the place of the Linear's own.
+    """
 
     name: str
     choice: BackendChoice
     weight: Any
     source: Source | None
+    bias: Tensor | None = None
 
 
 def replace_linears(
@@ -77,6 +81,16 @@ def replace_linears(
         trim()
 
 
+def replace_parameters(model: nn.Module, new: Mapping[str, Mapping[str, Tensor]], journal: Journal) -> None:
+    """Give modules, such as norms, other parameters: `new`, by the names of the module and the parameter."""
+    for name, parameters in new.items():
+        module = model.get_submodule(name)
+        for parameter, value in parameters.items():
+            before = module._parameters[parameter]
+            assert before is not None
+            journal.item(module, "_parameters", parameter, nn.Parameter(value, before.requires_grad))
+
+
 def _pack_all(linears: Sequence[LinearPlan], todo: Plan, replace: Callable[[Packed], None]) -> None:
     # transformers' own bar, which logging.disable_progress_bar() turns off
     with (
@@ -93,15 +107,28 @@ def _pack_all(linears: Sequence[LinearPlan], todo: Plan, replace: Callable[[Pack
 
 
 def _pack_linear(linear: LinearPlan, on_disk: Mapping[str, Path] | None) -> Packed:
-    name, choice = linear.site.name, linear.choice
-    assert choice is not None
-    source = None
-    if on_disk is not None and not linear.site.is_tied:
-        stored = f"{name}.weight"
-        source = Source.of(linear.site.parameter, on_disk[stored], stored)
-    packed = pack_weight(name, linear.site.weight.detach(), linear.config, choice, source=source)
+    assert linear.choice is not None
+    source, weight = _source(linear, on_disk), linear.site.weight.detach()
+    packed = pack_weight(linear.site.name, weight, linear.config, linear.choice, source=source)
     release(linear.site.parameter)  # the mapping stays as long as any tensor of the file
     return packed
+
+
+def pack_quantized(
+    linear: LinearPlan, weight: QuantizedWeight, on_disk: Mapping[str, Path] | None, *, bias: Tensor | None
+) -> Packed:
+    """A weight that was quantized already, as `replace_linears` takes it. bias: in the place of the Linear's own."""
+    choice, source = linear.choice, _source(linear, on_disk)
+    assert choice is not None
+    return Packed(linear.site.name, choice, choice.backend.pack(weight), source, bias)
+
+
+def _source(linear: LinearPlan, on_disk: Mapping[str, Path] | None) -> Source | None:
+    """Where the original can be read again; None if it is kept."""
+    if on_disk is None or linear.site.is_tied:
+        return None
+    stored = f"{linear.site.name}.weight"
+    return Source.of(linear.site.parameter, on_disk[stored], stored)
 
 
 @torch.no_grad()
@@ -128,7 +155,8 @@ def _check_finite(linear: LinearPlan) -> None:
 
 def _place(packed: Packed, site: LinearSite, todo: Plan, journal: Journal) -> None:
     """Put the quantized layer where the Linear was."""
-    layer = QuantLinear.from_packed(packed.weight, site.bias, choice=packed.choice)
+    bias = site.bias if packed.bias is None else packed.bias
+    layer = QuantLinear.from_packed(packed.weight, bias, choice=packed.choice)
     layer.train(site.module.training)
     for hooks in HOOKS:  # the very same dicts, so that what is registered on either is there for both
         vars(layer)[hooks] = vars(site.module)[hooks]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import nn
@@ -14,18 +15,20 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .attention import PlannedAttention
 from .attention.hf import NAME as ATTENTION_NAME
 from .attention.hf.parts import implementation_of_config, set_our_attention, stock_implementation
+from .calibration import calibrate
 from .check import transformers_model
-from .config import Default, PatchConfig, WeightConfig
+from .config import PatchConfig, WeightConfig
 from .errors import HfAccelError, UnsupportedError
 from .fused.projections import FusedProjections
 from .generation.hf import AcceleratedGeneration, GenerationState, prepare_step
 from .instance import mixed_class
 from .journal import Journal
+from .keywords import Default
 from .linear import QuantLinear
 from .linear.hf import METHOD, AccelConfig, AccelQuantizer, module_settings
 from .models import unwrapped
 from .originals import Originals
-from .pack import Packed, replace_linears
+from .pack import Packed, replace_linears, replace_parameters
 from .plan import Plan
 from .planning import make_plan
 from .state import (
@@ -137,7 +140,10 @@ def unpatch(model: Model) -> Model:
     state.journal.check(inner)
     state.originals.restore()
     layers = _catch_up(inner, state.journal)
+    folded = [(w.owner, w.new) for w in state.journal.writes if w.container == "_parameters"]
     state.journal.undo(inner)
+    for module, parameter in folded:
+        module.to(parameter.device, parameter.dtype)
     for layer in layers:
         layer.fused_projections = None  # which hold the layers, and would keep them until a collection of cycles
     return model
@@ -234,6 +240,9 @@ def apply_plan(todo: Plan, loaded: Mapping[str, Packed] | None = None) -> None:
 
     loaded: weights that were packed while they were read, by the name of their module.
     """
+    calibrated = calibrate(todo)  # which only reads
+    packed = {**calibrated.packed, **(loaded or {})}
+    todo = replace(todo, config=todo.config.without_data())
     journal, originals = Journal(), Originals()
     try:
         _replace_config(todo.model, journal)
@@ -241,7 +250,8 @@ def apply_plan(todo: Plan, loaded: Mapping[str, Packed] | None = None) -> None:
         _switch_attention(todo, journal)
         _fuse(todo, journal)
         _enter_generation(todo, journal, originals)
-        replace_linears(todo, journal, originals, loaded)  # when nothing can refuse any more: it frees weights
+        replace_parameters(todo.model, calibrated.folded, journal)
+        replace_linears(todo, journal, originals, packed)  # when nothing can refuse any more: it frees weights
         _fuse_projections(todo, journal)
     except BaseException as error:
         _recover(journal, originals, error)

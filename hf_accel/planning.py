@@ -50,6 +50,7 @@ def make_plan(model: object, config: PatchConfig, *, find_originals: FindOrigina
     no_cache = cache_refusal(inner) if config.attention is not None else "attention=None leaves attention stock"
     stock_cache = _refusal("cache", config, no_cache, wanted=config.cache is not None)
     _check_other_quantizer(inner, config)
+    _check_calibration(config.weights)
     linears = tuple(plan_linears(inner, config.weights))
     attention = () if stock_attention else tuple(_plan_attention(inner, config))
     stock_loop = _stock_loop(inner, config, stock_cache)
@@ -92,6 +93,15 @@ def _check_other_quantizer(model: PreTrainedModel, config: PatchConfig) -> None:
         raise UnsupportedError(
             f"weights= was asked for, but the model is quantized by {other} already; leave weights= out, or load the "
             "float model"
+        )
+
+
+def _check_calibration(config: WeightConfig | None) -> None:
+    """Raise UnsupportedError if a method needs calibration data and has none, as the config of a checkpoint."""
+    if config is not None and config.is_calibrated and config.calibration is None:
+        raise UnsupportedError(
+            f"method={config.method!r} needs calibration=: token ids [n, length], or texts like those that the model "
+            "will work on; give some, or choose method='rtn'"
         )
 
 

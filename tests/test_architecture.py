@@ -18,7 +18,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # What `state` holds has types of higher rooms, which it imports for the type checker alone.
 FACTS = {
-    "atomic", "errors", "config", "hardware", "instance", "journal", "layouts", "models", "source", "state", "tensors",
+    "atomic", "errors", "config", "hardware", "instance", "journal", "keywords", "layouts", "models", "source", "state",
+    "tensors",
 }  # fmt: skip
 CORE = {  # room -> the rooms before it
     "kernels": set(),
@@ -37,8 +38,8 @@ OTHER_PACKAGES = {
     "interop": {"gguf"},
 }
 COMPOSITION = [  # each may use those before it
-    "originals", "check", "survey", "plan", "explain", "planning", "pack", "twin", "estimate", "ties", "interop",
-    "patch", "checkpoint", "foreign", "loading", "verify",
+    "originals", "check", "survey", "plan", "explain", "planning", "pack", "twin", "calibration", "estimate", "ties",
+    "interop", "patch", "checkpoint", "foreign", "loading", "verify",
 ]  # fmt: skip
 BOOKKEEPING = {  # and what that may use
     "cache.pool",
@@ -60,6 +61,7 @@ BOOKKEEPING = {  # and what that may use
     "generation.speculation.drafters.ngram",
     "generation.speculation.drafters.suffix",
     "generation.speculation.statistics",
+    "keywords",
 }
 
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "other"}
@@ -115,7 +117,8 @@ KEYWORDS = {
         "context", "batch", "weights", "kv_dtype", "dtype", "bandwidth", "compute", "price_per_hour", "device",
     ],
     "WeightConfig": [
-        "bits", "group_size", "symmetric", "activations", "method", "calibration", "skip", "head", "only_if_faster",
+        "bits", "group_size", "symmetric", "activations", "method", "calibration", "resume", "skip", "head",
+        "only_if_faster",
     ],
     "CacheConfig": ["block_size", "dtype", "max_tokens", "prefix_sharing"],
     "SpeculativeConfig": ["drafter", "num_draft", "max_draft", "verify", "ngram"],

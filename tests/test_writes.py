@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from .test_architecture import FILES, module_name
 
 # Rooms that never hold a model: their setattr is about their own objects.
-WITHOUT_MODELS = ("cache.group", "config", "generation.hf.processing", "kernels", "journal")
+WITHOUT_MODELS = ("cache.group", "generation.hf.processing", "kernels", "keywords", "journal")
 WRITERS = {
     # a user's model, through the journal; configs that the journal has put in the place of the user's
     "patch": {"journal", "config"},
@@ -29,6 +29,7 @@ WRITERS = {
     "generation.hf.factory": {"config"},
     "generation.hf.request_config": {"config", "setattr"},
     "attention.hf.stock": {"dict"},
+    "calibration": {"hook", "submodule"},
     "estimate.unpatched": {"submodule"},
     "fused.sites": {"class", "dict"},
     "twin": {"dict"},

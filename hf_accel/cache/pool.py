@@ -7,8 +7,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from ..config import positive_int
 from ..errors import OutOfBlocksError
+from ..keywords import positive_int
 
 
 class BlockPool:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import Default, checked_keywords, one_of, parse_weights, positive_int
+from ..config import parse_weights
 from ..errors import UnsupportedError
+from ..keywords import Default, checked_keywords, one_of, positive_int
 from ..models import without_adapters
 from .attention_bytes import AttentionBytes, attention_layers
 from .result import Bound, Estimate

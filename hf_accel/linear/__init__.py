@@ -3,8 +3,8 @@
 from .backend import Backend, LinearSpec
 from .formats import Int4Weight, Int8Weight, QuantizedWeight
 from .layer import QuantLinear
+from .methods.rtn import quantize
 from .registry import BACKENDS, BackendChoice, choose
-from .rtn import quantize
 from .workers import Workers
 
 __all__ = [

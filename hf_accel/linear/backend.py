@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..config import Activations, WeightConfig
 from .formats import Layout, QuantizedWeight, zero_point_bytes
-from .rtn import quantize
+from .methods.rtn import quantize
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from ..kernels.cpu.library import FLOATS
 from ..tensors import is_recorded
 from .backend import Backend, LinearSpec
 from .formats import Int4Weight, Int8Weight, QuantizedWeight, check_group_size, pack_zero_points
-from .rtn import refuse_not_finite
+from .methods.rtn import refuse_not_finite
 
 GROUP_MULTIPLE = 8  # inputs
 

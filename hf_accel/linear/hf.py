@@ -16,8 +16,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..config import PatchConfig, WeightConfig, check_patch_keywords, one_of
+from ..config import PatchConfig, WeightConfig, check_patch_keywords
 from ..errors import UnsupportedError
+from ..keywords import one_of
 from .backend import LinearSpec
 from .formats import check_group_size
 from .layer import QuantLinear

@@ -17,9 +17,9 @@ from ..kernels.cpu.library import native
 from ..tensors import product_dtype
 from .backend import LinearSpec
 from .formats import QuantizedWeight, from_state, state, zeros
+from .methods.rtn import quantize_like
 from .reference import differentiable_linear
 from .registry import BackendChoice, choose
-from .rtn import quantize_like
 from .writable import WritableWeight
 
 TAKEN_BACK = 0.25  # share of a change that may be left of it: rounding in bfloat16

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Gen
 from transformers.utils import logging
 
 from ..check import transformers_model
-from ..config import check_keywords, positive_int
 from ..errors import HfAccelError, UnsupportedError
 from ..generation.hf.vocabulary import check_ids, token_ids
+from ..keywords import check_keywords, positive_int
 from ..pack import PATIENCE
 from ..patch import is_patched, stock_twin
 from ..state import state_of

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_accel import CacheConfig, PatchConfig, UnsupportedError, WeightConfig
-from hf_accel.config import Default
+from hf_accel.keywords import Default
 
 
 def test_defaults() -> None:
@@ -62,8 +62,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"weights": {"head": "int4"}}, "head='int4' is not known"),
     ({"weights": {"symmetric": False}}, r"symmetric=False is for bits=4; INT8 .* leave it True"),
     ({"weights": {"bits": 4, "symmetric": 0}}, "symmetric=0 is not known; choose one of True, False"),
-    ({"weights": {"method": "gptq"}}, "method='gptq' is not known; use 'rtn'$"),
-    ({"weights": {"calibration": ["text"]}}, "calibration= is not read by method='rtn'; leave it out"),
+    ({"weights": {"method": "hqq"}}, "method='hqq' is not known; choose one of 'rtn', 'gptq', 'awq'$"),
+    ({"weights": {"calibration": ["text"]}}, "calibration= is not read by method='rtn'; leave it out, or choose"),
+    ({"weights": {"method": "gptq", "resume": 3}}, "resume=3 must be the path of a folder"),
+    ({"weights": {"resume": "folder"}}, "resume= is not read by method='rtn'"),
     ({"weights": {"skip": [3]}}, "must hold module names"),
     ({"weights": {"skip": [""]}}, "must hold module names"),
     ({"weights": {"only_if_faster": 1}}, "only_if_faster=1 is not known"),

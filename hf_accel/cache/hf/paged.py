@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ...config import CacheConfig, check_keywords
+from ...config import CacheConfig
 from ...errors import UnsupportedError
+from ...keywords import check_keywords
 from ..group import Step
 from ..padded import PaddedBatch
 from ..pages import CachedSequence, Pages

@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging
 
-from ...config import checked_keywords, positive_int
 from ...errors import UnsupportedError
+from ...keywords import checked_keywords, positive_int
 from ...models import evaluating
 from ..losses.objective import Objective
 from ..trainer.callback import DistillationCallback

@@ -13,12 +13,12 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...config import checked_keywords, positive_int
 from ...errors import UnsupportedError
 from ...generation.hf.vocabulary import vocabulary_refusal, vocabulary_size
 from ...generation.sequence import Sequence
 from ...generation.speculation.controller import Controller
 from ...generation.speculation.cost_table import isotonic
+from ...keywords import checked_keywords, positive_int
 from ...models import evaluating
 from ...patch import is_patched
 from ...state import state_of

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from ...config import checked_keywords
 from ...errors import UnsupportedError
+from ...keywords import checked_keywords
 from ...models import evaluating, layer_lists
 from ...patch import is_patched, stock_twin
 from .kept_layers import (

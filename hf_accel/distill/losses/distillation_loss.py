@@ -7,8 +7,8 @@ from functools import partial
 
 from torch import Tensor
 
-from ...config import checked_keywords
 from ...errors import UnsupportedError
+from ...keywords import checked_keywords
 from .differentiated import differentiated
 from .fused_loss import hidden_sums
 from .logit_rows import DenseRows, HeadRows, Rows

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...atomic import replaced_file
-from ...config import one_of
 from ...errors import HfAccelError, UnsupportedError
+from ...keywords import one_of
 from .identity import hash_json
 from .texts import DIGEST_BYTES
 from .top_logits import KeptLogits, TopLogits

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config import checked_keywords, positive_int
 from ...errors import HfAccelError, UnsupportedError
+from ...keywords import checked_keywords, positive_int
 from ..losses.logit_rows import Rows
 from ..losses.objective import Objective
 from .cache_building import BuildOptions, survey, write_cache

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, TrainerCallback
 
-from ...config import checked_keywords
+from ...keywords import checked_keywords
 from ..losses.objective import Objective
 from ..teachers.as_teacher import as_teacher
 from ..teachers.teacher import Teacher

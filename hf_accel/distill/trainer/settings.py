@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from transformers import TrainingArguments
 
-from ...config import checked_keywords
 from ...errors import UnsupportedError
+from ...keywords import checked_keywords
 from ..losses.inside import HIDDEN_LOSSES
 from ..losses.objective import LOSSES, Objective
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config import CacheConfig, Default, checked_keywords, parse_speculative
+from ...config import CacheConfig, parse_speculative
 from ...errors import UnsupportedError
+from ...keywords import Default, checked_keywords
 from ...models import without_adapters
 from ...state import state_of
 from ..sampling.processors import OneByOne

@@ -13,8 +13,9 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from ...config import CacheConfig, check_keywords
+from ...config import CacheConfig
 from ...errors import UnsupportedError
+from ...keywords import check_keywords
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.processors import Processor
 from ..sampling.sampling import Sampling

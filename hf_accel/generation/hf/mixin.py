@@ -13,9 +13,10 @@ from transformers.generation.configuration_utils import GenerationMode
 from ...attention.hf import NAME as ATTENTION_NAME
 from ...attention.hf.parts import set_our_attention
 from ...cache.hf import PagedCache
-from ...config import Default, parse_speculative
+from ...config import parse_speculative
 from ...errors import HfAccelWarning, NotRaggedError, UnsupportedError
 from ...instance import Mixin
+from ...keywords import Default
 from ...state import state_of
 from .assisted import assistant_refusal, assisted
 from .batch import generate_batch, with_configs

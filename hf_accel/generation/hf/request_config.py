@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from ...config import check_keywords
 from ...errors import UnsupportedError
+from ...keywords import check_keywords
 from ..sampling.processors import FrequencyPenalty, OneByOne, OnlyTokens, Processor
 from .vocabulary import check_ids
 

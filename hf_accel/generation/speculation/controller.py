@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from ...config import positive_int
+from ...keywords import positive_int
 from ..sequence import Sequence
 from .acceptance_rates import SequenceRates, SourceRates
 from .allocation import Allocation, Prices, allocate, no_time

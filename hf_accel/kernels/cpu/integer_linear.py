@@ -100,7 +100,7 @@ def quantize(
     """Round a weight [out, in] to nearest and pack it. Returns it with its scales [out, groups].
 
     Returns None if the weight holds NaN or infinity. The levels, scales and zero points have the same bits as those of
-    linear.rtn. group_size and symmetric are used for 4 bits only.
+    linear.methods.rtn. group_size and symmetric are used for 4 bits only.
     """
     out_features, in_features = weight.shape
     weight = weight if weight.stride(1) == 1 else weight.contiguous()

@@ -19,8 +19,8 @@ from hf_accel.kernels.cpu.integer_linear import (
     stored_scales,
     unpack,
 )
-from hf_accel.linear import rtn
 from hf_accel.linear.formats import Int8Weight
+from hf_accel.linear.methods import rtn
 
 SHAPES = [(8, 1, 1, 128), (8, 37, 100, 128), (8, 64, 128, 128), (8, 130, 300, 128), (8, 200, 640, 128)]
 SHAPES += [(4, 1, 32, 32), (4, 64, 96, 32), (4, 100, 192, 64), (4, 130, 384, 128)]

@@ -17,7 +17,7 @@ from hf_accel.linear.formats import (
     zero_point_bytes,
     zeros,
 )  # fmt: skip
-from hf_accel.linear.rtn import quantize_like
+from hf_accel.linear.methods.rtn import quantize_like
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections import abc
 from weakref import WeakKeyDictionary
 
-from ....config import positive_int
 from ....errors import UnsupportedError
+from ....keywords import positive_int
 from ...sequence import Draft, Sequence
 from .copying import copy_from
 from .drafter import Drafter

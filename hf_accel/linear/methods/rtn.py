@@ -8,9 +8,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ..config import WeightConfig
-from ..errors import UnsupportedError
-from .formats import Int4Weight, Int8Weight, QuantizedWeight, check_group_size, chunks
+from ...config import WeightConfig
+from ...errors import UnsupportedError
+from ..formats import Int4Weight, Int8Weight, QuantizedWeight, check_group_size, chunks
 
 
 def quantize(weight: Tensor, config: WeightConfig) -> QuantizedWeight:

@@ -1,0 +1,73 @@
+"""Checks of keywords and of the values that users give them."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from .errors import UnsupportedError
+
+Target = TypeVar("Target", bound=Callable[..., Any])
+
+
+class Default(str):
+    """A keyword's default, told apart from the same word given on purpose: only the latter must be met."""
+
+
+def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise UnsupportedError unless `value` is (by equality and type) among `allowed`."""
+    if not any(value == a and type(value) is type(a) for a in allowed):
+        choices = ", ".join(repr(a) for a in allowed)
+        way_out = f"choose one of {choices}" if len(allowed) > 1 else f"use {choices}"
+        raise UnsupportedError(f"{name}={value!r} is not known; {way_out}")
+
+
+def positive_int(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UnsupportedError(f"{name}={value!r} must be an integer of at least 1")
+
+
+def check_keywords(
+    where: str, given: Iterable[str], known: Iterable[str], meant: Mapping[str, str] | None = None
+) -> None:
+    """Raise UnsupportedError for the first of `given` that is not among `known`; it names the nearest one that is.
+
+    where: whose keywords they are. meant: for words of other libraries, what to write instead.
+    """
+    names = sorted(known)
+    for name in given:
+        if name in names:
+            continue
+        close = difflib.get_close_matches(name, names, n=1) or [n for n in names if n.startswith(name)]
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(names)}"
+        if meant and name in meant:
+            hint = f"use {meant[name]}"
+        raise UnsupportedError(f"{where} got an unknown keyword {name!r}; {hint}")
+
+
+def checked_keywords(**meant: str) -> Callable[[Target], Target]:
+    """Decorate a class or a function with keywords of its own: an unknown one raises as `check_keywords` says."""
+
+    def decorate(target: Target) -> Target:
+        call: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+        parameters = list(inspect.signature(call).parameters.values())
+        assert all(p.kind is not p.VAR_KEYWORD for p in parameters), "it takes any keyword"
+        known = frozenset(p.name for p in parameters if p.kind is not p.VAR_POSITIONAL) - {"self", "cls"}
+        is_class = call.__name__ == "__init__"
+        where = call.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2] + ("" if is_class else "()")
+
+        @functools.wraps(call)
+        def checked(*args: Any, **keywords: Any) -> Any:
+            if not known.issuperset(keywords):
+                check_keywords(where, keywords, known, meant)
+            return call(*args, **keywords)
+
+        if isinstance(target, type):
+            setattr(target, "__init__", checked)  # noqa: B010 - mypy refuses the plain assignment
+            return target
+        return checked  # type: ignore[return-value]
+
+    return decorate

@@ -1,0 +1,100 @@
+"""The numbers that a format can store, and the search for the scales that suit a weight best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...config import WeightConfig
+from ..formats import Int4Weight, Int8Weight, QuantizedWeight, check_group_size
+
+STEPS = 20
+LEAST = 0.5  # of the range of a group that is still covered at the most clipped end of the search
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The integers of a format: lowest to highest, with a zero point in each group or without."""
+
+    bits: int
+    lowest: int
+    highest: int
+    has_zero_points: bool
+
+    @classmethod
+    def of(cls, config: WeightConfig) -> Levels:
+        lowest, highest = (-127, 127) if config.bits == 8 else (-8, 7)
+        return cls(config.bits, lowest, highest, not config.symmetric)
+
+    def scales(self, groups: Tensor, share: float, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """The scales, as `dtype` stores them, and zero points of groups [..., group, out] -> [..., 1, out].
+
+        share: of the range of the group that the levels cover; what lies beyond is clipped.
+        """
+        if not self.has_zero_points:
+            absmax = groups.abs().amax(-2, keepdim=True)
+            return _stored(absmax * (share / self.highest), dtype), None
+        low, high = groups.amin(-2, keepdim=True).clamp(max=0), groups.amax(-2, keepdim=True).clamp(min=0)
+        scale = _stored((high / 2 - low / 2) * (2 * share / (self.highest - self.lowest)), dtype)
+        zeros = (self.lowest - low * share / _divisor(scale)).round_().clamp_(self.lowest, self.highest)
+        return scale, zeros
+
+    def round(self, values: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensor:
+        """The integers nearest to values, as floats."""
+        levels = values / _divisor(scale)
+        levels = levels.round_() if zeros is None else levels.round_().add_(zeros)
+        return levels.clamp_(self.lowest, self.highest)
+
+    def restore(self, integers: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensor:
+        """The values that integers stand for."""
+        return integers * scale if zeros is None else (integers - zeros) * scale
+
+    def search(self, groups: Tensor, importance: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """`scales` with the share, for each group and output, that makes the error least.
+
+        importance: [..., group, 1], weights of the squared errors of the inputs, or [..., group, group], the Hessian
+            of the group.
+        """
+        whole = importance.shape[-1] > 1
+        best, scale, zeros = None, None, None
+        for step in range(STEPS):
+            tried, tried_zeros = self.scales(groups, 1 - (1 - LEAST) * step / STEPS, dtype)
+            change = self.restore(self.round(groups, tried, tried_zeros), tried, tried_zeros).sub_(groups)
+            weighted = importance @ change if whole else importance * change
+            error = weighted.mul_(change).sum(-2, keepdim=True)
+            if best is None or scale is None:
+                best, scale, zeros = error, tried, tried_zeros
+                continue
+            better = error < best
+            best = torch.where(better, error, best)
+            scale = torch.where(better, tried, scale)
+            if zeros is not None and tried_zeros is not None:
+                zeros = torch.where(better, tried_zeros, zeros)
+        assert scale is not None
+        return scale, zeros
+
+    def pack(self, integers: Tensor, scale: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> QuantizedWeight:
+        """The stored form of integers [in, out], and scales and zero points [groups, out]."""
+        stored, scales = integers.t().contiguous().to(torch.int8), scale.t().contiguous().to(dtype)
+        if self.bits == 8:
+            return Int8Weight.from_integers(stored, scales)
+        zero_point = None if zeros is None else zeros.t().contiguous().to(torch.int8)
+        return Int4Weight.from_integers(stored, scales, zero_point)
+
+
+def group_size_of(weight: Tensor, config: WeightConfig) -> int:
+    """Inputs that share a scale. Raises UnsupportedError unless groups divide the inputs of a weight [out, in]."""
+    if config.bits == 8:
+        return weight.shape[1]
+    check_group_size((weight.shape[0], weight.shape[1]), config.group_size)
+    return config.group_size
+
+
+def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return scale.to(dtype).to(scale.dtype)
+
+
+def _divisor(scale: Tensor) -> Tensor:
+    return scale.masked_fill(scale == 0, 1)
