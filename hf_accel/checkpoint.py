@@ -245,7 +245,7 @@ def _check_more(name: str, layer: QuantLinear, found: Mapping[str, Found]) -> No
 def _check_scales(key: str, scale: Tensor) -> None:
     if scale.device.type == "meta":
         return
-    wrong = ~scale.isfinite()  # a negative scale is none of ours, but of llama.cpp's
+    wrong = ~scale.isfinite()  # scales of GPTQ, AWQ and llama.cpp may be negative
     if wrong.any():
         place = wrong.nonzero()[0].tolist()
         raise HfAccelError(f"{key!r} holds NaN or infinity at {place} in the checkpoint, which no scale is; {AGAIN}")

@@ -63,6 +63,13 @@ class Statistics:
         usual = diagonal.mean() if diagonal.any() else diagonal.new_ones(())
         return torch.where(self.dead, usual, diagonal).view(-1, group_size, 1)
 
+    def costs(self, group_size: int) -> Tensor:
+        """float32 [in / group, group, 1]: what rounding an input costs once those after it have made up for it."""
+        order, factor = self.factor(by_size=True)
+        return (
+            torch.empty_like(self.magnitudes).index_copy_(0, order, factor.diagonal().pow(-2)).view(-1, group_size, 1)
+        )
+
     def blocks(self, group_size: int) -> Tensor:
         """float32 [in / group, group, group]: the Hessians of groups of inputs, with `importance` as diagonals."""
         count = len(self.hessian) // group_size

@@ -16,6 +16,7 @@ from ..input_statistics import Statistics
 from .levels import Levels, group_size_of
 from .rows import checked_rows
 
+STEPS = 12  # ranges that are tried for each group
 BLOCK = 128  # inputs whose errors are spread over all later ones at once
 
 
@@ -32,7 +33,7 @@ def quantize(weight: Tensor, statistics: Statistics, config: WeightConfig) -> Qu
         group_size_of(weight, config),
     )
     groups = rows.view(-1, group_size, rows.shape[1])
-    scale, zeros = levels.search(groups, statistics.importance(group_size), weight.dtype)
+    scale, zeros = levels.search(groups, statistics.costs(group_size), weight.dtype, steps=STEPS)
     scale, zeros = scale.squeeze(-2), None if zeros is None else zeros.squeeze(-2)  # [groups, out]
     order, factor = statistics.factor(by_size=True)
     integers = torch.empty_like(rows)

@@ -10,8 +10,7 @@ from torch import Tensor
 from ...config import WeightConfig
 from ..formats import Int4Weight, Int8Weight, QuantizedWeight, check_group_size
 
-STEPS = 20
-LEAST = 0.5  # of the range of a group that is still covered at the most clipped end of the search
+LEAST = 0.4  # of the range of a group that is still covered at the most clipped end of the search
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,15 @@ class Levels:
     def scales(self, groups: Tensor, share: float, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """The scales, as `dtype` stores them, and zero points of groups [..., group, out] -> [..., 1, out].
 
-        share: of the range of the group that the levels cover; what lies beyond is clipped.
+        share: of the range of the group that the levels cover; what lies beyond is clipped. Without zero points a
+        scale is negative where the largest magnitude is positive, as there is one level more below zero than above.
         """
-        if not self.has_zero_points:
-            absmax = groups.abs().amax(-2, keepdim=True)
-            return _stored(absmax * (share / self.highest), dtype), None
         low, high = groups.amin(-2, keepdim=True).clamp(max=0), groups.amax(-2, keepdim=True).clamp(min=0)
+        if not self.has_zero_points:
+            extreme = (
+                torch.where(-low < high, -high, -low) if -self.lowest > self.highest else torch.maximum(-low, high)
+            )
+            return _stored(extreme * (share / self.highest), dtype), None
         scale = _stored((high / 2 - low / 2) * (2 * share / (self.highest - self.lowest)), dtype)
         zeros = (self.lowest - low * share / _divisor(scale)).round_().clamp_(self.lowest, self.highest)
         return scale, zeros
@@ -51,16 +53,18 @@ class Levels:
         """The values that integers stand for."""
         return integers * scale if zeros is None else (integers - zeros) * scale
 
-    def search(self, groups: Tensor, importance: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """`scales` with the share, for each group and output, that makes the error least.
+    def search(
+        self, groups: Tensor, importance: Tensor, dtype: torch.dtype, *, steps: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """`scales` with the share, for each group and output, that makes the error least; `steps` of them are tried.
 
         importance: [..., group, 1], weights of the squared errors of the inputs, or [..., group, group], the Hessian
             of the group.
         """
         whole = importance.shape[-1] > 1
         best, scale, zeros = None, None, None
-        for step in range(STEPS):
-            tried, tried_zeros = self.scales(groups, 1 - (1 - LEAST) * step / STEPS, dtype)
+        for step in range(steps):
+            tried, tried_zeros = self.scales(groups, 1 - (1 - LEAST) * step / steps, dtype)
             change = self.restore(self.round(groups, tried, tried_zeros), tried, tried_zeros).sub_(groups)
             weighted = importance @ change if whole else importance * change
             error = weighted.mul_(change).sum(-2, keepdim=True)
