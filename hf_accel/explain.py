@@ -53,8 +53,22 @@ def _weight_lines(plan: Plan) -> Iterator[Line]:
         groups.setdefault((what, _format(linear), linear.reason), []).append(linear)
     for (what, choice, reason), members in groups.items():
         yield Line("weights", f"{len(members)} {what}{_shapes(members)}", choice, reason)
+    yield from _fold_lines(plan)
     if not plan.linears:
         yield Line("weights", "none", "as they are", "the model has no Linear modules")
+
+
+def _fold_lines(plan: Plan) -> Iterator[Line]:
+    """Where AWQ's scales of the inputs go."""
+    names = [p.site.name for p in plan.quantized if p.config.method == "awq"]
+    scaled = {name for fold in plan.folds for name in fold.consumers}
+    if scaled:
+        producers = Counter(fold.producer.rpartition(".")[2] for fold in plan.folds)
+        where = ", ".join(f"{count} {name}" for name, count in producers.items())
+        yield Line("weights", f"{len(scaled)} linears, awq", "scales and clips", f"scales are folded into {where}")
+    if left := [name for name in names if name not in scaled]:
+        ends = ", ".join(sorted({name.rpartition(".")[2] for name in left}))
+        yield Line("weights", f"{len(left)} linears, awq", "clips only", f"no exact place for scales is known: {ends}")
 
 
 def _format(linear: LinearPlan) -> str:

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from .calibration import with_folds
 from .checkpoint import check_loaded, prepare
 from .config import PatchConfig
 from .errors import HfAccelError, UnsupportedError
@@ -147,7 +148,7 @@ def finish_loading(model: PreTrainedModel, settings: AccelConfig, packer: Packer
     unplanned = packed.keys() - {linear.site.name for linear in todo.quantized}
     if unplanned:
         raise HfAccelError(f"{min(unplanned)!r} was packed while loading, but is not to be quantized; load without it")
-    apply_plan(todo, packed)
+    apply_plan(with_folds(todo), packed)
 
 
 def _originals(

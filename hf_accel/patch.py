@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .attention import PlannedAttention
 from .attention.hf import NAME as ATTENTION_NAME
 from .attention.hf.parts import implementation_of_config, set_our_attention, stock_implementation
-from .calibration import calibrate
+from .calibration import calibrate, with_folds
 from .check import transformers_model
 from .config import PatchConfig, WeightConfig
 from .errors import HfAccelError, UnsupportedError
@@ -56,7 +56,7 @@ OFF: Any = Default("off")
 
 def plan(model: nn.Module, *, config: PatchConfig | Mapping[str, Any] | None = None, **keywords: Any) -> Plan:
     """What `patch(model, **keywords)` would do, and why. Changes nothing."""
-    return make_plan(model, PatchConfig.build(config, **keywords))
+    return with_folds(make_plan(model, PatchConfig.build(config, **keywords)))
 
 
 def patch(
@@ -98,7 +98,7 @@ def patch(
     }
     settings = PatchConfig.build(config, **keywords, **unknown)
     _check_unpatched(transformers_model(model))
-    apply_plan(make_plan(model, settings))
+    apply_plan(with_folds(make_plan(model, settings)))
     return model
 
 

@@ -69,6 +69,18 @@ class LinearPlan:
         return self.bytes_read + (self.site.weight.nbytes if self.choice is not None and self.site.is_tied else 0)
 
 
+@dataclass(frozen=True)
+class Fold:
+    """What computes the inputs of some Linears, all that read it. offset: None for a Linear, else what a norm adds."""
+
+    producer: str
+    consumers: tuple[str, ...]
+    offset: float | None
+
+    def within(self, layer: str) -> Fold:
+        return Fold(f"{layer}.{self.producer}", tuple(f"{layer}.{name}" for name in self.consumers), self.offset)
+
+
 FindOriginals = Callable[[PreTrainedModel, Sequence[LinearPlan]], dict[str, Path] | None]
 
 
@@ -103,6 +115,7 @@ class Plan:
     bytes_before, bytes_after: of all weights in memory. bandwidth: bytes per second, as measured.
     seconds_before, seconds_after: the least that a decode step of batch 1 takes at this bandwidth.
     on_disk: the file of each weight that is replaced, by the tensor's name; None unless all can be read back.
+    folds: where AWQ's scales go.
     """
 
     model: PreTrainedModel
@@ -122,6 +135,7 @@ class Plan:
     seconds_before: float
     seconds_after: float
     on_disk: dict[str, Path] | None
+    folds: tuple[Fold, ...] = ()
 
     @property
     def quantized(self) -> tuple[LinearPlan, ...]:

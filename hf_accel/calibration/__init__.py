@@ -1,5 +1,5 @@
 """Quantize by what calibration data says of the inputs of each layer: see `calibrate`."""
 
-from .streaming import calibrate
+from .streaming import calibrate, with_folds
 
-__all__ = ["calibrate"]
+__all__ = ["calibrate", "with_folds"]

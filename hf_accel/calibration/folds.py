@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,23 +17,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..models import layer_lists
+from ..plan import Fold
 from .feeding import feed
 
 TOKENS = 8  # that a layer is tried on
 TOLERANCE = 1e-4  # of the largest value, in float32
 OFFSETS = (0.0, 1.0)  # what a norm adds to its weight: Gemma's stores the difference to 1
-
-
-@dataclass(frozen=True)
-class Fold:
-    """What computes the inputs of some Linears, all that read it. offset: None for a Linear, else what a norm adds."""
-
-    producer: str
-    consumers: tuple[str, ...]
-    offset: float | None
-
-    def within(self, layer: str) -> Fold:
-        return Fold(f"{layer}.{self.producer}", tuple(f"{layer}.{name}" for name in self.consumers), self.offset)
 
 
 def folded_parameters(module: nn.Module, scales: Tensor, offset: float | None) -> dict[str, Tensor]:
@@ -62,10 +50,12 @@ def foldable(module: nn.Module, scales: Tensor, offset: float | None) -> Tensor:
     return torch.where(ratio.isfinite() & (ratio > 0), ratio, scales)
 
 
-def find_folds(model: PreTrainedModel, windows: Tensor, linears: Iterable[str]) -> list[Fold]:
+@torch.no_grad()
+def find_folds(model: PreTrainedModel, linears: Iterable[str]) -> list[Fold]:
     """The exact folds in a copy of a model, which is only run. linears: the names of those to be quantized."""
     wanted, layers = set(linears), _layers(model)
-    calls = _first_calls(model, layers, windows[:1, :TOKENS])
+    embedding: Any = model.get_input_embeddings()
+    calls = _first_calls(model, layers, torch.arange(TOKENS).unsqueeze(0) % embedding.weight.shape[0])
     known: dict[Any, list[Fold]] = {}
     found: list[Fold] = []
     for name, layer in layers.items():

@@ -8,7 +8,7 @@ the activations of one layer are held. The user's model is only read.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,16 +17,17 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..errors import HfAccelWarning, UnsupportedError
+from ..explain import explain
 from ..hardware import release
 from ..linear.formats import QuantizedWeight
 from ..linear.input_statistics import CHUNK, Statistics
 from ..linear.methods import awq, quantize
 from ..pack import Packed, pack_quantized
-from ..plan import LinearPlan, Plan
+from ..plan import Fold, LinearPlan, Plan
 from ..twin import twin
 from .feeding import check_takes_ids, feed
 from .finished import Finished, Rounded
-from .folds import Fold, find_folds, foldable, folded_parameters
+from .folds import find_folds, foldable, folded_parameters
 from .windows import windows_of
 
 
@@ -52,15 +53,24 @@ def calibrate(todo: Plan) -> Calibrated:
     check_takes_ids(todo.model)
     windows = windows_of(config.calibration, todo.model)
     model = twin(todo.model)
-    folds = find_folds(model, windows, linears) if config.method == "awq" else []
     finished = Finished.of(config, windows, linears)
     with logging.tqdm(total=len(linears), desc=f"Quantizing by {config.method}", unit=" layers") as bar:
-        run = CalibrationPass(todo, linears, folds, finished=finished, bar=bar)
+        run = CalibrationPass(todo, linears, finished, bar)
         for name, linear in linears.items():
             model.set_submodule(name, RoundingLinear(linear, run))
         feed(model, windows)
     _warn_of_missed([name for name in linears if name not in run.quantized])
     return run.result()
+
+
+def with_folds(todo: Plan) -> Plan:
+    """A plan that also says where the scales of AWQ go. Raises UnsupportedError for a model that cannot be tried."""
+    names = [p.site.name for p in todo.quantized if p.config.method == "awq"]
+    if not names:
+        return todo
+    check_takes_ids(todo.model)
+    planned = replace(todo, folds=tuple(find_folds(twin(todo.model), names)))
+    return replace(planned, lines=tuple(explain(planned)))
 
 
 def _warn_of_missed(names: list[str]) -> None:
@@ -76,11 +86,9 @@ def _warn_of_missed(names: list[str]) -> None:
 class CalibrationPass:
     """What is known while the data passes."""
 
-    def __init__(
-        self, todo: Plan, linears: Mapping[str, LinearPlan], folds: Sequence[Fold], *, finished: Finished, bar: Any
-    ) -> None:
+    def __init__(self, todo: Plan, linears: Mapping[str, LinearPlan], finished: Finished, bar: Any) -> None:
         self._todo, self._linears, self._finished, self._bar = todo, linears, finished, bar
-        self._fold_of = {name: fold for fold in folds for name in fold.consumers}
+        self._fold_of = {name: fold for fold in todo.folds for name in fold.consumers}
         self.quantized: dict[str, Rounded] = {}
         self._scales: dict[Fold, Tensor] = {}
         self._inputs: Tensor | None = None

@@ -10,7 +10,6 @@ from torch import Tensor
 from ..errors import UnsupportedError
 
 CHUNK = 4096  # rows in float32 at a time
-SAMPLE = 512  # rows that are kept
 DAMPING = 0.01  # share of the mean of the Hessian's diagonal that is added to it
 MOST_DAMPING = 1.0
 
@@ -21,13 +20,12 @@ class Statistics:
 
     hessian: float32 [in, in], 2 / rows * X^T X, of the squared error of the outputs (Frantar et al., GPTQ, 2023).
     magnitudes: float32 [in], the mean of |x| per input channel (Lin et al., AWQ, 2024).
-    sample: float32 [up to SAMPLE, in], rows that lie evenly over the data. rows: how many there were.
+    rows: how many there were.
     scales: float32 [in], what the inputs were divided by, so that weights have to be multiplied; None: nothing.
     """
 
     hessian: Tensor
     magnitudes: Tensor
-    sample: Tensor
     rows: int
     scales: Tensor | None = None
     _factors: dict[bool, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
@@ -49,8 +47,7 @@ class Statistics:
                 "the calibration data leads to NaN or infinity here; look for it in the model's weights, or load the "
                 "model in float32"
             )
-        step = -(-len(rows) // SAMPLE)
-        return cls(hessian.mul_(2 / len(rows)), magnitudes / len(rows), rows[::step].float(), len(rows))
+        return cls(hessian.mul_(2 / len(rows)), magnitudes / len(rows), len(rows))
 
     @property
     def dead(self) -> Tensor:
@@ -81,7 +78,7 @@ class Statistics:
     def divided(self, scales: Tensor) -> Statistics:
         """Those of the inputs divided by scales [in]."""
         hessian = self.hessian / scales / scales.unsqueeze(1)
-        return Statistics(hessian, self.magnitudes / scales, self.sample / scales, self.rows, scales)
+        return Statistics(hessian, self.magnitudes / scales, self.rows, scales)
 
     def order(self, *, by_size: bool) -> Tensor:
         """int64 [in]: the order in which inputs are rounded: as they are, or those with the largest values first."""

@@ -18,7 +18,8 @@ from ..input_statistics import Statistics
 from .levels import Levels, group_size_of
 from .rows import checked_rows
 
-STEPS = 48  # ranges that are tried for each group
+STEPS, FEW_STEPS = 48, 12  # ranges that are tried for each group, and while scales are compared
+OUTPUTS = 256  # of each weight that scales are compared on
 EXPONENTS = (0.0, 0.2, 0.4, 0.6, 0.8)  # of the magnitudes of inputs; 0 leaves them as they are
 INVERSE = (0.0, 0.33, 0.67, 1.0)  # and of those of their weights
 LARGEST = 1e3  # times the smallest magnitude that is told apart from zero
@@ -30,14 +31,9 @@ def quantize(weight: Tensor, statistics: Statistics, config: WeightConfig) -> Qu
     Raises UnsupportedError for NaN or infinity, a group size that does not divide the inputs, and statistics of
     another number of inputs.
     """
-    rows, levels, group_size = (
-        checked_rows(weight, statistics, config),
-        Levels.of(config),
-        group_size_of(weight, config),
-    )
-    groups = rows.view(-1, group_size, rows.shape[1])
-    scale, zeros = levels.search(groups, statistics.blocks(group_size), weight.dtype, steps=STEPS)
-    integers = levels.round(groups, scale, zeros).view(rows.shape)
+    levels = Levels.of(config)
+    rows = checked_rows(weight, statistics, config)
+    integers, scale, zeros = _rounded(rows, weight, statistics, levels=levels, config=config, steps=STEPS)
     return levels.pack(integers, scale.squeeze(-2), None if zeros is None else zeros.squeeze(-2), weight.dtype)
 
 
@@ -45,30 +41,40 @@ def channel_scales(weights: Sequence[Tensor], statistics: Statistics, config: We
     """float32 [in]: what the columns of weights [out, in], all called on one tensor, are multiplied by.
 
     Powers of the mean magnitudes of the inputs, divided by powers of those of their weights, relative to the largest
-    weight of the group; of several exponents those whose rounded weights give the least squared error of the outputs
-    on the sample. All ones, if no scaling is better.
+    weight of the group; of several exponents those whose rounded weights give the least squared error, on up to
+    OUTPUTS outputs of each. All ones, if no scaling is better.
     """
-    levels = Levels.of(config)
     rows = [checked_rows(weight, statistics, config) for weight in weights]
-    best, chosen = None, torch.ones_like(statistics.magnitudes)
     ranges = [_relative(row, group_size_of(weight, config)) for row, weight in zip(rows, weights, strict=True)]
     relative = torch.stack(ranges).mean(0)
+    some = [weight[:: -(-len(weight) // OUTPUTS)] for weight in weights]
+    best, chosen = None, torch.ones_like(statistics.magnitudes)
     for exponent, inverse in itertools.product(EXPONENTS, INVERSE):
         tried = _balanced(_power(statistics.magnitudes, exponent) / _power(relative, inverse))
-        error = sum(
-            _error(
-                row,
-                tried,
-                statistics.sample,
-                levels=levels,
-                group_size=group_size_of(weight, config),
-                dtype=weight.dtype,
-            )
-            for row, weight in zip(rows, weights, strict=True)
-        )
+        divided = statistics.divided(tried)
+        error = sum(_error(weight, divided, config) for weight in some)
         if best is None or error < best:
             best, chosen = error, tried
     return chosen
+
+
+def _rounded(
+    rows: Tensor, weight: Tensor, statistics: Statistics, *, levels: Levels, config: WeightConfig, steps: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Integers [in, out] of rows [in, out]; scales in the weight's dtype and zero points, [groups, 1, out]."""
+    group_size = group_size_of(weight, config)
+    groups = rows.view(-1, group_size, rows.shape[1])
+    scale, zeros = levels.search(groups, statistics.blocks(group_size), weight.dtype, steps=steps)
+    return levels.round(groups, scale, zeros).view(rows.shape), scale, zeros
+
+
+def _error(weight: Tensor, statistics: Statistics, config: WeightConfig) -> float:
+    """Squared error of the outputs of a weight [out, in], rounded over a few ranges."""
+    levels, rows = Levels.of(config), checked_rows(weight, statistics, config)
+    integers, scale, zeros = _rounded(rows, weight, statistics, levels=levels, config=config, steps=FEW_STEPS)
+    groups = integers.view(len(scale), -1, rows.shape[1])
+    change = levels.restore(groups, scale, zeros).view(rows.shape).sub_(rows)
+    return float((statistics.hessian @ change).mul_(change).sum(dtype=torch.float64))
 
 
 def _relative(rows: Tensor, group_size: int) -> Tensor:
@@ -84,14 +90,3 @@ def _power(magnitudes: Tensor, exponent: float) -> Tensor:
 def _balanced(scales: Tensor) -> Tensor:
     """The largest and the smallest lie equally far from 1."""
     return scales / (scales.max() * scales.min()).sqrt()
-
-
-def _error(
-    rows: Tensor, scales: Tensor, sample: Tensor, *, levels: Levels, group_size: int, dtype: torch.dtype
-) -> float:
-    """Squared error of the outputs on the sample of weights [in, out] that are rounded after scaling."""
-    groups = (rows * scales.unsqueeze(1)).view(-1, group_size, rows.shape[1])
-    scale, zeros = levels.scales(groups, 1.0, dtype)
-    rounded = levels.restore(levels.round(groups, scale, zeros), scale, zeros).view(rows.shape)
-    change = rounded.div_(scales.unsqueeze(1)).sub_(rows)
-    return float((sample @ change).square_().sum(dtype=torch.float64))
