@@ -56,6 +56,8 @@ SAME_FILE_NAMES: dict[str, str] = {  # name -> why several files have it
     "hf": "the seam of a room",
     "cpu": "a backend has one name in every room",
     "reference": "a backend has one name in every room",
+    "awq": "a method, and a format of checkpoints that is named after it",
+    "gptq": "a method, and a format of checkpoints that is named after it",
 }
 
 

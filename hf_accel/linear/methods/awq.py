@@ -18,10 +18,10 @@ from ..input_statistics import Statistics
 from .levels import Levels, group_size_of
 from .rows import checked_rows
 
-STEPS, FEW_STEPS = 48, 12  # ranges that are tried for each group, and while scales are compared
-OUTPUTS = 256  # of each weight that scales are compared on
-EXPONENTS = (0.0, 0.2, 0.4, 0.6, 0.8)  # of the magnitudes of inputs; 0 leaves them as they are
-INVERSE = (0.0, 0.33, 0.67, 1.0)  # and of those of their weights
+STEPS, FEW_STEPS = 48, 8  # ranges that are tried for each group, and while scales are compared
+OUTPUTS = 128  # of each weight that scales are compared on
+EXPONENTS = (0.0, 0.25, 0.5, 0.75)  # of the magnitudes of inputs; 0 leaves them as they are
+INVERSE = (0.0, 0.5, 1.0)  # and of those of their weights
 LARGEST = 1e3  # times the smallest magnitude that is told apart from zero
 
 

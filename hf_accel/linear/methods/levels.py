@@ -27,27 +27,33 @@ class Levels:
         lowest, highest = (-127, 127) if config.bits == 8 else (-8, 7)
         return cls(config.bits, lowest, highest, not config.symmetric)
 
-    def scales(self, groups: Tensor, share: float, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """The scales, as `dtype` stores them, and zero points of groups [..., group, out] -> [..., 1, out].
+    def extent(self, groups: Tensor) -> tuple[Tensor, Tensor]:
+        """What the levels have to cover of groups [..., group, out]: the lowest and the highest value, [..., 1, out].
 
-        share: of the range of the group that the levels cover; what lies beyond is clipped. Without zero points a
-        scale is negative where the largest magnitude is positive, as there is one level more below zero than above.
+        0 is always among them. Without zero points both are the largest magnitude; if there is one level more below
+        zero than above, it is negative where a negative scale uses that level.
         """
         low, high = groups.amin(-2, keepdim=True).clamp(max=0), groups.amax(-2, keepdim=True).clamp(min=0)
+        if self.has_zero_points:
+            return low, high
+        largest = torch.maximum(-low, high)
+        if -self.lowest > self.highest:
+            largest = torch.where(-low < high, -largest, largest)
+        return largest, largest
+
+    def scales(self, extent: tuple[Tensor, Tensor], share: float, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """The scales, as `dtype` stores them, and zero points, if the levels cover a share of the extent."""
+        low, high = extent
         if not self.has_zero_points:
-            extreme = (
-                torch.where(-low < high, -high, -low) if -self.lowest > self.highest else torch.maximum(-low, high)
-            )
-            return _stored(extreme * (share / self.highest), dtype), None
+            return _stored(high * (share / self.highest), dtype), None
         scale = _stored((high / 2 - low / 2) * (2 * share / (self.highest - self.lowest)), dtype)
         zeros = (self.lowest - low * share / _divisor(scale)).round_().clamp_(self.lowest, self.highest)
         return scale, zeros
 
     def round(self, values: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensor:
         """The integers nearest to values, as floats."""
-        levels = values / _divisor(scale)
-        levels = levels.round_() if zeros is None else levels.round_().add_(zeros)
-        return levels.clamp_(self.lowest, self.highest)
+        levels = (values / _divisor(scale)).round_()
+        return (levels if zeros is None else levels.add_(zeros)).clamp_(self.lowest, self.highest)
 
     def restore(self, integers: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensor:
         """The values that integers stand for."""
@@ -62,9 +68,9 @@ class Levels:
             of the group.
         """
         whole = importance.shape[-1] > 1
-        best, scale, zeros = None, None, None
+        best, scale, zeros, extent = None, None, None, self.extent(groups)
         for step in range(steps):
-            tried, tried_zeros = self.scales(groups, 1 - (1 - LEAST) * step / steps, dtype)
+            tried, tried_zeros = self.scales(extent, 1 - (1 - LEAST) * step / steps, dtype)
             change = self.restore(self.round(groups, tried, tried_zeros), tried, tried_zeros).sub_(groups)
             weighted = importance @ change if whole else importance * change
             error = weighted.mul_(change).sum(-2, keepdim=True)
