@@ -18,8 +18,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # What `state` holds has types of higher rooms, which it imports for the type checker alone.
 FACTS = {
-    "atomic", "errors", "config", "hardware", "instance", "journal", "keywords", "layouts", "models", "source", "state",
-    "tensors",
+    "atomic", "errors", "config", "hardware", "instance", "journal", "keywords", "layouts", "models", "source",
+    "state", "tensors",
 }  # fmt: skip
 CORE = {  # room -> the rooms before it
     "kernels": set(),

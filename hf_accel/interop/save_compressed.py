@@ -22,8 +22,9 @@ from transformers.quantizers import HfQuantizer
 
 from ..atomic import replaced_folder
 from ..check import shortened
-from ..config import Activations, WeightConfig, one_of
+from ..config import Activations, WeightConfig
 from ..errors import HfAccelError, UnsupportedError
+from ..keywords import one_of
 from ..linear import QuantLinear, quantize
 from ..linear.formats import Layout, state
 from ..plan import Line
