@@ -185,7 +185,7 @@ def load(path: str | os.PathLike[str], **keywords: Any) -> PreTrainedModel:
 
     path: a folder, a name on the Hub or a .gguf file. keywords: those of hf_accel.patch(); the others go to
     from_pretrained(). compressed-tensors (INT4, INT8), GPTQ (4 and 8 bits, also with act-order), AWQ and GGUF (Llama
-    and Qwen; Q8_0, Q4_0, Q4_1, Q5_0, Q4_K, Q6_K) are run in the bits that they have: nothing is rounded again or held
+    and Qwen; all types of blocks from Q2_K to Q8_0) are run in the bits that they have: nothing is rounded again or held
     in floating point, but for the embedding of a GGUF file. Leave weights= out for them. A checkpoint of another
     quantizer, such as bitsandbytes, is loaded as transformers does, and everything but its Linears is patched.
 

@@ -114,7 +114,7 @@ class Gguf(Reader):
             has = f"{stored.name!r} as {kind.name} in {found.shape}"
             raise HfAccelError(f"the file holds {has}, which is no weight [{outputs}, {inputs}]")
         layout = kind.layout
-        if layout.bits == 8 and layout.group_size == inputs:
+        if layout.bits == 8 and layout.group_size == inputs and not layout.minima:
             layout = Layout(bits=8, group_size=None)
         return Description(layout, kind.scale_dtype)
 

@@ -67,7 +67,7 @@ class Cpu(Backend):
     def pack(self, weight: QuantizedWeight) -> CpuWeight:
         scale = weight.weight_scale
         if isinstance(weight, Int8Weight):
-            return CpuWeight(pack(8, weight.weight, scale), scale.dtype)
+            return CpuWeight(pack(8, weight.weight, scale, minima=weight.weight_minimum), scale.dtype)
         zero_point = weight.zero_points()
         zeros = None if zero_point is None else (zero_point + 8).view(torch.uint8)
         packed = pack(4, weight.weight_packed.view(torch.uint8), scale, zeros, minima=weight.weight_minimum)
@@ -83,12 +83,12 @@ class Cpu(Backend):
 
     def unpack(self, packed: CpuWeight) -> QuantizedWeight:
         stored, scale = unpack(packed.weight), stored_scales(packed.weight, packed.dtype)
+        minimum = stored_by_group(packed.weight, "minima")
         if packed.weight.bits == 8:
-            return Int8Weight(stored, scale)
+            return Int8Weight(stored, scale, None, minimum)
         shape = torch.tensor([packed.weight.out_features, packed.weight.in_features])
         zeros = stored_by_group(packed.weight, "zeros")
         zero_point = None if zeros is None else pack_zero_points(zeros.view(torch.int8) - 8)
-        minimum = stored_by_group(packed.weight, "minima")
         return Int4Weight(stored.view(torch.int32), scale, shape, zero_point, minimum)
 
     def run(self, x: Tensor, packed: CpuWeight, bias: Tensor | None) -> Tensor:

@@ -23,17 +23,17 @@ NIBBLES = 8  # 4-bit integers in an int32 word
 
 @dataclass(frozen=True, eq=False)
 class Int8Weight:
-    """Symmetric INT8, one scale per output channel, or per output and group of inputs: w = q * scale.
+    """INT8, one scale per output channel, or per output and group of inputs: w = q * scale.
 
-    With input_order, column i of the stored weight belongs to input input_order[i].
+    With minima, which have the groups of the scales: w = q * scale - minimum. With input_order, column i of the stored
+    weight belongs to input input_order[i].
     """
 
     bits: ClassVar[int] = 8
-    symmetric: ClassVar[bool] = True
-    weight_minimum: ClassVar[None] = None
     weight: Tensor  # int8 [out, in], -127..127; -128 where another program made it
     weight_scale: Tensor  # [out, 1] or [out, in / group], floating point
     input_order: Tensor | None = None  # int32 [in], a permutation
+    weight_minimum: Tensor | None = None  # [out, in / group], the scales' dtype
 
     @classmethod
     def from_integers(cls, integers: Tensor, scale: Tensor) -> Int8Weight:
@@ -50,8 +50,12 @@ class Int8Weight:
         return self.weight.shape[1] // self.weight_scale.shape[1]
 
     @property
+    def symmetric(self) -> bool:
+        return self.weight_minimum is None
+
+    @property
     def by_group(self) -> bool:
-        return self.weight_scale.shape[1] > 1
+        return self.weight_scale.shape[1] > 1 or self.weight_minimum is not None
 
     def integers(self, outputs: slice = slice(None)) -> Tensor:
         """int8 [outputs, in]."""
@@ -61,7 +65,8 @@ class Int8Weight:
         """The weight in floating point, [outputs, in], rounded once."""
         scale = self.weight_scale[outputs].unsqueeze(-1)  # [outputs, groups, 1]
         groups = self.weight[outputs].view(*scale.shape[:2], self.group_size)
-        return in_order(scaled(groups, scale, dtype).flatten(-2), self.input_order)
+        minimum = None if self.weight_minimum is None else self.weight_minimum[outputs].unsqueeze(-1)
+        return in_order(lowered(groups, scale, minimum, dtype).flatten(-2), self.input_order)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,13 +129,9 @@ class Int4Weight:
         zero_point = self.zero_points(outputs)
         if zero_point is not None:
             groups -= zero_point.unsqueeze(-1)  # -15..15
-        if self.weight_minimum is None:
-            weight = scaled(groups, scale, dtype)
-        else:
-            minimum = self.weight_minimum[outputs].unsqueeze(-1)
-            wide = torch.promote_types(torch.float32, torch.promote_types(scale.dtype, dtype))
-            weight = scaled(groups.add_(8), scale, wide).sub_(minimum.to(wide)).to(dtype)
-        return in_order(weight.flatten(-2), self.input_order)
+        minimum = None if self.weight_minimum is None else self.weight_minimum[outputs].unsqueeze(-1)
+        groups = groups if minimum is None else groups.add_(8)
+        return in_order(lowered(groups, scale, minimum, dtype).flatten(-2), self.input_order)
 
 
 def pack_zero_points(zero_point: Tensor) -> Tensor:
@@ -204,10 +205,10 @@ def zeros(
     scale = torch.zeros(shape[0], groups, dtype=dtype, device=device)
     integers = torch.zeros(shape, dtype=torch.int8, device=device)
     order = torch.arange(shape[1], dtype=torch.int32, device=device) if layout.ordered else None
-    if layout.bits == 8:
-        return replace(Int8Weight.from_integers(integers, scale), input_order=order)
-    zero_point = None if layout.symmetric or layout.minima else torch.zeros_like(scale, dtype=torch.int8)
     minimum = torch.zeros_like(scale) if layout.minima else None
+    if layout.bits == 8:
+        return Int8Weight(integers, scale, order, minimum)
+    zero_point = None if layout.symmetric or layout.minima else torch.zeros_like(scale, dtype=torch.int8)
     return replace(Int4Weight.from_integers(integers, scale, zero_point), weight_minimum=minimum, input_order=order)
 
 
@@ -221,6 +222,14 @@ def in_order(weight: Tensor, input_order: Tensor | None) -> Tensor:
 def zero_point_bytes(out_features: int, groups: int) -> int:
     """Bytes of a stored weight_zero_point."""
     return -(-out_features // NIBBLES) * groups * 4
+
+
+def lowered(integers: Tensor, scale: Tensor, minimum: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """integers * scale - minimum in `dtype`: the product, and the difference, are rounded once each in float32."""
+    if minimum is None:
+        return scaled(integers, scale, dtype)
+    wide = torch.promote_types(torch.float32, torch.promote_types(scale.dtype, dtype))
+    return scaled(integers, scale, wide).sub_(minimum.to(wide)).to(dtype)
 
 
 def scaled(integers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -135,8 +135,8 @@ def spec_of(settings: Mapping[str, Any], weight: Tensor, *, is_transposed: bool 
         minima=minima, scale_dtype=scales if scales is not weight.dtype else None,
         device_type=weight.device.type, activations=config.activations,
     )  # fmt: skip
-    if minima and config.bits == 8:
-        raise UnsupportedError("minima=True is for bits=4")
+    if minima and config.bits == 8 and group_size is None:
+        raise UnsupportedError("minima=True needs group_size=")
     if config.bits == 4 or spec.by_group:
         check_group_size((rows, columns), spec.group_size)
     return spec

@@ -46,8 +46,9 @@ class PackedWeight:
 
     packed: uint8; src/kernels.h describes its layout. scales: for 8 bits with a scale for each output, [blocks * 64]
     float32; otherwise [blocks, groups, 64] of the stored dtype. For 4 bits only: zeros, the zero points [blocks,
-    groups, 64] uint8 from 0 to 15, or None if all are 8; the weight is (level - zero) * scale. Or minima, [blocks,
-    groups, 64] of the scales' dtype; the weight is then level * scale - minimum.
+    groups, 64] uint8 from 0 to 15, or None if all are 8; the weight is (level - zero) * scale. Or minima, with scales
+    of groups only, [blocks, groups, 64] of the scales' dtype; the weight is then level * scale - minimum, with levels
+    from 0 to 15, or from -128 to 127 for 8 bits.
     """
 
     bits: int
@@ -75,8 +76,8 @@ def pack(
 ) -> PackedWeight:
     """Pack a quantized weight.
 
-    stored: [out, in] int8; for 4 bits, [out, in / 2] uint8. scales: [out, groups]. For 4 bits only: zeros, [out,
-    groups] uint8, the levels from 0 to 15 that stand for the weight 0; or minima, [out, groups] of the scales' dtype.
+    stored: [out, in] int8; for 4 bits, [out, in / 2] uint8. scales: [out, groups]. minima: [out, groups], of the
+    scales' dtype. zeros: for 4 bits only, [out, groups] uint8, the levels from 0 to 15 that stand for the weight 0.
     """
     stored = stored.contiguous()
     in_features = stored.shape[1] * 8 // bits
@@ -131,7 +132,7 @@ def _weight(
     scales = _by_block(scales)
     return PackedWeight(
         bits, out_features, in_features, in_features // groups, packed,
-        scales.float().flatten() if bits == 8 and groups == 1 else scales,
+        scales.float().flatten() if bits == 8 and groups == 1 and minima is None else scales,
         None if zeros is None else _by_block(zeros), None if minima is None else _by_block(minima),
     )  # fmt: skip
 

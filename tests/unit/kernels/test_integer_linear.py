@@ -171,11 +171,14 @@ def oracle_with_minima(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("outputs", "inputs", "group"), GROUPED)
-def test_int4_with_minima(isa, outputs, inputs, group, dtype):
+@pytest.mark.parametrize("bits", [4, 8])
+def test_minima(isa, bits, outputs, inputs, group, dtype):
     levels = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
     scales, minima = (torch.randn(outputs, inputs // group).to(dtype) for _ in range(2))
     stored = levels[:, ::2] | levels[:, 1::2] << 4
-    packed = pack(4, stored, scales, minima=minima)
+    if bits == 8:
+        levels = stored = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
+    packed = pack(bits, stored, scales, minima=minima)
     assert torch.equal(unpack(packed), stored) and torch.equal(stored_by_group(packed, "minima"), minima)
     linear = IntegerLinear([packed], [None])
     for rows in (1, 2, 3, 4, 7, 49, 100):

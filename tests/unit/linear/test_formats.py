@@ -166,10 +166,12 @@ def made(bits: int, *, minima: bool = False, ordered: bool = False):
     scale = torch.randn(10, 4).half()
     order = torch.randperm(64).to(torch.int32) if ordered else None
     columns = integers.double() * scale.double().repeat_interleave(16, 1)
+    minimum = torch.randn(10, 4).half() if minima else None
     if bits == 8:
-        weight = Int8Weight(integers, scale, order)
+        weight = Int8Weight(integers, scale, order, minimum)
+        if minimum is not None:
+            columns -= minimum.double().repeat_interleave(16, 1)
     else:
-        minimum = torch.randn(10, 4).half() if minima else None
         weight = replace(Int4Weight.from_integers(integers, scale), weight_minimum=minimum, input_order=order)
         if minimum is not None:
             columns += (8 * scale.double() - minimum.double()).repeat_interleave(16, 1)
@@ -180,7 +182,7 @@ def made(bits: int, *, minima: bool = False, ordered: bool = False):
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize(("bits", "minima"), [(8, False), (4, False), (4, True)])
+@pytest.mark.parametrize(("bits", "minima"), [(8, False), (8, True), (4, False), (4, True)])
 def test_groups_minima_and_orders_of_inputs(bits, minima, ordered):
     weight, dense = made(bits, minima=minima, ordered=ordered)
     torch.testing.assert_close(weight.dequantize(torch.float64), dense, rtol=1e-12, atol=1e-12)

@@ -35,7 +35,7 @@ enum Epilogue : int32_t { NONE = 0, SILU_MUL = 1, GELU_MUL = 2, GELU_TANH_MUL = 
 
 // One weight matrix [out_features, in_features].
 //   INT8  weight: packed; scales: float32 [blocks * 64]; zeros and minima: null
-//   INT8_GROUPS  weight: packed; scales: [blocks, groups, 64] of scale_dtype; zeros and minima: null
+//   INT8_GROUPS  weight: packed; scales: [blocks, groups, 64] of scale_dtype; zeros: null; minima: as for INT4
 //   INT4  weight: packed; scales: [blocks, groups, 64] of scale_dtype; zeros: uint8 [blocks, groups, 64], or null if
 //         all zero points are 8; minima: [blocks, groups, 64] of scale_dtype, or null. With minima the weight is
 //         q * scale - minimum, and zeros is null.

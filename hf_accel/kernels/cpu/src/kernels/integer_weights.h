@@ -16,7 +16,7 @@ struct GroupTask {
   const void* scales;   // the 64 weight scales of this group, or null if scales belong to outputs
   int32_t scale_dtype;
   const uint8_t* zeros; // INT4: the 64 zero points, or null if all are 8
-  const void* minima;   // INT4: the 64 minima of this group, or null
+  const void* minima;   // the 64 minima of this group, or null
 };
 
 // Element i of the scales or minima of a group.
@@ -43,7 +43,7 @@ struct GroupFactors {
   inline HFA_INLINE F share(I sum, int32_t x_sum) const {
     F result = to_f(sum);
     if (FORMAT == INT4 || scaled) result = mul(result, scale);
-    if (FORMAT == INT4 && lowered) result = sub(result, mul(minimum, set1(static_cast<float>(x_sum))));
+    if (lowered) result = sub(result, mul(minimum, set1(static_cast<float>(x_sum))));
     return result;
   }
 };
