@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .checkpoint import check_floats, empty_layer, headers_of, original_of, own_names, put_layers, shared_names
 from .errors import HfAccelError, UnsupportedError
+from .hardware import release
 from .interop.awq import Awq
 from .interop.compressed_tensors import CompressedTensors
 from .interop.gguf_reader import Gguf
@@ -176,6 +177,8 @@ class ReadStored(ConversionOps):
         tensors = self.reader.loose(parts, shape)
         if tensors is None:
             tensors = state(self.reader.convert(name, parts, shape))
+            for part in parts.values():
+                release(part)  # transformers holds its mapping until the whole model is loaded
         # The name under which they were collected comes first: by it transformers finds out that names are whole.
         first = {f"{name}{COLLECTED}": tensors[COLLECTED[1:]]}
         return first | {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}

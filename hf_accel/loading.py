@@ -30,6 +30,7 @@ from .config import PatchConfig
 from .errors import HfAccelError, UnsupportedError
 from .foreign import Gguf, converters, is_ours, prepare_foreign, reader_of, state_dict_of
 from .hardware import release, trim
+from .interop.gguf_reader import forget_files
 from .linear import LinearSpec, QuantLinear, Workers, choose
 from .linear.hf import METHOD, AccelConfig, AccelQuantizer
 from .originals import Source, stored_tensors
@@ -229,7 +230,10 @@ def _load_gguf(path: str, ours: dict[str, Any], keywords: dict[str, Any]) -> Pre
     else:
         keywords["quantization_config"] = AccelConfig(**ours)
     state_dict = state_dict_of(empty, reader)
-    model: PreTrainedModel = type(empty).from_pretrained(None, config=config, state_dict=state_dict, **keywords)
+    try:
+        model: PreTrainedModel = type(empty).from_pretrained(None, config=config, state_dict=state_dict, **keywords)
+    finally:
+        forget_files()
     return model
 
 

@@ -127,9 +127,10 @@ class Gguf(Reader):
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor of the file. raw: what the gguf package says of it; its data is mapped, not read."""
+    """A tensor of the file. raw: what the gguf package says of it. data: its bytes, mapped and not yet read."""
 
     raw: Any
+    data: Tensor
 
     @property
     def name(self) -> str:
@@ -151,7 +152,7 @@ class GgufTensor:
             raise refuse("GGUF", f"holds {self.name!r} as {self.type_name}, of which {known} are read")
 
         def read() -> Tensor:
-            rows = torch.from_numpy(self.raw.data.copy()).view(self.shape[0], -1)
+            rows = self.data.view(self.shape[0], -1)
             return rows if order is None else rows[order]
 
         return BlocksFound(
@@ -189,6 +190,11 @@ class GgufFile:
     tensors: tuple[GgufTensor, ...]
 
 
+def forget_files() -> None:
+    """Let go of the file that was read last."""
+    _open.cache_clear()
+
+
 def open_gguf(path: str) -> GgufFile:
     """Read the metadata of a file. Raises HfAccelError for what is no GGUF file, UnsupportedError without gguf."""
     try:
@@ -207,7 +213,11 @@ def _open(path: str, changed: int, size: int) -> GgufFile:
     try:
         reader: Any = gguf.GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
-        tensors = tuple(GgufTensor(tensor) for tensor in reader.tensors)
+        # Mapped for us alone: tensors may only lie in memory that can be written to.
+        data = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
+        tensors = tuple(
+            GgufTensor(one, data[one.data_offset : one.data_offset + int(one.n_bytes)]) for one in reader.tensors
+        )
     except Exception as error:  # whatever the package meets in a file that is none
         raise HfAccelError(f"{path} cannot be read as a GGUF file: {error}; copy it again") from error
     architecture = fields.get("general.architecture")
