@@ -50,7 +50,10 @@ def test_transformers_reads_the_same_weight(config: WeightConfig, dtype: torch.d
     kind = kind_of(weight)
     assert kind == ("Q8_0" if config.bits == 8 else "Q4_0" if config.symmetric else "Q4_1")
     assert kind is not None
-    read = dequant.dequantize(blocks(weight), NUMBERS[kind]).view(24, 192)
+    try:
+        read = dequant.dequantize(blocks(weight), NUMBERS[kind]).view(24, 192)
+    except ValueError as error:
+        pytest.skip(f"this transformers reads no {kind}: {error}")
     exact = dtype is not torch.float32 and kind != "Q4_1"
     assert (rounding_of_scales(weight) == 0) == exact or kind == "Q4_1"
     assert rounding_of_scales(weight) < 2**-10

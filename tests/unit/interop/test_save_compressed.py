@@ -19,9 +19,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    CLIPVisionConfig,
     CompressedTensorsConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
@@ -216,13 +219,43 @@ def test_experts_stay_dense_and_are_ignored(tmp_path: Path) -> None:
     """transformers joins them in memory and takes them apart on saving: the names are those of the file."""
     config = MixtralConfig(**DECODER, num_local_experts=2, num_experts_per_tok=1)
     model = hf_accel.patch(MixtralForCausalLM(config).eval(), weights=INT4)
-    save_compressed(model, tmp_path)
+    saved = save_compressed(model, tmp_path)
     tensors, config = read(tmp_path), settings(tmp_path)["quantization_config"]
     dense = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight") and ".block_sparse" in name]
     assert len(dense) == 2 * (2 * 3 + 1) and set(dense) <= set(config["ignore"])
     quantized = {name.removesuffix(".weight_packed") for name in tensors if name.endswith("weight_packed")}
     assert quantized == {f"model.layers.{i}.self_attn.{name}" for i in range(2) for name in PROJECTIONS}
     assert not quantized & set(config["ignore"])
+    assert "transformers 5.23 loads no such checkpoint" in " ".join(str(saved).split())
+    with torch.no_grad():
+        ids = torch.arange(1, 20).view(1, -1)
+        loaded = hf_accel.load(tmp_path)
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=0.05, rtol=0.05)
+
+
+def llava() -> PreTrainedModel:
+    """Its language model has other names in a checkpoint than in memory."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    vision = CLIPVisionConfig(**shape, image_size=8, patch_size=4, projection_dim=32)
+    config = LlavaConfig(text_config=LlamaConfig(**DECODER), vision_config=vision, image_token_index=5)
+    return LlavaForConditionalGeneration(config).eval()
+
+
+@pytest.mark.parametrize("skip", [[], ["down_proj"]])
+def test_names_are_those_of_the_checkpoint(skip: list[str], tmp_path: Path) -> None:
+    stock = llava()
+    stock.save_pretrained(tmp_path / "float")
+    model = hf_accel.patch(type(stock).from_pretrained(tmp_path / "float"), weights={**INT4, "skip": skip})
+    save_compressed(model, tmp_path / "out")
+    stored = {name.removesuffix("_packed") for name in read(tmp_path / "out") if name.endswith("weight_packed")}
+    assert len(stored) == 14 + 6 + 2 - 2 * len(skip) and stored <= read(tmp_path / "float").keys()
+    ignored = {"lm_head", "language_model.lm_head"}
+    for index in range(2 * len(skip)):
+        ignored |= {f"{prefix}.layers.{index}.mlp.down_proj" for prefix in MODEL_AND_FILE}
+    assert set(settings(tmp_path / "out")["quantization_config"]["ignore"]) == ignored
+
+
+MODEL_AND_FILE = ("model.language_model", "language_model.model")
 
 
 def test_layers_of_two_widths(tmp_path: Path) -> None:
