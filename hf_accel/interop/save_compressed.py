@@ -193,8 +193,10 @@ def _is_embedding(model: PreTrainedModel, name: str, head: QuantLinear) -> bool:
     """Whether the head is what quantizing the embedding gives, and the class can tie the two."""
     weight = getattr(model.get_input_embeddings(), "weight", None)
     can = any(re.fullmatch(pattern, f"{name}.weight") for pattern in type(model)._tied_weights_keys or ())
-    if not can or weight is None or tuple(weight.shape) != (head.out_features, head.in_features) or head.bits != 8:
+    if not can or weight is None or tuple(weight.shape) != (head.out_features, head.in_features):
         return False
+    if torch.equal(head.quantized.dequantize(weight.dtype), weight):  # it was read from the very same blocks
+        return True
     mine, config = state(head.quantized), WeightConfig(bits=8)
     for rows in (slice(1), slice(None)):  # the first row says it of most that are not
         its = state(quantize(weight[rows], config))

@@ -18,7 +18,8 @@ from ..atomic import replaced_file
 from ..errors import UnsupportedError
 from ..linear import QuantLinear
 from ..plan import Line
-from .gguf_blocks import blocks, kind_of, rounding_of_scales
+from .ggml_blocks import TYPES
+from .ggml_packing import blocks, kind_of, rounding_of_scales
 from .gguf_model import check_gguf, frequency_factors, rotated_rows, write_settings
 from .gguf_tokenizer import write_no_tokenizer, write_tokenizer
 from .savable import check_finite, savable
@@ -26,7 +27,6 @@ from .saved import Saved
 from .target import check_room
 
 FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
 FILE_TYPES = {
     "F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16",
     "Q8_0": "MOSTLY_Q8_0", "Q4_0": "MOSTLY_Q4_0", "Q4_1": "MOSTLY_Q4_1",
@@ -122,7 +122,7 @@ def _quantized(name: str, layer: QuantLinear, config: Any, dtype: torch.dtype) -
     kind = kind_of(weight)
     if kind is None:
         return _dense(name, lambda: layer.quantized.dequantize(dtype), weight.shape, dtype=dtype, rows=rows)
-    size = weight.shape[0] * weight.shape[1] // 32 * BLOCK_BYTES[kind]
+    size = weight.shape[0] * weight.shape[1] // TYPES[kind].inputs * TYPES[kind].bytes
     make = partial(_blocks_of, layer, rows)
     return Entry(name, weight.shape, kind, size, make, rounding_of_scales(weight))
 
@@ -190,7 +190,7 @@ def _lines(model: PreTrainedModel, entries: list[Entry]) -> Iterator[Line]:
     for (kind, quantized), count in Counter((entry.kind, entry.name in layers) for entry in matrices).items():
         if not quantized:
             reason = "as they are"
-        elif kind in BLOCK_BYTES:
+        elif kind in TYPES:
             error = max(entry.scale_error for entry in matrices if entry.kind == kind)
             reason = "the same integers; scales " + (
                 f"change by up to {error:.1e}" if error else "are exact in float16"

@@ -127,6 +127,30 @@ def test_transformers_loads_it(dtype: torch.dtype, tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(ids).logits, oracle(ids).logits, atol=0.05, rtol=0.05)
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4", "asymmetric"])
+@pytest.mark.parametrize("name", ["llama, tied", "qwen2"])
+def test_what_was_saved_is_loaded_and_saved_again(name: str, weights: str, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    model, oracle = pair(name, weights)
+    save_gguf(model, tmp_path / "first.gguf")
+    loaded = hf_accel.load(tmp_path / "first.gguf")
+    save_gguf(loaded, tmp_path / "second.gguf")
+    first, second = (gguf.GGUFReader(tmp_path / f"{which}.gguf").tensors for which in ("first", "second"))
+    again = {tensor.name: bytes(tensor.data) for tensor in second}
+    blocks = {tensor.name: bytes(tensor.data) for tensor in first if tensor.tensor_type.name.startswith("Q")}
+    assert len(blocks) == 15 and blocks.items() <= again.items()
+    ids = torch.arange(1, 30).view(1, -1)
+    with torch.no_grad():
+        error = (loaded(ids).logits - oracle(ids).logits).pow(2).mean() / oracle(ids).logits.var()
+    assert error < 1e-2
+    if weights == "asymmetric":
+        with pytest.raises(UnsupportedError, match="has minima for zero points, which vLLM does not read"):
+            hf_accel.save_compressed(loaded, tmp_path / "out")
+    else:
+        label = {"int8": "W8A16 in groups of 32", "int4": "W4A16 in groups of 32"}[weights]
+        assert label in str(hf_accel.save_compressed(loaded, tmp_path / "out"))
+
+
 # -- llama.cpp -----------------------------------------------------------------------------------------
 
 

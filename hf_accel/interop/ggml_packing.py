@@ -1,4 +1,4 @@
-"""Quantized weights as the blocks of 32 that llama.cpp multiplies by: Q8_0, Q4_0 and Q4_1.
+"""Quantized weights in llama.cpp's blocks of 32: Q8_0, Q4_0 and Q4_1, as ggml_blocks.py reads them.
 
 Source: ggml, `block_q8_0`, `block_q4_0` and `block_q4_1` in ggml-common.h. A scale of ours is for at least as many
 inputs as a block holds, so the integers go over as they are; each scale is rounded to float16.

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hf_accel.config import WeightConfig
-from hf_accel.interop.gguf_blocks import blocks, kind_of, rounding_of_scales
+from hf_accel.interop.ggml_blocks import TYPES
+from hf_accel.interop.ggml_packing import blocks, kind_of, rounding_of_scales
 from hf_accel.linear import quantize
 from hf_accel.linear.formats import Int4Weight, Int8Weight
 
@@ -59,6 +60,15 @@ def test_transformers_reads_the_same_weight(config: WeightConfig, dtype: torch.d
     assert rounding_of_scales(weight) < 2**-10
     expected = weight.dequantize(torch.float32)
     torch.testing.assert_close(read, expected, rtol=0 if exact else 2**-10, atol=0 if exact else 4e-3)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.label} {config.group_size}")
+def test_the_reader_gets_the_same_integers(config: WeightConfig) -> None:
+    weight = quantize(torch.randn(24, 192, generator=torch.Generator().manual_seed(7)).half(), config)
+    read = TYPES[str(kind_of(weight))].weight(blocks(weight))
+    assert torch.equal(read.integers(), weight.integers())
+    scale = weight.weight_scale.repeat_interleave(192 // weight.weight_scale.shape[1] // 32, dim=1)
+    assert torch.equal(read.weight_scale, scale)
 
 
 def test_rows_in_another_order() -> None:
