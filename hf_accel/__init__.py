@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .distill.trainer.callback import DistillationCallback
     from .distill.trainer.distillation_trainer import DistillationMixin, DistillationTrainer
     from .distill.trainer.settings import DistillationConfig, DistillationSettings
+    from .verify.quantization_report import quantization_report
     from .interop.save_compressed import save_compressed
     from .interop.save_gguf import save_gguf
 
@@ -74,6 +75,7 @@ __all__ = [
     "patch",
     "patched",
     "plan",
+    "quantization_report",
     "save_compressed",
     "save_gguf",
     "stats",
@@ -93,6 +95,7 @@ _LAZY = {
     "distillation_loss": "distill.losses.distillation_loss",
     "init_student": "distill.drafts.student",
     "measure_acceptance": "distill.drafts.measuring",
+    "quantization_report": "verify.quantization_report",
     "save_compressed": "interop.save_compressed",
     "save_gguf": "interop.save_gguf",
 }

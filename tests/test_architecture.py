@@ -105,6 +105,7 @@ LAZY_NAMES = [
     "distillation_loss",
     "init_student",
     "measure_acceptance",
+    "quantization_report",
     "save_compressed",
     "save_gguf",
 ]
@@ -120,6 +121,7 @@ KEYWORDS = {
         "bits", "group_size", "symmetric", "activations", "method", "calibration", "resume", "skip", "head",
         "only_if_faster",
     ],
+    "quantization_report": ["reference"],
     "CacheConfig": ["block_size", "dtype", "max_tokens", "prefix_sharing"],
     "SpeculativeConfig": ["drafter", "num_draft", "max_draft", "verify", "ngram"],
     "Engine": ["max_tokens", "tokenizer", "token_budget", "max_running", "speculative"],
