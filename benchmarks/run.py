@@ -32,6 +32,7 @@ from . import (
     ladder,
     latency,
     memory,
+    methods,
     never_slower,
     patch_memory,
     patch_time,
@@ -58,6 +59,7 @@ from .tables import Table
 TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
     "isa": isa.measure,  # first: its processes need several GB, which later the models have
     "quality": quality.measure,
+    "methods": methods.measure,
     "small_model": small_model.measure,
     "decode": decode.measure,
     "long_decode": decode.measure_long,
@@ -127,6 +129,7 @@ def model_of(topic: str, bench: Bench) -> str:
         "small_model": str(small_model.SHIPPED),
         "never_slower": "random models of several shapes",
         "quality": quality.checkpoint(bench.settings),
+        "methods": quality.checkpoint(bench.settings),
         "drafters": drafters.target_of(bench.settings),
         "students": drafters.target_of(bench.settings),
         "student_speed": drafters.target_of(bench.settings),

@@ -164,6 +164,19 @@ class Distill:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Methods:
+    """groups: sizes of groups of INT4; lopsided: those that get zero points too. windows: of calibration data."""
+
+    groups: tuple[int, ...] = (128, 64, 32)
+    lopsided: tuple[int, ...] = (128, 32)
+    windows: int = 32
+    length: int = 512
+
+    def quicker(self) -> Methods:
+        return replace(self, groups=self.groups[-1:], lopsided=(), windows=self.windows // 8, length=self.length // 2)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NeverSlower:
     """cases: models and their dtypes. batches: of decode steps after `context` tokens; prompts: lengths at batch 1.
 
@@ -228,6 +241,7 @@ class Settings:
     students: Students = field(default_factory=Students)
     drafts: Drafts = field(default_factory=Drafts)
     distill: Distill = field(default_factory=Distill)
+    methods: Methods = field(default_factory=Methods)
     never_slower: NeverSlower = field(default_factory=NeverSlower)
 
     @property
@@ -259,5 +273,6 @@ class Settings:
             students=self.students.quicker(),
             drafts=self.drafts.quicker(),
             distill=self.distill.quicker(),
+            methods=self.methods.quicker(),
             never_slower=self.never_slower.quicker(),
         )

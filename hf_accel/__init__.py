@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from .distill.trainer.callback import DistillationCallback
     from .distill.trainer.distillation_trainer import DistillationMixin, DistillationTrainer
     from .distill.trainer.settings import DistillationConfig, DistillationSettings
-    from .verify.quantization_report import quantization_report
     from .interop.save_compressed import save_compressed
     from .interop.save_gguf import save_gguf
+    from .verify.quantization_report import quantization_report
 
 __version__ = "0.1.0"
 __all__ = [

@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from .calibration import with_folds
+from .calibration import planned
 from .checkpoint import check_loaded, prepare
 from .config import PatchConfig
 from .errors import HfAccelError, UnsupportedError
@@ -101,7 +101,7 @@ def make_packer(
     """The Packer for a model on meta; None where the model has to be loaded whole and patched then."""
     device_type, keep = _device_type(device_map), settings.keep_original
     stored = stored_tensors(files)
-    calibrated = settings.weights is not None and settings.weights.is_calibrated  # which needs the whole model
+    calibrated = settings.weights is not None and settings.weights.needs_data  # which needs the whole model
     if device_type is None or calibrated or keep is True or (keep == "auto" and not stored):
         return None
     with _torchs_defaults():
@@ -145,11 +145,11 @@ def finish_loading(model: PreTrainedModel, settings: AccelConfig, packer: Packer
         _finish_quantized(model, settings)
         return
     packed = packer.finish() if packer is not None else {}
-    todo = make_plan(model, settings.patch, find_originals=partial(_originals, packed) if packed else None)
+    todo = planned(model, settings.patch, find_originals=partial(_originals, packed) if packed else None)
     unplanned = packed.keys() - {linear.site.name for linear in todo.quantized}
     if unplanned:
         raise HfAccelError(f"{min(unplanned)!r} was packed while loading, but is not to be quantized; load without it")
-    apply_plan(with_folds(todo), packed)
+    apply_plan(todo, packed)
 
 
 def _originals(

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .attention import PlannedAttention
 from .attention.hf import NAME as ATTENTION_NAME
 from .attention.hf.parts import implementation_of_config, set_our_attention, stock_implementation
-from .calibration import calibrate, with_folds
+from .calibration import calibrate, planned
 from .check import transformers_model
 from .config import PatchConfig, WeightConfig
 from .errors import HfAccelError, UnsupportedError
@@ -30,7 +30,6 @@ from .models import unwrapped
 from .originals import Originals
 from .pack import Packed, replace_linears, replace_parameters
 from .plan import Plan
-from .planning import make_plan
 from .state import (
     BACKEND_ATTRIBUTE,
     FUSED,
@@ -56,7 +55,7 @@ OFF: Any = Default("off")
 
 def plan(model: nn.Module, *, config: PatchConfig | Mapping[str, Any] | None = None, **keywords: Any) -> Plan:
     """What `patch(model, **keywords)` would do, and why. Changes nothing."""
-    return with_folds(make_plan(model, PatchConfig.build(config, **keywords)))
+    return planned(model, PatchConfig.build(config, **keywords))
 
 
 def patch(
@@ -98,7 +97,7 @@ def patch(
     }
     settings = PatchConfig.build(config, **keywords, **unknown)
     _check_unpatched(transformers_model(model))
-    apply_plan(with_folds(make_plan(model, settings)))
+    apply_plan(planned(model, settings))
     return model
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,11 +39,18 @@ from .survey import (
 )
 
 
-def make_plan(model: object, config: PatchConfig, *, find_originals: FindOriginals | None = None) -> Plan:
+def make_plan(
+    model: object,
+    config: PatchConfig,
+    *,
+    find_originals: FindOriginals | None = None,
+    eight_bits: Collection[str] = (),
+) -> Plan:
     """The Plan for a model; raises UnsupportedError where an explicit request cannot be met.
 
     find_originals: says which file holds each weight that will be replaced, or None unless all can be read back;
-        without it the checkpoint that the model came from is compared.
+        without it the checkpoint that the model came from is compared. eight_bits: names of Linears that average_bits
+        leaves 8 bits for.
     """
     inner = check_model(model)
     stock_attention = _refusal("attention", config, attention_refusal(inner), wanted=config.attention is not None)
@@ -51,7 +58,7 @@ def make_plan(model: object, config: PatchConfig, *, find_originals: FindOrigina
     stock_cache = _refusal("cache", config, no_cache, wanted=config.cache is not None)
     _check_other_quantizer(inner, config)
     _check_calibration(config.weights)
-    linears = tuple(plan_linears(inner, config.weights))
+    linears = tuple(plan_linears(inner, config.weights, eight_bits=eight_bits))
     attention = () if stock_attention else tuple(_plan_attention(inner, config))
     stock_loop = _stock_loop(inner, config, stock_cache)
     before = parameter_bytes(list(inner.parameters()) + list(inner.buffers()))
@@ -97,11 +104,13 @@ def _check_other_quantizer(model: PreTrainedModel, config: PatchConfig) -> None:
 
 
 def _check_calibration(config: WeightConfig | None) -> None:
-    """Raise UnsupportedError if a method needs calibration data and has none, as the config of a checkpoint."""
-    if config is not None and config.is_calibrated and config.calibration is None:
+    """Raise UnsupportedError if calibration data is needed and not there, as in the config of a checkpoint."""
+    if config is not None and config.needs_data and config.calibration is None:
+        method, bits = f"method={config.method!r}", f"average_bits={config.average_bits}"
+        what, way_out = (method, "choose method='rtn'") if config.is_calibrated else (bits, "say bits= instead")
         raise UnsupportedError(
-            f"method={config.method!r} needs calibration=: token ids [n, length], or texts like those that the model "
-            "will work on; give some, or choose method='rtn'"
+            f"{what} needs calibration=: token ids [n, length], or texts like those that the model will work on; give "
+            f"some, or {way_out}"
         )
 
 
@@ -133,13 +142,19 @@ def _stock_loop(model: PreTrainedModel, config: PatchConfig, stock_cache: str | 
 
 
 def plan_linears(
-    model: PreTrainedModel, config: WeightConfig | None, *, device_type: str | None = None
+    model: PreTrainedModel,
+    config: WeightConfig | None,
+    *,
+    device_type: str | None = None,
+    eight_bits: Collection[str] = (),
 ) -> Iterable[LinearPlan]:
     """Decide about each Linear. device_type: where the weights will be, if the model is on meta still."""
     if config is None:
         return
     for site in sites_for(model, config):
         kept = config.for_head if site.is_head else config
+        if kept is config and site.name in eight_bits:
+            kept = config.with_eight_bits()
         if kept is None:
             yield LinearPlan(site, config, "head=None")
         elif site.skip is not None:

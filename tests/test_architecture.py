@@ -118,8 +118,8 @@ KEYWORDS = {
         "context", "batch", "weights", "kv_dtype", "dtype", "bandwidth", "compute", "price_per_hour", "device",
     ],
     "WeightConfig": [
-        "bits", "group_size", "symmetric", "activations", "method", "calibration", "resume", "skip", "head",
-        "only_if_faster",
+        "bits", "group_size", "symmetric", "activations", "method", "calibration", "resume", "average_bits",
+        "skip", "head", "only_if_faster",
     ],
     "quantization_report": ["reference"],
     "CacheConfig": ["block_size", "dtype", "max_tokens", "prefix_sharing"],

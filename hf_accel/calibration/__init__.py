@@ -1,5 +1,6 @@
 """Quantize by what calibration data says of the inputs of each layer: see `calibrate`."""
 
-from .streaming import calibrate, with_folds
+from .planned import planned
+from .streaming import calibrate
 
-__all__ = ["calibrate", "with_folds"]
+__all__ = ["calibrate", "planned"]

@@ -10,14 +10,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..errors import HfAccelWarning, UnsupportedError
-from ..explain import explain
 from ..hardware import release
 from ..linear.formats import QuantizedWeight
 from ..linear.input_statistics import CHUNK, Statistics
@@ -27,7 +26,7 @@ from ..plan import Fold, LinearPlan, Plan
 from ..twin import twin
 from .feeding import check_takes_ids, feed
 from .finished import Finished, Rounded
-from .folds import find_folds, foldable, folded_parameters
+from .folds import foldable, folded_parameters
 from .windows import windows_of
 
 
@@ -61,16 +60,6 @@ def calibrate(todo: Plan) -> Calibrated:
         feed(model, windows)
     _warn_of_missed([name for name in linears if name not in run.quantized])
     return run.result()
-
-
-def with_folds(todo: Plan) -> Plan:
-    """A plan that also says where the scales of AWQ go. Raises UnsupportedError for a model that cannot be tried."""
-    names = [p.site.name for p in todo.quantized if p.config.method == "awq"]
-    if not names:
-        return todo
-    check_takes_ids(todo.model)
-    planned = replace(todo, folds=tuple(find_folds(twin(todo.model), names)))
-    return replace(planned, lines=tuple(explain(planned)))
 
 
 def _warn_of_missed(names: list[str]) -> None:
@@ -158,10 +147,16 @@ def with_outputs_divided(weight: QuantizedWeight, scales: Tensor) -> QuantizedWe
     return replace(weight, weight_scale=(stored.float() / scales.unsqueeze(1)).to(stored.dtype))
 
 
+class Quantizing(Protocol):
+    """What gives RoundingLinears their weights."""
+
+    def quantize(self, name: str, inputs: Tensor) -> Rounded: ...
+
+
 class RoundingLinear(nn.Module):
     """In the place of a Linear of the copy: quantizes its weight on the first call, and multiplies by that."""
 
-    def __init__(self, linear: LinearPlan, run: CalibrationPass) -> None:
+    def __init__(self, linear: LinearPlan, run: Quantizing) -> None:
         super().__init__()
         self._linear, self._run = linear, run
         self._rounded: Rounded | None = None
