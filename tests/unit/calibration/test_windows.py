@@ -43,7 +43,7 @@ FORMS: list[tuple[Any, list[list[int]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("data", "expected"), FORMS, ids=str)
+@pytest.mark.parametrize(("data", "expected"), FORMS)
 def test_token_ids(data: Any, expected: list[list[int]], model: PreTrainedModel) -> None:
     found = windows_of(data, model)
     assert found.tolist() == expected and found.dtype == torch.int64
