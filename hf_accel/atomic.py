@@ -68,7 +68,7 @@ def replaced_folder(folder: Path, *, errors: tuple[type[Exception], ...] = ()) -
                 shutil.copymode(place, unfinished)
             yield unfinished
             for path in unfinished.rglob("*"):
-                if not path.is_symlink():
+                if not path.is_symlink() and (path.is_file() or path.is_dir()):  # opening a pipe waits for a writer
                     _to_disk(path)
             _to_disk(unfinished)
             _put(unfinished, place)
@@ -77,7 +77,11 @@ def replaced_folder(folder: Path, *, errors: tuple[type[Exception], ...] = ()) -
 
 def check_replaceable(folder: Path) -> None:
     """Raise UnsupportedError for a place that no folder can be put to in one step."""
-    place = folder.resolve()
+    try:
+        place = folder.resolve()
+        place.is_dir()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, no path at all, a loop of links
+        raise UnsupportedError(f"{folder} is no place for a folder: {error}; name another one") from error
     if place.exists() and not place.is_dir():
         raise UnsupportedError(f"{folder} is a file; name a folder, or delete it first")
     if place.is_dir() and Path.cwd().is_relative_to(place):

@@ -101,12 +101,18 @@ def test_what_the_disk_does_not_take_is_told(place: Path) -> None:
 def test_places_that_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("a")
     (tmp_path / "here" / "inside").mkdir(parents=True)
+    (tmp_path / "loop").symlink_to("loop")
     monkeypatch.chdir(tmp_path / "here" / "inside")
     for place, message in (
         (tmp_path / "file", "is a file; name a folder"),
         (tmp_path / "file" / "below", "could not be written"),
         (Path("."), "holds the working directory"),
         (tmp_path / "here", "holds the working directory"),
+        (tmp_path / ("long" * 100), "is no place for a folder: .*File name too long"),
+        (tmp_path / ("x" * 250), "could not be written: .*File name too long"),
+        (tmp_path / "nul\0", "is no place for a folder: embedded null"),
+        (tmp_path / "loop", "is no place for a folder: .*oop|could not be written"),
+        (Path("/proc/none/here"), "could not be written"),
     ):
         with pytest.raises(HfAccelError, match=message), replaced_folder(place):
             pytest.fail("it was to be refused before the block")
