@@ -20,7 +20,9 @@ def kind_of(weight: QuantizedWeight) -> str | None:
         return None
     if weight.weight_scale.abs().max() > torch.finfo(torch.float16).max:
         return None
-    return "Q8_0" if weight.bits == 8 else ("Q4_0" if weight.symmetric else "Q4_1")
+    if weight.bits == 8:
+        return "Q8_0" if weight.symmetric else None
+    return "Q4_0" if weight.symmetric else "Q4_1"
 
 
 def blocks(weight: QuantizedWeight, rows: Tensor | None = None) -> Tensor:

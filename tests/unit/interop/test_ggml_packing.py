@@ -89,6 +89,8 @@ def test_minima() -> None:
 
 def test_what_has_no_blocks() -> None:
     order = torch.randperm(64, dtype=torch.int32)
+    eight = quantize(torch.randn(8, 64), WeightConfig(bits=8))
+    assert kind_of(replace(eight, weight_minimum=torch.ones(8, 1))) is None
     assert kind_of(replace(quantize(torch.randn(8, 64), WeightConfig(bits=8)), input_order=order)) is None
     assert kind_of(quantize(torch.randn(8, 48), WeightConfig(bits=8))) is None
     assert kind_of(Int8Weight(torch.ones(1, 32, dtype=torch.int8), column([70000.0]))) is None
