@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ..errors import UnsupportedError
 
 LENGTH = 512  # tokens of a window
 MOST = 32  # windows
+READ = 16  # times as many tokens are read, for windows that lie evenly over them
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 KNOWN = (
     "give token ids as a tensor [n, length], a list of texts or of lists of token ids, a dataset with a column "
@@ -24,8 +25,9 @@ KNOWN = (
 def windows_of(calibration: object, model: PreTrainedModel) -> Tensor:
     """int64 [n, length] of token ids that the model knows.
 
-    A tensor [n, length] is taken as it is. Of all else, the first tokens are taken, one piece after the other with the
-    end of text between texts, and cut into up to MOST windows of LENGTH, or one that is shorter.
+    A tensor [n, length] is taken as it is. All else is read one piece after the other, with the end of text between
+    texts, and gives up to MOST windows of LENGTH that lie evenly over the tokens, or one that is shorter: what is
+    calibrated on text of many kinds loses less.
     Raises UnsupportedError for what is none of the known forms, for no tokens, and for ids outside of the vocabulary.
     """
     data, tokenizer = _with_tokenizer(calibration)
@@ -88,7 +90,7 @@ def _column(row: Mapping[str, Any]) -> Any:
 
 
 def _encoded(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    text = text[: 32 * MOST * LENGTH]  # more is not read
+    text = text[: 8 * READ * MOST * LENGTH]  # characters; more tokens are not read
     ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
     end = tokenizer.eos_token_id
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
@@ -109,9 +111,11 @@ def _own_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
 
 
 def _cut(ids: Iterator[int], length: int) -> Tensor:
-    taken = torch.tensor([i for i, _ in zip(ids, range(MOST * length), strict=False)], dtype=torch.int64)
+    taken = torch.tensor(list(islice(ids, READ * MOST * length)), dtype=torch.int64)
     length = max(1, min(length, len(taken)))
-    return taken[: len(taken) // length * length].view(-1, length)
+    windows = taken[: len(taken) // length * length].view(-1, length)
+    count = min(MOST, len(windows))
+    return windows[[number * len(windows) // count for number in range(count)]]
 
 
 def _length(model: PreTrainedModel) -> int:

@@ -60,6 +60,9 @@ def test_texts_are_joined_and_cut(model: PreTrainedModel, tokenizer: Any, monkey
     texts = ["w5 w6", "w7 w8 w9 w10 w11", "w12 w13 w14"]
     assert windows_of((texts[:2], tokenizer), model).tolist() == [[5, 6, 2, 7], [8, 9, 10, 11]]
     assert windows_of((texts, tokenizer), model).tolist() == [[5, 6, 2, 7], [8, 9, 10, 11]]
+    assert windows_of((texts[1:] * 3, tokenizer), model).tolist() == [[7, 8, 9, 10], [9, 10, 11, 2]]
+    monkeypatch.setattr(windows, "READ", 1)
+    assert windows_of((texts[1:] * 3, tokenizer), model).tolist() == [[7, 8, 9, 10], [11, 2, 12, 13]]
     assert windows_of((texts[1:2], tokenizer), model).tolist() == [[7, 8, 9, 10]]
 
 
