@@ -66,4 +66,5 @@ def _pick(pages: Tensor, scales: Tensor | None, picked: Tensor, dtype: torch.dty
     if scales is None:
         return found
     factors = scales.view(-1, scales.shape[2]).index_select(0, picked.flatten()).view(*found.shape[:3], 1)
-    return found.to(dtype) * factors.to(dtype)
+    wide = torch.promote_types(dtype, factors.dtype)
+    return (found.to(wide) * factors.to(wide)).to(dtype)

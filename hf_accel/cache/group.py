@@ -19,6 +19,8 @@ from .table import BlockTable
 
 # The dtypes that quantized pages may have, with the largest value of each.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+# The dtypes of scales that are not the dtype of K and V: in half precision, those of small K would lose bits.
+SCALE_DTYPES = {torch.float16: torch.float32}
 
 
 class KVStorage:
@@ -26,8 +28,8 @@ class KVStorage:
 
     keys [.., H, Dk], values [.., H, Dv]: examples of what will be written. Only their shapes, dtypes and device are
     used. quantized: a dtype of LARGEST, or None. Quantized pages have one scale per token and head (symmetric absmax);
-    the scale is rounded to `dtype`, the dtype of K and V, before it is used. A token's head with a non-finite K or V
-    is read back as NaN.
+    the scale is rounded to its stored dtype, that of K and V or what SCALE_DTYPES says, before it is used. A token's
+    head with a non-finite K or V is read back as NaN.
     """
 
     def __init__(
@@ -39,7 +41,8 @@ class KVStorage:
         stored, device = quantized or self.dtype, keys.device
         self.pages = KV(*(_empty((*page, x.shape[-1]), dtype=stored, device=device) for x in (keys, values)))
         if quantized:
-            self.pages = KV(*self.pages[:2], *(_empty(page, dtype=self.dtype, device=device) for _ in "kv"))
+            scales = SCALE_DTYPES.get(self.dtype, self.dtype)
+            self.pages = KV(*self.pages[:2], *(_empty(page, dtype=scales, device=device) for _ in "kv"))
 
     @property
     def num_blocks(self) -> int:
@@ -89,7 +92,8 @@ class KVStorage:
         if k_scales is None or v_scales is None:
             return k[place], v[place]
         scales = k_scales[place].unsqueeze(-1), v_scales[place].unsqueeze(-1)
-        return k[place].to(self.dtype) * scales[0], v[place].to(self.dtype) * scales[1]
+        wide = scales[0].dtype
+        return (k[place].to(wide) * scales[0]).to(self.dtype), (v[place].to(wide) * scales[1]).to(self.dtype)
 
     def widen(self, dtype: torch.dtype) -> None:
         """Change the pages to a dtype that also holds `dtype` exactly. Quantized pages stay as they are."""
@@ -128,11 +132,11 @@ def _longer(old: Tensor, num_blocks: int) -> Tensor:
 def quantize(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantize states [N, H, D] symmetrically by their largest absolute value.
 
-    Returns [N, H, D] of `dtype`, which is one of LARGEST, and scales [N, H] of the dtype of `states`. The scale of
-    all zeros is 0.
+    Returns [N, H, D] of `dtype`, which is one of LARGEST, and scales [N, H] of the dtype of `states` or what
+    SCALE_DTYPES says. The scale of all zeros is 0.
     """
     largest = LARGEST[dtype]
-    scales = (states.abs().amax(-1).float() / largest).to(states.dtype)
+    scales = (states.abs().amax(-1).float() / largest).to(SCALE_DTYPES.get(states.dtype, states.dtype))
     divisors = scales.float().masked_fill(scales == 0, 1).unsqueeze(-1)
     levels = states.float() / divisors
     levels = levels.round() if dtype == torch.int8 else levels

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ..cache.group import SCALE_DTYPES
 from ..errors import UnsupportedError
 
 TILE = 128  # rows and columns of scores that tiled attention holds at a time
@@ -44,7 +45,8 @@ class AttentionLayer:
 
     def kv_bytes(self, *, dtype: torch.dtype, quantized: bool) -> int:
         """Keys and values of one sequence; quantized ones take a byte per number, a scale per token and head."""
-        vector = self.head_dim + dtype.itemsize if quantized else self.head_dim * dtype.itemsize
+        scale = SCALE_DTYPES.get(dtype, dtype)
+        vector = self.head_dim + scale.itemsize if quantized else self.head_dim * dtype.itemsize
         return 2 * self.kv_heads * self.tokens * vector
 
     @property

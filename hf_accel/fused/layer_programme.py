@@ -235,7 +235,8 @@ class LayerProgramme:
             *[0 if tensor is None else tensor.data_ptr() for tensor in pages],
             step.slots.data_ptr(), table.data_ptr(), ragged.cu_q.data_ptr(), ragged.kv_len.data_ptr(),
             table.stride(0), len(table), storage.block_size,
-            dtype, DTYPES[self.table_dtype], DTYPES[pages.k.dtype], dtype, threads(),
+            dtype, DTYPES[self.table_dtype], DTYPES[pages.k.dtype],
+            dtype if pages.k_scales is None else DTYPES[pages.k_scales.dtype], threads(),
         )  # fmt: skip
         return out
 

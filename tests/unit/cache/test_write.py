@@ -72,6 +72,25 @@ def test_numbers_that_are_none(isa: str, dtype: torch.dtype, quantized: torch.dt
     assert_same(keys.to(dtype), values.to(dtype), quantized)
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-4, 1e-5])
+@pytest.mark.parametrize("native", [False, True])
+def test_small_numbers_in_half_precision_keep_their_levels(size: float, native: bool) -> None:
+    """A scale in half precision would be subnormal, and wrong by several percent."""
+    if native and kernels.refusal():
+        pytest.skip(kernels.refusal())
+    keys = (torch.randn(35, 3, 64) * size).half()
+    slots = torch.arange(35)
+    storage = KVStorage(9, 4, keys, keys, quantized=torch.int8)
+    with pytest.MonkeyPatch.context() as patch:
+        if not native:
+            patch.setattr(KVStorage, "_is_native", lambda *_: False)
+        storage.write(keys, keys, slots)
+    error = (storage.read(slots)[0].float() - keys.float()).abs()
+    steps = keys.float().abs().amax(-1, keepdim=True) / 127
+    rounding = (keys.float().abs() + steps) * 2.0**-11 + 2.0**-25  # of what is read back, in half precision
+    assert (error <= 0.501 * steps + rounding).all()
+
+
 def test_ties_round_to_even(isa: str) -> None:
     levels = torch.arange(-127, 128) / 2  # halves, and a largest of 127 that makes the scale 1
     keys = torch.cat([levels, torch.tensor([127.0])]).view(1, 1, -1)

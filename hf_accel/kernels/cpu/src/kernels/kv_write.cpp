@@ -27,10 +27,15 @@ template <> constexpr float LARGEST<Fp8> = 448.0f;
 inline F to_level(F x, const int8_t*) { return round(x); }
 inline F to_level(F x, const Fp8*) { return x; }  // it is rounded when it is stored
 
+// The type of the scales of quantized T. Half precision would round the scales of small numbers by several percent.
+template <class T> struct ScaleOf { using type = T; };
+template <> struct ScaleOf<F16_> { using type = float; };
+template <class T> using Scale = typename ScaleOf<T>::type;
+
 // Quantizes the numbers of a token's head. If one of them is NaN or infinite, so is the scale, and they are read back
 // as NaN. Levels that would be NaN are stored as 0.
 template <class T, class P>
-inline void quantize(const T* x, int64_t dim, P* levels, T* scale) {
+inline void quantize(const T* x, int64_t dim, P* levels, Scale<T>* scale) {
   F largest = zero(), poison = zero();
   for (int64_t i = 0; i < dim; i += LANES) {
     const F value = abs(load_part(x + i, dim - i));
@@ -54,7 +59,7 @@ void write(const WriteCall& c, const PageWrite& w, int64_t token, int64_t slot) 
     const T* const from = static_cast<const T*>(w.states) + token * w.token + h * w.head;
     const int64_t row = (block * c.heads + h) * c.block_size + offset;
     if constexpr (sizeof(P) == 1)
-      quantize(from, w.dim, static_cast<P*>(w.pages) + row * w.dim, static_cast<T*>(w.scales) + row);
+      quantize(from, w.dim, static_cast<P*>(w.pages) + row * w.dim, static_cast<Scale<T>*>(w.scales) + row);
     else
       std::memcpy(static_cast<T*>(w.pages) + row * w.dim, from, sizeof(T) * static_cast<size_t>(w.dim));
   }
