@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 import hf_accel
 from hf_accel.config import WeightConfig
@@ -147,3 +147,24 @@ def test_an_encoder_decoder_is_refused() -> None:
     model = T5ForConditionalGeneration(T5Config(**sizes)).eval()
     with pytest.raises(hf_accel.UnsupportedError, match="T5ForConditionalGeneration is an encoder-decoder"):
         hf_accel.patch(model, weights=config())
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_experts_of_a_mixture_stay_as_they_are(method: str) -> None:
+    sizes = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "eos_token_id": 1}
+    config_of = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(config_of).eval()
+    before, experts = snapshot(model), [p for name, p in model.named_parameters() if "experts" in name]
+    expected = [p.clone() for p in experts]
+    hf_accel.patch(model, weights=config(method))
+    assert {name.rpartition(".")[2] for name in layers(model)} == {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}
+    assert experts and all(torch.equal(p, e) for p, e in zip(experts, expected, strict=True))
+    assert snapshot(hf_accel.unpatch(model)) == before
+
+
+def test_the_dtype_that_a_folded_model_was_moved_to_stays() -> None:
+    model = hf_accel.patch(build("llama"), weights=config("awq", head=None))
+    moved = hf_accel.unpatch(model.to(torch.bfloat16))
+    expected = build("llama").to(torch.bfloat16).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in moved.state_dict().items())
