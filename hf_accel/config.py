@@ -55,7 +55,7 @@ class WeightConfig:
     activations: Activations = "auto"
     method: Method = "rtn"
     calibration: Any = field(default=None, compare=False, repr=False)
-    resume: str | None = field(default=None, compare=False)
+    resume: str | None = field(default=None, compare=False, repr=False)
     average_bits: float | None = None
     skip: tuple[str, ...] = ()
     head: Literal["int8"] | None = "int8"
@@ -297,7 +297,7 @@ class PatchConfig:
         """The same without calibration data, which is not part of a model."""
         if self.weights is None or self.weights.calibration is None:
             return self
-        return dataclasses.replace(self, weights=dataclasses.replace(self.weights, calibration=None))
+        return dataclasses.replace(self, weights=dataclasses.replace(self.weights, calibration=None, resume=None))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able keywords that `build` turns into an equal config."""

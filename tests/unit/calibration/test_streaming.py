@@ -83,6 +83,8 @@ def test_the_plan_and_the_saved_config_say_the_method_and_hold_no_data(tmp_path:
     assert "int4 group 32 gptq by" in str(plan)
     hf_accel.patch(model, weights=config())
     expected = model(IDS).logits
+    kept = model._hf_accel.config.weights
+    assert (kept.method, kept.calibration, kept.resume) == ("gptq", None, None)
     settings = model.config.quantization_config.to_dict()
     assert settings["weights"]["method"] == "gptq"
     assert not {"calibration", "resume"} & settings["weights"].keys()
