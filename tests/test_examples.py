@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 SHIPPED = EXAMPLES / "stdlib-tiny"
 COVERED = {
     "quickstart", "cache_reuse", "save_and_load", "estimate", "quality", "speed", "table", "train_tiny_model", "serve",
-    "speculate", "samples", "distil", "draft", "distil_classifier", "plot",
+    "speculate", "samples", "distil", "draft", "distil_classifier", "plot", "calibrate",
 }  # fmt: skip
 
 
@@ -54,6 +54,14 @@ def test_quickstart(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     # 4 layers, 2 heads of 64 numbers for K and V each: 2 bytes a number, or 1 and a 2-byte scale a head
     assert quality["stock"][-1] == quality["int8"][-1] == f"{4 * 2 * 2 * 64 * 2:,} B"
     assert quality["int8, int8 KV"][-1] == f"{4 * 2 * 2 * (64 + 2):,} B"
+
+
+def test_calibrate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("calibrate", "--quick", monkeypatch=monkeypatch)
+    out = capsys.readouterr().out
+    nearest, calibrated = (float(part.split("KL from the float model: ")[1].split()[0]) for part in out.split("gptq:"))
+    assert calibrated < 0.5 * nearest
+    assert "28 linears  W4A16 in groups of 128" in out and "loaded: the same integers" in out
 
 
 def table_rows(out: str) -> list[list[str]]:
