@@ -19,6 +19,12 @@ KeepOriginal = Literal["auto"] | bool
 
 GROUP_SIZES = (32, 64, 128)
 METHODS = ("rtn", "gptq", "awq")
+NF4_BLOCK = 64  # weights that share a scale
+NF4: dict[str, tuple[object, ...]] = {  # all that bitsandbytes, and transformers' checkpoints of it, can be asked for
+    "bits": (4,), "group_size": (NF4_BLOCK,), "symmetric": (True,), "activations": ("auto", None), "method": ("rtn",),
+    "average_bits": (None,), "head": (None,), "only_if_faster": (False,),
+}  # fmt: skip
+BY_FORMAT: Any = Default("by format=")
 
 
 @checked_keywords(
@@ -34,7 +40,8 @@ class WeightConfig:
     """How Linear weights are stored and multiplied.
 
     bits: 8 (one scale per output channel) or 4 (one scale per group).
-    group_size: inputs that share a scale, for 4 bits: 32, 64 or 128.
+    format: "int", or "nf4" with bits=4: bitsandbytes' own layers in the place of ours, see `weights="nf4"`.
+    group_size: inputs that share a scale, for 4 bits: 32, 64 or 128 (default); 64 for NF4.
     symmetric: False, for 4 bits, gives each group a zero point too, so that no level is lost on a lopsided range.
     activations: "int8" quantizes each row of the input on the fly, None keeps it in floating point,
         "auto" takes what the chosen backend is both accurate and fast at (the plan says which).
@@ -45,12 +52,14 @@ class WeightConfig:
         and 4 for the others. Scales count, the head does not.
     resume: a folder that finished layers are stored in, so that a run that was killed goes on from there.
     skip: names, or ends of names, of Linear modules that stay as they are.
-    head: "int8" quantizes the output head too (it is read for every token), None leaves it.
+    head: "int8" (default) quantizes the output head too (it is read for every token), None leaves it. With NF4 it is
+        left, as a checkpoint of bitsandbytes' holds no INT8 head.
     only_if_faster: leave a layer alone where its quantized form was measured to be slower than stock.
     """
 
     bits: int = 8
-    group_size: int = 128
+    format: Literal["int", "nf4"] = "int"
+    group_size: int = BY_FORMAT
     symmetric: bool = True
     activations: Activations = "auto"
     method: Method = "rtn"
@@ -58,7 +67,7 @@ class WeightConfig:
     resume: str | None = field(default=None, compare=False, repr=False)
     average_bits: float | None = None
     skip: tuple[str, ...] = ()
-    head: Literal["int8"] | None = "int8"
+    head: Literal["int8"] | None = BY_FORMAT
     only_if_faster: bool = False
 
     def __post_init__(self) -> None:
@@ -66,6 +75,11 @@ class WeightConfig:
         if self.average_bits is not None:
             self._check_average_bits()
         one_of("bits", self.bits, (8, 4))
+        one_of("format", self.format, ("int", "nf4"))
+        if isinstance(self.group_size, Default):
+            object.__setattr__(self, "group_size", NF4_BLOCK if self.is_nf4 else 128)
+        if isinstance(self.head, Default):
+            object.__setattr__(self, "head", None if self.is_nf4 else "int8")
         one_of("group_size", self.group_size, GROUP_SIZES)
         one_of("symmetric", self.symmetric, (True, False))
         one_of("activations", self.activations, ("auto", None, "int8"))
@@ -80,6 +94,9 @@ class WeightConfig:
             )
         if self.resume is not None:
             self._check_resume()
+        if self.is_nf4:
+            for name, allowed in NF4.items():
+                one_of(f"with format='nf4', {name}", getattr(self, name), allowed)
         if not all(isinstance(name, str) and name for name in self.skip):
             raise UnsupportedError(f"skip={self.skip!r} must hold module names")
 
@@ -97,6 +114,11 @@ class WeightConfig:
                 f"average_bits={number!r} must be a number between 4 and 8, as 4.5; bits= is for all weights alike"
             )
         object.__setattr__(self, "bits", 4)  # those that do not get 8
+
+    @property
+    def is_nf4(self) -> bool:
+        """Whether the layers are bitsandbytes' own."""
+        return self.format == "nf4"
 
     @property
     def is_calibrated(self) -> bool:
@@ -121,6 +143,8 @@ class WeightConfig:
 
     @property
     def label(self) -> str:
+        if self.is_nf4:
+            return self.format
         return f"int{self.bits}" if self.symmetric else f"int{self.bits} asymmetric"
 
 
@@ -220,7 +244,7 @@ def parse_speculative(speculative: object) -> SpeculativeConfig | None:
 
 
 MEANT_BY_PATCH = {  # words of other libraries, and those that stand one config further in
-    "load_in_4bit": "weights='int4'",
+    "load_in_4bit": "weights='int4' or weights='nf4'",
     "load_in_8bit": "weights='int8'",
     "bits": "weights='int8' or weights='int4'",
     "quantization": "weights='int8' or weights='int4'",
@@ -320,7 +344,9 @@ def parse_weights(weights: object) -> WeightConfig | None:
         return weights
     if isinstance(weights, Mapping):
         return WeightConfig(**weights)
-    one_of("weights", weights, (None, "int8", "int4", "auto"))
+    one_of("weights", weights, (None, "int8", "int4", "nf4", "auto"))
+    if weights == "nf4":
+        return WeightConfig(bits=4, format="nf4")
     return WeightConfig(bits=4 if weights == "int4" else 8, only_if_faster=weights == "auto")
 
 

@@ -101,8 +101,9 @@ def make_packer(
     """The Packer for a model on meta; None where the model has to be loaded whole and patched then."""
     device_type, keep = _device_type(device_map), settings.keep_original
     stored = stored_tensors(files)
-    calibrated = settings.weights is not None and settings.weights.needs_data  # which needs the whole model
-    if device_type is None or calibrated or keep is True or (keep == "auto" and not stored):
+    weights = settings.weights  # calibration needs the whole model; NF4 is not ours to pack from pieces
+    whole = weights is not None and (weights.needs_data or weights.is_nf4)
+    if device_type is None or whole or keep is True or (keep == "auto" and not stored):
         return None
     with _torchs_defaults():
         linears = [

@@ -21,6 +21,7 @@ from .errors import UnsupportedError
 from .hardware import release, trim
 from .journal import Journal
 from .linear import BackendChoice, QuantizedWeight, QuantLinear, Workers
+from .linear.nf4 import BitsAndBytes, nf4_layer
 from .originals import Originals, Source
 from .plan import LinearPlan, Plan
 from .survey import LinearSite
@@ -156,7 +157,11 @@ def _check_finite(linear: LinearPlan) -> None:
 def _place(packed: Packed, site: LinearSite, todo: Plan, journal: Journal) -> None:
     """Put the quantized layer where the Linear was."""
     bias = site.bias if packed.bias is None else packed.bias
-    layer = QuantLinear.from_packed(packed.weight, bias, choice=packed.choice)
+    layer: nn.Linear
+    if isinstance(packed.choice.backend, BitsAndBytes):
+        layer = nf4_layer(packed.weight, bias, packed.choice.spec, source_class=type(site.module))
+    else:
+        layer = QuantLinear.from_packed(packed.weight, bias, choice=packed.choice)
     layer.train(site.module.training)
     for hooks in HOOKS:  # the very same dicts, so that what is registered on either is there for both
         vars(layer)[hooks] = vars(site.module)[hooks]

@@ -27,6 +27,7 @@ from .keywords import Default
 from .linear import QuantLinear
 from .linear.hf import METHOD, AccelConfig, AccelQuantizer, module_settings
 from .models import unwrapped
+from .nf4_model import check_nf4, label_nf4
 from .originals import Originals
 from .pack import Packed, replace_linears, replace_parameters
 from .plan import Plan
@@ -73,7 +74,7 @@ def patch(
 ) -> Model:
     """Accelerate a transformers model in place and return it; `unpatch` undoes it exactly.
 
-    weights: "int8" (default), "int4", None (weights as they are: same tokens), "auto", or a WeightConfig.
+    weights: "int8" (default), "int4", "nf4" (bitsandbytes'), None (as is: same tokens), "auto", or a WeightConfig.
     attention: "auto" (default), the name of a backend, or None for stock.
     cache: "paged" (default), None for stock, or a CacheConfig.
     keep_original: "auto" (default) frees the replaced weights if the model's own checkpoint holds the very same
@@ -136,6 +137,7 @@ def unpatch(model: Model) -> Model:
     state.generation.require_idle("unpatch()")
     state.originals.check()
     _check_layers(inner, state.journal)
+    check_nf4(inner)
     state.journal.check(inner)
     state.originals.restore()
     layers = _catch_up(inner, state.journal)
@@ -221,9 +223,9 @@ def with_stock_attention(model: PreTrainedModel) -> PreTrainedModel:
     return attending
 
 
-def _catch_up(model: PreTrainedModel, journal: Journal) -> list[QuantLinear]:
+def _catch_up(model: PreTrainedModel, journal: Journal) -> list[Any]:
     """Do to the originals what .train(), .to() and hooks did to the quantized layers since patch(); return these."""
-    replaced = [(w.new, w.old) for w in journal.writes if isinstance(w.new, QuantLinear)]
+    replaced: list[tuple[Any, Any]] = [(w.new, w.old) for w in journal.writes if isinstance(w.new, nn.Linear)]
     for layer, original in replaced:
         original.train(layer.training)
         original.to(model.device, layer.compute_dtype)
@@ -286,6 +288,8 @@ def _mark_quantized(todo: Plan, journal: Journal) -> None:
     model = todo.model
     # Layers of a quantized checkpoint are in the model already; the others are still to be put in.
     layers = {name: module_settings(m) for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+    if any(linear.config.is_nf4 for linear in todo.quantized):
+        return label_nf4(todo, journal)
     layers |= {linear.site.name: module_settings(linear.config) for linear in todo.quantized}
     if not layers:
         return

@@ -144,8 +144,8 @@ class Plan:
     @property
     def variant(self) -> list[str]:
         """What may round a token's numbers differently beside other tokens, as clauses; none if nothing does."""
-        chosen = {(p.choice.backend, p.config.bits) for p in self.quantized if p.choice is not None}
-        clauses = {f"{b.name}'s INT{bits} linear rounds by batch size" for b, bits in chosen if not b.row_invariant}
+        chosen = {(p.choice.backend, p.config.label.split()[0]) for p in self.quantized if p.choice is not None}
+        clauses = {f"{b.name}'s {k.upper()} linear rounds by batch size" for b, k in chosen if not b.row_invariant}
         if self.stock_attention or self.stock_parts:
             clauses.add("stock attention rounds by batch size")
         clauses |= {

@@ -27,6 +27,7 @@ from .kernels.cpu.library import FLOATS
 from .linear import LinearSpec, QuantLinear, Workers
 from .linear import choose as choose_linear
 from .linear.cpu import Cpu
+from .linear.nf4 import choose_nf4, nf4_refusal, require_bitsandbytes
 from .originals import checkpoint_files, parameter_bytes, readable
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
 from .survey import (
@@ -37,6 +38,8 @@ from .survey import (
     other_quantizer,
     sites_for,
 )
+
+NF4_HEAD = "a checkpoint of bitsandbytes holds no INT8 head"
 
 
 def make_plan(
@@ -58,6 +61,7 @@ def make_plan(
     stock_cache = _refusal("cache", config, no_cache, wanted=config.cache is not None)
     _check_other_quantizer(inner, config)
     _check_calibration(config.weights)
+    _check_nf4(inner, config.weights)
     linears = tuple(plan_linears(inner, config.weights, eight_bits=eight_bits))
     attention = () if stock_attention else tuple(_plan_attention(inner, config))
     stock_loop = _stock_loop(inner, config, stock_cache)
@@ -114,6 +118,19 @@ def _check_calibration(config: WeightConfig | None) -> None:
         )
 
 
+def _check_nf4(model: PreTrainedModel, config: WeightConfig | None) -> None:
+    """Raise UnsupportedError if NF4 is asked for and bitsandbytes is not there, or PEFT would not see its layers."""
+    if config is None or not config.is_nf4:
+        return
+    require_bitsandbytes()
+    adapted = next((name for name, module in model.named_modules() if "base_layer" in module._modules), None)
+    if adapted is not None:
+        raise UnsupportedError(
+            f"weights='nf4' was asked for, but {adapted!r} has an adapter, and PEFT makes others for bitsandbytes' "
+            "layers; patch the model first and put adapters on it then"
+        )
+
+
 def _kind(model: PreTrainedModel) -> str:
     return f"{str(model.dtype).removeprefix('torch.')} on {model.device.type}"
 
@@ -156,7 +173,7 @@ def plan_linears(
         if kept is config and site.name in eight_bits:
             kept = config.with_eight_bits()
         if kept is None:
-            yield LinearPlan(site, config, "head=None")
+            yield LinearPlan(site, config, NF4_HEAD if config.is_nf4 else "head=None")
         elif site.skip is not None:
             yield LinearPlan(site, kept, site.skip)
         else:
@@ -164,7 +181,11 @@ def plan_linears(
 
 
 def _plan_linear(site: LinearSite, config: WeightConfig, device_type: str | None) -> LinearPlan:
-    choice = choose_linear(LinearSpec.of(site.weight, config, device_type=device_type))
+    spec = LinearSpec.of(site.weight, config, device_type=device_type)
+    refusal = nf4_refusal(spec, site.bias) if config.is_nf4 else None
+    if refusal is not None:
+        return LinearPlan(site, config, refusal)
+    choice = choose_nf4(spec) if config.is_nf4 else choose_linear(spec)
     if config.only_if_faster and choice.seconds > choice.stock_seconds:
         return LinearPlan(site, config, f"{config.label} was measured to be slower than stock")
     refusals = [f"{name} refused: {why}" for name, why in choice.refusals]
@@ -234,9 +255,13 @@ def _plan_fused(
     float_rows = UNLIMITED if config.deterministic else native_rows(model.dtype)
     candidates, dropped = fused_sites(model, model.dtype, float_rows)
     replaced = {id(linear.site.module) for linear in linears if linear.choice is not None}
-    sites = [site for site in candidates if id(site.module) not in replaced]
+    foreign = {id(p.site.module) for p in linears if p.choice is not None and p.config.is_nf4}
+    sites = [
+        site for site in candidates
+        if id(site.module) not in replaced and not any(id(child) in foreign for child in site.module.children())
+    ]  # fmt: skip
     floats = [site for site in native_linears(model, float_rows) if id(site.module) not in replaced]
-    native = replaced | {id(site.module) for site in floats}
+    native = (replaced - foreign) | {id(site.module) for site in floats}
     native |= {id(module) for module in model.modules() if isinstance(module, QuantLinear)}
     served = {id(p.site.module): p.site.spec for p in attention if isinstance(p.backend, CpuBackend)}
     others = {id(p.site.module) for p in linears if p.choice is not None and not isinstance(p.choice.backend, Cpu)}

@@ -26,6 +26,10 @@ FUSED = "_hf_accel_fused"  # of a norm, an MLP or a float Linear
 FUSED_PROJECTIONS = "_hf_accel_fused_projections"  # of Linears that are called on one tensor
 
 
+# On layers of bitsandbytes: how often each of the 16 levels stands in the weight that patch() made.
+LEVELS = "_hf_accel_levels"
+
+
 @dataclass
 class PatchState:
     """What was done to a model, the way back, and what its generate() needs. description: the plan, as to_dict()."""

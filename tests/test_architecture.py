@@ -38,8 +38,8 @@ OTHER_PACKAGES = {
     "interop": {"gguf"},
 }
 COMPOSITION = [  # each may use those before it
-    "originals", "check", "survey", "plan", "explain", "planning", "pack", "twin", "calibration", "estimate", "ties",
-    "interop", "patch", "checkpoint", "foreign", "loading", "verify",
+    "originals", "check", "survey", "plan", "explain", "planning", "pack", "nf4_model", "twin", "calibration",
+    "estimate", "ties", "interop", "patch", "checkpoint", "foreign", "loading", "verify",
 ]  # fmt: skip
 BOOKKEEPING = {  # and what that may use
     "cache.pool",
@@ -118,7 +118,7 @@ KEYWORDS = {
         "context", "batch", "weights", "kv_dtype", "dtype", "bandwidth", "compute", "price_per_hour", "device",
     ],
     "WeightConfig": [
-        "bits", "group_size", "symmetric", "activations", "method", "calibration", "resume", "average_bits",
+        "bits", "format", "group_size", "symmetric", "activations", "method", "calibration", "resume", "average_bits",
         "skip", "head", "only_if_faster",
     ],
     "quantization_report": ["reference"],

@@ -13,6 +13,7 @@ WRITERS = {
     # a user's model, through the journal; configs that the journal has put in the place of the user's
     "patch": {"journal", "config"},
     "pack": {"journal", "dict"},
+    "nf4_model": {"journal", "config"},
     "ties": {"journal", "config"},
     "attention.hf.parts": {"config"},
     # storage of weights that the journal has put aside
@@ -25,6 +26,7 @@ WRITERS = {
     "linear.hf": {"config"},
     # copies of our own
     "interop.save_compressed": {"config"},
+    "linear.nf4": {"dict"},
     "generation.hf.engine": {"config"},
     "generation.hf.factory": {"config"},
     "generation.hf.request_config": {"config", "setattr"},
@@ -33,7 +35,7 @@ WRITERS = {
     "estimate.unpatched": {"submodule"},
     "fused.sites": {"class", "dict"},
     "twin": {"dict"},
-    "verify.references": {"submodule"},
+    "verify.references": {"setattr", "submodule"},
     "verify.rounding": {"hook"},
     # notes on a tensor of one forward pass, and on a process that is being started
     "attention.hf.forward": {"setattr"},

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..linear import QuantLinear
+from ..linear.nf4 import is_nf4
 from ..state import find_state
 from ..twin import twin
 
@@ -22,7 +23,9 @@ def unpatched_shapes(model: Any) -> Any:
     Weights that the patch freed, or that never were there, stand on meta.
     """
     copied: Any = twin(model)
-    layers = {name: module for name, module in copied.named_modules() if isinstance(module, QuantLinear)}
+    layers: dict[str, Any] = {
+        name: module for name, module in copied.named_modules() if isinstance(module, QuantLinear) or is_nf4(module)
+    }
     state = find_state(copied)
     if state is not None:
         state.journal.undo()
@@ -33,7 +36,7 @@ def unpatched_shapes(model: Any) -> Any:
     return copied
 
 
-def _linear(layer: QuantLinear) -> nn.Linear:
+def _linear(layer: Any) -> nn.Linear:
     return nn.Linear(
         layer.in_features, layer.out_features, bias=layer.bias is not None, dtype=layer.compute_dtype, device="meta"
     )

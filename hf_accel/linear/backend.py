@@ -44,6 +44,7 @@ class LinearSpec:
             group_size=config.group_size,
             symmetric=config.symmetric,
             dtype=weight.dtype,
+            scale_dtype=torch.float32 if config.is_nf4 and weight.dtype is not torch.float32 else None,
             device_type=device_type or weight.device.type,
             activations=config.activations,
         )

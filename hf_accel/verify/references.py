@@ -10,6 +10,7 @@ from ..attention.hf import NAME as ATTENTION_NAME
 from ..check import check_model
 from ..config import CacheConfig
 from ..linear import QuantLinear
+from ..linear.nf4 import is_nf4
 from ..patch import is_patched, patch
 from ..state import state_of
 from ..survey import attention_sites
@@ -26,7 +27,7 @@ def kv_config(model: PreTrainedModel) -> CacheConfig | None:
 
 def is_quantized(model: PreTrainedModel) -> bool:
     """Whether weights, or keys and values, are."""
-    return kv_config(model) is not None or any(isinstance(m, QuantLinear) for m in model.modules())
+    return kv_config(model) is not None or any(isinstance(m, QuantLinear) or is_nf4(m) for m in model.modules())
 
 
 def quantized_reference(model: PreTrainedModel) -> PreTrainedModel:
@@ -37,12 +38,14 @@ def quantized_reference(model: PreTrainedModel) -> PreTrainedModel:
     """
     reference = twin(model)
     inner = check_model(reference)
-    layers = {name: layer for name, layer in inner.named_modules() if isinstance(layer, QuantLinear)}
+    layers: dict[str, nn.Module] = {
+        name: layer for name, layer in inner.named_modules() if isinstance(layer, QuantLinear) or is_nf4(layer)
+    }
     attention = inner.config.get_text_config(decoder=True)._attn_implementation
     cache = kv_config(model)
     state_of(inner).journal.undo()  # puts the float Linears back, whose weights may be gone
     for name, layer in layers.items():
-        inner.set_submodule(name, _in_plain_torch(layer))
+        inner.set_submodule(name, _in_plain_torch(layer) if isinstance(layer, QuantLinear) else layer)
     own_attention = attention == ATTENTION_NAME and attention_sites(inner, quantized_kv=False)
     return patch(reference, weights=None, attention="reference" if own_attention else None, cache=cache, fuse=False)
 
@@ -59,4 +62,6 @@ def widened(model: PreTrainedModel) -> PreTrainedModel:
     """The model in the next wider dtype; quantized weights stay the same integers, and share them."""
     wide = twin(model)
     nn.Module.to(wide, WIDER[model.dtype])  # transformers' own refuses for quantized models
+    for layer in filter(is_nf4, wide.modules()):
+        setattr(layer, "compute_dtype", WIDER[model.dtype])  # noqa: B010 - bitsandbytes has no types
     return wide

@@ -234,7 +234,7 @@ def test_the_machine_is_measured_if_nothing_is_given():
         ({"context": 1.5}, "context=1.5 must be an integer"),
         ({"context": 1, "batch": 0}, "batch=0 must be an integer of at least 1"),
         ({"context": 1, "weights": "int3"}, "weights='int3' is not known"),
-        ({"context": 1, "weights": "nf4"}, "weights='nf4' is not known"),
+        ({"context": 1, "weights": "nf3"}, "weights='nf3' is not known"),
         ({"context": 1, "kv_dtype": "fp4"}, "kv_dtype='fp4' is not known; choose one of None, 'auto', 'int8'"),
         ({"context": 1, "bandwidth": 0}, "bandwidth=0 must be a finite number above 0"),
         ({"context": 1, "compute": float("nan")}, "compute=nan must be a finite number above 0"),
