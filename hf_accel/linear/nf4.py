@@ -118,6 +118,13 @@ def is_nf4(module: object) -> bool:
     return LEVELS in getattr(module, "__dict__", {})
 
 
+def stored_bytes(layer: nn.Module) -> int:
+    """Of the packed weight and its scales."""
+    weight: Any = layer.weight
+    size: int = weight.nbytes + weight.quant_state.absmax.nbytes
+    return size
+
+
 def has_changed(layer: nn.Module) -> bool:
     """Whether a layer got another weight since patch(), as merging an adapter does.
 

@@ -16,6 +16,7 @@ from ..calibration.windows import windows_of
 from ..check import transformers_model
 from ..errors import UnsupportedError
 from ..linear import QuantLinear
+from ..linear.nf4 import is_nf4, stored_bytes
 from ..models import evaluating, layer_lists
 from ..patch import stock_twin
 
@@ -99,7 +100,9 @@ def quantization_report(model: Any, ids: Any, *, reference: Any = None) -> Quant
     Raises UnsupportedError for a model without quantized weights or without originals, and for ids that are none.
     """
     inner = transformers_model(model)
-    layers = {name: module for name, module in inner.named_modules() if isinstance(module, QuantLinear)}
+    layers: dict[str, Any] = {
+        name: module for name, module in inner.named_modules() if isinstance(module, QuantLinear) or is_nf4(module)
+    }
     if not layers:
         raise UnsupportedError(f"{type(inner).__name__} has no quantized weights; patch it with weights='int4' first")
     other = stock_twin(inner) if reference is None else transformers_model(reference)
@@ -111,7 +114,7 @@ def quantization_report(model: Any, ids: Any, *, reference: Any = None) -> Quant
     losses, expected, divergences, same = (torch.cat([m[i] for m in measured]) for i in range(4))
     change, change_error = _mean(losses - expected)
     kl, kl_error = _mean(divergences)
-    size = sum(layer.spec.weight_bytes for layer in layers.values())
+    size = sum(_bytes(layer) for layer in layers.values())
     count = sum(layer.in_features * layer.out_features for layer in layers.values())
     return QuantizationReport(
         tokens=len(losses),
@@ -144,13 +147,17 @@ def _compare(model: PreTrainedModel, reference: PreTrainedModel, ids: Tensor) ->
     return losses[0], losses[1], divergences, same, torch.tensor(errors)
 
 
+def _bytes(layer: Any) -> int:
+    return layer.spec.weight_bytes if isinstance(layer, QuantLinear) else stored_bytes(layer)
+
+
 def _mean(values: Tensor) -> tuple[float, float]:
     """With its standard error."""
     spread = float(values.std()) if len(values) > 1 else math.nan
     return float(values.mean()), spread / math.sqrt(len(values))
 
 
-def _layers(model: PreTrainedModel, linears: dict[str, QuantLinear], errors: Tensor) -> Iterator[LayerReport]:
+def _layers(model: PreTrainedModel, linears: dict[str, Any], errors: Tensor) -> Iterator[LayerReport]:
     """errors: after the embedding and after each layer."""
     found = layer_lists(model, len(errors) - 1)
     if not found:
@@ -158,7 +165,7 @@ def _layers(model: PreTrainedModel, linears: dict[str, QuantLinear], errors: Ten
     name = next(iter(found))
     for index in range(len(errors) - 1):
         inside = [layer for n, layer in linears.items() if n.startswith(f"{name}.{index}.")]
-        size = sum(layer.spec.weight_bytes for layer in inside)
+        size = sum(_bytes(layer) for layer in inside)
         count = sum(layer.in_features * layer.out_features for layer in inside)
         error, before = float(errors[index + 1]), float(errors[index])
         yield LayerReport(f"{name}.{index}", 8 * size / count if count else 0.0, size, error, error - before)

@@ -221,6 +221,26 @@ def test_verify_compares_with_the_same_weights() -> None:
     assert nf4_layers(model) and hf_accel.is_patched(model)
 
 
+def test_the_report() -> None:
+    report = hf_accel.quantization_report(
+        hf_accel.patch(build("llama"), weights="nf4"), torch.randint(1, 100, (2, 20))
+    )
+    assert report.bits == 4.5  # a float32 for each 64 weights
+    assert report.kl > 0
+    assert [layer.bits for layer in report.layers] == [4.5, 4.5]
+
+
+def test_what_the_fused_kernel_reorders_has_not_changed() -> None:
+    model = build("llama")
+    before = snapshot(model)
+    layer = nf4_layers(hf_accel.patch(model, weights="nf4"))["model.layers.1.mlp.down_proj"]
+    packed, weight = layer.weight.data.clone(), layer.weight
+    weight.data, weight.quant_state = bnb.functional._convert_weight_packed_for_cpu(packed, weight.quant_state)
+    assert not torch.equal(weight.data.flatten(), packed.flatten())
+    hf_accel.unpatch(model)
+    assert snapshot(model) == before
+
+
 def test_the_wider_model_that_judges_near_ties() -> None:
     model = hf_accel.patch(build("llama").bfloat16(), weights="nf4")
     before = bits(logits(model))
