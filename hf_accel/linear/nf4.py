@@ -104,7 +104,6 @@ def nf4_layer(weight: Any, bias: nn.Parameter | Tensor | None, spec: LinearSpec,
         spec.in_features, spec.out_features, bias=False, compute_dtype=spec.dtype, compress_statistics=False,
         quant_type="nf4", device="meta",
     )  # fmt: skip
-    weight.module = layer
     layer.weight, layer.quant_state = weight, weight.quant_state
     layer.bias = bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias)
     layer.source_cls = source_class

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,31 @@ def test_undo(family: str, keep: Any, tmp_path: Path) -> None:
     hf_accel.unpatch(model)
     assert snapshot(model) == before
     assert not hasattr(model, "is_loaded_in_4bit")
+
+
+def test_a_model_that_was_loaded_in_nf4_goes_back(tmp_path: Path) -> None:
+    build("qwen2").save_pretrained(tmp_path)
+    config = hf_accel.AccelConfig(weights="nf4")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    tokens = generate(model)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path)
+    hf_accel.unpatch(model)
+    assert bits(logits(model)) == bits(logits(stock))
+    assert not hasattr(model.config, "quantization_config")
+    assert torch.equal(generate(hf_accel.patch(model, weights="nf4")), tokens)
+
+
+def test_unpatch_frees_the_layers_at_once() -> None:
+    model = hf_accel.patch(build("llama"), weights="nf4")
+    generate(model)
+    left = [weakref.ref(layer.weight) for layer in nf4_layers(model).values()]
+    gc.collect()
+    gc.disable()
+    try:
+        hf_accel.unpatch(model)
+        assert not any(reference() is not None for reference in left)
+    finally:
+        gc.enable()
 
 
 def test_originals_in_memory_are_kept_and_given_up() -> None:

@@ -41,7 +41,7 @@ def check_patched(model: PreTrainedModel, name: str, *, by_row: bool = True) -> 
     """
     before, tokens = logits(model), generate(model)
     assert reasons(model) == {f"the model is quantized by {name}"}
-    for weights in ("int8", {"bits": 4, "group_size": 32}):
+    for weights in ("int8", "nf4", {"bits": 4, "group_size": 32}):
         with pytest.raises(hf_accel.UnsupportedError, match=ASKED.format(name)):
             hf_accel.patch(model, weights=weights)
     for keywords in ({}, {"weights": None}, {"weights": "auto"}):
