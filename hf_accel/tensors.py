@@ -50,3 +50,12 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype of torch.autocast on a kind of device; None where it is off, and on meta, which it does not know."""
     enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if enabled else None
+
+
+def has_instructions(dtype: torch.dtype) -> bool:
+    """Whether torch multiplies matrices of this dtype by more than one number at a time on this CPU."""
+    support = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    if dtype not in support:
+        return True
+    has_onednn: bool = torch.backends.mkldnn.is_available()
+    return has_onednn and bool(getattr(torch.ops.mkldnn, support[dtype])())

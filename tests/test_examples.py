@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 SHIPPED = EXAMPLES / "stdlib-tiny"
 COVERED = {
     "quickstart", "cache_reuse", "save_and_load", "estimate", "quality", "speed", "table", "train_tiny_model", "serve",
-    "speculate", "samples", "distil", "draft", "distil_classifier", "plot", "calibrate",
+    "speculate", "samples", "distil", "draft", "distil_classifier", "plot", "calibrate", "qlora",
 }  # fmt: skip
 
 
@@ -62,6 +63,19 @@ def test_calibrate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     nearest, calibrated = (float(part.split("KL from the float model: ")[1].split()[0]) for part in out.split("gptq:"))
     assert calibrated < 0.5 * nearest
     assert "28 linears  W4A16 in groups of 128" in out and "loaded: the same integers" in out
+
+
+def test_qlora(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    run("qlora", "--quick", monkeypatch=monkeypatch)
+    out = capsys.readouterr().out
+    trained, merged, again = (
+        line for line in out.splitlines() if line.startswith(("loss on", "merged", "quantized ag"))
+    )
+    before, after = (float(number) for number in re.findall(r"\d\.\d{3}", trained))
+    assert after < before - 0.02
+    assert abs(float(merged.split()[-1]) - after) < 0.1 and abs(float(again.split()[-1]) - after) < 0.1
+    assert "28 linears  W4A16 in groups of 128" in out
 
 
 def table_rows(out: str) -> list[list[str]]:

@@ -16,7 +16,7 @@ from ..kernels.cpu.library import FLOATS, isa, native, refusal
 from ..linear import QuantLinear
 from ..linear.cpu import Cpu, CpuWeight
 from ..state import FUSED, FUSED_PROJECTIONS
-from ..tensors import is_plain_tensor
+from ..tensors import has_instructions, is_plain_tensor
 
 # Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place
 # (`python -m benchmarks.run float_rows`).
@@ -32,11 +32,8 @@ NativeCall = IntegerLinear | FloatLinear
 
 def native_rows(dtype: torch.dtype) -> int:
     """The most rows with which our product of float weights is faster than torch's on this CPU."""
-    support = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-    if dtype in support and isa() in SLOW_HALVES:
-        has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        is_native = has_onednn and getattr(torch.ops.mkldnn, support[dtype])()
-        return FLOAT_ROWS[dtype] if is_native else UNLIMITED
+    if isa() in SLOW_HALVES and not has_instructions(dtype):
+        return UNLIMITED
     return FLOAT_ROWS.get(dtype, 0)
 
 

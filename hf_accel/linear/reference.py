@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..tensors import has_instructions
 from .activations import round_groups
 from .backend import Backend
 from .formats import QuantizedWeight, chunks
@@ -83,8 +84,9 @@ class _DifferentiableLinear(torch.autograd.Function):
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
             weight = ctx.backend.unpack(ctx.packed)
-            pieces = (grad[:, o] @ weight.dequantize(grad.dtype, outputs=o) for o in chunks(weight.shape[0]))
-            grad_x = sum(pieces, start=grad.new_zeros(()))
+            wide = grad.float() if grad.is_cpu and not has_instructions(grad.dtype) else grad
+            pieces = (wide[:, o] @ weight.dequantize(wide.dtype, outputs=o) for o in chunks(weight.shape[0]))
+            grad_x = sum(pieces, start=wide.new_zeros(())).to(grad.dtype)
         if ctx.needs_input_grad[1]:
             grad_bias = grad.sum(dim=0)
         return grad_x, grad_bias, None, None
