@@ -81,14 +81,14 @@ inline void group_tile(const GroupTask& task, int start, const QuantizedRows& x,
   // Weights are stored with an offset, so the sums start from -offset * sum(x).
   unrolled<ROWS>([&](auto r) HFA_INLINE {
     unrolled<WIDE>([&](auto v) HFA_INLINE {
-      if constexpr (FORMAT == INT8) sums[r][v] = iset1((DOT4_OFFSET - 128) * x_sums[r]);
+      if constexpr (FORMAT != INT4) sums[r][v] = iset1((DOT4_OFFSET - 128) * x_sums[r]);
       else if (task.minima) sums[r][v] = iset1(0);
       else if (!task.zeros) sums[r][v] = iset1(-8 * x_sums[r]);
       else sums[r][v] = mul_i32(load_u8_as_i32(task.zeros + start + v * LANES), iset1(-x_sums[r]));
     });
   });
   const uint8_t* weight = task.weight + start * 4;
-  if constexpr (FORMAT == INT8) sum_int8<ROWS, WIDE, LINES>(weight, task.steps, x.row(g, r0), x.group, fetch, sums);
+  if constexpr (FORMAT != INT4) sum_int8<ROWS, WIDE, LINES>(weight, task.steps, x.row(g, r0), x.group, fetch, sums);
   else sum_int4<ROWS, WIDE, LINES>(weight, task.steps, x.row(g, r0), x.group, fetch, sums);
   unrolled<WIDE>([&](auto v) HFA_INLINE {
     const GroupFactors<FORMAT> factors(task, start + v * LANES);
@@ -274,6 +274,9 @@ void HFA_NAMESPACE::integer_linear(const LinearCall& call) {
   if (call.rows == 0) return;
   const Linear& linear = *call.linear;
   const QuantizedRows x = quantize_input(linear, call);
-  if (linear.format == INT4) run<INT4>(linear, call, x);
-  else run<INT8>(linear, call, x);
+  switch (linear.format) {
+    case INT4: return run<INT4>(linear, call, x);
+    case INT8_GROUPS: return run<INT8_GROUPS>(linear, call, x);
+    default: return run<INT8>(linear, call, x);
+  }
 }

@@ -27,7 +27,7 @@ void unpack_group(const GroupTask& task, uint8_t* tiles) {
   constexpr int WIDE = BLOCK / LANES;
   I offsets[WIDE];
   unrolled<WIDE>([&](auto v) HFA_INLINE {
-    if constexpr (FORMAT == INT8) offsets[v] = iset1(static_cast<int32_t>(0x80808080u));
+    if constexpr (FORMAT != INT4) offsets[v] = iset1(static_cast<int32_t>(0x80808080u));
     else if (task.minima) offsets[v] = iset1(0);
     else if (!task.zeros) offsets[v] = iset1(0x08080808);
     else offsets[v] = mul_i32(load_u8_as_i32(task.zeros + v * LANES), iset1(0x01010101));
@@ -39,10 +39,10 @@ void unpack_group(const GroupTask& task, uint8_t* tiles) {
   };
   const uint8_t* weight = task.weight;
   int64_t word = 0;
-  for (; word < task.steps; word += FORMAT == INT8 ? 1 : 2, weight += STEP)
+  for (; word < task.steps; word += FORMAT == INT4 ? 2 : 1, weight += STEP)
     unrolled<WIDE>([&](auto v) HFA_INLINE {
       const I bytes = load_bytes(weight + v * LANES * 4);
-      if constexpr (FORMAT == INT8) {
+      if constexpr (FORMAT != INT4) {
         store_word(word, v, sub_bytes(bytes, offsets[v]));
       } else {
         store_word(word, v, sub_bytes(low_nibbles(bytes), offsets[v]));

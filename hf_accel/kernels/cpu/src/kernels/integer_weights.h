@@ -31,21 +31,26 @@ inline F weight_factor(const GroupTask& task, const void* values, int64_t i) {
 // The scales and minima of LANES outputs of a group, which turn integer sums into their share of the result.
 template <int FORMAT>
 struct GroupFactors {
-  bool scaled, lowered;
+  bool lowered;
   F scale, minimum;
 
   GroupFactors() = default;
-  GroupFactors(const GroupTask& task, int64_t i) : scaled(task.scales != nullptr), lowered(task.minima != nullptr) {
-    scale = scaled ? weight_factor(task, task.scales, i) : zero();
-    minimum = lowered ? weight_factor(task, task.minima, i) : zero();
-  }
+  GroupFactors(const GroupTask& task, int64_t i)
+      : lowered(task.minima != nullptr), scale(weight_factor(task, task.scales, i)),
+        minimum(lowered ? weight_factor(task, task.minima, i) : zero()) {}
   // x_sum: the sum of the quantized inputs of the group.
   inline HFA_INLINE F share(I sum, int32_t x_sum) const {
-    F result = to_f(sum);
-    if (FORMAT == INT4 || scaled) result = mul(result, scale);
-    if (lowered) result = sub(result, mul(minimum, set1(static_cast<float>(x_sum))));
-    return result;
+    const F result = mul(to_f(sum), scale);
+    return lowered ? sub(result, mul(minimum, set1(static_cast<float>(x_sum)))) : result;
   }
+};
+
+// INT8 has none: its scales belong to outputs.
+template <>
+struct GroupFactors<INT8> {
+  GroupFactors() = default;
+  GroupFactors(const GroupTask&, int64_t) {}
+  inline HFA_INLINE F share(I sum, int32_t) const { return to_f(sum); }
 };
 
 // The weights of block `b` of a matrix.
@@ -53,17 +58,15 @@ template <int FORMAT>
 struct BlockWeights {
   const Matrix& matrix;
   int64_t b, inputs, inputs_per_group, groups, group_bytes;
-  bool by_output;  // whether scales belong to outputs, not to groups
   const uint8_t* weight;
 
   BlockWeights(const Linear& linear, const Matrix& of, int64_t block)
       : matrix(of), b(block), inputs(ceil_div(linear.in_features, 4) * 4), inputs_per_group(linear.group),
         groups(ceil_div(linear.in_features, linear.group)), group_bytes(bytes(linear.group)),
-        by_output(linear.format == INT8),
         weight(static_cast<const uint8_t*>(of.weight) + block * bytes(inputs)) {}
 
   // The bytes of some inputs of all 64 outputs.
-  static int64_t bytes(int64_t count) { return count * BLOCK / (FORMAT == INT8 ? 1 : 2); }
+  static int64_t bytes(int64_t count) { return count * BLOCK / (FORMAT == INT4 ? 2 : 1); }
 
   GroupTask group(int64_t g) const {
     const int64_t scale_bytes = BLOCK * (matrix.scale_dtype == F32 ? 4 : 2);
@@ -73,16 +76,16 @@ struct BlockWeights {
     const auto at = [&](const void* values) {
       return values ? static_cast<const uint8_t*>(values) + (b * groups + g) * scale_bytes : nullptr;
     };
-    task.scales = by_output ? nullptr : at(matrix.scales);
+    task.scales = FORMAT == INT8 ? nullptr : at(matrix.scales);
     task.minima = at(matrix.minima);
     task.scale_dtype = matrix.scale_dtype;
     task.zeros = matrix.zeros ? matrix.zeros + (b * groups + g) * BLOCK : nullptr;
     return task;
   }
 
-  // Multiplies the sums [rows, 64] of all groups by the scales of the outputs, if scales belong to outputs.
+  // INT8: multiplies the sums [rows, 64] of all groups by the scales of the outputs.
   void scale_outputs(int64_t rows, float* sums) const {
-    if (!by_output) return;
+    if (FORMAT != INT8) return;
     const float* scales = static_cast<const float*>(matrix.scales) + b * BLOCK;
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t i = r * BLOCK; i < (r + 1) * BLOCK; i += LANES)
