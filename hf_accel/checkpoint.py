@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,7 +112,7 @@ def _check_files(model: PreTrainedModel, layers: Mapping[str, QuantLinear], file
     replaced = {f"{name}.{suffix}" for name in layers for suffix in ("weight", "bias")}
     floats = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor) and name not in replaced}
     quantized = {f"{name}.{suffix}": t for name, layer in layers.items() for suffix, t in _expected(layer).items()}
-    stored = dict(_by_own_names(model, {**floats, **quantized}, files))
+    stored = dict(own_names(model, {**floats, **quantized}, headers_of(files)))
     for names in shared_names(model, layers):
         present = next((name for name in names if name in stored), None)
         if present is not None:
@@ -123,17 +122,13 @@ def _check_files(model: PreTrainedModel, layers: Mapping[str, QuantLinear], file
     check_floats(model, floats, {name: found for name, found in stored.items() if name not in quantized})
 
 
-def _by_own_names(
-    model: PreTrainedModel, expected: Mapping[str, Tensor], files: Sequence[Path]
-) -> Iterator[tuple[str, Found]]:
-    """What the files hold, by the names that transformers will give to it in the model."""
-    return own_names(model, expected, headers_of(files))
-
-
 def own_names(
     model: PreTrainedModel, expected: Mapping[str, Tensor], headers: Iterable[tuple[str, Found]]
 ) -> Iterator[tuple[str, Found]]:
-    """The same of headers that were read. expected: tensors of the model by name, of which some may be among them."""
+    """What files hold, by the names that transformers will give to it in the model.
+
+    expected: tensors of the model by name, of which some may be among them.
+    """
     renamings, converters = by_kind(get_model_conversion_mapping(model))
     targets = {pattern: entry.target_patterns for entry in converters for pattern in entry.source_patterns}
     prefix, known = model.base_model_prefix, dict(expected)
@@ -200,8 +195,7 @@ def _matches(name: str, patterns: Collection[str] | None) -> bool:
 
 def _expected(layer: QuantLinear) -> dict[str, Tensor]:
     """The stored form of a layer, on the meta device."""
-    layout = replace(layer.spec.layout, ordered=layer.is_ordered)
-    weight = zeros(layout, (layer.out_features, layer.in_features), dtype=torch.float32, device="meta")
+    weight = zeros(layer.layout, (layer.out_features, layer.in_features), dtype=torch.float32, device="meta")
     bias = {} if layer.bias is None else {"bias": torch.empty(layer.out_features, device="meta")}
     return state(weight) | bias
 

@@ -28,7 +28,7 @@ from ..errors import HfAccelError, UnsupportedError
 from ..linear import QuantizedWeight
 from ..linear.formats import Layout
 from .ggml_blocks import TYPES, BlockType
-from .reader import Description, Found, Parts, Reader, refuse
+from .reader import PASSED_OVER, Description, Found, Parts, Reader, refuse
 
 BLOCKS = "gguf_blocks"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -91,7 +91,8 @@ class Gguf(Reader):
             if tensor.name == ROPE_FACTORS:
                 continue
             if tensor.name not in names:
-                raise refuse("GGUF", f"holds {tensor.name!r}, which {type(model).__name__} has no place for")
+                what = f"holds {tensor.name!r}, which {type(model).__name__} has no place for"
+                raise refuse("GGUF", what, way_out=PASSED_OVER)
             own = names[tensor.name]
             places = [own]
             if model.config.tie_word_embeddings and own == "model.embed_tokens.weight":
@@ -155,9 +156,8 @@ class GgufTensor:
             rows = self.data.view(self.shape[0], -1)
             return rows if order is None else rows[order]
 
-        return BlocksFound(
-            torch.uint8, (self.shape[0], self.raw.data.size // self.shape[0]), read, TYPES[self.type_name]
-        )
+        columns = self.data.numel() // self.shape[0]
+        return BlocksFound(torch.uint8, (self.shape[0], columns), read, TYPES[self.type_name])
 
     def floats(self, processor: Any) -> Found:
         """The tensor in float32, as the model has it."""
@@ -244,7 +244,8 @@ def _check_settings(file: GgufFile, config: PreTrainedConfig) -> None:
     }  # fmt: skip
     for name, value in file.settings.items():
         if name not in known or (name in expected and value != expected[name]):
-            raise refuse("GGUF", f"has {file.architecture}.{name}={value!r}, which transformers does not read")
+            what = f"has {file.architecture}.{name}={value!r}, which transformers does not read"
+            raise refuse("GGUF", what, way_out=PASSED_OVER)
 
 
 def _scaling(factors: Tensor, theta: float) -> dict[str, Any]:
@@ -263,7 +264,8 @@ def _scaling(factors: Tensor, theta: float) -> dict[str, Any]:
     smooth = ((original / lengths - low) / (high - low)).clamp(0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
     if not torch.allclose(factors.double(), expected, rtol=1e-3):
-        raise refuse("GGUF", f"scales rotary frequencies by {ROPE_FACTORS!r}, and not as Llama 3.1 does")
+        what = f"scales rotary frequencies by {ROPE_FACTORS!r}, and not as Llama 3.1 does"
+        raise refuse("GGUF", what, way_out=PASSED_OVER)
     return {"rope_type": "llama3", "factor": factor, **LLAMA3}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..config import Activations
 from ..errors import HfAccelError, UnsupportedError
 from ..linear import QuantizedWeight
-from ..linear.formats import Layout
+from ..linear.formats import Layout, settings_of
 
 MOST_GROUP = 128  # inputs: a larger group is cut, so that activations have scales of their own for as many inputs
 
@@ -69,14 +69,7 @@ class Description:
     @property
     def settings(self) -> dict[str, Any]:
         """As config.json has them of a layer of ours."""
-        layout = self.layout
-        settings: dict[str, Any] = {"bits": layout.bits, "activations": self.activations}
-        if layout.group_size is not None:
-            settings["group_size"] = layout.group_size
-        if layout.bits == 4:
-            settings["symmetric"] = layout.symmetric and not layout.minima
-        flags = {name: True for name in ("minima", "ordered") if getattr(layout, name)}
-        return settings | flags | {"scale_dtype": str(self.scale_dtype).removeprefix("torch.")}
+        return settings_of(self.layout, activations=self.activations, scale_dtype=self.scale_dtype)
 
 
 class Reader(ABC):
@@ -142,9 +135,12 @@ def order_of(name: str, index: Tensor, in_features: int, group: int) -> Tensor |
     return order.to(torch.int32)
 
 
-def refuse(method: str, what: str) -> UnsupportedError:
+STOCK = "load it as transformers does, with from_pretrained(), and patch the model with weights=None, or "
+PASSED_OVER = "transformers would load it as if that were not there; "
+
+
+def refuse(method: str, what: str, *, way_out: str = STOCK) -> UnsupportedError:
     """An error for a checkpoint that only other programs can read."""
     return UnsupportedError(
-        f"this {method} checkpoint {what}; load it as transformers does, with from_pretrained(), and patch the model "
-        "with weights=None, or load the float checkpoint that it was made from"
+        f"this {method} checkpoint {what}; {way_out}load the float checkpoint that it was made from"
     )

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config import GROUP_SIZES
+from ..config import GROUP_SIZES, Activations
 from ..errors import UnsupportedError
 
 CHUNK = 256  # outputs dequantized at a time, so that the float copy stays small and in cache
@@ -195,6 +195,17 @@ class Layout:
             minima=weight.weight_minimum is not None,
             ordered=weight.input_order is not None,
         )
+
+
+def settings_of(layout: Layout, *, activations: Activations, scale_dtype: torch.dtype | None) -> dict[str, Any]:
+    """What config.json says of a layer. scale_dtype: of its scales, None if that is the model's."""
+    settings: dict[str, Any] = {"bits": layout.bits, "activations": activations}
+    if layout.group_size is not None:
+        settings["group_size"] = layout.group_size
+    if layout.bits == 4:
+        settings["symmetric"] = layout.symmetric and not layout.minima
+    settings |= {name: True for name in ("minima", "ordered") if getattr(layout, name)}
+    return settings | ({} if scale_dtype is None else {"scale_dtype": str(scale_dtype).removeprefix("torch.")})
 
 
 def zeros(

@@ -20,7 +20,7 @@ from ..config import PatchConfig, WeightConfig, check_patch_keywords
 from ..errors import UnsupportedError
 from ..keywords import one_of
 from .backend import LinearSpec
-from .formats import check_group_size
+from .formats import Layout, check_group_size, settings_of
 from .layer import QuantLinear
 
 METHOD = "hf_accel"
@@ -95,16 +95,11 @@ class AccelQuantizer(HfQuantizer):
 
 def module_settings(layer: QuantLinear | WeightConfig) -> dict[str, Any]:
     """What a checkpoint says of a layer, or of how it will be made."""
-    settings: dict[str, Any] = {"bits": layer.bits, "activations": layer.activations}
-    if layer.bits == 4:
-        settings |= {"group_size": layer.group_size, "symmetric": layer.symmetric}
     if isinstance(layer, QuantLinear):
-        spec = layer.spec
-        settings |= {"group_size": spec.group_size} if spec.by_group else {}
-        settings |= {"minima": True} if spec.minima else {}
-        settings |= {"scale_dtype": str(spec.scale_dtype).removeprefix("torch.")} if spec.scale_dtype else {}
-        settings |= {"ordered": True} if layer.is_ordered else {}
-    return settings
+        return settings_of(layer.layout, activations=layer.activations, scale_dtype=layer.spec.scale_dtype)
+    group_size = layer.group_size if layer.bits == 4 else None
+    layout = Layout(bits=layer.bits, group_size=group_size, symmetric=layer.symmetric)
+    return settings_of(layout, activations=layer.activations, scale_dtype=None)
 
 
 def spec_of(settings: Mapping[str, Any], weight: Tensor, *, is_transposed: bool = False) -> LinearSpec:

@@ -16,7 +16,7 @@ from ..errors import HfAccelWarning, UnsupportedError
 from ..kernels.cpu.library import native
 from ..tensors import product_dtype
 from .backend import LinearSpec
-from .formats import QuantizedWeight, from_state, state, zeros
+from .formats import Layout, QuantizedWeight, from_state, state, zeros
 from .methods.rtn import quantize_like
 from .reference import differentiable_linear
 from .registry import BackendChoice, choose
@@ -168,9 +168,10 @@ class QuantLinear(nn.Linear):
         )
 
     @property
-    def is_ordered(self) -> bool:
-        """Whether the inputs of the stored weight have an order of their own."""
-        return self._input_order is not None or self._buffers.get("input_order") is not None
+    def layout(self) -> Layout:
+        """Of the stored weight."""
+        ordered = self._input_order is not None or self._buffers.get("input_order") is not None
+        return replace(self.spec.layout, ordered=ordered)
 
     @property
     def compute_dtype(self) -> torch.dtype:
