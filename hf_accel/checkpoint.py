@@ -203,7 +203,7 @@ def _expected(layer: QuantLinear) -> dict[str, Tensor]:
 def _check_layer(model: PreTrainedModel, name: str, layer: QuantLinear, found: Mapping[str, Found]) -> None:
     expected = {f"{name}.{suffix}": tensor for suffix, tensor in _expected(layer).items()}
     described = f"bits={layer.bits}" + (
-        f", group_size={layer.group_size}, symmetric={layer.symmetric}" if layer.bits == 4 else ""
+        f", group_size={layer.group_size}, symmetric={layer.symmetric}" if layer.bits < 8 else ""
     )
     for key, tensor in expected.items():
         if key not in found:
@@ -215,7 +215,7 @@ def _check_layer(model: PreTrainedModel, name: str, layer: QuantLinear, found: M
         )
     _check_scales(f"{name}.weight_scale", found[f"{name}.weight_scale"].read())
     _check_more(name, layer, found)
-    if layer.bits == 4:
+    if layer.bits < 8:
         stored = found[f"{name}.weight_shape"].read()
         if stored.device.type != "meta" and stored.tolist() != [layer.out_features, layer.in_features]:
             raise HfAccelError(

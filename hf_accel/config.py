@@ -10,7 +10,7 @@ from os import PathLike
 from typing import Any, Literal
 
 from .errors import UnsupportedError
-from .keywords import Default, check_keywords, checked_keywords, one_of, positive_int
+from .keywords import MEANT_BY_PATCH, Default, check_keywords, checked_keywords, one_of, positive_int
 
 Activations = Literal["auto", "int8"] | None
 Method = Literal["rtn", "gptq", "awq"]
@@ -27,6 +27,15 @@ NF4: dict[str, tuple[object, ...]] = {  # all that bitsandbytes, and transformer
 BY_FORMAT: Any = Default("by format=")
 
 
+def refuse_nvfp4(keyword: str, value: object) -> None:
+    """Raise UnsupportedError with the reason if NVFP4 is asked for."""
+    if value == "nvfp4":
+        raise UnsupportedError(
+            f"{keyword}='nvfp4' is not made here: nothing but the tensor cores of a Blackwell GPU multiplies by it "
+            "fast, and INT4 in groups of 32 takes as many bytes; choose weights={'bits': 4, 'group_size': 32}"
+        )
+
+
 @checked_keywords(
     load_in_4bit="bits=4",
     load_in_8bit="bits=8",
@@ -39,10 +48,12 @@ BY_FORMAT: Any = Default("by format=")
 class WeightConfig:
     """How Linear weights are stored and multiplied.
 
-    bits: 8 (one scale per output channel) or 4 (one scale per group).
+    bits: 8 (one scale per output channel), or 4, 3 or 2 (one scale per group). No kernel multiplies by 3 or 2 bits:
+        plain torch does, slowly, to see what they lose.
     format: "int", or "nf4" with bits=4: bitsandbytes' own layers in the place of ours, see `weights="nf4"`.
-    group_size: inputs that share a scale, for 4 bits: 32, 64 or 128 (default); 64 for NF4.
-    symmetric: False, for 4 bits, gives each group a zero point too, so that no level is lost on a lopsided range.
+    group_size: inputs that share a scale, for 4 bits or fewer: 32, 64 or 128 (default); 64 for NF4.
+    symmetric: False, for 4 bits or fewer, gives each group a zero point too, so that no level is lost on a lopsided
+        range.
     activations: "int8" quantizes each row of the input on the fly, None keeps it in floating point,
         "auto" takes what the chosen backend is both accurate and fast at (the plan says which).
     method: "rtn" rounds to nearest; "gptq" and "awq" lose much less at 4 bits, and need calibration=.
@@ -74,7 +85,8 @@ class WeightConfig:
         object.__setattr__(self, "skip", (self.skip,) if isinstance(self.skip, str) else tuple(self.skip))
         if self.average_bits is not None:
             self._check_average_bits()
-        one_of("bits", self.bits, (8, 4))
+        one_of("bits", self.bits, (8, 4, 3, 2))
+        refuse_nvfp4("format", self.format)
         one_of("format", self.format, ("int", "nf4"))
         if isinstance(self.group_size, Default):
             object.__setattr__(self, "group_size", NF4_BLOCK if self.is_nf4 else 128)
@@ -86,7 +98,9 @@ class WeightConfig:
         one_of("head", self.head, ("int8", None))
         one_of("only_if_faster", self.only_if_faster, (True, False))
         if self.bits == 8 and not self.symmetric:
-            raise UnsupportedError("symmetric=False is for bits=4; INT8 weights have no zero points, leave it True")
+            raise UnsupportedError(
+                "symmetric=False is for 4 bits or fewer, INT8 weights have no zero points; leave it True"
+            )
         one_of("method", self.method, METHODS)
         if self.calibration is not None and not self.needs_data:
             raise UnsupportedError(
@@ -243,37 +257,6 @@ def parse_speculative(speculative: object) -> SpeculativeConfig | None:
     return SpeculativeConfig(drafter=speculative)
 
 
-MEANT_BY_PATCH = {  # words of other libraries, and those that stand one config further in
-    "load_in_4bit": "weights='int4' or weights='nf4'",
-    "load_in_8bit": "weights='int8'",
-    "bits": "weights='int8' or weights='int4'",
-    "quantization": "weights='int8' or weights='int4'",
-    "quantization_config": "weights='int8' or weights='int4'",
-    "group_size": "weights={'bits': 4, 'group_size': 64}",
-    "symmetric": "weights={'bits': 4, 'symmetric': False}",
-    "activations": "weights={'activations': 'int8'}",
-    "head": "weights={'head': None}",
-    "skip": "weights={'skip': ['lm_head']}, with the names to leave alone",
-    "modules_to_not_convert": "weights={'skip': ['lm_head']}, with the names to leave alone",
-    "dtype": "cache={'dtype': 'int8'} for keys and values, from_pretrained(dtype=) for the model",
-    "torch_dtype": "from_pretrained(dtype=) for the model",
-    "kv_dtype": "cache={'dtype': 'int8'}",
-    "cache_dtype": "cache={'dtype': 'int8'}",
-    "kv_cache_dtype": "cache={'dtype': 'int8'}",
-    "cache_implementation": "cache='paged', or cache=None for stock's",
-    "block_size": "cache={'block_size': 16}",
-    "max_tokens": "cache={'max_tokens': 4096}",
-    "prefix_sharing": "cache={'prefix_sharing': False}",
-    "attn_implementation": "attention=",
-    "attn": "attention=",
-    "backend": "attention=",
-    "drafter": "speculative=",
-    "draft_model": "speculative=",
-    "assistant_model": "speculative=",
-    "num_draft": "speculative={'num_draft': 4}",
-}
-
-
 @checked_keywords(**MEANT_BY_PATCH)
 @dataclass(frozen=True, kw_only=True)
 class PatchConfig:
@@ -344,6 +327,7 @@ def parse_weights(weights: object) -> WeightConfig | None:
         return weights
     if isinstance(weights, Mapping):
         return WeightConfig(**weights)
+    refuse_nvfp4("weights", weights)
     one_of("weights", weights, (None, "int8", "int4", "nf4", "auto"))
     if weights == "nf4":
         return WeightConfig(bits=4, format="nf4")

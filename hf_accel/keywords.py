@@ -13,6 +13,37 @@ from .errors import UnsupportedError
 Target = TypeVar("Target", bound=Callable[..., Any])
 
 
+MEANT_BY_PATCH = {  # words of other libraries, and those that stand one config further in
+    "load_in_4bit": "weights='int4' or weights='nf4'",
+    "load_in_8bit": "weights='int8'",
+    "bits": "weights='int8' or weights='int4'",
+    "quantization": "weights='int8' or weights='int4'",
+    "quantization_config": "weights='int8' or weights='int4'",
+    "group_size": "weights={'bits': 4, 'group_size': 64}",
+    "symmetric": "weights={'bits': 4, 'symmetric': False}",
+    "activations": "weights={'activations': 'int8'}",
+    "head": "weights={'head': None}",
+    "skip": "weights={'skip': ['lm_head']}, with the names to leave alone",
+    "modules_to_not_convert": "weights={'skip': ['lm_head']}, with the names to leave alone",
+    "dtype": "cache={'dtype': 'int8'} for keys and values, from_pretrained(dtype=) for the model",
+    "torch_dtype": "from_pretrained(dtype=) for the model",
+    "kv_dtype": "cache={'dtype': 'int8'}",
+    "cache_dtype": "cache={'dtype': 'int8'}",
+    "kv_cache_dtype": "cache={'dtype': 'int8'}",
+    "cache_implementation": "cache='paged', or cache=None for stock's",
+    "block_size": "cache={'block_size': 16}",
+    "max_tokens": "cache={'max_tokens': 4096}",
+    "prefix_sharing": "cache={'prefix_sharing': False}",
+    "attn_implementation": "attention=",
+    "attn": "attention=",
+    "backend": "attention=",
+    "drafter": "speculative=",
+    "draft_model": "speculative=",
+    "assistant_model": "speculative=",
+    "num_draft": "speculative={'num_draft': 4}",
+}
+
+
 class Default(str):
     """A keyword's default, told apart from the same word given on purpose: only the latter must be met."""
 

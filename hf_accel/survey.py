@@ -75,7 +75,7 @@ def sites_for(model: PreTrainedModel, config: WeightConfig) -> list[LinearSite]:
     """`linear_sites` for a config; raises UnsupportedError for names in skip= and for groups that do not fit."""
     check_skip(model, config.skip)
     sites = list(linear_sites(model, config.skip))
-    if config.bits == 4 and not config.is_nf4:  # whose blocks go over the ends of rows
+    if config.bits < 8 and not config.is_nf4:  # whose blocks go over the ends of rows
         _check_groups(sites, config.group_size)
     return sites
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..linear.formats import Int4Weight, Int8Weight, QuantizedWeight
+from ..linear.formats import Int8Weight, LowBitWeight, QuantizedWeight
 
 BLOCK = 32
 
@@ -36,7 +36,8 @@ def blocks(weight: QuantizedWeight, rows: Tensor | None = None) -> Tensor:
     if isinstance(weight, Int8Weight):
         parts = [_half(factor), values.view(torch.uint8)]
     else:
-        nibbles = (values + 8).view(torch.uint8)
+        # Q4_0 takes 8 off; what is added in Q4_1 is the smaller, and the more exact in float16, the lower its levels.
+        nibbles = (values + (8 if weight.symmetric else 1 << weight.bits - 1)).view(torch.uint8)
         packed = nibbles[:, : BLOCK // 2] | nibbles[:, BLOCK // 2 :] << 4
         parts = [_half(factor), packed]
         if not weight.symmetric:
@@ -44,13 +45,13 @@ def blocks(weight: QuantizedWeight, rows: Tensor | None = None) -> Tensor:
     return torch.cat(parts, dim=1).reshape(out_features, -1)
 
 
-def _shift(weight: Int4Weight) -> Tensor:
-    """[out, groups]: what is added to (q + 8) * scale."""
+def _shift(weight: LowBitWeight) -> Tensor:
+    """[out, groups]: what is added to (q + 2^(bits - 1)) * scale."""
     if weight.weight_minimum is not None:
         return -weight.weight_minimum
     zero_point = weight.zero_points()
     assert zero_point is not None
-    return (zero_point.float() + 8) * -weight.weight_scale.float()
+    return (zero_point.float() + (1 << weight.bits - 1)) * -weight.weight_scale.float()
 
 
 def _half(column: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ def _half(column: Tensor) -> Tensor:
 
 def rounding_of_scales(weight: QuantizedWeight) -> float:
     """The largest change of a scale, or of what is added beside it, by float16, as a share of it."""
-    added = [_shift(weight)] if isinstance(weight, Int4Weight) and not weight.symmetric else []
+    added = [_shift(weight)] if isinstance(weight, LowBitWeight) and not weight.symmetric else []
     return max(_rounding(numbers.double()) for numbers in (weight.weight_scale, *added))
 
 

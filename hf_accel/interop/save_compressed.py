@@ -37,6 +37,7 @@ from .target import bring_over, check_folder, check_room
 
 # What vLLM does not read of a weight that another program quantized.
 UNREAD = {"input_order": "its inputs in an order of their own (act-order)", "weight_minimum": "minima for zero points"}
+READ_BITS = (8, 4)
 
 
 def save_compressed(
@@ -166,6 +167,8 @@ def _scheme(name: str, layer: QuantLinear, rounds: bool) -> Scheme:
         if getattr(weight, part) is not None:
             raise UnsupportedError(f"{name!r} has {meaning}, which vLLM does not read; use save_pretrained")
     layout = Layout.of(weight)
+    if layout.bits not in READ_BITS:
+        raise UnsupportedError(f"{name!r} has {layout.bits} bits, and vLLM reads 8 and 4; use save_pretrained")
     return Scheme(layout.bits, layout.group_size, layout.symmetric, rounds=rounds and layer.bits == 8)
 
 

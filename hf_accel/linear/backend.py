@@ -18,7 +18,7 @@ from .methods.rtn import quantize
 class LinearSpec:
     """Everything a backend may decide by.
 
-    dtype: of the activations. group_size: read for 4 bits, and for 8 if by_group: scales belong to groups then, not to
+    dtype: of the activations. group_size: not read for 8 bits, but if by_group: scales belong to groups then, not to
     outputs. minima: in the place of zero points. scale_dtype: None is dtype.
     """
 
@@ -72,15 +72,15 @@ class LinearSpec:
     @property
     def layout(self) -> Layout:
         """Without an order of the inputs, which no backend sees."""
-        group_size = self.group_size if self.bits == 4 or self.by_group else None
+        group_size = self.group_size if self.bits < 8 or self.by_group else None
         return Layout(bits=self.bits, group_size=group_size, symmetric=self.symmetric, minima=self.minima)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the stored integers, scales, and zero points or minima."""
-        groups = self.in_features // self.group_size if self.bits == 4 or self.by_group else 1
+        groups = self.in_features // self.group_size if self.bits < 8 or self.by_group else 1
         factors = self.out_features * groups * (self.scale_dtype or self.dtype).itemsize
-        zero_points = 0 if self.bits == 8 or self.symmetric else zero_point_bytes(self.out_features, groups)
+        zero_points = 0 if self.bits == 8 or self.symmetric else zero_point_bytes(self.out_features, groups, self.bits)
         return self.integer_bytes + factors + (factors if self.minima else zero_points)
 
     @property

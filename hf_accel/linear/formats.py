@@ -1,14 +1,15 @@
 """How quantized weights are stored: the compressed-tensors layouts, and nothing else knows their bits.
 
-Source: compressed-tensors `int-quantized` (int8) and `pack-quantized` (int4). Scales of groups for 8 bits, minima and
-an order of the inputs are for weights that other programs quantized.
+Source: compressed-tensors `int-quantized` (int8) and `pack-quantized` (int4; 3 and 2 bits are packed as GPTQ does).
+Scales of groups for 8 bits, minima and an order of the inputs are for weights that other programs quantized.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from ..config import GROUP_SIZES, Activations
 from ..errors import UnsupportedError
 
 CHUNK = 256  # outputs dequantized at a time, so that the float copy stays small and in cache
-NIBBLES = 8  # 4-bit integers in an int32 word
+WORD = 32  # bits of an int32; as many integers of b bits take b words
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,34 +71,34 @@ class Int8Weight:
 
 
 @dataclass(frozen=True, eq=False)
-class Int4Weight:
-    """INT4, one scale and maybe one zero point per output and group of inputs: w = (q - zero_point) * scale.
+class LowBitWeight:
+    """Packed integers, one scale and maybe one zero point per output and group: w = (q - zero_point) * scale.
 
-    Symmetric without zero points: w = q * scale. Outputs in weight_zero_point are padded to whole words with -8.
-    With minima, which leave no zero points: w = (q + 8) * scale - minimum. input_order as in Int8Weight.
+    Symmetric without zero points: w = q * scale. q + 2^(bits - 1) is stored. Outputs in weight_zero_point are padded
+    to whole words with 0. With minima, which leave no zero points: w = (q + 2^(bits - 1)) * scale - minimum.
+    input_order as in Int8Weight.
     """
 
-    bits: ClassVar[int] = 4
+    bits: ClassVar[int]
     by_group: ClassVar[bool] = True
-    weight_packed: Tensor  # int32 [out, in / 8], q + 8, the first input in the lowest bits
+    weight_packed: Tensor  # int32 [out, in * bits / 32], the first input in the lowest bits
     weight_scale: Tensor  # [out, in / group], floating point
     weight_shape: Tensor  # int64 [2]: out, in
-    weight_zero_point: Tensor | None = (
-        None  # int32 [ceil(out / 8), in / group], zero_point + 8, the first output lowest
-    )
+    weight_zero_point: Tensor | None = None  # int32 [words of out, in / group], the first output lowest
     weight_minimum: Tensor | None = None  # [out, in / group], the scales' dtype
     input_order: Tensor | None = None  # int32 [in], a permutation
 
     @classmethod
-    def from_integers(cls, integers: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Int4Weight:
-        """Pack int8 [out, in] of -8..7, and int8 [out, in / group] of -8..7."""
+    def from_integers(cls, integers: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Self:
+        """Pack int8 [out, in] and int8 [out, in / group], each of -2^(bits - 1)..2^(bits - 1) - 1."""
         shape = torch.tensor(integers.shape, device=integers.device)
-        return cls(_to_words(integers), scale, shape, None if zero_point is None else pack_zero_points(zero_point))
+        zeros = None if zero_point is None else pack_zero_points(zero_point, cls.bits)
+        return cls(_to_words(integers, cls.bits), scale, shape, zeros)
 
     @property
     def shape(self) -> tuple[int, int]:
         """(out_features, in_features)."""
-        return self.weight_packed.shape[0], self.weight_packed.shape[1] * NIBBLES
+        return self.weight_packed.shape[0], self.weight_packed.shape[1] * WORD // self.bits
 
     @property
     def group_size(self) -> int:
@@ -108,19 +109,20 @@ class Int4Weight:
         return self.weight_zero_point is None and self.weight_minimum is None
 
     def integers(self, outputs: slice = slice(None)) -> Tensor:
-        """q, int8 [outputs, in], -8..7, as stored: zero points are not taken off."""
-        return unpack_words(self.weight_packed[outputs])
+        """q, int8 [outputs, in], as stored: zero points are not taken off."""
+        return unpack_words(self.weight_packed[outputs], self.bits)
 
     def zero_points(self, outputs: slice = slice(None)) -> Tensor | None:
-        """int8 [outputs, in / group], -8..7; None if symmetric."""
+        """int8 [outputs, in / group], less 2^(bits - 1) as the integers are; None if symmetric."""
         if self.weight_zero_point is None:
             return None
         wanted = range(self.shape[0])[outputs]  # slice.indices is unknown to older torch.compile
-        start, stop, step = wanted.start, wanted.stop, wanted.step
-        first = start // NIBBLES
-        words = self.weight_zero_point[first : -(-stop // NIBBLES)]
-        first *= NIBBLES
-        return unpack_words(words.t().contiguous()).t()[start - first : stop - first : step].contiguous()
+        whole, words = unit_of(self.bits)
+        first = wanted.start // whole
+        stored = self.weight_zero_point[first * words : -(-wanted.stop // whole) * words]
+        found = unpack_words(stored.t().contiguous(), self.bits).t()
+        first *= whole
+        return found[wanted.start - first : wanted.stop - first : wanted.step].contiguous()
 
     def dequantize(self, dtype: torch.dtype, *, outputs: slice = slice(None)) -> Tensor:
         """The weight in floating point, [outputs, in], rounded once."""
@@ -130,34 +132,71 @@ class Int4Weight:
         if zero_point is not None:
             groups -= zero_point.unsqueeze(-1)  # -15..15
         minimum = None if self.weight_minimum is None else self.weight_minimum[outputs].unsqueeze(-1)
-        groups = groups if minimum is None else groups.add_(8)
+        groups = groups if minimum is None else groups.add_(1 << self.bits - 1)
         return in_order(lowered(groups, scale, minimum, dtype).flatten(-2), self.input_order)
 
 
-def pack_zero_points(zero_point: Tensor) -> Tensor:
-    """int8 [out, groups] of -8..7 -> int32 [ceil(out / 8), groups]."""
-    padded = F.pad(zero_point, (0, 0, 0, -len(zero_point) % NIBBLES), value=-8)
-    return _to_words(padded.t().contiguous()).t().contiguous()
+class Int4Weight(LowBitWeight):
+    """INT4: -8..7."""
+
+    bits = 4
 
 
-def _to_words(integers: Tensor) -> Tensor:
-    """int8 [rows, n] of -8..7 -> int32 [rows, n / 8], q + 8, the first of eight in the lowest bits."""
+class Int3Weight(LowBitWeight):
+    """INT3: -4..3."""
+
+    bits = 3
+
+
+class Int2Weight(LowBitWeight):
+    """INT2: -2..1."""
+
+    bits = 2
+
+
+def unit_of(bits: int) -> tuple[int, int]:
+    """The fewest integers that fill whole words, and those words."""
+    words = bits // math.gcd(bits, WORD)
+    return WORD * words // bits, words
+
+
+def pack_zero_points(zero_point: Tensor, bits: int = 4) -> Tensor:
+    """int8 [out, groups], less 2^(bits - 1) -> int32 [words of out, groups]."""
+    padded = F.pad(zero_point, (0, 0, 0, -len(zero_point) % unit_of(bits)[0]), value=-(1 << bits - 1))
+    return _to_words(padded.t().contiguous(), bits).t().contiguous()
+
+
+def _to_words(integers: Tensor, bits: int) -> Tensor:
+    """int8 [rows, n], less 2^(bits - 1) -> int32 [rows, n * bits / 32], the first integer in the lowest bits."""
     rows, columns = integers.shape
-    unsigned = (integers + 8).view(torch.uint8)
-    pairs = unsigned[:, ::2] | unsigned[:, 1::2] << 4
-    return pairs.flatten().view(torch.int32).view(rows, columns // NIBBLES)  # one row may have any stride
+    unsigned = (integers + (1 << bits - 1)).view(torch.uint8)
+    if bits == 4:
+        stored = unsigned[:, ::2] | unsigned[:, 1::2] << 4
+    else:
+        single = unsigned.unsqueeze(-1) >> _places(bits, integers.device) & 1
+        stored = (single.view(rows, -1, 8) << _places(8, integers.device)).sum(-1, dtype=torch.uint8)
+    return stored.flatten().view(torch.int32).view(rows, columns * bits // WORD)  # one row may have any stride
 
 
-def unpack_words(words: Tensor) -> Tensor:
-    """int32 [rows, n / 8] -> int8 [rows, n] of -8..7: each 4 bits less 8, the lowest first."""
+def unpack_words(words: Tensor, bits: int = 4) -> Tensor:
+    """int32 [rows, n * bits / 32] -> int8 [rows, n]: each `bits` bits less 2^(bits - 1), the lowest first."""
     rows, columns = words.shape
-    pairs = words.flatten().view(torch.uint8)
-    unsigned = torch.stack((pairs & 15, pairs >> 4), dim=-1)
-    return unsigned.view(torch.int8).sub_(8).view(rows, columns * NIBBLES)
+    stored = words.flatten().view(torch.uint8)
+    if bits == 4:
+        unsigned = torch.stack((stored & 15, stored >> 4), dim=-1)
+    else:
+        single = stored.unsqueeze(-1) >> _places(8, words.device) & 1
+        unsigned = (single.view(-1, bits) << _places(bits, words.device)).sum(-1, dtype=torch.uint8)
+    return unsigned.view(torch.int8).sub_(1 << bits - 1).view(rows, columns * WORD // bits)
 
 
-QuantizedWeight = Int8Weight | Int4Weight
-FORMATS: dict[int, type[Int8Weight] | type[Int4Weight]] = {8: Int8Weight, 4: Int4Weight}
+def _places(bits: int, device: torch.device) -> Tensor:
+    return torch.arange(bits, dtype=torch.uint8, device=device)
+
+
+QuantizedWeight = Int8Weight | LowBitWeight
+LOW_BITS: dict[int, type[LowBitWeight]] = {each.bits: each for each in (Int4Weight, Int3Weight, Int2Weight)}
+FORMATS: dict[int, type[Int8Weight] | type[LowBitWeight]] = {8: Int8Weight, **LOW_BITS}
 
 
 def state(weight: QuantizedWeight) -> dict[str, Tensor]:
@@ -202,7 +241,7 @@ def settings_of(layout: Layout, *, activations: Activations, scale_dtype: torch.
     settings: dict[str, Any] = {"bits": layout.bits, "activations": activations}
     if layout.group_size is not None:
         settings["group_size"] = layout.group_size
-    if layout.bits == 4:
+    if layout.bits != 8:
         settings["symmetric"] = layout.symmetric and not layout.minima
     settings |= {name: True for name in ("minima", "ordered") if getattr(layout, name)}
     return settings | ({} if scale_dtype is None else {"scale_dtype": str(scale_dtype).removeprefix("torch.")})
@@ -220,7 +259,8 @@ def zeros(
     if layout.bits == 8:
         return Int8Weight(integers, scale, order, minimum)
     zero_point = None if layout.symmetric or layout.minima else torch.zeros_like(scale, dtype=torch.int8)
-    return replace(Int4Weight.from_integers(integers, scale, zero_point), weight_minimum=minimum, input_order=order)
+    weight = LOW_BITS[layout.bits].from_integers(integers, scale, zero_point)
+    return replace(weight, weight_minimum=minimum, input_order=order)
 
 
 def in_order(weight: Tensor, input_order: Tensor | None) -> Tensor:
@@ -230,9 +270,10 @@ def in_order(weight: Tensor, input_order: Tensor | None) -> Tensor:
     return torch.empty_like(weight).index_copy_(1, input_order.to(weight.device, torch.long), weight)
 
 
-def zero_point_bytes(out_features: int, groups: int) -> int:
+def zero_point_bytes(out_features: int, groups: int, bits: int = 4) -> int:
     """Bytes of a stored weight_zero_point."""
-    return -(-out_features // NIBBLES) * groups * 4
+    whole, words = unit_of(bits)
+    return -(-out_features // whole) * words * groups * 4
 
 
 def lowered(integers: Tensor, scale: Tensor, minimum: Tensor | None, dtype: torch.dtype) -> Tensor:

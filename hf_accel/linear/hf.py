@@ -97,7 +97,7 @@ def module_settings(layer: QuantLinear | WeightConfig) -> dict[str, Any]:
     """What a checkpoint says of a layer, or of how it will be made."""
     if isinstance(layer, QuantLinear):
         return settings_of(layer.layout, activations=layer.activations, scale_dtype=layer.spec.scale_dtype)
-    group_size = layer.group_size if layer.bits == 4 else None
+    group_size = layer.group_size if layer.bits < 8 else None
     layout = Layout(bits=layer.bits, group_size=group_size, symmetric=layer.symmetric)
     return settings_of(layout, activations=layer.activations, scale_dtype=None)
 
@@ -125,14 +125,14 @@ def spec_of(settings: Mapping[str, Any], weight: Tensor, *, is_transposed: bool 
     rows, columns = reversed(weight.shape) if is_transposed else weight.shape
     spec = LinearSpec(
         in_features=columns, out_features=rows, bits=config.bits, dtype=weight.dtype,
-        group_size=group_size or (128 if config.bits == 4 else columns),
+        group_size=group_size or (128 if config.bits < 8 else columns),
         symmetric=config.symmetric and not minima, by_group=config.bits == 8 and group_size is not None,
         minima=minima, scale_dtype=scales if scales is not weight.dtype else None,
         device_type=weight.device.type, activations=config.activations,
     )  # fmt: skip
     if minima and config.bits == 8 and group_size is None:
         raise UnsupportedError("minima=True needs group_size=")
-    if config.bits == 4 or spec.by_group:
+    if config.bits < 8 or spec.by_group:
         check_group_size((rows, columns), spec.group_size)
     return spec
 

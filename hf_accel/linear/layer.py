@@ -258,7 +258,7 @@ class QuantLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         backend = self.choice.backend.name if self.choice else "not packed"
-        group = f", group_size={self.group_size}" if self.bits == 4 or self.group_size < self.in_features else ""
+        group = f", group_size={self.group_size}" if self.bits < 8 or self.group_size < self.in_features else ""
         group += "" if self.symmetric else ", symmetric=False"
         return f"{super().extra_repr()}, bits={self.bits}{group}, backend={backend}"
 

@@ -20,11 +20,12 @@ ACTIVATION_GROUP = 128  # inputs that share an activation scale where the weight
 class Reference(Backend):
     """Dequantizes a chunk of outputs at a time and multiplies in floating point.
 
-    activations "int8": rounded per row and group of inputs, which are the weight's for 4 bits and 128 for 8.
+    activations "int8": rounded per row and group of inputs, which are the weight's if its scales belong to groups, and
+    128 otherwise.
     """
 
     name = "reference"
-    bits: ClassVar[tuple[int, ...]] = (8, 4)
+    bits: ClassVar[tuple[int, ...]] = (8, 4, 3, 2)
     own_formats_only = False
 
     def __init__(self, activations: Literal["int8"] | None) -> None:

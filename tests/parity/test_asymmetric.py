@@ -1,8 +1,9 @@
-"""INT4 weights with zero points through a whole model: planned, patched, copied, saved, loaded and taken out."""
+"""INT4 weights with zero points, and 3 and 2 bits, through a whole model: planned, patched, copied, saved, loaded."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -13,17 +14,21 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_accel
-from hf_accel.linear import Int4Weight, QuantLinear
+from hf_accel.linear import QuantLinear
+from hf_accel.linear.formats import FORMATS, state, zero_point_bytes
 
 from .dequantize import dequantized
 from .snapshot import snapshot
 from .test_quantized import INT4_TOLERANCE, relative_error
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "stdlib-tiny"
-CONFIGS = [hf_accel.WeightConfig(bits=4, group_size=size, symmetric=False) for size in (32, 128)]
+CONFIGS = [
+    hf_accel.WeightConfig(bits=bits, group_size=size, symmetric=symmetric)
+    for bits, size, symmetric in [(4, 32, False), (4, 128, False), (3, 64, False), (3, 128, True), (2, 32, False)]
+]
 
 
-@pytest.fixture(params=CONFIGS, ids=lambda config: f"g{config.group_size}")
+@pytest.fixture(params=CONFIGS, ids=lambda config: f"{config.label} g{config.group_size}")
 def config(request: pytest.FixtureRequest) -> hf_accel.WeightConfig:
     return request.param
 
@@ -42,7 +47,7 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 
 def quant_layers(model: PreTrainedModel) -> dict[str, QuantLinear]:
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantLinear) and layer.bits == 4}
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantLinear) and layer.bits < 8}
 
 
 def test_patched_computes_with_its_dequantized_weights(config: hf_accel.WeightConfig) -> None:
@@ -52,8 +57,9 @@ def test_patched_computes_with_its_dequantized_weights(config: hf_accel.WeightCo
     hf_accel.patch(stock, weights=config)
     layers = quant_layers(stock)
     assert len(layers) == 7 * stock.config.num_hidden_layers
-    zero_points = torch.cat([layer.quantized.zero_points().flatten() for layer in layers.values()])
-    assert len(zero_points.unique()) > 4
+    if not config.symmetric:
+        zero_points = torch.cat([layer.quantized.zero_points().flatten() for layer in layers.values()])
+        assert len(zero_points.unique()) > config.bits
     assert relative_error(logits(stock), logits(dequantized(expected, stock))) < INT4_TOLERANCE
     hf_accel.unpatch(stock)
     assert snapshot(stock) == before
@@ -70,13 +76,15 @@ def test_saved_and_loaded_bit_for_bit(config: hf_accel.WeightConfig, tmp_path: P
     model = hf_accel.patch(load(), weights=config)
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["modules"]
-    assert all(saved[name]["symmetric"] is False for name in quant_layers(model))
+    found = {(saved[name]["bits"], saved[name]["symmetric"]) for name in quant_layers(model)}
+    assert found == {(config.bits, config.symmetric)}
     again = load(tmp_path)
     assert quant_layers(again).keys() == quant_layers(model).keys()
     for name, layer in quant_layers(again).items():
         weight, other = layer.quantized, model.get_submodule(name).quantized
-        assert isinstance(weight, Int4Weight)
-        assert torch.equal(weight.weight_zero_point, other.weight_zero_point)
+        assert type(weight) is type(other) is FORMATS[config.bits]
+        assert state(weight).keys() == state(other).keys()
+        assert all(torch.equal(tensor, state(other)[kind]) for kind, tensor in state(weight).items())
     assert torch.equal(logits(again), logits(model))
 
 
@@ -91,17 +99,26 @@ def test_copies_compute_the_same(copier: object) -> None:
     assert torch.equal(logits(copier(model)), logits(model))
 
 
+def test_lower_bits_take_fewer_bytes_and_say_who_multiplies() -> None:
+    model = load()
+    plans = {bits: hf_accel.plan(model, weights={"bits": bits}) for bits in (4, 3, 2)}
+    count = sum(p.site.weight.numel() for p in plans[4].quantized if not p.site.is_head)
+    assert [plans[bits].bytes_after - plans[bits - 1].bytes_after for bits in (4, 3)] == [count // 8] * 2
+    assert "int3 group 128 by reference" in str(plans[3]) and "int2 group 128 by reference" in str(plans[2])
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGS if not c.symmetric], ids=lambda c: f"{c.label} g{c.group_size}")
 def test_the_plan_and_the_estimate_count_zero_points(config: hf_accel.WeightConfig) -> None:
     model = load()
-    symmetric = hf_accel.WeightConfig(bits=4, group_size=config.group_size)
+    symmetric = dataclasses.replace(config, symmetric=True)
     plans = [hf_accel.plan(model, weights=weights) for weights in (symmetric, config)]
     shapes = [p.site.weight.shape for p in plans[1].quantized if not p.site.is_head]
-    zero_points = sum(-(-out // 8) * 4 * (inputs // config.group_size) for out, inputs in shapes)
+    zero_points = sum(zero_point_bytes(out, inputs // config.group_size, config.bits) for out, inputs in shapes)
     assert plans[1].bytes_after - plans[0].bytes_after == zero_points > 0
-    assert f"int4 asymmetric group {config.group_size} by " in str(plans[1])
+    assert f"int{config.bits} asymmetric group {config.group_size} by " in str(plans[1])
     assert "asymmetric" not in str(plans[0])
     machine = {"context": 1, "bandwidth": 1e9, "compute": 1e12}
     estimates = [hf_accel.estimate(model.config, weights=weights, **machine) for weights in (symmetric, config)]
-    assert estimates[1].weights == "int4 asymmetric"
+    assert estimates[1].weights == f"int{config.bits} asymmetric"
     scales = [e.weights_by_kind["scales"] for e in estimates]
     assert scales[1] - scales[0] == estimates[1].weights_bytes - estimates[0].weights_bytes == zero_points

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...config import WeightConfig
-from ..formats import Int4Weight, Int8Weight, QuantizedWeight, check_group_size
+from ..formats import LOW_BITS, Int8Weight, QuantizedWeight, check_group_size
 
 LEAST = 0.4  # of the range of a group that is still covered at the most clipped end of the search
 
@@ -24,8 +24,8 @@ class Levels:
 
     @classmethod
     def of(cls, config: WeightConfig) -> Levels:
-        lowest, highest = (-127, 127) if config.bits == 8 else (-8, 7)
-        return cls(config.bits, lowest, highest, not config.symmetric)
+        half = 1 << config.bits - 1
+        return cls(config.bits, -127 if config.bits == 8 else -half, half - 1, not config.symmetric)
 
     def extent(self, groups: Tensor) -> tuple[Tensor, Tensor]:
         """What the levels have to cover of groups [..., group, out]: the lowest and the highest value, [..., 1, out].
@@ -91,7 +91,7 @@ class Levels:
         if self.bits == 8:
             return Int8Weight.from_integers(stored, scales)
         zero_point = None if zeros is None else zeros.t().contiguous().to(torch.int8)
-        return Int4Weight.from_integers(stored, scales, zero_point)
+        return LOW_BITS[self.bits].from_integers(stored, scales, zero_point)
 
 
 def group_size_of(weight: Tensor, config: WeightConfig) -> int:

@@ -10,15 +10,16 @@ from torch import Tensor
 
 from ...config import WeightConfig
 from ...errors import UnsupportedError
-from ..formats import Int4Weight, Int8Weight, QuantizedWeight, check_group_size, chunks
+from ..formats import LOW_BITS, Int8Weight, LowBitWeight, QuantizedWeight, check_group_size, chunks
 
 
 def quantize(weight: Tensor, config: WeightConfig) -> QuantizedWeight:
     """Quantize a floating-point weight [out, in] as `config` says; scales get the weight's dtype.
 
-    Symmetric: the largest magnitude of an output channel (8 bits) or group of inputs (4 bits) becomes 127 or 7.
-    Asymmetric (4 bits): the range of a group, widened to hold 0, is cut into 15 steps, and a zero point says which
-    level is 0, exactly. The error is at most half a step, but for what rounding the scale to its dtype cuts off.
+    Symmetric: the largest magnitude of an output channel (8 bits) or group of inputs (fewer bits) becomes the highest
+    level: 127, 7, 3 or 1. Asymmetric (fewer bits): the range of a group, widened to hold 0, is cut into 15, 7 or 3
+    steps, and a zero point says which level is 0, exactly. The error is at most half a step, but for what rounding the
+    scale to its dtype cuts off.
     Raises UnsupportedError for NaN or infinity and for a group size that does not divide the inputs.
     """
     weight = weight.detach()
@@ -26,9 +27,7 @@ def quantize(weight: Tensor, config: WeightConfig) -> QuantizedWeight:
     if config.bits == 8:
         return Int8Weight.from_integers(*_round(weight, in_features, largest=127, lowest=-127))
     check_group_size((out_features, in_features), config.group_size)
-    if not config.symmetric:
-        return Int4Weight.from_integers(*_round_asymmetric(weight, config.group_size))
-    return Int4Weight.from_integers(*_round(weight, config.group_size, largest=7, lowest=-8))
+    return _low_bits(weight, config.bits, config.group_size, symmetric=config.symmetric)
 
 
 def quantize_like(weight: Tensor, other: QuantizedWeight) -> QuantizedWeight:
@@ -43,11 +42,18 @@ def quantize_like(weight: Tensor, other: QuantizedWeight) -> QuantizedWeight:
     result: QuantizedWeight
     if other.bits == 8:
         result = Int8Weight.from_integers(*_round(weight, group_size, largest=127, lowest=-127, dtype=dtype))
-    elif other.symmetric:
-        result = Int4Weight.from_integers(*_round(weight, group_size, largest=7, lowest=-8, dtype=dtype))
     else:
-        result = Int4Weight.from_integers(*_round_asymmetric(weight, group_size, dtype=dtype))
+        result = _low_bits(weight, other.bits, group_size, symmetric=other.symmetric, dtype=dtype)
     return replace(result, input_order=order)
+
+
+def _low_bits(
+    weight: Tensor, bits: int, group_size: int, *, symmetric: bool, dtype: torch.dtype | None = None
+) -> LowBitWeight:
+    half = 1 << bits - 1
+    if symmetric:
+        return LOW_BITS[bits].from_integers(*_round(weight, group_size, largest=half - 1, lowest=-half, dtype=dtype))
+    return LOW_BITS[bits].from_integers(*_round_asymmetric(weight, group_size, half=half, dtype=dtype))
 
 
 def _round(
@@ -70,9 +76,10 @@ def _round(
 
 
 def _round_asymmetric(
-    weight: Tensor, group_size: int, *, dtype: torch.dtype | None = None
+    weight: Tensor, group_size: int, *, half: int, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """int8 [out, in], scales and int8 zero points [out, groups], integers and zero points both less 8."""
+    """int8 [out, in], scales and int8 zero points [out, groups], both integers less half of the levels."""
+    steps = 2 * half - 1
     integers = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
     scale = weight.new_empty(len(weight), weight.shape[1] // group_size, dtype=dtype)
     zero_point = torch.empty_like(scale, dtype=torch.int8)
@@ -82,12 +89,12 @@ def _round_asymmetric(
         if not (low.isfinite().all() and high.isfinite().all()):
             refuse_not_finite()
         low, high = low.clamp(max=0), high.clamp(min=0)
-        scale[outputs] = (high / 2 - low / 2) / 7.5  # by halves: the range may overflow
+        scale[outputs] = (high / 2 - low / 2) / (steps / 2)  # by halves: the range may overflow
         divisor = _wide(scale[outputs]).masked_fill(scale[outputs] == 0, 1)
-        zero = (-low / divisor).round_().clamp_(0, 15)
-        levels = (groups / divisor.unsqueeze(-1)).round_().add_(zero.unsqueeze(-1)).clamp_(0, 15)
-        integers[outputs] = levels.sub_(8).flatten(-2).to(torch.int8)
-        zero_point[outputs] = zero.sub_(8).to(torch.int8)
+        zero = (-low / divisor).round_().clamp_(0, steps)
+        levels = (groups / divisor.unsqueeze(-1)).round_().add_(zero.unsqueeze(-1)).clamp_(0, steps)
+        integers[outputs] = levels.sub_(half).flatten(-2).to(torch.int8)
+        zero_point[outputs] = zero.sub_(half).to(torch.int8)
     return integers, scale, zero_point
 
 

@@ -17,6 +17,8 @@ from hf_accel.linear.formats import Int4Weight, Int8Weight
 CONFIGS = [
     WeightConfig(bits=8),
     *(WeightConfig(bits=4, group_size=size, symmetric=symmetric) for size in (32, 64) for symmetric in (True, False)),
+    WeightConfig(bits=3, group_size=32),
+    WeightConfig(bits=2, group_size=64, symmetric=False),
 ]
 NUMBERS = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 8}  # of ggml_type in ggml.h
 
@@ -66,7 +68,8 @@ def test_transformers_reads_the_same_weight(config: WeightConfig, dtype: torch.d
 def test_the_reader_gets_the_same_integers(config: WeightConfig) -> None:
     weight = quantize(torch.randn(24, 192, generator=torch.Generator().manual_seed(7)).half(), config)
     read = TYPES[str(kind_of(weight))].weight(blocks(weight))
-    assert torch.equal(read.integers(), weight.integers())
+    lower = 0 if weight.symmetric else 8 - (1 << weight.bits - 1)  # Q4_1 counts from its lowest level
+    assert torch.equal(read.integers(), weight.integers() - lower)
     scale = weight.weight_scale.repeat_interleave(192 // weight.weight_scale.shape[1] // 32, dim=1)
     assert torch.equal(read.weight_scale, scale)
 

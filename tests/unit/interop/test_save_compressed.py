@@ -343,6 +343,10 @@ def with_half_a_unit() -> nn.Module:
     return hf_accel.patch(build("llama"), weights={**INT4, "skip": ["k_proj"]})
 
 
+def with_three_bits() -> nn.Module:
+    return hf_accel.patch(build("llama"), weights={**INT4, "bits": 3})
+
+
 REFUSED = {
     "unpatched": (lambda: build("llama"), "not patched"),
     "no model": (lambda: nn.Linear(3, 4), "works on a transformers PreTrainedModel"),
@@ -351,6 +355,7 @@ REFUSED = {
     "NaN": (with_nan, r"'model.embed_tokens.weight' holds NaN or infinity at \[3, 4\]"),
     "infinity": (with_another_scale, r"'model.layers.0.mlp.up_proj.weight_scale' holds NaN or infinity at \[5, 0\]"),
     "act-order": (with_an_order, "'model.layers.1.mlp.up_proj' has its inputs in an order of their own"),
+    "3 bits": (with_three_bits, "q_proj' has 3 bits, and vLLM reads 8 and 4; use save_pretrained"),
     "half a unit": (with_half_a_unit, r"k_proj is dense.*skip=\['q_proj', 'k_proj', 'v_proj'\]"),
 }
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_accel.linear import Int4Weight, Int8Weight
+from hf_accel.linear.formats import FORMATS
 
 
 @pytest.fixture(autouse=True)
@@ -24,11 +24,12 @@ def make_weight():
     """A quantized weight, and the same numbers as a float64 array, made without the code under test."""
 
     def make(bits, out_features, in_features, *, group_size=32, dtype=torch.float32):
-        low, high, groups = (-127, 127, 1) if bits == 8 else (-8, 7, in_features // group_size)
+        half = 1 << bits - 1
+        low, high, groups = (-127, 127, 1) if bits == 8 else (-half, half - 1, in_features // group_size)
         integers = torch.randint(low, high + 1, (out_features, in_features), dtype=torch.int8)
         scale = (torch.rand(out_features, groups) * 0.01 + 0.001).to(dtype)
         repeated = np.repeat(scale.double().numpy(), in_features // groups, axis=1)
-        weight = (Int8Weight if bits == 8 else Int4Weight).from_integers(integers, scale)
+        weight = FORMATS[bits].from_integers(integers, scale)
         return weight, integers.numpy() * repeated
 
     return make

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hf_accel.linear import BACKENDS, Backend, LinearSpec
+from hf_accel.linear.formats import FORMATS
 from hf_accel.linear.onednn import is_exact
 from hf_accel.linear.reference import Reference
 from hf_accel.linear.torch_int4 import block_size
@@ -40,7 +41,7 @@ def test_most_backends_have_nothing_to_note():
 def test_every_backend_keeps_the_contract():
     for backend in BACKENDS:
         assert isinstance(backend, Backend)
-        assert set(backend.bits) <= {4, 8}
+        assert set(backend.bits) <= set(FORMATS)
         assert backend.activations in (None, "int8")
 
 

@@ -9,6 +9,7 @@ from hf_accel.errors import UnsupportedError
 from hf_accel.linear import Int4Weight, Int8Weight
 from hf_accel.linear.formats import (
     CHUNK,
+    FORMATS,
     Layout,
     check_group_size,
     chunks,
@@ -63,11 +64,14 @@ def test_zero_points_are_packed_along_the_outputs(column, words):
     "outputs", [slice(None), slice(0, 7), slice(9, 21), slice(30, 35), slice(3, 34, 5), slice(8, 8)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_zero_points_are_taken_off(outputs, dtype):
-    integers = torch.randint(-8, 8, (35, 96), dtype=torch.int8)
-    zero_point = torch.randint(-8, 8, (35, 3), dtype=torch.int8)
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_zero_points_are_taken_off(outputs, dtype, bits):
+    half = 1 << bits - 1
+    integers = torch.randint(-half, half, (35, 96), dtype=torch.int8)
+    zero_point = torch.randint(-half, half, (35, 3), dtype=torch.int8)
     scale = torch.rand(35, 3).to(dtype)
-    weight = Int4Weight.from_integers(integers, scale, zero_point)
+    weight = FORMATS[bits].from_integers(integers, scale, zero_point)
+    assert weight.weight_zero_point.nbytes == zero_point_bytes(35, 3, bits)
     assert torch.equal(weight.zero_points(outputs), zero_point[outputs])
     exact = integers.double().view(35, 3, 32) - zero_point.double()[..., None]
     expected = (exact * scale.double()[..., None]).flatten(1).to(dtype)[outputs]
@@ -88,18 +92,43 @@ def test_a_state_has_zero_points_only_where_the_weight_has():
     assert from_state(4, state(asymmetric)).zero_points().tolist() == [[3], [-8], [7]]
 
 
-@pytest.mark.parametrize(("bits", "shape"), [(8, (1, 1)), (8, (3, 33)), (8, (64, 37)), (4, (1, 32)), (4, (33, 96))])
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_the_first_integer_is_in_the_lowest_bits(bits):
+    half = 1 << bits - 1
+    integers = torch.randint(-half, half, (5, 64), dtype=torch.int8)
+    weight = FORMATS[bits].from_integers(integers, torch.ones(5, 2))
+    assert weight.weight_packed.dtype == torch.int32
+    assert weight.weight_packed.shape == (5, 2 * bits)
+    for words, row in zip(weight.weight_packed.tolist(), integers.tolist(), strict=True):
+        stored = sum((word % 2**32) << 32 * place for place, word in enumerate(words))
+        assert stored == sum((q + half) << bits * place for place, q in enumerate(row))
+
+
+@pytest.mark.parametrize(
+    ("bits", "shape"),
+    [
+        (8, (1, 1)),
+        (8, (3, 33)),
+        (8, (64, 37)),
+        (4, (1, 32)),
+        (4, (33, 96)),
+        (3, (1, 32)),
+        (3, (33, 96)),
+        (2, (5, 160)),
+    ],
+)
 def test_integers_survive_storage(make_weight, bits, shape):
-    low, high = (-127, 128) if bits == 8 else (-8, 8)
+    half = 1 << bits - 1
+    low, high = (-127, 128) if bits == 8 else (-half, half)
     integers = torch.randint(low, high, shape, dtype=torch.int8)
-    weight = (Int8Weight if bits == 8 else Int4Weight).from_integers(integers, torch.ones(shape[0], 1))
+    weight = FORMATS[bits].from_integers(integers, torch.ones(shape[0], 1))
     assert weight.shape == shape
     assert torch.equal(weight.integers(), integers)
     restored = from_state(bits, state(weight) | {"bias": torch.zeros(1)})
     assert torch.equal(restored.integers(slice(1, None)), integers[1:])
 
 
-@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (4, 32), (4, 64), (4, 128)])
+@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (4, 32), (4, 64), (4, 128), (3, 32), (2, 128)])
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_dequantize_rounds_the_exact_product_once(make_weight, bits, group_size, scale_dtype, dtype):

@@ -14,6 +14,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-
 CASES = [
     (8, 1, 33, 32), (8, 3, 37, 32), (8, 33, 64, 32), (8, 64, 384, 32), (8, 257, 48, 32),
     (4, 1, 32, 32), (4, 3, 64, 32), (4, 33, 128, 64), (4, 64, 384, 128), (4, 112, 64, 32), (4, 272, 256, 128),
+    (3, 33, 96, 32), (3, 272, 256, 128), (2, 33, 96, 32), (2, 272, 256, 128),
 ]  # fmt: skip
 PAIRS = [
     pytest.param(
@@ -46,7 +47,7 @@ def as_rounded(backend, x: np.ndarray, bits: int, group_size: int) -> np.ndarray
     if backend.name == "onednn":
         return rounded_rows(x)
     by_row = backend.name == "reference by row"
-    return rounded_groups(x, x.shape[1] if by_row else group_size if bits == 4 else 128)
+    return rounded_groups(x, x.shape[1] if by_row else group_size if bits < 8 else 128)
 
 
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no-bias"])

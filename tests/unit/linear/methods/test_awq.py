@@ -17,7 +17,14 @@ from hf_accel.linear.methods import awq, rtn
 
 CONFIGS = [
     WeightConfig(bits=bits, group_size=group, symmetric=symmetric, method="awq")
-    for bits, group, symmetric in [(4, 32, True), (4, 32, False), (4, 128, True), (8, 128, True)]
+    for bits, group, symmetric in [
+        (4, 32, True),
+        (4, 32, False),
+        (4, 128, True),
+        (8, 128, True),
+        (3, 32, True),
+        (2, 32, False),
+    ]
 ]
 
 

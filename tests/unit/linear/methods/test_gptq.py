@@ -17,11 +17,20 @@ from hf_accel.linear.methods import gptq, quantize, rtn
 
 CONFIGS = [
     WeightConfig(bits=bits, group_size=group, symmetric=symmetric, method="gptq", calibration=["x"])
-    for bits, group, symmetric in [(4, 32, True), (4, 32, False), (4, 128, True), (8, 128, True)]
+    for bits, group, symmetric in [
+        (4, 32, True),
+        (4, 32, False),
+        (4, 128, True),
+        (8, 128, True),
+        (3, 32, False),
+        (2, 32, True),
+    ]
 ]
 
 
-def column_by_column(weight: Tensor, statistics: Statistics, scales: Tensor, zeros: Tensor | None) -> Tensor:
+def column_by_column(
+    weight: Tensor, statistics: Statistics, scales: Tensor, zeros: Tensor | None, *, bits: int
+) -> Tensor:
     """Integers [out, in], by the inverse Hessian of all inputs still to come, computed anew for each (OBQ's form).
 
     scales, zeros: of each input, [out, in].
@@ -36,7 +45,7 @@ def column_by_column(weight: Tensor, statistics: Statistics, scales: Tensor, zer
         inverse = torch.linalg.inv(hessian[left][:, left])
         zero = torch.zeros_like(rows[:, i]) if zeros is None else zeros[:, i].double()
         scale = scales[:, i].double()
-        lowest, highest = -8, 7
+        lowest, highest = -(1 << bits - 1), (1 << bits - 1) - 1
         integers[:, i] = ((rows[:, i] / scale).round() + zero).clamp(lowest, highest)
         error = (rows[:, i] - (integers[:, i] - zero) * scale) / inverse[0, 0]
         rows[:, left] -= error.unsqueeze(1) * inverse[0]
@@ -45,15 +54,17 @@ def column_by_column(weight: Tensor, statistics: Statistics, scales: Tensor, zer
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "rows"), [(5, 128, 700), (1, 256, 300), (7, 160, 60), (33, 96, 2)])
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_against_column_by_column(outputs: int, inputs: int, rows: int, symmetric: bool, correlated: Any) -> None:
-    config = WeightConfig(bits=4, group_size=32, symmetric=symmetric, method="gptq")
+@pytest.mark.parametrize(("bits", "symmetric"), [(4, True), (4, False), (3, True), (2, False)])
+def test_against_column_by_column(
+    outputs: int, inputs: int, rows: int, bits: int, symmetric: bool, correlated: Any
+) -> None:
+    config = WeightConfig(bits=bits, group_size=32, symmetric=symmetric, method="gptq")
     weight, statistics = torch.randn(outputs, inputs), Statistics.of(correlated(rows, inputs))
     found = gptq.quantize(weight, statistics, config)
     scales = found.weight_scale.repeat_interleave(32, dim=1)
     zeros = found.zero_points()
     expected = column_by_column(
-        weight, statistics, scales, None if zeros is None else zeros.repeat_interleave(32, dim=1)
+        weight, statistics, scales, None if zeros is None else zeros.repeat_interleave(32, dim=1), bits=bits
     )
     # A value half-way between two levels may fall to either side in float32, and moves all that follow.
     same = (found.integers() == expected).double().mean()

@@ -42,10 +42,12 @@ def test_worked_numbers_in_int4():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("bits", "group_size", "largest"), [(8, 384, 127), (4, 32, 7), (4, 64, 7), (4, 128, 7)])
+@pytest.mark.parametrize(
+    ("bits", "group_size", "largest"), [(8, 384, 127), (4, 32, 7), (4, 64, 7), (4, 128, 7), (3, 32, 3), (2, 128, 1)]
+)
 def test_every_number_is_within_half_a_stored_scale(dtype, bits, group_size, largest):
     dense = torch.randn(300, 384).to(dtype)
-    config = WeightConfig(bits=bits, group_size=group_size if bits == 4 else 128)
+    config = WeightConfig(bits=bits, group_size=group_size if bits < 8 else 128)
     weight = quantize(dense, config)
     groups = dense.double().numpy().reshape(300, -1, group_size)
     absmax = np.abs(groups).max(axis=-1)
@@ -72,21 +74,22 @@ def test_worked_numbers_in_asymmetric_int4():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("shift", [-3.0, -0.5, 0.0, 0.7, 5.0])
-def test_asymmetric_is_within_half_a_stored_step(dtype, group_size, shift):
+@pytest.mark.parametrize(("bits", "steps"), [(4, 15), (3, 7), (2, 3)])
+def test_asymmetric_is_within_half_a_stored_step(dtype, group_size, shift, bits, steps):
     dense = (torch.randn(300, 384) + shift).to(dtype)
-    weight = quantize(dense, WeightConfig(bits=4, group_size=group_size, symmetric=False))
+    weight = quantize(dense, WeightConfig(bits=bits, group_size=group_size, symmetric=False))
     groups = dense.double().numpy().reshape(300, -1, group_size)
     span = np.maximum(groups.max(axis=-1), 0) - np.minimum(groups.min(axis=-1), 0)
     scale = weight.weight_scale.double().numpy()
     eps = torch.finfo(dtype).eps
     assert weight.weight_scale.dtype == dtype
-    np.testing.assert_allclose(scale, span / 15, rtol=eps)
+    np.testing.assert_allclose(scale, span / steps, rtol=eps)
     zeros = weight.zero_points().double().numpy()[..., None]
     integers = weight.integers().double().numpy().reshape(groups.shape)
     error = np.abs(groups - (integers - zeros) * scale[..., None])
-    lost = np.maximum(span - 15 * scale, 0)  # what rounding the scale took off the range
+    lost = np.maximum(span - steps * scale, 0)  # what rounding the scale took off the range
     assert (error <= (0.5 * scale + lost)[..., None] * (1 + 1e-6)).all()
-    assert (lost <= 15 * scale * eps).all()
+    assert (lost <= steps * scale * eps).all()
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -113,12 +116,12 @@ def test_asymmetric_extremes_stay_finite(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
 def test_the_divisor_is_the_scale_as_stored(dtype, bits):
     dense = torch.randn(17, 128).to(dtype)
     weight = quantize(dense, WeightConfig(bits=bits))
     scale = weight.weight_scale.float().numpy()
-    low, high = (-127, 127) if bits == 8 else (-8, 7)
+    low, high = (-127, 127) if bits == 8 else (-(1 << bits - 1), (1 << bits - 1) - 1)
     expected = np.clip(np.rint(dense.float().numpy() / scale), low, high)
     np.testing.assert_array_equal(weight.integers().numpy(), expected)
 
@@ -129,7 +132,7 @@ def test_a_scale_too_small_to_store_makes_zeros():
     assert weight.integers().tolist() == [[0, 0, 0]]
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
 def test_what_came_out_goes_in_again_unchanged(bits):
     config = WeightConfig(bits=bits, group_size=32)
     once = quantize(torch.randn(9, 64), config)
@@ -137,7 +140,7 @@ def test_what_came_out_goes_in_again_unchanged(bits):
     assert torch.equal(once.integers(), twice.integers())
 
 
-@pytest.mark.parametrize(("bits", "symmetric"), [(8, True), (4, True), (4, False)])
+@pytest.mark.parametrize(("bits", "symmetric"), [(8, True), (4, True), (4, False), (3, True), (2, False)])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_not_finite_are_refused(bits, symmetric, value):
     dense = torch.randn(300, 128)
@@ -151,7 +154,7 @@ def test_a_group_that_does_not_divide_is_refused():
         quantize(torch.randn(3, 96), WeightConfig(bits=4))
 
 
-@pytest.mark.parametrize(("bits", "symmetric"), [(8, True), (4, True), (4, False)])
+@pytest.mark.parametrize(("bits", "symmetric"), [(8, True), (4, True), (4, False), (3, True), (2, False)])
 def test_a_transposed_parameter_is_read_and_not_written(bits, symmetric):
     stored = torch.nn.Parameter(torch.randn(128, 6))
     before = stored.detach().clone()
