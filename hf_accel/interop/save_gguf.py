@@ -41,9 +41,9 @@ def save_gguf(
     What a patched model computes with is what the file holds: INT8 becomes Q8_0, fewer bits become Q4_0, or Q4_1 where
     there are zero points, with the very same integers, as a scale of ours is for whole blocks of 32 inputs. Scales
     are rounded to float16, which keeps all bits of those of a bfloat16 or float16 model but the smallest. A layer
-    whose inputs are no multiple of 32, or that another program quantized in a way that has no such blocks (groups of 16, K
-    blocks of 8 bits, act-order), is written dequantized. All else is written as it is, in the model's dtype; norms and
-    biases in float32. A quantized head is written as such, also where it is the embedding's copy.
+    whose inputs are no multiple of 32, or that another program quantized in a way that has no such blocks (groups of
+    16, K blocks of 8 bits, act-order), is written dequantized. All else is written as it is, in the model's dtype;
+    norms and biases in float32. A quantized head is written as such, also where it is the embedding's copy.
 
     tokenizer: a byte-level BPE, or a BPE with byte fallback as Llama 2 has it; without one the file has no vocabulary
         and takes token ids alone.
