@@ -52,7 +52,7 @@ from .bench import Bench
 from .machine import machine, require_kernels, versions
 from .quiet import wait_until_quiet
 from .results_folder import cpu_folder, write
-from .settings import Drafters, Settings, Students
+from .settings import Drafters, Methods, Settings, Students
 from .setups import SETUPS
 from .tables import Table
 
@@ -149,6 +149,8 @@ def without_paths(settings: dict[str, Any]) -> dict[str, Any]:
 
 def without_path(value: Any) -> Any:
     """Where files lie on this machine is nobody's business: of a path only the name is kept."""
+    if isinstance(value, tuple):
+        return tuple(map(without_path, value))
     return Path(value).name if isinstance(value, str) and os.sep in value else value
 
 
@@ -164,6 +166,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=defaults.context, help="tokens of the prompt")
     parser.add_argument("--text", help="file to measure perplexity on, of a model that is a checkpoint")
     parser.add_argument("--tokens", type=int, help="tokens of it")
+    parser.add_argument("--beside", action="append", default=[], help="a GGUF file that the methods topic scores too")
     parser.add_argument("--target", help="checkpoint that the drafters topic generates with; else the shipped one")
     parser.add_argument("--draft", help="smaller checkpoint of the same tokenizer that drafts for it")
     parser.add_argument("--layers-kept", default="", help="comma-separated, of --target, that a student begins with")
@@ -199,6 +202,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         context=arguments.context,
         text=arguments.text,
         drafters=Drafters(target=arguments.target, draft=arguments.draft),
+        methods=Methods(beside=tuple(arguments.beside)),
         students=Students(layers=tuple(map(int, filter(None, arguments.layers_kept.split(","))))),
         setups=tuple(filter(None, arguments.setups.split(","))),
     )

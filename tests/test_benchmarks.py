@@ -94,7 +94,7 @@ TABLES = {  # topic -> rows of each of its tables
     "float_rows": [2, 2, 2],
     "never_slower": [8, 2, 2],
     "quality": [6],
-    "methods": [5],
+    "methods": [5 + (importlib.util.find_spec("bitsandbytes") is not None)],
     "small_model": [5],
     "batching": [6, 4],
     "latency": [5],
