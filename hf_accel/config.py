@@ -27,13 +27,23 @@ NF4: dict[str, tuple[object, ...]] = {  # all that bitsandbytes, and transformer
 BY_FORMAT: Any = Default("by format=")
 
 
-def refuse_nvfp4(keyword: str, value: object) -> None:
-    """Raise UnsupportedError with the reason if NVFP4 is asked for."""
-    if value == "nvfp4":
-        raise UnsupportedError(
-            f"{keyword}='nvfp4' is not made here: nothing but the tensor cores of a Blackwell GPU multiplies by it "
-            "fast, and INT4 in groups of 32 takes as many bytes; choose weights={'bits': 4, 'group_size': 32}"
-        )
+LLM_INT8 = (
+    "patch() makes no layers of bitsandbytes' LLM.int8(); choose weights='int8', or load the model with "
+    "BitsAndBytesConfig(load_in_8bit=True) and patch it without weights=: it keeps those layers"
+)
+NOT_MADE = {  # formats that users know, and what to do
+    "nvfp4": "nothing but the tensor cores of a Blackwell GPU multiplies by it fast, and INT4 in groups of 32 takes "
+    "as many bytes; choose weights={'bits': 4, 'group_size': 32}",
+    "llm.int8": LLM_INT8,
+    "llm_int8": LLM_INT8,
+}
+
+
+def check_format(keyword: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise UnsupportedError unless `value` is among `allowed`; for what is known elsewhere, with the reason."""
+    if isinstance(value, str) and value in NOT_MADE:
+        raise UnsupportedError(f"{keyword}={value!r} is not made here: {NOT_MADE[value]}")
+    one_of(keyword, value, allowed)
 
 
 @checked_keywords(
@@ -86,8 +96,7 @@ class WeightConfig:
         if self.average_bits is not None:
             self._check_average_bits()
         one_of("bits", self.bits, (8, 4, 3, 2))
-        refuse_nvfp4("format", self.format)
-        one_of("format", self.format, ("int", "nf4"))
+        check_format("format", self.format, ("int", "nf4"))
         if isinstance(self.group_size, Default):
             object.__setattr__(self, "group_size", NF4_BLOCK if self.is_nf4 else 128)
         if isinstance(self.head, Default):
@@ -327,8 +336,7 @@ def parse_weights(weights: object) -> WeightConfig | None:
         return weights
     if isinstance(weights, Mapping):
         return WeightConfig(**weights)
-    refuse_nvfp4("weights", weights)
-    one_of("weights", weights, (None, "int8", "int4", "nf4", "auto"))
+    check_format("weights", weights, (None, "int8", "int4", "nf4", "auto"))
     if weights == "nf4":
         return WeightConfig(bits=4, format="nf4")
     return WeightConfig(bits=4 if weights == "int4" else 8, only_if_faster=weights == "auto")

@@ -56,6 +56,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"weights": 8}, "weights=8 is not known"),
     ({"weights": {"bits": 5}}, "bits=5 is not known; choose one of 8, 4, 3, 2"),
     ({"weights": "nvfp4"}, "weights='nvfp4' is not made here: .* choose weights={'bits': 4, 'group_size': 32}"),
+    ({"weights": "llm.int8"}, r"weights='llm.int8' is not made here: .* BitsAndBytesConfig\(load_in_8bit=True\)"),
     ({"weights": {"format": "nvfp4"}}, "format='nvfp4' is not made here: .* Blackwell"),
     ({"weights": {"bits": True}}, "bits=True is not known"),
     ({"weights": {"bits": 4, "group_size": 48}}, "group_size=48 is not known; choose one of 32, 64, 128"),
