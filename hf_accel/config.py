@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from .errors import UnsupportedError
 from .keywords import MEANT_BY_PATCH, Default, check_keywords, checked_keywords, one_of, positive_int
 
 Activations = Literal["auto", "int8"] | None
 Method = Literal["rtn", "gptq", "awq"]
-KVDtype = Literal["auto", "int8", "fp8"]
+KVDtype = Literal["auto", "int8", "fp8", "int4"]
 KeepOriginal = Literal["auto"] | bool
 
 GROUP_SIZES = (32, 64, 128)
@@ -178,7 +178,7 @@ class CacheConfig:
 
     block_size: tokens in a block.
     dtype: "auto" stores K and V as the model computes them, "int8" or "fp8" (e4m3) with a scale per
-        token and head.
+        token and head, "int4" also rotated, for heads of an even size.
     max_tokens: a fixed capacity in tokens over all sequences; None grows as needed.
     prefix_sharing: keep one copy of blocks whose tokens and history are equal.
     """
@@ -190,7 +190,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         positive_int("block_size", self.block_size)
-        one_of("cache dtype", self.dtype, ("auto", "int8", "fp8"))
+        one_of("cache dtype", self.dtype, get_args(KVDtype))
         if self.max_tokens is not None:
             positive_int("max_tokens", self.max_tokens)
         one_of("prefix_sharing", self.prefix_sharing, (True, False))

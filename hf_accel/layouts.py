@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -13,13 +14,26 @@ class KV(NamedTuple):
 
     dense: k [B, Hkv, T, D], v [B, Hkv, T, Dv]. packed: sequences end to end, k [M, Hkv, D], v [M, Hkv, Dv].
     paged: k [num_blocks, Hkv, block_size, D], v [.., Dv], contiguous; in the dtype of the queries, or in int8 or
-    float8_e4m3fn with k_scales and v_scales [num_blocks, Hkv, block_size].
+    float8_e4m3fn with k_scales and v_scales [num_blocks, Hkv, block_size]. Pages of uint8 hold int4: K and V that are
+    rotated (cache/quantized.py), two numbers in a byte.
     """
 
     k: Tensor
     v: Tensor
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
+
+    @property
+    def is_int4(self) -> bool:
+        return self.k.dtype is torch.uint8
+
+    @property
+    def key_dim(self) -> int:
+        return self.k.shape[-1] * 2 if self.is_int4 else self.k.shape[-1]
+
+    @property
+    def value_dim(self) -> int:
+        return self.v.shape[-1] * 2 if self.is_int4 else self.v.shape[-1]
 
 
 class Ragged(NamedTuple):

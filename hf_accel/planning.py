@@ -36,6 +36,7 @@ from .survey import (
     attention_sites,
     cache_refusal,
     other_quantizer,
+    pages_refusal,
     sites_for,
 )
 
@@ -58,6 +59,7 @@ def make_plan(
     inner = check_model(model)
     stock_attention = _refusal("attention", config, attention_refusal(inner), wanted=config.attention is not None)
     no_cache = cache_refusal(inner) if config.attention is not None else "attention=None leaves attention stock"
+    no_cache = no_cache or pages_refusal(inner, config.cache)
     stock_cache = _refusal("cache", config, no_cache, wanted=config.cache is not None)
     _check_other_quantizer(inner, config)
     _check_calibration(config.weights)

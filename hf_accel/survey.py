@@ -18,8 +18,9 @@ from .attention.hf.parts import attention_refusals, modules_outside, stock_imple
 from .attention.hf.stock import eager_agrees
 from .attention.module_code import attention_code, code_of
 from .cache.hf import NOT_PAGED, layer_windows
+from .cache.quantized import QUANTIZED, dim_refusal
 from .check import check_skip, named
-from .config import GROUP_SIZES, WeightConfig
+from .config import GROUP_SIZES, CacheConfig, WeightConfig
 from .errors import UnsupportedError
 from .linear.hf import METHOD, lost_on_saving
 from .tensors import is_plain_tensor
@@ -222,6 +223,14 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
     return _bidirectional_refusal(model)
+
+
+def pages_refusal(model: PreTrainedModel, cache: CacheConfig | None) -> str | None:
+    """Why pages of the dtype that was asked for cannot hold the model's heads, as one clause; None if they can."""
+    quantized = None if cache is None else QUANTIZED.get(cache.dtype)
+    specs = [site.spec for site in attention_sites(model, quantized_kv=quantized is not None)]
+    refusals = (dim_refusal(dim, quantized) for spec in specs for dim in (spec.head_dim, spec.value_dim))
+    return next(filter(None, refusals), None)
 
 
 def _has_window(config: Any) -> bool:

@@ -17,8 +17,8 @@ from ..layouts import KV, AttentionOptions, Ragged
 class AttentionSpec:
     """What the attention of a group of layers needs, known before any tensor is there.
 
-    window, softcap: as AttentionOptions has them. sinks, dropout: whether there are any. quantized_kv: int8 or fp8
-    pages.
+    window, softcap: as AttentionOptions has them. sinks, dropout: whether there are any. quantized_kv: int8, fp8 or
+    int4 pages.
     """
 
     dtype: torch.dtype

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..cache.quantized import dequantize, rotate
 from ..layouts import KV, Ragged
 from .masking import visible_keys
 
@@ -52,7 +53,10 @@ def gather_sequence(pages: KV, ragged: Ragged, sequence: PagedSequence, dtype: t
 
 
 def gather(pages: KV, blocks: Tensor, dtype: torch.dtype) -> KV:
-    """Blocks [B, n] of pages as k [B, Hkv, n * block_size, D] and v, in `dtype` if they are quantized."""
+    """Blocks [B, n] of pages as k [B, Hkv, n * block_size, D] and v, in `dtype` if they are quantized.
+
+    Those of int4 are still rotated: rotate queries and results, which are fewer.
+    """
     heads = torch.arange(pages.k.shape[1], device=blocks.device, dtype=blocks.dtype).unsqueeze(1)
     # One head of a block is contiguous: picking those puts the heads outside the tokens in a single copy.
     picked = blocks.unsqueeze(1) * len(heads) + heads  # [B, Hkv, n]
@@ -65,6 +69,11 @@ def _pick(pages: Tensor, scales: Tensor | None, picked: Tensor, dtype: torch.dty
     found = found.view(*picked.shape[:2], -1, pages.shape[3])
     if scales is None:
         return found
-    factors = scales.view(-1, scales.shape[2]).index_select(0, picked.flatten()).view(*found.shape[:3], 1)
-    wide = torch.promote_types(dtype, factors.dtype)
-    return (found.to(wide) * factors.to(wide)).to(dtype)
+    factors = scales.view(-1, scales.shape[2]).index_select(0, picked.flatten()).view(*found.shape[:3])
+    return dequantize(found, factors, dtype)
+
+
+def turned(x: Tensor, pages: KV) -> Tensor:
+    """Queries [N, Hq, D] as they meet rotated keys, or results [N, Hq, Dv] of rotated values as they were."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    return rotate(x.to(exact)).to(x.dtype) if pages.is_int4 else x

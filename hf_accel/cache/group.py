@@ -9,27 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedError
 from ..kernels import cpu as kernels
 from ..kernels.cpu.attention import write_pages
 from ..kernels.cpu.library import FLOATS
 from ..layouts import KV, Ragged
 from ..tensors import is_recorded
 from .pool import BlockPool, PrefixIndex
+from .quantized import INT4, SCALE_DTYPES, dequantize, dim_refusal, quantize, rotate, stored_columns
 from .table import BlockTable
-
-# The dtypes that quantized pages may have, with the largest value of each.
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-# The dtypes of scales that are not the dtype of K and V: in half precision, those of small K would lose bits.
-SCALE_DTYPES = {torch.float16: torch.float32}
 
 
 class KVStorage:
     """The K and V pages of one layer.
 
     keys [.., H, Dk], values [.., H, Dv]: examples of what will be written. Only their shapes, dtypes and device are
-    used. quantized: a dtype of LARGEST, or None. Quantized pages have one scale per token and head (symmetric absmax);
-    the scale is rounded to its stored dtype, that of K and V or what SCALE_DTYPES says, before it is used. A token's
-    head with a non-finite K or V is read back as NaN.
+    used. quantized: a dtype of quantized.LARGEST, or None. Quantized pages have one scale per token and head
+    (symmetric absmax); the scale is rounded to its stored dtype, that of K and V or what SCALE_DTYPES says, before it
+    is used. A token's head with a non-finite K or V is read back as NaN.
+    Raises UnsupportedError for heads that quantized pages cannot hold.
     """
 
     def __init__(
@@ -38,8 +36,11 @@ class KVStorage:
         self.block_size = block_size
         self.dtype = torch.promote_types(keys.dtype, values.dtype)
         page = (num_blocks, keys.shape[-2], block_size)
-        stored, device = quantized or self.dtype, keys.device
-        self.pages = KV(*(_empty((*page, x.shape[-1]), dtype=stored, device=device) for x in (keys, values)))
+        stored, device, dims = quantized or self.dtype, keys.device, (keys.shape[-1], values.shape[-1])
+        for refusal in filter(None, (dim_refusal(dim, quantized) for dim in dims)):
+            raise UnsupportedError(refusal)
+        columns = [stored_columns(dim, stored) for dim in dims]
+        self.pages = KV(*(_empty((*page, size), dtype=stored, device=device) for size in columns))
         if quantized:
             scales = SCALE_DTYPES.get(self.dtype, self.dtype)
             self.pages = KV(*self.pages[:2], *(_empty(page, dtype=scales, device=device) for _ in "kv"))
@@ -91,9 +92,12 @@ class KVStorage:
         k, v, k_scales, v_scales = self.pages
         if k_scales is None or v_scales is None:
             return k[place], v[place]
-        scales = k_scales[place].unsqueeze(-1), v_scales[place].unsqueeze(-1)
-        wide = scales[0].dtype
-        return (k[place].to(wide) * scales[0]).to(self.dtype), (v[place].to(wide) * scales[1]).to(self.dtype)
+        return self._read(k[place], k_scales[place]), self._read(v[place], v_scales[place])
+
+    def _read(self, levels: Tensor, scales: Tensor) -> Tensor:
+        if levels.dtype is INT4:
+            return rotate(dequantize(levels, scales, torch.promote_types(self.dtype, torch.float32))).to(self.dtype)
+        return dequantize(levels, scales, self.dtype)
 
     def widen(self, dtype: torch.dtype) -> None:
         """Change the pages to a dtype that also holds `dtype` exactly. Quantized pages stay as they are."""
@@ -127,20 +131,6 @@ def _longer(old: Tensor, num_blocks: int) -> Tensor:
     new = _empty((num_blocks, *old.shape[1:]), dtype=old.dtype, device=old.device)
     new[: len(old)] = old
     return new
-
-
-def quantize(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantize states [N, H, D] symmetrically by their largest absolute value.
-
-    Returns [N, H, D] of `dtype`, which is one of LARGEST, and scales [N, H] of the dtype of `states` or what
-    SCALE_DTYPES says. The scale of all zeros is 0.
-    """
-    largest = LARGEST[dtype]
-    scales = (states.abs().amax(-1).float() / largest).to(SCALE_DTYPES.get(states.dtype, states.dtype))
-    divisors = scales.float().masked_fill(scales == 0, 1).unsqueeze(-1)
-    levels = states.float() / divisors
-    levels = levels.round() if dtype == torch.int8 else levels
-    return levels.clamp(-largest, largest).nan_to_num(0).to(dtype), scales
 
 
 class PageGroup:

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..cache.group import SCALE_DTYPES
+from ..cache.quantized import SCALE_DTYPES, stored_columns
 from ..errors import UnsupportedError
 
 TILE = 128  # rows and columns of scores that tiled attention holds at a time
@@ -43,10 +43,11 @@ class AttentionLayer:
     head_dim: int
     tokens: int
 
-    def kv_bytes(self, *, dtype: torch.dtype, quantized: bool) -> int:
-        """Keys and values of one sequence; quantized ones take a byte per number, a scale per token and head."""
-        scale = SCALE_DTYPES.get(dtype, dtype)
-        vector = self.head_dim + scale.itemsize if quantized else self.head_dim * dtype.itemsize
+    def kv_bytes(self, *, dtype: torch.dtype, quantized: torch.dtype | None) -> int:
+        """Keys and values of one sequence. quantized: the dtype of pages that have a scale per token and head."""
+        scale = SCALE_DTYPES.get(dtype, dtype).itemsize if quantized else 0
+        stored = quantized or dtype
+        vector = stored_columns(self.head_dim, stored) * stored.itemsize + scale
         return 2 * self.kv_heads * self.tokens * vector
 
     @property

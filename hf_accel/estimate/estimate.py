@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from ..config import parse_weights
+from ..cache.quantized import QUANTIZED, dim_refusal
+from ..config import KVDtype, parse_weights
 from ..errors import UnsupportedError
 from ..keywords import Default, checked_keywords, one_of, positive_int
 from ..models import without_adapters
@@ -42,8 +43,8 @@ def estimate(
     context: tokens of each sequence; batch: sequences.
     weights: as in `patch`; left out, what a patched model was patched with, else None, as they are. Linears take 8 or
         4 bits and scales, the head 8; embeddings and fused experts stay.
-    kv_dtype: None or "auto" for the model's dtype, "int8" or "fp8" for a byte per number and a scale per token, head;
-        left out, that of a patched model's cache, else None.
+    kv_dtype: None or "auto" for the model's dtype, "int8" or "fp8" for a byte per number and a scale per token, head,
+        "int4" for half a byte; left out, that of a patched model's cache, else None.
     dtype: of a model built from a config; None takes the config's, else float32.
     bandwidth, compute: bytes and operations per second of the machine. With neither, both are measured on `device`;
         with one, TYPICAL_BALANCE gives the other.
@@ -57,15 +58,18 @@ def estimate(
     patched = settings_of(without_adapters(model)) if isinstance(model, nn.Module) else (None, None)
     weights = patched[0] if isinstance(weights, Default) else weights
     kv_dtype = patched[1] if isinstance(kv_dtype, Default) else kv_dtype
-    one_of("kv_dtype", kv_dtype, (None, "auto", "int8", "fp8"))
+    one_of("kv_dtype", kv_dtype, (None, *get_args(KVDtype)))
     for name, value in (("bandwidth", bandwidth), ("compute", compute), ("price_per_hour", price_per_hour)):
         _positive_number(name, value)
     recipe = parse_weights(weights)
 
     shapes = shapes_of(model, dtype=dtype)
+    layers = tuple(attention_layers(decoder_config(shapes), context=context))
+    for refusal in filter(None, (dim_refusal(layer.head_dim, QUANTIZED.get(kv_dtype or "")) for layer in layers)):
+        raise UnsupportedError(f"kv_dtype={kv_dtype!r} was asked for, but {refusal}")
     workload = Workload(
         tensors=tuple(weight_tensors(shapes, recipe)),
-        layers=tuple(attention_layers(decoder_config(shapes), context=context)),
+        layers=layers,
         weights=recipe.label if recipe else None,
         dtype=shapes.dtype,
         kv_dtype=None if kv_dtype == "auto" else kv_dtype,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..cache.quantized import QUANTIZED
 from .attention_bytes import AttentionLayer
 from .roofline import Work
 from .weights import WeightTensor
@@ -18,7 +19,7 @@ class Workload:
     layers: tuple[AttentionLayer, ...]
     weights: str | None  # how they are quantized
     dtype: torch.dtype
-    kv_dtype: str | None  # of a quantized cache, a byte per number
+    kv_dtype: str | None  # of a quantized cache, a name of QUANTIZED
     context: int
     batch: int
 
@@ -28,9 +29,8 @@ class Workload:
 
     @property
     def kv_bytes(self) -> int:
-        return self.batch * sum(
-            layer.kv_bytes(dtype=self.dtype, quantized=self.kv_dtype is not None) for layer in self.layers
-        )
+        quantized = None if self.kv_dtype is None else QUANTIZED[self.kv_dtype]
+        return self.batch * sum(layer.kv_bytes(dtype=self.dtype, quantized=quantized) for layer in self.layers)
 
     @property
     def activation_bytes(self) -> int:

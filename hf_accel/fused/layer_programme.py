@@ -216,11 +216,9 @@ class LayerProgramme:
 
     def fits(self, storage: KVStorage) -> bool:
         """Whether the pages hold K and V as the layer writes them, and attention reads them."""
-        k, v = storage.pages[:2]
-        keys, values = self.written
-        return storage.dtype is self.dtype and k.is_cpu and (k.shape[1], k.shape[3], v.shape[3]) == (
-            *keys.shape[1:], values.shape[2],
-        )  # fmt: skip
+        pages, (keys, values) = storage.pages, self.written
+        dims = (pages.k.shape[1], pages.key_dim, pages.value_dim)
+        return storage.dtype is self.dtype and pages.k.is_cpu and dims == (*keys.shape[1:], values.shape[2])
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, *, storage: KVStorage, step: GroupStep) -> Tensor:
         """x: [B, Q, hidden], contiguous; cos, sin: [B or 1, Q, head_dim] -> [B, Q, hidden]."""

@@ -241,7 +241,7 @@ def test_row_invariance_is_claimed_where_it_holds(family, keywords, why) -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("cache", ["paged", {"dtype": "int8"}], ids=str)
+@pytest.mark.parametrize("cache", ["paged", {"dtype": "int8"}, {"dtype": "int4"}], ids=str)
 def test_passes_take_the_planned_attention_until_the_model_changes(
     family: str, cache: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,3 +258,13 @@ def test_passes_take_the_planned_attention_until_the_model_changes(
     model.to(torch.bfloat16)
     model.generate(**inputs("single"), max_new_tokens=2)
     assert {spec.dtype for spec in chosen} == {torch.bfloat16}
+
+
+def test_heads_that_int4_cannot_hold_are_refused_with_the_way_out() -> None:
+    """An odd head; int8 holds it, which the error says."""
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.self_attn.head_dim = 7
+    with pytest.raises(hf_accel.UnsupportedError, match=r"cache= was asked for, but .* a head has 7; take 'int8'"):
+        hf_accel.plan(model, weights=None, cache={"dtype": "int4"})
+    assert hf_accel.plan(model, weights=None, cache={"dtype": "int8"}).stock_cache is None

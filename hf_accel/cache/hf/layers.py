@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ...config import CacheConfig
 from ...errors import UnsupportedError
 from ..group import PageGroup
+from ..quantized import QUANTIZED
 
 NOT_PAGED = "use transformers' own cache"
 REMADE = "make it with hf_accel.PagedCache(model.config)"
 FIRST_TOKENS = 1024  # the initial capacity, in tokens over all sequences, of a cache that grows
-QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:

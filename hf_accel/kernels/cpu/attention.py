@@ -87,7 +87,7 @@ def attend_pages(
     assert block_table is not None
     q = q if q.stride(2) == 1 else q.contiguous()
     num_tokens, num_heads, dim = q.shape
-    _, kv_heads, block_size, value_dim = v_pages.shape
+    kv_heads, block_size, value_dim = v_pages.shape[1], v_pages.shape[2], kv.value_dim
     out = torch.empty((num_tokens, num_heads, value_dim), dtype=q.dtype)
     lse = torch.empty((num_tokens, num_heads), dtype=torch.float32) if return_lse else None
     sinks = sinks if sinks is None else sinks.contiguous()
@@ -111,8 +111,8 @@ def attend_pages(
 def write_pages(keys: Tensor, values: Tensor, pages: KV, slots: Tensor) -> None:
     """Write keys [N, H, Dk] and values [N, H, Dv] to `slots` [N] int64 of contiguous pages; see KVStorage.write.
 
-    Keys and values have one dtype of FLOATS. Pages have this dtype too, or int8 or float8_e4m3fn with scales of this
-    dtype.
+    Keys and values have one dtype of FLOATS. Pages have this dtype too, or int8, float8_e4m3fn or uint8 (int4) with
+    scales of this dtype, or of float32 for float16.
     """
     k_pages, v_pages, k_scales, v_scales = pages
     keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))

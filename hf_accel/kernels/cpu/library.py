@@ -26,6 +26,7 @@ DTYPES: dict[torch.dtype, int] = {
     torch.float16: 2,
     torch.int8: 3,
     torch.float8_e4m3fn: 4,
+    torch.uint8: 5,  # two numbers of 4 bits
 }
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

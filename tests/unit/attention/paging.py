@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_accel.attention import AttentionBackend
+from hf_accel.cache.quantized import INT4, dequantize, rotate
+from hf_accel.cache.quantized import quantize as stored
 from hf_accel.layouts import KV, AttentionOptions, Ragged
 
 from .oracle import oracle
@@ -55,7 +57,7 @@ class Case:
         return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts])
 
     def quantized(self, dtype: torch.dtype = torch.int8) -> Case:
-        """int8 or fp8 pages with a scale per token and head; k and v become what they decode to."""
+        """int8, fp8 or int4 pages with a scale per token and head; k and v become what they decode to."""
         k_pages, k_scales = quantize(self.k_pages, dtype)
         v_pages, v_scales = quantize(self.v_pages, dtype)
         k, v = ([decoded(x, dtype) for x in xs] for xs in (self.k, self.v))
@@ -64,6 +66,8 @@ class Case:
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """NaN stays as noise with a NaN scale."""
+    if dtype is INT4:
+        return stored(x, dtype)
     scales = x.abs().amax(-1) / (127 if dtype == torch.int8 else 448)
     levels = torch.where(x.isnan(), 99.0, (x / scales.unsqueeze(-1)).float())
     return (levels.round() if dtype == torch.int8 else levels).to(dtype), scales
@@ -72,6 +76,8 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def decoded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """In float64, for the product of a level and its scale need not be a number of x's dtype."""
     values, scales = quantize(x, dtype) if x.numel() else (x, x.new_zeros(x.shape[:-1]))
+    if dtype is INT4:
+        return rotate(dequantize(values, scales.double(), torch.float64)) if x.numel() else x.double()
     return values.double() * scales.double().unsqueeze(-1)
 
 

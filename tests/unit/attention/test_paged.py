@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hf_accel.attention import BACKENDS, AttentionBackend
+from hf_accel.cache.quantized import INT4
 
 from .oracle import assert_close
 from .paging import make_case
@@ -77,7 +78,7 @@ def test_dtypes_groups_and_layouts(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("lengths", ["decode", "decode of similar lengths", "verify, ragged", "mixed", "zero lengths"])
-@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn, INT4], ids=str)
 def test_quantized_pages(
     backend: AttentionBackend, stored: torch.dtype, lengths: str, window: int | None, dtype: torch.dtype
 ) -> None:

@@ -54,7 +54,7 @@ def test_partly_filled_last_block_is_never_dropped() -> None:
     assert (table.num_dropped_blocks, len(table.slots(8, 13))) == (2, 5)
 
 
-@pytest.mark.parametrize("quantized", [None, torch.int8])
+@pytest.mark.parametrize("quantized", [None, torch.int8, torch.uint8])
 @pytest.mark.parametrize("grown", [False, True])
 def test_pages_made_in_inference_mode_can_be_written_outside_it(quantized: torch.dtype | None, grown: bool) -> None:
     with torch.inference_mode():
@@ -63,7 +63,9 @@ def test_pages_made_in_inference_mode_can_be_written_outside_it(quantized: torch
             storage.grow(4)
     states = torch.ones(1, 1, 8)
     storage.write(states, states, torch.tensor([5]))
-    assert storage.read(torch.tensor([5]))[0].eq(1).all()
+    # a rotation makes one large number of equal ones, and zeros of the rest, half a step from the levels of int4
+    error = (storage.read(torch.tensor([5]))[0] - 1).abs().max()
+    assert error < 0.5 if quantized is torch.uint8 else error == 0
 
 
 @pytest.mark.parametrize("num_removed, refused", [(0, False), (1, False), (2, True), (9, True), (40, False)])

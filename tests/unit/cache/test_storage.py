@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from hf_accel.cache.group import KVStorage
+from hf_accel.cache.quantized import INT4, quantize, rotate
+from hf_accel.errors import UnsupportedError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -38,7 +40,7 @@ def test_a_write_touches_its_slots_alone() -> None:
     assert not storage.pages.k[1, :, [0, 1, 3]].any()
 
 
-@pytest.mark.parametrize("quantized", [None, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("quantized", [None, torch.int8, torch.float8_e4m3fn, INT4])
 def test_blocks_are_copied_whole_and_survive_growth(quantized: torch.dtype | None) -> None:
     storage, (keys, values) = storage_of(quantized=quantized), states(4)
     storage.write(keys, values, torch.arange(4, 8))
@@ -73,12 +75,15 @@ def test_int8_scale_by_hand() -> None:
     assert storage.pages.k_scales[0, 0, 2] == 0 and not storage.read(torch.tensor([2]))[0][0, 0].any()
 
 
-def test_non_finite_states_stay_in_their_token_and_head() -> None:
-    storage, (keys, values) = storage_of(quantized=torch.int8), states(2)
-    keys[0, 0, 3] = float("nan")
+@pytest.mark.parametrize("quantized", [torch.int8, INT4])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_non_finite_states_stay_in_their_token_and_head(number: float, quantized: torch.dtype) -> None:
+    storage, (keys, values) = storage_of(quantized=quantized), states(2)
+    keys[0, 0, 3] = number
     storage.write(keys, values, torch.tensor([0, 1]))
     read, _ = storage.read(torch.tensor([0, 1]))
-    assert read[0, 0].isnan().all() and not read[0, 1].isnan().any() and not read[1].isnan().any()
+    assert not read[0, 0].isfinite().any() if quantized is INT4 else not read[0, 0, 3].isfinite()
+    assert not read[0, 1].isnan().any() and not read[1].isnan().any()
 
 
 def test_int8_takes_half_the_bytes_and_a_scale() -> None:
@@ -86,6 +91,48 @@ def test_int8_takes_half_the_bytes_and_a_scale() -> None:
     plain = KVStorage(8, 4, states, states)
     small = KVStorage(8, 4, states, states, quantized=torch.int8)
     assert small.nbytes == plain.nbytes / 2 + 8 * 2 * 4 * 2 * 2
+
+
+def test_int4_takes_a_quarter_of_the_bytes_and_a_scale() -> None:
+    states = torch.empty(0, 2, 64, dtype=torch.bfloat16)
+    plain, small = KVStorage(8, 4, states, states), KVStorage(8, 4, states, states, quantized=INT4)
+    assert small.nbytes == plain.nbytes / 4 + 8 * 2 * 4 * 2 * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int4_error_is_half_a_step_of_each_rotated_head(dtype: torch.dtype) -> None:
+    storage, (keys, values) = storage_of(dtype, quantized=INT4), states(5, dtype)
+    slots = torch.arange(5)
+    storage.write(keys, values, slots)
+    for read, written in zip(storage.read(slots), (keys, values), strict=True):
+        largest = rotate(written.float()).abs().amax(-1, keepdim=True)
+        bound = largest * (0.5 / 7.5 + 8 * torch.finfo(dtype).eps)
+        assert (rotate(read.float() - written.float()).abs() <= bound).all()
+
+
+def test_int4_levels_by_hand() -> None:
+    """Rotated, (7.5, -7.5) / root of 2 is (0, 7.5), whose levels are 7.5 (the even one of 7 and 8) and 15."""
+    levels, scales = quantize(torch.tensor([[[7.5, -7.5]]]) / 2**0.5, INT4)
+    assert levels.tolist() == [[[8 | 15 << 4]]] and scales.item() == pytest.approx(1.0)
+    levels, scales = quantize(torch.zeros(1, 1, 4), INT4)
+    assert scales.item() == 0 and levels.tolist() == [[[8 | 8 << 4] * 2]]
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 6, 8, 64, 80, 96, 128])
+def test_a_rotation_is_its_own_inverse_and_keeps_products(dim: int) -> None:
+    x, y = torch.randn(2, 5, dim, dtype=torch.float64)
+    torch.testing.assert_close(rotate(rotate(x)), x)
+    torch.testing.assert_close((rotate(x) * rotate(y)).sum(-1), (x * y).sum(-1))
+    spread = rotate(torch.eye(dim, dtype=torch.float64)[0])  # over a block: the largest power of two that divides dim
+    assert int((spread != 0).sum()) == dim & -dim
+
+
+@pytest.mark.parametrize("dims", [(7, 8), (8, 7)])
+def test_int4_of_an_odd_head_is_refused(dims: tuple[int, int]) -> None:
+    keys, values = (torch.empty(0, 2, dim) for dim in dims)
+    with pytest.raises(UnsupportedError, match="holds two numbers, and a head has 7; take 'int8'"):
+        KVStorage(5, 4, keys, values, quantized=INT4)
+    assert KVStorage(5, 4, keys, values, quantized=torch.int8).num_blocks == 5
 
 
 def test_writing_does_not_keep_a_graph() -> None:

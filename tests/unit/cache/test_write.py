@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_accel.cache.group import KVStorage
+from hf_accel.cache.quantized import INT4, LARGEST, rotate
 from hf_accel.errors import UnsupportedError
 from hf_accel.hardware.processor import ISA_LEVELS, instruction_sets
 from hf_accel.kernels import cpu as kernels
@@ -51,17 +52,18 @@ def assert_same(keys: Tensor, values: Tensor, quantized: torch.dtype | None) -> 
         assert torch.equal(actual.nan_to_num(0), expected[name].nan_to_num(0)), name
 
 
-@pytest.mark.parametrize("quantized", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("quantized", [None, torch.int8, torch.float8_e4m3fn, INT4], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_bits_of_the_torch_path(isa: str, dtype: torch.dtype, quantized: torch.dtype | None) -> None:
     generator = torch.Generator().manual_seed(1)
-    for dims in ((64, 64), (8, 6), (33, 17), (1, 100)):
+    odd = [(33, 17), (1, 100)] if quantized is not INT4 else [(34, 18), (2, 100), (96, 128), (512, 20)]
+    for dims in ((64, 64), (8, 6), *odd):
         keys, values = (torch.randn(35, 3, dim, generator=generator) for dim in dims)
         sizes = torch.logspace(-9, 4.5, 35).view(-1, 1, 1)  # denormal in float16, and near its largest
         assert_same((keys * sizes).clamp(-6e4, 6e4).to(dtype), values.to(dtype), quantized)
 
 
-@pytest.mark.parametrize("quantized", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("quantized", [None, torch.int8, torch.float8_e4m3fn, INT4], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_numbers_that_are_none(isa: str, dtype: torch.dtype, quantized: torch.dtype | None) -> None:
     keys, values = torch.randn(8, 2, 20), torch.zeros(8, 2, 24)
@@ -72,23 +74,27 @@ def test_numbers_that_are_none(isa: str, dtype: torch.dtype, quantized: torch.dt
     assert_same(keys.to(dtype), values.to(dtype), quantized)
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-4, 1e-5])
+@pytest.mark.parametrize("size", [1.0, 1e-4, 1e-5, 1e-7])
 @pytest.mark.parametrize("native", [False, True])
-def test_small_numbers_in_half_precision_keep_their_levels(size: float, native: bool) -> None:
+@pytest.mark.parametrize("quantized", [torch.int8, INT4], ids=str)
+def test_small_numbers_in_half_precision_keep_their_levels(quantized: torch.dtype, size: float, native: bool) -> None:
     """A scale in half precision would be subnormal, and wrong by several percent."""
     if native and kernels.refusal():
         pytest.skip(kernels.refusal())
     keys = (torch.randn(35, 3, 64) * size).half()
     slots = torch.arange(35)
-    storage = KVStorage(9, 4, keys, keys, quantized=torch.int8)
+    storage = KVStorage(9, 4, keys, keys, quantized=quantized)
     with pytest.MonkeyPatch.context() as patch:
         if not native:
             patch.setattr(KVStorage, "_is_native", lambda *_: False)
         storage.write(keys, keys, slots)
-    error = (storage.read(slots)[0].float() - keys.float()).abs()
-    steps = keys.float().abs().amax(-1, keepdim=True) / 127
-    rounding = (keys.float().abs() + steps) * 2.0**-11 + 2.0**-25  # of what is read back, in half precision
-    assert (error <= 0.501 * steps + rounding).all()
+    error, numbers = storage.read(slots)[0].float() - keys.float(), keys.float()
+    if quantized is INT4:
+        error, numbers = rotate(error), rotate(numbers)
+    steps = numbers.abs().amax(-1, keepdim=True) / LARGEST[quantized]
+    # of what is read back, in half precision; a rotation adds up those of all numbers of a head
+    rounding = (keys.float().abs().amax(-1, keepdim=True) + steps) * 2.0**-11 + 2.0**-25
+    assert (error.abs() <= 0.501 * steps + rounding * (8 if quantized is INT4 else 1)).all()
 
 
 def test_ties_round_to_even(isa: str) -> None:
@@ -99,12 +105,12 @@ def test_ties_round_to_even(isa: str) -> None:
     assert_same(finer, finer, torch.float8_e4m3fn)
 
 
-@pytest.mark.parametrize("quantized", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("quantized", [None, torch.int8, INT4], ids=str)
 def test_strided_views_and_no_tokens(quantized: torch.dtype | None) -> None:
     wide = torch.randn(2, 12, 5, 40)  # [B, H, Q, ...], as transformers hands it over
     keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (wide[:, :4, :, 3:19], wide[:, 4:8, :, 20:28]))
     assert_same(keys, values, quantized)
-    assert_same(wide[0].transpose(0, 1)[:, :3, ::2], wide[0].transpose(0, 1)[:, 5:8, :7], quantized)
+    assert_same(wide[0].transpose(0, 1)[:, :3, ::2], wide[0].transpose(0, 1)[:, 5:8, :6], quantized)
     assert_same(keys[:0], values[:0], quantized)
 
 
@@ -114,5 +120,6 @@ def test_threads_change_nothing(threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         assert_same(torch.randn(36, 4, 64).bfloat16(), torch.randn(36, 4, 64).bfloat16(), torch.int8)
+        assert_same(torch.randn(36, 4, 64).bfloat16(), torch.randn(36, 4, 64).bfloat16(), INT4)
     finally:
         torch.set_num_threads(before)

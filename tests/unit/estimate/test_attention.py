@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import JambaConfig, LlamaConfig
 
+from hf_accel.cache.quantized import INT4
 from hf_accel.errors import UnsupportedError
 from hf_accel.estimate.attention_bytes import AttentionBytes, AttentionLayer, attention_layers
 
@@ -22,12 +23,19 @@ def test_decode_multiplies_every_head_with_every_kept_token_twice():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "int8", "per_vector"),
-    [(torch.float32, False, 256), (torch.bfloat16, False, 128), (torch.float32, True, 68), (torch.bfloat16, True, 66)],
+    ("dtype", "quantized", "per_vector"),
+    [
+        (torch.float32, None, 256),
+        (torch.bfloat16, None, 128),
+        (torch.float32, torch.int8, 68),
+        (torch.bfloat16, torch.float8_e4m3fn, 66),
+        (torch.bfloat16, INT4, 34),
+        (torch.float16, INT4, 36),
+    ],
 )
-def test_kv_bytes(dtype, int8, per_vector):
+def test_kv_bytes(dtype, quantized, per_vector):
     layer = AttentionLayer(heads=8, kv_heads=2, head_dim=64, tokens=10)
-    assert layer.kv_bytes(dtype=dtype, quantized=int8) == 2 * 2 * 10 * per_vector
+    assert layer.kv_bytes(dtype=dtype, quantized=quantized) == 2 * 2 * 10 * per_vector
 
 
 def test_layers_with_and_without_a_window():

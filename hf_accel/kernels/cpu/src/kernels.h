@@ -152,7 +152,7 @@ struct LogitsCall {
 
 // -- attention over pages or contiguous sequences, and writing to pages ----------------------------------------------
 
-// A tensor and its strides. The numbers of a head are contiguous.
+// A tensor and its strides, those of int4 in bytes. The numbers of a head are contiguous.
 //   pages      batch: the stride between blocks; token: between the slots of a block
 //   sequences  batch: the stride between sequences (0 if they stand end to end); token: between tokens
 struct Rows {
@@ -181,7 +181,8 @@ struct AttentionCall {
 };
 
 // Writes states [tokens, heads, dim] of `dtype` to slots of contiguous pages [blocks, heads, block_size, dim] of
-// page_dtype. page_dtype is `dtype`, or INT8 or FP8 with scales [blocks, heads, block_size] of `dtype`.
+// page_dtype. page_dtype is `dtype`, or INT8, FP8 or INT4, whose numbers are two in a byte and rotated, with scales
+// [blocks, heads, block_size] of `dtype`, or of float for F16.
 struct PageWrite {
   const void* states;
   int64_t head, token;  // strides of `states`

@@ -59,7 +59,8 @@ struct Layer {
   }
 
   Rows pages(const void* data, int64_t heads, int64_t dim) const {
-    return {data, heads * call.block_size * dim, call.block_size * dim, dim};
+    const int64_t columns = call.page_dtype == INT4 ? dim / 2 : dim;
+    return {data, heads * call.block_size * columns, call.block_size * columns, columns};
   }
 
   void attend(const LayerOp& op) const {

@@ -11,6 +11,7 @@ enum Dtype : int32_t { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, FP8 = 4, INT4 = 5, 
 struct Bf16 { uint16_t bits; };
 struct F16_ { uint16_t bits; };
 struct Fp8 { uint8_t bits; };  // e4m3fn
+struct Int4 { uint8_t bits; };  // two numbers from -7.5 to 7.5 in steps of 1, the first in the low bits
 
 // Everything below has internal linkage, so that each instruction set has its own copy. Otherwise the linker could use
 // a copy that was compiled for AVX-512 in the portable kernels.
@@ -80,6 +81,12 @@ inline void from_float(float x, Fp8& out) {
   }
   out.bits = static_cast<uint8_t>(sign | fp8);
 }
+
+// The bytes of `count` numbers, and the address of the number after `count` of them.
+template <class T> inline int64_t bytes_of(int64_t count) { return count * static_cast<int64_t>(sizeof(T)); }
+template <> inline int64_t bytes_of<Int4>(int64_t count) { return count / 2; }
+template <class T> inline const T* after(const T* p, int64_t count) { return p + count; }
+inline const Int4* after(const Int4* p, int64_t count) { return p + count / 2; }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }

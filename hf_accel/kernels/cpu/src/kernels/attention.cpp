@@ -11,6 +11,7 @@
 #include "../parallel.h"
 #include "attention/products.h"
 #include "attention/softmax.h"
+#include "rotate.h"
 
 namespace {
 
@@ -27,7 +28,8 @@ struct Tile {
   int64_t b, head, first, last, split, part;
 };
 
-template <class W>
+// ROTATED: whether keys and values are; then queries are rotated before, and results after.
+template <class W, bool ROTATED>
 struct Attention {
   const AttentionCall& c;
   PackKeys pack_k;
@@ -64,10 +66,18 @@ struct Attention {
     for (int64_t r = 0; r < (t.last - t.first) * group; ++r) {
       const int64_t at = start + (t.first + r / group) * c.q.token + (t.head * group + r % group) * c.q.head;
       Number* const to = reinterpret_cast<Number*>(out + r * words);
-      for (int64_t i = 0; i < c.head_dim; i += LANES) copy_query(at + i, c.head_dim - i, to + i);
+      if constexpr (ROTATED) rotate_query(at, to);
+      else for (int64_t i = 0; i < c.head_dim; i += LANES) copy_query(at + i, c.head_dim - i, to + i);
       if (c.head_dim % W::STEP) to[c.head_dim] = Number();
     }
     return out;
+  }
+  void rotate_query(int64_t at, typename W::Number* to) const {
+    struct Rotated;
+    float* const x = static_cast<float*>(scratch<Rotated>(static_cast<size_t>(c.head_dim + LANES) * sizeof(float)));
+    for (int64_t i = 0; i < c.head_dim; i += LANES) copy_query(at + i, c.head_dim - i, x + i);
+    rotate(x, c.head_dim);
+    for (int64_t i = 0; i < c.head_dim; i += LANES) W::store_weights(to + i, load(x + i));
   }
   void copy_query(int64_t at, int64_t n, float* to) const {
     F x;
@@ -137,9 +147,11 @@ struct Attention {
     }
   }
 
-  void finish(const Tile& t, const Partial* states, const float* sums) const {
-    for (int64_t r = 0; r < (t.last - t.first) * group; ++r)
+  void finish(const Tile& t, const Partial* states, float* sums) const {
+    for (int64_t r = 0; r < (t.last - t.first) * group; ++r) {
+      if constexpr (ROTATED) rotate(sums + r * padded, c.value_dim);
       finish_row(c, first_query(t.b) + t.first + r / group, t.head * group + r % group, states[r], sums + r * padded);
+    }
   }
 
   void run_whole(const Tile& t) const {
@@ -253,6 +265,7 @@ PackKeys choose_pack_keys(int32_t dtype) {
     case BF16: return pack_keys<W, Bf16>;
     case INT8: return pack_keys<W, int8_t>;
     case FP8: return pack_keys<W, Fp8>;
+    case INT4: return pack_keys<W, Int4>;
   }
   if constexpr (W::STEP == 1) return dtype == F16 ? pack_keys<W, F16_> : pack_keys<W, float>;
   return nullptr;
@@ -264,28 +277,30 @@ PackValues choose_pack_values(int32_t dtype) {
     case BF16: return pack_values<W, Bf16>;
     case INT8: return pack_values<W, int8_t>;
     case FP8: return pack_values<W, Fp8>;
+    case INT4: return pack_values<W, Int4>;
   }
   if constexpr (W::STEP == 1) return dtype == F16 ? pack_values<W, F16_> : pack_values<W, float>;
   return nullptr;
 }
 
-template <class W>
+template <class W, bool ROTATED>
 void run(const AttentionCall& c) {
   const int64_t vector = LANES * W::STEP;
-  Attention<W>{c, choose_pack_keys<W>(c.k_dtype), choose_pack_values<W>(c.v_dtype), c.heads / c.kv_heads,
+  Attention<W, ROTATED>{c, choose_pack_keys<W>(c.k_dtype), choose_pack_values<W>(c.v_dtype), c.heads / c.kv_heads,
                ceil_div(c.head_dim, W::STEP), ceil_div(c.value_dim, vector) * vector}
       .run();
 }
 
 #if defined(HFA_BF16)
-bool fits_pairs(int32_t dtype) { return dtype == BF16 || dtype == INT8 || dtype == FP8; }
+bool fits_pairs(int32_t dtype) { return dtype == BF16 || dtype == INT8 || dtype == FP8 || dtype == INT4; }
 #endif
 
 }  // namespace
 
 void HFA_NAMESPACE::attention(const AttentionCall& c) {
 #if defined(HFA_BF16)
-  if (c.q_dtype == BF16 && fits_pairs(c.k_dtype) && fits_pairs(c.v_dtype)) return run<PairWords>(c);
+  if (c.q_dtype == BF16 && fits_pairs(c.k_dtype) && fits_pairs(c.v_dtype))
+    return c.k_dtype == INT4 ? run<PairWords, true>(c) : run<PairWords, false>(c);
 #endif
-  run<FloatWords>(c);
+  return c.k_dtype == INT4 ? run<FloatWords, true>(c) : run<FloatWords, false>(c);
 }

@@ -1,10 +1,11 @@
 // Writes K and V of new tokens to the slots of pages, as they are, or quantized with a scale per token and head.
-// The results have the bits of `quantize` in cache/group.py. The scale is rounded to its stored dtype before it is
+// The results have the bits of `quantize` in cache/quantized.py. The scale is rounded to its stored dtype before it is
 // used.
 #include "../kernels.h"
 
 #include "../parallel.h"
 #include "../simd/simd.h"
+#include "rotate.h"
 
 namespace {
 
@@ -23,6 +24,7 @@ inline void store_part(Fp8* p, F x, int64_t n) {
 
 template <class P> constexpr float LARGEST = 127.0f;
 template <> constexpr float LARGEST<Fp8> = 448.0f;
+template <> constexpr float LARGEST<Int4> = 7.5f;
 
 inline F to_level(F x, const int8_t*) { return round(x); }
 inline F to_level(F x, const Fp8*) { return x; }  // it is rounded when it is stored
@@ -32,10 +34,10 @@ template <class T> struct ScaleOf { using type = T; };
 template <> struct ScaleOf<F16_> { using type = float; };
 template <class T> using Scale = typename ScaleOf<T>::type;
 
-// Quantizes the numbers of a token's head. If one of them is NaN or infinite, so is the scale, and they are read back
-// as NaN. Levels that would be NaN are stored as 0.
-template <class T, class P>
-inline void quantize(const T* x, int64_t dim, P* levels, Scale<T>* scale) {
+// Stores the scale of the numbers of a token's head, and returns what they are divided by. If one of them is NaN or
+// infinite, so is the scale, and they are read back as NaN.
+template <class P, class T, class S>
+inline F store_scale(const T* x, int64_t dim, S* scale) {
   F largest = zero(), poison = zero();
   for (int64_t i = 0; i < dim; i += LANES) {
     const F value = abs(load_part(x + i, dim - i));
@@ -45,11 +47,32 @@ inline void quantize(const T* x, int64_t dim, P* levels, Scale<T>* scale) {
   const float sum = reduce_add(poison);
   from_float(sum == sum ? reduce_max(largest) / LARGEST<P> : sum, *scale);
   const float rounded = to_float(*scale);
-  const F divisor = set1(rounded == 0.0f ? 1.0f : rounded), limit = set1(LARGEST<P>);
+  return set1(rounded == 0.0f ? 1.0f : rounded);
+}
+
+// Quantizes the numbers of a token's head. Levels that would be NaN are stored as 0.
+template <class T, class P>
+inline void quantize(const T* x, int64_t dim, P* levels, Scale<T>* scale) {
+  const F divisor = store_scale<P>(x, dim, scale), limit = set1(LARGEST<P>);
   for (int64_t i = 0; i < dim; i += LANES) {
     const F level = zero_nan(to_level(div(load_part(x + i, dim - i), divisor), levels));
     store_part(levels + i, max(min(level, limit), sub(zero(), limit)), dim - i);
   }
+}
+
+template <class T>
+inline void quantize(const T* x, int64_t dim, Int4* levels, Scale<T>* scale) {
+  struct Head;
+  float* const numbers = static_cast<float*>(scratch<Head>(static_cast<size_t>(dim + LANES) * sizeof(float)));
+  for (int64_t i = 0; i < dim; i += LANES) store(numbers + i, load_part(x + i, dim - i));
+  rotate(numbers, dim);
+  const F divisor = store_scale<Int4>(numbers, dim, scale), middle = set1(LARGEST<Int4>);
+  for (int64_t i = 0; i < dim; i += LANES) {
+    const F level = zero_nan(round(add(div(load(numbers + i), divisor), middle)));
+    store(numbers + i, max(min(level, set1(15.0f)), zero()));
+  }
+  for (int64_t i = 0; i < dim; i += 2)
+    levels[i / 2].bits = static_cast<uint8_t>(static_cast<int>(numbers[i]) | static_cast<int>(numbers[i + 1]) << 4);
 }
 
 template <class T, class P>
@@ -59,7 +82,7 @@ void write(const WriteCall& c, const PageWrite& w, int64_t token, int64_t slot) 
     const T* const from = static_cast<const T*>(w.states) + token * w.token + h * w.head;
     const int64_t row = (block * c.heads + h) * c.block_size + offset;
     if constexpr (sizeof(P) == 1)
-      quantize(from, w.dim, static_cast<P*>(w.pages) + row * w.dim, static_cast<Scale<T>*>(w.scales) + row);
+      quantize(from, w.dim, static_cast<P*>(w.pages) + bytes_of<P>(row * w.dim), static_cast<Scale<T>*>(w.scales) + row);
     else
       std::memcpy(static_cast<T*>(w.pages) + row * w.dim, from, sizeof(T) * static_cast<size_t>(w.dim));
   }
@@ -81,6 +104,7 @@ void write_as(const WriteCall& c) {
   switch (c.page_dtype) {
     case INT8: return write_all<T, int8_t>(c);
     case FP8: return write_all<T, Fp8>(c);
+    case INT4: return write_all<T, Int4>(c);
     default: return write_all<T, T>(c);
   }
 }

@@ -129,6 +129,14 @@ inline F load_as(const Fp8* p) {
   return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
 }
 
+inline F load_as(const Int4* p) {
+  uint32_t bits;
+  std::memcpy(&bits, p, 4);
+  const I shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+  const I both = _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(bits)), shifts);
+  return sub(_mm256_cvtepi32_ps(_mm256_and_si256(both, _mm256_set1_epi32(15))), set1(7.5f));
+}
+
 template <class T> inline F load_as_n(const T* p, int n) {
   T lanes[LANES] = {};
   std::memcpy(lanes, p, sizeof(T) * static_cast<size_t>(n));

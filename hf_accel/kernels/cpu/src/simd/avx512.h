@@ -134,6 +134,16 @@ inline F widen_fp8(__m128i x) {
 inline F load_as(const Fp8* p) { return widen_fp8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline F load_as_n(const Fp8* p, int n) { return widen_fp8(_mm_maskz_loadu_epi8(first(n), p)); }
 
+inline F load_as(const Int4* p) {
+  uint64_t bits;
+  std::memcpy(&bits, p, 8);
+  const __m512i both = _mm512_inserti64x4(_mm512_set1_epi32(static_cast<int>(bits)),
+                                          _mm256_set1_epi32(static_cast<int>(bits >> 32)), 1);
+  const __m512i shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+  const __m512i levels = _mm512_and_si512(_mm512_srlv_epi32(both, shifts), _mm512_set1_epi32(15));
+  return _mm512_sub_ps(_mm512_cvtepi32_ps(levels), _mm512_set1_ps(7.5f));
+}
+
 // -- integers ---------------------------------------------------------------------------------------------
 
 inline I iset1(int32_t x) { return _mm512_set1_epi32(x); }

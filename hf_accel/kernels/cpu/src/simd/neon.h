@@ -138,6 +138,16 @@ inline F load_as(const Fp8* p) {
   return mul(widen_f16(vbslq_u16(is_nan, vdupq_n_u16(0x7e00), half)), set1(256.0f));
 }
 
+inline F load_as(const Int4* p) {
+  uint32_t bits;
+  std::memcpy(&bits, p, 4);
+  const uint32x4_t both = vdupq_n_u32(bits), mask = vdupq_n_u32(15);
+  const int32x4_t low = {0, -4, -8, -12}, high = {-16, -20, -24, -28};
+  const F levels = {vcvtq_f32_u32(vandq_u32(vshlq_u32(both, low), mask)),
+                    vcvtq_f32_u32(vandq_u32(vshlq_u32(both, high), mask))};
+  return sub(levels, set1(7.5f));
+}
+
 template <class T> inline F load_as_n(const T* p, int n) {
   T lanes[LANES] = {};
   std::memcpy(lanes, p, sizeof(T) * static_cast<size_t>(n));

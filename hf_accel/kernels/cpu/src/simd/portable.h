@@ -71,6 +71,11 @@ inline float reduce_max(F a) {
 }
 
 template <class T> inline F load_as(const T* p) { F r; HFA_EACH r.v[i] = to_float(p[i]); return r; }
+inline F load_as(const Int4* p) {
+  F r;
+  HFA_EACH r.v[i] = static_cast<float>(p[i / 2].bits >> 4 * (i % 2) & 15) - 7.5f;
+  return r;
+}
 template <class T> inline void store_as(T* p, F x) { HFA_EACH from_float(x.v[i], p[i]); }
 template <class T> inline F round_as(F x, const T*) {
   HFA_EACH { T rounded; from_float(x.v[i], rounded); x.v[i] = to_float(rounded); }

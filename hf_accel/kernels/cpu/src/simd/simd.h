@@ -31,6 +31,12 @@
 
 namespace {
 
+inline F load_as_n(const Int4* p, int n) {  // n is even
+  Int4 bytes[LANES / 2] = {};
+  std::memcpy(bytes, p, static_cast<size_t>(n / 2));
+  return select_range(load_as(bytes), zero(), 0, n);
+}
+
 // It is 128 where the hardware has only products of two signed bytes, or has no room for those of an unsigned one.
 #if (defined(HFA_NEON) && !defined(HFA_I8MM)) || (defined(HFA_AVX2) && !defined(HFA_AVX512) && !defined(HFA_AVX_VNNI))
 constexpr int DOT4_OFFSET = 128;

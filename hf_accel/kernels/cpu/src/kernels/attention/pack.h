@@ -78,11 +78,11 @@ void pack_keys(const KeyRows& rows, int64_t first, int64_t last, int64_t dim, fl
   for (int64_t vector = first; vector < last; ++vector) {
     const uint8_t* const* row = rows.k + vector * LANES;
     for (int64_t i = 0; i < LANES && vector * LANES + AHEAD + i < end; ++i)
-      prefetch_row(row[AHEAD + i], dim * static_cast<int64_t>(sizeof(T)));
+      prefetch_row(row[AHEAD + i], bytes_of<T>(dim));
     for (int64_t word = 0; word < words; word += LANES) {
       F x[LANES];
       for (int i = 0; i < LANES; ++i)
-        x[i] = row[i] ? W::load(reinterpret_cast<const T*>(row[i]) + word * W::STEP, dim - word * W::STEP) : zero();
+        x[i] = row[i] ? W::load(after(reinterpret_cast<const T*>(row[i]), word * W::STEP), dim - word * W::STEP) : zero();
       transpose(x);
       float* to = out + (vector * words + word) * LANES;
       if (words - word >= LANES)
@@ -99,7 +99,7 @@ void pack_values(const KeyRows& rows, Range keys, int64_t dim, int64_t padded, f
   for (int64_t word = keys.first / W::STEP; word * W::STEP < keys.last; ++word) {
     const uint8_t* const* row = rows.v + word * W::STEP;
     for (int i = 0; i < W::STEP; ++i)
-      if (word * W::STEP + AHEAD + i < keys.last) prefetch_row(row[AHEAD + i], dim * static_cast<int64_t>(sizeof(T)));
+      if (word * W::STEP + AHEAD + i < keys.last) prefetch_row(row[AHEAD + i], bytes_of<T>(dim));
     const T* const* typed = reinterpret_cast<const T* const*>(row);
     for (int64_t column = 0; column < dim; column += W::STEP * LANES)
       W::interleave(typed, column, dim - column, out + word * padded + column);

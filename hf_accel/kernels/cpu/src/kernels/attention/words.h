@@ -23,13 +23,13 @@ struct FloatWords {
   // Copies LANES columns, of which n exist, of rows[0].
   template <class T>
   static void interleave(const T* const* rows, int64_t column, int64_t n, float* out) {
-    store(out, load(rows[0] + column, n));
+    store(out, load(after(rows[0], column), n));
   }
 };
 
 #if defined(HFA_BF16)
 
-// Products are exact and are added in float32. int8 and fp8 are converted to bfloat16 exactly.
+// Products are exact and are added in float32. int8, fp8 and int4 are converted to bfloat16 exactly.
 struct PairWords {
   static constexpr int STEP = 2;
   typedef Bf16 Number;
@@ -40,7 +40,7 @@ struct PairWords {
   }
   template <class T>
   static F load(const T* p, int64_t n) {
-    const F low = FloatWords::load(p, n), high = n > LANES ? FloatWords::load(p + LANES, n - LANES) : zero();
+    const F low = FloatWords::load(p, n), high = n > LANES ? FloatWords::load(after(p, LANES), n - LANES) : zero();
     return _mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(high, low));
   }
   static F dot(F sum, F a, F b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
@@ -51,8 +51,8 @@ struct PairWords {
   // Copies 2 * LANES columns, of which n exist, of rows[0] and rows[1]. A null row counts as zeros.
   template <class T>
   static void interleave(const T* const* rows, int64_t column, int64_t n, float* out) {
-    const I a = _mm512_castps_si512(rows[0] ? load(rows[0] + column, n) : zero());
-    const I b = _mm512_castps_si512(rows[1] ? load(rows[1] + column, n) : zero());
+    const I a = _mm512_castps_si512(rows[0] ? load(after(rows[0], column), n) : zero());
+    const I b = _mm512_castps_si512(rows[1] ? load(after(rows[1], column), n) : zero());
     const I low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);  // within 128-bit quarters
     const I first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), last = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
     _mm512_storeu_si512(out, _mm512_permutex2var_epi64(low, first, high));

@@ -1,4 +1,4 @@
-"""A KV cache in INT8: what it loses, and that nothing depends on how the prompt was cut."""
+"""A KV cache in INT8 and INT4: what it loses, and that nothing depends on how the prompt was cut."""
 
 from __future__ import annotations
 
@@ -9,37 +9,40 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_accel
+from hf_accel.config import KVDtype
 
 from .families import FAMILIES, build, inputs
 
-INT8 = hf_accel.CacheConfig(block_size=4, dtype="int8")
+# The most that logits may move, as a share of their size: a step is 1/127 or 1/7.5 of each head's largest value.
+LOST: dict[KVDtype, float] = {"int8": 0.02, "int4": 0.25}
+pytestmark = pytest.mark.parametrize("dtype", LOST)
 
 
 @functools.cache
-def pair(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    return build(family), hf_accel.patch(build(family), weights=None, cache=INT8)
+def pair(family: str, dtype: KVDtype) -> tuple[PreTrainedModel, PreTrainedModel]:
+    settings = hf_accel.CacheConfig(block_size=4, dtype=dtype)
+    return build(family), hf_accel.patch(build(family), weights=None, cache=settings)
 
 
 @pytest.mark.parametrize("layout", ["single", "left", "right"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_lose_little(family: str, layout: str) -> None:
-    """Rounding K and V to within 1/254 of each head's largest value moves logits by a few hundredths of their size."""
-    stock, patched = pair(family)
+def test_logits_lose_little(family: str, layout: str, dtype: KVDtype) -> None:
+    stock, patched = pair(family, dtype)
     given = inputs(layout)
     tokens = given["attention_mask"].bool()
-    cache = hf_accel.PagedCache(patched.config, INT8)
+    cache = hf_accel.PagedCache(patched.config, block_size=4, dtype=dtype)
     with torch.no_grad():
         expected = stock(**given).logits[tokens]
         actual = patched(**given, past_key_values=cache).logits[tokens]
     error = (actual - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
-    assert 0 < error < 0.02
+    assert 0 < error < LOST[dtype]
 
 
 @pytest.mark.parametrize("layout", ["single", "left", "right"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_chunking_changes_nothing(family: str, layout: str) -> None:
+def test_chunking_changes_nothing(family: str, layout: str, dtype: KVDtype) -> None:
     """Prefill reads the rounded keys and values too, as decode does."""
-    _, patched = pair(family)
+    _, patched = pair(family, dtype)
     settings = {"do_sample": False, "max_new_tokens": 16}
     whole = patched.generate(**inputs(layout), **settings)
     for size in (1, 5):
@@ -47,15 +50,15 @@ def test_chunking_changes_nothing(family: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bytes(family: str) -> None:
-    """D + 4 bytes a token and head, a float32 scale with D integers, against 4 * D."""
-    _, patched = pair(family)
+def test_bytes(family: str, dtype: KVDtype) -> None:
+    """D + 4 bytes a token and head, a float32 scale with D integers, or D / 2 of them, against 4 * D."""
+    _, patched = pair(family, dtype)
     config = patched.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = []
-    for dtype in ("int8", "auto"):
-        cache = hf_accel.PagedCache(config, block_size=4, dtype=dtype)
+    for each in (dtype, "auto"):
+        cache = hf_accel.PagedCache(config, block_size=4, dtype=each)
         with torch.no_grad():
             patched(**inputs("single"), past_key_values=cache)
         sizes.append(cache.statistics()["kv_bytes"])
-    assert sizes[0] / sizes[1] == pytest.approx((head_dim + 4) / (4 * head_dim))
+    assert sizes[0] / sizes[1] == pytest.approx((head_dim / {"int8": 1, "int4": 2}[dtype] + 4) / (4 * head_dim))

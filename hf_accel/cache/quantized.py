@@ -1,0 +1,69 @@
+"""K and V in fewer bits: levels, and a scale for each token and head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# The dtypes that quantized pages may have, with the largest level of each. Bytes hold two levels of 4 bits, from -7.5
+# to 7.5 in steps of 1; the first of the two is in the low bits.
+INT4 = torch.uint8
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, INT4: 7.5}
+# The dtypes of pages by the names that users type.
+QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": INT4}
+# The dtypes of scales that are not the dtype of K and V: in half precision, those of small K would lose bits.
+SCALE_DTYPES = {torch.float16: torch.float32}
+
+
+def dim_refusal(dim: int, dtype: torch.dtype | None) -> str | None:
+    """Why pages of this dtype cannot hold heads of `dim` numbers, as one clause; None if they can."""
+    if dtype is INT4 and dim % 2:
+        return f"a byte of int4 keys and values holds two numbers, and a head has {dim}; take 'int8' for them"
+    return None
+
+
+def stored_columns(dim: int, dtype: torch.dtype) -> int:
+    """The elements of a page of this dtype that hold a head of `dim` numbers."""
+    return dim // 2 if dtype is INT4 else dim
+
+
+def quantize(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantize states [N, H, D] symmetrically by their largest absolute value; for INT4 they are rotated first.
+
+    Returns levels [N, H, D] of `dtype`, which is one of LARGEST, or [N, H, D / 2] for INT4, and scales [N, H] of the
+    dtype of `states` or what SCALE_DTYPES says. The scale of all zeros is 0.
+    """
+    largest, scale_dtype = LARGEST[dtype], SCALE_DTYPES.get(states.dtype, states.dtype)
+    numbers = rotate(states.float()) if dtype is INT4 else states.float()
+    scales = (numbers.abs().amax(-1) / largest).to(scale_dtype)
+    levels = numbers / scales.float().masked_fill(scales == 0, 1).unsqueeze(-1)
+    if dtype is INT4:
+        nibbles = (levels + largest).round().clamp(0, 15).nan_to_num(0).to(torch.uint8)
+        return nibbles[..., ::2] | nibbles[..., 1::2] << 4, scales
+    levels = levels.round() if dtype == torch.int8 else levels
+    return levels.clamp(-largest, largest).nan_to_num(0).to(dtype), scales
+
+
+def dequantize(levels: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Levels [..., D] or of INT4 [..., D / 2] times scales [...], as [..., D] of `dtype`. INT4 is still rotated."""
+    wide = torch.promote_types(dtype, scales.dtype)
+    if levels.dtype is INT4:
+        numbers = torch.stack((levels & 15, levels >> 4), -1).flatten(-2).to(wide) - LARGEST[INT4]
+    else:
+        numbers = levels.to(wide)
+    return (numbers * scales.unsqueeze(-1).to(wide)).to(dtype)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Multiply the last dimension of x by an orthogonal matrix of equal absolute values that is its own inverse.
+
+    It spreads a large number over all of its head, so that 4 bits of each are enough; products of two rotated vectors
+    are those of the vectors. The matrix is Hadamard's by Sylvester's construction, in blocks of the largest power of
+    two that divides the dimension. Rotated caches are from QuaRot (Ashkboos et al. 2024, arXiv 2404.00456).
+    """
+    half, dim = 1, int(x.shape[-1])
+    while dim % (2 * half) == 0:
+        first, second = x.reshape(*x.shape[:-1], dim // (2 * half), 2, half).unbind(-2)
+        x = torch.stack((first + second, first - second), -2).flatten(-3)
+        half *= 2
+    return x * float(half**-0.5)
