@@ -89,11 +89,11 @@ def make_variants(model: PreTrainedModel) -> dict[str, Variant]:
     }
 
 
-def read_windows(name: str, text: Path, num_tokens: int) -> Tensor:
-    """Token ids [n, WINDOW] of the beginning of the text."""
+def read_windows(name: str, text: Path, num_tokens: int, *, length: int = WINDOW) -> Tensor:
+    """Token ids [n, length] of the beginning of the text."""
     tokenizer = AutoTokenizer.from_pretrained(name)
     ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt", verbose=False)["input_ids"][0, :num_tokens]
-    length = min(WINDOW, len(ids))
+    length = min(length, len(ids))
     return ids[: len(ids) // length * length].view(-1, length)
 
 
@@ -132,14 +132,16 @@ def joined(pieces: list[Scores]) -> Scores:
 
 
 def row(name: str, variants: dict[str, Variant], scores: dict[str, Scores]) -> Row:
-    own, stock = scores[name], scores[BASELINE]
+    size = weight_bytes(variants[name].model)
+    return {"weights": name} | lost(scores[name], scores[BASELINE]) | {"weight_bytes": size}
+
+
+def lost(own: Scores, stock: Scores) -> Row:
     differences = (own.losses - stock.losses).double()
     return {
-        "weights": name,
         "perplexity": math.exp(own.losses.double().mean()),
         "change_percent": 100 * math.expm1(differences.mean()),
         "error_percent": 100 * float(differences.std()) / math.sqrt(len(differences)),
         "kl_nats": float(own.divergences.double().mean()),
         "same_top_share": float(own.same_top.mean()),
-        "weight_bytes": weight_bytes(variants[name].model),
     }

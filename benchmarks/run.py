@@ -29,6 +29,7 @@ from . import (
     float_rows,
     generate,
     isa,
+    kv,
     ladder,
     latency,
     memory,
@@ -60,6 +61,7 @@ TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
     "isa": isa.measure,  # first: its processes need several GB, which later the models have
     "quality": quality.measure,
     "methods": methods.measure,
+    "kv": kv.measure,
     "small_model": small_model.measure,
     "decode": decode.measure,
     "long_decode": decode.measure_long,
@@ -130,6 +132,7 @@ def model_of(topic: str, bench: Bench) -> str:
         "never_slower": "random models of several shapes",
         "quality": quality.checkpoint(bench.settings),
         "methods": quality.checkpoint(bench.settings),
+        "kv": quality.checkpoint(bench.settings),
         "drafters": drafters.target_of(bench.settings),
         "students": drafters.target_of(bench.settings),
         "student_speed": drafters.target_of(bench.settings),

@@ -219,6 +219,7 @@ class Settings:
     widths: rows whose cost is compared with that of one.
     attention_factors: contexts in the prompts whose attention memory is measured.
     text, quality_tokens: a file whose first tokens perplexity is measured on; None: the shipped model's held-out text.
+    kv_contexts: in which it is measured for each dtype of keys and values, where the model has so many positions.
     """
 
     model: str = "bench-1b"
@@ -238,6 +239,7 @@ class Settings:
     attention_factors: tuple[int, ...] = (4, 16, 64)
     text: str | None = None
     quality_tokens: int = 8192
+    kv_contexts: tuple[int, ...] = (2048, 4096, 8192)
     seed: int = 0
     waste: Waste = field(default_factory=Waste)
     serving: Serving = field(default_factory=Serving)
@@ -271,6 +273,7 @@ class Settings:
             long_factor=self.long_factor // 4,
             attention_factors=self.attention_factors[:2],
             quality_tokens=self.quality_tokens // 8,
+            kv_contexts=self.kv_contexts[:1],
             waste=self.waste.quicker(),
             serving=self.serving.quicker(),
             latency=self.latency.quicker(),

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_accel
-from benchmarks import attention_peak, integer_peak, isa, memory, prefill, profile_step, quality, rows, versions
+from benchmarks import attention_peak, integer_peak, isa, kv, memory, prefill, profile_step, quality, rows, versions
 from benchmarks.bench import Bench
 from benchmarks.models import load_model
 from benchmarks.processes import ProcessError, call
@@ -136,6 +136,11 @@ def test_variants_share_no_patch(model: PreTrainedModel) -> None:
     assert isinstance(variants["int8 with int8 KV"].new_cache(), hf_accel.PagedCache)
     assert variants["int8 with int8 KV"].new_cache().settings.dtype == "int8"
     assert variants["int8"].model is variants["int8 with int8 KV"].model
+
+
+def test_contexts_are_those_that_the_model_has_positions_for() -> None:
+    assert list(kv.lengths((2048, 4096, 8192), 4096)) == [2048, 4096]
+    assert list(kv.lengths((2048, 4096), 512)) == [512]
 
 
 def test_a_model_of_random_weights_has_no_perplexity() -> None:

@@ -95,6 +95,7 @@ TABLES = {  # topic -> rows of each of its tables
     "never_slower": [8, 2, 2],
     "quality": [6],
     "methods": [5 + (importlib.util.find_spec("bitsandbytes") is not None)],
+    "kv": [5],
     "small_model": [5],
     "batching": [6, 4],
     "latency": [5],
@@ -338,6 +339,13 @@ def test_every_way_to_a_quantized_model_ends_at_the_same_bytes(read: Callable[[s
     assert [len(values) for values in sizes.values()] == [1, 1, 1]
     assert max(sizes["int4"]) < max(sizes["int8"]) < stock["result_bytes"]
     assert sizes["as they are"] == {stock["result_bytes"]}
+
+
+def test_smaller_keys_and_values_lose_more(read: Callable[[str], dict[str, Any]]) -> None:
+    rows = {row["keys_and_values"]: row for row in read("kv")["tables"][0]["rows"]}
+    assert rows["stock"]["kl_nats"] == 0 <= rows["auto"]["kl_nats"] < rows["int8"]["kl_nats"] < rows["int4"]["kl_nats"]
+    assert rows["int4"]["token_bytes"] < rows["int8"]["token_bytes"] == rows["fp8"]["token_bytes"]
+    assert rows["int8"]["token_bytes"] < rows["auto"]["token_bytes"] == rows["stock"]["token_bytes"]
 
 
 def test_perplexity_of_the_shipped_model(read: Callable[[str], dict[str, Any]]) -> None:

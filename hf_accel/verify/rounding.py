@@ -4,8 +4,8 @@ The same history is computed in several ways that are equally valid:
 
 * in one pass, where every product has many rows;
 * the prompt in one pass and the rest token by token over the cache, as generate does it: one row;
-* where activations, keys or values are rounded to INT8: with the closest decision of each row turned. A change in the
-  last bit of a float is enough for that, and what it sets off in later layers is far larger than the bit;
+* where activations, keys or values are rounded to integers: with the closest decision of each row turned. A change in
+  the last bit of a float is enough for that, and what it sets off in later layers is far larger than the bit;
 * in the next wider dtype (float32 for bfloat16), of which the others are roundings. This is the arbiter, whose logits
   margins are taken from. It needs a wide copy of the float weights. Where that is too large, a pass in which the
   result of each product is moved by up to half a unit in the last place stands in (Monte Carlo arithmetic: Parker
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..cache.quantized import INT4, LARGEST, rotate
 from ..hardware import detect
 from ..linear import QuantLinear
 from ..linear.reference import Reference
@@ -81,12 +82,13 @@ class ReferenceModel:
         return last_logits(self.model, history, past_key_values=cache, **settings)
 
     def _flipped(self, history: Tensor, settings: Mapping[str, Any]) -> Tensor | None:
-        """One pass with the closest decisions of INT8 activations, keys and values turned; None if there are none."""
+        """One pass with the closest decisions of integer activations, keys and values turned; None without any."""
         layers = [m for m in self.model.modules() if isinstance(m, QuantLinear) and m.activations]
         cache = new_cache(self.model)
-        if cache is not None and cache.settings.dtype == "int8":
+        flip = None if cache is None else FLIPS.get(cache.settings.dtype)
+        if cache is not None and flip is not None:
             for layer in cache.paged_layers:
-                layer.update = functools.partial(_update_flipped, layer.update)
+                layer.update = functools.partial(_update_flipped, flip, layer.update)
         elif not layers:
             return None
         with ExitStack() as hooks:
@@ -103,18 +105,18 @@ class ReferenceModel:
             return last_logits(self.model, history, **settings)
 
 
-def flip_nearest(x: Tensor, size: int) -> Tensor:
-    """In each row [..., n], the number nearest the middle between two INT8 levels goes to the one that it misses.
+def flip_nearest(x: Tensor, size: int, *, largest: float = 127) -> Tensor:
+    """In each row [..., n], the number nearest the middle between two levels goes to the one that it misses.
 
-    size: numbers that share a scale.
+    size: numbers that share a scale. largest: the largest level; the others are whole numbers below it.
     """
     groups = F.pad(x.float(), (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
-    step = groups.abs().amax(-1, keepdim=True) / 127
-    levels = groups / step  # NaN in a group of zeros
+    step = groups.abs().amax(-1, keepdim=True) / largest
+    levels = groups / step + largest % 1  # NaN in a group of zeros
     below = levels.floor()
     distance = (levels - below - 0.5).abs().nan_to_num(nan=torch.inf).flatten(-2)[..., : x.shape[-1]]
     nearest = distance.argmin(-1, keepdim=True)
-    other = ((2 * below + 1 - levels.round()) * step).flatten(-2).gather(-1, nearest).nan_to_num()
+    other = ((2 * below + 1 - levels.round() - largest % 1) * step).flatten(-2).gather(-1, nearest).nan_to_num()
     return x.scatter(-1, nearest, other.to(x.dtype))
 
 
@@ -128,9 +130,28 @@ def _flip_input(layer: QuantLinear, args: tuple[Tensor, ...]) -> tuple[Tensor, .
     return (torch.empty_like(x).index_copy_(-1, order.long(), flipped), *args[1:])
 
 
-def _update_flipped(update: Callable[..., Any], keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
-    keys, values = (flip_nearest(states, states.shape[-1]) for states in (keys, values))
-    return update(keys, values, *args, **kwargs)
+def _flip_head(states: Tensor) -> Tensor:
+    return flip_nearest(states, states.shape[-1])
+
+
+def _flip_rotated_head(states: Tensor) -> Tensor:
+    flipped = flip_nearest(rotate(states.float()), states.shape[-1], largest=LARGEST[INT4])
+    return rotate(flipped).to(states.dtype)
+
+
+# For each dtype of a cache whose levels are integers: what turns a decision of each head of K or V.
+FLIPS: dict[str, Callable[[Tensor], Tensor]] = {"int8": _flip_head, "int4": _flip_rotated_head}
+
+
+def _update_flipped(
+    flip: Callable[[Tensor], Tensor],
+    update: Callable[..., Any],
+    keys: Tensor,
+    values: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return update(flip(keys), flip(values), *args, **kwargs)
 
 
 class Jitter:

@@ -27,6 +27,7 @@ PROMPTS = [prompts(1, 7)[0], prompts(1, 12, seed=2)[0].tolist()]
 INT4 = hf_accel.WeightConfig(bits=4, group_size=32)
 INT8_KV = hf_accel.CacheConfig(dtype="int8")
 FP8_KV = hf_accel.CacheConfig(dtype="fp8")
+INT4_KV = hf_accel.CacheConfig(dtype="int4")
 CALLS = inspect.getmodule(function)
 
 
@@ -60,7 +61,10 @@ def test_identical() -> None:
     assert json.loads(json.dumps(certificate.to_dict()))["exact"] is True
 
 
-@pytest.mark.parametrize("settings", [{"weights": None}, {"weights": "int8"}, {"weights": None, "cache": INT8_KV}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"weights": None}, {"weights": "int8"}, {"weights": None, "cache": INT8_KV}, {"weights": None, "cache": INT4_KV}],
+)
 def test_verify_changes_nothing(settings: dict[str, Any]) -> None:
     model = hf_accel.patch(build("llama"), **settings)
     before, drawn = snapshot(model), torch.get_rng_state()
@@ -175,6 +179,7 @@ QUANTIZED: list[tuple[dict[str, Any], str]] = [
     ({"weights": INT4}, "the quantized reference"),
     ({"weights": None, "cache": INT8_KV}, "the quantized reference with int8 keys and values"),
     ({"weights": "int8", "cache": FP8_KV}, "the quantized reference with fp8 keys and values"),
+    ({"weights": None, "cache": INT4_KV}, "the quantized reference with int4 keys and values"),
 ]
 
 
