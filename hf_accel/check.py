@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.pytorch_utils import Conv1D
 
 from .errors import UnsupportedError
+from .linear.hf import holds_experts
 from .models import without_adapters
 
 
@@ -67,7 +68,7 @@ def check_model(model: object) -> PreTrainedModel:
 def check_skip(model: nn.Module, skip: tuple[str, ...]) -> None:
     """Raise UnsupportedError for a name in skip= that no Linear has, and that would skip nothing."""
     modules = dict(model.named_modules())
-    linears = [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)]
+    linears = [n for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D) or holds_experts(m)]
     for wanted in skip:
         if not any(named(name, wanted) for name in linears):
             hint = _meant(wanted, modules, linears)

@@ -23,11 +23,13 @@ from transformers.pytorch_utils import Conv1D
 
 from .errors import HfAccelError, UnsupportedError
 from .interop.reader import Found
-from .linear import QuantLinear
+from .linear import ExpertWeights, QuantExperts, QuantLinear, QuantModule
 from .linear.formats import state, zeros
 from .linear.hf import by_kind, spec_of
 from .originals import read_tensor
+from .survey import experts_sites
 from .ties import broken_ties, remaining_ties
+from .weight_sites import ExpertsSite
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 AGAIN = "save the model again with save_pretrained, or load the float one with quantization_config=AccelConfig(...)"
@@ -40,18 +42,29 @@ def prepare(model: PreTrainedModel, modules: Mapping[str, Mapping[str, Any]], fi
     settings that this model cannot have, HfAccelError for files that do not hold what they should; the model then
     stays as it was.
     """
-    layers = {name: empty_layer(model, name, settings) for name, settings in modules.items()}
+    experts = experts_by_name(model)
+    layers: dict[str, QuantModule] = {
+        name: empty_experts(experts[name], settings) if name in experts else empty_layer(model, name, settings)
+        for name, settings in modules.items()
+    }
+    _check_whole(layers, experts)
     if files and all(str(file).endswith(".safetensors") for file in files):
         _check_files(model, layers, [Path(file) for file in files])
     put_layers(model, layers)
 
 
-def put_layers(model: PreTrainedModel, layers: Mapping[str, QuantLinear]) -> None:
-    """Put layers in the place of the Linears of a model that is being loaded."""
+def put_layers(model: PreTrainedModel, layers: Mapping[str, QuantModule]) -> None:
+    """Put layers in the place of the Linears, and of the experts, of a model that is being loaded."""
     for submodel, attribute, ties in list(broken_ties(model, layers)):
         setattr(submodel, attribute, ties)
-    for name, layer in layers.items():
-        model.set_submodule(name, layer)
+    sites = experts_by_name(model)
+    for name, placed in layers.items():
+        if isinstance(placed, QuantLinear):
+            model.set_submodule(name, placed)
+    for experts in dict.fromkeys(sites[name].experts_name for name in layers if name in sites):
+        found = {site.key: name for name, site in sites.items() if site.experts_name == experts}
+        weights = {key: layer for key, name in found.items() if isinstance(layer := layers.get(name), ExpertWeights)}
+        model.set_submodule(experts, QuantExperts(model.get_submodule(experts), weights))
 
 
 def check_loaded(model: PreTrainedModel) -> None:
@@ -60,7 +73,7 @@ def check_loaded(model: PreTrainedModel) -> None:
     Raises HfAccelError as `prepare` does.
     """
     for name, layer in model.named_modules():
-        if isinstance(layer, QuantLinear):
+        if isinstance(layer, QuantModule):
             loaded = {
                 f"{name}.{suffix}": Found(tensor.dtype, tuple(tensor.shape), tensor.detach)
                 for suffix, tensor in (layer._buffers | layer._parameters).items()
@@ -105,11 +118,39 @@ def empty_layer(
     return layer
 
 
+def experts_by_name(model: PreTrainedModel) -> dict[str, ExpertsSite]:
+    """The weights of fused experts that can be quantized, by the names of the modules that will hold them."""
+    return {site.name: site for site in experts_sites(model, ()) if site.skip is None}
+
+
+def empty_experts(site: ExpertsSite, settings: Mapping[str, Any]) -> ExpertWeights:
+    """The weights of experts that a checkpoint is loaded into."""
+    try:
+        layer = ExpertWeights.empty(spec_of(settings, site.matrices(site.parameter)[0]), site.count)
+        if settings.get("ordered", False):
+            raise UnsupportedError("ordered=True is not known of experts")
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"quantization_config in config.json, module {site.name!r}: {error}; {AGAIN}"
+        ) from error
+    vars(layer)["_is_hf_initialized"] = True
+    return layer
+
+
+def _check_whole(layers: Mapping[str, QuantModule], experts: Mapping[str, ExpertsSite]) -> None:
+    """Raise UnsupportedError if only some weights of the same experts are quantized."""
+    whole = {site.experts_name for name, site in experts.items() if name in layers}
+    missing = next((name for name, site in experts.items() if site.experts_name in whole and name not in layers), None)
+    if missing is not None:
+        raise UnsupportedError(f"the checkpoint quantizes only a part of the experts, without {missing!r}; {AGAIN}")
+
+
 # -- files ---------------------------------------------------------------------------------------------
 
 
-def _check_files(model: PreTrainedModel, layers: Mapping[str, QuantLinear], files: Sequence[Path]) -> None:
+def _check_files(model: PreTrainedModel, layers: Mapping[str, QuantModule], files: Sequence[Path]) -> None:
     replaced = {f"{name}.{suffix}" for name in layers for suffix in ("weight", "bias")}
+    replaced |= {site.tensor_name for name, site in experts_by_name(model).items() if name in layers}
     floats = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor) and name not in replaced}
     quantized = {f"{name}.{suffix}": t for name, layer in layers.items() for suffix, t in _expected(layer).items()}
     stored = dict(own_names(model, {**floats, **quantized}, headers_of(files)))
@@ -176,7 +217,7 @@ def _check_names(model: PreTrainedModel, floats: Mapping[str, Tensor], found: Co
             )
 
 
-def shared_names(model: PreTrainedModel, layers: Mapping[str, QuantLinear]) -> Iterable[set[str]]:
+def shared_names(model: PreTrainedModel, layers: Mapping[str, QuantModule]) -> Iterable[set[str]]:
     """Sets of names of one tensor: of tied weights, or of a module that stands at two places. A file has one name."""
     groups: dict[Any, set[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -193,14 +234,14 @@ def _matches(name: str, patterns: Collection[str] | None) -> bool:
 # -- tensors -------------------------------------------------------------------------------------------
 
 
-def _expected(layer: QuantLinear) -> dict[str, Tensor]:
+def _expected(layer: QuantModule) -> dict[str, Tensor]:
     """The stored form of a layer, on the meta device."""
     weight = zeros(layer.layout, (layer.out_features, layer.in_features), dtype=torch.float32, device="meta")
     bias = {} if layer.bias is None else {"bias": torch.empty(layer.out_features, device="meta")}
     return state(weight) | bias
 
 
-def _check_layer(model: PreTrainedModel, name: str, layer: QuantLinear, found: Mapping[str, Found]) -> None:
+def _check_layer(model: PreTrainedModel, name: str, layer: QuantModule, found: Mapping[str, Found]) -> None:
     expected = {f"{name}.{suffix}": tensor for suffix, tensor in _expected(layer).items()}
     described = f"bits={layer.bits}" + (
         f", group_size={layer.group_size}, symmetric={layer.symmetric}" if layer.bits < 8 else ""
@@ -224,7 +265,7 @@ def _check_layer(model: PreTrainedModel, name: str, layer: QuantLinear, found: M
             )
 
 
-def _check_more(name: str, layer: QuantLinear, found: Mapping[str, Found]) -> None:
+def _check_more(name: str, layer: QuantModule, found: Mapping[str, Found]) -> None:
     """The minima and the order of the inputs, where a layer has them."""
     minimum = found[f"{name}.weight_minimum"].read() if f"{name}.weight_minimum" in found else None
     if minimum is not None and minimum.device.type != "meta" and not minimum.isfinite().all():

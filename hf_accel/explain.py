@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from .kernels import cpu as cpu_kernels
 from .plan import Line, LinearPlan, Plan
+from .weight_sites import ExpertsSite
 
 
 def explain(plan: Plan) -> Iterator[Line]:
@@ -49,7 +50,8 @@ def _weight_lines(plan: Plan) -> Iterator[Line]:
         return
     groups: dict[tuple[str, str, str], list[LinearPlan]] = {}
     for linear in plan.linears:
-        what = "head" if linear.site.is_head else "linears"
+        experts = isinstance(linear.site, ExpertsSite)
+        what = "head" if linear.site.is_head else "weights of experts" if experts else "linears"
         groups.setdefault((what, _format(linear), linear.reason), []).append(linear)
     for (what, choice, reason), members in groups.items():
         yield Line("weights", f"{len(members)} {what}{_shapes(members)}", choice, reason)

@@ -20,7 +20,6 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
-from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
@@ -31,7 +30,7 @@ from .errors import HfAccelError, UnsupportedError
 from .foreign import Gguf, converters, is_ours, prepare_foreign, reader_of, state_dict_of
 from .hardware import release, trim
 from .interop.gguf_reader import forget_files
-from .linear import LinearSpec, QuantLinear, Workers, choose
+from .linear import LinearSpec, QuantModule, Workers, choose
 from .linear.hf import METHOD, AccelConfig, AccelQuantizer
 from .originals import Source, stored_tensors
 from .pack import Packed, pack_weight
@@ -52,7 +51,7 @@ class Packer:
 
     def __init__(self, linears: Sequence[LinearPlan], *, device_type: str, files: Mapping[str, Path], lose: bool):
         """files: where tensors are stored, by their names there. lose: pack also what cannot be read back."""
-        self._linears = {f"{linear.site.name}.weight": linear for linear in linears}
+        self._linears = {linear.site.tensor_name: linear for linear in linears}
         self._device_type, self._files, self._lose = device_type, files, lose
         self._workers = Workers[Packed]()
         self._packed: list[Packed] = []
@@ -88,9 +87,8 @@ class Packer:
         source = None
         if file is not None and stored_as is not None:
             source = None if self._lose else Source.of(tensor, file, stored_as)
-        weight = tensor.t() if isinstance(linear.site.module, Conv1D) else tensor
-        choice = choose(LinearSpec.of(weight, linear.config))
-        packed = pack_weight(linear.site.name, weight, linear.config, choice, source=source)
+        choice = choose(LinearSpec.of(linear.site.matrices(tensor)[0], linear.config))
+        packed = pack_weight(linear, tensor, choice, source=source)
         release(tensor)  # transformers holds its mapping until the whole model is loaded
         return packed
 
@@ -157,10 +155,10 @@ def _originals(
     packed: Mapping[str, Packed], model: PreTrainedModel, linears: Sequence[LinearPlan]
 ) -> dict[str, Path] | None:
     """The files that hold the originals; None unless that is so for all."""
-    names = [linear.site.name for linear in linears if linear.choice is not None and not linear.site.is_tied]
-    sources = {name: packed[name].source for name in names if name in packed}
-    files = {f"{name}.weight": source.file for name, source in sources.items() if source is not None}
-    return files if len(files) == len(names) else None
+    sites = [linear.site for linear in linears if linear.choice is not None and not linear.site.is_tied]
+    sources = {site.tensor_name: packed[site.name].source for site in sites if site.name in packed}
+    files = {name: source.file for name, source in sources.items() if source is not None}
+    return files if len(files) == len(sites) else None
 
 
 def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
@@ -168,7 +166,7 @@ def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
     check_loaded(model)
     settings.stored_as = None
     for layer in model.modules():
-        if isinstance(layer, QuantLinear):
+        if isinstance(layer, QuantModule):
             stored = list(layer.buffers())
             layer.pack()
             for tensor in stored:

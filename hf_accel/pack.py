@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from .config import WeightConfig
 from .errors import UnsupportedError
 from .hardware import release, trim
 from .journal import Journal
-from .linear import BackendChoice, QuantizedWeight, QuantLinear, Workers
+from .linear import BackendChoice, ExpertWeights, QuantExperts, QuantizedWeight, QuantLinear, Workers
+from .linear.experts import QUANTIZED
 from .linear.nf4 import BitsAndBytes, nf4_layer
 from .originals import Originals, Source
 from .plan import LinearPlan, Plan
-from .survey import LinearSite
+from .weight_sites import ExpertsSite, LinearSite
 
 HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
@@ -64,11 +64,24 @@ def replace_linears(
             _check_finite(linear)
 
     freed = 0
+    experts: dict[str, dict[str, Packed]] = {}
+
+    def place_experts(packed: Packed, site: ExpertsSite) -> None:
+        """Put a module in when its last weight is there."""
+        weights = experts.setdefault(site.experts_name, {})
+        weights[site.key] = packed
+        needed = [p for p in todo.quantized if isinstance(p.site, ExpertsSite) and p.site.module is site.module]
+        if len(weights) == len(needed):
+            _place_experts(weights, site, todo, journal)
+            del experts[site.experts_name]
 
     def replace(packed: Packed) -> None:
         nonlocal freed
         site = by_name[packed.name].site
-        _place(packed, site, todo, journal)
+        if isinstance(site, ExpertsSite):
+            place_experts(packed, site)
+        else:
+            _place(packed, site, todo, journal)
         freed += _let_go(packed, site, todo, originals)
         if freed >= TRIM:
             trim()
@@ -109,8 +122,8 @@ def _pack_all(linears: Sequence[LinearPlan], todo: Plan, replace: Callable[[Pack
 
 def _pack_linear(linear: LinearPlan, on_disk: Mapping[str, Path] | None) -> Packed:
     assert linear.choice is not None
-    source, weight = _source(linear, on_disk), linear.site.weight.detach()
-    packed = pack_weight(linear.site.name, weight, linear.config, linear.choice, source=source)
+    source = _source(linear, on_disk)
+    packed = pack_weight(linear, linear.site.parameter.detach(), linear.choice, source=source)
     release(linear.site.parameter)  # the mapping stays as long as any tensor of the file
     return packed
 
@@ -128,17 +141,17 @@ def _source(linear: LinearPlan, on_disk: Mapping[str, Path] | None) -> Source | 
     """Where the original can be read again; None if it is kept."""
     if on_disk is None or linear.site.is_tied:
         return None
-    stored = f"{linear.site.name}.weight"
+    stored = linear.site.tensor_name
     return Source.of(linear.site.parameter, on_disk[stored], stored)
 
 
 @torch.no_grad()
-def pack_weight(
-    name: str, weight: Tensor, config: WeightConfig, choice: BackendChoice, *, source: Source | None
-) -> Packed:
-    """Quantize a float weight [out, in]. Raises UnsupportedError for NaN and infinity, with the layer's name."""
+def pack_weight(linear: LinearPlan, tensor: Tensor, choice: BackendChoice, *, source: Source | None) -> Packed:
+    """Quantize the float parameter of a site. Raises UnsupportedError for NaN and infinity, with the layer's name."""
+    name, config = linear.site.name, linear.config
     try:
-        return Packed(name, choice, choice.backend.quantize(weight, config), source)
+        packed = [choice.backend.quantize(weight, config) for weight in linear.site.matrices(tensor)]
+        return Packed(name, choice, packed if isinstance(linear.site, ExpertsSite) else packed[0], source)
     except UnsupportedError as error:
         raise UnsupportedError(f"{name!r} cannot be quantized: {error}") from error
 
@@ -162,11 +175,22 @@ def _place(packed: Packed, site: LinearSite, todo: Plan, journal: Journal) -> No
         layer = nf4_layer(packed.weight, bias, packed.choice.spec, source_class=type(site.module))
     else:
         layer = QuantLinear.from_packed(packed.weight, bias, choice=packed.choice)
-    layer.train(site.module.training)
+    _put_in(layer, site.module, packed.name, todo, journal)
+
+
+def _place_experts(packed: Mapping[str, Packed], site: ExpertsSite, todo: Plan, journal: Journal) -> None:
+    """Put the quantized experts where the float ones were."""
+    keys = [key for key in QUANTIZED if key in packed]
+    weights = {key: ExpertWeights.from_packed(packed[key].weight, choice=packed[key].choice) for key in keys}
+    _put_in(QuantExperts(site.module, weights), site.module, site.experts_name, todo, journal)
+
+
+def _put_in(layer: nn.Module, original: nn.Module, full_name: str, todo: Plan, journal: Journal) -> None:
+    layer.train(original.training)
     for hooks in HOOKS:  # the very same dicts, so that what is registered on either is there for both
-        vars(layer)[hooks] = vars(site.module)[hooks]
-    layer._is_full_backward_hook = site.module._is_full_backward_hook
-    parent_name, _, name = packed.name.rpartition(".")
+        vars(layer)[hooks] = vars(original)[hooks]
+    layer._is_full_backward_hook = original._is_full_backward_hook
+    parent_name, _, name = full_name.rpartition(".")
     journal.item(todo.model.get_submodule(parent_name), "_modules", name, layer)
 
 

@@ -24,7 +24,7 @@ from .generation.hf import AcceleratedGeneration, GenerationState, prepare_step
 from .instance import mixed_class
 from .journal import Journal
 from .keywords import Default
-from .linear import QuantLinear
+from .linear import QuantExperts, QuantLinear, QuantModule
 from .linear.hf import METHOD, AccelConfig, AccelQuantizer, module_settings
 from .models import unwrapped
 from .nf4_model import check_nf4, label_nf4
@@ -152,8 +152,8 @@ def unpatch(model: Model) -> Model:
 
 def _check_layers(model: PreTrainedModel, journal: Journal) -> None:
     """Raise if quantized layers were given other weights since patch(), or if something has put copies of them in."""
-    placed = {id(write.new) for write in journal.writes}
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    placed = {id(m) for write in journal.writes if isinstance(write.new, nn.Module) for m in write.new.modules()}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantModule)}
     written = [name for name, layer in layers.items() if layer.changes]
     if written:
         raise UnsupportedError(
@@ -225,7 +225,8 @@ def with_stock_attention(model: PreTrainedModel) -> PreTrainedModel:
 
 def _catch_up(model: PreTrainedModel, journal: Journal) -> list[Any]:
     """Do to the originals what .train(), .to() and hooks did to the quantized layers since patch(); return these."""
-    replaced: list[tuple[Any, Any]] = [(w.new, w.old) for w in journal.writes if isinstance(w.new, nn.Linear)]
+    modules = nn.Linear | QuantExperts
+    replaced: list[tuple[Any, Any]] = [(w.new, w.old) for w in journal.writes if isinstance(w.new, modules)]
     for layer, original in replaced:
         original.train(layer.training)
         original.to(model.device, layer.compute_dtype)
@@ -287,7 +288,7 @@ def _mark_quantized(todo: Plan, journal: Journal) -> None:
     """Tell transformers, so that save_pretrained writes a checkpoint that from_pretrained can read."""
     model = todo.model
     # Layers of a quantized checkpoint are in the model already; the others are still to be put in.
-    layers = {name: module_settings(m) for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+    layers = {name: module_settings(m) for name, m in model.named_modules() if isinstance(m, QuantModule)}
     if any(linear.config.is_nf4 for linear in todo.quantized):
         return label_nf4(todo, journal)
     layers |= {linear.site.name: module_settings(linear.config) for linear in todo.quantized}

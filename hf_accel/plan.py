@@ -17,7 +17,8 @@ from .config import PatchConfig, WeightConfig
 from .fused.projections import UNLIMITED
 from .fused.sites import Dropped, FusedSite, ProjectionSite
 from .linear import BackendChoice, QuantLinear
-from .survey import AttentionSite, LinearSite
+from .survey import AttentionSite
+from .weight_sites import LinearSite
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class LinearPlan:
     @property
     def bytes_read(self) -> int:
         """Change of the weight bytes that a decode step reads."""
-        return 0 if self.choice is None else self.choice.spec.weight_bytes - self.site.weight.nbytes
+        return 0 if self.choice is None else self.site.count * self.choice.spec.weight_bytes - self.site.weight.nbytes
 
     @property
     def bytes_held(self) -> int:

@@ -31,7 +31,6 @@ from .linear.nf4 import choose_nf4, nf4_refusal, require_bitsandbytes
 from .originals import checkpoint_files, parameter_bytes, readable
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
 from .survey import (
-    LinearSite,
     attention_refusal,
     attention_sites,
     cache_refusal,
@@ -39,6 +38,7 @@ from .survey import (
     pages_refusal,
     sites_for,
 )
+from .weight_sites import ExpertsSite, LinearSite
 
 NF4_HEAD = "a checkpoint of bitsandbytes holds no INT8 head"
 
@@ -170,6 +170,7 @@ def plan_linears(
     """Decide about each Linear. device_type: where the weights will be, if the model is on meta still."""
     if config is None:
         return
+    experts: list[LinearPlan] = []
     for site in sites_for(model, config):
         kept = config.for_head if site.is_head else config
         if kept is config and site.name in eight_bits:
@@ -178,12 +179,15 @@ def plan_linears(
             yield LinearPlan(site, config, NF4_HEAD if config.is_nf4 else "head=None")
         elif site.skip is not None:
             yield LinearPlan(site, kept, site.skip)
+        elif isinstance(site, ExpertsSite):
+            experts.append(_plan_experts(site, kept, device_type))
         else:
             yield _plan_linear(site, kept, device_type)
+    yield from _whole_experts(experts)
 
 
 def _plan_linear(site: LinearSite, config: WeightConfig, device_type: str | None) -> LinearPlan:
-    spec = LinearSpec.of(site.weight, config, device_type=device_type)
+    spec = LinearSpec.of(site.matrices(site.parameter)[0], config, device_type=device_type)
     refusal = nf4_refusal(spec, site.bias) if config.is_nf4 else None
     if refusal is not None:
         return LinearPlan(site, config, refusal)
@@ -193,6 +197,29 @@ def _plan_linear(site: LinearSite, config: WeightConfig, device_type: str | None
     refusals = [f"{name} refused: {why}" for name, why in choice.refusals]
     reason = "; ".join([*refusals, *([choice.note] if choice.note else [])]) or "first choice"
     return LinearPlan(site, config, reason, choice)
+
+
+def _plan_experts(site: ExpertsSite, config: WeightConfig, device_type: str | None) -> LinearPlan:
+    """Decide about a weight of experts as about the Linear that one of them is."""
+    if config.is_nf4:
+        return LinearPlan(site, config, "bitsandbytes has no experts")
+    if config.bits == 4 and site.weight.shape[2] % config.group_size:
+        return LinearPlan(
+            site, config, f"group_size={config.group_size} does not divide the {site.weight.shape[2]} inputs"
+        )
+    nearest = replace(config, method="rtn", average_bits=None, calibration=None, resume=None)
+    planned = _plan_linear(site, nearest, device_type)
+    if planned.choice is not None and config.needs_data:
+        return replace(planned, reason=f"{planned.reason}; rounded to nearest: calibration does not reach experts")
+    return planned
+
+
+def _whole_experts(experts: Sequence[LinearPlan]) -> Iterable[LinearPlan]:
+    """Weights of experts are quantized together, or all of them stay."""
+    kept = {id(p.site.module): p.reason for p in experts if p.choice is None}
+    for planned in experts:
+        stays = kept.get(id(planned.site.module))
+        yield planned if stays is None else replace(planned, choice=None, reason=stays)
 
 
 def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
@@ -218,7 +245,7 @@ def _on_disk(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str,
         return None
     with Workers[bool]() as workers:
         for site in sites:
-            if not all(workers.put(partial(readable, f"{site.name}.weight", site.parameter, files))):
+            if not all(workers.put(partial(readable, site.tensor_name, site.parameter, files))):
                 return None
         return files if all(workers.finish()) else None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -22,37 +22,28 @@ from .cache.quantized import QUANTIZED, dim_refusal
 from .check import check_skip, named
 from .config import GROUP_SIZES, CacheConfig, WeightConfig
 from .errors import UnsupportedError
-from .linear.hf import METHOD, lost_on_saving
+from .linear.experts import QUANTIZED as EXPERT_WEIGHTS
+from .linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving
 from .tensors import is_plain_tensor
+from .weight_sites import ExpertsSite, LinearSite
 
 
-@dataclass(frozen=True)
-class LinearSite:
-    """A module that multiplies by a weight matrix.
-
-    is_tied: the weight is the input embedding's too. skip: one clause why the module stays, or None.
-    """
-
-    name: str
-    module: nn.Module
-    is_head: bool
-    is_tied: bool
-    skip: str | None
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        parameter = self.module._parameters["weight"]
-        assert parameter is not None
-        return parameter
-
-    @property
-    def weight(self) -> Tensor:
-        """[out, in], whatever the module's own layout."""
-        return self.parameter.t() if isinstance(self.module, Conv1D) else self.parameter
-
-    @property
-    def bias(self) -> nn.Parameter | None:
-        return self.module._parameters.get("bias")
+def experts_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[ExpertsSite]:
+    """The weights of all fused experts, each with the reason to leave it alone, if any, which is one for a module."""
+    other, is_lost = other_quantizer(model), lost_on_saving(model)
+    for name, module in model.named_modules():
+        if not holds_experts(module):
+            continue
+        keys = [key for key in EXPERT_WEIGHTS if key in module._parameters]
+        names = {key: f"{name}.{EXPERT_WEIGHTS[key]}" for key in keys}
+        reason = f"the model is quantized by {other}" if other is not None else None
+        if reason is None and any(named(one, wanted) for one in (name, *names.values()) for wanted in skip):
+            reason = "named in skip="
+        if reason is None and any(is_lost(one) for one in names.values()):
+            reason = "are renamed or joined with others when they are saved, so that they would not be found again"
+        reason = reason or experts_refusal(module)
+        for key in keys:
+            yield ExpertsSite(names[key], module, is_head=False, is_tied=False, skip=reason, key=key)
 
 
 def linear_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[LinearSite]:
@@ -76,9 +67,10 @@ def sites_for(model: PreTrainedModel, config: WeightConfig) -> list[LinearSite]:
     """`linear_sites` for a config; raises UnsupportedError for names in skip= and for groups that do not fit."""
     check_skip(model, config.skip)
     sites = list(linear_sites(model, config.skip))
+    experts = list(experts_sites(model, config.skip))
     if config.bits < 8 and not config.is_nf4:  # whose blocks go over the ends of rows
         _check_groups(sites, config.group_size)
-    return sites
+    return [*sites, *experts]
 
 
 def _check_groups(sites: Iterable[LinearSite], group_size: int) -> None:

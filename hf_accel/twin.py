@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .linear import QuantLinear
+from .linear import ExpertWeights, QuantLinear, QuantModule
 from .pack import HOOKS
 from .state import find_state
 
@@ -23,7 +23,7 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
     parameters = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
     memo: dict[int, Any] = {key: _alias(parameter) for key, parameter in parameters.items()}
     for module in modules:
-        if isinstance(module, QuantLinear) and module.choice is not None:
+        if isinstance(module, QuantModule) and module.choice is not None:
             memo[id(module)] = _sibling(module, memo)
     return copy.deepcopy(model, memo)
 
@@ -43,13 +43,18 @@ def _alias(parameter: Tensor) -> Tensor:
     return nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
 
 
-def _sibling(layer: QuantLinear, memo: dict[int, Any]) -> QuantLinear:
+def _sibling(layer: QuantModule, memo: dict[int, Any]) -> QuantModule:
     """A second layer over the same packed weight, to which neither ever writes."""
     assert layer.choice is not None
-    bias = copy.deepcopy(layer.bias, memo)
-    sibling = QuantLinear.from_packed(
-        layer._packed, bias, choice=layer.choice, backend=layer.requested_backend, input_order=layer._input_order
-    )
+    sibling: QuantModule
+    if isinstance(layer, ExpertWeights):
+        sibling = layer.sibling()
+    else:
+        assert isinstance(layer, QuantLinear)
+        bias = copy.deepcopy(layer.bias, memo)
+        sibling = QuantLinear.from_packed(
+            layer._packed, bias, choice=layer.choice, backend=layer.requested_backend, input_order=layer._input_order
+        )
     sibling.activations = layer.activations
     sibling.writes, sibling.changes = layer.writes, list(layer.changes)
     sibling.train(layer.training)

@@ -38,8 +38,8 @@ OTHER_PACKAGES = {
     "interop": {"gguf"},
 }
 COMPOSITION = [  # each may use those before it
-    "originals", "check", "survey", "plan", "explain", "planning", "pack", "nf4_model", "twin", "calibration",
-    "estimate", "ties", "interop", "patch", "checkpoint", "foreign", "loading", "verify",
+    "originals", "check", "weight_sites", "survey", "plan", "explain", "planning", "pack", "nf4_model", "twin",
+    "calibration", "estimate", "ties", "interop", "patch", "checkpoint", "foreign", "loading", "verify",
 ]  # fmt: skip
 BOOKKEEPING = {  # and what that may use
     "cache.pool",

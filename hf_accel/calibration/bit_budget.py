@@ -48,7 +48,8 @@ def eight_bit_names(todo: Plan) -> frozenset[str]:
     are more than that.
     """
     config = todo.config.weights
-    linears = {p.site.name: p for p in todo.quantized if not p.site.is_head}
+    # Neither the head nor experts, which get 4 bits, are part of the budget.
+    linears = {p.site.name: p for p in todo.quantized if not p.site.is_head and p.config.average_bits is not None}
     if config is None or config.average_bits is None or not linears:
         return frozenset()
     count = sum(p.site.weight.numel() for p in linears.values())

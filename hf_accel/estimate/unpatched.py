@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..linear import QuantLinear
+from ..linear import QuantExperts, QuantLinear, QuantModule
 from ..linear.nf4 import is_nf4
 from ..state import find_state
 from ..twin import twin
@@ -14,7 +14,7 @@ from ..twin import twin
 
 def is_ours(model: nn.Module) -> bool:
     """Whether patch() was at work on the model, or on what it was loaded from."""
-    return find_state(model) is not None or any(isinstance(module, QuantLinear) for module in model.modules())
+    return find_state(model) is not None or any(isinstance(module, QuantModule) for module in model.modules())
 
 
 def unpatched_shapes(model: Any) -> Any:
@@ -24,16 +24,31 @@ def unpatched_shapes(model: Any) -> Any:
     """
     copied: Any = twin(model)
     layers: dict[str, Any] = {
-        name: module for name, module in copied.named_modules() if isinstance(module, QuantLinear) or is_nf4(module)
+        name: module
+        for name, module in copied.named_modules()
+        if isinstance(module, QuantLinear | QuantExperts) or is_nf4(module)
     }
     state = find_state(copied)
     if state is not None:
         state.journal.undo()
     for name, layer in layers.items():
         there = copied.get_submodule(name)
-        if there is layer or there.weight.numel() == 0:
+        if isinstance(layer, QuantExperts):
+            _put_experts(copied, name, there, layer)
+        elif there is layer or there.weight.numel() == 0:
             copied.set_submodule(name, _linear(layer))
     return copied
+
+
+def _put_experts(model: Any, name: str, there: Any, layer: QuantExperts) -> None:
+    """Put experts of the original class there, or weights on meta in those whose own were freed."""
+    on_meta = layer.original(device="meta")
+    if there is layer:
+        model.set_submodule(name, on_meta)
+        return
+    for key in layer.weights:
+        if there._parameters[key].numel() == 0:
+            there._parameters[key] = on_meta._parameters[key]
 
 
 def _linear(layer: Any) -> nn.Linear:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from ..config import WeightConfig
 from ..errors import UnsupportedError
 from ..linear import LinearSpec
-from ..survey import LinearSite, linear_sites, sites_for
+from ..survey import linear_sites, sites_for
+from ..weight_sites import ExpertsSite, LinearSite
 from .shapes import decoder_config
 
 MULTIPLIED = ("linears", "experts", "head")  # the kinds that a token is multiplied with
@@ -82,18 +83,20 @@ def weight_tensors(model: PreTrainedModel, config: WeightConfig | None) -> Itera
                 "and the model is counted before that"
             )
     found = linear_sites(model, ()) if config is None else sites_for(model, config)
-    sites = {id(site.module.weight): site for site in found}
+    sites = {id(site.parameter): site for site in found}
     seen: set[int] = set()
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 site = sites.get(id(parameter))
-                yield _tensor(model, module, parameter) if site is None else _linear(site, config)
+                yield _tensor(model, module, parameter) if site is None else _linear(model, site, config)
 
 
-def _linear(site: LinearSite, config: WeightConfig | None) -> WeightTensor:
+def _linear(model: PreTrainedModel, site: LinearSite, config: WeightConfig | None) -> WeightTensor:
     kept = config if config is None or not site.is_head else config.for_head
+    if isinstance(site, ExpertsSite):
+        return _experts(model, site, kept)
     return WeightTensor(
         kind="head" if site.is_head else "linears",
         shape=tuple(site.weight.shape),
@@ -101,6 +104,19 @@ def _linear(site: LinearSite, config: WeightConfig | None) -> WeightTensor:
         spec=None if kept is None or site.skip is not None else LinearSpec.of(site.weight, kept),
         tied=site.is_tied,
     )
+
+
+def _experts(model: PreTrainedModel, site: ExpertsSite, config: WeightConfig | None) -> WeightTensor:
+    """The spec is that of the stored weight, [experts * out, in]."""
+    weight, spec = site.matrices(site.parameter)[0], None
+    fits = config is not None and (config.bits == 8 or weight.shape[1] % config.group_size == 0)
+    if config is not None and fits and site.skip is None and not config.is_nf4:
+        one = LinearSpec.of(weight, config)
+        spec = replace(one, out_features=site.count * one.out_features)
+    return WeightTensor(
+        kind="experts", shape=tuple(site.weight.shape), itemsize=weight.itemsize, spec=spec,
+        top_k=_experts_per_token(model),
+    )  # fmt: skip
 
 
 def _tensor(model: PreTrainedModel, module: nn.Module, parameter: nn.Parameter) -> WeightTensor:

@@ -25,7 +25,7 @@ from ..check import shortened
 from ..config import Activations, WeightConfig
 from ..errors import HfAccelError, UnsupportedError
 from ..keywords import one_of
-from ..linear import QuantLinear, quantize
+from ..linear import QuantExperts, QuantLinear, quantize
 from ..linear.formats import Layout, state
 from ..plan import Line
 from ..state import state_of
@@ -72,7 +72,14 @@ def save_compressed(
     target = Path(folder)
     check_folder(target, inner)
     copy = twin(inner)
+    experts = [name for name, module in copy.named_modules() if isinstance(module, QuantExperts)]
+    for name in experts:
+        held = copy.get_submodule(name)
+        assert isinstance(held, QuantExperts)
+        copy.set_submodule(name, held.original())
     content = _content(copy, activations)
+    if experts:
+        content.lines.append(Line("experts", f"{len(experts)} layers", "dequantized", "written in floating point"))
     check_room(target, content.bytes)
     with replaced_folder(target, errors=(SafetensorError,)) as unfinished:
         _write(copy, content, unfinished, max_shard_size)

@@ -1,8 +1,9 @@
 """Quantized linear layers: storage formats, rounding, and the backends that multiply."""
 
 from .backend import Backend, LinearSpec
+from .experts import ExpertWeights, QuantExperts
 from .formats import Int4Weight, Int8Weight, QuantizedWeight
-from .layer import QuantLinear
+from .layer import QuantLinear, QuantModule
 from .methods.rtn import quantize
 from .registry import BACKENDS, BackendChoice, choose
 from .workers import Workers
@@ -11,10 +12,13 @@ __all__ = [
     "BACKENDS",
     "Backend",
     "BackendChoice",
+    "ExpertWeights",
     "Int4Weight",
     "Int8Weight",
     "LinearSpec",
+    "QuantExperts",
     "QuantLinear",
+    "QuantModule",
     "QuantizedWeight",
     "Workers",
     "choose",

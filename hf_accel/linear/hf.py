@@ -5,23 +5,29 @@ loading.py has the part that loads them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.integrations import moe
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..config import PatchConfig, WeightConfig, check_patch_keywords
 from ..errors import UnsupportedError
 from ..keywords import one_of
+from ..tensors import is_plain_tensor
 from .backend import LinearSpec
+from .experts import QUANTIZED, activated, grouped
 from .formats import Layout, check_group_size, settings_of
-from .layer import QuantLinear
+from .layer import QuantModule
 
 METHOD = "hf_accel"
 SETTINGS = ("bits", "activations", "group_size", "symmetric", "minima", "scale_dtype", "ordered")
@@ -80,7 +86,7 @@ class AccelQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, Any]]:
         """Called by save_pretrained before it writes the config: which modules are quantized now."""
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantModule)}
         self.quantization_config.modules = {name: module_settings(layer) for name, layer in layers.items()}
         return None, {}
 
@@ -93,9 +99,9 @@ class AccelQuantizer(HfQuantizer):
         return True
 
 
-def module_settings(layer: QuantLinear | WeightConfig) -> dict[str, Any]:
+def module_settings(layer: QuantModule | WeightConfig) -> dict[str, Any]:
     """What a checkpoint says of a layer, or of how it will be made."""
-    if isinstance(layer, QuantLinear):
+    if isinstance(layer, QuantModule):
         return settings_of(layer.layout, activations=layer.activations, scale_dtype=layer.spec.scale_dtype)
     group_size = layer.group_size if layer.bits < 8 else None
     layout = Layout(bits=layer.bits, group_size=group_size, symmetric=layer.symmetric)
@@ -158,3 +164,94 @@ def by_kind(conversions: Sequence[Any]) -> tuple[list[WeightRenaming], list[Weig
     """transformers' conversions, as rename_source_key takes them."""
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     return renamings, [entry for entry in conversions if isinstance(entry, WeightConverter)]
+
+
+# -- experts -------------------------------------------------------------------------------------------
+
+EXPERTS_FORWARDS = (None, "eager", "batched_mm", "grouped_mm")
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether a module has the weights of fused experts, [experts, out, in] or [experts, in, out]."""
+    weights = [module._parameters.get(name) for name in QUANTIZED]
+    return module._parameters.get("down_proj") is not None and all(w is None or w.dim() == 3 for w in weights)
+
+
+def oriented(experts: nn.Module, weight: Tensor) -> Tensor:
+    """A weight of experts, or another tensor of its shape, as [experts, out, in]."""
+    return weight.transpose(1, 2) if getattr(experts, "is_transposed", False) else weight
+
+
+def experts_refusal(module: nn.Module) -> str | None:
+    """Why QuantExperts cannot stand for this module, as one clause; None if it can.
+
+    Its forward has to be that of transformers' experts interface, and to compute what `grouped` does.
+    """
+    kind = type(module).__name__
+    if getattr(type(module).forward, "__code__", None) is not _decorated_code() or "forward" in vars(module):
+        return f"{kind} has a forward of its own"
+    if getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False):
+        return f"{kind} norms what experts say, or has a part of the experts only"
+    first, has_bias = ("gate_up_proj" if _has(module, "has_gate") else "up_proj"), _has(module, "has_bias")
+    expected = {first, "down_proj", *((f"{first}_bias", "down_proj_bias") if has_bias else ())}
+    if set(module._parameters) != expected or module._buffers:
+        return f"{kind} has {', '.join(sorted(module._parameters))}, which is not what its settings say"
+    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if not all(is_plain_tensor(p) and p.dtype in SCALE_DTYPES.values() for p in parameters):
+        return f"{kind} has {parameters[0].dtype} weights in a {type(parameters[0]).__name__}"
+    if hasattr(module, "_hf_hook"):
+        return "are moved between devices by accelerate"
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    own = ALL_EXPERTS_FUNCTIONS.get(implementation, None) if implementation in EXPERTS_FORWARDS[2:] else None
+    if implementation not in EXPERTS_FORWARDS or (own is not None and own.__module__ != moe.__name__):
+        return f"their forward was set to {implementation!r}, which may do what ours does not"
+    return None if _agrees(module, first) else f"the forward of {kind} is not what we know"
+
+
+def _has(module: nn.Module, setting: str) -> bool:
+    return bool(getattr(module, setting, False))
+
+
+@functools.cache
+def _decorated_code() -> Any:
+    """The code of every forward that transformers' decorator makes."""
+
+    class Probe(nn.Module):
+        pass
+
+    decorated: Any = use_experts_implementation(Probe)
+    return decorated.forward.__code__
+
+
+@torch.no_grad()
+def _agrees(module: nn.Module, first: str) -> bool:
+    """Whether the class's own forward, on small random weights with the module's settings, gives what ours does."""
+    kind, has_gate, experts, hidden, inner = type(module), _has(module, "has_gate"), 3, 8, 6
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
+
+    small: Any = kind.__new__(kind)
+    nn.Module.__init__(small)
+    vars(small).update({name: value for name, value in vars(module).items() if name not in vars(small)})
+    small._modules.update(module._modules)
+    small.num_experts = experts
+    weights = {first: numbers(experts, inner * (1 + has_gate), hidden), "down_proj": numbers(experts, hidden, inner)}
+    biases = {name: numbers(experts, weight.shape[1]) for name, weight in weights.items() if _has(module, "has_bias")}
+    for name, weight in weights.items():
+        small._parameters[name] = nn.Parameter(oriented(module, weight).contiguous())
+    small._parameters.update({f"{name}_bias": nn.Parameter(bias) for name, bias in biases.items()})
+
+    def expert(index: int, rows: Tensor) -> Tensor:
+        up = F.linear(rows, weights[first][index], biases[first][index] if biases else None)
+        out = activated(small, kind, up)
+        return F.linear(out, weights["down_proj"][index], biases["down_proj"][index] if biases else None)
+
+    x, scores = numbers(5, hidden), numbers(5, 2).softmax(-1)
+    chosen = torch.tensor([[0, 2], [2, 0], [1, 2], [0, 1], [2, 1]], device="cpu")
+    try:
+        expected = cast(Any, kind.forward).__wrapped__(small, x, chosen, scores)
+        return torch.allclose(grouped(x, chosen, scores, experts, expert), expected, rtol=1e-4, atol=1e-4)
+    except Exception:  # what cannot be tried is not known
+        return False

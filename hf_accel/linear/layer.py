@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing.context import get_spawning_popen
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,138 @@ from .writable import WritableWeight
 TAKEN_BACK = 0.25  # share of a change that may be left of it: rounding in bfloat16
 
 
-class QuantLinear(nn.Linear):
+class QuantModule(nn.Module):
+    """Holds a quantized weight [out, in] once: packed for a backend, or as buffers that a checkpoint is loaded into.
+
+    state_dict, pickle and deepcopy carry the stored form either way. `.to(dtype)` converts the scales and never the
+    integers; the backend is chosen and packed for again.
+    """
+
+    def _describe(self, spec: LinearSpec, backend: str) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = spec.in_features, spec.out_features
+        self.bits, self.symmetric = spec.bits, spec.symmetric
+        self.group_size = spec.layout.group_size or spec.in_features
+        self.dtype = spec.dtype  # of the activations
+        self.activations = spec.activations
+        self.requested_backend = backend
+        self.choice: BackendChoice | None = None
+        self.fused_projections: Any = None  # what computes this layer together with others on one tensor, see fused
+        self._packed: Any = None
+        self._input_order: Tensor | None = None  # of the packed weight
+        self.writes = 0  # times that another weight was put into it
+        self.changes: list[Tensor] = []  # what was added to the weight and not taken out again, each as a sketch
+
+    @property
+    def quantized(self) -> QuantizedWeight:
+        """The weight in its stored form; unpacked from the backend's form if it is packed."""
+        if self.choice is not None:
+            weight = self._unpack(self.choice)
+            return weight if self._input_order is None else replace(weight, input_order=self._input_order)
+        return from_state(self.bits, self._buffers)  # type: ignore[arg-type]
+
+    @property
+    def layout(self) -> Layout:
+        """Of the stored weight."""
+        ordered = self._input_order is not None or self._buffers.get("input_order") is not None
+        return replace(self.spec.layout, ordered=ordered)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.dtype
+
+    @property
+    def spec(self) -> LinearSpec:
+        """What a backend is asked about; the dtype and the device are those that the layer has now."""
+        if self.choice is not None:
+            return self.choice.spec
+        return LinearSpec.of_stored(self.quantized, self.activations, self.dtype)
+
+    @property
+    def packed_spec(self) -> LinearSpec:
+        """What the backend is chosen for."""
+        return self.spec
+
+    def _pack(self, choice: BackendChoice, weight: QuantizedWeight) -> Any:
+        return choice.backend.pack(weight)
+
+    def _unpack(self, choice: BackendChoice) -> QuantizedWeight:
+        return choice.backend.unpack(self._packed)
+
+    def pack(self) -> Self:
+        """Turn the buffers into the backend's form. Called by itself on the first forward."""
+        if self.choice is None:
+            choice, weight = choose(self.packed_spec, self.requested_backend), self.quantized
+            self._packed = self._pack(choice, replace(weight, input_order=None))
+            self.choice, self._input_order = choice, weight.input_order
+            for name in state(weight):
+                del self._buffers[name]
+        return self
+
+    def unpack(self) -> Self:
+        """Turn the backend's form back into buffers."""
+        if self.choice is not None:
+            self._buffers.update(state(self.quantized))
+            self.choice = self._packed = self._input_order = None
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        packed = self.choice is not None
+        self.unpack()
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self._buffers["weight_scale"].device)).dtype  # type: ignore[union-attr]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self.pack() if packed else self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.choice is not None:
+            destination.update({prefix + name: tensor for name, tensor in state(self.quantized).items()})
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        packed = self.choice is not None
+        self.unpack()
+        wrong = self._wrong_dtypes(state_dict, prefix)
+        error_msgs.extend(wrong)
+        if not wrong:
+            before = {name: tensor.clone() for name, tensor in self._buffers.items() if tensor is not None}
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
+            if not all(torch.equal(tensor, self._buffers[name]) for name, tensor in before.items()):  # type: ignore[arg-type]
+                self.writes += 1
+                self.changes.append(torch.zeros(1))  # which no later change takes back
+        if packed:
+            self.pack()
+
+    def _wrong_dtypes(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+        """torch would copy a float weight into the integers, cutting every number off at the point."""
+        stored = state(self.quantized).items()
+        loaded = [(name, own, state_dict[prefix + name]) for name, own in stored if prefix + name in state_dict]
+        return [
+            f"{prefix}{name} is {other.dtype} in the checkpoint, but an INT{self.bits} layer stores {own.dtype}; "
+            "load a checkpoint that was saved quantized"
+            for name, own, other in loaded
+            if own.is_floating_point() != other.is_floating_point()
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Backends hold opaque tensors that cannot be copied; the stored form can."""
+        buffers = {**self._buffers, **state(self.quantized)}
+        _keep_for_child(buffers)
+        packed = self.choice is not None
+        return self.__dict__ | {"_buffers": buffers, "choice": None, "_packed": packed, "_input_order": None}
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        packed = attributes["_packed"]
+        super().__setstate__(attributes | {"_packed": None})  # type: ignore[no-untyped-call]
+        if packed:
+            self.pack()
+
+
+class QuantLinear(QuantModule, nn.Linear):
     """Computes x @ W^T + bias with W in INT8 or INT4; x [..., in] -> [..., out] in x's dtype, or autocast's.
 
     An nn.Linear, so that what looks for Linears (LoRA, hooks by type) finds it. The weight is held once:
@@ -44,21 +175,6 @@ class QuantLinear(nn.Linear):
         self._describe(LinearSpec.of_stored(weight, activations, dtype), backend)
         self._buffers.update(state(weight))
         self._set_bias(bias)
-
-    def _describe(self, spec: LinearSpec, backend: str) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = spec.in_features, spec.out_features
-        self.bits, self.symmetric = spec.bits, spec.symmetric
-        self.group_size = spec.layout.group_size or spec.in_features
-        self.dtype = spec.dtype  # of the activations
-        self.activations = spec.activations
-        self.requested_backend = backend
-        self.choice: BackendChoice | None = None
-        self.fused_projections: Any = None  # what computes this layer together with others on one tensor, see fused
-        self._packed: Any = None
-        self._input_order: Tensor | None = None  # of the packed weight
-        self.writes = 0  # times that another weight was put into it
-        self.changes: list[Tensor] = []  # what was added to the weight and not taken out again, each as a sketch
 
     def _set_bias(self, bias: Tensor | None) -> None:
         self.register_parameter("bias", bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias))
@@ -118,14 +234,6 @@ class QuantLinear(nn.Linear):
             self.write(value)
 
     @property
-    def quantized(self) -> QuantizedWeight:
-        """The weight in its stored form; unpacked from the backend's form if it is packed."""
-        if self.choice is not None:
-            weight = self.choice.backend.unpack(self._packed)
-            return weight if self._input_order is None else replace(weight, input_order=self._input_order)
-        return from_state(self.bits, self._buffers)  # type: ignore[arg-type]
-
-    @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The dequantized weight [out, in]: a copy, but what is written to it goes to `write`."""
         return WritableWeight.of(self)
@@ -166,95 +274,6 @@ class QuantLinear(nn.Linear):
             HfAccelWarning,
             stacklevel=5,
         )
-
-    @property
-    def layout(self) -> Layout:
-        """Of the stored weight."""
-        ordered = self._input_order is not None or self._buffers.get("input_order") is not None
-        return replace(self.spec.layout, ordered=ordered)
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return self.dtype
-
-    @property
-    def spec(self) -> LinearSpec:
-        """What a backend is asked about; the dtype and the device are those that the layer has now."""
-        if self.choice is not None:
-            return self.choice.spec
-        return LinearSpec.of_stored(self.quantized, self.activations, self.dtype)
-
-    def pack(self) -> QuantLinear:
-        """Turn the buffers into the backend's form. Called by itself on the first forward."""
-        if self.choice is None:
-            choice, weight = choose(self.spec, self.requested_backend), self.quantized
-            self._packed = choice.backend.pack(replace(weight, input_order=None))
-            self.choice, self._input_order = choice, weight.input_order
-            for name in state(weight):
-                del self._buffers[name]
-        return self
-
-    def unpack(self) -> QuantLinear:
-        """Turn the backend's form back into buffers."""
-        if self.choice is not None:
-            self._buffers.update(state(self.quantized))
-            self.choice = self._packed = self._input_order = None
-        return self
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
-        packed = self.choice is not None
-        self.unpack()
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self._buffers["weight_scale"].device)).dtype  # type: ignore[union-attr]
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self.pack() if packed else self
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.choice is not None:
-            destination.update({prefix + name: tensor for name, tensor in state(self.quantized).items()})
-
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
-        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
-        packed = self.choice is not None
-        self.unpack()
-        wrong = self._wrong_dtypes(state_dict, prefix)
-        error_msgs.extend(wrong)
-        if not wrong:
-            before = {name: tensor.clone() for name, tensor in self._buffers.items() if tensor is not None}
-            super()._load_from_state_dict(
-                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-            )
-            if not all(torch.equal(tensor, self._buffers[name]) for name, tensor in before.items()):  # type: ignore[arg-type]
-                self.writes += 1
-                self.changes.append(torch.zeros(1))  # which no later change takes back
-        if packed:
-            self.pack()
-
-    def _wrong_dtypes(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-        """torch would copy a float weight into the integers, cutting every number off at the point."""
-        stored = state(self.quantized).items()
-        loaded = [(name, own, state_dict[prefix + name]) for name, own in stored if prefix + name in state_dict]
-        return [
-            f"{prefix}{name} is {other.dtype} in the checkpoint, but an INT{self.bits} layer stores {own.dtype}; "
-            "load a checkpoint that was saved quantized"
-            for name, own, other in loaded
-            if own.is_floating_point() != other.is_floating_point()
-        ]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Backends hold opaque tensors that cannot be copied; the stored form can."""
-        buffers = {**self._buffers, **state(self.quantized)}
-        _keep_for_child(buffers)
-        packed = self.choice is not None
-        return self.__dict__ | {"_buffers": buffers, "choice": None, "_packed": packed, "_input_order": None}
-
-    def __setstate__(self, attributes: dict[str, Any]) -> None:
-        packed = attributes["_packed"]
-        super().__setstate__(attributes | {"_packed": None})  # type: ignore[no-untyped-call]
-        if packed:
-            self.pack()
 
     def extra_repr(self) -> str:
         backend = self.choice.backend.name if self.choice else "not packed"

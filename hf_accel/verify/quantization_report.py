@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..calibration.windows import windows_of
 from ..check import transformers_model
 from ..errors import UnsupportedError
-from ..linear import QuantLinear
+from ..linear import QuantModule
 from ..linear.nf4 import is_nf4, stored_bytes
 from ..models import evaluating, layer_lists
 from ..patch import stock_twin
@@ -101,7 +101,7 @@ def quantization_report(model: Any, ids: Any, *, reference: Any = None) -> Quant
     """
     inner = transformers_model(model)
     layers: dict[str, Any] = {
-        name: module for name, module in inner.named_modules() if isinstance(module, QuantLinear) or is_nf4(module)
+        name: module for name, module in inner.named_modules() if isinstance(module, QuantModule) or is_nf4(module)
     }
     if not layers:
         raise UnsupportedError(f"{type(inner).__name__} has no quantized weights; patch it with weights='int4' first")
@@ -148,7 +148,7 @@ def _compare(model: PreTrainedModel, reference: PreTrainedModel, ids: Tensor) ->
 
 
 def _bytes(layer: Any) -> int:
-    return layer.spec.weight_bytes if isinstance(layer, QuantLinear) else stored_bytes(layer)
+    return layer.spec.weight_bytes if isinstance(layer, QuantModule) else stored_bytes(layer)
 
 
 def _mean(values: Tensor) -> tuple[float, float]:

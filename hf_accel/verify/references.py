@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ..attention.hf import NAME as ATTENTION_NAME
 from ..check import check_model
 from ..config import CacheConfig
-from ..linear import QuantLinear
+from ..linear import QuantExperts, QuantLinear, QuantModule
 from ..linear.nf4 import is_nf4
 from ..patch import is_patched, patch
 from ..state import state_of
@@ -27,7 +27,7 @@ def kv_config(model: PreTrainedModel) -> CacheConfig | None:
 
 def is_quantized(model: PreTrainedModel) -> bool:
     """Whether weights, or keys and values, are."""
-    return kv_config(model) is not None or any(isinstance(m, QuantLinear) or is_nf4(m) for m in model.modules())
+    return kv_config(model) is not None or any(isinstance(m, QuantModule) or is_nf4(m) for m in model.modules())
 
 
 def quantized_reference(model: PreTrainedModel) -> PreTrainedModel:
@@ -39,23 +39,28 @@ def quantized_reference(model: PreTrainedModel) -> PreTrainedModel:
     reference = twin(model)
     inner = check_model(reference)
     layers: dict[str, nn.Module] = {
-        name: layer for name, layer in inner.named_modules() if isinstance(layer, QuantLinear) or is_nf4(layer)
+        name: layer
+        for name, layer in inner.named_modules()
+        if isinstance(layer, QuantLinear | QuantExperts) or is_nf4(layer)
     }
     attention = inner.config.get_text_config(decoder=True)._attn_implementation
     cache = kv_config(model)
     state_of(inner).journal.undo()  # puts the float Linears back, whose weights may be gone
     for name, layer in layers.items():
-        inner.set_submodule(name, _in_plain_torch(layer) if isinstance(layer, QuantLinear) else layer)
+        for held in layer.modules():
+            if isinstance(held, QuantModule):
+                _in_plain_torch(held)
+        inner.set_submodule(name, layer)
     own_attention = attention == ATTENTION_NAME and attention_sites(inner, quantized_kv=False)
     return patch(reference, weights=None, attention="reference" if own_attention else None, cache=cache, fuse=False)
 
 
-def _in_plain_torch(layer: QuantLinear) -> QuantLinear:
-    """The layer through the reference that rounds activations as its backend does."""
+def _in_plain_torch(layer: QuantModule) -> None:
+    """Let the layer go through the reference that rounds activations as its backend does."""
     assert layer.choice is not None
     layer.activations = layer.choice.backend.activations
     layer.requested_backend = layer.choice.backend.reference
-    return layer.unpack().pack()
+    layer.unpack().pack()
 
 
 def widened(model: PreTrainedModel) -> PreTrainedModel:

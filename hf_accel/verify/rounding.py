@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..cache.quantized import INT4, LARGEST, rotate
 from ..hardware import detect
-from ..linear import QuantLinear
+from ..linear import QuantModule
 from ..linear.reference import Reference
 from .passes import last_logits, new_cache
 from .references import WIDER, widened
@@ -83,7 +83,7 @@ class ReferenceModel:
 
     def _flipped(self, history: Tensor, settings: Mapping[str, Any]) -> Tensor | None:
         """One pass with the closest decisions of integer activations, keys and values turned; None without any."""
-        layers = [m for m in self.model.modules() if isinstance(m, QuantLinear) and m.activations]
+        layers = [m for m in self.model.modules() if isinstance(m, QuantModule) and m.activations]
         cache = new_cache(self.model)
         flip = None if cache is None else FLIPS.get(cache.settings.dtype)
         if cache is not None and flip is not None:
@@ -120,7 +120,7 @@ def flip_nearest(x: Tensor, size: int, *, largest: float = 127) -> Tensor:
     return x.scatter(-1, nearest, other.to(x.dtype))
 
 
-def _flip_input(layer: QuantLinear, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _flip_input(layer: QuantModule, args: tuple[Any, ...]) -> tuple[Any, ...]:
     assert layer.choice is not None and isinstance(layer.choice.backend, Reference)
     stored, x = layer.quantized, args[0]
     size, order = layer.choice.backend.activation_group(stored), stored.input_order

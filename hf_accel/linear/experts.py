@@ -1,0 +1,225 @@
+"""The experts of a mixture with quantized weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..config import Activations
+from ..errors import UnsupportedError
+from .backend import LinearSpec
+from .formats import Int4Weight, Int8Weight, QuantizedWeight, state, zeros
+from .layer import QuantModule
+from .reference import differentiable_linear
+from .registry import BackendChoice
+
+# The parameters of transformers' fused experts, and the names of the modules that hold them quantized. These names are
+# others, because transformers cuts and renames what is called like the parameters while it saves and loads.
+QUANTIZED = {"gate_up_proj": "quantized_gate_up", "up_proj": "quantized_up", "down_proj": "quantized_down"}
+
+
+class ExpertWeights(QuantModule):
+    """One weight [out, in] of each of several experts, stored as one [experts * out, in], packed one by one."""
+
+    def __init__(
+        self, weight: QuantizedWeight, experts: int, *, activations: Activations, backend: str = "auto",
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        """dtype: of the activations; None: the scales'."""
+        self._describe(LinearSpec.of_stored(weight, activations, dtype), backend)
+        self.experts = experts
+        self._buffers.update(state(weight))
+
+    @classmethod
+    def from_packed(cls, packed: Sequence[Any], *, choice: BackendChoice, backend: str = "auto") -> ExpertWeights:
+        """Over what `choice.backend.quantize` made of each expert's weight, of `choice.spec`."""
+        layer = cls.__new__(cls)
+        layer._describe(replace(choice.spec, out_features=len(packed) * choice.spec.out_features), backend)
+        layer.experts, layer.choice, layer._packed = len(packed), choice, list(packed)
+        return layer
+
+    @classmethod
+    def empty(cls, spec: LinearSpec, experts: int) -> ExpertWeights:
+        """Zeros, unpacked, to load a checkpoint into. spec: of one expert."""
+        shape = (experts * spec.out_features, spec.in_features)
+        weight = zeros(spec.layout, shape, dtype=spec.scale_dtype or spec.dtype, device=spec.device_type)
+        return cls(weight, experts, activations=spec.activations, dtype=spec.dtype)
+
+    @property
+    def bias(self) -> None:
+        """Biases belong to the experts' module."""
+
+    @property
+    def spec(self) -> LinearSpec:
+        """Of the stored weight."""
+        if self.choice is None:
+            return LinearSpec.of_stored(self.quantized, self.activations, self.dtype)
+        return replace(self.choice.spec, out_features=self.out_features)
+
+    @property
+    def packed_spec(self) -> LinearSpec:
+        """Of one expert's weight."""
+        return replace(self.spec, out_features=self.out_features // self.experts)
+
+    def _pack(self, choice: BackendChoice, weight: QuantizedWeight) -> Any:
+        return [choice.backend.pack(part) for part in parts_of(weight, self.experts)]
+
+    def _unpack(self, choice: BackendChoice) -> QuantizedWeight:
+        return joined([choice.backend.unpack(packed) for packed in self._packed])
+
+    def forward(self, x: Tensor, expert: int, bias: Tensor | None = None) -> Tensor:
+        """x [rows, in] -> [rows, out] of one expert, in the dtype of the activations. bias: [out]."""
+        choice = self.choice or self.pack().choice
+        assert choice is not None
+        rows, packed = x.to(choice.spec.dtype).contiguous(), self._packed[expert]
+        if torch.is_grad_enabled() and (rows.requires_grad or (bias is not None and bias.requires_grad)):
+            return differentiable_linear(rows, bias, choice.backend, packed)
+        out: Tensor = choice.backend.run(rows, packed, bias)
+        return out
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The dequantized weights, [experts, out, in]."""
+        weight = self.quantized.dequantize(dtype)
+        return weight.view(self.experts, -1, self.in_features)
+
+    def sibling(self) -> ExpertWeights:
+        """A second one over the same packed weights, to which neither ever writes."""
+        assert self.choice is not None
+        return ExpertWeights.from_packed(self._packed, choice=self.choice, backend=self.requested_backend)
+
+    def extra_repr(self) -> str:
+        backend = self.choice.backend.name if self.choice else "not packed"
+        group = f", group_size={self.group_size}" if self.bits == 4 else ""
+        shape = f"in_features={self.in_features}, out_features={self.out_features // self.experts}"
+        return f"experts={self.experts}, {shape}, bits={self.bits}{group}, backend={backend}"
+
+
+class QuantExperts(nn.Module):
+    """Stands for fused experts of transformers: the same settings, activation and biases, with quantized weights.
+
+    Called like these: hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden].
+    An expert's results have the bits of a QuantLinear with its weight; they are weighted and added up as by
+    transformers' grouped_mm, k numbers at a time, in the dtype of results times weights.
+    """
+
+    has_gate: bool
+    num_experts: int
+
+    def __init__(self, original: nn.Module, weights: Mapping[str, ExpertWeights]) -> None:
+        """original: known by `experts_refusal`. weights: by the names of the parameters that they replace."""
+        super().__init__()
+        own = vars(self)
+        vars(self).update({name: value for name, value in vars(original).items() if name not in own})
+        self.original_class = type(original)
+        self._modules.update(original._modules)
+        self._parameters.update({name: p for name, p in original._parameters.items() if name not in weights})
+        for name, weight in weights.items():
+            self.add_module(QUANTIZED[name], weight)
+        self.train(original.training)
+
+    @property
+    def weights(self) -> dict[str, ExpertWeights]:
+        """By the names of the parameters that they replace."""
+        found = {name: self._modules.get(module) for name, module in QUANTIZED.items()}
+        return {name: cast(ExpertWeights, module) for name, module in found.items() if module is not None}
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return next(iter(self.weights.values())).dtype
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        up, down = self.weights.items()
+
+        def expert(index: int, rows: Tensor) -> Tensor:
+            hidden = self._product(up, index, rows)
+            return self._product(down, index, activated(self, self.original_class, hidden))
+
+        return grouped(hidden_states, top_k_index, top_k_weights, self.num_experts, expert)
+
+    def _product(self, named: tuple[str, ExpertWeights], index: int, rows: Tensor) -> Tensor:
+        name, weights = named
+        biases = self._parameters.get(f"{name}_bias")
+        out: Tensor = weights(rows, index, None if biases is None else biases[index])
+        return out
+
+    def original(self, *, device: str | None = None) -> nn.Module:
+        """A module of the original class over the dequantized weights; device="meta": over none, of their shapes."""
+        made = self.original_class.__new__(self.original_class)
+        nn.Module.__init__(made)
+        own = vars(made)
+        skipped = {*own, "original_class"}
+        own.update({name: value for name, value in vars(self).items() if name not in skipped})
+        made._modules.update({n: m for n, m in self._modules.items() if n not in QUANTIZED.values()})
+        for name, weights in self.weights.items():
+            shape = (weights.experts, weights.out_features // weights.experts, weights.in_features)
+            empty = torch.empty(shape, dtype=weights.dtype, device="meta")
+            dense = empty if device == "meta" else weights.dense(weights.dtype)
+            if getattr(self, "is_transposed", False):
+                dense = dense.transpose(1, 2).contiguous()
+            made._parameters[name] = nn.Parameter(dense, requires_grad=False)
+        made._parameters.update(self._parameters)
+        return made.train(self.training)
+
+
+def grouped(
+    hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: int,
+    expert: Callable[[int, Tensor], Tensor],
+) -> Tensor:  # fmt: skip
+    """The weighted sums of what each token's experts say, [tokens, hidden] in the dtype of hidden_states.
+
+    Each expert is called once, with the rows of the tokens that chose it, and not at all if none did.
+    """
+    tokens, top_k = top_k_index.shape
+    chosen = top_k_index.reshape(-1)
+    order = chosen.argsort(stable=True)
+    counts = chosen.bincount(minlength=experts).tolist()
+    if len(counts) > experts:
+        raise UnsupportedError(f"expert {len(counts) - 1} was chosen, but there are {experts}")
+    parts = torch.split(hidden_states[order // top_k], counts)
+    found = [expert(index, rows) for index, rows in enumerate(parts) if len(rows)]
+    if not found:
+        return torch.zeros_like(hidden_states)
+    weighted = torch.cat(found) * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+    weighted = weighted[order.argsort()]
+    return weighted.view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+
+
+def activated(module: nn.Module, kind: type[nn.Module], hidden: Tensor) -> Tensor:
+    """What the experts' class `kind` makes of the result of its first weights, with the settings of `module`."""
+    made: Any = cast(Any, kind)._apply_gate(module, hidden) if module.has_gate else cast(Any, module).act_fn(hidden)
+    return cast(Tensor, made)
+
+
+def parts_of(weight: QuantizedWeight, count: int) -> list[QuantizedWeight]:
+    """A weight [count * out, in] as `count` weights [out, in]. The integers, and all but zero points, are views."""
+    return [
+        _outputs(weight, slice(i * len(weight.weight_scale) // count, (i + 1) * len(weight.weight_scale) // count))
+        for i in range(count)
+    ]
+
+
+def _outputs(weight: QuantizedWeight, outputs: slice) -> QuantizedWeight:
+    scale = weight.weight_scale[outputs]
+    minimum = None if weight.weight_minimum is None else weight.weight_minimum[outputs]
+    if isinstance(weight, Int8Weight):
+        return Int8Weight(weight.weight[outputs], scale, None, minimum)
+    return replace(
+        Int4Weight.from_integers(weight.integers(outputs), scale, weight.zero_points(outputs)), weight_minimum=minimum
+    )
+
+
+def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """`parts_of`, taken back."""
+    scale = torch.cat([weight.weight_scale for weight in weights])
+    minima = [weight.weight_minimum for weight in weights if weight.weight_minimum is not None]
+    minimum = torch.cat(minima) if minima else None
+    integers = torch.cat([weight.integers() for weight in weights])
+    if isinstance(weights[0], Int8Weight):
+        return Int8Weight(integers, scale, None, minimum)
+    zeros_ = [zero for weight in weights if (zero := weight.zero_points()) is not None]  # type: ignore[union-attr]
+    zero_point = torch.cat(zeros_) if zeros_ else None
+    return replace(Int4Weight.from_integers(integers, scale, zero_point), weight_minimum=minimum)
