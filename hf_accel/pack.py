@@ -31,6 +31,7 @@ HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
     "_backward_pre_hooks", "_backward_hooks",
 )  # fmt: skip
+LAYERS = nn.Linear | QuantExperts  # what is put in
 PATIENCE = 1.0  # seconds without a progress bar
 TRIM = 2**26  # bytes freed before malloc is asked for them: it keeps them for threads that pack no more
 
@@ -175,23 +176,24 @@ def _place(packed: Packed, site: LinearSite, todo: Plan, journal: Journal) -> No
         layer = nf4_layer(packed.weight, bias, packed.choice.spec, source_class=type(site.module))
     else:
         layer = QuantLinear.from_packed(packed.weight, bias, choice=packed.choice)
-    _put_in(layer, site.module, packed.name, todo, journal)
+    _put_in(layer, site.module, packed.name, model=todo.model, journal=journal)
 
 
 def _place_experts(packed: Mapping[str, Packed], site: ExpertsSite, todo: Plan, journal: Journal) -> None:
     """Put the quantized experts where the float ones were."""
     keys = [key for key in QUANTIZED if key in packed]
     weights = {key: ExpertWeights.from_packed(packed[key].weight, choice=packed[key].choice) for key in keys}
-    _put_in(QuantExperts(site.module, weights), site.module, site.experts_name, todo, journal)
+    layer = QuantExperts(site.module, weights)
+    _put_in(layer, site.module, site.experts_name, model=todo.model, journal=journal)
 
 
-def _put_in(layer: nn.Module, original: nn.Module, full_name: str, todo: Plan, journal: Journal) -> None:
+def _put_in(layer: nn.Module, original: nn.Module, full_name: str, *, model: nn.Module, journal: Journal) -> None:
     layer.train(original.training)
     for hooks in HOOKS:  # the very same dicts, so that what is registered on either is there for both
         vars(layer)[hooks] = vars(original)[hooks]
     layer._is_full_backward_hook = original._is_full_backward_hook
     parent_name, _, name = full_name.rpartition(".")
-    journal.item(todo.model.get_submodule(parent_name), "_modules", name, layer)
+    journal.item(model.get_submodule(parent_name), "_modules", name, layer)
 
 
 def _let_go(packed: Packed, site: LinearSite, todo: Plan, originals: Originals) -> int:

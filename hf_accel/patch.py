@@ -24,12 +24,12 @@ from .generation.hf import AcceleratedGeneration, GenerationState, prepare_step
 from .instance import mixed_class
 from .journal import Journal
 from .keywords import Default
-from .linear import QuantExperts, QuantLinear, QuantModule
+from .linear import QuantLinear, QuantModule
 from .linear.hf import METHOD, AccelConfig, AccelQuantizer, module_settings
 from .models import unwrapped
 from .nf4_model import check_nf4, label_nf4
 from .originals import Originals
-from .pack import Packed, replace_linears, replace_parameters
+from .pack import LAYERS, Packed, replace_linears, replace_parameters
 from .plan import Plan
 from .state import (
     BACKEND_ATTRIBUTE,
@@ -225,8 +225,7 @@ def with_stock_attention(model: PreTrainedModel) -> PreTrainedModel:
 
 def _catch_up(model: PreTrainedModel, journal: Journal) -> list[Any]:
     """Do to the originals what .train(), .to() and hooks did to the quantized layers since patch(); return these."""
-    modules = nn.Linear | QuantExperts
-    replaced: list[tuple[Any, Any]] = [(w.new, w.old) for w in journal.writes if isinstance(w.new, modules)]
+    replaced: list[tuple[Any, Any]] = [(w.new, w.old) for w in journal.writes if isinstance(w.new, LAYERS)]
     for layer, original in replaced:
         original.train(layer.training)
         original.to(model.device, layer.compute_dtype)

@@ -45,7 +45,7 @@ EXEMPT = {  # function -> why its signature, or its length, is what it is
     "hf_accel/generation/hf/mixin.py::AcceleratedGeneration.generate_batch": "as transformers has it",
     "hf_accel/generation/hf/continuous.py::ContinuousManager.add_request": "as transformers has it",
     "hf_accel/linear/reference.py::_DifferentiableLinear.forward": "called by torch.autograd",
-    "hf_accel/linear/layer.py::QuantLinear._load_from_state_dict": "called by torch",
+    "hf_accel/linear/layer.py::QuantModule._load_from_state_dict": "called by torch",
     "hf_accel/kernels/cpu/integer_linear.py::recorded_linear": "an operator of torch, which takes no objects",
     "hf_accel/kernels/cpu/integer_linear.py::_": "its form for tensors without numbers",
     "tests/unit/fused/models.py::apply_rotary_pos_emb": "as transformers has it",

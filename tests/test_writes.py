@@ -23,16 +23,17 @@ WRITERS = {
     "loading": {"config", "dict"},
     "interop.gguf_reader": {"config"},
     # what transformers writes into config.json
-    "linear.hf": {"config"},
+    "linear.hf": {"config", "dict"},  # and a copy of our own
     # copies of our own
-    "interop.save_compressed": {"config"},
+    "interop.save_compressed": {"config", "submodule"},
+    "linear.experts": {"dict"},
     "linear.nf4": {"dict"},
     "generation.hf.engine": {"config"},
     "generation.hf.factory": {"config"},
     "generation.hf.request_config": {"config", "setattr"},
     "attention.hf.stock": {"dict"},
     "calibration": {"hook", "submodule"},
-    "estimate.unpatched": {"submodule"},
+    "estimate.unpatched": {"dict", "submodule"},
     "fused.sites": {"class", "dict"},
     "twin": {"dict"},
     "verify.references": {"setattr", "submodule"},

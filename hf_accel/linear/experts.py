@@ -77,8 +77,9 @@ class ExpertWeights(QuantModule):
         assert choice is not None
         rows, packed = x.to(choice.spec.dtype).contiguous(), self._packed[expert]
         if torch.is_grad_enabled() and (rows.requires_grad or (bias is not None and bias.requires_grad)):
-            return differentiable_linear(rows, bias, choice.backend, packed)
-        out: Tensor = choice.backend.run(rows, packed, bias)
+            out: Tensor = differentiable_linear(rows, bias, choice.backend, packed)
+        else:
+            out = choice.backend.run(rows, packed, bias)
         return out
 
     def dense(self, dtype: torch.dtype) -> Tensor:
@@ -138,7 +139,7 @@ class QuantExperts(nn.Module):
             hidden = self._product(up, index, rows)
             return self._product(down, index, activated(self, self.original_class, hidden))
 
-        return grouped(hidden_states, top_k_index, top_k_weights, self.num_experts, expert)
+        return grouped(hidden_states, top_k_index, top_k_weights, experts=self.num_experts, expert=expert)
 
     def _product(self, named: tuple[str, ExpertWeights], index: int, rows: Tensor) -> Tensor:
         name, weights = named
@@ -166,7 +167,7 @@ class QuantExperts(nn.Module):
 
 
 def grouped(
-    hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: int,
+    hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, experts: int,
     expert: Callable[[int, Tensor], Tensor],
 ) -> Tensor:  # fmt: skip
     """The weighted sums of what each token's experts say, [tokens, hidden] in the dtype of hidden_states.

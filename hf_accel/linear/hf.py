@@ -252,6 +252,8 @@ def _agrees(module: nn.Module, first: str) -> bool:
     chosen = torch.tensor([[0, 2], [2, 0], [1, 2], [0, 1], [2, 1]], device="cpu")
     try:
         expected = cast(Any, kind.forward).__wrapped__(small, x, chosen, scores)
-        return torch.allclose(grouped(x, chosen, scores, experts, expert), expected, rtol=1e-4, atol=1e-4)
+        return torch.allclose(
+            grouped(x, chosen, scores, experts=experts, expert=expert), expected, rtol=1e-4, atol=1e-4
+        )
     except Exception:  # what cannot be tried is not known
         return False

@@ -107,8 +107,10 @@ class TestMixtureOfExperts:
         extra = many.read_bytes - many.kv_bytes - (one.read_bytes - one.kv_bytes)
         assert extra == pytest.approx((distinct - 2) / 8 * self.EXPERTS, rel=1e-6)
 
-    def test_fused_experts_are_not_quantized(self):
-        assert estimate(MIXTRAL_8X7B, context=1, weights="int4", **FAST).weights_by_kind["experts"] == self.EXPERTS
+    @pytest.mark.parametrize(("weights", "share"), [("int4", 4), ("int8", 2), ("nf4", 1)])
+    def test_fused_experts_are_quantized(self, weights, share):
+        stored = estimate(MIXTRAL_8X7B, context=1, weights=weights, **FAST).weights_by_kind
+        assert stored["experts"] == self.EXPERTS / share
 
 
 @pytest.mark.parametrize(
