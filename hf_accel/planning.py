@@ -203,7 +203,7 @@ def _plan_experts(site: ExpertsSite, config: WeightConfig, device_type: str | No
     """Decide about a weight of experts as about the Linear that one of them is."""
     if config.is_nf4:
         return LinearPlan(site, config, "bitsandbytes has no experts")
-    if config.bits == 4 and site.weight.shape[2] % config.group_size:
+    if config.bits < 8 and site.weight.shape[2] % config.group_size:
         return LinearPlan(
             site, config, f"group_size={config.group_size} does not divide the {site.weight.shape[2]} inputs"
         )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..config import Activations
 from ..errors import UnsupportedError
 from .backend import LinearSpec
-from .formats import Int4Weight, Int8Weight, QuantizedWeight, state, zeros
+from .formats import LOW_BITS, Int8Weight, QuantizedWeight, state, zeros
 from .layer import QuantModule
 from .reference import differentiable_linear
 from .registry import BackendChoice
@@ -94,7 +94,7 @@ class ExpertWeights(QuantModule):
 
     def extra_repr(self) -> str:
         backend = self.choice.backend.name if self.choice else "not packed"
-        group = f", group_size={self.group_size}" if self.bits == 4 else ""
+        group = f", group_size={self.group_size}" if self.bits < 8 else ""
         shape = f"in_features={self.in_features}, out_features={self.out_features // self.experts}"
         return f"experts={self.experts}, {shape}, bits={self.bits}{group}, backend={backend}"
 
@@ -208,9 +208,8 @@ def _outputs(weight: QuantizedWeight, outputs: slice) -> QuantizedWeight:
     minimum = None if weight.weight_minimum is None else weight.weight_minimum[outputs]
     if isinstance(weight, Int8Weight):
         return Int8Weight(weight.weight[outputs], scale, None, minimum)
-    return replace(
-        Int4Weight.from_integers(weight.integers(outputs), scale, weight.zero_points(outputs)), weight_minimum=minimum
-    )
+    made = weight.from_integers(weight.integers(outputs), scale, weight.zero_points(outputs))
+    return replace(made, weight_minimum=minimum)
 
 
 def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
@@ -223,4 +222,4 @@ def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         return Int8Weight(integers, scale, None, minimum)
     zeros_ = [zero for weight in weights if (zero := weight.zero_points()) is not None]  # type: ignore[union-attr]
     zero_point = torch.cat(zeros_) if zeros_ else None
-    return replace(Int4Weight.from_integers(integers, scale, zero_point), weight_minimum=minimum)
+    return replace(LOW_BITS[weights[0].bits].from_integers(integers, scale, zero_point), weight_minimum=minimum)

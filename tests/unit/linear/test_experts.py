@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen
 import hf_accel
 from hf_accel.config import WeightConfig
 from hf_accel.errors import UnsupportedError
-from hf_accel.linear import Int4Weight, LinearSpec, QuantExperts, QuantLinear, QuantModule, choose, quantize
+from hf_accel.linear import LinearSpec, QuantExperts, QuantLinear, QuantModule, choose, quantize
 from hf_accel.linear.experts import joined, parts_of
-from hf_accel.linear.formats import state
+from hf_accel.linear.formats import FORMATS, state
 from hf_accel.linear.hf import experts_refusal
 
 SIZES = {
@@ -241,18 +241,18 @@ class TestKnownOrStock:
             experts_of(model)[0](torch.ones(1, 64), torch.tensor([[5]]), torch.ones(1, 1))
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("weights", [*WEIGHTS.values(), {"bits": 3, "group_size": 32, "symmetric": False}], ids=str)
 @pytest.mark.parametrize(("count", "rows"), [(3, 5), (2, 8), (1, 3), (4, 64)])
 def test_parts_come_together_again(weights, count, rows):
     floats = torch.randn(count, rows, 64, generator=torch.Generator().manual_seed(0))
-    config = WeightConfig(**WEIGHTS[weights])
+    config = WeightConfig(**weights)
     whole = quantize(floats.flatten(0, 1), config)
     parts = parts_of(whole, count)
     for part, weight in zip(parts, floats, strict=True):
         alone = quantize(weight, config)
         assert all(torch.equal(a, b) for a, b in zip(state(part).values(), state(alone).values(), strict=True))
     again = joined(parts)
-    assert isinstance(again, Int4Weight) == (config.bits == 4)
+    assert type(again) is FORMATS[config.bits]
     assert all(torch.equal(a, b) for a, b in zip(state(again).values(), state(whole).values(), strict=True))
 
 
