@@ -16,16 +16,17 @@ from ..formats import LOW_BITS, Int8Weight, LowBitWeight, QuantizedWeight, check
 def quantize(weight: Tensor, config: WeightConfig) -> QuantizedWeight:
     """Quantize a floating-point weight [out, in] as `config` says; scales get the weight's dtype.
 
-    Symmetric: the largest magnitude of an output channel (8 bits) or group of inputs (fewer bits) becomes the highest
-    level: 127, 7, 3 or 1. Asymmetric (fewer bits): the range of a group, widened to hold 0, is cut into 15, 7 or 3
-    steps, and a zero point says which level is 0, exactly. The error is at most half a step, but for what rounding the
-    scale to its dtype cuts off.
+    Symmetric, 8 bits: the largest magnitude of an output channel becomes 127. Symmetric, fewer bits: the number of
+    largest magnitude in a group of inputs becomes the lowest level, -8, -4 or -2, by a negative scale if it is
+    positive (ggml's Q4_0), so that no level is lost. Asymmetric, fewer bits: the range of a group, widened to hold 0,
+    is cut into 15, 7 or 3 steps, and a zero point says which level is 0, exactly. The error is at most half a step,
+    or one for a number opposite to the largest and nearly as large, and what rounding the scale to its dtype cuts off.
     Raises UnsupportedError for NaN or infinity and for a group size that does not divide the inputs.
     """
     weight = weight.detach()
     out_features, in_features = weight.shape
     if config.bits == 8:
-        return Int8Weight.from_integers(*_round(weight, in_features, largest=127, lowest=-127))
+        return Int8Weight.from_integers(*_round(weight, in_features))
     check_group_size((out_features, in_features), config.group_size)
     return _low_bits(weight, config.bits, config.group_size, symmetric=config.symmetric)
 
@@ -41,7 +42,7 @@ def quantize_like(weight: Tensor, other: QuantizedWeight) -> QuantizedWeight:
     weight = weight if order is None else weight.index_select(1, order)
     result: QuantizedWeight
     if other.bits == 8:
-        result = Int8Weight.from_integers(*_round(weight, group_size, largest=127, lowest=-127, dtype=dtype))
+        result = Int8Weight.from_integers(*_round(weight, group_size, dtype=dtype))
     else:
         result = _low_bits(weight, other.bits, group_size, symmetric=other.symmetric, dtype=dtype)
     return replace(result, input_order=order)
@@ -50,35 +51,36 @@ def quantize_like(weight: Tensor, other: QuantizedWeight) -> QuantizedWeight:
 def _low_bits(
     weight: Tensor, bits: int, group_size: int, *, symmetric: bool, dtype: torch.dtype | None = None
 ) -> LowBitWeight:
-    half = 1 << bits - 1
-    if symmetric:
-        return LOW_BITS[bits].from_integers(*_round(weight, group_size, largest=half - 1, lowest=-half, dtype=dtype))
-    return LOW_BITS[bits].from_integers(*_round_asymmetric(weight, group_size, half=half, dtype=dtype))
+    rounding = _round if symmetric else _round_asymmetric
+    return LOW_BITS[bits].from_integers(*rounding(weight, group_size, bits=bits, dtype=dtype))
 
 
 def _round(
-    weight: Tensor, group_size: int, *, largest: int, lowest: int, dtype: torch.dtype | None = None
+    weight: Tensor, group_size: int, *, bits: int = 8, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """int8 [out, in] and scales [out, groups] of `dtype` or the weight's, a chunk of outputs at a time."""
+    half = 1 << bits - 1
     integers = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
     scale = weight.new_empty(len(weight), weight.shape[1] // group_size, dtype=dtype)
     for outputs in chunks(len(weight)):
         groups = weight[outputs].reshape(-1, scale.shape[1], group_size)  # [outputs, groups, group]
-        absmax = groups.abs().amax(dim=-1)
+        low, high = groups.aminmax(dim=-1)
+        absmax = torch.maximum(-low, high).abs()  # without a negative zero
         if not absmax.isfinite().all():
             refuse_not_finite()
-        scale[outputs] = _wide(absmax) / largest
+        scale[outputs] = _wide(absmax) / (127 if bits == 8 else torch.where(high > -low, -half, half))
         # The stored scale is the divisor: what is rounded here is what dequantize multiplies back.
         divisor = _wide(scale[outputs]).masked_fill(scale[outputs] == 0, 1).unsqueeze(-1)
-        levels = (_wide(groups) / divisor).round_().clamp_(lowest, largest)
+        levels = (_wide(groups) / divisor).round_().clamp_(-127 if bits == 8 else -half, half - 1)
         integers[outputs] = levels.flatten(-2).to(torch.int8)
     return integers, scale
 
 
 def _round_asymmetric(
-    weight: Tensor, group_size: int, *, half: int, dtype: torch.dtype | None = None
+    weight: Tensor, group_size: int, *, bits: int, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """int8 [out, in], scales and int8 zero points [out, groups], both integers less half of the levels."""
+    half = 1 << bits - 1
     steps = 2 * half - 1
     integers = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
     scale = weight.new_empty(len(weight), weight.shape[1] // group_size, dtype=dtype)

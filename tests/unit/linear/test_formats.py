@@ -238,4 +238,5 @@ def test_requantized_in_the_same_format(bits, symmetric, ordered):
     steps = torch.empty(10, 64).index_copy_(
         1, torch.arange(64) if weight.input_order is None else weight.input_order.long(), step.repeat_interleave(16, 1)
     )
-    assert ((again.dequantize(torch.float32) - dense).abs() <= 0.52 * steps + 1e-3).all()
+    cut = dense.abs() / steps - 7 if (bits, symmetric) == (4, True) else torch.zeros(())  # opposite to the largest
+    assert ((again.dequantize(torch.float32) - dense).abs() <= cut.clamp(min=0.52) * steps + 1e-3).all()

@@ -33,19 +33,22 @@ def test_worked_numbers_in_int8(row, integers, scale):
 
 def test_worked_numbers_in_int4():
     row = torch.zeros(1, 64)
-    row[0, :4] = torch.tensor([7.0, -7.0, 2.5, -0.5])  # scale 1
-    row[0, 32:35] = torch.tensor([-14.0, 3.0, 5.0])  # scale 2
+    row[0, :4] = torch.tensor([8.0, -7.0, 2.5, -0.5])  # scale -1: the largest is positive
+    row[0, 32:36] = torch.tensor([-16.0, 3.0, 5.0, 16.0])  # scale 2: of two as large, the negative one is kept whole
     weight = quantize(row, WeightConfig(bits=4, group_size=32))
-    assert weight.weight_scale.tolist() == [[1.0, 2.0]]
-    assert weight.integers()[0, :4].tolist() == [7, -7, 2, 0]
-    assert weight.integers()[0, 32:35].tolist() == [-7, 2, 2]
+    assert weight.weight_scale.tolist() == [[-1.0, 2.0]]
+    assert weight.integers()[0, :4].tolist() == [-8, 7, -2, 0]
+    assert weight.integers()[0, 32:36].tolist() == [-8, 2, 2, 7]
+    zero = quantize(torch.zeros(1, 32), WeightConfig(bits=4, group_size=32)).weight_scale
+    assert zero.tolist() == [[0.0]] and not zero.signbit().any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("bits", "group_size", "largest"), [(8, 384, 127), (4, 32, 7), (4, 64, 7), (4, 128, 7), (3, 32, 3), (2, 128, 1)]
+    ("bits", "group_size", "level"), [(8, 384, 127), (4, 32, -8), (4, 64, -8), (4, 128, -8), (3, 32, -4), (2, 128, -2)]
 )
-def test_every_number_is_within_half_a_stored_scale(dtype, bits, group_size, largest):
+def test_every_number_is_within_half_a_stored_scale(dtype, bits, group_size, level):
+    """level: of the largest magnitude. A number opposite to it is cut off where there is no level for it."""
     dense = torch.randn(300, 384).to(dtype)
     config = WeightConfig(bits=bits, group_size=group_size if bits < 8 else 128)
     weight = quantize(dense, config)
@@ -53,9 +56,12 @@ def test_every_number_is_within_half_a_stored_scale(dtype, bits, group_size, lar
     absmax = np.abs(groups).max(axis=-1)
     scale = weight.weight_scale.double().numpy()
     assert weight.weight_scale.dtype == dtype
-    np.testing.assert_allclose(scale, absmax / largest, rtol=torch.finfo(dtype).eps)
-    integers = weight.integers().double().numpy().reshape(groups.shape)
-    assert (np.abs(groups - integers * scale[..., None]) <= 0.5 * scale[..., None] * (1 + 1e-6)).all()
+    largest = absmax if bits == 8 else np.where(groups.max(axis=-1) > -groups.min(axis=-1), absmax, -absmax)
+    np.testing.assert_allclose(scale, largest / level, rtol=torch.finfo(dtype).eps)
+    steps, integers = groups / scale[..., None], weight.integers().double().numpy().reshape(groups.shape)
+    cut = np.maximum(steps - (127 if bits == 8 else -level - 1), 0)
+    assert (np.abs(steps - integers) <= np.maximum(0.5, cut) * (1 + 1e-6)).all()
+    assert (cut <= 1 + 2 * -level * torch.finfo(dtype).eps).all() if bits < 8 else not (cut > 0.5).any()
 
 
 def test_worked_numbers_in_asymmetric_int4():

@@ -45,20 +45,23 @@ uint8_t* level_scratch(int64_t in_features) {
 
 template <class T>
 bool quantize_group(const T* weight, int64_t count, int32_t format, T& stored_scale, uint8_t* levels) {
-  F largest = zero(), poison = zero();
+  F above = zero(), below = zero(), poison = zero();
   for (int64_t k = 0; k < count; k += LANES) {
     const F value = load_as_n(weight + k, static_cast<int>(at_most(LANES, count - k)));
-    largest = max(abs(value), largest);
+    above = max(value, above);
+    below = max(sub(zero(), value), below);
     poison = fmadd(value, zero(), poison);  // NaN if a value is NaN or infinity, else 0
   }
-  from_float(reduce_max(largest) / (format == INT8 ? 127.0f : 7.0f), stored_scale);
+  const float high = reduce_max(above), low = reduce_max(below), largest = high > low ? high : low;
+  // In 4 bits the number of largest magnitude becomes -8, whatever its sign.
+  from_float(format == INT8 ? largest / 127.0f : largest / (high > low ? -8.0f : 8.0f), stored_scale);
   // The divisor is the stored, rounded scale, because dequantization multiplies by it.
   const float scale = to_float(stored_scale);
   const F divisor = set1(scale == 0.0f ? 1.0f : scale);
-  const F low = set1(format == INT8 ? -127.0f : -8.0f), high = set1(format == INT8 ? 127.0f : 7.0f);
+  const F least = set1(format == INT8 ? -127.0f : -8.0f), most = set1(format == INT8 ? 127.0f : 7.0f);
   for (int64_t k = 0; k < count; k += LANES) {
     const int n = static_cast<int>(at_most(LANES, count - k));
-    const F level = min(max(round(div(load_as_n(weight + k, n), divisor)), low), high);
+    const F level = min(max(round(div(load_as_n(weight + k, n), divisor)), least), most);
     store_as_n(reinterpret_cast<int8_t*>(levels) + k, format == INT8 ? level : add(level, set1(8.0f)), n);
   }
   return reduce_add(poison) == 0.0f;
