@@ -15,7 +15,7 @@ class KV(NamedTuple):
     dense: k [B, Hkv, T, D], v [B, Hkv, T, Dv]. packed: sequences end to end, k [M, Hkv, D], v [M, Hkv, Dv].
     paged: k [num_blocks, Hkv, block_size, D], v [.., Dv], contiguous; in the dtype of the queries, or in int8 or
     float8_e4m3fn with k_scales and v_scales [num_blocks, Hkv, block_size]. Pages of uint8 hold int4: K and V that are
-    rotated (cache/quantized.py), two numbers in a byte.
+    rotated, two numbers in a byte, with scales [.., 2] (cache/quantized.py).
     """
 
     k: Tensor

@@ -69,7 +69,7 @@ def _pick(pages: Tensor, scales: Tensor | None, picked: Tensor, dtype: torch.dty
     found = found.view(*picked.shape[:2], -1, pages.shape[3])
     if scales is None:
         return found
-    factors = scales.view(-1, scales.shape[2]).index_select(0, picked.flatten()).view(*found.shape[:3])
+    factors = scales.flatten(0, 1).index_select(0, picked.flatten()).view(*found.shape[:3], *scales.shape[3:])
     return dequantize(found, factors, dtype)
 
 

@@ -24,9 +24,9 @@ class KVStorage:
     """The K and V pages of one layer.
 
     keys [.., H, Dk], values [.., H, Dv]: examples of what will be written. Only their shapes, dtypes and device are
-    used. quantized: a dtype of quantized.LARGEST, or None. Quantized pages have one scale per token and head
-    (symmetric absmax); the scale is rounded to its stored dtype, that of K and V or what SCALE_DTYPES says, before it
-    is used. A token's head with a non-finite K or V is read back as NaN.
+    used. quantized: a dtype of quantized.LARGEST, or None. Quantized pages have one scale per token and head, of INT4
+    with a shift (see quantize); it is rounded to its stored dtype, that of K and V or what SCALE_DTYPES says, before
+    it is used. A token's head with a non-finite K or V is read back as NaN.
     Raises UnsupportedError for heads that quantized pages cannot hold.
     """
 
@@ -42,8 +42,8 @@ class KVStorage:
         columns = [stored_columns(dim, stored) for dim in dims]
         self.pages = KV(*(_empty((*page, size), dtype=stored, device=device) for size in columns))
         if quantized:
-            scales = SCALE_DTYPES.get(self.dtype, self.dtype)
-            self.pages = KV(*self.pages[:2], *(_empty(page, dtype=scales, device=device) for _ in "kv"))
+            scales, shape = SCALE_DTYPES.get(self.dtype, self.dtype), (*page, 2) if quantized is INT4 else page
+            self.pages = KV(*self.pages[:2], *(_empty(shape, dtype=scales, device=device) for _ in "kv"))
 
     @property
     def num_blocks(self) -> int:

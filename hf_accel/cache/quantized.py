@@ -27,31 +27,53 @@ def stored_columns(dim: int, dtype: torch.dtype) -> int:
     return dim // 2 if dtype is INT4 else dim
 
 
-def quantize(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantize states [N, H, D] symmetrically by their largest absolute value; for INT4 they are rotated first.
+def head_bytes(dim: int, dtype: torch.dtype, quantized: torch.dtype | None) -> int:
+    """Of a token's K or V of a head of `dim` numbers, which are computed in `dtype`, with its scales."""
+    if quantized is None:
+        return dim * dtype.itemsize
+    scale = SCALE_DTYPES.get(dtype, dtype).itemsize
+    return stored_columns(dim, quantized) * quantized.itemsize + (2 * scale if quantized is INT4 else scale)
 
-    Returns levels [N, H, D] of `dtype`, which is one of LARGEST, or [N, H, D / 2] for INT4, and scales [N, H] of the
-    dtype of `states` or what SCALE_DTYPES says. The scale of all zeros is 0.
+
+def quantize(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantize states [N, H, D]: symmetrically by their largest absolute value, for INT4 by their range.
+
+    Returns levels [N, H, D] of `dtype`, which is one of LARGEST, and scales [N, H] of the dtype of `states` or what
+    SCALE_DTYPES says. The scale of all zeros is 0. INT4 has levels [N, H, D / 2] of what is rotated, and scales
+    [N, H, 2]: the second number is added to the levels before they are multiplied by the first.
     """
     largest, scale_dtype = LARGEST[dtype], SCALE_DTYPES.get(states.dtype, states.dtype)
-    numbers = rotate(states.float()) if dtype is INT4 else states.float()
+    if dtype is INT4:
+        return _quantize_range(rotate(states.float()), scale_dtype)
+    numbers = states.float()
     scales = (numbers.abs().amax(-1) / largest).to(scale_dtype)
     levels = numbers / scales.float().masked_fill(scales == 0, 1).unsqueeze(-1)
-    if dtype is INT4:
-        nibbles = (levels + largest).round().clamp(0, 15).nan_to_num(0).to(torch.uint8)
-        return nibbles[..., ::2] | nibbles[..., 1::2] << 4, scales
     levels = levels.round() if dtype == torch.int8 else levels
     return levels.clamp(-largest, largest).nan_to_num(0).to(dtype), scales
 
 
+def _quantize_range(numbers: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    low, high = numbers.aminmax(dim=-1)
+    middle = (low + high) * 0.5
+    scales = ((high - low) / 15).to(scale_dtype)
+    # Equal numbers have no range: they are all at the level 0.5, which with a shift of 0.5 is 1.
+    equal = scales == 0
+    scales = torch.where(equal, middle.to(scale_dtype), scales)
+    shifts = torch.where(equal, 0.5, middle / scales.float()).to(scale_dtype).nan_to_num(0, 0, 0)
+    levels = numbers / scales.float().masked_fill(scales == 0, 1).unsqueeze(-1) - shifts.float().unsqueeze(-1)
+    nibbles = (levels + LARGEST[INT4]).round().clamp(0, 15).nan_to_num(0).to(torch.uint8)
+    return nibbles[..., ::2] | nibbles[..., 1::2] << 4, torch.stack((scales, shifts), -1)
+
+
 def dequantize(levels: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Levels [..., D] or of INT4 [..., D / 2] times scales [...], as [..., D] of `dtype`. INT4 is still rotated."""
+    """What quantize() made levels and scales of, as [..., D] of `dtype`; that of INT4 is still rotated."""
     wide = torch.promote_types(dtype, scales.dtype)
-    if levels.dtype is INT4:
-        numbers = torch.stack((levels & 15, levels >> 4), -1).flatten(-2).to(wide) - LARGEST[INT4]
-    else:
-        numbers = levels.to(wide)
-    return (numbers * scales.unsqueeze(-1).to(wide)).to(dtype)
+    if levels.dtype is not INT4:
+        return (levels.to(wide) * scales.unsqueeze(-1).to(wide)).to(dtype)
+    wide = torch.promote_types(wide, torch.float32)
+    numbers = torch.stack((levels & 15, levels >> 4), -1).flatten(-2).to(wide) - LARGEST[INT4]
+    factors, shifts = scales.to(wide).unsqueeze(-2).unbind(-1)
+    return ((numbers + shifts) * factors).to(dtype)
 
 
 def rotate(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..cache.quantized import SCALE_DTYPES, stored_columns
+from ..cache.quantized import head_bytes
 from ..errors import UnsupportedError
 
 TILE = 128  # rows and columns of scores that tiled attention holds at a time
@@ -45,10 +45,7 @@ class AttentionLayer:
 
     def kv_bytes(self, *, dtype: torch.dtype, quantized: torch.dtype | None) -> int:
         """Keys and values of one sequence. quantized: the dtype of pages that have a scale per token and head."""
-        scale = SCALE_DTYPES.get(dtype, dtype).itemsize if quantized else 0
-        stored = quantized or dtype
-        vector = stored_columns(self.head_dim, stored) * stored.itemsize + scale
-        return 2 * self.kv_heads * self.tokens * vector
+        return 2 * self.kv_heads * self.tokens * head_bytes(self.head_dim, dtype, quantized)
 
     @property
     def decode_operations(self) -> int:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..cache.quantized import INT4, LARGEST, rotate
+from ..cache.quantized import rotate
 from ..hardware import detect
 from ..linear import QuantModule
 from ..linear.reference import Reference
@@ -105,19 +105,21 @@ class ReferenceModel:
             return last_logits(self.model, history, **settings)
 
 
-def flip_nearest(x: Tensor, size: int, *, largest: float = 127) -> Tensor:
+def flip_nearest(x: Tensor, size: int, *, of_range: bool = False) -> Tensor:
     """In each row [..., n], the number nearest the middle between two levels goes to the one that it misses.
 
-    size: numbers that share a scale. largest: the largest level; the others are whole numbers below it.
+    size: numbers that share a scale. of_range: whether there are 16 levels from the least of them to the largest, else
+    255 between both signs of the largest.
     """
     groups = F.pad(x.float(), (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
-    step = groups.abs().amax(-1, keepdim=True) / largest
-    levels = groups / step + largest % 1  # NaN in a group of zeros
+    low = groups.amin(-1, keepdim=True) if of_range else 0.0
+    step = (groups.amax(-1, keepdim=True) - low) / 15 if of_range else groups.abs().amax(-1, keepdim=True) / 127
+    levels = (groups - low) / step  # NaN in a group of equal numbers, or of zeros
     below = levels.floor()
     distance = (levels - below - 0.5).abs().nan_to_num(nan=torch.inf).flatten(-2)[..., : x.shape[-1]]
     nearest = distance.argmin(-1, keepdim=True)
-    other = ((2 * below + 1 - levels.round() - largest % 1) * step).flatten(-2).gather(-1, nearest).nan_to_num()
-    return x.scatter(-1, nearest, other.to(x.dtype))
+    other = ((2 * below + 1 - levels.round()) * step + low).flatten(-2).gather(-1, nearest)
+    return x.scatter(-1, nearest, torch.where(other.isnan(), x.gather(-1, nearest), other.to(x.dtype)))
 
 
 def _flip_input(layer: QuantModule, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -135,7 +137,7 @@ def _flip_head(states: Tensor) -> Tensor:
 
 
 def _flip_rotated_head(states: Tensor) -> Tensor:
-    flipped = flip_nearest(rotate(states.float()), states.shape[-1], largest=LARGEST[INT4])
+    flipped = flip_nearest(rotate(states.float()), states.shape[-1], of_range=True)
     return rotate(flipped).to(states.dtype)
 
 

@@ -51,7 +51,7 @@ def test_chunking_changes_nothing(family: str, layout: str, dtype: KVDtype) -> N
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bytes(family: str, dtype: KVDtype) -> None:
-    """D + 4 bytes a token and head, a float32 scale with D integers, or D / 2 of them, against 4 * D."""
+    """D + 4 bytes a token and head, a float32 scale with D integers, or D / 2 + 8, against 4 * D."""
     _, patched = pair(family, dtype)
     config = patched.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -61,4 +61,6 @@ def test_bytes(family: str, dtype: KVDtype) -> None:
         with torch.no_grad():
             patched(**inputs("single"), past_key_values=cache)
         sizes.append(cache.statistics()["kv_bytes"])
-    assert sizes[0] / sizes[1] == pytest.approx((head_dim / {"int8": 1, "int4": 2}[dtype] + 4) / (4 * head_dim))
+    assert sizes[0] / sizes[1] == pytest.approx(
+        {"int8": head_dim + 4, "int4": head_dim / 2 + 8}[dtype] / (4 * head_dim)
+    )

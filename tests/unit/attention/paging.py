@@ -75,9 +75,11 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def decoded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """In float64, for the product of a level and its scale need not be a number of x's dtype."""
-    values, scales = quantize(x, dtype) if x.numel() else (x, x.new_zeros(x.shape[:-1]))
+    if not x.numel():
+        return x.double()
+    values, scales = quantize(x, dtype)
     if dtype is INT4:
-        return rotate(dequantize(values, scales.double(), torch.float64)) if x.numel() else x.double()
+        return rotate(dequantize(values, scales.double(), torch.float64))
     return values.double() * scales.double().unsqueeze(-1)
 
 

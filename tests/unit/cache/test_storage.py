@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_accel.cache.group import KVStorage
-from hf_accel.cache.quantized import INT4, quantize, rotate
+from hf_accel.cache.quantized import INT4, dequantize, quantize, rotate
 from hf_accel.errors import UnsupportedError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -93,10 +93,10 @@ def test_int8_takes_half_the_bytes_and_a_scale() -> None:
     assert small.nbytes == plain.nbytes / 2 + 8 * 2 * 4 * 2 * 2
 
 
-def test_int4_takes_a_quarter_of_the_bytes_and_a_scale() -> None:
+def test_int4_takes_a_quarter_of_the_bytes_and_a_scale_and_a_shift() -> None:
     states = torch.empty(0, 2, 64, dtype=torch.bfloat16)
     plain, small = KVStorage(8, 4, states, states), KVStorage(8, 4, states, states, quantized=INT4)
-    assert small.nbytes == plain.nbytes / 4 + 8 * 2 * 4 * 2 * 2
+    assert small.nbytes == plain.nbytes / 4 + 8 * 2 * 4 * 2 * 4
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -105,17 +105,25 @@ def test_int4_error_is_half_a_step_of_each_rotated_head(dtype: torch.dtype) -> N
     slots = torch.arange(5)
     storage.write(keys, values, slots)
     for read, written in zip(storage.read(slots), (keys, values), strict=True):
-        largest = rotate(written.float()).abs().amax(-1, keepdim=True)
-        bound = largest * (0.5 / 7.5 + 8 * torch.finfo(dtype).eps)
+        numbers = rotate(written.float())
+        size = numbers.amax(-1, keepdim=True) - numbers.amin(-1, keepdim=True)
+        bound = size * 0.5 / 15 + 16 * numbers.abs().amax(-1, keepdim=True) * torch.finfo(dtype).eps
         assert (rotate(read.float() - written.float()).abs() <= bound).all()
 
 
 def test_int4_levels_by_hand() -> None:
-    """Rotated, (7.5, -7.5) / root of 2 is (0, 7.5), whose levels are 7.5 (the even one of 7 and 8) and 15."""
-    levels, scales = quantize(torch.tensor([[[7.5, -7.5]]]) / 2**0.5, INT4)
-    assert levels.tolist() == [[[8 | 15 << 4]]] and scales.item() == pytest.approx(1.0)
-    levels, scales = quantize(torch.zeros(1, 1, 4), INT4)
-    assert scales.item() == 0 and levels.tolist() == [[[8 | 8 << 4] * 2]]
+    """Rotated, (2, -1, 2, -1) is (1, 3, 0, 0) with a range of 3: a step of 0.2, and 1.5 is its middle."""
+    levels, scales = quantize(torch.tensor([[[2.0, -1.0, 2.0, -1.0]]]), INT4)
+    assert levels.tolist() == [[[5 | 15 << 4, 0]]]
+    assert scales.flatten().tolist() == pytest.approx([0.2, 7.5])
+    torch.testing.assert_close(dequantize(levels, scales, torch.float32), torch.tensor([[[1.0, 3.0, 0.0, 0.0]]]))
+
+
+def test_int4_of_equal_numbers_is_exact() -> None:
+    for number in (0.0, 3.0, -0.5):
+        states = rotate(torch.full((1, 1, 8), number))
+        levels, scales = quantize(states, INT4)
+        torch.testing.assert_close(rotate(dequantize(levels, scales, torch.float32)), states)
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3, 6, 8, 64, 80, 96, 128])

@@ -163,7 +163,7 @@ struct Rows {
 // out[n, h] = softmax(softcap(scale * q k^T)) v over the keys that query n sees; see hf_accel/attention/contract.py.
 struct AttentionCall {
   Rows q, k, v;
-  const void* k_scales;        // [blocks, kv_heads, block_size] of scale_dtype, or null
+  const void* k_scales;        // [blocks, kv_heads, block_size] of scale_dtype, of INT4 [.., 2], or null
   const void* v_scales;        // of the same shape, or null
   void* out;                   // [N, heads, value_dim], contiguous, of q_dtype
   float* lse;                  // [N, heads] or null
@@ -181,8 +181,8 @@ struct AttentionCall {
 };
 
 // Writes states [tokens, heads, dim] of `dtype` to slots of contiguous pages [blocks, heads, block_size, dim] of
-// page_dtype. page_dtype is `dtype`, or INT8, FP8 or INT4, whose numbers are two in a byte and rotated, with scales
-// [blocks, heads, block_size] of `dtype`, or of float for F16.
+// page_dtype. page_dtype is `dtype`, or INT8, FP8 or INT4, with scales [blocks, heads, block_size] of `dtype`, or of
+// float for F16. The numbers of INT4 are two in a byte and rotated; it has scales [.., 2], see cache/quantized.py.
 struct PageWrite {
   const void* states;
   int64_t head, token;  // strides of `states`

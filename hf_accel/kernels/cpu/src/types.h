@@ -82,11 +82,8 @@ inline void from_float(float x, Fp8& out) {
   out.bits = static_cast<uint8_t>(sign | fp8);
 }
 
-// The bytes of `count` numbers, and the address of the number after `count` of them.
 template <class T> inline int64_t bytes_of(int64_t count) { return count * static_cast<int64_t>(sizeof(T)); }
 template <> inline int64_t bytes_of<Int4>(int64_t count) { return count / 2; }
-template <class T> inline const T* after(const T* p, int64_t count) { return p + count; }
-inline const Int4* after(const Int4* p, int64_t count) { return p + count / 2; }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }

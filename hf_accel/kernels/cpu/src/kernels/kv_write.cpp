@@ -1,6 +1,8 @@
 // Writes K and V of new tokens to the slots of pages, as they are, or quantized with a scale per token and head.
 // The results have the bits of `quantize` in cache/quantized.py. The scale is rounded to its stored dtype before it is
 // used.
+#include <cfloat>
+
 #include "../kernels.h"
 
 #include "../parallel.h"
@@ -26,6 +28,10 @@ template <class P> constexpr float LARGEST = 127.0f;
 template <> constexpr float LARGEST<Fp8> = 448.0f;
 template <> constexpr float LARGEST<Int4> = 7.5f;
 
+// The numbers of `scales` that a token's head has.
+template <class P> constexpr int64_t SCALES = 1;
+template <> constexpr int64_t SCALES<Int4> = 2;
+
 inline F to_level(F x, const int8_t*) { return round(x); }
 inline F to_level(F x, const Fp8*) { return x; }  // it is rounded when it is stored
 
@@ -34,10 +40,10 @@ template <class T> struct ScaleOf { using type = T; };
 template <> struct ScaleOf<F16_> { using type = float; };
 template <class T> using Scale = typename ScaleOf<T>::type;
 
-// Stores the scale of the numbers of a token's head, and returns what they are divided by. If one of them is NaN or
-// infinite, so is the scale, and they are read back as NaN.
-template <class P, class T, class S>
-inline F store_scale(const T* x, int64_t dim, S* scale) {
+// Quantizes the numbers of a token's head. If one of them is NaN or infinite, so is the scale, and they are read back
+// as NaN. Levels that would be NaN are stored as 0.
+template <class T, class P>
+inline void quantize(const T* x, int64_t dim, P* levels, Scale<T>* scale) {
   F largest = zero(), poison = zero();
   for (int64_t i = 0; i < dim; i += LANES) {
     const F value = abs(load_part(x + i, dim - i));
@@ -47,17 +53,29 @@ inline F store_scale(const T* x, int64_t dim, S* scale) {
   const float sum = reduce_add(poison);
   from_float(sum == sum ? reduce_max(largest) / LARGEST<P> : sum, *scale);
   const float rounded = to_float(*scale);
-  return set1(rounded == 0.0f ? 1.0f : rounded);
-}
-
-// Quantizes the numbers of a token's head. Levels that would be NaN are stored as 0.
-template <class T, class P>
-inline void quantize(const T* x, int64_t dim, P* levels, Scale<T>* scale) {
-  const F divisor = store_scale<P>(x, dim, scale), limit = set1(LARGEST<P>);
+  const F divisor = set1(rounded == 0.0f ? 1.0f : rounded), limit = set1(LARGEST<P>);
   for (int64_t i = 0; i < dim; i += LANES) {
     const F level = zero_nan(to_level(div(load_part(x + i, dim - i), divisor), levels));
     store_part(levels + i, max(min(level, limit), sub(zero(), limit)), dim - i);
   }
+}
+
+// Stores the scale and the shift of rotated numbers, which are (level + shift) * scale.
+template <class S>
+inline void store_range(const float* x, int64_t dim, S* scale) {
+  float low = x[0], high = x[0], poison = 0.0f;
+  for (int64_t i = 0; i < dim; ++i) {
+    low = x[i] < low ? x[i] : low;
+    high = x[i] > high ? x[i] : high;
+    poison += std::fabs(x[i]);  // NaN if any number is
+  }
+  const float middle = (low + high) * 0.5f;
+  from_float(poison == poison ? (high - low) / 15.0f : poison, scale[0]);
+  float shift = 0.5f;
+  if (to_float(scale[0]) == 0.0f) from_float(middle, scale[0]);  // equal numbers, all at the level 0.5
+  else shift = middle / to_float(scale[0]);
+  from_float(shift, scale[1]);
+  if (!(std::fabs(to_float(scale[1])) <= FLT_MAX)) from_float(0.0f, scale[1]);
 }
 
 template <class T>
@@ -66,9 +84,11 @@ inline void quantize(const T* x, int64_t dim, Int4* levels, Scale<T>* scale) {
   float* const numbers = static_cast<float*>(scratch<Head>(static_cast<size_t>(dim + LANES) * sizeof(float)));
   for (int64_t i = 0; i < dim; i += LANES) store(numbers + i, load_part(x + i, dim - i));
   rotate(numbers, dim);
-  const F divisor = store_scale<Int4>(numbers, dim, scale), middle = set1(LARGEST<Int4>);
+  store_range(numbers, dim, scale);
+  const float rounded = to_float(scale[0]);
+  const F divisor = set1(rounded == 0.0f ? 1.0f : rounded), shift = set1(to_float(scale[1])), middle = set1(LARGEST<Int4>);
   for (int64_t i = 0; i < dim; i += LANES) {
-    const F level = zero_nan(round(add(div(load(numbers + i), divisor), middle)));
+    const F level = zero_nan(round(add(sub(div(load(numbers + i), divisor), shift), middle)));
     store(numbers + i, max(min(level, set1(15.0f)), zero()));
   }
   for (int64_t i = 0; i < dim; i += 2)
@@ -82,7 +102,7 @@ void write(const WriteCall& c, const PageWrite& w, int64_t token, int64_t slot) 
     const T* const from = static_cast<const T*>(w.states) + token * w.token + h * w.head;
     const int64_t row = (block * c.heads + h) * c.block_size + offset;
     if constexpr (sizeof(P) == 1)
-      quantize(from, w.dim, static_cast<P*>(w.pages) + bytes_of<P>(row * w.dim), static_cast<Scale<T>*>(w.scales) + row);
+      quantize(from, w.dim, static_cast<P*>(w.pages) + bytes_of<P>(row * w.dim), static_cast<Scale<T>*>(w.scales) + row * SCALES<P>);
     else
       std::memcpy(static_cast<T*>(w.pages) + row * w.dim, from, sizeof(T) * static_cast<size_t>(w.dim));
   }

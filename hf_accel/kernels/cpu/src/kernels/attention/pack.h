@@ -1,6 +1,8 @@
 // Packs the keys and values of a split for the products: converts them and changes their layout.
 #pragma once
 
+#include <type_traits>
+
 #include "../../kernels.h"
 #include "words.h"
 
@@ -19,6 +21,7 @@ struct Range {
 struct KeyRows {
   const uint8_t *k[SPLIT + 16], *v[SPLIT + 16];
   alignas(64) float k_scales[SPLIT + 16], v_scales[SPLIT + 16];
+  float k_shifts[SPLIT + 16], v_shifts[SPLIT + 16];  // of int4
 };
 
 inline int64_t dtype_bytes(int32_t dtype) { return dtype == F32 ? 4 : dtype == BF16 || dtype == F16 ? 2 : 1; }
@@ -57,7 +60,14 @@ inline void find_rows(const AttentionCall& c, int64_t b, int64_t head, int64_t s
     const int64_t count = at_most(c.block_size - offset, end - i);
     for (int64_t n = 0; n < count; ++n, k_row += k_step, v_row += v_step)
       rows.k[i + n] = k_row, rows.v[i + n] = v_row;
-    if (c.k_scales)
+    if (c.k_dtype == INT4)
+      for (int64_t n = 0; n < count; ++n) {
+        rows.k_scales[i + n] = load_scalar(c.k_scales, c.scale_dtype, 2 * (scale + n));
+        rows.v_scales[i + n] = load_scalar(c.v_scales, c.scale_dtype, 2 * (scale + n));
+        rows.k_shifts[i + n] = load_scalar(c.k_scales, c.scale_dtype, 2 * (scale + n) + 1);
+        rows.v_shifts[i + n] = load_scalar(c.v_scales, c.scale_dtype, 2 * (scale + n) + 1);
+      }
+    else if (c.k_scales)
       for (int64_t n = 0; n < count; ++n) {
         rows.k_scales[i + n] = load_scalar(c.k_scales, c.scale_dtype, scale + n);
         rows.v_scales[i + n] = load_scalar(c.v_scales, c.scale_dtype, scale + n);
@@ -82,7 +92,11 @@ void pack_keys(const KeyRows& rows, int64_t first, int64_t last, int64_t dim, fl
     for (int64_t word = 0; word < words; word += LANES) {
       F x[LANES];
       for (int i = 0; i < LANES; ++i)
-        x[i] = row[i] ? W::load(after(reinterpret_cast<const T*>(row[i]), word * W::STEP), dim - word * W::STEP) : zero();
+        if constexpr (std::is_same<T, Int4>::value)
+          x[i] = row[i] ? W::load_shifted(reinterpret_cast<const T*>(row[i]) + word * W::STEP / 2, dim - word * W::STEP,
+                                          set1(rows.k_shifts[vector * LANES + i])) : zero();
+        else
+          x[i] = row[i] ? W::load(reinterpret_cast<const T*>(row[i]) + word * W::STEP, dim - word * W::STEP) : zero();
       transpose(x);
       float* to = out + (vector * words + word) * LANES;
       if (words - word >= LANES)
@@ -102,7 +116,10 @@ void pack_values(const KeyRows& rows, Range keys, int64_t dim, int64_t padded, f
       if (word * W::STEP + AHEAD + i < keys.last) prefetch_row(row[AHEAD + i], bytes_of<T>(dim));
     const T* const* typed = reinterpret_cast<const T* const*>(row);
     for (int64_t column = 0; column < dim; column += W::STEP * LANES)
-      W::interleave(typed, column, dim - column, out + word * padded + column);
+      if constexpr (std::is_same<T, Int4>::value)
+        W::interleave(typed, column, dim - column, out + word * padded + column, rows.v_shifts + word * W::STEP);
+      else
+        W::interleave(typed, column, dim - column, out + word * padded + column);
   }
 }
 
