@@ -64,3 +64,28 @@ def test_bytes(family: str, dtype: KVDtype) -> None:
     assert sizes[0] / sizes[1] == pytest.approx(
         {"int8": head_dim + 4, "int4": head_dim / 2 + 8}[dtype] / (4 * head_dim)
     )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_way_to_generate_gives_the_same_tokens(family: str, dtype: KVDtype) -> None:
+    """A batch, its rows alone, speculation with rejected drafts, an Engine with few blocks, several of one prompt."""
+    _, patched = pair(family, dtype)
+    given, settings = inputs("left"), {"do_sample": False, "max_new_tokens": 12}
+    whole = patched.generate(**given, **settings)
+    columns = given["input_ids"].shape[1]
+    prompts = [
+        ids[mask.bool()].tolist() for ids, mask in zip(given["input_ids"], given["attention_mask"], strict=True)
+    ]
+    expected = [row[columns:].tolist() for row in whole]
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        alone = patched.generate(torch.tensor([prompt]), **settings)
+        assert alone[0, len(prompt) :].tolist() == tokens[: alone.shape[1] - len(prompt)]
+    drafted = patched.generate(**given, **settings, prompt_lookup_num_tokens=3)
+    assert torch.equal(drafted, whole)
+    with hf_accel.Engine(patched, max_tokens=64) as engine:
+        requests = [engine.submit(prompt, max_new_tokens=12) for prompt in prompts]
+        answers = [list(request) for request in requests]
+    assert all(a == e[: len(a)] and a for a, e in zip(answers, expected, strict=True))
+    beams = patched.generate(torch.tensor([prompts[0]]), **settings, num_beams=3)
+    again = patched.generate(torch.tensor([prompts[0]]), **settings, num_beams=3, prefill_chunk_size=2)
+    assert torch.equal(beams, again)
