@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import Activations
 from ..errors import UnsupportedError
+from ..kernels.cpu.integer_linear import IntegerExperts
+from ..kernels.cpu.library import native
 from .backend import LinearSpec
+from .cpu import Cpu
 from .formats import LOW_BITS, Int8Weight, QuantizedWeight, state, zeros
 from .layer import QuantModule
 from .reference import differentiable_linear
@@ -20,6 +24,15 @@ from .registry import BackendChoice
 # The parameters of transformers' fused experts, and the names of the modules that hold them quantized. These names are
 # others, because transformers cuts and renames what is called like the parameters while it saves and loads.
 QUANTIZED = {"gate_up_proj": "quantized_gate_up", "up_proj": "quantized_up", "down_proj": "quantized_down"}
+
+
+@dataclass(eq=False)
+class PackedExperts:
+    """parts: each expert's weight, packed. native: the call over all of them, made for these biases."""
+
+    parts: list[Any]
+    biases: Tensor | None = None
+    native: IntegerExperts | None = None
 
 
 class ExpertWeights(QuantModule):
@@ -39,7 +52,7 @@ class ExpertWeights(QuantModule):
         """Over what `choice.backend.quantize` made of each expert's weight, of `choice.spec`."""
         layer = cls.__new__(cls)
         layer._describe(replace(choice.spec, out_features=len(packed) * choice.spec.out_features), backend)
-        layer.experts, layer.choice, layer._packed = len(packed), choice, list(packed)
+        layer.experts, layer.choice, layer._packed = len(packed), choice, PackedExperts(list(packed))
         return layer
 
     @classmethod
@@ -66,21 +79,36 @@ class ExpertWeights(QuantModule):
         return replace(self.spec, out_features=self.out_features // self.experts)
 
     def _pack(self, choice: BackendChoice, weight: QuantizedWeight) -> Any:
-        return [choice.backend.pack(part) for part in parts_of(weight, self.experts)]
+        return PackedExperts([choice.backend.pack(part) for part in parts_of(weight, self.experts)])
 
     def _unpack(self, choice: BackendChoice) -> QuantizedWeight:
-        return joined([choice.backend.unpack(packed) for packed in self._packed])
+        return joined([choice.backend.unpack(packed) for packed in self._packed.parts])
 
     def forward(self, x: Tensor, expert: int, bias: Tensor | None = None) -> Tensor:
         """x [rows, in] -> [rows, out] of one expert, in the dtype of the activations. bias: [out]."""
         choice = self.choice or self.pack().choice
         assert choice is not None
-        rows, packed = x.to(choice.spec.dtype).contiguous(), self._packed[expert]
+        rows, packed = x.to(choice.spec.dtype).contiguous(), self._packed.parts[expert]
         if torch.is_grad_enabled() and (rows.requires_grad or (bias is not None and bias.requires_grad)):
             out: Tensor = differentiable_linear(rows, bias, choice.backend, packed)
         else:
             out = choice.backend.run(rows, packed, bias)
         return out
+
+    def runs_natively(self, x: Tensor) -> bool:
+        """Whether `natively` may stand for calls of this module with parts of x, which no hook is to see."""
+        choice = self.choice or self.pack().choice
+        assert choice is not None
+        seen = self._forward_pre_hooks or self._forward_hooks
+        return isinstance(choice.backend, Cpu) and choice.spec.dtype is x.dtype and not seen
+
+    def natively(self, x: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
+        """x [rows, in] -> [rows, out] of all experts in one call. starts: as `IntegerExperts.grouped` has it."""
+        packed: PackedExperts = self._packed
+        if packed.native is None or packed.biases is not biases:
+            weights = [part.weight for part in packed.parts]
+            packed.native, packed.biases = IntegerExperts(weights, biases), biases
+        return packed.native.grouped(x.contiguous(), starts)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The dequantized weights, [experts, out, in]."""
@@ -90,7 +118,7 @@ class ExpertWeights(QuantModule):
     def sibling(self) -> ExpertWeights:
         """A second one over the same packed weights, to which neither ever writes."""
         assert self.choice is not None
-        return ExpertWeights.from_packed(self._packed, choice=self.choice, backend=self.requested_backend)
+        return ExpertWeights.from_packed(self._packed.parts, choice=self.choice, backend=self.requested_backend)
 
     def extra_repr(self) -> str:
         backend = self.choice.backend.name if self.choice else "not packed"
@@ -134,16 +162,26 @@ class QuantExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         up, down = self.weights.items()
+        is_native = native(hidden_states) and all(held.runs_natively(hidden_states) for _, held in (up, down))
+
+        def compute(rows: Tensor, starts: Tensor) -> Tensor:
+            if is_native:
+                hidden = activated(self, self.original_class, up[1].natively(rows, starts, self._biases(up[0])))
+                return down[1].natively(hidden, starts, self._biases(down[0]))
+            return one_by_one(rows, starts, expert)
 
         def expert(index: int, rows: Tensor) -> Tensor:
             hidden = self._product(up, index, rows)
             return self._product(down, index, activated(self, self.original_class, hidden))
 
-        return grouped(hidden_states, top_k_index, top_k_weights, experts=self.num_experts, expert=expert)
+        return grouped(hidden_states, top_k_index, top_k_weights, experts=self.num_experts, compute=compute)
+
+    def _biases(self, name: str) -> Tensor | None:
+        return self._parameters.get(f"{name}_bias")
 
     def _product(self, named: tuple[str, ExpertWeights], index: int, rows: Tensor) -> Tensor:
         name, weights = named
-        biases = self._parameters.get(f"{name}_bias")
+        biases = self._biases(name)
         out: Tensor = weights(rows, index, None if biases is None else biases[index])
         return out
 
@@ -168,25 +206,31 @@ class QuantExperts(nn.Module):
 
 def grouped(
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, experts: int,
-    expert: Callable[[int, Tensor], Tensor],
+    compute: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:  # fmt: skip
     """The weighted sums of what each token's experts say, [tokens, hidden] in the dtype of hidden_states.
 
-    Each expert is called once, with the rows of the tokens that chose it, and not at all if none did.
+    compute: gets the rows of the tokens, in the order of the experts that they chose, and where those of each expert
+    start, int64 [experts + 1]; returns what the experts say of them.
     """
     tokens, top_k = top_k_index.shape
     chosen = top_k_index.reshape(-1)
+    if not len(chosen):
+        return torch.zeros_like(hidden_states)
     order = chosen.argsort(stable=True)
-    counts = chosen.bincount(minlength=experts).tolist()
+    counts = chosen.bincount(minlength=experts)
     if len(counts) > experts:
         raise UnsupportedError(f"expert {len(counts) - 1} was chosen, but there are {experts}")
-    parts = torch.split(hidden_states[order // top_k], counts)
-    found = [expert(index, rows) for index, rows in enumerate(parts) if len(rows)]
-    if not found:
-        return torch.zeros_like(hidden_states)
-    weighted = torch.cat(found) * top_k_weights.reshape(-1)[order].unsqueeze(-1)
-    weighted = weighted[order.argsort()]
+    starts = F.pad(counts.cumsum(0), (1, 0))
+    found = compute(hidden_states[order // top_k], starts)
+    weighted = found[order.argsort()] * top_k_weights.reshape(-1, 1)
     return weighted.view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+
+
+def one_by_one(rows: Tensor, starts: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """What experts say of the rows of `grouped`: each is called once, and not at all if it has no rows."""
+    parts = torch.split(rows, starts.diff().tolist())
+    return torch.cat([expert(index, part) for index, part in enumerate(parts) if len(part)])
 
 
 def activated(module: nn.Module, kind: type[nn.Module], hidden: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from hf_accel.linear import QuantLinear
+from hf_accel.linear import QuantExperts, QuantLinear
 
 
 def dequantized(stock: PreTrainedModel, patched: PreTrainedModel) -> PreTrainedModel:
@@ -19,4 +19,6 @@ def dequantized(stock: PreTrainedModel, patched: PreTrainedModel) -> PreTrainedM
             module = model.get_submodule(name)
             weight = layer.weight.t() if isinstance(module, Conv1D) else layer.weight
             module.weight = nn.Parameter(weight.contiguous())  # a new Parameter: a tied head leaves its embedding
+        elif isinstance(layer, QuantExperts):
+            model.set_submodule(name, layer.original())
     return model

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .library import DTYPES, kernel, large_pages, threads
-from .structs import EPILOGUES, Linear, LinearCall, Matrix, fields
+from .structs import EPILOGUES, ExpertsCall, Linear, LinearCall, Matrix, fields
 
 BLOCK = 64  # outputs of a packed block
 ACTIVATION_GROUP = 128  # inputs that share an activation scale if the weight has no groups
@@ -35,6 +35,7 @@ class QuantizeCall(Structure):
 
 
 _integer_linear = kernel("integer_linear", LinearCall)
+_integer_experts = kernel("integer_experts", ExpertsCall)
 _pack = kernel("pack", PackCall)
 _unpack = kernel("unpack", PackCall)
 _quantize_weight = kernel("quantize_weight", QuantizeCall)
@@ -215,6 +216,32 @@ class IntegerLinear:
             if matrix.bias != bias.data_ptr():  # someone has assigned to bias.data
                 matrix.bias, matrix.bias_dtype = bias.data_ptr(), DTYPES[bias.dtype]
         return self._address
+
+
+class IntegerExperts(IntegerLinear):
+    """Computes x @ W.T + b with one of several packed weights of one shape for each row, in one call.
+
+    biases: [experts, out] of a dtype of FLOATS, contiguous, or None. Each row has the bits that IntegerLinear gives
+    it. Weights without rows are not read.
+    """
+
+    def __init__(self, weights: Sequence[PackedWeight], biases: Tensor | None) -> None:
+        super().__init__(weights, [None] * len(weights))
+        self.out_features, matrices = weights[0].out_features, self._linear.matrices
+        for index in range(len(weights)):
+            matrices[index].column = 0
+            if biases is not None:
+                self._biases.append((matrices[index], biases[index]))
+
+    def grouped(self, x: Tensor, starts: Tensor) -> Tensor:
+        """x: [rows, in], contiguous; rows starts[e] to starts[e + 1], int64 [experts + 1], go to weight e."""
+        rows, dtype, address = x.shape[0], DTYPES[x.dtype], self.address()
+        out = x.new_empty(rows, self.out_features)
+        _integer_experts(
+            address, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.out_features, starts.data_ptr(), dtype,
+            dtype, threads(), self.tile_rows,
+        )  # fmt: skip
+        return out
 
 
 @torch.library.custom_op("hf_accel::integer_linear", mutates_args=())

@@ -60,6 +60,13 @@ class LinearCall(Structure):
     )  # fmt: skip
 
 
+class ExpertsCall(Structure):
+    _fields_ = fields(
+        pointers="linear x", sizes="x_stride rows", pointers_="out", sizes_="out_stride", pointers__="starts",
+        ints="x_dtype out_dtype threads tile_rows",
+    )  # fmt: skip
+
+
 class Columns(Structure):
     _fields_ = fields(sizes="buffer offset stride")
 

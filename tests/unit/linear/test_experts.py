@@ -309,7 +309,7 @@ def test_twins_share_the_packed_weights():
     from hf_accel.twin import twin
 
     first, second = (experts_of(m)[0].weights["down_proj"] for m in (model, twin(model)))
-    assert first is not second and first._packed[0] is second._packed[0]
+    assert first is not second and first._packed.parts[0] is second._packed.parts[0]
 
 
 def test_to_another_dtype_and_back():

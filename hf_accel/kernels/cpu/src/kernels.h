@@ -8,6 +8,7 @@
 // from this list.
 #define HFA_KERNELS(KERNEL)               \
   KERNEL(integer_linear, LinearCall)      \
+  KERNEL(integer_experts, ExpertsCall)    \
   KERNEL(float_linear, LinearCall)        \
   KERNEL(pack, PackCall)                  \
   KERNEL(unpack, PackCall)                \
@@ -73,6 +74,21 @@ struct LinearCall {
   int32_t x_dtype, out_dtype;
   int32_t threads;
   int32_t tile_rows;  // the fewest rows that tiles multiply, at a level that has them
+};
+
+// The experts of a mixture: `linear` has a matrix for each, all of one shape and with columns 0. Rows
+// [starts[e], starts[e + 1]) of x are multiplied by matrix e. An expert without rows is not read.
+struct ExpertsCall {
+  const Linear* linear;
+  const void* x;
+  int64_t x_stride;
+  int64_t rows;
+  void* out;
+  int64_t out_stride;
+  const int64_t* starts;  // [linear->count + 1]
+  int32_t x_dtype, out_dtype;
+  int32_t threads;
+  int32_t tile_rows;
 };
 
 struct PackCall {

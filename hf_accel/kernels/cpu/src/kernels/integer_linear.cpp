@@ -257,6 +257,25 @@ void run(const Linear& linear, const LinearCall& call, const QuantizedRows& x) {
   });
 }
 
+// The tasks are the blocks of the experts that have rows.
+template <int FORMAT>
+void run_experts(const Linear& linear, const LinearCall& call, const int64_t* starts, const QuantizedRows& x) {
+  struct Chosen;
+  int64_t* chosen = static_cast<int64_t*>(scratch<Chosen>(static_cast<size_t>(linear.count) * sizeof(int64_t)));
+  int64_t count = 0;
+  for (int32_t e = 0; e < linear.count; ++e)
+    if (starts[e + 1] > starts[e]) chosen[count++] = e;
+  const int64_t blocks = ceil_div(linear.matrices[0].out_features, BLOCK);
+  parallel_for(count * blocks, call.threads, [&](int64_t task) {
+    const int64_t e = chosen[task / blocks], b = task % blocks;
+#if defined(HFA_TILES)
+    if (starts[e + 1] - starts[e] >= call.tile_rows)
+      return run_block_by_tiles<FORMAT>(linear, linear.matrices[e], call, x, b, starts[e], starts[e + 1]);
+#endif
+    run_block<FORMAT>(linear, linear.matrices[e], call, x, b, starts[e], starts[e + 1]);
+  });
+}
+
 QuantizedRows quantize_input(const Linear& linear, const LinearCall& call) {
   const auto rows = [&](const auto* x) {
     return quantize_rows(x, call.x_stride, call.rows, linear.in_features, linear.group, call.threads);
@@ -278,5 +297,18 @@ void HFA_NAMESPACE::integer_linear(const LinearCall& call) {
     case INT4: return run<INT4>(linear, call, x);
     case INT8_GROUPS: return run<INT8_GROUPS>(linear, call, x);
     default: return run<INT8>(linear, call, x);
+  }
+}
+
+void HFA_NAMESPACE::integer_experts(const ExpertsCall& call) {
+  if (call.rows == 0) return;
+  const Linear& linear = *call.linear;
+  const LinearCall all = {call.linear, call.x, call.x_stride, call.rows, call.out, call.out_stride, call.x_dtype,
+                          call.out_dtype, call.threads, call.tile_rows};
+  const QuantizedRows x = quantize_input(linear, all);
+  switch (linear.format) {
+    case INT4: return run_experts<INT4>(linear, all, call.starts, x);
+    case INT8_GROUPS: return run_experts<INT8_GROUPS>(linear, all, call.starts, x);
+    default: return run_experts<INT8>(linear, all, call.starts, x);
   }
 }
