@@ -26,6 +26,7 @@ from . import (
     distill_memory,
     drafters,
     drafts,
+    experts,
     float_rows,
     generate,
     isa,
@@ -69,6 +70,7 @@ TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
     "prefill": prefill.measure,
     "rows": rows.measure,
     "float_rows": float_rows.measure,
+    "experts": experts.measure,
     "never_slower": never_slower.measure,
     "tiles": tiles.measure,
     "profile": profile_step.measure,
@@ -130,6 +132,7 @@ def model_of(topic: str, bench: Bench) -> str:
     own = {
         "small_model": str(small_model.SHIPPED),
         "never_slower": "random models of several shapes",
+        "experts": "random experts of several shapes",
         "quality": quality.checkpoint(bench.settings),
         "methods": quality.checkpoint(bench.settings),
         "kv": quality.checkpoint(bench.settings),

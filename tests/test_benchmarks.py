@@ -25,6 +25,7 @@ from benchmarks import (
     decode,
     distill_memory,
     drafts,
+    experts,
     float_rows,
     isa,
     ladder,
@@ -92,6 +93,7 @@ TABLES = {  # topic -> rows of each of its tables
     "isa": [5],
     "tiles": [4] * 8,
     "float_rows": [2, 2, 2],
+    "experts": [2, 2],
     "never_slower": [8, 2, 2],
     "quality": [6],
     "methods": [5 + (importlib.util.find_spec("bitsandbytes") is not None)],
@@ -126,6 +128,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr(NeverSlower, "quicker", lambda self: replace_fields(self, **FEW))
         for name, value in {"SHAPES": ((64, 96), (96, 64)), "COLD_BYTES": 0, "SECONDS": 0}.items():
             patch.setattr(float_rows, name, value)
+        few = (experts.Shape(4, 2, 64, 32, 1), experts.Shape(8, 3, 32, 64, 2))
+        for name, value in {"SHAPES": few, "TOKENS": (1, 5), "GROUP": 32}.items():
+            patch.setattr(experts, name, value)
         patch.setattr(quiet, "SAMPLE", 0.001)
         run.main([*run.TOPICS, *SMALL, "--tokens", "100", "--setups", OURS, "--out", str(out)])
         yield out

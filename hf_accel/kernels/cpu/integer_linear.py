@@ -221,17 +221,23 @@ class IntegerLinear:
 class IntegerExperts(IntegerLinear):
     """Computes x @ W.T + b with one of several packed weights of one shape for each row, in one call.
 
-    biases: [experts, out] of a dtype of FLOATS, contiguous, or None. Each row has the bits that IntegerLinear gives
-    it. Weights without rows are not read.
+    biases: [experts, out] of a dtype of FLOATS, the last stride 1, or None. Each row has the bits that IntegerLinear
+    gives it. Weights without rows are not read.
     """
 
     def __init__(self, weights: Sequence[PackedWeight], biases: Tensor | None) -> None:
         super().__init__(weights, [None] * len(weights))
-        self.out_features, matrices = weights[0].out_features, self._linear.matrices
+        self.out_features, self._of_experts = weights[0].out_features, biases
         for index in range(len(weights)):
-            matrices[index].column = 0
-            if biases is not None:
-                self._biases.append((matrices[index], biases[index]))
+            self._linear.matrices[index].column = 0
+
+    def address(self) -> int:
+        biases, matrices = self._of_experts, self._linear.matrices
+        if biases is not None and matrices[0].bias != biases.data_ptr():
+            for index in range(len(biases)):
+                matrices[index].bias = biases.data_ptr() + index * biases.stride(0) * biases.itemsize
+                matrices[index].bias_dtype = DTYPES[biases.dtype]
+        return self._address
 
     def grouped(self, x: Tensor, starts: Tensor) -> Tensor:
         """x: [rows, in], contiguous; rows starts[e] to starts[e + 1], int64 [experts + 1], go to weight e."""
