@@ -41,8 +41,8 @@ def estimate(
 
     model: a config, a path or name of one, or a model; a patched one counts as what it was before.
     context: tokens of each sequence; batch: sequences.
-    weights: as in `patch`; left out, what a patched model was patched with, else None, as they are. Linears take 8 or
-        4 bits and scales, the head 8; embeddings and fused experts stay.
+    weights: as in `patch`; left out, what a patched model was patched with, else None, as they are. Linears and
+        experts that patch() knows take the bits and scales asked for, the head 8; embeddings stay.
     kv_dtype: None or "auto" for the model's dtype, "int8" or "fp8" for a byte per number and a scale per token, head,
         "int4" for half a byte; left out, that of a patched model's cache, else None.
     dtype: of a model built from a config; None takes the config's, else float32.

@@ -58,7 +58,8 @@ def save_compressed(
     there they do not.
 
     The head is written in floating point, since engines have none other: dequantized, or, where it is the embedding
-    quantized, as the embedding alone, to which it is tied. Norms, embeddings and dense layers are written as they are.
+    quantized, as the embedding alone, to which it is tied. Norms, embeddings and dense layers are written as they are,
+    fused experts dequantized.
 
     The folder is replaced whole: a process killed at any moment leaves the old checkpoint or the new one (see
     hf_accel/atomic.py). Files of the old folder that are no part of a model, such as a tokenizer's, are kept.

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import hf_accel
 from hf_accel.config import WeightConfig
-from hf_accel.linear import QuantLinear
+from hf_accel.linear import QuantExperts, QuantLinear
+from hf_accel.linear import quantize as nearest
 from hf_accel.linear.input_statistics import Statistics
 from hf_accel.linear.methods import gptq
 
@@ -152,7 +153,7 @@ def test_an_encoder_decoder_is_refused() -> None:
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_experts_of_a_mixture_stay_as_they_are(method: str) -> None:
+def test_experts_of_a_mixture_are_rounded_to_nearest(method: str) -> None:
     sizes = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "eos_token_id": 1}
     config_of = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
     torch.manual_seed(0)
@@ -162,6 +163,12 @@ def test_experts_of_a_mixture_stay_as_they_are(method: str) -> None:
     hf_accel.patch(model, weights=config(method))
     assert {name.rpartition(".")[2] for name in layers(model)} == {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}
     assert experts and all(torch.equal(p, e) for p, e in zip(experts, expected, strict=True))
+    held = [module for module in model.modules() if isinstance(module, QuantExperts)]
+    floats = iter(expected)
+    for weights in (weights for module in held for weights in module.weights.values()):
+        rounded = nearest(next(floats).flatten(0, 1), WeightConfig(bits=4, group_size=weights.group_size))
+        assert torch.equal(weights.quantized.integers(), rounded.integers())
+    assert len(held) == 2 and next(floats, None) is None
     assert snapshot(hf_accel.unpatch(model)) == before
 
 
