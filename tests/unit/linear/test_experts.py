@@ -93,7 +93,11 @@ def test_the_bits_are_those_of_linears_one_by_one(name, weights, dtype):
         got = experts(x, index, scores)
         assert got.dtype is dtype and got.shape == x.shape
         if tokens:
-            assert torch.equal(got, by_linears(original, config, x, index=index, weights=scores))
+            expected = by_linears(original, config, x, index=index, weights=scores)
+            if all(held.choice.backend.row_invariant for held in experts.weights.values()):
+                assert torch.equal(got, expected)
+            else:  # without the library: products of floats round by the number of rows, decisions of INT8 after them
+                torch.testing.assert_close(got.float(), expected.float(), atol=0.02, rtol=0.02)
 
 
 @torch.no_grad()
