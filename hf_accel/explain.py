@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from .kernels import cpu as cpu_kernels
+from .originals import files_of
 from .plan import Line, LinearPlan, Plan
 from .weight_sites import ExpertsSite
 
@@ -154,7 +155,7 @@ def _undo_line(plan: Plan) -> Line:
     if kept is True or not plan.on_disk:
         why = "keep_original=True" if kept is True else "no safetensors checkpoint holds the same weights"
         return Line("undo", "unpatch()", "exact", f"originals stay in memory, {size / 1e6:,.1f} MB: {why}")
-    folder = next(iter(plan.on_disk.values())).parent
+    folder = files_of(next(iter(plan.on_disk.values())))[0].parent
     return Line("undo", "unpatch()", "exact", f"originals are read back from {folder}, checked by fingerprint")
 
 

@@ -32,11 +32,11 @@ from .hardware import release, trim
 from .interop.gguf_reader import forget_files
 from .linear import LinearSpec, QuantModule, Workers, choose
 from .linear.hf import METHOD, AccelConfig, AccelQuantizer
-from .originals import Source, stored_tensors
+from .originals import Source, Stored, stored_tensors
 from .pack import Packed, pack_weight
 from .patch import apply_plan, patch
 from .plan import LinearPlan
-from .planning import make_plan, plan_linears
+from .planning import find_on_disk, make_plan, plan_linears
 from .state import state_of
 
 PATCH_KEYWORDS = tuple(field.name for field in fields(PatchConfig) if field.name not in ("explicit", "config"))
@@ -153,12 +153,15 @@ def finish_loading(model: PreTrainedModel, settings: AccelConfig, packer: Packer
 
 def _originals(
     packed: Mapping[str, Packed], model: PreTrainedModel, linears: Sequence[LinearPlan]
-) -> dict[str, Path] | None:
-    """The files that hold the originals; None unless that is so for all."""
-    sites = [linear.site for linear in linears if linear.choice is not None and not linear.site.is_tied]
-    sources = {site.tensor_name: packed[site.name].source for site in sites if site.name in packed}
-    files = {name: source.file for name, source in sources.items() if source is not None}
-    return files if len(files) == len(sites) else None
+) -> dict[str, Stored] | None:
+    """Where the originals are stored; None unless that is so for all."""
+    wanted = [linear for linear in linears if linear.choice is not None and not linear.site.is_tied]
+    sources = {p.site.tensor_name: packed[p.site.name].source for p in wanted if p.site.name in packed}
+    found = {name: source.stored for name, source in sources.items() if source is not None}
+    # Experts are joined while they are read, so that they are packed later.
+    rest = find_on_disk(model, [p for p in wanted if p.site.name not in packed]) or {}
+    found |= {p.site.tensor_name: rest[p.site.tensor_name] for p in wanted if p.site.tensor_name in rest}
+    return found if len(found) == len(wanted) else None
 
 
 def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:

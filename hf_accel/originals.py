@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,15 @@ from torch import Tensor, nn
 from .errors import HfAccelError, UnsupportedError
 from .hardware import release
 from .linear import Workers
+from .linear.hf import Pieces
 from .tensors import plain_tensors
 
 CHUNK = 3 * 2**13  # words: few enough for the cache, and for torch not to divide them among threads
 CHAIN = 0x9E3779B97F4A7C15  # odd
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+# Where a checkpoint has a tensor: its file, or, of each expert, the files and names of tensors to lay end to end.
+Stored = Path | Pieces
 
 
 def checkpoint_files(folder: str | None) -> dict[str, Path]:
@@ -48,9 +53,24 @@ def stored_tensors(files: Iterable[str | Path]) -> dict[str, Path]:
     return stored
 
 
-def read_tensor(file: Path, name: str) -> Tensor:
-    with safe_open(file, framework="pt") as tensors:
-        return tensors.get_tensor(name)
+def read_tensor(stored: Stored, name: str) -> Tensor:
+    if isinstance(stored, Path):
+        with safe_open(stored, framework="pt") as tensors:
+            return tensors.get_tensor(name)
+    with ExitStack() as files:
+        opened = {file: files.enter_context(safe_open(file, framework="pt")) for file in files_of(stored)}
+        # One expert at a time, so that no more than the result and one expert are in memory.
+        result: Tensor | None = None
+        for index, pieces in enumerate(stored):
+            whole = torch.cat([opened[file].get_tensor(piece) for file, piece in pieces])
+            result = whole.new_empty(len(stored), *whole.shape) if result is None else result
+            result[index] = whole
+    assert result is not None
+    return result
+
+
+def files_of(stored: Stored) -> list[Path]:
+    return [stored] if isinstance(stored, Path) else list(dict.fromkeys(file for one in stored for file, _ in one))
 
 
 def fingerprint(tensor: Tensor) -> str:
@@ -85,25 +105,25 @@ def _words(tensor: Tensor) -> Tensor:
 class Source:
     """Where a tensor can be read again, and what it must be then: in `dtype`, if it was converted when loaded."""
 
-    file: Path
+    stored: Stored
     name: str
     dtype: torch.dtype
     fingerprint: str
 
     @classmethod
-    def of(cls, tensor: Tensor, file: Path, name: str) -> Source:
-        """`file` holds `tensor` under `name`."""
-        return cls(file, name, tensor.dtype, fingerprint(tensor))
+    def of(cls, tensor: Tensor, stored: Stored, name: str) -> Source:
+        """A file holds `tensor` under `name`; where there are pieces of it, name is what the model calls it."""
+        return cls(stored, name, tensor.dtype, fingerprint(tensor))
 
     def read(self) -> Tensor:
         """Raises HfAccelError if the tensor is gone or not what it was."""
         try:
-            tensor = read_tensor(self.file, self.name)
+            tensor = read_tensor(self.stored, self.name)
         except Exception as error:
-            raise HfAccelError(f"{self.name!r} cannot be read from {self.file}: {error}") from error
+            raise HfAccelError(f"{self.name!r} cannot be read from {files_of(self.stored)[0]}: {error}") from error
         tensor = tensor.to(self.dtype)
         if fingerprint(tensor) != self.fingerprint:
-            raise HfAccelError(f"{self.name!r} in {self.file} has changed since patch()")
+            raise HfAccelError(f"{self.name!r} in {files_of(self.stored)[0]} has changed since patch()")
         release(tensor)
         return tensor
 
@@ -188,7 +208,7 @@ def _free(parameter: nn.Parameter) -> None:
     parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
-def readable(name: str, parameter: Tensor, files: dict[str, Path]) -> bool:
+def readable(name: str, parameter: Tensor, files: Mapping[str, Stored]) -> bool:
     """Whether the checkpoint holds exactly this tensor, bit for bit."""
     if name not in files:
         return False

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from .journal import Journal
 from .linear import BackendChoice, ExpertWeights, QuantExperts, QuantizedWeight, QuantLinear, Workers
 from .linear.experts import QUANTIZED
 from .linear.nf4 import BitsAndBytes, nf4_layer
-from .originals import Originals, Source
+from .originals import Originals, Source, Stored
 from .plan import LinearPlan, Plan
 from .weight_sites import ExpertsSite, LinearSite
 
@@ -121,7 +120,7 @@ def _pack_all(linears: Sequence[LinearPlan], todo: Plan, replace: Callable[[Pack
             bar.update()
 
 
-def _pack_linear(linear: LinearPlan, on_disk: Mapping[str, Path] | None) -> Packed:
+def _pack_linear(linear: LinearPlan, on_disk: Mapping[str, Stored] | None) -> Packed:
     assert linear.choice is not None
     source = _source(linear, on_disk)
     packed = pack_weight(linear, linear.site.parameter.detach(), linear.choice, source=source)
@@ -130,7 +129,7 @@ def _pack_linear(linear: LinearPlan, on_disk: Mapping[str, Path] | None) -> Pack
 
 
 def pack_quantized(
-    linear: LinearPlan, weight: QuantizedWeight, on_disk: Mapping[str, Path] | None, *, bias: Tensor | None
+    linear: LinearPlan, weight: QuantizedWeight, on_disk: Mapping[str, Stored] | None, *, bias: Tensor | None
 ) -> Packed:
     """A weight that was quantized already, as `replace_linears` takes it. bias: in the place of the Linear's own."""
     choice, source = linear.choice, _source(linear, on_disk)
@@ -138,7 +137,7 @@ def pack_quantized(
     return Packed(linear.site.name, choice, choice.backend.pack(weight), source, bias)
 
 
-def _source(linear: LinearPlan, on_disk: Mapping[str, Path] | None) -> Source | None:
+def _source(linear: LinearPlan, on_disk: Mapping[str, Stored] | None) -> Source | None:
     """Where the original can be read again; None if it is kept."""
     if on_disk is None or linear.site.is_tied:
         return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -17,6 +16,7 @@ from .config import PatchConfig, WeightConfig
 from .fused.projections import UNLIMITED
 from .fused.sites import Dropped, FusedSite, ProjectionSite
 from .linear import BackendChoice, QuantLinear
+from .originals import Stored
 from .survey import AttentionSite
 from .weight_sites import LinearSite
 
@@ -82,7 +82,7 @@ class Fold:
         return Fold(f"{layer}.{self.producer}", tuple(f"{layer}.{name}" for name in self.consumers), self.offset)
 
 
-FindOriginals = Callable[[PreTrainedModel, Sequence[LinearPlan]], dict[str, Path] | None]
+FindOriginals = Callable[[PreTrainedModel, Sequence[LinearPlan]], dict[str, Stored] | None]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,8 @@ class Plan:
         the same for parts of the model, by name.
     bytes_before, bytes_after: of all weights in memory. bandwidth: bytes per second, as measured.
     seconds_before, seconds_after: the least that a decode step of batch 1 takes at this bandwidth.
-    on_disk: the file of each weight that is replaced, by the tensor's name; None unless all can be read back.
+    on_disk: where the checkpoint has each weight that is replaced, by the tensor's name; None unless all can be read
+        back.
     folds: where AWQ's scales go.
     """
 
@@ -135,7 +136,7 @@ class Plan:
     bandwidth: float
     seconds_before: float
     seconds_after: float
-    on_disk: dict[str, Path] | None
+    on_disk: dict[str, Stored] | None
     folds: tuple[Fold, ...] = ()
 
     @property

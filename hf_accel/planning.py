@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -27,8 +26,9 @@ from .kernels.cpu.library import FLOATS
 from .linear import LinearSpec, QuantLinear, Workers
 from .linear import choose as choose_linear
 from .linear.cpu import Cpu
+from .linear.hf import stored_experts
 from .linear.nf4 import choose_nf4, nf4_refusal, require_bitsandbytes
-from .originals import checkpoint_files, parameter_bytes, readable
+from .originals import Stored, checkpoint_files, parameter_bytes, readable
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
 from .survey import (
     attention_refusal,
@@ -88,7 +88,7 @@ def make_plan(
         bandwidth=bandwidth,
         seconds_before=read_before / bandwidth,
         seconds_after=read_after / bandwidth,
-        on_disk=(find_originals or _on_disk)(inner, linears) if config.keep_original == "auto" else None,
+        on_disk=(find_originals or find_on_disk)(inner, linears) if config.keep_original == "auto" else None,
     )
     if config.deterministic and plan.variant:
         raise UnsupportedError(f"deterministic=True cannot be met: {'; '.join(plan.variant)}; leave it False")
@@ -237,9 +237,10 @@ def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
     return read + sum(linear.bytes_read for linear in linears)
 
 
-def _on_disk(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str, Path] | None:
-    """The files that hold every weight to be replaced, bit for bit; None unless all can be read back."""
-    files = checkpoint_files(model.config._name_or_path)
+def find_on_disk(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str, Stored] | None:
+    """Where the checkpoint has every weight to be replaced, bit for bit; None unless all can be read back."""
+    found = checkpoint_files(model.config._name_or_path)
+    files: dict[str, Stored] = {**found, **stored_experts(model, found)}
     sites = [p.site for p in linears if p.choice is not None and not p.site.is_tied]
     if not files or not sites:
         return None

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ..atomic import check_replaceable
 from ..check import shortened
 from ..errors import HfAccelError, UnsupportedError
+from ..originals import files_of
 from ..state import state_of
 
 # What a checkpoint's model consists of: these files of an older checkpoint go, all others are brought over.
@@ -35,7 +36,8 @@ def check_folder(folder: Path, model: PreTrainedModel) -> None:
             "away, or name another folder"
         )
     place = folder.resolve()
-    if any(place in source.file.resolve().parents for _, source in state_of(model).originals.dropped):
+    read_back = {file for _, source in state_of(model).originals.dropped for file in files_of(source.stored)}
+    if any(place in file.resolve().parents for file in read_back):
         raise UnsupportedError(
             f"{folder} holds the float weights that unpatch() reads back; name another folder, or patch with "
             "keep_original=True or False"

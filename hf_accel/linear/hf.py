@@ -6,7 +6,9 @@ loading.py has the part that loads them.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,7 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 from transformers.quantizers import HfQuantizer
@@ -164,6 +172,43 @@ def by_kind(conversions: Sequence[Any]) -> tuple[list[WeightRenaming], list[Weig
     """transformers' conversions, as rename_source_key takes them."""
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     return renamings, [entry for entry in conversions if isinstance(entry, WeightConverter)]
+
+
+Pieces = tuple[tuple[tuple[Path, str], ...], ...]
+
+
+def stored_experts(model: PreTrainedModel, files: Mapping[str, Path]) -> dict[str, Pieces]:
+    """Where a checkpoint has the weights that transformers joins while it loads them: one for each expert.
+
+    files: the file of each stored tensor. By the name in the model: of each expert, the files and names of the tensors
+    that lie end to end.
+    """
+    renamings, converters = by_kind(get_model_conversion_mapping(model, add_legacy=False))
+    joining = {pattern: one for one in converters if _joins_experts(one) for pattern in one.source_patterns}
+    found: dict[str, dict[tuple[int, int], tuple[Path, str]]] = {}
+    sizes: dict[str, int] = {}
+    for stored, file in files.items() if joining else ():
+        name, pattern = rename_source_key(stored, renamings, converters)
+        if pattern not in joining:
+            continue
+        number = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), rename_source_key(stored, renamings, [])[0])
+        if number is not None:
+            patterns = joining[pattern].source_patterns
+            found.setdefault(name, {})[int(number[1]), patterns.index(pattern)] = (file, stored)
+            sizes[name] = len(patterns)
+    pieces = {}
+    for name, places in found.items():
+        experts = range(len(places) // sizes[name])
+        if places.keys() == {(expert, piece) for expert in experts for piece in range(sizes[name])}:
+            pieces[name] = tuple(tuple(places[expert, piece] for piece in range(sizes[name])) for expert in experts)
+    return pieces
+
+
+def _joins_experts(converter: WeightConverter) -> bool:
+    """Whether it stacks the weights of all experts, after laying several of each end to end."""
+    kinds = [(type(one), getattr(one, "dim", None)) for one in converter.operations]
+    whole = [(MergeModulelist, 0), (Concatenate, 1)]
+    return kinds == (whole if len(converter.source_patterns) > 1 else whole[:1])
 
 
 # -- experts -------------------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen
 
 import hf_accel
 from hf_accel.config import WeightConfig
-from hf_accel.errors import UnsupportedError
+from hf_accel.errors import HfAccelError, UnsupportedError
 from hf_accel.linear import LinearSpec, QuantExperts, QuantLinear, QuantModule, choose, quantize
 from hf_accel.linear.experts import joined, parts_of
 from hf_accel.linear.formats import FORMATS, state
 from hf_accel.linear.hf import experts_refusal
+from hf_accel.state import state_of
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -159,6 +160,40 @@ def test_saved_and_loaded_it_is_the_same_model(name, weights, dtype, tmp_path):
         if keep is not False:
             hf_accel.unpatch(loaded)
             assert all(torch.equal(value, floats[key]) for key, value in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("loads_patched", [False, True])
+@pytest.mark.parametrize("shards", ["50GB", "100KB"])
+def test_originals_are_read_back_from_the_experts_of_a_checkpoint(name, loads_patched, shards, tmp_path):
+    """Mixtral's and Qwen3-MoE's checkpoints hold one tensor for each expert and projection, gpt-oss's one for all."""
+    make(name).save_pretrained(tmp_path, max_shard_size=shards)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path)
+    floats = {key: value.clone() for key, value in stock.state_dict().items()}
+    if loads_patched:
+        settings = hf_accel.AccelConfig(weights="int8")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings)
+    else:
+        assert "read back from" in str(hf_accel.plan(stock))
+        parameters = [parameter for m in stock.modules() if hasattr(m, "down_proj") for parameter in [m.down_proj]]
+        model = hf_accel.patch(stock)
+        assert all(p.numel() == 0 for p in parameters if isinstance(p, torch.nn.Parameter))
+    dropped = {source.name for _, source in state_of(model).originals.dropped}
+    assert {f"model.layers.{i}.mlp.experts.{key}" for i in (0, 1) for key in ("gate_up_proj", "down_proj")} <= dropped
+    hf_accel.unpatch(model)
+    after = model.state_dict()
+    assert after.keys() == floats.keys() and all(torch.equal(value, floats[key]) for key, value in after.items())
+
+
+def test_an_expert_that_changed_on_disk_is_not_read_back(tmp_path):
+    make("mixtral").save_pretrained(tmp_path)
+    model = hf_accel.patch(AutoModelForCausalLM.from_pretrained(tmp_path))
+    other = make("mixtral", seed=0)
+    with torch.no_grad():
+        other.model.layers[1].mlp.experts.gate_up_proj[3, 5, 7] += 1
+    other.save_pretrained(tmp_path)
+    with pytest.raises(HfAccelError, match=r"gate_up_proj' in .* has changed since patch\(\)"):
+        hf_accel.unpatch(model)
 
 
 def test_a_checkpoint_with_half_of_the_experts_is_refused(tmp_path):
