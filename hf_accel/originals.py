@@ -54,6 +54,7 @@ def stored_tensors(files: Iterable[str | Path]) -> dict[str, Path]:
 
 
 def read_tensor(stored: Stored, name: str) -> Tensor:
+    """The tensor `name` of a file, or of pieces, whatever its name: [experts, ...]."""
     if isinstance(stored, Path):
         with safe_open(stored, framework="pt") as tensors:
             return tensors.get_tensor(name)
