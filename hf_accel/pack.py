@@ -19,7 +19,7 @@ from .errors import UnsupportedError
 from .hardware import release, trim
 from .journal import Journal
 from .linear import BackendChoice, ExpertWeights, QuantExperts, QuantizedWeight, QuantLinear, Workers
-from .linear.experts import QUANTIZED
+from .linear.experts import WEIGHT_MODULES
 from .linear.nf4 import BitsAndBytes, nf4_layer
 from .originals import Originals, Source, Stored
 from .plan import LinearPlan, Plan
@@ -180,7 +180,7 @@ def _place(packed: Packed, site: LinearSite, todo: Plan, journal: Journal) -> No
 
 def _place_experts(packed: Mapping[str, Packed], site: ExpertsSite, todo: Plan, journal: Journal) -> None:
     """Put the quantized experts where the float ones were."""
-    keys = [key for key in QUANTIZED if key in packed]
+    keys = [key for key in WEIGHT_MODULES if key in packed]
     weights = {key: ExpertWeights.from_packed(packed[key].weight, choice=packed[key].choice) for key in keys}
     layer = QuantExperts(site.module, weights)
     _put_in(layer, site.module, site.experts_name, model=todo.model, journal=journal)

@@ -22,7 +22,7 @@ from .cache.quantized import QUANTIZED, dim_refusal
 from .check import check_skip, named
 from .config import GROUP_SIZES, CacheConfig, WeightConfig
 from .errors import UnsupportedError
-from .linear.experts import QUANTIZED as EXPERT_WEIGHTS
+from .linear.experts import WEIGHT_MODULES
 from .linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving
 from .tensors import is_plain_tensor
 from .weight_sites import ExpertsSite, LinearSite
@@ -34,8 +34,8 @@ def experts_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[Exp
     for name, module in model.named_modules():
         if not holds_experts(module):
             continue
-        keys = [key for key in EXPERT_WEIGHTS if key in module._parameters]
-        names = {key: f"{name}.{EXPERT_WEIGHTS[key]}" for key in keys}
+        keys = [key for key in WEIGHT_MODULES if key in module._parameters]
+        names = {key: f"{name}.{WEIGHT_MODULES[key]}" for key in keys}
         reason = f"the model is quantized by {other}" if other is not None else None
         if reason is None and any(named(one, wanted) for one in (name, *names.values()) for wanted in skip):
             reason = "named in skip="

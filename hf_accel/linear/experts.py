@@ -23,7 +23,7 @@ from .registry import BackendChoice
 
 # The parameters of transformers' fused experts, and the names of the modules that hold them quantized. These names are
 # others, because transformers cuts and renames what is called like the parameters while it saves and loads.
-QUANTIZED = {"gate_up_proj": "quantized_gate_up", "up_proj": "quantized_up", "down_proj": "quantized_down"}
+WEIGHT_MODULES = {"gate_up_proj": "quantized_gate_up", "up_proj": "quantized_up", "down_proj": "quantized_down"}
 
 
 @dataclass(eq=False)
@@ -147,13 +147,13 @@ class QuantExperts(nn.Module):
         self._modules.update(original._modules)
         self._parameters.update({name: p for name, p in original._parameters.items() if name not in weights})
         for name, weight in weights.items():
-            self.add_module(QUANTIZED[name], weight)
+            self.add_module(WEIGHT_MODULES[name], weight)
         self.train(original.training)
 
     @property
     def weights(self) -> dict[str, ExpertWeights]:
         """By the names of the parameters that they replace."""
-        found = {name: self._modules.get(module) for name, module in QUANTIZED.items()}
+        found = {name: self._modules.get(module) for name, module in WEIGHT_MODULES.items()}
         return {name: cast(ExpertWeights, module) for name, module in found.items() if module is not None}
 
     @property
@@ -192,7 +192,7 @@ class QuantExperts(nn.Module):
         own = vars(made)
         skipped = {*own, "original_class"}
         own.update({name: value for name, value in vars(self).items() if name not in skipped})
-        made._modules.update({n: m for n, m in self._modules.items() if n not in QUANTIZED.values()})
+        made._modules.update({n: m for n, m in self._modules.items() if n not in WEIGHT_MODULES.values()})
         for name, weights in self.weights.items():
             shape = (weights.experts, weights.out_features // weights.experts, weights.in_features)
             empty = torch.empty(shape, dtype=weights.dtype, device="meta")

@@ -33,7 +33,7 @@ from ..errors import UnsupportedError
 from ..keywords import one_of
 from ..tensors import is_plain_tensor
 from .backend import LinearSpec
-from .experts import QUANTIZED, activated, grouped, one_by_one
+from .experts import WEIGHT_MODULES, activated, grouped, one_by_one
 from .formats import Layout, check_group_size, settings_of
 from .layer import QuantModule
 
@@ -218,7 +218,7 @@ EXPERTS_FORWARDS = (None, "eager", "batched_mm", "grouped_mm")
 
 def holds_experts(module: nn.Module) -> bool:
     """Whether a module has the weights of fused experts, [experts, out, in] or [experts, in, out]."""
-    weights = [module._parameters.get(name) for name in QUANTIZED]
+    weights = [module._parameters.get(name) for name in WEIGHT_MODULES]
     return module._parameters.get("down_proj") is not None and all(w is None or w.dim() == 3 for w in weights)
 
 
