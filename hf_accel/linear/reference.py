@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ..tensors import has_instructions
 from .activations import round_groups
-from .backend import Backend
+from .backend import Backend, LinearSpec
 from .formats import QuantizedWeight, chunks
 
 ACTIVATION_GROUP = 128  # inputs that share an activation scale where the weight has no groups
@@ -30,6 +30,10 @@ class Reference(Backend):
 
     def __init__(self, activations: Literal["int8"] | None) -> None:
         self.activations = activations
+
+    def note(self, spec: LinearSpec) -> str | None:
+        slow = f"no kernel multiplies by {spec.bits} bits: each call dequantizes the weight first, slower than stock"
+        return slow if spec.bits < 4 else None
 
     def pack(self, weight: QuantizedWeight) -> QuantizedWeight:
         return weight
