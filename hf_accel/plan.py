@@ -15,7 +15,7 @@ from .attention import AttentionBackend
 from .config import PatchConfig, WeightConfig
 from .fused.projections import UNLIMITED
 from .fused.sites import Dropped, FusedSite, ProjectionSite
-from .linear import BackendChoice, QuantLinear
+from .linear import BackendChoice, QuantLinear, QuantModule
 from .originals import Stored
 from .survey import AttentionSite
 from .weight_sites import LinearSite
@@ -160,6 +160,8 @@ class Plan:
             clauses.add("torch's float linear rounds by batch size")
         elif self.invariant_rows is not None:
             clauses.add(f"float linears of more than {self.invariant_rows} rows go to torch, which rounds otherwise")
+        own = {type(m).__name__ for m in self.model.modules() if id(m) not in replaced and _has_matrix_of_its_own(m)}
+        clauses |= {f"the products of {name} are torch's, which rounds by batch size" for name in own}
         return sorted(clauses)
 
     @property
@@ -181,6 +183,13 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join([f"hf_accel plan: {self.title}", *table(self.lines)])
+
+
+def _has_matrix_of_its_own(module: nn.Module) -> bool:
+    """Whether a module that is no Linear may multiply by a parameter, as the router of a mixture does."""
+    if isinstance(module, nn.Linear | Conv1D | nn.Embedding | QuantModule):
+        return False
+    return any(p is not None and p.dim() > 1 and p.is_floating_point() for p in module._parameters.values())
 
 
 def _is_float_linear(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 import hf_accel
 from hf_accel.attention import AttentionBackend, AttentionSpec, choose
@@ -238,6 +238,17 @@ def test_row_invariance_is_claimed_where_it_holds(family, keywords, why) -> None
         assert why in line["reason"]
         with pytest.raises(hf_accel.UnsupportedError, match="deterministic=True cannot be met"):
             hf_accel.plan(model, weights=None, fuse=False, deterministic=True)
+
+
+def test_a_router_multiplies_by_itself() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    config = MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, num_local_experts=3)
+    model = AutoModelForCausalLM.from_config(config)
+    for weights in ("int8", None):
+        with pytest.raises(hf_accel.UnsupportedError, match="products of MixtralTopKRouter are torch's"):
+            hf_accel.plan(model, weights=weights, deterministic=True)
+    assert "MixtralExperts" in str(hf_accel.plan(model, weights=None).variant)
+    assert "MixtralExperts" not in str(hf_accel.plan(model).variant)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
