@@ -61,7 +61,7 @@ def test_calibrate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     run("calibrate", "--quick", monkeypatch=monkeypatch)
     out = capsys.readouterr().out
     nearest, calibrated = (float(part.split("KL from the float model: ")[1].split()[0]) for part in out.split("gptq:"))
-    assert calibrated < 0.5 * nearest
+    assert calibrated < 0.75 * nearest
     assert "28 linears  W4A16 in groups of 128" in out and "loaded: the same integers" in out
 
 
