@@ -86,13 +86,21 @@ def configs(model: PreTrainedModel, data: Tensor, settings: Methods) -> list[tup
             )
             kind = "" if symmetric else ", zero points"
             found.append((f"int{bits} {method}, groups of {size}{kind}", weights))
+    for budget in settings.budgets:
+        weights = hf_accel.WeightConfig(
+            group_size=32, symmetric=False, method="gptq", calibration=data, average_bits=budget,
+            skip=undivided(model, 32),
+        )  # fmt: skip
+        found.append((f"int4 gptq, groups of 32, zero points, {budget} bits on average", weights))
     if find_spec("bitsandbytes") is not None:
         found.append(("nf4", hf_accel.WeightConfig(bits=4, format="nf4")))
     return found
 
 
 def bits_of(model: PreTrainedModel, weights: hf_accel.WeightConfig) -> float:
-    """Of a quantized weight on average, scales included, without the head."""
+    """Of a quantized weight on average, scales included, without the head. A budget is taken to be used up."""
+    if weights.average_bits is not None:
+        return weights.average_bits
     planned = [p for p in hf_accel.plan(model, weights=weights).quantized if not p.site.is_head]
     size = sum(p.choice.spec.weight_bytes for p in planned if p.choice is not None)
     return 8 * size / sum(p.site.weight.numel() for p in planned)

@@ -167,19 +167,27 @@ class Distill:
 class Methods:
     """groups: sizes of groups of INT4; lopsided: those that get zero points too. windows: of calibration data.
 
-    fewer: bits below 4, in groups of 32 with zero points. beside: checkpoints of other programs to score too.
+    fewer: bits below 4, in groups of 32 with zero points. budgets: average bits, in these groups too. beside:
+    checkpoints of other programs to score too.
     """
 
     groups: tuple[int, ...] = (128, 64, 32)
     lopsided: tuple[int, ...] = (128, 32)
     fewer: tuple[int, ...] = (3, 2)
+    budgets: tuple[float, ...] = (5.28, 5.64)
     beside: tuple[str, ...] = ()
     windows: int = 32
     length: int = 512
 
     def quicker(self) -> Methods:
         return replace(
-            self, groups=self.groups[-1:], lopsided=(), fewer=(), windows=self.windows // 8, length=self.length // 2
+            self,
+            groups=self.groups[-1:],
+            lopsided=(),
+            fewer=(),
+            budgets=(),
+            windows=self.windows // 8,
+            length=self.length // 2,
         )
 
 
