@@ -19,8 +19,7 @@ from hf_accel.twin import twin
 
 from .bench import Bench
 from .models import load_model
-from .quality import Variant, checkpoint, lost, read_windows, score
-from .small_model import SHIPPED
+from .quality import Variant, checkpoint, held_out, lost, read_windows, score
 from .tables import Row, Table
 from .timing import BASELINE
 
@@ -33,7 +32,7 @@ NOTE = (
 
 def measure(bench: Bench) -> list[Table]:
     settings = bench.settings
-    name, text = checkpoint(settings), Path(settings.text or SHIPPED / "heldout.txt")
+    name, text = checkpoint(settings), held_out(settings)
     model = load_model(name)
     variants = make_variants(model)
     tables = []

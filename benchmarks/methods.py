@@ -25,9 +25,8 @@ from hf_accel.twin import twin
 from .bench import Bench
 from .corpus import held_out_text, training_windows
 from .models import load_model
-from .quality import Variant, checkpoint, read_windows, row, score
+from .quality import Variant, checkpoint, held_out, read_windows, row, score
 from .settings import Methods
-from .small_model import SHIPPED
 from .tables import Row, Table
 from .timing import BASELINE
 
@@ -41,7 +40,7 @@ NOTE = (
 
 def measure(bench: Bench) -> list[Table]:
     settings = bench.settings
-    name, text = checkpoint(settings), Path(settings.text or SHIPPED / "heldout.txt")
+    name, text = checkpoint(settings), held_out(settings)
     windows, model = read_windows(name, text, settings.quality_tokens), load_model(name)
     data = calibration(name, settings.text, count=settings.methods.windows, length=settings.methods.length)
     seconds: dict[str, float | None] = {BASELINE: None}

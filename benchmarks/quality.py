@@ -59,8 +59,7 @@ class Scores:
 
 def measure(bench: Bench) -> list[Table]:
     settings = bench.settings
-    name = checkpoint(settings)
-    text = Path(settings.text or SHIPPED / "heldout.txt")
+    name, text = checkpoint(settings), held_out(settings)
     windows = read_windows(name, text, settings.quality_tokens)
     variants = make_variants(load_model(name))
     scores = score(variants, windows)
@@ -72,6 +71,11 @@ def measure(bench: Bench) -> list[Table]:
 def checkpoint(settings: Settings) -> str:
     """The model that was asked for, if it has learned something."""
     return str(SHIPPED) if settings.model in MODELS else settings.model
+
+
+def held_out(settings: Settings) -> Path:
+    """The text that perplexity is measured on."""
+    return Path(settings.text or SHIPPED / "heldout.txt")
 
 
 def make_variants(model: PreTrainedModel) -> dict[str, Variant]:

@@ -239,11 +239,11 @@ def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
 
 def find_on_disk(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str, Stored] | None:
     """Where the checkpoint has every weight to be replaced, bit for bit; None unless all can be read back."""
-    found = checkpoint_files(model.config._name_or_path)
-    files: dict[str, Stored] = {**found, **stored_experts(model, found)}
     sites = [p.site for p in linears if p.choice is not None and not p.site.is_tied]
-    if not files or not sites:
+    found = checkpoint_files(model.config._name_or_path) if sites else {}
+    if not found:
         return None
+    files: dict[str, Stored] = {**found, **stored_experts(model, found)}
     with Workers[bool]() as workers:
         for site in sites:
             if not all(workers.put(partial(readable, site.tensor_name, site.parameter, files))):

@@ -241,10 +241,8 @@ def activated(module: nn.Module, kind: type[nn.Module], hidden: Tensor) -> Tenso
 
 def parts_of(weight: QuantizedWeight, count: int) -> list[QuantizedWeight]:
     """A weight [count * out, in] as `count` weights [out, in]. The integers, and all but zero points, are views."""
-    return [
-        _outputs(weight, slice(i * len(weight.weight_scale) // count, (i + 1) * len(weight.weight_scale) // count))
-        for i in range(count)
-    ]
+    size = weight.shape[0] // count
+    return [_outputs(weight, slice(i * size, (i + 1) * size)) for i in range(count)]
 
 
 def _outputs(weight: QuantizedWeight, outputs: slice) -> QuantizedWeight:
