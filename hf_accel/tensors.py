@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,35 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         return
     for name in flatten()[0]:
         yield from plain_tensors(getattr(tensor, name))
+
+
+def integers(numbers: Sequence[int], *, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A tensor [len(numbers)] of int64 or int32 on the host; some times faster than torch.tensor for many numbers."""
+    if not numbers:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(array("q" if dtype is torch.int64 else "i", numbers), dtype=dtype)
+
+
+def is_remote(tensor: Tensor) -> bool:
+    """Whether the host must wait for a device to read a number of the tensor."""
+    return tensor.device.type != "cpu"
+
+
+class HostCopy:
+    """Numbers that are on their way to the host. The copy starts at once, and only tolist() waits for it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy, self._event = tensor, None
+        if tensor.is_cuda:
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copy.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def tolist(self) -> Any:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy.tolist()
 
 
 def is_recorded() -> bool:

@@ -26,6 +26,14 @@ def gpu_memory(device: torch.device) -> tuple[int, int]:
     return total, free
 
 
+def pool_memory(device: torch.device) -> int | None:
+    """The bytes that one large pool can take of a GPU; None for a host, which commits memory only when it is used."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch has it, and gives it
+    return gpu_memory(device)[1] + unused
+
+
 def _installed_memory() -> int | None:
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,62 @@
+"""Triton kernels for NVIDIA GPUs. Importing this package does not import Triton; a module of kernels does.
+
+With TRITON_INTERPRET=1 in the environment they run on a CPU, in Triton's interpreter, slowly. Tests use it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+
+OLDEST = (8, 0)  # compute capability: the first with bfloat16 and asynchronous copies
+FP8 = (8, 9)  # the first whose instructions multiply float8_e4m3fn
+
+
+@functools.cache
+def is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on a CPU."""
+    if not is_installed():
+        return False
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+def is_for(device_type: str) -> bool:
+    """Whether Triton kernels are meant for this kind of device; whether they can run there says refusal()."""
+    return device_type == "cuda" or (device_type == "cpu" and is_interpreted())
+
+
+def refusal(device_type: str) -> str | None:
+    """Why no Triton kernel runs on tensors of this kind of device ("cpu", "cuda"), as a clause; None if they do."""
+    if device_type == "cpu":
+        return None if is_interpreted() else "it runs on an NVIDIA GPU, not on a CPU"
+    if device_type != "cuda":
+        return f"it runs on an NVIDIA GPU, not on {device_type}"
+    return _gpu_refusal()
+
+
+@functools.cache
+def capability() -> tuple[int, int]:
+    """The compute capability of the GPU that is there; (0, 0) if there is none."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+@functools.cache
+def _gpu_refusal() -> str | None:
+    if not torch.cuda.is_available():
+        return "torch sees no NVIDIA GPU here"
+    if torch.version.hip is not None:
+        return "it was made for NVIDIA's GPUs, and this one is AMD's"
+    if not is_installed():
+        return "Triton is not installed; `pip install triton` installs it"
+    if capability() < OLDEST:
+        needed, found = (f"{major}.{minor}" for major, minor in (OLDEST, capability()))
+        return f"it needs compute capability {needed}, and this GPU has {found}"
+    return None

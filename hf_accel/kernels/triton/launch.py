@@ -1,0 +1,44 @@
+"""A launch of a Triton kernel as a value: it can be run, and it can be compiled for a GPU that is not there."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Launch:
+    """One launch of `kernel`, a function that triton.jit made, on the device of its first tensor.
+
+    grid: programs along each axis; with 0 along one, nothing runs. arguments: tensors, numbers and None by name.
+    constants: the parameters that are tl.constexpr, by name. num_warps, num_stages: what the compiler is told.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    constants: dict[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def run(self) -> None:
+        if 0 in self.grid:
+            return
+        with self._on_device():
+            self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the compiler is told. It may fuse products and sums: Triton's default changes."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Triton launches on the current GPU, which need not be that of the tensors."""
+        first: Tensor = next(value for value in self.arguments.values() if isinstance(value, Tensor))
+        if not first.is_cuda or first.device.index == torch.cuda.current_device():
+            return nullcontext()
+        return torch.cuda.device(first.device)
