@@ -180,7 +180,8 @@ class CacheConfig:
     dtype: "auto" stores K and V as the model computes them, "int8" or "fp8" (e4m3) with a scale per
         token and head, "int4" rotated, with a scale and a shift, for heads of an even size: it loses little where
         heads are as large as usual (64 numbers, 128), and a lot where they are small.
-    max_tokens: a fixed capacity in tokens over all sequences; None grows as needed.
+    max_tokens: a fixed capacity in tokens over all sequences; None grows as needed. On a GPU, None gives an Engine
+        and generate_batch() as many as fit into its free memory.
     prefix_sharing: keep one copy of blocks whose tokens and history are equal.
     """
 

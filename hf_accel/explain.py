@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from .generation import graphs
 from .kernels import cpu as cpu_kernels
 from .originals import files_of
 from .plan import Line, LinearPlan, Plan
@@ -18,6 +19,8 @@ def explain(plan: Plan) -> Iterator[Line]:
     yield from _weight_lines(plan)
     yield from _fused_lines(plan)
     yield from _cache_lines(plan)
+    if plan.model.device.type != "cpu":
+        yield _graphs_line(plan)
     yield _undo_line(plan)
     variant = plan.variant
     reason = "; ".join(variant) or "a request's tokens do not depend on what runs beside it"
@@ -92,6 +95,7 @@ FUSED_KINDS = {
     "norm": ("RMSNorms", "one native call"),
     "rotary": ("rotary embeddings", "one native call"),
     "mlp": ("gated MLPs", "one call but for down"),
+    "gate": ("gated MLPs", "activation and product in one call"),
     "conv1d": ("float Conv1Ds", "torch, in float32"),
 }
 
@@ -157,6 +161,18 @@ def _undo_line(plan: Plan) -> Line:
         return Line("undo", "unpatch()", "exact", f"originals stay in memory, {size / 1e6:,.1f} MB: {why}")
     folder = files_of(next(iter(plan.on_disk.values())))[0].parent
     return Line("undo", "unpatch()", "exact", f"originals are read back from {folder}, checked by fingerprint")
+
+
+def _graphs_line(plan: Plan) -> Line:
+    """Whether passes of the ragged loop can be replayed as graphs; what else keeps one from it is in stats()."""
+    host = sorted({p.backend.name for p in plan.attention if not p.backend.capturable})
+    refusal = graphs.refusal(plan.model.device) or plan.stock_loop
+    if refusal is None and host:
+        refusal = f"the attention backend {host[0]!r} reads the lengths of sequences on the host"
+    if refusal is not None:
+        return Line("graphs", "decode, verification", "none", refusal)
+    reason = "captured when a shape of a pass is first met; stats() counts the passes without one"
+    return Line("graphs", "decode, verification", "CUDA graphs", reason)
 
 
 def _size_lines(plan: Plan) -> Iterator[Line]:

@@ -87,7 +87,9 @@ class Packer:
         source = None
         if file is not None and stored_as is not None:
             source = None if self._lose else Source.of(tensor, file, stored_as)
-        choice = choose(LinearSpec.of(linear.site.matrices(tensor)[0], linear.config))
+        assert linear.choice is not None
+        spec = LinearSpec.of(linear.site.matrices(tensor)[0], linear.config)
+        choice = choose(spec, row_invariant=linear.choice.row_invariant)
         packed = pack_weight(linear, tensor, choice, source=source)
         release(tensor)  # transformers holds its mapping until the whole model is loaded
         return packed
@@ -106,7 +108,9 @@ def make_packer(
     with _torchs_defaults():
         linears = [
             linear
-            for linear in plan_linears(model, settings.weights, device_type=device_type)
+            for linear in plan_linears(
+                model, settings.weights, device_type=device_type, row_invariant=settings.deterministic
+            )
             if linear.choice is not None and not linear.site.is_tied
         ]
     return Packer(linears, device_type=device_type, files=stored, lose=keep is False) if linears else None

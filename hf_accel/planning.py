@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -17,11 +17,12 @@ from .config import PatchConfig, WeightConfig
 from .errors import UnsupportedError
 from .explain import explain
 from .fused.hf import layer_sites
+from .fused.operators import has_library
+from .fused.operators import refusal as refuses_operators
 from .fused.projections import UNLIMITED, native_rows
 from .fused.sites import fused_sites, native_linears, projection_sites
 from .generation.hf import model_refusal
 from .hardware import detect, read_bandwidth
-from .kernels import cpu as kernels
 from .kernels.cpu.library import FLOATS
 from .linear import LinearSpec, QuantLinear, Workers
 from .linear import choose as choose_linear
@@ -64,7 +65,7 @@ def make_plan(
     _check_other_quantizer(inner, config)
     _check_calibration(config.weights)
     _check_nf4(inner, config.weights)
-    linears = tuple(plan_linears(inner, config.weights, eight_bits=eight_bits))
+    linears = tuple(plan_linears(inner, config.weights, eight_bits=eight_bits, row_invariant=config.deterministic))
     attention = () if stock_attention else tuple(_plan_attention(inner, config))
     stock_loop = _stock_loop(inner, config, stock_cache)
     before = parameter_bytes(list(inner.parameters()) + list(inner.buffers()))
@@ -166,11 +167,16 @@ def plan_linears(
     *,
     device_type: str | None = None,
     eight_bits: Collection[str] = (),
+    row_invariant: bool = False,
 ) -> Iterable[LinearPlan]:
-    """Decide about each Linear. device_type: where the weights will be, if the model is on meta still."""
+    """Decide about each Linear. device_type: where the weights will be, if the model is on meta still.
+
+    row_invariant: whether backends that are row-invariant come before the others.
+    """
     if config is None:
         return
     experts: list[LinearPlan] = []
+    where = _Where(device_type, row_invariant)
     for site in sites_for(model, config):
         kept = config.for_head if site.is_head else config
         if kept is config and site.name in eight_bits:
@@ -180,18 +186,25 @@ def plan_linears(
         elif site.skip is not None:
             yield LinearPlan(site, kept, site.skip)
         elif isinstance(site, ExpertsSite):
-            experts.append(_plan_experts(site, kept, device_type))
+            experts.append(_plan_experts(site, kept, where))
         else:
-            yield _plan_linear(site, kept, device_type)
+            yield _plan_linear(site, kept, where)
     yield from _whole_experts(experts)
 
 
-def _plan_linear(site: LinearSite, config: WeightConfig, device_type: str | None) -> LinearPlan:
-    spec = LinearSpec.of(site.matrices(site.parameter)[0], config, device_type=device_type)
+class _Where(NamedTuple):
+    """Where a layer will run, and whether each row has to be rounded as it is alone."""
+
+    device_type: str | None
+    row_invariant: bool
+
+
+def _plan_linear(site: LinearSite, config: WeightConfig, where: _Where) -> LinearPlan:
+    spec = LinearSpec.of(site.matrices(site.parameter)[0], config, device_type=where.device_type)
     refusal = nf4_refusal(spec, site.bias) if config.is_nf4 else None
     if refusal is not None:
         return LinearPlan(site, config, refusal)
-    choice = choose_nf4(spec) if config.is_nf4 else choose_linear(spec)
+    choice = choose_nf4(spec) if config.is_nf4 else choose_linear(spec, row_invariant=where.row_invariant)
     if config.only_if_faster and choice.seconds > choice.stock_seconds:
         return LinearPlan(site, config, f"{config.label} was measured to be slower than stock")
     refusals = [f"{name} refused: {why}" for name, why in choice.refusals]
@@ -199,7 +212,7 @@ def _plan_linear(site: LinearSite, config: WeightConfig, device_type: str | None
     return LinearPlan(site, config, reason, choice)
 
 
-def _plan_experts(site: ExpertsSite, config: WeightConfig, device_type: str | None) -> LinearPlan:
+def _plan_experts(site: ExpertsSite, config: WeightConfig, where: _Where) -> LinearPlan:
     """Decide about a weight of experts as about the Linear that one of them is."""
     if config.is_nf4:
         return LinearPlan(site, config, "bitsandbytes has no experts")
@@ -208,7 +221,7 @@ def _plan_experts(site: ExpertsSite, config: WeightConfig, device_type: str | No
             site, config, f"group_size={config.group_size} does not divide the {site.weight.shape[2]} inputs"
         )
     nearest = replace(config, method="rtn", average_bits=None, calibration=None, resume=None)
-    planned = _plan_linear(site, nearest, device_type)
+    planned = _plan_linear(site, nearest, where)
     if planned.choice is not None and config.needs_data:
         return replace(planned, reason=f"{planned.reason}; rounded to nearest: calibration does not reach experts")
     return planned
@@ -263,7 +276,9 @@ def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[Att
             "knows; leave attention= out, or pass attention=None"
         )
     for site in sites:
-        backend, refusals = attention_backends.choose(site.spec, config.attention or "auto")
+        backend, refusals = attention_backends.choose(
+            site.spec, config.attention or "auto", row_invariant=config.deterministic
+        )
         reason = "; ".join(f"{name} refused: {why}" for name, why in refusals) or "first choice"
         yield AttentionPlan(site, backend, reason)
 
@@ -277,13 +292,16 @@ def _plan_fused(
     """attention: what attends over pages; a layer of which all is known is one native call then."""
     if not config.fuse:
         return FusedPlan(reason="fuse=False")
-    reason = kernels.refusal() if model.device.type == "cpu" else f"there are none for {model.device.type} yet"
+    device_type = model.device.type
+    reason = refuses_operators(device_type)
     if reason is None and model.dtype not in FLOATS:
         reason = f"the native calls do not compute in {str(model.dtype).removeprefix('torch.')}"
     if reason is not None:
         return FusedPlan(reason=reason)
     float_rows = UNLIMITED if config.deterministic else native_rows(model.dtype)
-    candidates, dropped = fused_sites(model, model.dtype, float_rows)
+    candidates, dropped = fused_sites(model, model.dtype, float_rows, device_type=device_type)
+    if not has_library(device_type):
+        return FusedPlan(tuple(candidates), dropped=tuple(dropped))
     replaced = {id(linear.site.module) for linear in linears if linear.choice is not None}
     foreign = {id(p.site.module) for p in linears if p.choice is not None and p.config.is_nf4}
     sites = [

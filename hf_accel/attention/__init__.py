@@ -5,29 +5,46 @@ from __future__ import annotations
 from ..errors import UnsupportedError
 from .contract import AttentionBackend, AttentionSpec, PlannedAttention
 from .cpu import CpuBackend
+from .flash import FlashAttention2, FlashAttention3, FlashBackend, TorchVarlen
 from .reference import ReferenceBackend
 from .sdpa import SdpaBackend
+from .triton import TritonBackend
 
-BACKENDS: tuple[AttentionBackend, ...] = (CpuBackend(), SdpaBackend(), ReferenceBackend())
+BACKENDS: tuple[AttentionBackend, ...] = (
+    CpuBackend(),
+    FlashBackend("flash_attn", FlashAttention3()),
+    FlashBackend("flash_attn", FlashAttention2()),
+    FlashBackend("varlen", TorchVarlen()),
+    TritonBackend(row_invariant=False),
+    TritonBackend(row_invariant=True),
+    SdpaBackend(),
+    ReferenceBackend(),
+)
 
 
-def choose(spec: AttentionSpec, name: str = "auto") -> tuple[AttentionBackend, list[tuple[str, str]]]:
+def choose(
+    spec: AttentionSpec, name: str = "auto", *, row_invariant: bool = False
+) -> tuple[AttentionBackend, list[tuple[str, str]]]:
     """The backend called `name`, or for "auto" the first that does not refuse `spec`.
 
-    Returns it with (name, reason) of each that refused before it. Raises UnsupportedError when `name` is unknown,
-    or when the backend refuses.
+    row_invariant: whether backends that are row-invariant come before the others.
+    Returns it with (name, reason) of each that refused before it, of those for this kind of device. Raises
+    UnsupportedError when `name` is unknown, or when the backend refuses.
     """
-    candidates = [backend for backend in BACKENDS if name in ("auto", backend.name)]
+    here = [backend for backend in BACKENDS if backend.is_for(spec.device_type)]
+    candidates = here if name == "auto" else [backend for backend in BACKENDS if backend.name == name]
+    if row_invariant:
+        candidates = sorted(candidates, key=lambda backend: not backend.row_invariant)
     if not candidates:
-        known = ", ".join(repr(backend.name) for backend in BACKENDS)
+        known = ", ".join(dict.fromkeys(repr(backend.name) for backend in BACKENDS))
         raise UnsupportedError(f"attention={name!r} is not known; choose 'auto' or one of {known}")
-    refusals: list[tuple[str, str]] = []
+    refusals: dict[str, str] = {}
     for backend in candidates:
         reason = backend.refuses(spec)
         if reason is None:
-            return backend, refusals
-        refusals.append((backend.name, reason))
-    reasons = "; ".join(f"{refused} refuses: {reason}" for refused, reason in refusals)
+            return backend, list(refusals.items())
+        refusals[backend.name] = reason
+    reasons = "; ".join(f"{refused} refuses: {reason}" for refused, reason in refusals.items())
     raise UnsupportedError(f"attention={name!r} cannot serve this model ({reasons}); use attention='auto'")
 
 
@@ -39,5 +56,6 @@ __all__ = [
     "PlannedAttention",
     "ReferenceBackend",
     "SdpaBackend",
+    "TritonBackend",
     "choose",
 ]

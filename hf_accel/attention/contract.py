@@ -43,6 +43,11 @@ class AttentionBackend(ABC):
 
     name: str
     row_invariant: bool = False  # a query's bits do not depend on the batch, the chunk or the threads
+    capturable: bool = False  # paged() reads lengths and block tables on the device alone, so a CUDA graph can hold it
+
+    def is_for(self, device_type: str) -> bool:
+        """Whether it is meant for this kind of device. "auto" does not speak of backends that are not."""
+        return True
 
     @abstractmethod
     def refuses(self, spec: AttentionSpec) -> str | None:
@@ -84,6 +89,13 @@ class PlannedAttention:
 
     backend: AttentionBackend
     spec: AttentionSpec
+
+
+def must_be_traced(*operands: Tensor | None) -> bool:
+    """Whether torch has to see the operators: for a gradient, or to compile them."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands):
+        return True
+    return torch.compiler.is_compiling()
 
 
 def empty_lse(q: Tensor, sinks: Tensor | None) -> Tensor:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..kernels import cpu as kernels
 from ..kernels.cpu.attention import attend, attend_pages
 from ..kernels.cpu.library import FLOATS
 from ..layouts import KV, AttentionOptions, Ragged
-from .contract import AttentionBackend, AttentionSpec
+from .contract import AttentionBackend, AttentionSpec, must_be_traced
 from .sdpa import SdpaBackend
 
 LARGEST_DIM = 512
@@ -28,6 +27,9 @@ class CpuBackend(AttentionBackend):
 
     def __init__(self) -> None:
         self.torch = SdpaBackend()
+
+    def is_for(self, device_type: str) -> bool:
+        return device_type == "cpu"
 
     def refuses(self, spec: AttentionSpec) -> str | None:
         if spec.device_type != "cpu":
@@ -53,10 +55,3 @@ class CpuBackend(AttentionBackend):
             return self.torch.paged(q, kv, ragged, options, return_lse=return_lse)
         out, lse = attend_pages(q, kv, ragged, options, return_lse=return_lse)
         return (out, lse) if return_lse else out
-
-
-def must_be_traced(*operands: Tensor | None) -> bool:
-    """Whether torch has to see the operators: for a gradient, or to compile them."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands):
-        return True
-    return torch.compiler.is_compiling()

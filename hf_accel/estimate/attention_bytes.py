@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ..cache.hf.room import num_kv_heads
 from ..cache.quantized import head_bytes
 from ..errors import UnsupportedError
 
@@ -79,16 +80,7 @@ def _layer(config: Any, *, tokens: int) -> AttentionLayer:
     heads = config.num_attention_heads
     return AttentionLayer(
         heads=heads,
-        kv_heads=_kv_heads(config),
+        kv_heads=num_kv_heads(config),
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         tokens=tokens,
     )
-
-
-def _kv_heads(config: Any) -> int:
-    if getattr(config, "new_decoder_architecture", False):  # Falcon repeats its K and V before it caches them
-        return int(config.num_attention_heads)
-    if getattr(config, "multi_query", False):
-        return 1
-    named = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
-    return int(named or config.num_attention_heads)

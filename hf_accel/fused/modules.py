@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ..instance import Mixin
-from ..kernels.cpu.elementwise import rms_norm, rope
 from ..kernels.cpu.library import native
 from ..state import FUSED
 from ..tensors import PLAIN
-from .forms import ROTATION, GatedNames, NormForm, Rotation, form_of_rotation, norm_form, with_rotation
+from .forms import ACTIVATIONS, ROTATION, GatedNames, NormForm, Rotation, form_of_rotation, norm_form, with_rotation
+from .operators import computes, gated, rms_norm, rope
 from .projections import is_bare_linear, is_unobserved
 
 # -- norms ---------------------------------------------------------------------------------------------
@@ -30,9 +30,9 @@ class NormForms:
         """The form of `module`, whose class was `kind`, for inputs like x [..., n]; found when first asked for."""
         own = module.__dict__
         weight = own["_parameters"]["weight"]
-        if weight is None or x.shape[-1:] != weight.shape or not weight.is_cpu:
+        if weight is None or x.shape[-1:] != weight.shape or weight.device != x.device:
             return None
-        key = x.dtype, weight.dtype, own.get("variance_epsilon") or own.get("eps")
+        key = x.dtype, weight.dtype, x.device.type, own.get("variance_epsilon") or own.get("eps")
         if key not in self._known:
             self._known[key] = norm_form(module, kind, dtype=x.dtype)
         return self._known[key]
@@ -42,7 +42,7 @@ class NativeNorm(Mixin):
     """Mixed into an RMSNorm: one native call instead of six operators."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and native(args[0]):
+        if len(args) == 1 and not kwargs and computes(args[0]):
             own, x = self.__dict__, args[0]
             form = own[FUSED].form(self, self.original_class, x)
             if form is not None:
@@ -77,7 +77,7 @@ def _rewritten(original: type) -> FunctionType:
         if len(args) == 4 and not kwargs and _is_usual(*args):
             q, k, cos, sin = args
             # A form that rounds as stock does in one dtype need not in another, which a patched model can be given.
-            form = form_of_rotation(stock, q.dtype, cos.dtype)
+            form = form_of_rotation(stock, q.dtype, cos.dtype, q.device.type)
             if form is not None:
                 return rope(q, k, cos, sin, interleaved=form.interleaved, round_each=form.round_each)
         return stock(*args, **kwargs)
@@ -87,9 +87,9 @@ def _rewritten(original: type) -> FunctionType:
 
 def _is_usual(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Whether these are what the form was tried on: whole heads, and a row of the tables for each token."""
-    if not (native(q) and type(k) in PLAIN and type(cos) in PLAIN and type(sin) in PLAIN):
+    if not (computes(q) and type(k) in PLAIN and type(cos) in PLAIN and type(sin) in PLAIN):
         return False
-    if not (k.is_cpu and cos.is_cpu and sin.is_cpu and q.ndim == k.ndim == 4 and cos.ndim == 3):
+    if not (k.device == cos.device == sin.device == q.device and q.ndim == k.ndim == 4 and cos.ndim == 3):
         return False
     batch, _, tokens, size = q.shape
     return (
@@ -126,6 +126,26 @@ class NativeGatedMLP(Mixin):
                 if call is not None:
                     hidden = call(x.reshape(-1, x.shape[-1]))
                     return modules[parts.down](hidden.view(*x.shape[:-1], -1))
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class FusedGate(Mixin):
+    """Mixed into down(act(gate(x)) * up(x)): the activation and the product are one call. The linears are called.
+
+    For GPUs, where a linear layer is a kernel of its own anyway.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """x [..., in] -> [..., in]."""
+        if len(args) == 1 and not kwargs and computes(args[0]):
+            own = self.__dict__
+            parts: GatedNames = own[FUSED]
+            if _is_held(parts.activation, own):
+                modules: dict[str, nn.Module] = own["_modules"]
+                gate, up, name = modules[parts.gate](args[0]), modules[parts.up](args[0]), str(parts.call.epilogue)
+                if gate.dtype is up.dtype and gate.shape == up.shape and computes(gate) and type(up) in PLAIN:
+                    return modules[parts.down](gated(gate, up, activation=name))
+                return modules[parts.down](ACTIVATIONS[name](gate) * up)
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 

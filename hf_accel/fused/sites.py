@@ -15,7 +15,8 @@ from ..instance import Mixin, mixed_class
 from ..kernels.cpu.library import FLOATS
 from ..state import FUSED
 from .forms import GatedNames, gated_names, norm_form, rotary_form
-from .modules import NativeGatedMLP, NativeNorm, NativeRotary, NormForms
+from .modules import FusedGate, NativeGatedMLP, NativeNorm, NativeRotary, NormForms
+from .operators import has_library
 from .projections import NativeLinear, ProjectionCall, is_readable
 from .structure import siblings
 from .widened import WidenedConv1D, is_conv1d, is_slow_in_torch
@@ -51,13 +52,16 @@ class Dropped:
     reason: str
 
 
-def fused_sites(model: nn.Module, dtype: torch.dtype, float_rows: int) -> tuple[list[FusedSite], list[Dropped]]:
+def fused_sites(
+    model: nn.Module, dtype: torch.dtype, float_rows: int, *, device_type: str = "cpu"
+) -> tuple[list[FusedSite], list[Dropped]]:
     """Norms, rotary embeddings and gated MLPs that a native call can compute; checked on random input of `dtype`."""
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
     checked: dict[Any, bool] = {}  # by what the check depends on
     for name, module in model.named_modules():
-        found = _site(name, module, dtype, float_rows, checked=checked)
+        site = _candidate(name, module, dtype, float_rows, device_type=device_type)
+        found = None if site is None else _checked(site, dtype, device_type, checked=checked)
         if isinstance(found, FusedSite):
             sites.append(found)
         elif found is not None:
@@ -65,12 +69,10 @@ def fused_sites(model: nn.Module, dtype: torch.dtype, float_rows: int) -> tuple[
     return sites, dropped
 
 
-def _site(
-    name: str, module: nn.Module, dtype: torch.dtype, float_rows: int, *, checked: dict[Any, bool]
-) -> FusedSite | Dropped | None:
-    site = _candidate(name, module, dtype, float_rows)
-    if site is None:
-        return None
+def _checked(
+    site: FusedSite, dtype: torch.dtype, device_type: str, *, checked: dict[Any, bool]
+) -> FusedSite | Dropped:
+    name, module = site.name, site.module
     if "forward" in vars(module):  # by accelerate, a compiler, or hand
         return Dropped(name, site.kind, "its forward was replaced on the module itself")
     used = {p.dtype for p in module.parameters(recurse=False)} or {dtype}
@@ -81,7 +83,7 @@ def _site(
         parts = site.state
         signature = (type(module), parts.gate, parts.up, parts.down, parts.call.epilogue)
         if signature not in checked:
-            checked[signature] = _agrees(module, parts, dtype)
+            checked[signature] = _agrees(site, dtype, device_type)
         return site if checked[signature] else Dropped(name, site.kind, DIFFERS)
     if site.kind == "norm" and norm_form(module) is None:
         return Dropped(name, site.kind, DIFFERS)
@@ -92,16 +94,19 @@ def _site(
     return site
 
 
-def _candidate(name: str, module: nn.Module, dtype: torch.dtype, float_rows: int) -> FusedSite | None:
+def _candidate(
+    name: str, module: nn.Module, dtype: torch.dtype, float_rows: int, *, device_type: str
+) -> FusedSite | None:
     """What a module looks like by its name and its code."""
     if type(module).__name__.endswith("RMSNorm"):
         return FusedSite(name, module, "norm", NativeNorm, NormForms())
-    if rotary_form(module, dtype) is not None:
+    if rotary_form(module, dtype, device_type) is not None:
         return FusedSite(name, module, "rotary", NativeRotary, None)
-    if is_conv1d(module) and is_slow_in_torch(dtype):
+    if device_type == "cpu" and is_conv1d(module) and is_slow_in_torch(dtype):
         return FusedSite(name, module, "conv1d", WidenedConv1D, None)
     parts = gated_names(module, float_rows)
-    return None if parts is None else FusedSite(name, module, "mlp", NativeGatedMLP, parts)
+    kind, mixin = ("mlp", NativeGatedMLP) if has_library(device_type) else ("gate", FusedGate)
+    return None if parts is None else FusedSite(name, module, kind, mixin, parts)
 
 
 def native_linears(model: nn.Module, float_rows: int) -> Iterator[FusedSite]:
@@ -122,22 +127,23 @@ def projection_sites(model: nn.Module) -> Iterator[ProjectionSite]:
 
 
 @torch.no_grad()
-def _agrees(module: nn.Module, parts: GatedNames, dtype: torch.dtype) -> bool:
+def _agrees(site: FusedSite, dtype: torch.dtype, device_type: str) -> bool:
     """Whether the fused forward gives what the original gives, but for rounding, on random input.
 
     Tried on a copy with small weights of its own: the module's may be many, or not loaded yet, and calling its layers
     would call what a user has registered on them.
     """
+    module, parts = site.module, site.state
     generator = torch.Generator().manual_seed(0)
     twin = copy.copy(module)
     twin._forward_hooks, twin._forward_pre_hooks = OrderedDict(), OrderedDict()
     twin._modules = {**module._modules}
     for name, (outputs, inputs) in {parts.gate: (48, 32), parts.up: (48, 32), parts.down: (32, 48)}.items():
-        twin._modules[name] = _small_linear(outputs, inputs, generator).to(dtype)
-    x = torch.randn(3, 32, generator=generator).to(dtype)
+        twin._modules[name] = _small_linear(outputs, inputs, generator).to(device_type, dtype)
+    x = torch.randn(3, 32, generator=generator).to(device_type, dtype)
     expected = type(module).forward(twin, x).double()
     vars(twin)[FUSED] = replace(parts, call=ProjectionCall(1, parts.call.epilogue))
-    twin.__class__ = mixed_class(NativeGatedMLP, type(module))
+    twin.__class__ = mixed_class(site.mixin, type(module))
     got = torch.cat([twin(row[None]).double() for row in x])
     return bool((got - expected).abs().max() <= 8 * torch.finfo(dtype).eps * expected.abs().max())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -88,6 +89,23 @@ class LinearSpec:
         return self.in_features * self.out_features * self.bits // 8
 
 
+class GroupedExperts(ABC):
+    """One call over the weights of all experts of a layer. parts: each expert's, packed, maybe moved side by side."""
+
+    parts: list[Any]
+
+    @abstractmethod
+    def serves(self, x: Tensor) -> bool:
+        """Whether the call may stand for torch's operators on x now."""
+
+    @abstractmethod
+    def run(self, x: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
+        """x [rows, in] -> [rows, out] in x's dtype; rows starts[e] to starts[e + 1], int64 [experts + 1], are e's.
+
+        biases: [experts, out].
+        """
+
+
 class Backend(ABC):
     """One way to multiply by a quantized weight.
 
@@ -105,13 +123,17 @@ class Backend(ABC):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
     activations: Literal["int8"] | None = None
     reference: ClassVar[str] = "reference"
-    row_invariant: ClassVar[bool] = False
+    row_invariant: bool = False
     slow_start: ClassVar[bool] = False
     own_formats_only: ClassVar[bool] = True
 
+    def is_for(self, device_type: str) -> bool:
+        """Whether it is meant for this kind of device. "auto" does not speak of backends that are not."""
+        return self.device_type in (None, device_type)
+
     def refuses(self, spec: LinearSpec) -> str | None:
         """None, or why not, as one clause a user can read."""
-        if self.device_type not in (None, spec.device_type):
+        if not self.is_for(spec.device_type):
             return f"it runs on {self.device_type}, not on {spec.device_type}"
         if spec.activations not in ("auto", self.activations):
             return "it rounds activations to INT8" if self.activations else "it keeps activations in floating point"
@@ -145,3 +167,7 @@ class Backend(ABC):
     @abstractmethod
     def run(self, x: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
         """x [rows, in], contiguous -> [rows, out] in x's dtype. No checks, no gradient."""
+
+    def experts(self, parts: Sequence[Any]) -> GroupedExperts | None:
+        """One call over packed weights of one shape; None if each has to be called by itself."""
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from ..config import WeightConfig
 from ..kernels import cpu as kernels
 from ..kernels.cpu.integer_linear import (
+    IntegerExperts,
     IntegerLinear,
     PackedWeight,
     pack,
@@ -19,9 +21,9 @@ from ..kernels.cpu.integer_linear import (
     stored_scales,
     unpack,
 )
-from ..kernels.cpu.library import FLOATS
+from ..kernels.cpu.library import FLOATS, native
 from ..tensors import is_recorded
-from .backend import Backend, LinearSpec
+from .backend import Backend, GroupedExperts, LinearSpec
 from .formats import Int4Weight, Int8Weight, QuantizedWeight, check_group_size, pack_zero_points
 from .methods.rtn import refuse_not_finite
 
@@ -41,6 +43,23 @@ class CpuWeight:
         if self.linear is None or self.bias is not bias:
             self.bias, self.linear = bias, IntegerLinear([self.weight], [bias])
         return self.linear
+
+
+class CpuExperts(GroupedExperts):
+    """The native call, made for the biases that it was last run with."""
+
+    def __init__(self, parts: Sequence[CpuWeight]) -> None:
+        self.parts = list(parts)
+        self.biases: Tensor | None = None
+        self.native: IntegerExperts | None = None
+
+    def serves(self, x: Tensor) -> bool:
+        return native(x)
+
+    def run(self, x: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
+        if self.native is None or self.biases is not biases:
+            self.native, self.biases = IntegerExperts([part.weight for part in self.parts], biases), biases
+        return self.native.grouped(x.contiguous(), starts)
 
 
 class Cpu(Backend):
@@ -99,3 +118,6 @@ class Cpu(Backend):
             )
             return out
         return packed.call(bias)(x)
+
+    def experts(self, parts: Sequence[CpuWeight]) -> GroupedExperts:
+        return CpuExperts(parts)

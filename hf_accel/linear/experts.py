@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -12,10 +13,7 @@ from torch import Tensor, nn
 
 from ..config import Activations
 from ..errors import UnsupportedError
-from ..kernels.cpu.integer_linear import IntegerExperts
-from ..kernels.cpu.library import native
-from .backend import LinearSpec
-from .cpu import Cpu
+from .backend import Backend, GroupedExperts, LinearSpec
 from .formats import LOW_BITS, Int8Weight, QuantizedWeight, state, zeros
 from .layer import QuantModule
 from .reference import differentiable_linear
@@ -28,11 +26,15 @@ WEIGHT_MODULES = {"gate_up_proj": "quantized_gate_up", "up_proj": "quantized_up"
 
 @dataclass(eq=False)
 class PackedExperts:
-    """parts: each expert's weight, packed. native: the call over all of them, made for these biases."""
+    """parts: each expert's weight, packed. call: over all of them, None if the backend has none."""
 
     parts: list[Any]
-    biases: Tensor | None = None
-    native: IntegerExperts | None = None
+    call: GroupedExperts | None
+
+    @classmethod
+    def of(cls, backend: Backend, parts: Sequence[Any]) -> PackedExperts:
+        call = backend.experts(parts)
+        return cls(list(parts) if call is None else call.parts, call)
 
 
 class ExpertWeights(QuantModule):
@@ -52,7 +54,8 @@ class ExpertWeights(QuantModule):
         """Over what `choice.backend.quantize` made of each expert's weight, of `choice.spec`."""
         layer = cls.__new__(cls)
         layer._describe(replace(choice.spec, out_features=len(packed) * choice.spec.out_features), backend)
-        layer.experts, layer.choice, layer._packed = len(packed), choice, PackedExperts(list(packed))
+        layer.experts, layer.choice, layer._packed = len(packed), choice, PackedExperts.of(choice.backend, packed)
+        layer.row_invariant = choice.row_invariant
         return layer
 
     @classmethod
@@ -79,7 +82,7 @@ class ExpertWeights(QuantModule):
         return replace(self.spec, out_features=self.out_features // self.experts)
 
     def _pack(self, choice: BackendChoice, weight: QuantizedWeight) -> Any:
-        return PackedExperts([choice.backend.pack(part) for part in parts_of(weight, self.experts)])
+        return PackedExperts.of(choice.backend, [choice.backend.pack(p) for p in parts_of(weight, self.experts)])
 
     def _unpack(self, choice: BackendChoice) -> QuantizedWeight:
         return joined([choice.backend.unpack(packed) for packed in self._packed.parts])
@@ -95,20 +98,17 @@ class ExpertWeights(QuantModule):
             out = choice.backend.run(rows, packed, bias)
         return out
 
-    def runs_natively(self, x: Tensor) -> bool:
-        """Whether `natively` may stand for calls of this module with parts of x, which no hook is to see."""
+    def runs_together(self, x: Tensor) -> bool:
+        """Whether `together` may stand for calls of this module with parts of x, which no hook is to see."""
         choice = self.choice or self.pack().choice
         assert choice is not None
-        seen = self._forward_pre_hooks or self._forward_hooks
-        return isinstance(choice.backend, Cpu) and choice.spec.dtype is x.dtype and not seen
+        call, seen = self._packed.call, self._forward_pre_hooks or self._forward_hooks
+        return call is not None and call.serves(x) and choice.spec.dtype is x.dtype and not seen
 
-    def natively(self, x: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
-        """x [rows, in] -> [rows, out] of all experts in one call. starts: as `IntegerExperts.grouped` has it."""
-        packed: PackedExperts = self._packed
-        if packed.native is None or packed.biases is not biases:
-            weights = [part.weight for part in packed.parts]
-            packed.native, packed.biases = IntegerExperts(weights, biases), biases
-        return packed.native.grouped(x.contiguous(), starts)
+    def together(self, x: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
+        """x [rows, in] -> [rows, out] of all experts in one call. starts, biases: as `GroupedExperts.run` has them."""
+        out: Tensor = self._packed.call.run(x, starts, biases)
+        return out
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The dequantized weights, [experts, out, in]."""
@@ -118,7 +118,11 @@ class ExpertWeights(QuantModule):
     def sibling(self) -> ExpertWeights:
         """A second one over the same packed weights, to which neither ever writes."""
         assert self.choice is not None
-        return ExpertWeights.from_packed(self._packed.parts, choice=self.choice, backend=self.requested_backend)
+        layer = ExpertWeights.__new__(ExpertWeights)
+        layer._describe(self.spec, self.requested_backend)
+        layer.experts, layer.choice, layer.row_invariant = self.experts, self.choice, self.row_invariant
+        layer._packed = replace(self._packed, call=copy.copy(self._packed.call))
+        return layer
 
     def extra_repr(self) -> str:
         backend = self.choice.backend.name if self.choice else "not packed"
@@ -131,8 +135,8 @@ class QuantExperts(nn.Module):
     """Stands for fused experts of transformers: the same settings, activation and biases, with quantized weights.
 
     Called like these: hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden].
-    An expert's results have the bits of a QuantLinear with its weight; they are weighted and added up as by
-    transformers' grouped_mm, k numbers at a time, in the dtype of results times weights.
+    An expert's results have the bits of a QuantLinear with its weight, if the backend is row-invariant. They are
+    weighted and added up as by transformers' grouped_mm, k numbers at a time, in the dtype of results times weights.
     """
 
     has_gate: bool
@@ -162,12 +166,12 @@ class QuantExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         up, down = self.weights.items()
-        is_native = native(hidden_states) and all(held.runs_natively(hidden_states) for _, held in (up, down))
+        is_one_call = all(held.runs_together(hidden_states) for _, held in (up, down))
 
         def compute(rows: Tensor, starts: Tensor) -> Tensor:
-            if is_native:
-                hidden = activated(self, self.original_class, up[1].natively(rows, starts, self._biases(up[0])))
-                return down[1].natively(hidden, starts, self._biases(down[0]))
+            if is_one_call:
+                hidden = activated(self, self.original_class, up[1].together(rows, starts, self._biases(up[0])))
+                return down[1].together(hidden, starts, self._biases(down[0]))
             return one_by_one(rows, starts, expert)
 
         def expert(index: int, rows: Tensor) -> Tensor:
@@ -218,7 +222,11 @@ def grouped(
     if not len(chosen):
         return torch.zeros_like(hidden_states)
     order = chosen.argsort(stable=True)
-    counts = chosen.bincount(minlength=experts)
+    if chosen.is_cuda:  # where bincount would wait for the GPU
+        counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
+        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+    else:
+        counts = chosen.bincount(minlength=experts)
     if len(counts) > experts:
         raise UnsupportedError(f"expert {len(counts) - 1} was chosen, but there are {experts}")
     starts = F.pad(counts.cumsum(0), (1, 0))

@@ -40,6 +40,7 @@ class QuantModule(nn.Module):
         self.dtype = spec.dtype  # of the activations
         self.activations = spec.activations
         self.requested_backend = backend
+        self.row_invariant = False  # whether a backend that is so was asked for
         self.choice: BackendChoice | None = None
         self.fused_projections: Any = None  # what computes this layer together with others on one tensor, see fused
         self._packed: Any = None
@@ -86,7 +87,8 @@ class QuantModule(nn.Module):
     def pack(self) -> Self:
         """Turn the buffers into the backend's form. Called by itself on the first forward."""
         if self.choice is None:
-            choice, weight = choose(self.packed_spec, self.requested_backend), self.quantized
+            weight = self.quantized
+            choice = choose(self.packed_spec, self.requested_backend, row_invariant=self.row_invariant)
             self._packed = self._pack(choice, replace(weight, input_order=None))
             self.choice, self._input_order = choice, weight.input_order
             for name in state(weight):
@@ -191,6 +193,7 @@ class QuantLinear(QuantModule, nn.Linear):
         layer = cls.__new__(cls)
         layer._describe(choice.spec, backend)
         layer.choice, layer._packed, layer._input_order = choice, packed, input_order
+        layer.row_invariant = choice.row_invariant
         layer._set_bias(bias)
         return layer
 

@@ -13,9 +13,11 @@ from .reference import REFERENCES, Reference, ReferenceByRow
 from .timing import measure
 from .torch_int4 import TorchInt4
 from .torch_int8 import TorchInt8
+from .triton import Triton
 
 BACKENDS: tuple[Backend, ...] = (
-    Cpu(), OneDNN(), TorchInt8(), TorchInt4(), REFERENCES[None], REFERENCES["int8"], ReferenceByRow(),
+    Cpu(), OneDNN(), TorchInt8(), TorchInt4(), Triton(row_invariant=False),
+    Triton(row_invariant=True), REFERENCES[None], REFERENCES["int8"], ReferenceByRow(),
 )  # fmt: skip
 
 # Weights below which a backend that is slow to start comes last but for the reference.
@@ -25,11 +27,15 @@ SMALL = 2**22
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The backend of a layer, why those before it were not taken, and what it costs."""
+    """The backend of a layer, why those before it were not taken, and what it costs.
+
+    row_invariant: whether one that is so was asked for.
+    """
 
     spec: LinearSpec
     backend: Backend
     refusals: tuple[tuple[str, str], ...]  # (backend name, reason)
+    row_invariant: bool = False
 
     @property
     def note(self) -> str | None:
@@ -47,28 +53,33 @@ class BackendChoice:
 
 
 @functools.cache
-def choose(spec: LinearSpec, name: str = "auto") -> BackendChoice:
+def choose(spec: LinearSpec, name: str = "auto", *, row_invariant: bool = False) -> BackendChoice:
     """The first backend, of those called `name`, that does not refuse.
 
+    row_invariant: whether backends that are row-invariant come before the others.
     Raises UnsupportedError for an unknown name, and if every backend of that name refuses.
     """
     names = ("auto", *dict.fromkeys(backend.name for backend in BACKENDS))
     if name not in names:
         raise UnsupportedError(f"linear backend {name!r} is not known; choose one of {', '.join(map(repr, names))}")
-    refusals: list[tuple[str, str]] = []
-    for backend in _candidates(spec, name):
+    refusals: dict[str, str] = {}
+    for backend in sorted(_candidates(spec, name), key=lambda backend: row_invariant and not backend.row_invariant):
         reason = backend.refuses(spec)
         if reason is None:
-            return BackendChoice(spec, backend, tuple(refusals))
-        refusals.append((backend.name, reason))
-    reasons = "; ".join(reason for _, reason in refusals) or f"it has no {spec.bits}-bit weights"
+            return BackendChoice(spec, backend, tuple(refusals.items()), row_invariant)
+        refusals[backend.name] = reason
+    reasons = "; ".join(refusals.values()) or f"it has no {spec.bits}-bit weights"
     raise UnsupportedError(
         f"linear backend {name!r} refuses a layer [{spec.out_features}, {spec.in_features}]: {reasons}; use 'auto'"
     )
 
 
 def _candidates(spec: LinearSpec, name: str) -> list[Backend]:
-    able = [backend for backend in BACKENDS if spec.bits in backend.bits and name in ("auto", backend.name)]
+    able = [backend for backend in BACKENDS if spec.bits in backend.bits]
+    if name == "auto":
+        able = [backend for backend in able if backend.is_for(spec.device_type)]
+    else:
+        able = [backend for backend in able if backend.name == name]
     if spec.in_features * spec.out_features < SMALL:
         able.sort(key=lambda backend: (isinstance(backend, Reference), backend.slow_start))
     return able

@@ -188,16 +188,18 @@ def _backend(
         quantized_kv=quantized_kv,
         dropout=options.dropout > 0,
     )
-    return _choose(spec, "auto" if planned is None else planned.backend.name)
+    if planned is None:
+        return _choose(spec, "auto", row_invariant=False)
+    return _choose(spec, planned.backend.name, row_invariant=planned.backend.row_invariant)
 
 
 @lru_cache(maxsize=4096)
-def _choose(spec: AttentionSpec, name: str) -> AttentionBackend:
+def _choose(spec: AttentionSpec, name: str, *, row_invariant: bool) -> AttentionBackend:
     """The backend of this name; another one for what it refuses."""
     try:
-        return choose(spec, name)[0]
+        return choose(spec, name, row_invariant=row_invariant)[0]
     except UnsupportedError:
-        return choose(spec)[0]
+        return choose(spec, row_invariant=row_invariant)[0]
 
 
 # -- masks ---------------------------------------------------------------------------------------------
