@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..kernels import cpu as kernels
-from ..kernels.cpu.attention import write_pages
+from ..kernels import triton
+from ..kernels.cpu import attention as cpu
 from ..kernels.cpu.library import FLOATS
 from ..layouts import KV, Ragged
-from ..tensors import is_recorded
+from ..tensors import integers, is_recorded
 from .pool import BlockPool, PrefixIndex
 from .quantized import INT4, SCALE_DTYPES, dequantize, dim_refusal, quantize, rotate, stored_columns
 from .table import BlockTable
@@ -58,7 +60,8 @@ class KVStorage:
         """Write keys [N, H, Dk] and values [N, H, Dv] to `slots` [N] int64, in place."""
         if keys.dtype is not self.dtype or values.dtype is not self.dtype:
             keys, values = keys.to(self.dtype), values.to(self.dtype)
-        if self._is_native(keys, values):
+        write_pages = self._native_write(keys)
+        if write_pages is not None:
             write_pages(keys, values, self.pages, slots)
             return
         place = self._place(slots)
@@ -69,15 +72,14 @@ class KVStorage:
         blocks = torch.div(slots, self.block_size, rounding_mode="floor")
         return blocks, slice(None), slots - blocks * self.block_size
 
-    def _is_native(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether the C++ kernel can write these tensors. It writes the same bits as the torch code."""
-        return (
-            self.dtype in FLOATS
-            and keys.is_cpu
-            and self.pages.k.is_cpu
-            and not is_recorded()
-            and kernels.refusal() is None
-        )
+    def _native_write(self, keys: Tensor) -> Callable[[Tensor, Tensor, KV, Tensor], None] | None:
+        """The kernel that writes these tensors; None if none can. It writes the same bits as the torch code."""
+        device = keys.device.type
+        if is_recorded() or self.dtype not in FLOATS or self.pages.k.device.type != device:
+            return None
+        if triton.refusal(device) is None:
+            return _write_by_triton
+        return cpu.write_pages if keys.is_cpu and kernels.refusal() is None else None
 
     @staticmethod
     def _write(pages: Tensor, scales: Tensor | None, states: Tensor, place: tuple[Tensor | slice, ...]) -> None:
@@ -120,6 +122,15 @@ class KVStorage:
         self.pages = KV(*larger)
 
 
+def _write_by_triton(keys: Tensor, values: Tensor, pages: KV, slots: Tensor) -> None:
+    # Triton is optional, and slow to import: only who uses it needs it.
+    from ..kernels.triton.kv_write import write_pages
+
+    if pages.is_int4:
+        keys, values = rotate(keys.float()), rotate(values.float())
+    write_pages(keys, values, pages, slots)
+
+
 def _empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     # torch.empty, not torch.zeros: the system then commits memory only when a page is first written.
     # Inference mode is off because a later pass may write to the pages outside of inference mode.
@@ -155,6 +166,24 @@ class PageGroup:
         self.pool = BlockPool(num_blocks, block_size=block_size, growable=growable)
         self.index = PrefixIndex(self.pool) if prefix_sharing and window is None else None
         self.storages: dict[int, KVStorage] = {}
+        self.has_scratch = False
+
+    @property
+    def num_stored(self) -> int:
+        """The blocks that pages have: those of the pool, and the scratch block behind them."""
+        return self.pool.num_blocks + self.has_scratch
+
+    @property
+    def scratch_slot(self) -> int:
+        """A slot of the scratch block. No sequence ever reads it, so what is padding can be written there."""
+        return self.pool.num_blocks * self.pool.block_size
+
+    def add_scratch(self) -> None:
+        """Give the pages a scratch block. It does not count as a block of the pool."""
+        if not self.has_scratch:
+            for storage in self.storages.values():
+                storage.grow(storage.num_blocks + 1)
+            self.has_scratch = True
 
     def storage(self, layer_idx: int, keys: Tensor, values: Tensor) -> KVStorage:
         """Return the pages of a layer; the first call creates them. keys [..., H, Dk], values [..., H, Dv].
@@ -163,7 +192,7 @@ class PageGroup:
         """
         storage = self.storages.get(layer_idx)
         if storage is None:
-            storage = KVStorage(self.pool.num_blocks, self.pool.block_size, keys, values, quantized=self.quantized)
+            storage = KVStorage(self.num_stored, self.pool.block_size, keys, values, quantized=self.quantized)
             self.storages[layer_idx] = storage
         elif not (storage.dtype is keys.dtype is values.dtype):
             storage.widen(torch.promote_types(keys.dtype, values.dtype))
@@ -175,7 +204,7 @@ class PageGroup:
         Raises OutOfBlocksError, or torch's error if memory for the pages runs out; the table is then as it was.
         """
         # The pages grow before the pool does, so that every allocated block has pages.
-        size = self.pool.size_for(table.blocks_needed(num_tokens))
+        size = self.pool.size_for(table.blocks_needed(num_tokens)) + self.has_scratch
         for storage in self.storages.values():
             if storage.num_blocks < size:
                 storage.grow(size)
@@ -191,8 +220,11 @@ class PageGroup:
     def table_tensor(tables: Sequence[BlockTable], device: torch.device) -> Tensor:
         """Return block tables as a tensor [B, max_blocks] int32, padded with zeros."""
         width = max((len(t.blocks) for t in tables), default=0)
-        padded = [t.blocks + [0] * (width - len(t.blocks)) for t in tables]
-        return torch.tensor(padded, dtype=torch.int32, device=device).view(len(tables), width)
+        padded: list[int] = []
+        for table in tables:
+            padded += table.blocks
+            padded += [0] * (width - len(table.blocks))
+        return integers(padded, dtype=torch.int32).view(len(tables), width).to(device)
 
     @property
     def nbytes(self) -> int:
@@ -249,8 +281,4 @@ class Step:
 
 def offsets(lengths: list[int], device: torch.device) -> Tensor:
     """Return where each of B sequences begins if they stand end to end, and the total length: [B + 1] int32."""
-    total, starts = 0, [0]
-    for length in lengths:
-        total += length
-        starts.append(total)
-    return torch.tensor(starts, dtype=torch.int32, device=device)
+    return integers([0, *accumulate(lengths)], dtype=torch.int32).to(device)

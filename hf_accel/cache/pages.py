@@ -12,8 +12,11 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..layouts import Ragged
+from ..tensors import integers
 from .group import GroupStep, PageGroup, Step, offsets
 from .table import BlockTable
+
+HOST = torch.device("cpu")
 
 
 @dataclass
@@ -233,8 +236,11 @@ class Pages:
 
     # -- a pass ----------------------------------------------------------------------------------------
 
-    def step(self, ranges: Sequence[TokenRange], device: torch.device) -> Step:
-        """Describe a forward pass over the tokens of these ranges, which stand end to end in one row of the input."""
+    def step(self, ranges: Sequence[TokenRange], device: torch.device = HOST) -> Step:
+        """Describe a forward pass over the tokens of these ranges, which stand end to end in one row of the input.
+
+        device: where its tensors are. A Runner takes them on the host, and moves them in one copy.
+        """
         counts = [each.count for each in ranges]
         cu_q = offsets(counts, device)
         return Step(
@@ -284,12 +290,12 @@ def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], cu_q
         places = [
             place for each, end in zip(ranges, ends, strict=True) for place in range(end - each.num_written, end)
         ]
-        written = torch.tensor(places, dtype=torch.int64, device=device)
+        written = integers(places).to(device)
     ragged = Ragged(
         cu_q,
-        kv_len=torch.tensor(held, dtype=torch.int32, device=device),
+        kv_len=integers(held, dtype=torch.int32).to(device),
         max_q=max((each.count for each in ranges), default=0),
         max_kv=max(held, default=0),
         block_table=group.table_tensor(tables, device),
     )
-    return GroupStep(torch.tensor(slots, dtype=torch.int64, device=device), written, ragged)
+    return GroupStep(integers(slots).to(device), written, ragged)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import abc
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..cache.pages import CachedSequence, Pages, TokenRange
+from ..errors import HfAccelError, HfAccelWarning
 from .runner import Runner
 from .sampling.choice import Chosen, choose
 from .sampling.logprobs import TokenLogprobs
@@ -54,6 +56,7 @@ class Batcher:
         self.scheduler = Scheduler(pages, token_budget=token_budget, max_running=max_running)
         self.token_budget = token_budget
         self.num_passes = self.num_computed = self.peak_blocks = 0
+        self.num_out_of_memory = self._rows = 0  # passes that did not fit; rows of the last pass
         self.in_pass: list[Sequence] = []  # the sequences of the last pass, even if it failed
 
     def add(self, sequence: Sequence, cached: CachedSequence | None = None) -> None:
@@ -97,16 +100,52 @@ class Batcher:
         If the model raises, this raises too. Every sequence then has the tokens that it had before the pass and will
         be recomputed. `in_pass` lists the sequences of the pass, and take_failed() returns those that failed before
         the model was called.
+
+        If the device has too little memory for a pass, later passes have half as many rows, for which the last
+        sequences wait, and no error is raised. HfAccelError: not even a pass of one row fits.
         """
-        self.in_pass = []
+        while True:
+            try:
+                return self._pass()
+            except torch.OutOfMemoryError as error:
+                self._make_smaller(error)
+
+    def _make_smaller(self, error: torch.OutOfMemoryError) -> None:
+        """Free memory, or make later passes smaller, after a pass that did not fit."""
+        self.num_out_of_memory += 1
+        if self._free_memory():
+            return
+        if self._rows <= 1:
+            raise HfAccelError(
+                f"one token of one sequence does not fit into the memory of {self.runner.device}, beside the weights "
+                "and the KV cache; lower max_tokens= of the cache, store less in it (CacheConfig(dtype='int8')), or "
+                "quantize the weights (patch(model, weights='int4'))"
+            ) from error
+        self.token_budget = self.scheduler.token_budget = self._rows // 2
+        warnings.warn(
+            f"a pass of {self._rows} tokens does not fit into the memory of {self.runner.device}; passes have at most "
+            f"{self.token_budget} from now on, and sequences wait for their turn. Lower token_budget=, max_running=, "
+            "or max_tokens= of the cache, or quantize the weights (patch(model, weights='int4'))",
+            HfAccelWarning,
+            stacklevel=4,
+        )
+
+    def _free_memory(self) -> bool:
+        """Free memory that passes can do without; returns whether there was any."""
+        return False
+
+    def _pass(self) -> list[Progress]:
+        self.in_pass, self._rows = [], 0
         start = time.perf_counter()
         try:
             chunks = self.scheduler.schedule()
             self.in_pass = [chunk.sequence for chunk in chunks]
+            self._rows = sum(chunk.count for chunk in chunks)
             self.peak_blocks = max(self.peak_blocks, sum(group.pool.num_used for group in self.pages.groups))
             if not chunks:
                 return self.take_failed()
             drafts = self.speculation.propose(chunks, self._room(chunks), self.pages)
+            self._rows += sum(map(len, drafts))
             logits = self._forward(chunks, drafts)
             progress = self._choose(chunks, drafts, logits)
         except BaseException:
@@ -115,7 +154,7 @@ class Batcher:
                 # A draft model may count tokens as computed that it has not computed.
                 self.speculation.forget(sequence)
             raise
-        rows = sum(chunk.count + len(draft) for chunk, draft in zip(chunks, drafts, strict=True))
+        rows = self._rows
         self.speculation.observe_pass(rows, time.perf_counter() - start)
         self.num_passes, self.num_computed = self.num_passes + 1, self.num_computed + rows
         return self.take_failed() + progress
@@ -132,11 +171,15 @@ class Batcher:
         return [Progress(s, [], error=s.error) for s in failed]
 
     def statistics(self) -> dict[str, int]:
-        """Count passes, computed tokens and preemptions so far, and add the statistics of the pages."""
+        """Count passes, computed tokens and preemptions so far, and add the statistics of the pages.
+
+        out_of_memory: the passes for which the device had too little memory, if there were any.
+        """
         return {
             "passes": self.num_passes,
             "computed_tokens": self.num_computed,
             "preemptions": self.scheduler.num_preempted,
+            **({"out_of_memory": self.num_out_of_memory} if self.num_out_of_memory else {}),
             **self.pages.statistics(),
         }
 
@@ -161,7 +204,7 @@ class Batcher:
             ranges.append(TokenRange(sequence.cached, start, count))
             if chunk.reaches_end:
                 keep += range(len(ids) - len(draft) - 1, len(ids))
-        return self.runner(ids, positions, self.pages.step(ranges, self.runner.device), keep)
+        return self.runner(ids, positions, self.pages.step(ranges), keep)
 
     def _choose(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[list[int]], logits: Tensor) -> list[Progress]:
         ends = [(c.sequence, d) for c, d in zip(chunks, drafts, strict=True) if c.reaches_end]

@@ -19,6 +19,6 @@ class Runner(Protocol):
     def __call__(self, ids: list[int], positions: list[int], step: Step, keep: list[int]) -> Tensor:
         """Compute N tokens of one or many sequences, which stand end to end.
 
-        ids, positions: N each. step: the slots that the pass writes and reads. keep: the indices of the tokens whose
-        logits are wanted. Returns logits [len(keep), V].
+        ids, positions: N each. step: the slots that the pass writes and reads; its tensors are on the host. keep: the
+        indices of the tokens whose logits are wanted. Returns logits [len(keep), V], on the model's device.
         """

@@ -3,5 +3,15 @@
 from .handle import PAGED_HANDLE, PagedKV, RaggedCache
 from .layers import NOT_PAGED, layer_windows, page_groups
 from .paged import PagedCache
+from .room import fixed_settings
 
-__all__ = ["NOT_PAGED", "PAGED_HANDLE", "PagedCache", "PagedKV", "RaggedCache", "layer_windows", "page_groups"]
+__all__ = [
+    "NOT_PAGED",
+    "PAGED_HANDLE",
+    "PagedCache",
+    "PagedKV",
+    "RaggedCache",
+    "fixed_settings",
+    "layer_windows",
+    "page_groups",
+]

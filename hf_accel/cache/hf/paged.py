@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from ...config import CacheConfig
 from ...errors import UnsupportedError
 from ...keywords import check_keywords
-from ..group import Step
+from ..group import PageGroup, Step
 from ..padded import PaddedBatch
 from ..pages import CachedSequence, Pages
 from .handle import CacheOverPages, LayerOverPages, as_attended
@@ -116,6 +116,18 @@ class PagedCache(CacheOverPages):
         groups, group_of_layer = page_groups(config, settings, capacity=capacity)
         self._bind(settings, PaddedBatch(Pages(groups)), group_of_layer)
         self._checked_config: PreTrainedConfig | None = config
+
+    @classmethod
+    def over(
+        cls, groups: list[PageGroup], group_of_layer: list[int], settings: CacheConfig, config: PreTrainedConfig
+    ) -> PagedCache:
+        """Make an empty cache over pages that were made for the same settings and config, and that nobody uses."""
+        cache = object.__new__(cls)
+        pages = Pages(groups)
+        pages.clear_prefixes()  # so that equal calls compute the same
+        cache._bind(settings, PaddedBatch(pages), group_of_layer)
+        cache._checked_config = config
+        return cache
 
     def check_config(self, config: PreTrainedConfig) -> None:
         """Raise UnsupportedError unless the cache has the layers and sliding windows of this model's config."""
@@ -308,7 +320,7 @@ class PagedCache(CacheOverPages):
 
     def statistics(self) -> dict[str, float | int]:
         """Count blocks, bytes and prefix hits. `waste` is the share of allocated slots that hold no token."""
-        kv_bytes = sum(g.pool.num_used * g.nbytes / g.pool.num_blocks for g in self.pages.groups)
+        kv_bytes = sum(g.pool.num_used * g.nbytes / g.num_stored for g in self.pages.groups)
         return {
             "block_size": self.settings.block_size,
             "kv_bytes": round(kv_bytes),

@@ -24,6 +24,7 @@ from ..speculation.verifiers import verifier
 from ..speculation.verifiers.verifier import Verifier
 from .candidates import CandidateDrafter
 from .generation_state import GenerationState
+from .kept_runners import make_runner
 from .model_runner import ModelRunner
 from .refusals import ragged_refusal
 from .vocabulary import vocabulary_refusal, vocabulary_size
@@ -110,8 +111,10 @@ class _Drafters:
         if refusal is not None:
             raise UnsupportedError(refusal)
         draft = _twin(self.state, model, None)
-        groups, group_of_layer = page_groups(draft.config, CacheConfig(prefix_sharing=False))
-        return self._drafter(ModelRunner(draft, groups, group_of_layer), Pages(groups))
+        # As many tokens as the target has pages for, where that is known; they grow if shared prefixes need more.
+        capacity = {} if self.pages.capacity is None else {"capacity": self.pages.capacity}
+        groups, group_of_layer = page_groups(draft.config, CacheConfig(prefix_sharing=False), **capacity)
+        return self._drafter(make_runner(draft, groups, group_of_layer), Pages(groups))
 
     def _self_int4(self) -> ModelDrafter:
         """Make a drafter from the target with its linears in INT4. It shares the target's pages."""
@@ -121,7 +124,7 @@ class _Drafters:
                 "weights=None, or use 'suffix', 'ngram' or a draft model"
             )
         draft = _twin(self.state, self.target, "int4")
-        return self._drafter(ModelRunner(draft, self.pages.groups, self.runner.group_of_layer), None)
+        return self._drafter(make_runner(draft, self.pages.groups, self.runner.group_of_layer), None)
 
     def _drafter(self, runner: ModelRunner, pages: Pages | None) -> ModelDrafter:
         return ModelDrafter(

@@ -47,8 +47,9 @@ class Engine:
             for token in request: ...
 
     model: a model that was patched by hf_accel. tokenizer: is needed for prompts and stop strings that are text.
-    max_tokens: the tokens of all requests that the KV cache holds; None lets it grow as needed. When no block is free,
-        the latest request of the lowest priority is preempted: its blocks are released, and it is recomputed later.
+    max_tokens: the tokens of all requests that the KV cache holds; None lets it grow as needed, and on a GPU takes as
+        many as fit into its free memory. When no block is free, the latest request of the lowest priority is
+        preempted: its blocks are released, and it is recomputed later.
     token_budget: the most tokens of a pass, prompts included. A smaller budget gives decoding requests their tokens
         sooner; a larger one gives more tokens per second.
     max_running: the most requests that run at the same time. speculative: a SpeculativeConfig, or what it can be made

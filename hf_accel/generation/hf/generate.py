@@ -12,8 +12,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ...cache.hf import PagedCache
 from ...cache.pages import CachedSequence, TokenRange
 from ...errors import UnsupportedError
+from ...state import state_of
 from ..sequence import Sequence
 from .generation_state import LoopCall
+from .kept_runners import keep_runner
 from .processing import BatchDraws, stock_sampling, stop_rules
 from .session import Session
 
@@ -36,11 +38,15 @@ def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
                     sequence.kept_pages.release()
             raise
         statistics = {} if call.speculative is None else session.speculation.statistics.to_dict()
+        graphs = session.graph_statistics()
+    state = state_of(call.model).generation
+    if state.call is not None and state.call.own_cache:
+        keep_runner(state, session.runner, call.cache.settings)
     if call.config.return_dict_in_generate:
         result = GenerateDecoderOnlyOutput(sequences=result, past_key_values=call.cache)
         if call.speculative is not None:
             result.spec_stats = statistics
-    return result, statistics
+    return result, {**statistics, **graphs}
 
 
 def _sequences(call: LoopCall) -> list[Sequence]:
@@ -139,7 +145,7 @@ def _compute_ends(session: Session, sequences: list[Sequence]) -> None:
             ids.append(sequence.tokens[-1])
             pages.append(cached, 1)
     if ranges:
-        session.runner(ids, [each.start for each in ranges], pages.step(ranges, session.runner.device), [])
+        session.runner(ids, [each.start for each in ranges], pages.step(ranges), [])
 
 
 def _keep(call: LoopCall, sequences: list[Sequence]) -> None:

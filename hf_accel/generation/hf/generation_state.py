@@ -32,7 +32,8 @@ class CallState:
     requires_speculation: whether the call itself has speculative=; if speculation is then not possible, an error is
     raised.
     cache: the cache of the call, if it is a PagedCache. own_cache: whether the call made it, so that nobody else holds
-    it. prompt_columns: the columns of the input.
+    it. prompt_columns: the columns of the input. runner: what an earlier call has kept for the pages of this one's
+    cache.
     """
 
     speculative: SpeculativeConfig | None = None
@@ -40,6 +41,7 @@ class CallState:
     cache: PagedCache | None = None
     own_cache: bool = False
     prompt_columns: int = 0
+    runner: Any = None
     statistics: dict[str, Any] = field(default_factory=dict)
 
 
@@ -100,6 +102,7 @@ class GenerationState:
     make_attending: makes a model with the original attention. attending: the last one that it has made, and the salt
         of its weights. warned: the refusals about which a warning was given.
     engines: the engines and managers of this model. manager: the manager that was kept for the next session.
+    runner: a GraphedRunner with its pages that was kept for the next call of generate(), see kept_runners.py.
     """
 
     cache: CacheConfig | None
@@ -116,6 +119,7 @@ class GenerationState:
     statistics: dict[str, Any] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
     manager: Any = None
+    runner: Any = None
     engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # an engine that nobody holds may end
 
     def __getstate__(self) -> dict[str, Any]:
@@ -126,6 +130,7 @@ class GenerationState:
             "engines": None,
             "attending": None,
             "manager": None,
+            "runner": None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from .assisted import assistant_refusal, assisted
 from .batch import generate_batch, with_configs
 from .generate import run
 from .generation_state import CallState, GenerationState, LoopCall
+from .kept_runners import cache_of_kept
 from .managers import destroy_managers, manager_for
 from .model_runner import other_input, positions_count_tokens, positions_depend_on_length, weights_salt
 from .refusals import NO_PAGES, call_refusal, changed_refusal, ragged_refusal
@@ -257,13 +258,14 @@ class AcceleratedGeneration(Mixin):
         wanted = state.cache is not None and generation_config.use_cache is not False
         # The shape of output_attentions depends on transformers' cache, which drops tokens behind a window.
         wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
-        if wanted and given is None and generation_config.cache_implementation is None:
+        if wanted and state.cache is not None and given is None and generation_config.cache_implementation is None:
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-            model_kwargs["past_key_values"] = PagedCache(
-                self.config,  # type: ignore[attr-defined]
-                state.cache,
-                capacity=min(rows * generation_config.max_length, MAX_FIRST_TOKENS),
-            )
+            size = state.cache.block_size
+            capacity = rows * -(-generation_config.max_length // size) * size  # in whole blocks: no row makes it grow
+            kept = cache_of_kept(state, self.config, capacity)  # type: ignore[attr-defined]
+            if kept is None:
+                kept = PagedCache(self.config, state.cache, capacity=min(capacity, MAX_FIRST_TOKENS))  # type: ignore[attr-defined]
+            model_kwargs["past_key_values"] = kept
         else:
             super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, *rest

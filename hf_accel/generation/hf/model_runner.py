@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 from ...attention.hf import attention_is_ours
 from ...cache.group import PageGroup, Step
 from ...cache.hf import PagedCache, RaggedCache
+from ...cache.pass_inputs import PassInputs
 from ...errors import UnsupportedError
 from ...linear import QuantLinear
 from ...state import state_of
-from ...tensors import autocast_dtype, plain_tensors
+from ...tensors import autocast_dtype, integers, plain_tensors
 
 # If a pass has only these inputs, equal token ids give equal keys and values. With other inputs this is not certain.
 TEXT_INPUTS = {
@@ -171,13 +172,20 @@ class ModelRunner:
 
     def __call__(self, ids: list[int], positions: list[int], step: Step, keep: list[int]) -> Tensor:
         """Compute N tokens; returns logits [len(keep), V] of the tokens with the indices `keep`. See Runner."""
-        self.cache.step, device = step, step.groups[0].slots.device
-        rows = torch.tensor(keep or [0], dtype=torch.int64, device=device)
-        everything = len(keep) == len(ids)
-        selection = {"logits_to_keep": 0 if everything else rows} if self.selects else {}
+        inputs = PassInputs(integers(ids), integers(positions), integers(keep or [0]), step)
+        return self.compute(inputs.to(self.device), everything=len(keep) == len(ids))[: len(keep)]
+
+    def compute(self, inputs: PassInputs, *, everything: bool) -> Tensor:
+        """Compute a pass whose tensors are on the device. Returns the logits [K, V] of the tokens inputs.keep.
+
+        everything: whether these are all tokens, in order; inputs.keep is then not read. Nothing here waits for the
+        device.
+        """
+        self.cache.step, self.cache.unread = inputs.step, None  # a pass that failed may have left a layer unread
+        selection = {"logits_to_keep": 0 if everything else inputs.keep} if self.selects else {}
         output = self.model(
-            input_ids=torch.tensor([ids], dtype=torch.int64, device=device),
-            position_ids=torch.tensor([positions], dtype=torch.int64, device=device),
+            input_ids=inputs.ids[None],
+            position_ids=inputs.positions[None],
             past_key_values=self.cache,
             use_cache=True,
             return_dict=True,
@@ -185,6 +193,4 @@ class ModelRunner:
         )
         self.cache.check_read()
         logits: Tensor = output.logits[0]
-        if not self.selects and not everything:
-            logits = logits[rows]
-        return logits[: len(keep)]
+        return logits if self.selects or everything else logits[inputs.keep]

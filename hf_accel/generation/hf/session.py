@@ -6,15 +6,21 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ...cache.hf import PagedCache, page_groups
+from ...cache.hf import PagedCache, fixed_settings, page_groups
 from ...cache.pages import CachedSequence, Pages
 from ...config import CacheConfig, SpeculativeConfig
+from ...state import state_of
 from ..batcher import Batcher
 from ..sequence import Sequence
 from ..speculation.controller import Controller
+from ..speculation.drafters.model import ModelDrafter
 from ..speculation.speculation import Speculation
 from .drafting import keep_controller, make_speculation
-from .model_runner import ModelRunner, weights_salt
+from .graphed_runner import GraphedRunner
+from .kept_runners import make_runner
+from .model_runner import model_device, weights_salt
+
+DEFAULT_ROWS = 2048  # of the largest pass, where there is no token budget
 
 
 class Session(Batcher):
@@ -27,7 +33,8 @@ class Session(Batcher):
     cache: the settings for new pages, or a PagedCache whose pages are used. controller: chooses the draft lengths;
     left out, it is a controller with what earlier sessions of the model have learnt.
 
-    Raises UnsupportedError for a drafter that cannot draft for this model.
+    Raises UnsupportedError for a drafter that cannot draft for this model, and OutOfBlocksError if a GPU has too
+    little free memory for new pages.
     """
 
     def __init__(
@@ -43,9 +50,13 @@ class Session(Batcher):
         if isinstance(cache, PagedCache):
             pages, group_of_layer = cache.pages, cache.group_of_layer
         else:
-            groups, group_of_layer = page_groups(model.config, cache)
+            drafts = [] if speculative is None else speculative.drafters
+            models = [draft for draft in drafts if isinstance(draft, PreTrainedModel)]
+            settings = _fixed(model, cache, token_budget, models)
+            groups, group_of_layer = page_groups(model.config, settings)
             pages = Pages(groups)
-        runner = ModelRunner(model, pages.groups, group_of_layer)
+        rows = state_of(model).generation.invariant_rows
+        runner = make_runner(model, pages.groups, group_of_layer, rows)
         speculation = Speculation() if speculative is None else make_speculation(speculative, runner, pages)
         if controller is not None:
             speculation.controller = controller
@@ -57,15 +68,37 @@ class Session(Batcher):
         """Add a sequence; see Batcher.add. Prefixes of other weights are dropped if there is no other sequence."""
         if not self.has_work:
             self.pages.use_salt(weights_salt(self.model))
+            for runner in self._runners:
+                runner.check_model()
         super().add(sequence, cached)
 
     def statistics(self) -> dict[str, Any]:
         """Return the statistics of passes, pages and speculation."""
         speculation = self.speculation.statistics.to_dict() if self.speculation.drafters else {}
-        return {**super().statistics(), "speculation": speculation}
+        return {**super().statistics(), "speculation": speculation, **self.graph_statistics()}
+
+    def graph_statistics(self) -> dict[str, Any]:
+        """Return the statistics of the model's graphs as "graphs", or nothing on a device that has none."""
+        return {"graphs": self.runner.statistics.to_dict()} if isinstance(self.runner, GraphedRunner) else {}
+
+    def _free_memory(self) -> bool:
+        """Drop the graphs, which can be done without."""
+        freed = [runner.free_graphs() for runner in self._runners]
+        return any(freed)
+
+    @property
+    def _runners(self) -> list[GraphedRunner]:
+        """Those that have graphs: of the model, and of draft models."""
+        drafters = [drafter for drafter in self.speculation.drafters if isinstance(drafter, ModelDrafter)]
+        found = [self.runner, *(drafter.runner for drafter in drafters)]
+        return [runner for runner in found if isinstance(runner, GraphedRunner)]
 
     def close(self) -> None:
         """End all sequences, and keep the controller for the next session."""
         super().close()
         if self._learns is not None:
             keep_controller(self._learns, self.speculation, self.model)
+
+
+def _fixed(model: Any, settings: CacheConfig, token_budget: int | None, drafts: list[Any]) -> CacheConfig:
+    return fixed_settings(model, settings, model_device(model), rows=token_budget or DEFAULT_ROWS, drafts=drafts)

@@ -133,12 +133,13 @@ def _choose_group(logits: Tensor, members: list[Member], verifier: Verifier) -> 
         return _greedy(members, argmax(logits))
     scores, errors = processed_scores(sampling, logits, [prefix for member in members for prefix in member.prefixes()])
     results = _greedy(members, argmax(scores)) if sampling.greedy else _sampled(scores.softmax(-1), members, verifier)
+    failed_rows = errors()  # after the tokens, because the host has waited for the device by now
     for at, (member, result) in enumerate(zip(members, results, strict=True)):
-        if errors and isinstance(result, Chosen):
+        if failed_rows and isinstance(result, Chosen):
             used = member.rows[: len(result.tokens)]
-            failed = next((number for number, row in enumerate(used) if row in errors), None)
+            failed = next((number for number, row in enumerate(used) if row in failed_rows), None)
             if failed is not None:
-                error = errors[member.rows[failed]]
+                error = failed_rows[member.rows[failed]]
                 results[at] = Chosen(result.tokens[:failed], failed, error=error) if failed else error
     return results
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...kernels import cpu
 from ...kernels.cpu.logits import topk as native_topk
+from ...tensors import is_remote
 
 # The sum of probabilities depends on the order of summation, but by less than this. A row is sorted as a whole, as in
 # transformers, if a sum is closer than this to p, or if the limit is between equal scores.
@@ -29,6 +30,8 @@ def top_p(scores: Tensor, p: float) -> Tensor:
     1904.09751)."""
     if p >= 1:
         return scores
+    if is_remote(scores):  # what follows asks which rows are certain, and a GPU sorts fast
+        return sorted_top_p(scores, p)
     threshold = torch.full((len(scores), 1), -torch.inf, device=scores.device)
     total = scores.logsumexp(-1, keepdim=True)
     unclear = torch.arange(len(scores), device=scores.device)
@@ -48,7 +51,7 @@ def top_p(scores: Tensor, p: float) -> Tensor:
 
 def top_k_top_p(scores: Tensor, k: int, p: float) -> Tensor:
     """Return top_p(top_k(scores, k), p). Both limits are found among the k + 1 largest scores."""
-    if k >= scores.shape[1] or p >= 1:
+    if k >= scores.shape[1] or p >= 1 or is_remote(scores):
         return top_p(top_k(scores, k), p)
     values = topk(scores, k + 1)[0]
     largest = values[:, :k]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...tensors import HostCopy
 from .filters import topk
 
 
@@ -23,12 +24,11 @@ class TokenLogprobs:
 def logprobs(logits: Tensor, tokens: abc.Sequence[int], counts: abc.Sequence[int]) -> list[TokenLogprobs]:
     """For each row of logits [n, V], the log-probabilities of tokens[row] and of the counts[row] most probable ids."""
     logs = logits.float().log_softmax(-1)
-    own = logs.gather(1, torch.tensor(tokens, device=logs.device)[:, None])[:, 0].tolist()
+    own = logs.gather(1, torch.tensor(tokens, device=logs.device)[:, None])[:, 0]
     most = min(max(counts, default=0), logs.shape[1])
-    values, ids = topk(logs, most)
+    copies = [HostCopy(tensor) for tensor in (own, *topk(logs, most))]  # the host waits for all of them at once
+    chosen, values, ids = (copy.tolist() for copy in copies)
     return [
         TokenLogprobs(token, logprob, list(zip(row_ids[:count], row_values[:count], strict=True)))
-        for token, logprob, count, row_ids, row_values in zip(
-            tokens, own, counts, ids.tolist(), values.tolist(), strict=True
-        )
+        for token, logprob, count, row_ids, row_values in zip(tokens, chosen, counts, ids, values, strict=True)
     ]

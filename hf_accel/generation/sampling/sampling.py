@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import HfAccelError, UnsupportedError
+from ...tensors import HostCopy, is_remote
 from .processors import Processor
 from .token_prefix import Prefix
 
@@ -56,7 +57,7 @@ class Sampling:
         return scores
 
 
-Errors = dict[int, Exception]
+Errors = Callable[[], dict[int, Exception]]  # the errors of rows; the host may have to wait for them
 
 
 def processed_scores(sampling: Sampling, logits: Tensor, prefixes: list[Prefix]) -> tuple[Tensor, Errors]:
@@ -66,23 +67,31 @@ def processed_scores(sampling: Sampling, logits: Tensor, prefixes: list[Prefix])
     token will be rejected. So the caller reports an error only if all drafted tokens before its row are accepted. The
     draft is not cut at such a row: if its length depended on its tokens, the output's distribution would change.
     """
-    errors: Errors = {}
     try:
         scores = _processed(sampling, logits, prefixes)
     except Exception as error:
+        failed = error
         if len(logits) == 1:
-            return torch.zeros(logits.shape, device=logits.device), {0: error}
+            return torch.zeros(logits.shape, device=logits.device), lambda: {0: failed}
         tried = [processed_scores(sampling, logits[i : i + 1], [prefix]) for i, prefix in enumerate(prefixes)]
-        return torch.cat([row for row, _ in tried]), {i: failed[0] for i, (_, failed) in enumerate(tried) if failed}
+        errors = {i: found[0] for i, (_, own) in enumerate(tried) if (found := own())}
+        return torch.cat([row for row, _ in tried]), lambda: errors
     impossible = ~(scores.amax(-1) > -torch.inf)  # True also for NaN, because amax of a row with NaN is NaN
-    if impossible.any():
-        for row in impossible.nonzero()[:, 0].tolist():
-            errors[row] = HfAccelError(
-                f"no token can be chosen at position {len(prefixes[row])}: its processed scores hold NaN or are all "
-                "-inf; look at the logits processors and at the model's dtype"
-            )
-        scores = scores.masked_fill(impossible[:, None], 0)
-    return scores, errors
+    if not is_remote(scores) and not impossible.any():
+        return scores, dict
+    copy = HostCopy(impossible)
+    return scores.masked_fill(impossible[:, None], 0), lambda: _impossible(copy.tolist(), prefixes)
+
+
+def _impossible(rows: list[bool], prefixes: list[Prefix]) -> dict[int, Exception]:
+    return {
+        row: HfAccelError(
+            f"no token can be chosen at position {len(prefixes[row])}: its processed scores hold NaN or are all -inf; "
+            "look at the logits processors and at the model's dtype"
+        )
+        for row, is_impossible in enumerate(rows)
+        if is_impossible
+    }
 
 
 def _processed(sampling: Sampling, logits: Tensor, prefixes: list[Prefix]) -> Tensor:

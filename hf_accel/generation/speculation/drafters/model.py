@@ -156,7 +156,7 @@ class ModelDrafter(Drafter):
             ids += self._in_vocabulary(draft.next_inputs(count))
             positions += range(start, start + count)
             keep.append(len(ids) - 1)
-        return self.runner(ids, positions, self.pages.step(ranges, self.runner.device), keep)
+        return self.runner(ids, positions, self.pages.step(ranges), keep)
 
     # -- tokens ----------------------------------------------------------------------------------------
 

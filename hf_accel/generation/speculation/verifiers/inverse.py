@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ....tensors import is_remote
+
 BLOCK = 128  # weights per block: the cumulative sum is over block sums, and then within one block
 
 
@@ -24,6 +26,8 @@ def inverse_draw(weights: Tensor, uniforms: abc.Sequence[float]) -> list[int]:
         return []
     missing = -weights.shape[1] % BLOCK
     blocks = (pad(weights, (0, missing)) if missing else weights).reshape(len(weights), -1, BLOCK)
+    if is_remote(weights):
+        return _drawn_on_device(weights, blocks, uniforms)
     sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1).cpu().contiguous()
     # Searched by Python, in torch's memory: that takes half the time of as many calls of torch.
     rows = _rows(sums)
@@ -35,7 +39,7 @@ def inverse_draw(weights: Tensor, uniforms: abc.Sequence[float]) -> list[int]:
     for row, block, target, within in zip(rows, found, targets, _rows(inner), strict=True):
         before = row[block - 1] if block else 0.0
         indices.append(min(block * BLOCK + _first_beyond(within, target - before), last))
-    return indices if weights.device.type == "cpu" else _checked(weights, indices, uniforms)
+    return indices
 
 
 def _rows(tensor: Tensor) -> list[ctypes.Array[ctypes.c_double]]:
@@ -53,16 +57,36 @@ def _first_beyond(cumulative: ctypes.Array[ctypes.c_double], target: float) -> i
     return min(bisect_right(cumulative, min(target, below)), len(cumulative) - 1)
 
 
-def _checked(weights: Tensor, indices: list[int], uniforms: abc.Sequence[float]) -> list[int]:
-    """Return the indices, but draw again on the CPU where an index has a weight of 0.
+def _drawn_on_device(weights: Tensor, blocks: Tensor, uniforms: abc.Sequence[float]) -> list[int]:
+    """Draw as inverse_draw does, and wait for the device once. blocks: weights in blocks, [n, V / BLOCK, BLOCK]."""
+    numbers = torch.tensor(uniforms, dtype=torch.float64, pin_memory=weights.is_cuda)
+    sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    targets = numbers.to(weights.device, non_blocking=True)[:, None] * sums[:, -1:]
+    found = _first_beyond_each(sums, targets)
+    before = pad(sums, (1, 0)).gather(1, found)
+    inner = blocks.gather(1, found[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
+    indices = found * BLOCK + _first_beyond_each(inner, targets - before)
+    indices = indices.clamp(max=weights.shape[1] - 1)
+    both = torch.cat([indices, (weights.gather(1, indices) > 0).long()], 1).tolist()
+    return _checked(weights, both, uniforms)
+
+
+def _first_beyond_each(cumulative: Tensor, targets: Tensor) -> Tensor:
+    """Return the first index at which each row of `cumulative` [n, k] exceeds its target [n, 1], as [n, 1]."""
+    last = cumulative[:, -1:]
+    below = torch.minimum(targets, last.nextafter(torch.zeros_like(last)))
+    return (cumulative <= below).sum(-1, keepdim=True).clamp(max=cumulative.shape[1] - 1)
+
+
+def _checked(weights: Tensor, drawn: list[list[int]], uniforms: abc.Sequence[float]) -> list[int]:
+    """Return the indices of pairs (index, whether its weight is above 0), but draw again on the CPU where it is 0.
 
     A parallel cumulative sum need not be monotonic, so this can happen.
     """
-    drawn = list(indices)
-    found = weights[range(len(drawn)), drawn].tolist()
-    missed = [row for row, weight in enumerate(found) if not weight > 0]
+    indices = [index for index, _ in drawn]
+    missed = [row for row, (_, is_possible) in enumerate(drawn) if not is_possible]
     if missed:
         again = inverse_draw(weights[missed].cpu(), [uniforms[row] for row in missed])
         for row, index in zip(missed, again, strict=True):
-            drawn[row] = index
-    return drawn
+            indices[row] = index
+    return indices

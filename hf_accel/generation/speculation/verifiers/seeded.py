@@ -7,12 +7,14 @@ from collections import abc
 import torch
 from torch import Tensor
 
+from ....tensors import is_remote
 from ...sequence import Draft
 from . import noise
 from .verifier import Place, Verifier, first_rows, follow
 
 # All tokens of a row are raced if more than 512 and more than one in 8 of them are possible.
 DENSE, LARGE = 8, 512
+ROWS = 16  # that race at once on a GPU: some float64 numbers for each token take memory
 
 
 class SeededVerifier(Verifier):
@@ -43,6 +45,8 @@ def race(probabilities: Tensor, keys: abc.Sequence[int]) -> list[int]:
     This is argmax(log p + gumbel). Among equal quotients the lowest id is returned.
     """
     size = probabilities.shape[1]
+    if is_remote(probabilities):  # what follows asks how many tokens are possible
+        return _on_device(probabilities, keys)
     enough = max(size // DENSE, LARGE)
     possible = (probabilities > 0).sum(-1).tolist()
     many = [row for row, count in enumerate(possible) if count > enough]
@@ -50,6 +54,17 @@ def race(probabilities: Tensor, keys: abc.Sequence[int]) -> list[int]:
     winners = dict(zip(many, _over_all(probabilities, keys, many), strict=True))
     winners.update(zip(few, _over_possible(probabilities[few], [keys[row] for row in few]), strict=True))
     return [winners[row] for row in range(len(keys))]
+
+
+def _on_device(probabilities: Tensor, keys: abc.Sequence[int]) -> list[int]:
+    """Race all tokens of all rows, and wait for the device once."""
+    ids = torch.arange(probabilities.shape[1], device=probabilities.device)
+    numbers = torch.tensor(keys, dtype=torch.int64, pin_memory=probabilities.is_cuda)
+    moved = numbers.to(probabilities.device, non_blocking=True)[:, None]
+    starts = range(0, len(keys), ROWS)
+    parts = ((moved[start : start + ROWS], probabilities[start : start + ROWS]) for start in starts)
+    winners = [(noise.exponentials(some, ids) / own).argmin(-1) for some, own in parts]
+    return [int(token) for token in torch.cat(winners).tolist()]
 
 
 def _over_all(probabilities: Tensor, keys: abc.Sequence[int], rows: abc.Sequence[int]) -> list[int]:

@@ -1,0 +1,77 @@
+"""How many tokens fit into a device's memory, for a cache that is made once and does not grow."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ...config import CacheConfig
+from ...errors import OutOfBlocksError
+from ...hardware.memory import pool_memory
+from ..quantized import QUANTIZED, head_bytes
+
+SPARE_SHARE = 0.05  # of the free memory, for what is not counted: fragments, and libraries
+GRAPH_BYTES = 2**30
+MOST_LOGITS = 512  # rows of a pass whose logits are computed
+
+
+def fixed_settings(
+    model: PreTrainedModel, settings: CacheConfig, device: torch.device, *, rows: int, drafts: Sequence[Any] = ()
+) -> CacheConfig:
+    """The settings with a fixed max_tokens, where the device's memory is not committed by the system when it is used.
+
+    There, pages that grew would need twice their memory while they are copied, and their addresses would change.
+    rows: the tokens of the largest pass. drafts: draft models, which have pages for as many tokens.
+    Raises OutOfBlocksError if too little memory is free.
+    """
+    free = pool_memory(device) if settings.max_tokens is None else None
+    if free is None:
+        return settings
+    needed = round(free * SPARE_SHARE) + GRAPH_BYTES + pass_bytes(model, rows)
+    per_token = token_bytes(model, settings) + sum(token_bytes(draft, CacheConfig()) for draft in drafts)
+    tokens = (free - needed) // per_token // settings.block_size * settings.block_size
+    if tokens < settings.block_size:
+        raise OutOfBlocksError(
+            f"{free:,} bytes of {device} are free, of which passes need {needed:,}, and a block of the cache "
+            f"{per_token * settings.block_size:,}; lower token_budget=, quantize the weights (patch(model, "
+            "weights='int4')), free memory, or give max_tokens= (CacheConfig or Engine)"
+        )
+    return dataclasses.replace(settings, max_tokens=tokens)
+
+
+def token_bytes(model: PreTrainedModel, settings: CacheConfig) -> int:
+    """The bytes of a token's K and V in all layers."""
+    config: Any = model.config.get_text_config(decoder=True)
+    quantized = QUANTIZED.get(settings.dtype)
+    total = 0
+    for layer in config.per_layer_config:
+        heads = num_kv_heads(layer)
+        dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        key_dim = max(dim, getattr(layer, "qk_head_dim", None) or 0)
+        value_dim = max(dim, getattr(layer, "v_head_dim", None) or 0)
+        total += heads * sum(head_bytes(each, model.dtype, quantized) for each in (key_dim, value_dim))
+    return total
+
+
+def pass_bytes(model: PreTrainedModel, rows: int) -> int:
+    """About the most memory that a pass of so many rows takes at a time: an MLP, and the processing of logits."""
+    config: Any = model.config.get_text_config(decoder=True)
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    widest = inner if isinstance(inner, int) else max(inner)
+    size = model.dtype.itemsize
+    logits = min(rows, MOST_LOGITS) * config.vocab_size * (size + 4 * 4)  # some float32 numbers for each
+    return rows * (8 * config.hidden_size + 4 * widest) * size + logits
+
+
+def num_kv_heads(config: Any) -> int:
+    """The heads of K and V that a layer with this config caches."""
+    if getattr(config, "new_decoder_architecture", False):  # Falcon repeats its K and V before it caches them
+        return int(config.num_attention_heads)
+    if getattr(config, "multi_query", False):
+        return 1
+    named = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
+    return int(named or config.num_attention_heads)

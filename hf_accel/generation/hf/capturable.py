@@ -1,0 +1,72 @@
+"""Whether a model's passes can be captured as graphs, and what a captured graph depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_modules
+
+from ...attention import PlannedAttention
+from ...state import BACKEND_ATTRIBUTE
+from ...tensors import plain_tensors
+from .model_runner import prepare_step
+
+SCALARS = (bool, int, float, str, NoneType, torch.dtype)
+
+# The dictionaries in which torch keeps hooks; of each module, and of all modules.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+
+
+def model_refusal_of_graphs(model: nn.Module) -> str | None:
+    """Why no pass of a patched model can be captured, as a clause; None if it is not known that none can."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) > 1:
+        return f"the model is on {len(devices)} devices"
+    for name, module in model.named_modules():
+        if "forward" in vars(module):
+            return f"the forward of {name or 'the model'} was replaced on the module itself"
+        planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
+        if planned is not None and not planned.backend.capturable:
+            return f"the attention backend {planned.backend.name!r} reads the lengths of sequences on the host"
+    return None
+
+
+class Dependencies:
+    """What a graph of a model has taken up: addresses of its weights, plain values of its modules, no hooks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values = tuple(_values(model))
+        self._hooks = list(_hooks(model))
+
+    @property
+    def hook_refusal(self) -> str | None:
+        """Why no graph can run now, as a clause. It costs little, so that it can be asked before each pass."""
+        if any(len(hooks) != number for hooks, number in self._hooks):
+            return "a hook wants to see a module"
+        return None
+
+
+def _values(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        own = vars(module)
+        yield type(module)
+        yield tuple((name, value) for name, value in own.items() if isinstance(value, SCALARS))
+        yield id(own.get("_packed")), id(own.get(BACKEND_ATTRIBUTE))
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            for plain in () if tensor is None else plain_tensors(tensor):
+                yield plain.data_ptr(), plain.dtype, plain.shape
+
+
+def _hooks(model: nn.Module) -> Iterator[tuple[Any, int]]:
+    """Each dictionary of hooks, and how many entries it has without hooks of others than patch()."""
+    for name in GLOBAL_HOOKS:
+        yield getattr(torch_modules, name), 0
+    for module in model.modules():
+        for name in HOOKS:
+            hooks = vars(module)[name]
+            yield hooks, sum(hook is prepare_step for hook in hooks.values())

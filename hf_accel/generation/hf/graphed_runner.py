@@ -1,0 +1,206 @@
+"""GraphedRunner: a ModelRunner that replays CUDA graphs of passes over a few tokens of each sequence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...cache.group import PageGroup, Step
+from ...cache.pass_inputs import PassInputs, packed, views
+from ...config import CacheConfig
+from ...tensors import autocast_dtype, integers
+from ..buckets import MOST_ROWS, Bucket, PaddedPass, padded
+from ..graphs import Graph, GraphMaker
+from .capturable import Dependencies, model_refusal_of_graphs
+from .model_runner import ModelRunner
+
+MOST_BYTES = 4 * 2**30  # of all graphs of a runner
+LEAST_FREE_BYTES = 2**30  # of the device; with less, no more graphs are captured
+
+
+@dataclass
+class GraphStatistics:
+    """captures, replays: how often graphs were made and run. eager: passes that ran without one, by the reason.
+
+    dropped: how often all graphs were dropped, by the reason. nbytes: the memory that captures took.
+    """
+
+    captures: int = 0
+    replays: int = 0
+    eager: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    nbytes: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "captures": self.captures, "replays": self.replays, "eager": dict(self.eager),
+            "dropped": dict(self.dropped), "bytes": self.nbytes,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CapturedPass:
+    """A graph, and the memory from which it reads the inputs and to which it writes logits [n, V]."""
+
+    graph: Graph
+    static: Tensor
+    logits: Tensor
+
+
+class GraphedRunner(ModelRunner):
+    """Pads each pass to a bucket, captures a graph when a bucket is first met, and replays it from then on.
+
+    A pass that has no bucket, or cannot be captured, runs as a ModelRunner runs it; `statistics` says why. Graphs are
+    dropped when pages or weights have moved: pages are looked at before each pass, and the model after check_model().
+    invariant_rows: no pass is padded to more rows than these, see Speculation; None for any number.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        groups: list[PageGroup],
+        group_of_layer: list[int],
+        *,
+        maker: GraphMaker,
+        invariant_rows: int | None = None,
+    ) -> None:
+        super().__init__(model, groups, group_of_layer)
+        self.groups, self.maker = groups, maker
+        self.most_rows = MOST_ROWS if invariant_rows is None else min(MOST_ROWS, invariant_rows)
+        self.most_bytes, self.least_free_bytes = MOST_BYTES, LEAST_FREE_BYTES
+        self.statistics = GraphStatistics()
+        self._graphs: dict[Bucket, CapturedPass] = {}
+        self._logits: Tensor | None = None  # all graphs write their logits here
+        self._dependencies: Dependencies | None = None
+        self._is_checked = False
+        self._model_refusal: str | None = None  # why no pass of the model can be captured
+        self._full: str | None = None  # why no more graphs are captured
+        self._pages: list[int] = []
+        self.settings: CacheConfig | None = None  # of the pages, where the runner is kept
+        for group in groups:
+            group.add_scratch()
+
+    def check_model(self) -> None:
+        """Compare the model with the one that was captured before the next pass. Its weights may have moved."""
+        self._is_checked = False
+
+    def __call__(self, ids: list[int], positions: list[int], step: Step, keep: list[int]) -> Tensor:
+        """Compute N tokens; see ModelRunner."""
+        refusal = self._refusal()
+        found: PaddedPass | str | None = None
+        if refusal is None:
+            inputs = PassInputs(integers(ids), integers(positions), integers(keep or [0]), step)
+            found = padded(inputs, len(keep), self.groups, most_rows=self.most_rows)
+            if isinstance(found, PaddedPass):
+                captured = self._captured(found)
+                if isinstance(captured, CapturedPass):
+                    return self._replay(captured, found)
+                refusal = captured
+            else:
+                refusal = found
+        self.statistics.eager[refusal] += 1
+        return super().__call__(ids, positions, step, keep)
+
+    # -- what cannot be captured -----------------------------------------------------------------------
+
+    def _refusal(self) -> str | None:
+        """Why the next pass cannot be a graph, as a clause. Drops graphs of other pages and weights."""
+        if not self._is_checked:
+            self._check()
+        assert self._dependencies is not None
+        if self._model_refusal is not None:
+            return self._model_refusal
+        if autocast_dtype(self.device.type) is not None:
+            return "torch.autocast is on"
+        storages = [storage for group in self.groups for storage in group.storages.values()]
+        if len(storages) < len(self.group_of_layer):
+            return "the first pass makes the pages"
+        pages = [storage.pages.k.data_ptr() for storage in storages]
+        if pages != self._pages:
+            self._drop("the pages have moved")
+            self._pages = pages
+        return self._dependencies.hook_refusal
+
+    def _check(self) -> None:
+        dependencies = Dependencies(self.model)
+        if self._dependencies is not None and dependencies.values != self._dependencies.values:
+            self._drop("the model has changed")
+        self._dependencies, self._is_checked = dependencies, True
+        self._model_refusal = model_refusal_of_graphs(self.model)
+
+    def free_graphs(self) -> bool:
+        """Drop all graphs, and capture none until the model changes. Returns whether there were any."""
+        had_any = bool(self._graphs)
+        self._drop("their memory was needed")
+        self._full = "the memory of graphs was needed for passes"
+        return had_any
+
+    def _drop(self, why: str) -> None:
+        self._full = None
+        if self._graphs:
+            self.statistics.dropped[why] += 1
+            self._graphs.clear()
+            self._logits, self.statistics.nbytes = None, 0
+
+    # -- graphs ----------------------------------------------------------------------------------------
+
+    def _captured(self, found: PaddedPass) -> CapturedPass | str:
+        """The graph of a bucket, captured if it is missing; or why there is none, as a clause."""
+        captured = self._graphs.get(found.bucket)
+        if captured is not None:
+            return captured
+        if self._full is None and self.statistics.nbytes >= self.most_bytes:
+            self._full = f"graphs take {self.statistics.nbytes:,} bytes already"
+        if self._full is None and self.maker.free_bytes() < self.least_free_bytes:
+            self._full = "too little memory is free for one more graph"
+        if self._full is not None:
+            return self._full
+        try:
+            # Without inference mode, because a later pass outside of it must be able to write to these tensors.
+            with torch.inference_mode(False), torch.no_grad():
+                captured = self._capture(found)
+        except torch.OutOfMemoryError:
+            self._full = "there was no memory for one more graph"
+        except Exception as error:  # the pass then runs as it does without graphs, and raises what is not of a capture
+            lines = str(error).splitlines() or [type(error).__name__]
+            self._full = f"a capture failed: {lines[0]}"
+        else:
+            self._graphs[found.bucket] = captured
+            self.statistics.captures += 1
+            self.statistics.nbytes += captured.graph.nbytes
+            return captured
+        return self._full
+
+    def _capture(self, found: PaddedPass) -> CapturedPass:
+        tensors = found.inputs.tensors
+        static = packed(tensors, self.device).to(self.device)
+        inputs = found.inputs.with_tensors(views(static, tensors))
+        everything = not found.bucket.only_last
+        outputs: list[Tensor] = []
+
+        def run() -> None:
+            outputs[:] = [self._store(self.compute(inputs, everything=everything))]
+
+        graph = self.maker.capture(run)
+        return CapturedPass(graph, static, outputs[0])
+
+    def _store(self, logits: Tensor) -> Tensor:
+        """Copy logits [n, V] to where all graphs write them. Otherwise each graph would keep memory for its own."""
+        if self._logits is None or self._logits.shape[0] < len(logits) or self._logits.dtype is not logits.dtype:
+            self._logits = torch.empty_like(logits)
+        return self._logits[: len(logits)].copy_(logits)
+
+    def _replay(self, captured: CapturedPass, found: PaddedPass) -> Tensor:
+        captured.static.copy_(packed(found.inputs.tensors, self.device), non_blocking=True)
+        captured.graph.replay()
+        self.statistics.replays += 1
+        kept = found.kept
+        if kept == list(range(len(kept))):
+            return captured.logits[: len(kept)].clone()
+        [rows] = views(packed([integers(kept)], self.device).to(self.device, non_blocking=True), [integers(kept)])
+        return captured.logits[rows]
