@@ -11,6 +11,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
 import torch
 
+from hf_accel.kernels import triton
+
+from .interpreter import correct_interpreter
+
+if triton.is_interpreted():
+    correct_interpreter()
+
 torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
 
 

@@ -225,7 +225,8 @@ def test_core_rooms_stand_in_order(path: Path) -> None:
     above = ABOVE.get(room, set()) if is_seam(module) else set()
     assert {name.split(".")[0] for name in inner(names)} <= FACTS | {room} | CORE[room] | above
     packages = {"torch", "transformers"} | OTHER_PACKAGES.get(room, set())
-    assert outer(names) <= (packages if is_seam(module) else {"torch"})
+    own = {"torch", "triton"} if module.startswith("kernels.triton") else {"torch"}
+    assert outer(names) <= (packages if is_seam(module) else own)
     if not is_seam(module):
         assert not [name for name in inner(names) if is_seam(name)], "it would bring transformers with it"
 

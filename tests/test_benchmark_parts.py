@@ -41,7 +41,7 @@ def test_competitors_that_do_not_take_part_are_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     bench = bench_of(setups=())
     assert [setup.name for setup in bench.setups if setup.is_peer] == []
-    assert set(bench.refused) == {setup.name for setup in SETUPS if setup.is_peer}
+    assert set(bench.refused) == {setup.name for setup in SETUPS if setup.is_peer or setup.only_named}
     assert bench.refused["llama.cpp Q4_0"] == "llama_cpp is not installed"
     assert bench.refused["OpenVINO int8"] == "openvino is not installed"
     assert "name it in --setups" in bench.refused["torchao int8 compiled"]

@@ -48,13 +48,23 @@ EXEMPT = {  # function -> why its signature, or its length, is what it is
     "hf_accel/linear/layer.py::QuantModule._load_from_state_dict": "called by torch",
     "hf_accel/kernels/cpu/integer_linear.py::recorded_linear": "an operator of torch, which takes no objects",
     "hf_accel/kernels/cpu/integer_linear.py::_": "its form for tensors without numbers",
+    "hf_accel/linear/triton.py::recorded_blocked_linear": "an operator of torch, which takes no objects",
+    "hf_accel/linear/triton.py::_": "its form for tensors without numbers",
     "tests/unit/fused/models.py::apply_rotary_pos_emb": "as transformers has it",
+    "tests/unit/attention/test_flash.py::Standin.flash_attn_varlen_func": "as flash-attn has it",
+    "tests/unit/attention/test_flash.py::Standin.flash_attn_with_kvcache": "as flash-attn has it",
+    "tests/unit/attention/test_flash.py::Standin.varlen_attn": "as torch has it",
 }
+
+# Kernels in Triton's language: each pointer and each stride is a parameter.
+PROGRAMS = "hf_accel/kernels/triton/"
 
 SAME_FILE_NAMES: dict[str, str] = {  # name -> why several files have it
     "__init__": "Python's own",
     "hf": "the seam of a room",
     "cpu": "a backend has one name in every room",
+    "triton": "a backend has one name in every room",
+    "attention": "a kernel has one name for every kind of device",
     "reference": "a backend has one name in every room",
     "awq": "a method, and a format of checkpoints that is named after it",
     "gptq": "a method, and a format of checkpoints that is named after it",
@@ -67,7 +77,12 @@ def crowded() -> Iterator[tuple[str, str]]:
     A test takes its fixtures by name. What tests call may have many settings, of which each call names a few.
     """
     for folder, path in ((name, path) for name in FOLDERS for path in sources(ROOT, name, ".py")):
+        where = path.relative_to(ROOT).as_posix()
         for name, function, is_method in functions(ast.parse(path.read_text(encoding="utf-8"))):
+            if where.startswith(PROGRAMS) and any(
+                ast.unparse(d).startswith("triton.jit") for d in function.decorator_list
+            ):
+                continue
             total, positional = parameters(function, is_method)
             total = 0 if folder == "tests" else total
             positional = 0 if function.name.startswith("test_") else positional
@@ -75,7 +90,7 @@ def crowded() -> Iterator[tuple[str, str]]:
             much.append((positional, MOST_POSITIONAL, "positional parameters"))
             found = ", ".join(f"{number} {what}" for number, most, what in much if number > most)
             if found:
-                yield f"{path.relative_to(ROOT).as_posix()}::{name}", found
+                yield f"{where}::{name}", found
 
 
 def test_functions_are_small() -> None:

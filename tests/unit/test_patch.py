@@ -31,7 +31,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
         r"group_size=128 does not divide the 32 inputs of '.*q_proj'; use weights=\{'bits': 4, 'gr",
     ),
     ({"weights": {"bits": 4, "group_size": 64}}, r"group_size=64 does not divide the 32 inputs of '.*q_proj'"),
-    ({"attention": "flash"}, "attention='flash' is not known; choose 'auto' or one of 'cpu', 'sdpa', 'reference'"),
+    (
+        {"attention": "flash"},
+        "attention='flash' is not known; choose 'auto' or one of 'cpu', 'flash_attn', 'varlen'",
+    ),
     ({"attention": None, "cache": "paged"}, "attention=None leaves attention stock; leave cache= out"),
     ({"cache": {"block_size": 0}}, "block_size=0 must be an integer of at least 1"),
     ({"keep_original": 2}, "keep_original=2 is not known"),

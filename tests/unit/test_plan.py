@@ -258,9 +258,9 @@ def test_passes_take_the_planned_attention_until_the_model_changes(
 ) -> None:
     chosen: list[AttentionSpec] = []
 
-    def note(spec: AttentionSpec, name: str) -> AttentionBackend:
+    def note(spec: AttentionSpec, name: str, *, row_invariant: bool) -> AttentionBackend:
         chosen.append(spec)
-        return choose(spec, name)[0]
+        return choose(spec, name, row_invariant=row_invariant)[0]
 
     monkeypatch.setattr(forward, "_choose", note)
     model = hf_accel.patch(build(family), weights=None, cache=cache, fuse=False)

@@ -9,8 +9,15 @@ from torch import Tensor
 from hf_accel.attention import AttentionBackend
 from hf_accel.layouts import KV, AttentionOptions
 
+from ...devices import device_of
+from .paging import on
+
 
 def dense(
     backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, **options: Any
 ) -> Tensor:
-    return backend.dense(q, KV(k, v), AttentionOptions(**options), mask=mask)
+    """On the backend's device, from and to the CPU."""
+    device = device_of(backend)
+    q, k, v, mask = (on(x, device) for x in (q, k, v, mask))
+    given = AttentionOptions(**{name: on(x, device) for name, x in options.items()})
+    return backend.dense(q, KV(k, v), given, mask=mask).cpu()

@@ -13,6 +13,7 @@ from hf_accel.cache.quantized import INT4, dequantize, rotate
 from hf_accel.cache.quantized import quantize as stored
 from hf_accel.layouts import KV, AttentionOptions, Ragged
 
+from ...devices import device_of
 from .oracle import oracle
 
 SCALE = 0.3
@@ -34,20 +35,28 @@ class Case:
     window: int | None = None
 
     def run(self, backend: AttentionBackend, *, return_lse: bool = False, **options: Any) -> Any:
+        """On the backend's device, from and to the CPU."""
+        device = device_of(backend)
+        result = backend.paged(*self.operands(device, **options), return_lse=return_lse)
+        return tuple(x.cpu() for x in result) if return_lse else result.cpu()
+
+    def operands(self, device: str = "cpu", **options: Any) -> tuple[Tensor, KV, Ragged, AttentionOptions]:
         q_len, kv_len = ([x.shape[1] for x in xs] for xs in (self.q, self.k))
         ragged = Ragged(
-            torch.tensor([0, *q_len]).cumsum(0).int(),
-            torch.tensor(kv_len, dtype=torch.int32),
+            torch.tensor([0, *q_len]).cumsum(0).int().to(device),
+            torch.tensor(kv_len, dtype=torch.int32, device=device),
             max(q_len, default=0),
             max(kv_len, default=0),
-            self.block_table,
+            self.block_table.to(device),
         )
-        return backend.paged(
-            torch.cat([x.transpose(0, 1) for x in self.q] or [torch.empty(0, 4, 8)]),
-            KV(self.k_pages, self.v_pages, self.k_scales, self.v_scales),
+        pages = (self.k_pages, self.v_pages, self.k_scales, self.v_scales)
+        queries = torch.cat([x.transpose(0, 1) for x in self.q] or [torch.empty(0, 4, 8)])
+        given = {name: on(x, device) for name, x in options.items()}
+        return (
+            queries.to(device),
+            KV(*(on(x, device) for x in pages)),
             ragged,
-            AttentionOptions(**{"scale": SCALE, "window": self.window, **options}),
-            return_lse=return_lse,
+            AttentionOptions(**{"scale": SCALE, "window": self.window, **given}),
         )
 
     def expected(self, **options: Any) -> tuple[Tensor, Tensor]:
@@ -62,6 +71,10 @@ class Case:
         v_pages, v_scales = quantize(self.v_pages, dtype)
         k, v = ([decoded(x, dtype) for x in xs] for xs in (self.k, self.v))
         return replace(self, k=k, v=v, k_pages=k_pages, v_pages=v_pages, k_scales=k_scales, v_scales=v_scales)
+
+
+def on(value: Any, device: str) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,9 @@ def built(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_are_ordered_by_preference() -> None:
-    assert [backend.name for backend in BACKENDS] == ["cpu", "sdpa", "reference"]
+    assert [backend.name for backend in BACKENDS] == [
+        "cpu", "flash_attn", "flash_attn", "varlen", "triton", "triton", "sdpa", "reference",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -79,14 +81,16 @@ def test_explicit_refusal_is_an_error_with_the_way_out(picky: Picky) -> None:
 
 
 def test_unknown_name_lists_the_known() -> None:
-    with pytest.raises(UnsupportedError, match=r"'flash' is not known; choose 'auto' or one of 'cpu', 'sdpa', 'ref"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"'flash' is not known; .* one of 'cpu', 'flash_attn', .*'sdpa', 'ref",
+    ):
         choose(spec(), "flash")
 
 
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"device_type": "cuda"}, "it runs on a CPU, not on cuda"),
         ({"dtype": torch.float64}, "it computes in float32, bfloat16 and float16, not in float64"),
         ({"head_dim": 576}, "heads of 576 numbers are larger than its 512"),
     ],
@@ -95,6 +99,14 @@ def test_unknown_name_lists_the_known() -> None:
 def test_the_native_backend_says_what_it_cannot_serve(changes: dict[str, Any], reason: str) -> None:
     backend, refusals = choose(spec(**changes))
     assert backend.name == "sdpa" and refusals == [("cpu", reason)]
+
+
+def test_a_backend_for_another_device_is_not_spoken_of() -> None:
+    assert choose(spec(device_type="mps"))[1] == []
+    with pytest.raises(UnsupportedError, match=r"it runs on a CPU, not on mps.*use attention='auto'"):
+        choose(spec(device_type="mps"), "cpu")
+    with pytest.raises(UnsupportedError, match="it runs on an NVIDIA GPU, not on mps"):
+        choose(spec(device_type="mps"), "triton")
 
 
 def test_without_the_library_the_reason_is_that_of_the_build(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_accel.attention import BACKENDS, AttentionBackend
+from hf_accel.attention import AttentionBackend
 
+from .backends import each_backend
 from .calls import dense
 from .oracle import assert_close, oracle
 
 SCALE = 0.3
 
-pytestmark = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+pytestmark = each_backend
 
 
 def operands(

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_accel.attention import BACKENDS, AttentionBackend
+from hf_accel.attention import AttentionBackend
 
+from .backends import each_backend
 from .calls import dense
 from .paging import make_case
 
-pytestmark = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+pytestmark = each_backend
 
 
 class Largest(TorchDispatchMode):

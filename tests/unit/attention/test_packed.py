@@ -6,14 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_accel.attention import BACKENDS, AttentionBackend
+from hf_accel.attention import AttentionBackend
 from hf_accel.layouts import KV, AttentionOptions, Ragged
 
+from ...devices import device_of
+from .backends import each_backend
 from .oracle import assert_close, oracle
+from .paging import on
 
 SCALE = 0.3
 
-pytestmark = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+pytestmark = each_backend
 
 
 def operands(lengths: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,8 +29,10 @@ def packed(backend: AttentionBackend, x: tuple[Tensor, ...], lengths: list[tuple
     q_len, k_len = zip(*lengths, strict=True)
     cu_q, kv_len = torch.tensor([0, *q_len]).cumsum(0).int(), torch.tensor(k_len, dtype=torch.int32)
     q, *kv = x
-    ragged = Ragged(cu_q, kv_len, max(q_len), max(k_len))
-    return backend.packed(q, KV(*kv), ragged, AttentionOptions(SCALE, **options))
+    device = device_of(backend)
+    ragged = Ragged(cu_q.to(device), kv_len.to(device), max(q_len), max(k_len))
+    given = AttentionOptions(SCALE, **{name: on(value, device) for name, value in options.items()})
+    return backend.packed(q.to(device), KV(*(part.to(device) for part in kv)), ragged, given).cpu()
 
 
 def expected(x: tuple[Tensor, ...], lengths: list[tuple[int, int]], **options: Any) -> Tensor:

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from hf_accel.attention import BACKENDS, AttentionBackend
+from hf_accel.attention import AttentionBackend
 from hf_accel.cache.quantized import INT4
 
+from .backends import each_backend
 from .oracle import assert_close
 from .paging import make_case
 
-pytestmark = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+pytestmark = each_backend
 
 # (queries, keys) of each sequence
 LENGTHS: dict[str, list[tuple[int, int]]] = {

@@ -1,4 +1,4 @@
-"""The native kernel that writes pages: the bits of the torch path, on every instruction set."""
+"""The native kernels that write pages: the bits of the torch path, on every instruction set and by Triton."""
 
 from __future__ import annotations
 
@@ -13,14 +13,27 @@ from hf_accel.cache.quantized import INT4, rotate
 from hf_accel.errors import UnsupportedError
 from hf_accel.hardware.processor import ISA_LEVELS, instruction_sets
 from hf_accel.kernels import cpu as kernels
+from hf_accel.kernels import triton
+
+from ...devices import triton_device
 
 LEVELS = [level for level, needed in ISA_LEVELS.items() if needed <= instruction_sets()]
+TRITON = pytest.param("triton", marks=pytest.mark.gpu)
 
 pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=[*LEVELS, TRITON])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Who writes: the C++ kernel of an instruction set, or the Triton kernel."""
+    if request.param == "triton":
+        reason = triton.refusal(triton_device())
+        if reason is not None:
+            pytest.skip(reason)
+        yield request.param
+        return
+    if triton.is_interpreted():
+        pytest.skip("Triton's interpreter takes the place of the C++ kernel")
     try:
         with kernels.using_isa(request.param):
             yield request.param
@@ -32,14 +45,16 @@ def written(
     keys: Tensor, values: Tensor, slots: Tensor, *, quantized: torch.dtype | None, native: bool
 ) -> dict[str, Tensor]:
     """What all of the pages hold afterwards; zero where nothing was written."""
+    device = triton_device() if native else "cpu"
+    keys, values, slots = keys.to(device), values.to(device), slots.to(device)
     storage = KVStorage(9, 4, keys, values, quantized=quantized)
     pages = {name: tensor for name, tensor in storage.pages._asdict().items() if tensor is not None}
     for tensor in pages.values():
         tensor.view(torch.uint8).zero_()
     if not native:
-        storage._is_native = lambda *_: False  # type: ignore[method-assign]
+        storage._native_write = lambda *_: None  # type: ignore[method-assign]
     storage.write(keys, values, slots)
-    return pages
+    return {name: tensor.cpu() for name, tensor in pages.items()}
 
 
 def assert_same(keys: Tensor, values: Tensor, quantized: torch.dtype | None) -> None:
@@ -86,7 +101,7 @@ def test_small_numbers_in_half_precision_keep_their_levels(quantized: torch.dtyp
     storage = KVStorage(9, 4, keys, keys, quantized=quantized)
     with pytest.MonkeyPatch.context() as patch:
         if not native:
-            patch.setattr(KVStorage, "_is_native", lambda *_: False)
+            patch.setattr(KVStorage, "_native_write", lambda *_: None)
         storage.write(keys, keys, slots)
     error, numbers = storage.read(slots)[0].float() - keys.float(), keys.float()
     if quantized is INT4:

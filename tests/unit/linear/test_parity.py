@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from hf_accel.linear import BACKENDS, Int4Weight, LinearSpec
-from hf_accel.linear.formats import state
+from hf_accel.linear.formats import QuantizedWeight, from_state, state
+from tests.devices import device_of
 
 # A few roundings of the dtype.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
@@ -16,14 +17,26 @@ CASES = [
     (4, 1, 32, 32), (4, 3, 64, 32), (4, 33, 128, 64), (4, 64, 384, 128), (4, 112, 64, 32), (4, 272, 256, 128),
     (3, 33, 96, 32), (3, 272, 256, 128), (2, 33, 96, 32), (2, 272, 256, 128),
 ]  # fmt: skip
+
+
+def parameter(backend, *case, name=""):
+    """What needs a GPU (or Triton's interpreter) carries the gpu mark."""
+    on_gpu = backend.name == "triton"
+    kind = " by row" if on_gpu and backend.row_invariant else ""
+    marks = [pytest.mark.gpu] if on_gpu else []
+    return pytest.param(backend, *case, id=f"{backend.name}{kind}-{backend.activations or 'float'}{name}", marks=marks)
+
+
 PAIRS = [
-    pytest.param(
-        backend, *case, id=f"{backend.name}-{backend.activations or 'float'}-int{case[0]}-{case[1]}x{case[2]}"
-    )
+    parameter(backend, *case, name=f"-int{case[0]}-{case[1]}x{case[2]}")
     for backend in BACKENDS
     for case in CASES
     if case[0] in backend.bits
 ]
+
+
+def on(weight: QuantizedWeight, device: str) -> QuantizedWeight:
+    return from_state(weight.bits, {name: tensor.to(device) for name, tensor in state(weight).items()})
 
 
 def rounded_rows(x: np.ndarray) -> np.ndarray:
@@ -56,18 +69,20 @@ def as_rounded(backend, x: np.ndarray, bits: int, group_size: int) -> np.ndarray
 def test_as_the_float_layer_with_the_dequantized_weight(
     make_weight, backend, bits, outputs, inputs, group_size, dtype, has_bias
 ):
-    spec = LinearSpec(in_features=inputs, out_features=outputs, bits=bits, group_size=group_size, dtype=dtype)
+    device = device_of(backend)
+    sizes = {"in_features": inputs, "out_features": outputs, "bits": bits, "group_size": group_size}
+    spec = LinearSpec(**sizes, dtype=dtype, device_type=device)
     if reason := backend.refuses(spec):
         pytest.skip(reason)
     weight, dense = make_weight(bits, outputs, inputs, group_size=group_size, dtype=dtype)
-    packed = backend.pack(weight)
+    packed = backend.pack(on(weight, device))
     bias = torch.randn(outputs).to(dtype) if has_bias else None
     for rows in (0, 1, 2, 3, 5, 17, 64):
         x = torch.randn(rows, inputs).to(dtype)
         exact = x.double().numpy()
         exact = as_rounded(backend, exact, bits, group_size) @ dense.T
         exact = exact + (0 if bias is None else bias.double().numpy())
-        got = backend.run(x, packed, bias)
+        got = backend.run(x.to(device), packed, None if bias is None else bias.to(device)).cpu()
         assert got.dtype == dtype
         assert got.shape == (rows, outputs)
         few_bits = dtype == torch.float32 and backend.note(spec) is not None
@@ -79,36 +94,39 @@ def test_as_the_float_layer_with_the_dequantized_weight(
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("backend", "bits", "outputs", "inputs", "group_size"), PAIRS)
 def test_unpack_returns_what_was_packed(make_weight, backend, bits, outputs, inputs, group_size, dtype):
-    spec = LinearSpec(in_features=inputs, out_features=outputs, bits=bits, group_size=group_size, dtype=dtype)
+    device = device_of(backend)
+    sizes = {"in_features": inputs, "out_features": outputs, "bits": bits, "group_size": group_size}
+    spec = LinearSpec(**sizes, dtype=dtype, device_type=device)
     if reason := backend.refuses(spec):
         pytest.skip(reason)
     weight, _ = make_weight(bits, outputs, inputs, group_size=group_size, dtype=dtype)
-    assert_same_state(backend.unpack(backend.pack(weight)), weight)
+    assert_same_state(backend.unpack(backend.pack(on(weight, device))), weight)
 
 
 def assert_same_state(restored, weight):
     assert type(restored) is type(weight)
     assert state(restored).keys() == state(weight).keys()
     for name, tensor in state(weight).items():
-        got = state(restored)[name]
+        got = state(restored)[name].cpu()
+        assert state(restored)[name].is_contiguous()
         assert got.dtype == tensor.dtype
-        assert got.is_contiguous()
         assert torch.equal(got, tensor), name
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("outputs", "inputs", "group_size"), [(1, 32, 32), (33, 128, 64), (272, 256, 128)])
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if 4 in b.bits], ids=lambda b: f"{b.name}-{b.activations}")
+@pytest.mark.parametrize("backend", [parameter(backend) for backend in BACKENDS if 4 in backend.bits])
 def test_zero_points(backend, outputs, inputs, group_size, dtype):
+    device = device_of(backend)
     sizes = {"in_features": inputs, "out_features": outputs, "bits": 4, "group_size": group_size}
-    if reason := backend.refuses(LinearSpec(**sizes, symmetric=False, dtype=dtype)):
+    if reason := backend.refuses(LinearSpec(**sizes, symmetric=False, dtype=dtype, device_type=device)):
         pytest.skip(reason)
     groups = inputs // group_size
     integers = torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8)
     zero_point = torch.randint(-8, 8, (outputs, groups), dtype=torch.int8)
     scale = (torch.rand(outputs, groups) * 0.01 + 0.001).to(dtype)
     weight = Int4Weight.from_integers(integers, scale, zero_point)
-    packed = backend.pack(weight)
+    packed = backend.pack(on(weight, device))
     assert_same_state(backend.unpack(packed), weight)
     dense = integers.numpy() - np.repeat(zero_point.numpy().astype(np.float64), group_size, axis=1)
     dense *= np.repeat(scale.double().numpy(), group_size, axis=1)
@@ -116,4 +134,5 @@ def test_zero_points(backend, outputs, inputs, group_size, dtype):
         x = torch.randn(rows, inputs).to(dtype)
         exact = as_rounded(backend, x.double().numpy(), 4, group_size) @ dense.T
         size = np.sqrt(x.double().numpy() ** 2 @ dense.T**2) + np.abs(exact)
-        assert (np.abs(backend.run(x, packed, None).double().numpy() - exact) <= TOLERANCE[dtype] * size).all()
+        got = backend.run(x.to(device), packed, None).cpu()
+        assert (np.abs(got.double().numpy() - exact) <= TOLERANCE[dtype] * size).all()

@@ -5,6 +5,7 @@ import torch
 
 from hf_accel.errors import UnsupportedError
 from hf_accel.kernels import cpu as kernels
+from hf_accel.kernels import triton
 from hf_accel.linear import LinearSpec, choose
 from hf_accel.linear import registry as module
 from hf_accel.linear.onednn import is_exact
@@ -51,7 +52,7 @@ def test_without_the_kernels_their_reason_is_told(no_kernels):
         (LARGE, 8, BF16, {"activations": "int8"}, "onednn", "int8"),
         (LARGE, 8, BF16, {"activations": None}, "torch", None),
         (LARGE, 8, FP32, {"activations": None}, "reference", None),
-        (LARGE, 8, BF16, {"device_type": "cuda"}, "reference", None),
+        (LARGE, 8, BF16, {"device_type": "cuda"}, "reference" if triton.refusal("cuda") else "triton", None),
         (LARGE, 8, BF16, {"device_type": "cuda", "activations": "int8"}, "reference", "int8"),
         (SMALL, 8, BF16, {}, "torch", None),
         (SMALL, 8, FP32, {}, "onednn", "int8"),
@@ -94,6 +95,16 @@ def test_refusals_name_the_backends_that_were_asked_before():
     assert choose(LinearSpec(**LARGE, bits=8, dtype=FP32)).refusals == ()
 
 
+def test_backends_that_are_row_invariant_come_first_where_asked(monkeypatch):
+    monkeypatch.setattr(triton, "refusal", lambda device_type: None)
+    spec = LinearSpec(**LARGE, bits=4, dtype=BF16, device_type="cuda")
+    choose.cache_clear()
+    for wanted in (False, True):
+        choice = choose(spec, row_invariant=wanted)
+        assert (choice.backend.name, choice.backend.row_invariant, choice.row_invariant) == ("triton", wanted, wanted)
+    choose.cache_clear()
+
+
 def test_a_named_backend_is_taken_where_auto_would_not():
     spec = LinearSpec(**LARGE, bits=8, dtype=BF16)
     assert choose(spec, "torch").backend.name == "torch"
@@ -107,7 +118,8 @@ def test_a_named_backend_is_taken_where_auto_would_not():
             "cublas",
             8,
             {},
-            "'cublas' is not known; choose one of 'auto', 'cpu', 'onednn', 'torch', 'reference', 'reference by row'$",
+            "'cublas' is not known; choose one of 'auto', 'cpu', 'onednn', 'torch', 'triton', 'reference', "
+            "'reference by row'$",
         ),
         ("onednn", 4, {}, r"backend 'onednn' refuses a layer \[2048, 2048\]: it has no 4-bit weights; use 'auto'$"),
         ("onednn", 8, {"activations": None}, "refuses .*: it rounds activations to INT8; use 'auto'$"),

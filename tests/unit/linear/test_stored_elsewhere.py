@@ -12,13 +12,18 @@ import torch
 
 from hf_accel.errors import UnsupportedError
 from hf_accel.kernels import cpu as kernels
+from hf_accel.kernels import triton
 from hf_accel.linear import Int4Weight, Int8Weight, LinearSpec, QuantLinear, choose
 from hf_accel.linear.formats import QuantizedWeight, state
 from hf_accel.linear.hf import module_settings, spec_of
 
 OUT, IN = 70, 128
 KINDS = ["groups", "groups with minima", "minima", "asymmetric", "symmetric", "output"]
-BACKENDS = ["reference"] + ([] if kernels.refusal() else ["cpu"])
+BACKENDS = (
+    ["reference"]
+    + ([] if kernels.refusal() else ["cpu"])
+    + ([] if triton.refusal("cpu") else [pytest.param("triton", marks=pytest.mark.gpu)])
+)
 
 
 def stored(kind: str, *, ordered: bool, dtype: torch.dtype = torch.float16, group: int = 32) -> QuantizedWeight:

@@ -1,0 +1,33 @@
+"""On which device a backend is tried, and how to try one without the native kernels, which come first on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_accel import loading, planning
+from hf_accel.attention.hf import forward
+from hf_accel.kernels import cpu, triton
+from hf_accel.linear import layer
+from hf_accel.linear.registry import choose
+
+
+def triton_device() -> str:
+    """Where Triton kernels are tried: on the CPU in Triton's interpreter, and where there is no GPU, that refuses."""
+    return "cuda" if torch.cuda.is_available() and not triton.is_interpreted() else "cpu"
+
+
+def device_of(backend: object) -> str:
+    """Where a backend of a registry is tried. It says by its name where it runs."""
+    name = getattr(backend, "name", "")
+    if name == "triton":
+        return triton_device()
+    return "cuda" if name in ("flash_attn", "varlen") else "cpu"
+
+
+def without_native_kernels(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """On a CPU they would be chosen first. What was chosen before is not remembered meanwhile."""
+    monkeypatch.setattr(cpu, "refusal", lambda: why)
+    for module, name in ((planning, "choose_linear"), (layer, "choose"), (loading, "choose")):
+        monkeypatch.setattr(module, name, choose.__wrapped__)
+    monkeypatch.setattr(forward, "_choose", forward._choose.__wrapped__)

@@ -1,0 +1,94 @@
+"""Patched models on an NVIDIA GPU, with CUDA graphs: stock's tokens. float32, so that no near-tie decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import hf_accel
+
+from .families import FAMILIES, build
+from .speculating import answers, by_engine, near, requests
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU here"),
+]
+
+PROMPTS = requests(9, longest=20, seed=3, shared=4)
+NEW_TOKENS = 16
+
+
+@pytest.fixture(autouse=True)
+def _exact_products() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def patched(family: str = "llama", **settings: Any) -> Any:
+    return hf_accel.patch(build(family).to("cuda"), weights=None, **settings)
+
+
+def by_generate_batch(model: Any, **settings: Any) -> list[list[int]]:
+    outputs = model.generate_batch(PROMPTS, max_new_tokens=NEW_TOKENS, do_sample=False, **settings)
+    return [output.generated_tokens for output in outputs.values()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_batch(family: str) -> None:
+    model = patched(family, cache=hf_accel.CacheConfig(max_tokens=4096))
+    assert by_generate_batch(model) == answers(family, PROMPTS, NEW_TOKENS)
+    graphs = hf_accel.stats(model)["graphs"]
+    assert graphs["replays"] >= NEW_TOKENS - 3, graphs
+
+
+def test_generate() -> None:
+    """Again and again: graphs are kept from call to call."""
+    model = patched()
+    ids = torch.tensor([PROMPTS[0]], device="cuda")
+    for number in range(3):
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
+        assert out[0, ids.shape[1] :].tolist() == answers("llama", PROMPTS[:1], NEW_TOKENS)[0]
+        graphs = hf_accel.stats(model)["graphs"]
+        assert graphs["replays"] >= NEW_TOKENS - 3 and (number == 0 or graphs["captures"] == 0), graphs
+
+
+def test_engine() -> None:
+    model = patched(cache=hf_accel.CacheConfig(max_tokens=4096))
+    tokens, stats = by_engine(model, PROMPTS, NEW_TOKENS)
+    assert tokens == answers("llama", PROMPTS, NEW_TOKENS) and stats["blocks_used"] == 0
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "near model"])
+def test_speculation(drafter: str) -> None:
+    draft = near("llama").to("cuda") if drafter == "near model" else drafter
+    model = patched(cache=hf_accel.CacheConfig(max_tokens=4096))
+    config = hf_accel.SpeculativeConfig(drafter=draft, num_draft=3)
+    assert by_generate_batch(model, speculative=config) == answers("llama", PROMPTS, NEW_TOKENS)
+
+
+def test_preemption() -> None:
+    model = patched(cache=hf_accel.CacheConfig(max_tokens=96))
+    assert by_generate_batch(model) == answers("llama", PROMPTS, NEW_TOKENS)
+    assert hf_accel.stats(model)["preemptions"] > 0
+
+
+def test_pages_take_what_is_free() -> None:
+    model = patched()
+    assert by_generate_batch(model) == answers("llama", PROMPTS, NEW_TOKENS)
+    total = torch.cuda.mem_get_info()[1]
+    per_block = hf_accel.stats(model)["blocks_allocated"]
+    assert per_block * 16 * 2 * 2 * 2 * 8 * 4 > total // 4  # layers, K and V, heads, numbers, bytes
+
+
+@pytest.mark.parametrize("weights", ["int8", {"bits": 4, "group_size": 32}])
+def test_quantized_weights(weights: Any) -> None:
+    """Graphs or none, tokens are the same."""
+    model = hf_accel.patch(build("llama").to("cuda"), weights=weights, cache=hf_accel.CacheConfig(max_tokens=4096))
+    first = by_generate_batch(model)
+    assert len(first) == len(PROMPTS) and first == by_generate_batch(model)

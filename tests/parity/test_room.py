@@ -1,0 +1,100 @@
+"""Pages of a device whose memory must be taken at once: their number follows from what is free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import hf_accel
+from hf_accel import CacheConfig, OutOfBlocksError
+from hf_accel.cache.hf import room
+from hf_accel.cache.hf.room import fixed_settings, pass_bytes, token_bytes
+from hf_accel.generation.hf.session import Session
+from hf_accel.hardware.memory import pool_memory
+
+from .families import FAMILIES, build
+from .speculating import answers, by_engine, by_generate_batch, near, requests
+
+CPU = torch.device("cpu")
+PROMPTS = requests(6, longest=12, seed=3)
+
+
+def free(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    monkeypatch.setattr(room, "pool_memory", lambda device: nbytes)
+    monkeypatch.setattr(room, "GRAPH_BYTES", 0)
+
+
+def patched(family: str = "llama", **cache: Any) -> Any:
+    return hf_accel.patch(build(family), weights=None, cache=CacheConfig(**{"block_size": 4, **cache}))
+
+
+def test_a_host_grows() -> None:
+    settings = CacheConfig()
+    assert pool_memory(CPU) is None
+    assert fixed_settings(build("llama"), settings, CPU, rows=64) is settings
+
+
+def test_what_torch_has_and_does_not_use_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 9000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 380)
+    assert pool_memory(torch.device("cuda")) == 1120
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_of_a_token(family: str, dtype: Any) -> None:
+    """As many as the pages then take."""
+    model = patched(family, dtype=dtype)
+    session = Session(model, CacheConfig(block_size=4, dtype=dtype))
+    session.add(_sequence())
+    session.step()
+    per_token = sum(group.nbytes / (group.pool.num_blocks * 4) for group in session.pages.groups)
+    assert per_token == token_bytes(model, CacheConfig(block_size=4, dtype=dtype))
+
+
+def _sequence() -> Any:
+    from hf_accel.generation.sampling.sampling import Sampling
+    from hf_accel.generation.sequence import Sequence
+
+    return Sequence([1, 2, 3], 2, Sampling())
+
+
+def test_all_that_is_free_but_what_passes_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patched()
+    free(monkeypatch, 10_000_000)
+    settings = fixed_settings(model, CacheConfig(block_size=4), CPU, rows=64)
+    left = 10_000_000 * 0.95 - pass_bytes(model, 64)
+    assert settings.max_tokens is not None and settings.max_tokens % 4 == 0
+    assert 0 <= left - settings.max_tokens * token_bytes(model, CacheConfig()) < 4 * token_bytes(model, CacheConfig())
+    fewer = fixed_settings(model, CacheConfig(block_size=4), CPU, rows=64, drafts=[model])
+    assert fewer.max_tokens is not None and abs(2 * fewer.max_tokens - settings.max_tokens) <= 8
+    assert fixed_settings(model, CacheConfig(max_tokens=40), CPU, rows=64).max_tokens == 40
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_few_tokens_fit(draft: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences wait and are preempted, as with any cache of a fixed size."""
+    model = patched()
+    per_token = token_bytes(model, CacheConfig())
+    config = {"speculative": hf_accel.SpeculativeConfig(drafter=near("llama"), num_draft=2)} if draft else {}
+    needed = 80 * per_token * (1 + draft) + pass_bytes(model, 2048)
+    free(monkeypatch, round(needed / 0.95) + 10)
+    assert by_generate_batch(model, PROMPTS, 24, **config) == answers("llama", PROMPTS, 24)
+    stats = hf_accel.stats(model)
+    assert stats["blocks_allocated"] == 20 and stats["preemptions"] > 0
+    free(monkeypatch, round((80 * per_token * (1 + draft) + pass_bytes(model, 256)) / 0.95) + 10)
+    tokens, stats = by_engine(model, PROMPTS, 24, **config)
+    assert tokens == answers("llama", PROMPTS, 24) and stats["blocks_allocated"] == 20
+
+
+def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patched()
+    free(monkeypatch, 1000)
+    words = (
+        r"1,000 bytes of cpu are free, of which passes need [\d,]+, and a block .*; lower token_budget=.* max_tokens="
+    )
+    with pytest.raises(OutOfBlocksError, match=words):
+        by_generate_batch(model, PROMPTS, 4)

@@ -1,0 +1,160 @@
+"""`make gpu` on a machine without a GPU: its parts are commands that exist, and one that hangs costs no other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu, machine, run
+from benchmarks.bench import Bench
+from benchmarks.gpu import PARTS, Part
+from benchmarks.models import MODELS, random_model_on
+from benchmarks.results_folder import FOLDER, machine_folder, readme, write
+from benchmarks.settings import Settings
+from benchmarks.timing import finish
+from hf_accel.hardware import detect
+from hf_accel.kernels import triton
+
+ROOT = Path(__file__).parent.parent
+GPU = {
+    "gpu": "NVIDIA H100 80GB HBM3", "compute_capability": [9, 0], "driver": "570.1", "cuda": "12.8",
+    "gpu_kernels": "Triton 3.6.0", "memory_bytes": 85e9, "read_bytes_per_second": 2.9e12,
+}  # fmt: skip
+
+
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main([]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == f"make gpu needs an NVIDIA GPU, and torch {torch.__version__} sees none here"
+
+
+def test_make_gpu_uses_the_machine_s_python() -> None:
+    command = ["make", "--dry-run", "gpu", f"PYTHON={sys.executable}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"{sys.executable} -m benchmarks.gpu"
+
+
+def test_all_parts_are_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    labels = set()
+    for part in PARTS:
+        module, arguments = part.command[1], part.command[2:]
+        if module == "pytest":
+            assert Path(arguments[-1]).exists()
+            continue
+        assert module == "benchmarks.run"
+        parsed = run.parse(list(arguments))
+        assert set(parsed.topics) <= run.TOPICS.keys() and parsed.settings.model in MODELS
+        assert parsed.settings.device == "cuda"
+        labels |= {(topic, parsed.label) for topic in parsed.topics}
+    assert len(labels) == sum(len(run.parse(list(p.command[2:])).topics) for p in PARTS if "pytest" not in p.command)
+    assert gpu.SECONDS < 600 and sum(part.seconds for part in PARTS[:6]) < gpu.SECONDS
+
+
+HANGS = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+
+
+def test_a_part_that_hangs_or_fails_costs_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed with the processes that it has started."""
+    alive = tmp_path / "alive"
+    monkeypatch.setattr(gpu, "GRACE_SECONDS", 0.5)
+    ignores = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    child = f"{ignores}\nimport pathlib, time\nwhile True: pathlib.Path({str(alive)!r}).touch(); time.sleep(0.05)"
+    parts = [
+        Part("hangs", ("-c", HANGS.format(child=child)), 2.0),
+        Part("fails", ("-c", "raise SystemExit(3)"), 20.0),
+        Part("runs", ("-c", "print()"), 20.0),
+    ]
+    assert gpu.run(parts, seconds=100) == 1
+    lines = capsys.readouterr().out.splitlines()[-3:]
+    assert [line.split(" s  ")[1] for line in lines] == [
+        "ended after 2 s, its limit", "it failed, exit status 3", "done",
+    ]  # fmt: skip
+    alive.unlink()
+    time.sleep(0.3)
+    assert not alive.exists()
+    assert gpu.run(parts[2:], seconds=100) == 0
+    assert gpu.run(parts[2:], seconds=1) == 1
+    assert capsys.readouterr().out.endswith("there was no time left\n")
+
+
+def test_without_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert gpu.run_part(PARTS[0], 1) == "pytest is not installed"
+
+
+def test_an_unknown_part(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["decode-9b"])
+    assert (
+        "part 'decode-9b' is not known; choose some of tests-models, decode-8b, tests-kernels"
+        in capsys.readouterr().err
+    )
+
+
+# -- results -----------------------------------------------------------------------------------------------
+
+
+def test_results_stand_in_the_gpu_s_folder(tmp_path: Path) -> None:
+    """With what it was measured on, and one file for each model."""
+    where = {**machine.machine(), **GPU}
+    assert machine_folder(where) == FOLDER / "nvidia-h100-80gb-hbm3"
+    result = {
+        "topic": "decode", "date": "2026-11-23", "command": "c", "model": "bench-8b", "machine": where,
+        "versions": {"torch": "2.11"}, "refused": {}, "tables": [],
+    }  # fmt: skip
+    folder = tmp_path / "nvidia-h100-80gb-hbm3"
+    assert write(folder, result, "bench-8b").name == "decode_bench-8b.json"
+    assert json.loads((folder / "decode_bench-8b.json").read_text()) == result
+    assert write(folder, result).name == "decode.json"
+    text = (folder / "README.md").read_text()
+    assert (
+        "NVIDIA H100 80GB HBM3, compute capability 9.0, 85 GB, reads 2900 GB/s; driver 570.1, CUDA 12.8, "
+        f"Triton 3.6.0; host: {where['cpu']}, "
+    ) in text
+    assert "[nvidia-h100-80gb-hbm3](nvidia-h100-80gb-hbm3/README.md): NVIDIA H100 80GB HBM3, topics: 2" in readme(
+        tmp_path
+    )
+
+
+def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "refusal", lambda device: "torch sees no NVIDIA GPU here")
+    hardware = detect()
+    found = machine.gpu(hardware)
+    assert (found["gpu"], found["gpu_kernels"]) == (hardware.name, "torch sees no NVIDIA GPU here")
+    said: Any = lambda *args, **more: subprocess.CompletedProcess(args, 0, "570.133.20\n570.133.20\n", "")  # noqa: E731
+    monkeypatch.setattr(subprocess, "run", said)
+    assert machine.driver() == "570.133.20"
+
+    def missing(*args: Any, **more: Any) -> Any:
+        raise FileNotFoundError("nvidia-smi")
+
+    monkeypatch.setattr(subprocess, "run", missing)
+    assert machine.driver() is None
+
+
+def test_models_are_made_on_the_device() -> None:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(**MODELS["tiny"], eos_token_id=None)
+    first, again = (random_model_on("cpu", config, seed=3) for _ in range(2))
+    assert first.dtype is torch.bfloat16 and not first.training
+    assert all(a.equal(b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert first(torch.tensor([[1, 2]])).logits.isfinite().all()
+
+
+def test_settings_of_a_gpu() -> None:
+    settings = Settings(model="tiny").on_gpu()
+    assert settings.device == "cuda" and settings.serving.requests == 128 and settings.quicker().device == "cuda"
+    assert Bench(settings).description == "tiny"
+    finish("cpu")  # nothing to wait for

@@ -1,0 +1,17 @@
+"""Every backend as a parameter of a test; what needs a GPU (or Triton's interpreter) carries the gpu mark."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_accel.attention import BACKENDS, AttentionBackend
+
+
+def _parameter(backend: AttentionBackend) -> object:
+    on_gpu = backend.is_for("cuda") and not backend.is_for("mps")
+    kind = backend.library.module if backend.name == "flash_attn" else backend.name  # type: ignore[attr-defined]
+    name = f"{kind} by row" if on_gpu and backend.row_invariant else kind
+    return pytest.param(backend, id=name, marks=[pytest.mark.gpu] if on_gpu else [])
+
+
+each_backend = pytest.mark.parametrize("backend", [_parameter(backend) for backend in BACKENDS])

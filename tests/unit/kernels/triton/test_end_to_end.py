@@ -1,0 +1,95 @@
+"""A whole patched model on Triton's kernels, in the interpreter: the tokens are stock's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import hf_accel
+from hf_accel.kernels import triton
+from hf_accel.kernels.triton.launch import Launch
+
+from ....devices import without_native_kernels
+from .processes import interpreted
+
+pytestmark = interpreted
+
+
+@pytest.fixture(autouse=True)
+def triton_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_native_kernels(monkeypatch, "switched off by a test")
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=67, num_hidden_layers=2, pad_token_id=0, eos_token_id=None, **sizes)
+    return LlamaForCausalLM(config).eval()
+
+
+def generated(model: Any, **options: Any) -> torch.Tensor:
+    ids = torch.tensor([[5, 6, 7, 5, 6, 7, 5], [0, 0, 9, 8, 9, 8, 9]])
+    tokens: torch.Tensor = model.generate(
+        ids, attention_mask=(ids > 0).long(), max_new_tokens=6, do_sample=False, **options
+    )
+    return tokens
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each kernel was launched."""
+    counts: Counter[str] = Counter()
+    run = Launch.run
+
+    def counting(launch: Launch) -> None:
+        counts[launch.kernel.__name__] += 1
+        run(launch)
+
+    monkeypatch.setattr(Launch, "run", counting)
+    return counts
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.long), {"prompt_lookup_num_tokens": 3}],
+    ids=["plain", "speculative"],
+)
+def test_greedy_tokens_are_stocks(model: PreTrainedModel, launched: Counter[str], options: dict[str, Any]) -> None:
+    expected = generated(model)
+    with hf_accel.patched(model, weights=None):
+        assert torch.equal(generated(model, **options), expected)
+    assert launched["write"] and launched["attend"], "the kernels did not run"
+    assert torch.equal(generated(model), expected)
+
+
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_quantized_weights_give_the_tokens_of_the_reference(
+    model: PreTrainedModel, launched: Counter[str], deterministic: bool
+) -> None:
+    weights = {"bits": 4, "group_size": 32}
+    with hf_accel.patched(model, weights=weights, deterministic=deterministic):
+        logits = model(torch.tensor([[5, 6, 7]])).logits
+        plain, drafted = generated(model), generated(model, prompt_lookup_num_tokens=3)
+    assert torch.equal(plain, drafted)
+    assert launched["quantized_linear_kernel"] and launched["attend"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton, "refusal", lambda device: "switched off by a test")
+        with hf_accel.patched(model, weights=weights):
+            assert torch.allclose(model(torch.tensor([[5, 6, 7]])).logits, logits, atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_quantized_cache_gives_the_tokens_of_torch(
+    model: PreTrainedModel, launched: Counter[str], dtype: str
+) -> None:
+    with hf_accel.patched(model, weights=None, attention="sdpa", cache={"dtype": dtype}):
+        expected = generated(model)
+    launched.clear()
+    with hf_accel.patched(model, weights=None, cache={"dtype": dtype}):
+        assert torch.equal(generated(model), expected)
+    assert launched["attend"]

@@ -1,0 +1,124 @@
+"""The Triton kernels of norms, rotations and gates: against torch in float32, and compiled for every GPU."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_accel.kernels import triton as kernels
+from tests.devices import triton_device
+
+from .processes import compiled
+
+pytest.importorskip("triton")
+from hf_accel.kernels.triton import layer_parts as module
+
+runs = pytest.mark.skipif(kernels.refusal(triton_device()) is not None, reason=str(kernels.refusal(triton_device())))
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = [FP32, BF16, FP16]
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+
+def on(x: Tensor) -> Tensor:
+    return x.to(triton_device())
+
+
+def assert_close(got: Tensor, expected: Tensor) -> None:
+    assert got.dtype is expected.dtype
+    tolerance = 1e-6 if got.dtype is FP32 else 2 * torch.finfo(got.dtype).eps
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+def normed(x: Tensor, weight: Tensor, eps: float, *, offset: float, round_first: bool) -> Tensor:
+    wide = x.double()
+    wide = wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+    if round_first:
+        return weight * wide.to(x.dtype)
+    return (wide * (offset + weight.double())).to(x.dtype)
+
+
+@runs
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", [*((dtype, dtype) for dtype in DTYPES), (BF16, FP32)], ids=str)
+@pytest.mark.parametrize(("offset", "round_first"), [(0.0, True), (0.0, False), (1.0, False)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 48), (2, 3, 128), (2, 1000), (0, 8)])
+def test_norm(shape, offset, round_first, dtypes):
+    for magnitude in (1e-3, 1.0, 300.0):
+        x, weight = on(torch.randn(shape) * magnitude).to(dtypes[0]), on(torch.randn(shape[-1])).to(dtypes[1])
+        got = module.rms_norm(x, weight, 1e-5, offset=offset, round_first=round_first)
+        assert_close(got, normed(x, weight, 1e-5, offset=offset, round_first=round_first))
+
+
+@runs
+@pytest.mark.gpu
+def test_norm_of_a_view():
+    x, weight = on(torch.randn(2, 5, 3, 16)).transpose(1, 2), on(torch.randn(16))
+    assert_close(module.rms_norm(x, weight, 1e-6), normed(x, weight, 1e-6, offset=0.0, round_first=True))
+
+
+def turned(x: Tensor, interleaved: bool) -> Tensor:
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+@runs
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", [*((dtype, dtype) for dtype in DTYPES), (BF16, FP32)], ids=str)
+@pytest.mark.parametrize(("interleaved", "round_each"), list(product([False, True], repeat=2)))
+@pytest.mark.parametrize(
+    ("batch", "heads", "tokens", "size"), [(1, (4, 2), 5, 16), (2, (9, 1), 3, 24), (3, (1, 1), 1, 2)]
+)
+def test_rotation(batch, heads, tokens, size, interleaved, round_each, dtypes):
+    dtype = dtypes[0]
+    # As a layer hands them over: of tokens, with heads turned to the front.
+    q, k = (on(torch.randn(batch, tokens, count, size)).to(dtype).transpose(1, 2) for count in heads)
+    for tables in {1, batch}:
+        cos, sin = (on(torch.randn(tables, tokens, size)).to(dtypes[1]) for _ in range(2))
+        each = round_each and dtypes[0] is dtypes[1]
+        got = module.rope(q, k, cos, sin, interleaved=interleaved, round_each=each)
+        for ours, x in zip(got, (q, k), strict=True):
+            wide = dtype if each else FP32
+            parts = x.to(wide) * cos.to(wide)[:, None], turned(x, interleaved).to(wide) * sin.to(wide)[:, None]
+            expected = (parts[0] + parts[1]).to(dtype)
+            assert ours.stride() == x.stride() or 1 in x.shape
+            assert dtype is FP32 or torch.equal(ours, expected)
+            assert_close(ours, expected)
+
+
+@runs
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gate(activation, dtype):
+    large = torch.tensor([-1e4, -90.0, -20.0, 0.0, 20.0, 90.0, 1e4])
+    gate = on(torch.cat((torch.linspace(-12, 12, 1100), large))).to(dtype)[None]
+    up = on(torch.randn(gate.shape)).to(dtype)
+    assert_close(module.gated(gate, up, activation=activation), ACTIVATIONS[activation](gate) * up)
+    both = on(torch.randn(3, 2 * 40)).to(dtype)  # halves of one product
+    got = module.gated(both[:, :40], both[:, 40:], activation=activation)
+    assert_close(got, ACTIVATIONS[activation](both[:, :40]) * both[:, 40:])
+
+
+@compiled
+@pytest.mark.parametrize("capability", [80, 89, 90])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_fit_every_gpu(dtype, capability):
+    from tests.unit.kernels.triton.compiling import compile_for
+
+    launches = []
+    for size in (64, 128, 4096, 5120, 16384, module.LARGEST):
+        x, weight = torch.empty(3, size, dtype=dtype), torch.empty(size, dtype=dtype)
+        launches.append(module.norm_launch(x, weight, x, eps=1e-5, offset=0.0, round_first=True))
+    for size, interleaved, each in ((64, False, True), (128, True, True), (256, False, False)):
+        x, table = torch.empty(2, 8, 5, size, dtype=dtype), torch.empty(1, 5, size, dtype=dtype)
+        launches.append(module.rope_launch(x, x, table, table, interleaved=interleaved, round_each=each))
+    x = torch.empty(3, 4096, dtype=dtype)
+    launches += [module.gate_launch(x, x, x, activation=activation) for activation in ACTIVATIONS]
+    for launch in launches:
+        compile_for(launch, capability).assert_fits(capability)

@@ -1,0 +1,242 @@
+"""The Triton kernel of quantized linears: every tile on every GPU, what it moves, and edges of shapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_accel.kernels import triton as kernels
+from hf_accel.linear import Int4Weight, Int8Weight, LinearSpec
+from hf_accel.linear.experts import ExpertWeights, parts_of
+from hf_accel.linear.formats import QuantizedWeight, zeros
+from hf_accel.linear.registry import BackendChoice
+from hf_accel.linear.triton import Triton
+from tests.devices import triton_device
+
+from .processes import compiled, interpreted
+
+pytest.importorskip("triton")
+from hf_accel.kernels.triton.quantized_linear import launches, quantized_linear, stacked
+from hf_accel.linear.tiles import for_experts, one_tile, tile_for, tiles_of
+
+runs = pytest.mark.skipif(kernels.refusal(triton_device()) is not None, reason=str(kernels.refusal(triton_device())))
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TOLERANCE = {FP32: 3e-6, BF16: 2.0**-6, FP16: 2.0**-9}
+LONG = pytest.mark.long
+KINDS = ["int8", "int8 groups", "int8 minima", "int4", "int4 zero points", "int4 minima"]
+
+GROUPS = {kind: (128,) if kind == "int8" else (16, 32, 128) if kind[3] == "8" else (32, 64, 128) for kind in KINDS}
+QUICK = [("int8", 128, BF16), ("int4", 128, BF16), ("int4", 32, FP16), ("int4", 128, FP32)]
+
+
+def spec_of(kind: str, shape: tuple[int, int], *, dtype: torch.dtype, group: int = 128) -> LinearSpec:
+    return LinearSpec(
+        in_features=shape[1], out_features=shape[0], bits=int(kind[3]), dtype=dtype, group_size=group,
+        symmetric=kind != "int4 zero points", by_group=kind in ("int8 groups", "int8 minima"),
+        minima=kind.endswith("minima"),
+    )  # fmt: skip
+
+
+def weight_of(kind: str, shape: tuple[int, int], *, group: int = 32, dtype: torch.dtype = FP32) -> QuantizedWeight:
+    device, (outputs, inputs) = triton_device(), shape
+    groups = 1 if kind == "int8" else inputs // group
+    scale = (torch.rand(outputs, groups, device=device) * 0.01 + 0.001).to(dtype)
+    minimum = torch.rand(outputs, groups, device=device).mul(0.1).to(dtype) if kind.endswith("minima") else None
+    if kind.startswith("int8"):
+        return Int8Weight(torch.randint(-128, 128, shape, dtype=torch.int8, device=device), scale, None, minimum)
+    integers = torch.randint(-8, 8, shape, dtype=torch.int8, device=device)
+    zeros_ = torch.randint(-8, 8, scale.shape, dtype=torch.int8, device=device) if kind.endswith("points") else None
+    made = Int4Weight.from_integers(integers, scale, zeros_)
+    return Int4Weight(made.weight_packed, scale, made.weight_shape, made.weight_zero_point, minimum)
+
+
+@compiled
+@pytest.mark.parametrize("capability", [80, 89, 90])
+@pytest.mark.parametrize(
+    ("kind", "group", "dtype"),
+    [
+        pytest.param(kind, group, dtype, marks=[] if (kind, group, dtype) in QUICK else [pytest.mark.long])
+        for kind in KINDS
+        for group in GROUPS[kind]
+        for dtype in (BF16, FP16, FP32)
+    ],
+)
+def test_every_tile_fits_every_gpu(kind, group, dtype, capability):
+    from tests.unit.kernels.triton.compiling import compile_for
+
+    shape = (4096, 4096)
+    layout = spec_of(kind, shape, dtype=dtype, group=group).layout
+    weight = Triton(row_invariant=False).pack(zeros(layout, shape, dtype=dtype, device="cpu"))
+    tiles = tiles_of(weight, dtype)
+    assert one_tile(dtype) in tiles
+    experts, starts = stacked([weight, weight]), torch.zeros(3, dtype=torch.int64)
+    for tile in tiles:
+        x, out = (torch.empty(tile.rows, 4096, dtype=dtype) for _ in range(2))
+        bias = torch.empty(4096, dtype=dtype)
+        found = launches(x, weight, bias, out, tile=replace(tile, splits=4 if tile is tiles[0] else 1))
+        found += launches(x, experts, bias.expand(2, 4096), out, tile=for_experts(tile), starts=starts)
+        for launch in found:
+            compile_for(launch, capability).assert_fits(capability)
+
+
+@runs
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [pytest.param(FP32, marks=LONG), BF16, pytest.param(FP16, marks=LONG)], ids=str)
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [pytest.param(70, 192, marks=LONG), (1, 64), pytest.param(129, 64, marks=LONG)]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tile_and_split_agrees_with_the_reference(kind, outputs, inputs, dtype):
+    weight = weight_of(kind, (outputs, inputs), dtype=FP16)
+    packed = Triton(row_invariant=False).pack(weight)
+    x = torch.randn(35, inputs, device=triton_device()).to(dtype)
+    bias = torch.randn(outputs, device=x.device).to(dtype)
+    dense = weight.dequantize(torch.float64)
+    expected = x.double() @ dense.t() + bias.double()
+    size = (x.double() ** 2 @ dense.t() ** 2).sqrt() + expected.abs()
+    for tile in tiles_of(packed, dtype):
+        for splits in (1, 2, 3, 7):
+            got = quantized_linear(x, packed, bias, tile=replace(tile, splits=splits))
+            assert got.dtype is dtype
+            assert ((got.double() - expected).abs() <= TOLERANCE[dtype] * size).all(), (tile, splits)
+
+
+@runs
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [pytest.param(FP32, marks=LONG), BF16], ids=str)
+@pytest.mark.parametrize(
+    "counts", [pytest.param([0, 17, 1, 0, 40], marks=LONG), pytest.param([3], marks=LONG), [0, 0, 2, 1]], ids=str
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_in_one_launch(kind, counts, dtype):
+    weights = [weight_of(kind, (70, 96), dtype=FP16) for _ in counts]
+    backend, device, count = Triton(row_invariant=True), triton_device(), len(counts)
+    call = backend.experts([backend.pack(weight) for weight in weights])
+    x, biases = torch.randn(sum(counts), 96).to(device, dtype), torch.randn(count, 70).to(device, dtype)
+    starts = torch.tensor([0, *counts]).cumsum(0).to(device)
+    for given in (None, biases):
+        got = call.run(x, starts, given)
+        rows = x.split(counts)
+        parts = [backend.run(rows[i], call.parts[i], None if given is None else given[i]) for i in range(count)]
+        assert torch.equal(got, torch.cat(parts))
+        if len(x):
+            for tile in tiles_of(call.weight, dtype):
+                other = quantized_linear(x, call.weight, given, tile=tile, starts=starts)
+                torch.testing.assert_close(other, got, rtol=TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])
+    for part, weight in zip(call.parts, weights, strict=True):
+        assert torch.equal(backend.unpack(part).integers(), weight.integers())
+
+
+@runs
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_layer_of_experts_goes_in_one_launch():
+    weight = weight_of("int4", (4 * 70, 96))
+    spec = LinearSpec.of_stored(weight, "auto")
+    backend = Triton(row_invariant=False)
+    choice = BackendChoice(replace(spec, out_features=70), backend, ())
+    layer = ExpertWeights.from_packed([backend.pack(p) for p in parts_of(weight, 4)], choice=choice)
+    x, starts = torch.randn(7, 96, device=triton_device()), torch.tensor([0, 2, 2, 6, 7], device=triton_device())
+    assert layer.runs_together(x)
+    expected = torch.cat([layer(x[:2], 0), layer(x[2:6], 2), layer(x[6:], 3)])
+    for each in (layer, layer.sibling()):
+        torch.testing.assert_close(each.together(x, starts, None), expected)
+        assert torch.equal(each.quantized.integers(), weight.integers())
+    with torch.enable_grad():
+        assert not layer.runs_together(x)
+
+
+@runs
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [16, 32, 48, 96, 256])
+@pytest.mark.parametrize("kind", ["int8 groups", "int4"])
+def test_groups_of_other_sizes(kind, group):
+    """Those that checkpoints of other programs may have."""
+    shape = (40, 2 * group)
+    backend, spec = Triton(row_invariant=False), spec_of(kind, shape, dtype=FP32, group=group)
+    reason = backend.refuses(replace(spec, device_type=triton_device()))
+    least = 16 if kind == "int8 groups" else 32
+    if group % least:
+        assert reason == f"it takes groups of a multiple of {least} inputs, not {group}"
+        return
+    weight = weight_of(kind, shape, group=group)
+    packed = backend.pack(weight)
+    x = torch.randn(3, shape[1], device=triton_device())
+    torch.testing.assert_close(backend.run(x, packed, None), x @ weight.dequantize(FP32).t(), rtol=1e-4, atol=1e-5)
+    assert torch.equal(backend.unpack(packed).integers(), weight.integers())
+
+
+@runs
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_row_does_not_depend_on_the_others(kind, dtype):
+    backend, weight = Triton(row_invariant=True), weight_of(kind, (70, 256), dtype=dtype)
+    packed = backend.pack(weight)
+    x = torch.randn(70, 256, device=triton_device()).to(dtype)
+    together = backend.run(x, packed, None)
+    for row in (0, 31, 32, 69):
+        assert torch.equal(backend.run(x[row : row + 1], packed, None), together[row : row + 1])
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["int4", "int4 zero points", "int8"])
+def test_one_row_moves_little_more_than_the_weight(kind):
+    from tests.unit.kernels.triton.bytes_moved import counted
+
+    shape = (2048, 2048)
+    spec = spec_of(kind, shape, dtype=BF16)
+    weight = zeros(spec.layout, shape, dtype=BF16, device="cpu")
+    backend, x = Triton(row_invariant=False), torch.randn(1, 2048).to(BF16)
+    packed = backend.pack(weight)
+    assert tile_for(1, packed, BF16).splits == 2
+    with counted() as moved:
+        out = backend.run(x, packed, None)
+    most = 1.06 if kind.endswith("points") else 1.05  # zero points are held in whole bytes
+    assert moved.total <= most * (spec.weight_bytes + x.nbytes + out.nbytes)
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [1, 16, 33, 65])
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_a_weight_is_read_once_for_each_tile_of_rows(kind, rows):
+    """And the rows once for each tile of outputs, which the cache serves."""
+    from tests.unit.kernels.triton.bytes_moved import counted
+
+    shape = (300, 512)
+    spec = spec_of(kind, shape, dtype=FP16)
+    packed = Triton(row_invariant=False).pack(zeros(spec.layout, shape, dtype=FP16, device="cpu"))
+    x, tile = torch.randn(rows, shape[1]).to(FP16), tile_for(rows, packed, FP16)
+    with counted() as moved:
+        out = quantized_linear(x, packed, None, tile=tile)
+    row_tiles, output_tiles = -(-rows // tile.rows), -(-300 // tile.outputs)
+    assert tile.splits == 1
+    assert moved.loaded == row_tiles * spec.weight_bytes + output_tiles * x.nbytes
+    assert moved.stored == out.nbytes
+
+
+def test_splits_keep_a_gpu_busy_and_cost_little():
+    def splits(rows: int, shape: tuple[int, int]) -> int:
+        spec = spec_of("int4", shape, dtype=BF16)
+        packed = Triton(row_invariant=False).pack(zeros(spec.layout, shape, dtype=BF16, device="cpu"))
+        return tile_for(rows, packed, BF16).splits
+
+    assert [splits(1, shape) for shape in ((1024, 4096), (4096, 4096), (16384, 4096), (65536, 4096), (4096, 512))] == [
+        4, 4, 2, 1, 1,
+    ]  # fmt: skip
+    assert [splits(rows, (1024, 4096)) for rows in (0, 1, 8, 16, 32, 64, 4096)] == [4, 4, 4, 2, 1, 1, 1]
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["int4 zero points", "int8"])
+def test_compiled_graphs_record_one_operator(kind, monkeypatch):
+    backend = Triton(row_invariant=True)
+    packed = backend.pack(weight_of(kind, (40, 64)))
+    x, bias = torch.randn(3, 64), torch.randn(40)
+    expected = backend.run(x, packed, bias)
+    compiled_run = torch.compile(lambda x: backend.run(x, packed, bias) * 2, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled_run(x), expected * 2)
+    operands = (x, packed.integers, packed.scale, packed.zero_point, None, bias, packed.in_features, True)
+    torch.library.opcheck(torch.ops.hf_accel.blocked_linear, operands, test_utils=("test_schema", "test_faketensor"))
