@@ -6,6 +6,7 @@
 # make mutants   one wrong line after the other, each of which the tests must find (ONLY=attention: some of them)
 # make wheel     dist/*.whl, which needs no compiler to install, for every Python 3 of this platform
 # make bench     the measurements behind benchmarks/results
+# make gpu       what needs an NVIDIA GPU, by PYTHON as it is, in at most ten minutes: tests, then measurements
 # TORCH=2.11 (or 2.15, ...) after any of them takes that torch, in a virtual environment of its own; so does TRANSFORMERS.
 PYTHON ?= python3
 VENV ?= .venv$(TORCH:%=-torch-%)$(TRANSFORMERS:%=-transformers-%)
@@ -14,7 +15,7 @@ PYTEST = $(RUN) -m pytest --numprocesses logical --maxprocesses 8 --dist workste
 KERNELS = hf_accel/kernels/cpu
 SOURCES = $(KERNELS)/build.py $(shell find $(KERNELS)/src -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-all lint types check sanitize families mutants wheel bench clean
+.PHONY: demo test test-all lint types check sanitize families mutants wheel bench gpu clean
 
 demo: $(VENV)/.ready
 	$(RUN) examples/quickstart.py
@@ -60,6 +61,9 @@ wheel: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(RUN) -m benchmarks.run
+
+gpu:
+	$(PYTHON) -m benchmarks.gpu
 
 # What pip compiled is compiled again after a change to the C++; where it found no compiler there is nothing to do.
 $(VENV)/.ready: $(VENV)/.installed $(SOURCES)

@@ -46,21 +46,25 @@ class Bench:
         settings = self.settings
         print(f"  making {settings.model} ...", flush=True)
         dtype: torch.dtype = getattr(torch, settings.dtype)
-        return load_model(settings.model, layers=settings.layers, seed=settings.seed, dtype=dtype)
+        return load_model(
+            settings.model, layers=settings.layers, seed=settings.seed, dtype=dtype, device=settings.device
+        )
 
     @cached_property
     def bandwidth(self) -> float:
         """Bytes per second."""
-        return read_bandwidth(detect())
+        return read_bandwidth(detect(self.settings.device))
 
     def peak(self, kind: str) -> float | None:
         """Operations per second of torch's matrix product: "integer", or "float" in the model's dtype.
 
-        Or in float32, if it is faster: torch may have no instructions for half precision.
+        Or in float32, if it is faster: torch may have no instructions for half precision. On a GPU, quantized weights
+        are multiplied in the model's dtype.
         """
-        if kind == "integer":
-            return integer_peak("cpu")
-        return max(float_peak(detect(), dtype) for dtype in (self.model.dtype, torch.float32))
+        device = self.settings.device
+        if kind == "integer" and device == "cpu":
+            return integer_peak(device)
+        return max(float_peak(detect(device), dtype) for dtype in (self.model.dtype, torch.float32))
 
     @property
     def description(self) -> str:

@@ -56,4 +56,4 @@ def compare_logits(model: PreTrainedModel, stock: PreTrainedModel, prompt: Tenso
 
 def random_tokens(model: PreTrainedModel, *, batch: int, length: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(model.config.vocab_size, (batch, length), generator=generator)
+    return torch.randint(model.config.vocab_size, (batch, length), generator=generator).to(model.device)

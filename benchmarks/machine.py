@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import platform
+import subprocess
 from typing import Any
 
-import hf_accel
-from hf_accel.hardware import detect, read_bandwidth
-from hf_accel.kernels import cpu as kernels
+import torch
 
-PACKAGES = ("torch", "transformers", "bitsandbytes", "torchao", "llama_cpp_python", "openvino", "nncf")
+import hf_accel
+from hf_accel.hardware import Hardware, detect, read_bandwidth
+from hf_accel.kernels import cpu as kernels
+from hf_accel.kernels import triton
+
+PACKAGES = ("torch", "transformers", "triton", "bitsandbytes", "torchao", "llama_cpp_python", "openvino", "nncf")
 
 
 class NoKernelsError(Exception):
@@ -32,14 +37,16 @@ def loaded_kernels() -> str:
     return kernels.refusal() or kernels.isa()
 
 
-def machine() -> dict[str, Any]:
+def machine(device: str = "cpu") -> dict[str, Any]:
     """What the CPU is and was measured to do. isa: the best that it has; kernels: what ours use of it.
 
-    load_average: processes that ran beside this one at the start.
+    load_average: processes that ran beside this one at the start. With a GPU: what that is, and was measured to do.
     """
-    hardware = detect()
+    host = detect()
+    hardware = host if device == "cpu" else detect(device)
     return {
-        "cpu": hardware.name,
+        **({} if device == "cpu" else gpu(hardware)),
+        "cpu": host.name,
         "physical_cores": hardware.physical_cores,
         "usable_cores": hardware.usable_cores,
         "threads": hardware.threads,
@@ -51,6 +58,27 @@ def machine() -> dict[str, Any]:
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "system": platform.system(),
     }
+
+
+def gpu(hardware: Hardware) -> dict[str, Any]:
+    refusal = triton.refusal("cuda")
+    return {
+        "gpu": hardware.name,
+        "compute_capability": hardware.compute_capability and list(hardware.compute_capability),
+        "driver": driver(),
+        "cuda": torch.version.cuda,
+        "gpu_kernels": refusal or f"Triton {importlib.import_module('triton').__version__}",
+    }
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's driver; None where nvidia-smi does not say it."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.splitlines()[0].strip() if done.stdout.strip() else None
 
 
 def versions() -> dict[str, str]:

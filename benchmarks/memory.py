@@ -24,7 +24,9 @@ NOTE = "Peak above the memory before; keys and values, and what else grows with 
 
 
 def measure(bench: Bench) -> list[Table]:
-    return [weights_table(bench), kv_table(bench), *attention_tables(bench)]
+    """The memory of attention is the host's, which a process of its own measures."""
+    attention = attention_tables(bench) if bench.settings.device == "cpu" else []
+    return [weights_table(bench), kv_table(bench), *attention]
 
 
 def weights_table(bench: Bench) -> Table:
@@ -41,7 +43,7 @@ def kv_table(bench: Bench) -> Table:
     longest = max(4, bench.settings.context // 4)
     lengths = [int(longest * share) for share in (1, 0.7, 0.5, 0.3)]
     mask = torch.stack([torch.arange(longest) >= longest - length for length in lengths]).long()
-    held = dict(kv_bytes(bench, mask))
+    held = dict(kv_bytes(bench, mask.to(bench.settings.device)))
     stock = held[BASELINE]
     rows = [
         {"cache": name, "ratio": stock / size, "kv_bytes": size, "per_token_bytes": size / sum(lengths)}

@@ -1,5 +1,6 @@
 """The models that are measured, made on the spot: bench-1b has 1.1 B parameters, far more than any cache holds.
 
+bench-8b has the shape of Llama 3.1 8B.
 The others have the shapes of Qwen2-0.5B with fewer words, of the smallest GPT-2, and of small Llamas.
 """
 
@@ -27,6 +28,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 22,
         "num_attention_heads": 32,
         "num_key_value_heads": 4,
+    },
+    "bench-8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
     },
     "tiny": {
         "vocab_size": 512,
@@ -61,15 +71,33 @@ BLOCK = 2**22 + 15  # odd, so that no row of a matrix repeats another: equal row
 
 
 def load_model(
-    name: str, *, layers: int | None = None, seed: int = 0, dtype: torch.dtype = torch.bfloat16
+    name: str,
+    *,
+    layers: int | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
 ) -> PreTrainedModel:
     """A model as transformers runs it best (sdpa): random if `name` is in MODELS, else a checkpoint."""
     if name not in MODELS:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-        return model.eval()
+        return model.to(device).eval()
     shape = {"tie_word_embeddings": False, **MODELS[name]}
     shape = shape if layers is None else {**shape, "num_hidden_layers": layers}
-    return random_model(CONFIGS.get(name, LlamaConfig)(**shape, eos_token_id=None), seed=seed, dtype=dtype)
+    config = CONFIGS.get(name, LlamaConfig)(**shape, eos_token_id=None)
+    if device != "cpu":
+        return random_model_on(device, config, seed=seed, dtype=dtype)
+    return random_model(config, seed=seed, dtype=dtype)
+
+
+def random_model_on(
+    device: str, config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> PreTrainedModel:
+    """Weights as transformers draws them, drawn on the device, so that they never pass through the host."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()
 
 
 def random_model(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:

@@ -11,7 +11,7 @@ from torch import nn
 
 from .bench import Bench, Entrant
 from .tables import Row, Table
-from .timing import BASELINE, median_ratio, spread_share, take_turns
+from .timing import BASELINE, finish, median_ratio, spread_share, take_turns
 
 NOTE = (
     "Peak share: of what torch's own matrix product was measured to reach here, in INT8 (oneDNN) where a setup "
@@ -47,8 +47,10 @@ def row(bench: Bench, entrant: Entrant, seconds: dict[str, list[float]]) -> Row:
 def run_prefill(bench: Bench, entrant: Entrant, *, tokens: int) -> float:
     prompt = bench.tokens(batch=1, length=tokens)
     cache = entrant.setup.new_cache(entrant.model, batch=1, tokens=tokens)
+    finish(bench.settings.device)
     start = time.perf_counter()
     entrant.model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    finish(bench.settings.device)
     return time.perf_counter() - start
 
 

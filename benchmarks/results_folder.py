@@ -1,4 +1,4 @@
-"""The results: a folder for each kind of CPU, in it a JSON file per topic, and a README made from all of them."""
+"""The results: a folder for each kind of CPU and GPU, in it a JSON file per topic, and a README made from them all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from hf_accel.hardware import ISA_LEVELS
 from .tables import Table
 
 FOLDER = Path(__file__).parent / "results"
-BY_CPU = "Each kind of CPU has a folder, named after it and after the instruction set that the kernels used:"
+BY_CPU = (
+    "Each kind of CPU has a folder, named after it and after the instruction set that the kernels used; each kind of "
+    "GPU has one that is named after it:"
+)
 
 INTRODUCTION = """\
 # Results
@@ -24,17 +27,23 @@ note names, whatever the unit; absolute times move from machine to machine.
 """
 
 
-def cpu_folder(machine: dict[str, Any]) -> Path:
-    """The folder of this kind of CPU, by its name and by the instruction set that our kernels use."""
+def machine_folder(machine: dict[str, Any]) -> Path:
+    """The folder of this kind of CPU, by its name and by the instruction set that our kernels use; or of a GPU."""
+    if "gpu" in machine:
+        return FOLDER / slug(machine["gpu"])
     level = machine.get("kernels", machine["isa"])
     level = level if level in ISA_LEVELS else "without kernels"
-    return FOLDER / re.sub("[^a-z0-9_]+", "-", f"{machine['cpu']} {level}".lower()).strip("-")
+    return FOLDER / slug(f"{machine['cpu']} {level}")
 
 
-def write(folder: Path, result: dict[str, Any]) -> Path:
-    """Store one topic's result, and make the READMEs anew."""
+def slug(name: str) -> str:
+    return re.sub("[^a-z0-9_]+", "-", name.lower()).strip("-")
+
+
+def write(folder: Path, result: dict[str, Any], label: str = "") -> Path:
+    """Store one topic's result, and make the READMEs anew. label: of the file's name, behind the topic."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{result['topic']}.json"
+    path = folder / f"{result['topic']}{label and '_'}{label}.json"
     replace(path, json.dumps(result, indent=1) + "\n")
     for each in (folder, FOLDER) if folder.parent == FOLDER else (folder,):
         replace(each / "README.md", readme(each))
@@ -58,8 +67,9 @@ def kinds(folder: Path) -> list[str]:
     lines = []
     for each in sorted(path for path in folder.iterdir() if path.is_dir()):
         results = [json.loads(path.read_text(encoding="utf-8")) for path in each.glob("*.json")]
-        cpu, latest = results[0]["machine"]["cpu"], max(result["date"] for result in results)
-        lines.append(f"* [{each.name}]({each.name}/README.md): {cpu}, topics: {len(results)}, the latest of {latest}")
+        machine = results[0]["machine"]
+        name, latest = machine.get("gpu", machine["cpu"]), max(result["date"] for result in results)
+        lines.append(f"* [{each.name}]({each.name}/README.md): {name}, topics: {len(results)}, the latest of {latest}")
     return [f"{BY_CPU}\n", *lines, ""] if lines else []
 
 
@@ -79,13 +89,24 @@ def beside(machine: dict[str, Any]) -> str:
     return f"{kernels}load {'unknown' if load is None else format(load, '.1f')}"
 
 
+def described(machine: dict[str, Any]) -> str:
+    """What was measured, with its memory and bandwidth: the CPU, or a GPU with the CPU beside it."""
+    cpu = f"{machine['cpu']}, {machine['usable_cores']} cores, {machine['threads']} threads, {machine['isa']}"
+    reads = f"{machine['memory_bytes'] / 1e9:.0f} GB, reads {machine['read_bytes_per_second'] / 1e9:.0f} GB/s"
+    if "gpu" not in machine:
+        return f"{cpu}, {reads}; {beside(machine)}."
+    capability = ".".join(map(str, machine["compute_capability"]))
+    return (
+        f"{machine['gpu']}, compute capability {capability}, {reads}; driver {machine['driver'] or 'unknown'}, CUDA "
+        f"{machine['cuda']}, {machine['gpu_kernels']}; host: {cpu}; {beside(machine)}."
+    )
+
+
 def provenance(result: dict[str, Any]) -> str:
     machine, versions = result["machine"], result["versions"]
-    bandwidth = machine["read_bytes_per_second"] / 1e9
     lines = [
         f"`{result['command']}`, {result['date']}: {result['model']}.",
-        f"{machine['cpu']}, {machine['usable_cores']} cores, {machine['threads']} threads, {machine['isa']}, "
-        f"{machine['memory_bytes'] / 1e9:.0f} GB, reads {bandwidth:.0f} GB/s; {beside(machine)}.",
+        described(machine),
         ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
     ]
     lines += [f"{name} did not take part: {reason}." for name, reason in result["refused"].items()]

@@ -53,7 +53,7 @@ from . import (
 from .bench import Bench
 from .machine import machine, require_kernels, versions
 from .quiet import wait_until_quiet
-from .results_folder import cpu_folder, write
+from .results_folder import machine_folder, write
 from .settings import Drafters, Methods, Settings, Students
 from .setups import SETUPS
 from .tables import Table
@@ -94,20 +94,21 @@ TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
-    if not arguments.even_without_kernels:
+    if not arguments.even_without_kernels and arguments.settings.device == "cpu":
         require_kernels()
     disable_progress_bar()
     bench = Bench(arguments.settings)
-    where, start = machine(), time.perf_counter()
-    out = arguments.out or cpu_folder(where)
+    where, start = machine(arguments.settings.device), time.perf_counter()
+    out = arguments.out or machine_folder(where)
     for topic in TOPICS if "all" in arguments.topics else arguments.topics:
         busy = wait_until_quiet(even_busy=arguments.even_busy)
         print(f"{topic}, {time.perf_counter() - start:.0f} s from the start", flush=True)
         tables = TOPICS[topic](bench)
         print("\n" + "\n".join(table.markdown() for table in tables))
         result = record(topic, tables, bench, machine={**where, "busy_cores": busy}, command=arguments.command)
-        print(plots.draw(out, result), flush=True)
-        print(f"written to {write(out, result)}", flush=True)
+        if not arguments.label:
+            print(plots.draw(out, result), flush=True)
+        print(f"written to {write(out, result, arguments.label)}", flush=True)
     print(f"{time.perf_counter() - start:.0f} s in all")
 
 
@@ -176,13 +177,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", help="checkpoint that the drafters topic generates with; else the shipped one")
     parser.add_argument("--draft", help="smaller checkpoint of the same tokenizer that drafts for it")
     parser.add_argument("--layers-kept", default="", help="comma-separated, of --target, that a student begins with")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=defaults.device, help="where the models are")
+    parser.add_argument("--label", default="", help="of the JSON files' names, so that one folder holds two models")
     parser.add_argument("--rounds", type=int, help="repetitions")
     parser.add_argument("--setups", default="", help=f"comma-separated, of {', '.join(s.name for s in SETUPS)}")
     parser.add_argument(
         "--even-without-kernels", action="store_true", help="measure also where hf_accel's kernels are not built"
     )
     parser.add_argument("--even-busy", action="store_true", help="measure also while other processes run here")
-    parser.add_argument("--out", type=Path, help="folder for the JSON files and the README; left out: this CPU's")
+    parser.add_argument("--out", type=Path, help="folder for the JSON files and the README; left out: this machine's")
     arguments = parser.parse_args(argv)
     check_names(parser, arguments)
     arguments.settings = settings_of(arguments)
@@ -212,6 +215,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         students=Students(layers=tuple(map(int, filter(None, arguments.layers_kept.split(","))))),
         setups=tuple(filter(None, arguments.setups.split(","))),
     )
+    settings = settings.on_gpu() if arguments.device == "cuda" else settings
     settings = settings.quicker() if arguments.quick else settings
     rounds, tokens = arguments.rounds or settings.rounds, arguments.tokens or settings.quality_tokens
     return dataclasses.replace(settings, rounds=rounds, quality_tokens=tokens)

@@ -219,7 +219,7 @@ class Settings:
     """One run: what several topics read, and a group for each topic that has settings of its own.
 
     model: a name in models.MODELS, or a path or name that from_pretrained takes; layers: cut a named model to so many.
-    dtype: of the model's weights.
+    dtype: of the model's weights. device: where it is, "cpu" or "cuda".
     setups: names of setups to take beside stock; none: all that work here.
     context: tokens before the first generated one; new_tokens: of a whole generate() at batch 1.
     batch_tokens: of one that starts from a filled cache; naive_tokens: of the steps of the ladder without a KV cache.
@@ -248,6 +248,7 @@ class Settings:
     text: str | None = None
     quality_tokens: int = 8192
     kv_contexts: tuple[int, ...] = (2048, 4096, 8192)
+    device: str = "cpu"
     seed: int = 0
     waste: Waste = field(default_factory=Waste)
     serving: Serving = field(default_factory=Serving)
@@ -268,6 +269,13 @@ class Settings:
     @property
     def attention_lengths(self) -> tuple[int, ...]:
         return tuple(factor * self.context for factor in self.attention_factors)
+
+    def on_gpu(self) -> Settings:
+        """Longer prompts and more requests, which a GPU is for, and less of what takes it longest."""
+        serving = replace(
+            self.serving, requests=128, many=0, means=(128,), prompts=(100, 1024), choices=((2048, None), (8192, None))
+        )
+        return replace(self, device="cuda", batch_tokens=33, new_tokens=128, serving=serving)
 
     def quicker(self) -> Settings:
         return replace(

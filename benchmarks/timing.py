@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Generation:
-    """Seconds of one generate(): all of it, to the first token, and of each step after that on average (0: none)."""
+    """Seconds of one generate(): all of it, to the first token, and of each step after that (0: none).
+
+    per_step: the average; on a GPU the median, because graphs are captured in the first steps.
+    """
 
     total: float
     first_token: float
@@ -61,7 +65,16 @@ def time_generate(
     total = time.perf_counter() - start
     assert output.shape[1] == prompt.shape[1] + num_new
     first, last = stopwatch.times[1], stopwatch.times[-1]  # the prompt is handed out before
-    return Generation(total, first - start, (last - first) / max(1, num_new - 1))
+    per_step = (last - first) / max(1, num_new - 1)
+    if model.device.type != "cpu" and num_new > 1:
+        per_step = statistics.median(later - sooner for sooner, later in pairwise(stopwatch.times[1:]))
+    return Generation(total, first - start, per_step)
+
+
+def finish(device: str) -> None:
+    """Wait for what a device was told to do, which runs on after the call."""
+    if device != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def take_turns(

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from .machine import machine, versions
 from .quiet import wait_until_quiet
-from .results_folder import cpu_folder, write
+from .results_folder import machine_folder, write
 from .structure import HERE, commit_of
 from .tables import Row, Table
 
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "refused": {},
         "tables": [asdict(table)],
     }
-    print(f"written to {write(arguments.out or cpu_folder(result['machine']), result)}")
+    print(f"written to {write(arguments.out or machine_folder(result['machine']), result)}")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,13 @@ from .base import Setup
 class Accel(Setup):
     attends = True
 
-    def __init__(self, weights: str | None, *, tolerance: float, kv_dtype: KVDtype = "auto") -> None:
+    def __init__(
+        self, weights: str | None, *, tolerance: float, kv_dtype: KVDtype = "auto", deterministic: bool = False
+    ) -> None:
         self.name = f"hf_accel {weights or 'exact'}" + ("" if kv_dtype == "auto" else f" with {kv_dtype} KV")
+        self.name += " deterministic" if deterministic else ""
+        self.deterministic = deterministic
+        self.only_named = "it tells what deterministic=True costs on a GPU" if deterministic else None
         self.weights = weights
         self.tolerance = tolerance
         self.kv_dtype = kv_dtype
@@ -23,14 +28,16 @@ class Accel(Setup):
 
     def prepare(self, model: PreTrainedModel) -> PreTrainedModel:
         cache = hf_accel.CacheConfig(dtype=self.kv_dtype)
-        return hf_accel.patch(model, weights=self.weights, cache=cache, keep_original=True)
+        keywords = {"keep_original": True, "deterministic": self.deterministic}
+        return hf_accel.patch(model, weights=self.weights, cache=cache, **keywords)
 
     def new_cache(self, model: PreTrainedModel, *, batch: int, tokens: int) -> hf_accel.PagedCache:
         return hf_accel.PagedCache(model.config, capacity=batch * tokens, dtype=self.kv_dtype)
 
 
 EXACT, INT8, INT4 = Accel(None, tolerance=0.05), Accel("int8", tolerance=0.15), Accel("int4", tolerance=0.9)
-SETUPS = (EXACT, INT8, INT4)
+DETERMINISTIC = Accel("int4", tolerance=0.9, deterministic=True)
+SETUPS = (EXACT, INT8, INT4, DETERMINISTIC)
 
 # In the topics that ask for them. The first runs the model of INT8 over another cache.
 INT8_KV = Accel("int8", tolerance=0.15, kv_dtype="int8")

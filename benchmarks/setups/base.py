@@ -55,7 +55,7 @@ class Setup(ABC):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
         shape = (batch, heads, tokens, head_dim)
-        keys = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(model.dtype)
+        keys = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(model.device, model.dtype)
         cache = self.new_cache(model, batch=batch, tokens=tokens + room)
         for layer in range(config.num_hidden_layers):
             cache.update(keys, keys, layer)
