@@ -37,7 +37,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatc
 
 
 def test_make_gpu_uses_the_machine_s_python() -> None:
-    command = ["make", "--dry-run", "gpu", f"PYTHON={sys.executable}"]
+    command = ["make", "--no-print-directory", "--dry-run", "gpu", f"PYTHON={sys.executable}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"{sys.executable} -m benchmarks.gpu"
 

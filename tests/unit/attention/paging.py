@@ -105,6 +105,7 @@ def make_case(
     window: int | None = None,
     dtype: torch.dtype = torch.float32,
     spare_columns: int = 2,
+    spare_blocks: int = 3,
     seed: int = 0,
 ) -> Case:
     """lengths: (queries, keys) per sequence. Blocks are shuffled; those behind the window were given back."""
@@ -116,7 +117,7 @@ def make_case(
     q = [random(heads[0], n, dims[0]) for n, _ in lengths]
     k, v = ([random(heads[1], n, dim) for _, n in lengths] for dim in dims)
     blocks_of = [-(-n // block_size) for _, n in lengths]
-    free = torch.randperm(sum(blocks_of) + 3, generator=generator).tolist()
+    free = torch.randperm(sum(blocks_of) + spare_blocks, generator=generator).tolist()
     k_pages, v_pages = (torch.full((len(free), heads[1], block_size, dim), float("nan"), dtype=dtype) for dim in dims)
     table = torch.full((len(lengths), max(blocks_of, default=0) + spare_columns), GARBAGE, dtype=torch.int32)
     for row, (num_queries, num_keys) in enumerate(lengths):
