@@ -11,6 +11,7 @@ import hf_accel
 from hf_accel import CacheConfig, OutOfBlocksError
 from hf_accel.cache.hf import room
 from hf_accel.cache.hf.room import fixed_settings, pass_bytes, token_bytes
+from hf_accel.distill.drafts import decoding
 from hf_accel.generation.hf.session import Session
 from hf_accel.hardware.memory import pool_memory
 
@@ -98,3 +99,26 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(OutOfBlocksError, match=words):
         by_generate_batch(model, PROMPTS, 4)
+
+
+@pytest.mark.parametrize("at_once", [None, 2])
+def test_samples_for_a_student_leave_the_memory_to_the_training(
+    monkeypatch: pytest.MonkeyPatch, at_once: int | None
+) -> None:
+    """Pages of a fixed size hold the longest sequences that are under way together; the tokens are the same."""
+    model = patched()
+    prompts, counts = [[1, 2, 3], [4, 5], [6] * 40], [3, 30, 5]
+    made: list[int | None] = []
+
+    class Recording(Session):
+        def __init__(self, model: Any, cache: CacheConfig, **keywords: Any) -> None:
+            made.append(cache.max_tokens)
+            super().__init__(model, cache, **keywords)
+
+    monkeypatch.setattr(decoding, "Session", Recording)
+    decoder = decoding.Decoder(model, temperature=0.0, seed=1)
+    expected = decoder.run(prompts, counts, at_once=at_once)
+    free(monkeypatch, 10**9)
+    assert decoder.run(prompts, counts, at_once=at_once) == expected
+    needed = 45 + 32 + (6 if at_once is None else 0) + decoding.SPARE_TOKENS * (at_once or 3)
+    assert made == [None, needed]

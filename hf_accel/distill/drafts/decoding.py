@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel
 
+from ...cache.hf import fixed_settings
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ...generation import sequence as generated
 from ...generation.hf.defaults import stop_token_ids
+from ...generation.hf.model_runner import model_device
 from ...generation.hf.refusals import ragged_refusal
 from ...generation.hf.session import Session
 from ...generation.sampling.processors import Temperature
@@ -21,6 +24,8 @@ from ...patch import is_patched, make_draft
 
 # The tokens of a pass: many, since a prompt delays nobody here.
 TOKEN_BUDGET = 2048
+# Tokens that a sequence may have beside its own: a block that is not full, and what is drafted.
+SPARE_TOKENS = 64
 
 
 def as_patched(model: PreTrainedModel) -> PreTrainedModel:
@@ -69,7 +74,7 @@ class Decoder:
         ]
         session = Session(
             self.model,
-            CacheConfig(prefix_sharing=False),
+            self._cache([len(prompt) + count for prompt, count in zip(prompts, max_new_tokens, strict=True)], at_once),
             speculative=self._config,
             token_budget=TOKEN_BUDGET,
             max_running=at_once,
@@ -86,3 +91,16 @@ class Decoder:
                 if not progress(sum(len(one.tokens) for one in brought)):
                     break
         return [sequence.tokens[sequence.num_prompt :] for sequence in sequences]
+
+    def _cache(self, lengths: Sequence[int], at_once: int | None) -> CacheConfig:
+        """On a GPU, pages for the longest sequences that can be under way together: a training needs the other memory.
+
+        lengths: the tokens of each sequence at its end.
+        """
+        drafts = [] if self._config is None else self._config.drafters
+        device = model_device(self.model)
+        cache = fixed_settings(self.model, CacheConfig(prefix_sharing=False), device, rows=TOKEN_BUDGET, drafts=drafts)
+        if cache.max_tokens is None:  # pages grow as they are needed
+            return cache
+        needed = sum(length + SPARE_TOKENS for length in sorted(lengths, reverse=True)[:at_once])
+        return dataclasses.replace(cache, max_tokens=min(cache.max_tokens, needed))
