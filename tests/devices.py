@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
 
 from hf_accel import loading, planning
 from hf_accel.attention.hf import forward
 from hf_accel.kernels import cpu, triton
-from hf_accel.linear import layer
+from hf_accel.linear import layer, nf4
 from hf_accel.linear.registry import choose
 
 
@@ -31,3 +33,9 @@ def without_native_kernels(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     for module, name in ((planning, "choose_linear"), (layer, "choose"), (loading, "choose")):
         monkeypatch.setattr(module, name, choose.__wrapped__)
     monkeypatch.setattr(forward, "_choose", forward._choose.__wrapped__)
+
+
+def without_fused_nf4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU with AVX-512 BF16, bitsandbytes' fused kernel rounds what it packs, and takes no small layers."""
+    monkeypatch.setattr(nf4, "has_fused_kernel", lambda: False)
+    monkeypatch.setattr(import_module("bitsandbytes.nn.modules"), "has_avx512bf16", lambda: False)

@@ -12,17 +12,24 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_accel
 from hf_accel.linear.nf4 import has_fused_kernel, is_nf4
 from hf_accel.verify.references import quantized_reference, widened
 
-from ..parity.families import FAMILIES, build, inputs
+from ..devices import without_fused_nf4
+from ..parity.families import DECODER, FAMILIES, build, inputs
 from ..parity.snapshot import bits, logits, snapshot
 
 bnb: Any = pytest.importorskip("bitsandbytes")
-fused_kernel = pytest.mark.skipif(has_fused_kernel(), reason="bitsandbytes' fused kernel rounds scales when it packs")
+HAS_FUSED_KERNEL = has_fused_kernel()
+
+
+@pytest.fixture(autouse=True)
+def _same_on_every_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "fused" not in request.node.name:
+        without_fused_nf4(monkeypatch)
 
 
 def generate(model: Any, **keywords: Any) -> Tensor:
@@ -132,7 +139,6 @@ def test_originals_in_memory_are_kept_and_given_up() -> None:
         hf_accel.unpatch(model)
 
 
-@fused_kernel
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saved_as_what_bitsandbytes_saves(family: str, tmp_path: Path) -> None:
     model = hf_accel.patch(build(family), weights="nf4", cache=None, attention=None, fuse=False)
@@ -148,7 +154,6 @@ def test_saved_as_what_bitsandbytes_saves(family: str, tmp_path: Path) -> None:
     assert bits(logits(loaded)) == expected
 
 
-@fused_kernel
 def test_copies() -> None:
     model, stock = hf_accel.patch(build("llama"), weights="nf4"), bits(logits(build("llama")))
     expected, tokens = bits(logits(model)), generate(model)
@@ -257,7 +262,31 @@ def test_the_report() -> None:
     assert [layer.bits for layer in report.layers] == [4.5, 4.5]
 
 
-def test_what_the_fused_kernel_reorders_has_not_changed() -> None:
+@pytest.mark.skipif(not HAS_FUSED_KERNEL, reason="this CPU lacks AVX-512 BF16")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_kernel_gives_the_bits_of_transformers_own_quantization(dtype: torch.dtype, tmp_path: Path) -> None:
+    wide = LlamaConfig(**{**DECODER, "hidden_size": 64, "intermediate_size": 128})
+    LlamaForCausalLM(wide).to(dtype).save_pretrained(tmp_path)
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    before = bits(logits(model))
+    hf_accel.patch(model, weights="nf4", attention=None, cache=None, fuse=False)
+    assert len(nf4_layers(model)) == 14
+    assert bits(logits(model)) == bits(logits(stock))
+    assert torch.equal(generate(model), generate(stock))
+    hf_accel.unpatch(model)
+    assert bits(logits(model)) == before
+
+
+@pytest.mark.skipif(not HAS_FUSED_KERNEL, reason="this CPU lacks AVX-512 BF16")
+def test_layers_that_the_fused_kernel_cuts_stay_and_the_plan_says_so() -> None:
+    plan = hf_accel.plan(build("llama"), weights="nf4")
+    (reason,) = {line.reason for line in plan.lines if line.topic == "weights" and "fused kernel takes" in line.reason}
+    assert "multiples of 32 outputs and 64 inputs" in reason
+
+
+def test_what_bitsandbytes_reorders_has_not_changed() -> None:
     model = build("llama")
     before = snapshot(model)
     layer = nf4_layers(hf_accel.patch(model, weights="nf4"))["model.layers.1.mlp.down_proj"]
@@ -299,7 +328,6 @@ def dequantized() -> PreTrainedModel:
     return model
 
 
-@fused_kernel
 def test_a_step_of_qlora() -> None:
     model, expected = with_adapter(hf_accel.patch(build("llama"), weights="nf4")), with_adapter(dequantized())
     kinds = {type(m).__name__ for m in model.modules() if hasattr(m, "base_layer")}

@@ -18,6 +18,7 @@ from hf_accel.linear import QuantLinear
 from hf_accel.originals import parameter_bytes
 from hf_accel.tensors import is_plain_tensor, plain_tensors
 
+from ..devices import without_fused_nf4
 from ..parity.families import build, inputs
 from ..parity.snapshot import bits, logits
 
@@ -64,8 +65,9 @@ def test_a_quantizer_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("kind", ["8bit", "4bit"])
-def test_bitsandbytes_saves_what_it_is(kind: str, tmp_path: Path) -> None:
+def test_bitsandbytes_saves_what_it_is(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("bitsandbytes")
+    without_fused_nf4(monkeypatch)
     from transformers import BitsAndBytesConfig
 
     build("llama").save_pretrained(tmp_path)
