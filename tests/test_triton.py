@@ -1,6 +1,7 @@
-"""Triton's kernels, in processes of their own: one interprets them on the CPU, another compiles them for absent GPUs.
+"""Triton's kernels, interpreted on the CPU in processes of their own.
 
 Which tests of tests/unit run there is said here. A GPU needs none of this: `make gpu` runs the gpu mark as it is.
+Triton's compiler needs no process of its own: tests/unit/kernels/triton compiles for GPUs that are not there.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ ALL = [
 pytestmark = pytest.mark.skipif(not triton.is_installed(), reason="Triton is not installed")
 
 
-def run_tests(*arguments: str, interpreted: bool) -> None:
-    """Run pytest in a process of its own; it must pass, and some tests must have run."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1" if interpreted else "0", "OMP_NUM_THREADS": "1"}
+def run_tests(*arguments: str) -> None:
+    """Run pytest in a process of its own that interprets; it must pass, and some tests must have run."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--override-ini=addopts=-q", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
@@ -79,19 +80,10 @@ def run_tests(*arguments: str, interpreted: bool) -> None:
 
 @pytest.mark.parametrize("cases", [ATTENTION, LINEARS, MODELS], ids=["attention", "linears", "models"])
 def test_features_in_the_interpreter(cases: list[str]) -> None:
-    run_tests("-rN", "-m", "not long", *cases, interpreted=True)
-
-
-def test_machine_code() -> None:
-    run_tests("-rN", "-m", "not long", KERNELS, interpreted=False)
+    run_tests("-rN", "-m", "not long", *cases)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("path", ALL)
 def test_all_in_the_interpreter(path: str) -> None:
-    run_tests("-m", "gpu" if path != KERNELS else "gpu or not gpu", path, interpreted=True)
-
-
-@pytest.mark.long
-def test_all_machine_code() -> None:
-    run_tests(KERNELS, interpreted=False)
+    run_tests("-m", "gpu" if path != KERNELS else "gpu or not gpu", path)
