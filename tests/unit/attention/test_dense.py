@@ -6,13 +6,13 @@ from torch import Tensor
 
 from hf_accel.attention import AttentionBackend
 
-from .backends import each_backend
+from .backends import each_dense_backend
 from .calls import dense
 from .oracle import assert_close, oracle
 
 SCALE = 0.3
 
-pytestmark = each_backend
+pytestmark = each_dense_backend
 
 
 def operands(

@@ -19,7 +19,7 @@ from .processes import interpreted
 pytestmark = interpreted
 
 PROMPTS = requests(3, longest=7, seed=3, shared=2)
-NEW_TOKENS = 5
+NEW_TOKENS = 4
 
 
 @pytest.fixture(autouse=True)

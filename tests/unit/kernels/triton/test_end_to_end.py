@@ -34,7 +34,7 @@ def model() -> PreTrainedModel:
 def generated(model: Any, **options: Any) -> torch.Tensor:
     ids = torch.tensor([[5, 6, 7, 5, 6, 7, 5], [0, 0, 9, 8, 9, 8, 9]])
     tokens: torch.Tensor = model.generate(
-        ids, attention_mask=(ids > 0).long(), max_new_tokens=6, do_sample=False, **options
+        ids, attention_mask=(ids > 0).long(), max_new_tokens=4, do_sample=False, **options
     )
     return tokens
 
