@@ -33,8 +33,8 @@ def few_rows_tile(dim: int, dtype: torch.dtype, kind: int) -> Tile:
     """
     if dtype is torch.float32:
         if dim <= 64:
-            return Tile(16, 32, 8 if kind == INT4.value else 4, 1)
-        return Tile(16, 16, 16 if dim > 128 and kind != INT4.value else 8, 1)
+            return Tile(16, 32, 8, 1)
+        return Tile(16, 16, 16 if dim > 128 and kind == SCALED.value else 8, 1)
     if kind == INT4.value:
         return Tile(16, 64 if dim <= 64 else 32, 8, 2) if dim <= 128 else Tile(16, 32, 4, 3)
     num_warps = 4 if dim <= 64 or kind == PLAIN.value else 8
@@ -49,8 +49,8 @@ def many_rows_tile(dim: int, dtype: torch.dtype, kind: int) -> Tile:
         return Tile(64, 32, 8, 1)
     if dim > 64 and kind == INT4.value:
         return Tile(32, 32, 4, 2)
-    if kind == SCALED.value and dim > 64:
-        return Tile(64, 64, 8, 1)
+    if kind == SCALED.value:
+        return Tile(64, 64, 8, 1 if dim > 64 else 2)
     return Tile(64 if kind == INT4.value else 128, 64, 8, 2)
 
 
