@@ -107,9 +107,20 @@ def test_gate(activation, dtype):
     assert_close(got, ACTIVATIONS[activation](both[:, :40]) * both[:, 40:])
 
 
+# A GPU for each dtype; the others are long.
+QUICK = [(FP32, 80), (FP16, 89), (BF16, 90)]
+
+
 @compiled
-@pytest.mark.parametrize("capability", [80, 89, 90])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "capability"),
+    [
+        pytest.param(dtype, capability, marks=[] if (dtype, capability) in QUICK else [pytest.mark.long])
+        for dtype in DTYPES
+        for capability in (80, 89, 90)
+    ],
+    ids=str,
+)
 def test_all_fit_every_gpu(dtype, capability):
     from tests.unit.kernels.triton.compiling import compile_for
 
