@@ -175,6 +175,7 @@ def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
     for layer in model.modules():
         if isinstance(layer, QuantModule):
             stored = list(layer.buffers())
+            layer.row_invariant = settings.patch.deterministic
             layer.pack()
             for tensor in stored:
                 release(tensor)

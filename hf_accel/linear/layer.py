@@ -78,6 +78,11 @@ class QuantModule(nn.Module):
         """What the backend is chosen for."""
         return self.spec
 
+    @property
+    def chosen(self) -> BackendChoice:
+        """What it is packed for, or will be."""
+        return self.choice or choose(self.packed_spec, self.requested_backend, row_invariant=self.row_invariant)
+
     def _pack(self, choice: BackendChoice, weight: QuantizedWeight) -> Any:
         return choice.backend.pack(weight)
 
@@ -87,8 +92,7 @@ class QuantModule(nn.Module):
     def pack(self) -> Self:
         """Turn the buffers into the backend's form. Called by itself on the first forward."""
         if self.choice is None:
-            weight = self.quantized
-            choice = choose(self.packed_spec, self.requested_backend, row_invariant=self.row_invariant)
+            weight, choice = self.quantized, self.chosen
             self._packed = self._pack(choice, replace(weight, input_order=None))
             self.choice, self._input_order = choice, weight.input_order
             for name in state(weight):

@@ -240,6 +240,25 @@ def test_row_invariance_is_claimed_where_it_holds(family, keywords, why) -> None
             hf_accel.plan(model, weights=None, fuse=False, deterministic=True)
 
 
+def test_layers_that_were_quantized_before_are_row_invariant_or_refused(tmp_path: Path) -> None:
+    folders = {}
+    for activations in ("auto", None):
+        folders[activations] = tmp_path / str(activations)
+        model = hf_accel.patch(build("llama"), weights={"activations": activations}, keep_original=True)
+        model.save_pretrained(folders[activations])
+    if kernels.refusal() is None:
+        loaded = hf_accel.load(folders["auto"], deterministic=True)
+        layers = [module for module in loaded.modules() if isinstance(module, QuantLinear)]
+        assert layers and all(layer.row_invariant and layer.choice.backend.row_invariant for layer in layers)
+    with pytest.raises(hf_accel.UnsupportedError, match="reference's INT8 linear rounds by batch size"):
+        hf_accel.load(folders[None], deterministic=True)
+    assert not any(module.row_invariant for module in hf_accel.load(folders[None]).modules() if _is_quantized(module))
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    return isinstance(module, QuantLinear)
+
+
 def test_a_router_multiplies_by_itself() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
     config = MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, num_local_experts=3)
