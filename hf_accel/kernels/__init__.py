@@ -1,1 +1,3 @@
 """Native kernels. Each kind of device has its own folder."""
+
+ACTIVATION_GROUP = 128  # inputs that share a scale of INT8 activations where the weight has no groups

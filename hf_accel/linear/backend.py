@@ -14,6 +14,9 @@ from ..config import Activations, WeightConfig
 from .formats import Layout, QuantizedWeight, zero_point_bytes
 from .methods.rtn import quantize
 
+Rounding = Literal["never", "many rows", "always"]  # which rows a backend rounds to INT8
+FEW_ROWS = 256  # on a GPU memory is the limit up to here; beyond, products are, and INT8 has faster ones
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSpec:

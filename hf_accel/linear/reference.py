@@ -9,12 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..kernels import ACTIVATION_GROUP
 from ..tensors import has_instructions
 from .activations import round_groups
 from .backend import Backend, LinearSpec
 from .formats import QuantizedWeight, chunks
-
-ACTIVATION_GROUP = 128  # inputs that share an activation scale where the weight has no groups
 
 
 class Reference(Backend):

@@ -16,8 +16,9 @@ from .torch_int8 import TorchInt8
 from .triton import Triton
 
 BACKENDS: tuple[Backend, ...] = (
-    Cpu(), OneDNN(), TorchInt8(), TorchInt4(), Triton(row_invariant=False),
-    Triton(row_invariant=True), REFERENCES[None], REFERENCES["int8"], ReferenceByRow(),
+    Cpu(), OneDNN(), TorchInt8(), TorchInt4(), Triton(row_invariant=False, rounding="many rows"),
+    Triton(row_invariant=False), Triton(row_invariant=True), Triton(row_invariant=True, rounding="always"),
+    REFERENCES[None], REFERENCES["int8"], ReferenceByRow(),
 )  # fmt: skip
 
 # Weights below which a backend that is slow to start comes last but for the reference.
@@ -66,6 +67,7 @@ def choose(spec: LinearSpec, name: str = "auto", *, row_invariant: bool = False)
     for backend in sorted(_candidates(spec, name), key=lambda backend: row_invariant and not backend.row_invariant):
         reason = backend.refuses(spec)
         if reason is None:
+            refusals.pop(backend.name, None)  # of another variant of it
             return BackendChoice(spec, backend, tuple(refusals.items()), row_invariant)
         refusals[backend.name] = reason
     reasons = "; ".join(refusals.values()) or f"it has no {spec.bits}-bit weights"

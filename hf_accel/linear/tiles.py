@@ -1,4 +1,4 @@
-"""Which tile the Triton kernel takes, by the number of rows and the shape of the weight: a rule.
+"""Which tile the Triton kernels take, by the number of rows and the shape of the weight: what was measured, or a rule.
 
 Each tile fits the registers of every GPU that is served, with every format of a weight that it is taken for.
 """
@@ -6,10 +6,12 @@ Each tile fits the registers of every GPU that is served, with every format of a
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from ..kernels.triton.quantized_linear import BlockedWeight, LinearTile
+from .backend import FEW_ROWS, Rounding
 
 PROGRAMS = 256  # that keep a large GPU busy: two for each of its multiprocessors
 INPUTS = 1024  # of a split at least: partial sums of smaller ones are more than 1.5 % of the bytes of one row
@@ -20,13 +22,44 @@ FEW = LinearTile(outputs=128, rows=16, num_warps=8)
 MANY = {bits: LinearTile(outputs=128, rows=64, num_warps=8, num_stages=stages) for bits, stages in ((4, 4), (8, 3))}
 MANY_WITHOUT_GROUPS = LinearTile(outputs=128, rows=128, num_warps=8, num_stages=3)
 FLOAT32 = LinearTile(outputs=32, rows=16)  # its products take the ordinary cores, and more registers
+INTEGERS = [
+    LinearTile(outputs=64, rows=16, num_stages=3, integers=True),
+    LinearTile(outputs=128, rows=64, num_warps=8, num_stages=3, integers=True),
+    LinearTile(outputs=64, rows=128, num_warps=8, num_stages=3, integers=True),
+]
 
 
-def tiles_of(weight: BlockedWeight, dtype: torch.dtype) -> list[LinearTile]:
+class TileKey(NamedTuple):
+    """What a choice of tiles depends on, beside the GPU and the rows. block, blocks_per_group: see BlockedWeight."""
+
+    out_features: int
+    in_features: int
+    bits: int
+    block: int
+    blocks_per_group: int
+    has_zero_points: bool
+    has_minima: bool
+    dtype: torch.dtype
+    rounding: Rounding
+
+
+# By key, the tile for up to so many rows, and for any more the last one; None: by the rule.
+MEASURED: dict[TileKey, tuple[tuple[int, LinearTile | None], ...]] = {}
+
+
+def key_of(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> TileKey:
+    return TileKey(
+        weight.out_features, weight.in_features, weight.bits, weight.block, weight.blocks_per_group,
+        weight.zero_point is not None, weight.minimum is not None, dtype, rounding,
+    )  # fmt: skip
+
+
+def tiles_of(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "never") -> list[LinearTile]:
     """All that serve a weight and rows of `dtype`, from that for the fewest rows to that for any number."""
-    if dtype is torch.float32:
-        return [FLOAT32]
-    return [FEW, ONE_TILE, MANY[weight.bits] if weight.blocks_per_group else MANY_WITHOUT_GROUPS]
+    floats = [FLOAT32] if dtype is torch.float32 else [FEW, ONE_TILE]
+    if dtype is not torch.float32:
+        floats.append(MANY[weight.bits] if weight.blocks_per_group else MANY_WITHOUT_GROUPS)
+    return {"never": floats, "many rows": floats + INTEGERS[1:], "always": INTEGERS}[rounding]
 
 
 def one_tile(dtype: torch.dtype) -> LinearTile:
@@ -39,10 +72,54 @@ def for_experts(tile: LinearTile) -> LinearTile:
     return replace(tile, splits=1, num_stages=2)
 
 
-def tile_for(rows: int, weight: BlockedWeight, dtype: torch.dtype) -> LinearTile:
-    """dtype: of the rows. Where programs are few, several share the inputs, so that all multiprocessors read."""
-    tiles = tiles_of(weight, dtype)
+def tile_for(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "never") -> LinearTile:
+    """dtype: of the rows."""
+    measured = MEASURED.get(key_of(weight, dtype, rounding))
+    if measured is not None:
+        tile = next((tile for most, tile in measured if rows <= most), measured[-1][1])
+        if tile is not None:
+            return tile
+    return by_rule(rows, weight, dtype, rounding)
+
+
+def by_rule(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> LinearTile:
+    """Where programs are few, several share the inputs, so that all multiprocessors read."""
+    tiles = allowed(rows, tiles_of(weight, dtype, rounding), rounding)
+    if tiles[-1].integers:
+        return next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
     tile = next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
+    return replace(tile, splits=min(most_splits(rows, weight), _wanted_splits(rows, weight, tile)))
+
+
+def allowed(rows: int, tiles: list[LinearTile], rounding: Rounding) -> list[LinearTile]:
+    """Those that may be taken for so many rows: "many rows" rounds these, and no fewer ones."""
+    if rounding != "many rows":
+        return tiles
+    return [tile for tile in tiles if tile.integers == (rows > FEW_ROWS)]
+
+
+def candidates(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> list[LinearTile]:
+    """What is worth measuring for so many rows, that of the rule first.
+
+    Left out are tiles of which most would be empty, or that would read the weight more than 8 times.
+    """
+    found = [by_rule(rows, weight, dtype, rounding)]
+    for tile in tiles_of(weight, dtype, rounding):
+        is_allowed = not tile.integers or rows > FEW_ROWS or rounding != "many rows"
+        if not is_allowed or tile.rows > max(32, 4 * rows) or 8 * tile.rows < min(rows, 512):
+            continue
+        wanted = 1 if tile.integers else _wanted_splits(rows, weight, tile)
+        most = 1 if tile.integers else most_splits(rows, weight)
+        for splits in sorted({1, wanted // 2, wanted, wanted * 2}):
+            if 1 <= splits <= most:
+                found.append(replace(tile, splits=splits))
+    return list(dict.fromkeys(found))
+
+
+def most_splits(rows: int, weight: BlockedWeight) -> int:
+    return max(1, weight.in_features // max(INPUTS, INPUTS_PER_ROW * rows))
+
+
+def _wanted_splits(rows: int, weight: BlockedWeight, tile: LinearTile) -> int:
     programs = -(-weight.out_features // tile.outputs) * -(-rows // tile.rows)
-    most = weight.in_features // max(INPUTS, INPUTS_PER_ROW * rows)
-    return replace(tile, splits=max(1, min(most, -(-PROGRAMS // max(1, programs)))))
+    return max(1, -(-PROGRAMS // max(1, programs)))

@@ -1,9 +1,9 @@
-"""INT8 and INT4 weights times activations in floating point through our Triton kernels."""
+"""INT8 and INT4 weights times activations, in floating point or rounded to INT8, through our Triton kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,19 +11,21 @@ from torch import Tensor
 
 from ..kernels import triton as kernels
 from ..tensors import is_recorded
-from .backend import Backend, GroupedExperts, LinearSpec
+from .backend import FEW_ROWS, Backend, GroupedExperts, LinearSpec, Rounding
 from .formats import Int4Weight, Int8Weight, QuantizedWeight
 
 BLOCKS = {4: (128, 64, 32), 8: (64, 32, 16)}  # inputs that one product takes, by bits
+WITHOUT_GROUPS = (64, 32)  # of 8 bits with a scale for each output: the second for inputs that the first would cut
+LEAST_BYTES = 32  # of a block: integers that one product of integers takes
 
 
 class TritonExperts(GroupedExperts):
-    """One launch over weights that lie one after the other. fixed: one tile for any number of rows."""
+    """One launch over weights that lie one after the other, with the tiles of `backend`."""
 
-    def __init__(self, parts: Sequence[Any], *, fixed: bool) -> None:
+    def __init__(self, parts: Sequence[Any], backend: Triton) -> None:
         from ..kernels.triton.quantized_linear import parts_of_stack, stacked
 
-        self.weight, self.fixed = stacked(parts), fixed
+        self.weight, self.backend = stacked(parts), backend
         self.parts = parts_of_stack(self.weight)
 
     def serves(self, x: Tensor) -> bool:
@@ -31,27 +33,33 @@ class TritonExperts(GroupedExperts):
 
     def run(self, x: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
         from ..kernels.triton.quantized_linear import quantized_linear
-        from .tiles import for_experts, one_tile, tile_for
+        from .tiles import for_experts
 
         rows_of_one = -(-len(x) // len(self.parts))
-        tile = for_experts(one_tile(x.dtype) if self.fixed else tile_for(rows_of_one, self.weight, x.dtype))
+        tile = for_experts(_tile(rows_of_one, self.weight, x.dtype, self.backend))
         biases = None if biases is None else biases.contiguous()
         return quantized_linear(x.contiguous(), self.weight, biases, tile=tile, starts=starts)
 
 
-def _multiply(x: Tensor, weight: Any, bias: Tensor | None, *, row_invariant: bool) -> Tensor:
+def _tile(rows: int, weight: Any, dtype: torch.dtype, backend: Triton) -> Any:
     # Triton is optional, and slow to import: only who uses it needs it.
-    from ..kernels.triton.quantized_linear import quantized_linear
     from .tiles import one_tile, tile_for
 
-    tile = one_tile(x.dtype) if row_invariant else tile_for(len(x), weight, x.dtype)
-    return quantized_linear(x, weight, bias, tile=tile)
+    if backend.row_invariant and backend.rounding == "never":
+        return one_tile(dtype)
+    return tile_for(rows, weight, dtype, backend.rounding)
+
+
+def _multiply(x: Tensor, weight: Any, bias: Tensor | None, backend: Triton) -> Tensor:
+    from ..kernels.triton.quantized_linear import quantized_linear
+
+    return quantized_linear(x, weight, bias, tile=_tile(len(x), weight, x.dtype, backend))
 
 
 @torch.library.custom_op("hf_accel::blocked_linear", mutates_args=())
 def recorded_blocked_linear(
     x: Tensor, integers: Tensor, scale: Tensor, zero_point: Tensor | None, minimum: Tensor | None,
-    bias: Tensor | None, in_features: int, row_invariant: bool,
+    bias: Tensor | None, in_features: int, row_invariant: bool, rounding: str,
 ) -> Tensor:  # fmt: skip
     """The kernel as a torch operator, which compiled and exported graphs can record."""
     from ..kernels.triton.quantized_linear import BlockedWeight
@@ -59,13 +67,14 @@ def recorded_blocked_linear(
     weight = BlockedWeight(
         integers=integers, scale=scale, in_features=in_features, zero_point=zero_point, minimum=minimum
     )
-    return _multiply(x.contiguous(), weight, bias, row_invariant=row_invariant)
+    backend = Triton(row_invariant=row_invariant, rounding=cast(Rounding, rounding))
+    return _multiply(x.contiguous(), weight, bias, backend)
 
 
 @recorded_blocked_linear.register_fake
 def _(
     x: Tensor, integers: Tensor, scale: Tensor, zero_point: Tensor | None, minimum: Tensor | None,
-    bias: Tensor | None, in_features: int, row_invariant: bool,
+    bias: Tensor | None, in_features: int, row_invariant: bool, rounding: str,
 ) -> Tensor:  # fmt: skip
     return x.new_empty(x.shape[0], integers.shape[-2])
 
@@ -73,8 +82,10 @@ def _(
 class Triton(Backend):
     """Reads the stored integers once for each tile of rows; sums in float32.
 
+    rounding: which rows are rounded to INT8, in each group of inputs as the CPU's kernels do it, and multiplied as
+    integers. "many rows": those of calls with more than FEW_ROWS, which arithmetic limits and not memory.
     row_invariant: one tile serves any number of rows, and no sum is split. Without it, tiles and splits depend on the
-    number of rows, and so does the rounding.
+    number of rows, and so does the rounding. Rows that are always rounded have the same bits in every tile.
     """
 
     name = "triton"
@@ -82,17 +93,38 @@ class Triton(Backend):
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     own_formats_only = False
 
-    def __init__(self, *, row_invariant: bool) -> None:
-        self.row_invariant = row_invariant
+    def __init__(self, *, row_invariant: bool, rounding: Rounding = "never") -> None:
+        self.row_invariant, self.rounding = row_invariant, rounding
+        self.activations = "int8" if rounding == "always" else None
 
     def is_for(self, device_type: str) -> bool:
         return kernels.is_for(device_type)
 
     def refuses(self, spec: LinearSpec) -> str | None:
         reason = kernels.refusal(spec.device_type) or super().refuses(spec)
-        if reason is None and block_size(spec.bits, spec.layout.group_size, spec.in_features) is None:
+        if reason is not None:
+            return reason
+        if block_size(spec.bits, spec.layout.group_size, spec.in_features) is None:
             return f"it takes groups of a multiple of {BLOCKS[spec.bits][-1]} inputs, not {spec.group_size}"
-        return reason
+        if self.rounding != "never" and spec.activations is None:
+            return "it rounds activations to INT8"
+        return None if self.rounding == "never" else self.unserved(spec)
+
+    @staticmethod
+    def unserved(spec: LinearSpec) -> str | None:
+        """Why rows that are rounded cannot be multiplied by such a weight, as a clause; None if they can."""
+        if spec.minima:
+            return "it takes no minima with INT8 activations"
+        block = block_size(spec.bits, spec.layout.group_size, spec.in_features) or 0
+        if block * spec.bits < 8 * LEAST_BYTES:
+            least = 8 * LEAST_BYTES // spec.bits
+            return f"with INT8 activations it takes groups of a multiple of {least} inputs, not {spec.group_size}"
+        return None
+
+    def note(self, spec: LinearSpec) -> str | None:
+        if self.rounding != "many rows":
+            return None
+        return f"activations are rounded to INT8 in calls with more than {FEW_ROWS} rows"
 
     def pack(self, weight: QuantizedWeight) -> Any:
         from ..kernels.triton.quantized_linear import BlockedWeight
@@ -110,7 +142,7 @@ class Triton(Backend):
             integers=_by_block(integers),
             scale=_by_block(weight.weight_scale),
             in_features=in_features,
-            zero_point=None if zero_point is None else _by_block(zero_point),
+            zero_point=None if zero_point is None else _by_block(_pairs(zero_point)),
             minimum=None if weight.weight_minimum is None else _by_block(weight.weight_minimum),
         )
 
@@ -123,7 +155,9 @@ class Triton(Backend):
             return Int8Weight(integers, scale, None, minimum)
         signed = stored.view(torch.int8)
         integers = torch.cat((signed << 4 >> 4, signed >> 4), dim=-1).flatten(1)
-        zero_point = None if packed.zero_point is None else _by_block(packed.zero_point)
+        zero_point = None
+        if packed.zero_point is not None:
+            zero_point = _apart(_by_block(packed.zero_point))[: packed.out_features].contiguous()
         made = Int4Weight.from_integers(integers, scale, zero_point)
         return made if minimum is None else Int4Weight(made.weight_packed, scale, made.weight_shape, None, minimum)
 
@@ -131,13 +165,13 @@ class Triton(Backend):
         if is_recorded():
             w = packed
             out: Tensor = recorded_blocked_linear(
-                x, w.integers, w.scale, w.zero_point, w.minimum, bias, w.in_features, self.row_invariant
+                x, w.integers, w.scale, w.zero_point, w.minimum, bias, w.in_features, self.row_invariant, self.rounding
             )
             return out
-        return _multiply(x, packed, bias, row_invariant=self.row_invariant)
+        return _multiply(x, packed, bias, self)
 
     def experts(self, parts: Sequence[Any]) -> GroupedExperts:
-        return TritonExperts(parts, fixed=self.row_invariant)
+        return TritonExperts(parts, self)
 
 
 def block_size(bits: int, group_size: int | None, in_features: int) -> int | None:
@@ -145,9 +179,21 @@ def block_size(bits: int, group_size: int | None, in_features: int) -> int | Non
 
     Without groups the last block may be cut.
     """
-    of = in_features if group_size is None else group_size
-    fitting = next((block for block in BLOCKS[bits] if of % block == 0), None)
-    return BLOCKS[bits][-1] if fitting is None and group_size is None else fitting
+    if group_size is None:
+        return WITHOUT_GROUPS[in_features % WITHOUT_GROUPS[0] > 0]
+    return next((block for block in BLOCKS[bits] if group_size % block == 0), None)
+
+
+def _pairs(values: Tensor) -> Tensor:
+    """int8 [outputs, groups], -8 to 7 -> uint8 [outputs / 2, groups], the even output in the low half."""
+    bits = F.pad(values, (0, 0, 0, len(values) % 2)).view(torch.uint8)
+    return bits[::2] & 15 | bits[1::2] << 4
+
+
+def _apart(pairs: Tensor) -> Tensor:
+    """`_pairs`, taken back; with one output more if their number was odd."""
+    signed = pairs.view(torch.int8)
+    return torch.stack((signed << 4 >> 4, signed >> 4), dim=1).flatten(0, 1)
 
 
 def _by_block(values: Tensor) -> Tensor:

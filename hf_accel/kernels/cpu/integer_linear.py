@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .. import ACTIVATION_GROUP
 from .library import DTYPES, kernel, large_pages, threads
 from .structs import EPILOGUES, ExpertsCall, Linear, LinearCall, Matrix, fields
 
 BLOCK = 64  # outputs of a packed block
-ACTIVATION_GROUP = 128  # inputs that share an activation scale if the weight has no groups
 FORMATS = {8: 3, 4: 5}  # the Dtype of types.h for each number of bits
 INT8_GROUPS = 6  # that of 8 bits whose scales belong to groups of inputs
 # The fewest rows that tiles multiply (AMX), for each number of bits. With fewer, dot products of vectors should be

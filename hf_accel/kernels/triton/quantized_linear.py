@@ -1,4 +1,7 @@
-"""Rows times a quantized weight, whose integers are read once for each tile of rows and become floats in registers.
+"""Rows times a quantized weight, whose integers are read once for each tile of rows.
+
+They become floats in registers, or rows are rounded to INT8 first, in each group of inputs, and the products are
+integers.
 
 A weight [out, in] is stored block of inputs by block, `[blocks, out, bytes of a block]`, so that what a program reads
 of a block lies side by side whatever the size of a group is. With 4 bits, byte i of a block holds input i in its low
@@ -13,19 +16,23 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
+from .. import ACTIVATION_GROUP
 from .launch import Launch
+from .programs.multiply import add_splits, multiply
+from .programs.multiply_integers import multiply_integers, round_rows
 
 REDUCED = 1024  # numbers that one program adds up over the splits
+ROUNDED = 1024  # numbers that one program rounds
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearTile:
     """What one program computes: outputs x rows, over one of `splits` parts of the inputs.
 
-    The partial sums of several splits are written in float32 and added up in order.
+    The partial sums of several splits are written in float32 and added up in order. integers: whether rows are rounded
+    to INT8 and multiplied as integers, without splits.
     """
 
     outputs: int
@@ -33,14 +40,21 @@ class LinearTile:
     splits: int = 1
     num_warps: int = 4
     num_stages: int = 4
+    integers: bool = False
+
+    def __str__(self) -> str:
+        """A name, in which no two tiles agree."""
+        kind, parts = ("int8 " if self.integers else ""), (f" in {self.splits} parts" if self.splits > 1 else "")
+        return f"{kind}{self.outputs}x{self.rows}{parts}, {self.num_warps} warps, {self.num_stages} stages"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BlockedWeight:
     """integers: uint8 (two 4-bit numbers) or int8, [blocks, out, bytes]. scale: floating point, [groups, out].
 
-    zero_point: int8 [groups, out], with 4 bits less 8. minimum: [groups, out]. w = (q - zero_point) * scale, or with
-    minima w = (q + 8 with 4 bits, else q) * scale - minimum. in_features: inputs; the last block may have fewer.
+    zero_point: of 4 bits, less 8: uint8 [groups, out / 2], the even output in the low half. minimum: [groups, out].
+    w = (q - zero_point) * scale, or with minima w = (q + 8 with 4 bits, else q) * scale - minimum.
+    in_features: inputs; the last block may have fewer.
     """
 
     integers: Tensor
@@ -72,134 +86,10 @@ class BlockedWeight:
         groups = self.scale.shape[-2]
         return 0 if groups == 1 and self.bits == 8 and self.minimum is None else self.num_blocks // groups
 
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _weights(  # type: ignore[no-untyped-def]
-    integers, scale, zero_point, minimum, BITS: tl.constexpr, DTYPE: tl.constexpr
-):
-    """int8 [outputs, inputs], 4-bit numbers times 16 -> what `scale` is to multiply, in DTYPE; with minima the weight.
-
-    scale: of the numbers as they come, with zero points of the numbers.
-    """
-    if minimum is not None:
-        above = 128 if BITS == 4 else 0
-        return ((integers.to(tl.float32) + above) * scale[:, None] - minimum[:, None]).to(DTYPE)
-    if zero_point is not None:
-        integers = (integers >> 4) - zero_point[:, None]
-    return integers.to(tl.float32).to(DTYPE)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _rows_of_expert(  # type: ignore[no-untyped-def]
-    starts, row_tile, ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr
-):
-    """(expert, rows, which of them are its) of a tile, if each expert has as many as it needs; EXPERTS: of none."""
-    expert = tl.arange(0, EXPERTS_2)
-    is_expert = expert < EXPERTS
-    start = tl.load(starts + expert, mask=is_expert, other=0)
-    end = tl.load(starts + expert + 1, mask=is_expert, other=0)
-    tiles = (end - start + ROWS - 1) // ROWS
-    before = tl.cumsum(tiles, 0) - tiles
-    own = (before <= row_tile) & (row_tile < before + tiles)
-    chosen = tl.min(tl.where(own, expert, EXPERTS), 0)
-    own_end = tl.sum(tl.where(own, end, 0), 0)
-    row = tl.sum(tl.where(own, start + (row_tile - before) * ROWS, 0), 0) + tl.arange(0, ROWS)
-    return chosen, row, row < own_end
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def quantized_linear_kernel(  # type: ignore[no-untyped-def]
-    x, integers, scale, zero_point, minimum, bias, out, starts, rows, outputs, inputs, blocks, groups, share,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_CUT: tl.constexpr,
-    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr,
-):  # fmt: skip
-    """Program (row tile, output tile, split). out: [splits, rows, outputs]. share: blocks of inputs of a split.
-
-    starts: int64 [EXPERTS + 1], the first row of each expert, whose weights lie one after the other; or None.
-    EXPERTS_2: EXPERTS up to a power of 2.
-    """
-    DTYPE: tl.constexpr = x.dtype.element_ty
-    BYTES: tl.constexpr = BLOCK * BITS // 8
-    row_tile = tl.program_id(0)
-    row = row_tile * ROWS + tl.arange(0, ROWS)
-    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    byte = tl.arange(0, BYTES)
-    is_row = row < rows
-    is_output = output < outputs
-    part = tl.program_id(2)
-    first = part * share
-    last = tl.minimum(first + share, blocks)
-    from_x = x + row.to(tl.int64)[None, :] * inputs + byte[:, None]
-    here = output[:, None] * BYTES + byte[None, :]
-    wide = tl.zeros((), tl.int64) + outputs  # offsets may pass 2^31
-    if starts is not None:
-        expert, row, is_row = _rows_of_expert(starts, row_tile, ROWS, EXPERTS, EXPERTS_2)
-        last = tl.where(expert < EXPERTS, last, first)  # there may be more tiles than any expert needs
-        expert = tl.minimum(expert, EXPERTS - 1)
-        from_x = x + row[None, :] * inputs + byte[:, None]
-        integers += expert * blocks * wide * BYTES
-        scale += expert * groups * wide
-        if zero_point is not None:
-            zero_point += expert * groups * wide
-        if minimum is not None:
-            minimum += expert * groups * wide
-        if bias is not None:
-            bias += expert * wide
-    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    for block in range(first, last):
-        stored = tl.load(integers + block * BYTES * wide + here, mask=is_output[:, None], other=0)
-        factor = scale
-        zero = None
-        least = None
-        if PER_GROUP:
-            group = block // PER_GROUP * wide + output
-            factor = tl.load(scale + group, mask=is_output, other=0).to(tl.float32)
-            if BITS == 4 and zero_point is None:
-                factor *= 0.0625  # shifting both halves to the right would take longer
-            if zero_point is not None:
-                zero = tl.load(zero_point + group, mask=is_output, other=0)
-            if minimum is not None:
-                least = tl.load(minimum + group, mask=is_output, other=0).to(tl.float32)
-        start = block * BLOCK
-        is_there = is_row[None, :]
-        if IS_CUT:
-            is_there = is_there & (start + byte < inputs)[:, None]
-        values = tl.load(from_x + start, mask=is_there, other=0)
-        added = total if (PER_GROUP == 0 or minimum is not None) else tl.zeros((OUTPUTS, ROWS), tl.float32)
-        if BITS == 4:
-            low = _weights((stored << 4).to(tl.int8, bitcast=True), factor, zero, least, BITS, DTYPE)
-            added = tl.dot(low, values, added, input_precision="ieee")
-            values = tl.load(from_x + start + BYTES, mask=is_there, other=0)
-            high = _weights((stored & 240).to(tl.int8, bitcast=True), factor, zero, least, BITS, DTYPE)
-            added = tl.dot(high, values, added, input_precision="ieee")
-        else:
-            whole = _weights(stored, factor, zero, least, BITS, DTYPE)
-            added = tl.dot(whole, values, added, input_precision="ieee")
-        if PER_GROUP == 0 or minimum is not None:
-            total = added
-        else:
-            total += added * factor[:, None]
-    if PER_GROUP == 0:
-        total = total * tl.load(scale + output, mask=is_output, other=0).to(tl.float32)[:, None]
-    if bias is not None:
-        total = total + tl.load(bias + output, mask=is_output, other=0).to(tl.float32)[:, None]
-    to = out + (part.to(tl.int64) * rows + row)[None, :] * outputs + output[:, None]
-    tl.store(to, total.to(out.dtype.element_ty), mask=is_row[None, :] & is_output[:, None])
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def add_splits_kernel(  # type: ignore[no-untyped-def]
-    partial, bias, out, numbers, outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """partial float32 [SPLITS, numbers], numbers = rows * outputs -> out [numbers]."""
-    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_there = number < numbers
-    total = tl.zeros((BLOCK,), tl.float32)
-    for part in tl.static_range(SPLITS):
-        total += tl.load(partial + part * numbers + number, mask=is_there, other=0)
-    if bias is not None:
-        total += tl.load(bias + number % outputs, mask=is_there, other=0).to(tl.float32)
-    tl.store(out + number, total.to(out.dtype.element_ty), mask=is_there)
+    @property
+    def blocks_rounded(self) -> int:
+        """Blocks in which a row's numbers share a scale when they are rounded to INT8."""
+        return self.blocks_per_group or ACTIVATION_GROUP // self.block
 
 
 def launches(
@@ -215,15 +105,15 @@ def launches(
 
     starts: int64 [experts + 1], where the rows of each expert start; weight and bias are `stacked` then.
     """
+    if tile.integers:
+        return _integer_launches(x, weight, bias, out, tile=tile, starts=starts)
     rows, outputs = out.shape
-    experts = 0 if starts is None else len(starts) - 1
     share = -(-weight.num_blocks // tile.splits)
     splits = -(-weight.num_blocks // share)
     partial = out if splits == 1 else x.new_empty(splits, rows, outputs, dtype=torch.float32)
-    row_tiles = -(-rows // tile.rows) if starts is None else min(rows, rows // tile.rows + experts)
     product = Launch(
-        kernel=quantized_linear_kernel,
-        grid=(row_tiles, -(-outputs // tile.outputs), splits),
+        kernel=multiply,
+        grid=(*_programs(out, tile, starts), splits),
         arguments={
             "x": x, "integers": weight.integers, "scale": weight.scale, "zero_point": weight.zero_point,
             "minimum": weight.minimum, "bias": bias if splits == 1 else None, "out": partial, "starts": starts,
@@ -232,8 +122,7 @@ def launches(
         },
         constants={
             "BITS": weight.bits, "BLOCK": weight.block, "PER_GROUP": weight.blocks_per_group,
-            "IS_CUT": bool(weight.in_features % weight.block), "OUTPUTS": tile.outputs, "ROWS": tile.rows,
-            "EXPERTS": experts, "EXPERTS_2": triton.next_power_of_2(max(1, experts)),
+            "IS_CUT": bool(weight.in_features % weight.block), **_constants(tile, starts),
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -241,7 +130,7 @@ def launches(
     if splits == 1:
         return [product]
     added = Launch(
-        kernel=add_splits_kernel,
+        kernel=add_splits,
         grid=(-(-rows * outputs // REDUCED),),
         arguments={"partial": partial, "bias": bias, "out": out, "numbers": rows * outputs, "outputs": outputs},
         constants={"SPLITS": splits, "BLOCK": REDUCED},
@@ -249,10 +138,57 @@ def launches(
     return [product, added]
 
 
+def _integer_launches(
+    x: Tensor, weight: BlockedWeight, bias: Tensor | None, out: Tensor, *, tile: LinearTile, starts: Tensor | None
+) -> list[Launch]:
+    rows, per_group = len(x), weight.blocks_rounded
+    group, groups = per_group * weight.block, -(-weight.num_blocks // per_group)
+    levels = x.new_empty(rows, groups * group, dtype=torch.int8)
+    factors = x.new_empty(rows, groups, dtype=torch.float32)
+    width = triton.next_power_of_2(group)
+    together = max(1, ROUNDED // width)
+    rounding = Launch(
+        kernel=round_rows,
+        grid=(rows, -(-groups // together)),
+        arguments={"x": x, "levels": levels, "factors": factors, "inputs": weight.in_features, "groups": groups},
+        constants={"GROUP": group, "GROUP_2": width, "GROUPS": together},
+    )
+    product = Launch(
+        kernel=multiply_integers,
+        grid=_programs(out, tile, starts),
+        arguments={
+            "levels": levels, "factors": factors, "integers": weight.integers, "scale": weight.scale,
+            "zero_point": weight.zero_point, "bias": bias, "out": out, "starts": starts, "rows": rows,
+            "outputs": weight.out_features, "blocks": weight.num_blocks, "groups": groups,
+        },
+        constants={
+            "BITS": weight.bits, "BLOCK": weight.block, "PER_GROUP": per_group,
+            "BY_GROUP": weight.blocks_per_group > 0, "IS_CUT": bool(weight.num_blocks % per_group),
+            **_constants(tile, starts),
+        },
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )  # fmt: skip
+    return [rounding, product]
+
+
+def _programs(out: Tensor, tile: LinearTile, starts: Tensor | None) -> tuple[int, int]:
+    """Tiles of rows, of which each expert may need one that is not full, and of outputs."""
+    rows, outputs = out.shape
+    row_tiles = -(-rows // tile.rows) if starts is None else min(rows, rows // tile.rows + len(starts) - 1)
+    return row_tiles, -(-outputs // tile.outputs)
+
+
+def _constants(tile: LinearTile, starts: Tensor | None) -> dict[str, int]:
+    experts = 0 if starts is None else len(starts) - 1
+    experts_2 = triton.next_power_of_2(max(1, experts))
+    return {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "EXPERTS": experts, "EXPERTS_2": experts_2}
+
+
 def quantized_linear(
     x: Tensor, weight: BlockedWeight, bias: Tensor | None, *, tile: LinearTile, starts: Tensor | None = None
 ) -> Tensor:
-    """x [rows, in], contiguous -> [rows, out] in x's dtype: x @ W^T + bias, summed in float32.
+    """x [rows, in], contiguous -> [rows, out] in x's dtype: x @ W^T + bias.
 
     starts: as `launches` has it, with bias [experts, out] and a tile without splits.
     """

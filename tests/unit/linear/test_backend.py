@@ -35,7 +35,8 @@ def test_bytes_of_zero_points():
 
 def test_most_backends_have_nothing_to_note():
     spec = LinearSpec(in_features=64, out_features=64, bits=8, dtype=torch.float32)
-    assert [backend.note(spec) for backend in BACKENDS if spec.bits in backend.bits] == [None] * 8
+    notes = {backend.note(spec) for backend in BACKENDS if spec.bits in backend.bits}
+    assert notes == {None, "activations are rounded to INT8 in calls with more than 256 rows"}
 
 
 def test_every_backend_keeps_the_contract():

@@ -10,7 +10,7 @@ ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: float32 numbers up to 2 ** 
 
 
 @triton.jit
-def _round(x):
+def round_to_even(x):
     """To the nearest integer, halves to the even one; |x| at most 2 ** 22."""
     return (x + ROUNDER) - ROUNDER
 
@@ -22,7 +22,7 @@ def _fp8_bits(x):
     sign, magnitude = bits >> 24 & 0x80, bits & 0x7FFFFFFF
     # Adding just under half of the last bit that stays, or half if that bit is set, rounds halves to even.
     normal = (magnitude + 0x7FFFF + (magnitude >> 20 & 1)) >> 20
-    small = _round(tl.abs(x) * 512.0).to(tl.uint32)  # below 2 ** -6 numbers are multiples of 2 ** -9
+    small = round_to_even(tl.abs(x) * 512.0).to(tl.uint32)  # below 2 ** -6 numbers are multiples of 2 ** -9
     return (tl.where(magnitude < 0x3C800000, small, normal - (120 << 3)) | sign).to(tl.uint8)
 
 
@@ -80,7 +80,7 @@ def _write_head(
             scale = tl.div_rn(_maximum(numbers, mask), largest).to(stored)
             levels = _scaled(numbers, scale.to(tl.float32), largest)
             if KIND == INT8:
-                tl.store(pages + target + dims, _round(levels).to(tl.int8), mask=mask)
+                tl.store(pages + target + dims, round_to_even(levels).to(tl.int8), mask=mask)
             else:
                 tl.store(pages + target + dims, _fp8_bits(levels), mask=mask)
             tl.store(scales + scale_target, scale)
@@ -90,7 +90,7 @@ def _write_head(
 def _nibble(levels):
     """Levels 0..15, rounded; 0 for what is not a number."""
     levels = tl.where(levels == levels, levels, 0.0)
-    return _round(tl.minimum(tl.maximum(levels, 0.0), 15.0)).to(tl.uint8)
+    return round_to_even(tl.minimum(tl.maximum(levels, 0.0), 15.0)).to(tl.uint8)
 
 
 @triton.jit

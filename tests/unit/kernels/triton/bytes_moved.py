@@ -1,4 +1,7 @@
-"""Count the bytes that kernels load and store in Triton's interpreter. Lanes that are masked out are not counted."""
+"""Count the bytes that kernels load and store in Triton's interpreter.
+
+Lanes that are masked out are not counted, and what several lanes of one load read is counted once.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 from triton.runtime.interpreter import InterpreterBuilder
 
@@ -23,12 +27,13 @@ class BytesMoved:
 
 @contextmanager
 def counted() -> Iterator[BytesMoved]:
-    """What is loaded and stored inside of the block. A load of one pointer by a whole program counts once."""
+    """What is loaded and stored inside of the block."""
     moved = BytesMoved()
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
     def counting_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
-        moved.loaded += int(mask.data.sum()) * _size(ptrs)
+        read = np.unique(ptrs.data[mask.data]) if ptrs.data.ndim == 1 else ptrs.data[mask.data]
+        moved.loaded += read.size * _size(ptrs)
         return load(self, ptrs, mask, *rest)
 
     def counting_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:

@@ -1,0 +1,137 @@
+"""Rows times a quantized weight that is stored block of inputs by block; see ../quantized_linear.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def zero_points_of(zero_point, group, outputs, output, is_output):
+    """int8, of a group of inputs; a byte holds those of two outputs, the even one in its low half."""
+    pairs = (outputs + 1) // 2
+    pair = tl.load(zero_point + group * pairs + output // 2, mask=is_output, other=0).to(tl.int32)
+    return (pair << (28 - output % 2 * 4) >> 28).to(tl.int8)
+
+
+@triton.jit
+def _weights(integers, scale, zero_point, minimum, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """int8 [outputs, inputs], 4-bit numbers times 16 -> what `scale` is to multiply, in DTYPE; with minima the weight.
+
+    scale: of the numbers as they come, with zero points of the numbers.
+    """
+    if minimum is not None:
+        above = 128 if BITS == 4 else 0
+        return ((integers.to(tl.float32) + above) * scale[:, None] - minimum[:, None]).to(DTYPE)
+    if zero_point is not None:
+        integers = (integers >> 4) - zero_point[:, None]
+    return integers.to(tl.float32).to(DTYPE)
+
+
+@triton.jit
+def rows_of_expert(starts, row_tile, ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr):
+    """(expert, rows, which of them are its) of a tile, if each expert has as many as it needs; EXPERTS: of none."""
+    expert = tl.arange(0, EXPERTS_2)
+    is_expert = expert < EXPERTS
+    start = tl.load(starts + expert, mask=is_expert, other=0)
+    end = tl.load(starts + expert + 1, mask=is_expert, other=0)
+    tiles = (end - start + ROWS - 1) // ROWS
+    before = tl.cumsum(tiles, 0) - tiles
+    own = (before <= row_tile) & (row_tile < before + tiles)
+    chosen = tl.min(tl.where(own, expert, EXPERTS), 0)
+    own_end = tl.sum(tl.where(own, end, 0), 0)
+    row = tl.sum(tl.where(own, start + (row_tile - before) * ROWS, 0), 0) + tl.arange(0, ROWS)
+    return chosen, row, row < own_end
+
+
+@triton.jit
+def multiply(
+    x, integers, scale, zero_point, minimum, bias, out, starts, rows, outputs, inputs, blocks, groups, share,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_CUT: tl.constexpr,
+    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr,
+):  # fmt: skip
+    """Program (row tile, output tile, split). out: [splits, rows, outputs]. share: blocks of inputs of a split.
+
+    starts: int64 [EXPERTS + 1], the first row of each expert, whose weights lie one after the other; or None.
+    EXPERTS_2: EXPERTS up to a power of 2.
+    """
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    BYTES: tl.constexpr = BLOCK * BITS // 8
+    row_tile = tl.program_id(0)
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    byte = tl.arange(0, BYTES)
+    is_row = row < rows
+    is_output = output < outputs
+    part = tl.program_id(2)
+    first = part * share
+    last = tl.minimum(first + share, blocks)
+    from_x = x + row.to(tl.int64)[None, :] * inputs + byte[:, None]
+    here = output[:, None] * BYTES + byte[None, :]
+    wide = tl.zeros((), tl.int64) + outputs  # offsets may pass 2^31
+    if starts is not None:
+        expert, row, is_row = rows_of_expert(starts, row_tile, ROWS, EXPERTS, EXPERTS_2)
+        last = tl.where(expert < EXPERTS, last, first)  # there may be more tiles than any expert needs
+        expert = tl.minimum(expert, EXPERTS - 1)
+        from_x = x + row[None, :] * inputs + byte[:, None]
+        integers += expert * blocks * wide * BYTES
+        scale += expert * groups * wide
+        if zero_point is not None:
+            zero_point += expert * groups * ((wide + 1) // 2)
+        if minimum is not None:
+            minimum += expert * groups * wide
+        if bias is not None:
+            bias += expert * wide
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for block in range(first, last):
+        stored = tl.load(integers + block * BYTES * wide + here, mask=is_output[:, None], other=0)
+        factor = scale
+        zero = None
+        least = None
+        if PER_GROUP:
+            group = block // PER_GROUP * wide + output
+            factor = tl.load(scale + group, mask=is_output, other=0).to(tl.float32)
+            if BITS == 4 and zero_point is None:
+                factor *= 0.0625  # shifting both halves to the right would take longer
+            if zero_point is not None:
+                zero = zero_points_of(zero_point, block // PER_GROUP, wide, output, is_output)
+            if minimum is not None:
+                least = tl.load(minimum + group, mask=is_output, other=0).to(tl.float32)
+        start = block * BLOCK
+        is_there = is_row[None, :]
+        if IS_CUT:
+            is_there = is_there & (start + byte < inputs)[:, None]
+        values = tl.load(from_x + start, mask=is_there, other=0)
+        added = total if (PER_GROUP == 0 or minimum is not None) else tl.zeros((OUTPUTS, ROWS), tl.float32)
+        if BITS == 4:
+            low = _weights((stored << 4).to(tl.int8, bitcast=True), factor, zero, least, BITS, DTYPE)
+            added = tl.dot(low, values, added, input_precision="ieee")
+            values = tl.load(from_x + start + BYTES, mask=is_there, other=0)
+            high = _weights((stored & 240).to(tl.int8, bitcast=True), factor, zero, least, BITS, DTYPE)
+            added = tl.dot(high, values, added, input_precision="ieee")
+        else:
+            whole = _weights(stored, factor, zero, least, BITS, DTYPE)
+            added = tl.dot(whole, values, added, input_precision="ieee")
+        if PER_GROUP == 0 or minimum is not None:
+            total = added
+        else:
+            total += added * factor[:, None]
+    if PER_GROUP == 0:
+        total = total * tl.load(scale + output, mask=is_output, other=0).to(tl.float32)[:, None]
+    if bias is not None:
+        total = total + tl.load(bias + output, mask=is_output, other=0).to(tl.float32)[:, None]
+    to = out + (part.to(tl.int64) * rows + row)[None, :] * outputs + output[:, None]
+    tl.store(to, total.to(out.dtype.element_ty), mask=is_row[None, :] & is_output[:, None])
+
+
+@triton.jit
+def add_splits(partial, bias, out, numbers, outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """partial float32 [SPLITS, numbers], numbers = rows * outputs -> out [numbers]."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_there = number < numbers
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(SPLITS):
+        total += tl.load(partial + part * numbers + number, mask=is_there, other=0)
+    if bias is not None:
+        total += tl.load(bias + number % outputs, mask=is_there, other=0).to(tl.float32)
+    tl.store(out + number, total.to(out.dtype.element_ty), mask=is_there)
