@@ -24,10 +24,11 @@ from .fused.sites import fused_sites, native_linears, projection_sites
 from .generation.hf import model_refusal
 from .hardware import detect, read_bandwidth
 from .kernels.cpu.library import FLOATS
-from .linear import LinearSpec, QuantLinear, Workers
+from .linear import LinearSpec, QuantLinear, QuantModule, Workers
 from .linear import choose as choose_linear
 from .linear.cpu import Cpu
 from .linear.hf import stored_experts
+from .linear.measured_tiles import Measuring
 from .linear.nf4 import choose_nf4, nf4_refusal, require_bitsandbytes
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
@@ -173,10 +174,21 @@ def plan_linears(
 
     row_invariant: whether backends that are row-invariant come before the others.
     """
-    if config is None:
-        return
+    measuring = None if row_invariant else Measuring()
+    if measuring is not None:
+        for module in model.modules():
+            if isinstance(module, QuantModule):  # of a quantized checkpoint
+                measuring.measure(module.chosen)
+    where = _Where(device_type, row_invariant, measuring)
+    yield from _plan_sites(model, config, where, eight_bits) if config is not None else ()
+    if measuring is not None:
+        measuring.finish()
+
+
+def _plan_sites(
+    model: PreTrainedModel, config: WeightConfig, where: _Where, eight_bits: Collection[str]
+) -> Iterable[LinearPlan]:
     experts: list[LinearPlan] = []
-    where = _Where(device_type, row_invariant)
     for site in sites_for(model, config):
         kept = config.for_head if site.is_head else config
         if kept is config and site.name in eight_bits:
@@ -193,10 +205,11 @@ def plan_linears(
 
 
 class _Where(NamedTuple):
-    """Where a layer will run, and whether each row has to be rounded as it is alone."""
+    """Where a layer will run, whether each row has to be rounded as it is alone, and what measures its tiles."""
 
     device_type: str | None
     row_invariant: bool
+    measuring: Measuring | None
 
 
 def _plan_linear(site: LinearSite, config: WeightConfig, where: _Where) -> LinearPlan:
@@ -205,10 +218,11 @@ def _plan_linear(site: LinearSite, config: WeightConfig, where: _Where) -> Linea
     if refusal is not None:
         return LinearPlan(site, config, refusal)
     choice = choose_nf4(spec) if config.is_nf4 else choose_linear(spec, row_invariant=where.row_invariant)
+    measured = None if where.measuring is None else where.measuring.measure(choice)
     if config.only_if_faster and choice.seconds > choice.stock_seconds:
         return LinearPlan(site, config, f"{config.label} was measured to be slower than stock")
     refusals = [f"{name} refused: {why}" for name, why in choice.refusals]
-    reason = "; ".join([*refusals, *([choice.note] if choice.note else [])]) or "first choice"
+    reason = "; ".join([*refusals, *(note for note in (choice.note, measured) if note)]) or "first choice"
     return LinearPlan(site, config, reason, choice)
 
 

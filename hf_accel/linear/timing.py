@@ -20,7 +20,7 @@ MULTIPLE = 64  # outputs that every backend takes
 def measure(spec: LinearSpec, backend: Backend) -> tuple[float, float]:
     """Seconds of one row (stock linear, `backend`): the least of a few runs, on weights made up here."""
     outputs = min(spec.out_features, max(1, TIMED // spec.in_features // MULTIPLE) * MULTIPLE)
-    weight = _example(spec, outputs)
+    weight = example(spec, outputs)
     packed, dense = backend.pack(weight), weight.dequantize(spec.dtype)
     x = torch.ones(1, spec.in_features, dtype=spec.dtype, device=spec.device_type)
     stock = least_seconds(lambda: F.linear(x, dense), spec.device_type)
@@ -29,7 +29,8 @@ def measure(spec: LinearSpec, backend: Backend) -> tuple[float, float]:
     return stock * share, chosen * share
 
 
-def _example(spec: LinearSpec, outputs: int) -> QuantizedWeight:
+def example(spec: LinearSpec, outputs: int) -> QuantizedWeight:
+    """A weight of zeros, as `spec` has it but for the number of outputs."""
     device = torch.device(spec.device_type)
     shape = (outputs, spec.in_features)
     weight = zeros(spec.layout, shape, dtype=spec.scale_dtype or spec.dtype, device=device)

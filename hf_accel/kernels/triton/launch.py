@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+WARM_UP, REPEATED = 1, 5  # milliseconds of one measurement
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -42,3 +45,11 @@ class Launch:
         if not first.is_cuda or first.device.index == torch.cuda.current_device():
             return nullcontext()
         return torch.cuda.device(first.device)
+
+
+def uncached_seconds(run: Callable[[], object]) -> float:
+    """The least time of one call on the GPU, with its cache emptied before each; after some that compile."""
+    from triton.testing import do_bench
+
+    milliseconds: float = do_bench(run, warmup=WARM_UP, rep=REPEATED, return_mode="min")
+    return milliseconds / 1e3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import hf_accel
 from hf_accel.kernels import triton
 from hf_accel.kernels.triton.launch import Launch
+from hf_accel.linear import QuantLinear, measured_tiles, registry, tiles
 
 from ....devices import without_native_kernels
 from .processes import interpreted
@@ -21,7 +23,9 @@ pytestmark = interpreted
 
 @pytest.fixture(autouse=True)
 def triton_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU no backend of the CPU is for its tensors."""
     without_native_kernels(monkeypatch, "switched off by a test")
+    monkeypatch.setattr(registry, "BACKENDS", tuple(b for b in registry.BACKENDS if b.device_type != "cpu"))
 
 
 @pytest.fixture
@@ -31,10 +35,10 @@ def model() -> PreTrainedModel:
     return LlamaForCausalLM(config).eval()
 
 
-def generated(model: Any, **options: Any) -> torch.Tensor:
+def generated(model: Any, new_tokens: int = 4, **options: Any) -> torch.Tensor:
     ids = torch.tensor([[5, 6, 7, 5, 6, 7, 5], [0, 0, 9, 8, 9, 8, 9]])
     tokens: torch.Tensor = model.generate(
-        ids, attention_mask=(ids > 0).long(), max_new_tokens=4, do_sample=False, **options
+        ids, attention_mask=(ids > 0).long(), max_new_tokens=new_tokens, do_sample=False, **options
     )
     return tokens
 
@@ -73,13 +77,35 @@ def test_quantized_weights_give_the_tokens_of_the_reference(
     weights = {"bits": 4, "group_size": 32, "activations": None}  # as floats: other backends would round them
     with hf_accel.patched(model, weights=weights, deterministic=deterministic):
         logits = model(torch.tensor([[5, 6, 7]])).logits
-        plain, drafted = generated(model), generated(model, prompt_lookup_num_tokens=3)
+        plain, drafted = generated(model, 2), generated(model, 2, prompt_lookup_num_tokens=3)
     assert torch.equal(plain, drafted)
-    assert launched["quantized_linear_kernel"] and launched["attend"]
+    assert launched["multiply"] and launched["attend"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton, "refusal", lambda device: "switched off by a test")
         with hf_accel.patched(model, weights=weights):
             assert torch.allclose(model(torch.tensor([[5, 6, 7]])).logits, logits, atol=1e-5)
+
+
+def test_tiles_are_measured_when_a_model_is_patched_and_shown_in_the_plan(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    timed: list[int] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tiles, "MEASURED", {})
+    monkeypatch.setattr(measured_tiles, "is_measured", lambda device_type: True)
+    monkeypatch.setattr(measured_tiles, "place", lambda: "a GPU")
+    monkeypatch.setattr(measured_tiles, "seconds_of", lambda rows, *_: timed.append(rows) or float(len(timed)))
+    weights = {"bits": 4, "group_size": 32}
+    assert "measured:" not in str(hf_accel.plan(model, weights=weights, deterministic=True)) and not timed
+    with hf_accel.patched(model, weights=weights):
+        measured = len(timed)
+        shapes = {layer.choice.spec for layer in model.modules() if isinstance(layer, QuantLinear)}
+        assert len(tiles.MEASURED) == len(shapes) == 5 and measured
+        assert measured_tiles.file().exists()
+        model(torch.tensor([[5, 6, 7]]))
+    lines = hf_accel.plan(model, weights=weights).to_dict()["choices"]
+    assert sum("measured: " in line["reason"] for line in lines if line["topic"] == "weights") >= 2
+    assert len(timed) == measured
 
 
 @pytest.mark.long
