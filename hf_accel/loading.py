@@ -207,7 +207,7 @@ def load(path: str | os.PathLike[str], **keywords: Any) -> PreTrainedModel:
         return _load_gguf(str(path), ours, keywords)
     hub = {name: keywords[name] for name in HUB_KEYWORDS if name in keywords}
     config = keywords.pop("config", None) or transformers.AutoConfig.from_pretrained(path, **hub)
-    load_model = partial(_class_of(config).from_pretrained, path, config=config, **keywords)
+    load_model = partial(class_of(config).from_pretrained, path, config=config, **keywords)
     stored = stored_config(config)
     if stored is None:
         return load_model(quantization_config=AccelConfig(**ours))
@@ -262,7 +262,8 @@ def stored_config(config: PreTrainedConfig) -> dict[str, Any] | None:
     return None
 
 
-def _class_of(config: PreTrainedConfig) -> Any:
+def class_of(config: PreTrainedConfig) -> Any:
+    """The class that config.json names under architectures; for what transformers does not know, the auto class."""
     for name in config.architectures or ():
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel) and not getattr(config, "auto_map", None):

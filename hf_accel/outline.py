@@ -1,0 +1,75 @@
+"""A checkpoint's model without its weights, so that a plan takes a second whatever the model's size."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from .calibration import planned
+from .config import PatchConfig
+from .errors import UnsupportedError
+from .linear.hf import stored_experts
+from .loading import stored_config
+from .originals import Stored, checkpoint_files
+from .plan import LinearPlan, Plan
+
+
+def plan_checkpoint(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, **keywords: Any) -> Plan:
+    """The Plan for the float checkpoint `path`, without reading its weights: as of the model that would be loaded.
+
+    dtype: to load it in; None takes that of config.json. keywords: those of patch(). Raises UnsupportedError for a
+    checkpoint that is quantized already, and for what only the weights could tell (AWQ, average_bits).
+    """
+    settings = PatchConfig.build(**keywords)
+    config = AutoConfig.from_pretrained(path)
+    if stored_config(config) is not None:
+        raise UnsupportedError(f"{os.fspath(path)!r} is quantized already; load it, and its plan is made then")
+    if settings.weights is not None and settings.weights.needs_data:
+        raise UnsupportedError("which layers a calibrated plan changes is known by their weights; load the model")
+    stored = checkpoint_files(os.fspath(path))
+
+    def find_originals(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str, Stored] | None:
+        return _stored_alike(model, linears, stored)
+
+    return planned(outline(config, dtype=dtype), settings, find_originals=find_originals)
+
+
+def outline(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """A model on the CPU each parameter of which is a single number, seen in the parameter's shape.
+
+    Buffers are real. dtype: None takes the config's, else float32.
+    """
+    chosen = dtype or config.dtype or torch.float32
+    with torch.device("meta"):
+        shapes: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=chosen)
+    numbers = {name: torch.zeros((), dtype=p.dtype).expand(p.shape) for name, p in shapes.named_parameters()}
+    model: PreTrainedModel = type(shapes).from_pretrained(
+        None, config=copy.deepcopy(config), state_dict=numbers, dtype=chosen
+    )
+    return model.eval()
+
+
+def _stored_alike(
+    model: PreTrainedModel, linears: Sequence[LinearPlan], stored: dict[str, Path]
+) -> dict[str, Stored] | None:
+    """Where each weight to be replaced is stored; None unless all are there, in the dtype that they are loaded in."""
+    files: dict[str, Stored] = {**stored, **stored_experts(model, stored)}
+    names = [p.site.tensor_name for p in linears if p.choice is not None and not p.site.is_tied]
+    if not stored or any(name not in files for name in names):
+        return None
+    first = next((name for name in names if name in stored), None)
+    if first is not None:
+        with safe_open(stored[first], framework="pt") as tensors:
+            if tensors.get_slice(first).get_dtype() not in WORDS.get(model.dtype, ()):
+                return None
+    return files
+
+
+WORDS = {torch.float32: ("F32",), torch.float16: ("F16",), torch.bfloat16: ("BF16",)}  # of safetensors' headers

@@ -1,0 +1,65 @@
+"""The commands, and what becomes of a command that was not understood."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from .estimate import estimate
+from .failures import INTERRUPTED, say, usage_line
+from .generate import generate
+from .plan import plan
+from .quantize import quantize
+from .verify import verify
+
+NAME = "hf-accel"
+
+
+class Commands(TyperGroup):
+    """Ends with one line on stderr where typer would draw a box."""
+
+    def main(self, args: Any = None, prog_name: str | None = None, **settings: Any) -> Any:
+        settings["standalone_mode"] = False
+        try:
+            code = super().main(args, NAME, **settings)
+        except typer.Abort:
+            say("interrupted; nothing half-written is left")
+            code = INTERRUPTED
+        except Exception as error:
+            if not hasattr(error, "format_message"):
+                raise
+            say(usage_line(error))
+            code = error.exit_code
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+app = typer.Typer(
+    name=NAME, cls=Commands, invoke_without_command=True, rich_markup_mode="rich", pretty_exceptions_enable=False
+)  # fmt: skip
+for command in (plan, estimate, quantize, generate, verify):
+    app.command()(command)
+
+
+@app.callback()
+def main(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Make a transformers model smaller and faster, from the command line.
+
+    \b
+    Examples:
+      hf-accel plan examples/stdlib-tiny
+      hf-accel generate examples/stdlib-tiny --prompt "import re"
+      hf-accel quantize examples/stdlib-tiny tiny-int4 --weights int4
+      hf-accel COMMAND --help
+    """
+    if version:
+        from importlib.metadata import version as version_of
+
+        typer.echo(version_of("hf_accel"))
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())

@@ -1,0 +1,107 @@
+"""hf-accel generate: text from a prompt, streamed as it comes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .failures import BadInputError
+from .models import load_patched, load_tokenizer
+from .options import Asked, Path_, common, texts_of
+from .plan import Dtype
+
+Prompt = Annotated[str | None, typer.Option(help="The prompt; without one it is read from stdin.")]
+PromptFile = Annotated[Path | None, typer.Option(help="A file that holds the prompt; - is stdin.")]
+
+
+@common()
+def generate(
+    path: Path_,
+    prompt: Prompt = None,
+    prompt_file: PromptFile = None,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is what a user says: apply the chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="With --chat: what the model is told first.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to write.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample among the likeliest with this sum.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text to stop at; may be repeated.")] = None,
+    dtype: Dtype = "auto",
+    *,
+    asked: Asked,
+) -> None:
+    """Write on from a prompt, token by token as they come.
+
+    \b
+    Examples:
+      hf-accel generate examples/stdlib-tiny --prompt "import re" --max-new-tokens 32
+      echo "def main(" | hf-accel generate examples/stdlib-tiny --weights none --speculative suffix
+      hf-accel generate Qwen/Qwen3-0.6B --chat --prompt "Why is the sky blue?" --temperature 0.7
+    """
+    text = prompt_of(prompt, prompt_file)
+    keywords = asked.keywords()
+    sampling: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:
+        sampling |= {"temperature": temperature, "top_p": top_p}
+    with asked.output.progress("loading the model"):
+        tokenizer = load_tokenizer(path)
+        inputs = encoded(tokenizer, text, chat=chat, system=system)
+        model = load_patched(path, dtype=dtype, **keywords)
+    import torch
+
+    import hf_accel
+
+    if seed is not None:
+        torch.manual_seed(seed)
+    streamer = None if asked.output.json else stream_to(asked.output, tokenizer)
+    output = model.generate(
+        **inputs.to(model.device), max_new_tokens=max_new_tokens, streamer=streamer, **sampling,
+        **({"stop_strings": stop, "tokenizer": tokenizer} if stop else {}),
+    )  # fmt: skip
+    new = output[0, inputs["input_ids"].shape[1] :].tolist()
+    if asked.output.json:
+        statistics = {name: value for name, value in hf_accel.stats(model).items() if not isinstance(value, list)}
+        written = tokenizer.decode(new, skip_special_tokens=True)
+        asked.output.write({"path": path, "prompt": text, "text": written, "tokens": new, "stats": statistics}, "")
+
+
+def prompt_of(prompt: str | None, file: Path | None) -> str:
+    """The prompt that was given, from a file, or from stdin. Raises BadInputError for none, two or an empty one."""
+    if prompt is not None and file is not None:
+        raise BadInputError("--prompt and --prompt-file are both given; leave one of them out")
+    if prompt is None and file is not None and str(file) != "-":
+        prompt = texts_of(file)[0]
+    elif prompt is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise BadInputError("no prompt is given; add --prompt TEXT or --prompt-file FILE, or pipe a text in")
+        prompt = sys.stdin.read().removesuffix("\n")
+    if not prompt:
+        raise BadInputError("the prompt is empty; give at least a character")
+    return prompt
+
+
+def encoded(tokenizer: Any, text: str, *, chat: bool, system: str | None) -> Any:
+    """Token ids [1, n] and their mask."""
+    if not chat:
+        if system is not None:
+            raise BadInputError("--system is a part of a chat; add --chat, or leave it out")
+        return tokenizer(text, return_tensors="pt")
+    if not getattr(tokenizer, "chat_template", None):
+        raise BadInputError("--chat: the model's tokenizer has no chat template; leave --chat out, or take a chat model")
+    said = [{"role": "system", "content": system}] if system is not None else []
+    said.append({"role": "user", "content": text})
+    return tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+
+
+def stream_to(output: Any, tokenizer: Any) -> Any:
+    """A streamer for generate() that prints what is new."""
+    from transformers import TextStreamer
+
+    class Answers(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            output.print(text, end="\n" if stream_end else "")
+
+    return Answers(tokenizer, skip_prompt=True, skip_special_tokens=True)

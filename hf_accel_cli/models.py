@@ -1,0 +1,128 @@
+"""What PATH stands for, and how its model and tokenizer are loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .failures import BadInputError
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+GIVE = "give a model's folder, a .gguf file, or a name on the Hugging Face hub"
+
+
+def check(path: str) -> str:
+    """PATH, if something can be there. Raises BadInputError for what is surely no model, before torch is loaded."""
+    place = Path(path).expanduser()
+    if place.is_dir():
+        if (place / "config.json").is_file():
+            _check_config(place / "config.json")
+            return str(place)
+        if (place / "adapter_config.json").is_file():
+            raise BadInputError(f"{path} holds an adapter and no model; merge it into its model, and save that")
+        raise BadInputError(f"there is no config.json in {path}; {GIVE}")
+    if place.is_file():
+        if place.suffix == ".gguf":
+            return str(place)
+        raise BadInputError(f"{path} is a file, and no .gguf; {GIVE}")
+    looks_local = path.startswith(("/", "./", "../", "~")) or path.endswith(".gguf")
+    if looks_local or not HUB_NAME.fullmatch(path):
+        raise BadInputError(f"{path} does not exist; {GIVE}")
+    return path
+
+
+def _check_config(file: Path) -> None:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{file} cannot be read: {error}; copy or download the model again") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise BadInputError(f"{file} names no model_type, so it is not a transformers model's; {GIVE}")
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    if dtype is not None:
+        named_dtype(str(dtype), where=f"dtype in {file}")
+
+
+def named_dtype(name: str, *, where: str = "--dtype") -> Any:
+    """A torch.dtype; None for "auto"."""
+    if name == "auto":
+        return None
+    import torch
+
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise BadInputError(f"{where}: {name!r} is not a dtype; choose one of {', '.join(DTYPES)}")
+    return dtype
+
+
+@contextmanager
+def explained(path: str) -> Iterator[None]:
+    """Say which model it was that transformers could not read, in one sentence of what it says about it."""
+    from hf_accel import HfAccelError
+
+    try:
+        yield
+    except (HfAccelError, BadInputError):
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        said = " ".join(str(error).split())
+        unknown = re.search(r"model type `?'?([\w-]+)", said)
+        if unknown and "does not recognize" in said:
+            raise BadInputError(
+                f"{path} is of the architecture {unknown[1]!r}, which this transformers does not know; upgrade "
+                "transformers, or give another model"
+            ) from error
+        if not Path(path).exists():
+            raise BadInputError(f"{path} is no folder or file here, and not read from the hub: {_first(said)}") from error
+        raise BadInputError(f"no causal language model can be loaded from {path}: {_first(said)}") from error
+
+
+def _first(text: str) -> str:
+    return re.split(r"(?<=[a-z)'])\. ", text, maxsplit=1)[0].rstrip(".") or "no reason given"
+
+
+def load_patched(path: str, *, dtype: str = "auto", device: str | None = None, **keywords: Any) -> Any:
+    """The model, patched with `keywords`, in the bits of a checkpoint that is quantized already."""
+    place, wanted = check(path), named_dtype(dtype)
+    import hf_accel
+
+    with explained(path):
+        hf_accel.PatchConfig.build(**keywords)  # refuses at once what would be refused after loading
+        more = {} if device is None else {"device_map": device}
+        return hf_accel.load(place, **keywords, **more, dtype=wanted or "auto").eval()
+
+
+def load_float(path: str, *, dtype: str = "auto") -> Any:
+    """The model as transformers loads it. Raises BadInputError for one that is quantized already."""
+    place, wanted = check(path), named_dtype(dtype)
+    from transformers import AutoConfig
+
+    from hf_accel.loading import class_of, stored_config
+
+    if place.endswith(".gguf"):
+        raise BadInputError(f"{path}: a .gguf file is not loaded in floating point here; give the float checkpoint")
+    with explained(path):
+        config = AutoConfig.from_pretrained(place)
+        if stored_config(config) is not None:
+            raise BadInputError(f"{path} is quantized already; give the float checkpoint that it was made of")
+        return class_of(config).from_pretrained(place, config=config, dtype=wanted or "auto").eval()
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer beside the model. Raises BadInputError if there is none."""
+    from transformers import AutoTokenizer
+
+    place = check(path)
+    try:
+        if place.endswith(".gguf"):
+            return AutoTokenizer.from_pretrained(str(Path(place).parent), gguf_file=Path(place).name)
+        return AutoTokenizer.from_pretrained(place)
+    except Exception as error:  # whatever is missing or broken there
+        raise BadInputError(f"no tokenizer can be loaded from {path}: {_first(' '.join(str(error).split()))}") from error

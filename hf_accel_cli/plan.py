@@ -1,0 +1,67 @@
+"""hf-accel plan: what patch() would do to a model, and why."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from .models import DTYPES, check, explained, load_patched, named_dtype
+from .options import Asked, Path_, common
+
+Dtype = Annotated[
+    str, typer.Option(help="To load floating-point weights in.", metavar="|".join(DTYPES), autocompletion=lambda: DTYPES)
+]
+
+
+@common()
+def plan(path: Path_, dtype: Dtype = "auto", *, asked: Asked) -> None:
+    """Print what patch() will do to a model, and why. No weight is loaded.
+
+    \b
+    Examples:
+      hf-accel plan examples/stdlib-tiny
+      hf-accel plan Qwen/Qwen3-0.6B --weights int4 --cache-dtype int8
+      hf-accel plan examples/stdlib-tiny --json
+    """
+    place, wanted, keywords = check(path), named_dtype(dtype), asked.keywords()
+    with asked.output.progress("reading the model's config"), explained(path):
+        found = _without_weights(place, wanted, keywords)
+    if found is None:
+        with asked.output.progress("loading the model"):
+            found = _of_the_loaded(path, dtype, keywords)
+    document, text = found
+    asked.output.write({"path": path, **document}, text)
+
+
+def _without_weights(place: str, dtype: Any, keywords: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
+    """The plan as a document and as text; None where only the weights tell it."""
+    from transformers import AutoConfig
+
+    from hf_accel.config import PatchConfig
+    from hf_accel.loading import stored_config
+    from hf_accel.outline import plan_checkpoint
+
+    settings = PatchConfig.build(**keywords)
+    if place.endswith(".gguf") or (settings.weights is not None and settings.weights.needs_data):
+        return None
+    if stored_config(AutoConfig.from_pretrained(place)) is not None:
+        return None
+    made = plan_checkpoint(place, dtype=dtype, **keywords)
+    return made.to_dict(), str(made)
+
+
+def _of_the_loaded(path: str, dtype: str, keywords: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Of a checkpoint that is quantized already, or of a plan that a run of the model decides."""
+    import hf_accel
+    from hf_accel.plan import Line, table
+    from hf_accel.state import state_of
+
+    from .models import load_float
+
+    if (hf_accel.PatchConfig.build(**keywords).weights or hf_accel.WeightConfig()).needs_data:
+        made = hf_accel.plan(load_float(path, dtype=dtype), **keywords)
+        return made.to_dict(), str(made)
+    document = state_of(load_patched(path, dtype=dtype, **keywords)).description
+    lines = table([Line(**line) for line in document["choices"]])
+    return document, "\n".join([f"hf_accel plan: {document['model']}", *lines])
