@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from hf_accel.measuring.requests import LAWS, Requests, draw
+from hf_accel.measuring.served import Serve, Served, accelerated, padded
+from hf_accel.measuring.turns import median_ratio, take_turns
+
 from .bench import Bench, Entrant
-from .serving import Serve, Served, accelerated, agree, best_settings, continuous, padded, stock_settings
+from .serving import agree, best_settings, continuous, stock_settings
 from .setups import accel, stock
 from .tables import Row, Table
-from .timing import median_ratio, take_turns
-from .workload import LAWS, Workload, draw
 
 PADDED, CONTINUOUS = "stock, one padded batch", "stock generate_batch"
 SEARCH_TOKENS = 4  # of each request, while stock's best settings are looked for
@@ -44,7 +46,7 @@ def measure(bench: Bench) -> list[Table]:
     return tables
 
 
-def workload(bench: Bench, law: str, mean: float, *, requests: int | None = None) -> Workload:
+def workload(bench: Bench, law: str, mean: float, *, requests: int | None = None) -> Requests:
     return draw(
         law,
         requests=requests or bench.settings.serving.requests,
@@ -73,7 +75,7 @@ def agreeing(bench: Bench, entrant: Entrant) -> Entrant:
     return entrant
 
 
-def make_note(bench: Bench, systems: dict[str, tuple[Any, Serve]], main: Workload) -> str:
+def make_note(bench: Bench, systems: dict[str, tuple[Any, Serve]], main: Requests) -> str:
     """Stock's generate_batch gets its settings on the way."""
     plain, _ = systems[CONTINUOUS]
     short = main.first(len(main.prompts), most_new=SEARCH_TOKENS)
@@ -83,24 +85,24 @@ def make_note(bench: Bench, systems: dict[str, tuple[Any, Serve]], main: Workloa
     return f"{NOTE.format(batch_tokens=batch_tokens, running=running or 'all')} {rounds}"
 
 
-def continuous_with(batch_tokens: int, running: int | None, model: Any, workload: Workload) -> Served:
+def continuous_with(batch_tokens: int, running: int | None, model: Any, workload: Requests) -> Served:
     return continuous(model, workload, stock_settings(workload, batch_tokens=batch_tokens, running=running))
 
 
-def serve(bench: Bench, systems: Mapping[str, tuple[Any, Serve]], workload: Workload) -> Results:
+def serve(bench: Bench, systems: Mapping[str, tuple[Any, Serve]], workload: Requests) -> Results:
     print(f"  {len(workload.prompts)} requests, {workload.name}", flush=True)
     candidates = {name: partial(run, *system, workload) for name, system in systems.items()}
     return take_turns(candidates, rounds=bench.settings.serving.rounds, warm_up=False)
 
 
-def run(model: Any, serve: Serve, workload: Workload) -> Served:
+def run(model: Any, serve: Serve, workload: Requests) -> Served:
     return serve(model, workload).checked(workload)
 
 
 # -- tables --------------------------------------------------------------------------------------------
 
 
-def table(workload: Workload, results: Results, note: str) -> Table:
+def table(workload: Requests, results: Results, note: str) -> Table:
     longest, prompt = max(workload.lengths), sum(map(len, workload.prompts))
     title = (
         f"{len(workload.prompts)} requests, output lengths {workload.name} (longest {longest}), "
@@ -109,7 +111,7 @@ def table(workload: Workload, results: Results, note: str) -> Table:
     return Table(title, [row(name, workload, results) for name in results], note)
 
 
-def row(name: str, workload: Workload, results: Results) -> Row:
+def row(name: str, workload: Requests, results: Results) -> Row:
     return {
         "system": name,
         "ratio": ratio(results, PADDED, name),
@@ -124,14 +126,14 @@ def ratio(results: Results, baseline: str, name: str) -> float:
     return median_ratio([s.seconds for s in results[baseline]], [s.seconds for s in results[name]])
 
 
-def computed(name: str, workload: Workload, served: Served) -> int:
+def computed(name: str, workload: Requests, served: Served) -> int:
     """Tokens that went through the model: stock's generate_batch pads none, ours counts them."""
     if name == PADDED:
         return workload.padded
     return int(served.statistics.get("computed_tokens", workload.needed))
 
 
-def trend(workloads: Sequence[Workload], runs: Mapping[str, Results]) -> Table:
+def trend(workloads: Sequence[Requests], runs: Mapping[str, Results]) -> Table:
     """What the spread of the lengths does to the ratio."""
     ours = accel.INT8.name
     rows = [

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_accel.hardware import detect, float_peak, read_bandwidth
+from hf_accel.measuring.turns import BASELINE
 from hf_accel.twin import twin
 
 from .checks import check, random_tokens
@@ -19,7 +20,6 @@ from .integer_peak import integer_peak
 from .models import load_model
 from .settings import Settings
 from .setups import SETUPS, Setup
-from .timing import BASELINE
 
 
 @dataclass(frozen=True)

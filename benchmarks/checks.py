@@ -9,14 +9,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_accel
+from hf_accel.measuring.served import WrongResultError
 from hf_accel.state import state_of
 
 PROMPT_TOKENS = 16
 NEW_TOKENS = 8
-
-
-class WrongResultError(Exception):
-    """A setup's logits or tokens are not those of stock; it must not be timed."""
 
 
 def check(

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import hf_accel
+from hf_accel.measuring.turns import BASELINE, Generation, median_ratio, spread_share, take_turns, time_generate
 
 from .bench import Bench, Entrant
 from .setups import accel
 from .tables import Row, Table
-from .timing import BASELINE, Generation, median_ratio, spread_share, take_turns, time_generate
 
 Runs = dict[str, list[Generation]]
 NOTE = (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from hf_accel.measuring.served import WrongResultError
+
 from .bench import Bench
-from .checks import WrongResultError
 from .processes import call
 from .tables import Row, Table
 

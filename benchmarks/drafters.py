@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 import hf_accel
 from hf_accel import SpeculativeConfig
+from hf_accel.measuring.turns import take_turns
 from hf_accel.twin import twin
 
 from .bench import Bench
@@ -22,7 +23,6 @@ from .models import load_model
 from .settings import Settings
 from .tables import Row, Table
 from .texts import KINDS, SHIPPED, prompts, read_tokens
-from .timing import take_turns
 
 PLAIN, STOCK_PLAIN = "none", "stock: none"
 LOOKED_UP = 8  # tokens that stock's prompt lookup proposes, the most that ours does

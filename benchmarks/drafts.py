@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 import hf_accel
 from hf_accel import SpeculativeConfig
 from hf_accel.distill.drafts.report import AcceptanceReport
+from hf_accel.measuring.turns import take_turns
 
 from .bench import Bench
 from .corpus import held_out_text
@@ -24,7 +25,6 @@ from .settings import Settings
 from .students import Fields
 from .tables import Row, Table
 from .texts import prompts
-from .timing import take_turns
 
 KINDS: dict[str, Fields] = {
     "text alone": {"alpha": 1.0, "regenerate": 0},

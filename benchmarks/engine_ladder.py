@@ -6,14 +6,15 @@ import statistics
 from functools import partial
 from typing import Any
 
+from hf_accel.measuring.requests import Requests
+from hf_accel.measuring.served import Serve, accelerated, one_by_one
+from hf_accel.measuring.turns import take_turns
+
 from .batching import agreeing, workload
 from .bench import Bench
-from .serving import Serve, accelerated, one_by_one
 from .setups import accel
 from .speculation import continuation, decode, oracle
 from .tables import Row, Table
-from .timing import take_turns
-from .workload import Workload
 
 ACCEPTANCE = 0.8
 NOTE = (
@@ -43,7 +44,7 @@ def measure(bench: Bench) -> Table:
     return Table(f"on top of {accel.INT8.name}", rows({n: statistics.median(s) for n, s in seconds.items()}), note)
 
 
-def per_token(serve: Serve, model: Any, workload: Workload) -> float:
+def per_token(serve: Serve, model: Any, workload: Requests) -> float:
     return serve(model, workload).checked(workload).seconds / workload.useful
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import hf_accel
+from hf_accel.measuring.turns import take_turns
 from hf_accel.twin import twin
 
 from .bench import Bench
 from .tables import Row, Table
-from .timing import take_turns
 
 
 @dataclass(frozen=True)

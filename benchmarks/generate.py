@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 from functools import partial
 
+from hf_accel.measuring.turns import BASELINE, Generation, median_ratio, spread_share, take_turns, time_generate
+
 from .bench import Bench, Entrant
 from .decode import kv_bytes
 from .tables import Row, Table
-from .timing import BASELINE, Generation, median_ratio, spread_share, take_turns, time_generate
 
 NOTE = (
     "Ratio: of the whole call to stock's; step ratio: of the tokens after the first. Share of the measured read "

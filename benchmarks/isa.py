@@ -7,11 +7,11 @@ from typing import Any
 
 from hf_accel.hardware import ISA_LEVELS, detect
 from hf_accel.kernels import cpu as kernels
+from hf_accel.measuring.turns import BASELINE, median_ratio, spread_share
 
 from .bench import Bench
 from .processes import call
 from .tables import Row, Table
-from .timing import BASELINE, median_ratio, spread_share
 
 # What holds torch back at each level: its own kernels, oneDNN's and MKL's.
 HELD_BACK = {

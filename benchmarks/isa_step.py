@@ -12,6 +12,8 @@ from functools import partial
 
 import torch
 
+from hf_accel.measuring.turns import BASELINE, take_turns
+
 from .bench import Bench, Entrant
 from .decode import kv_bytes, run_filled
 from .isa import FLOAT32
@@ -19,7 +21,6 @@ from .machine import require_kernels
 from .models import reload
 from .settings import Settings
 from .setups import accel, stock
-from .timing import BASELINE, take_turns
 
 TOKENS = 4  # bfloat16 without its instructions can take seconds each
 

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 
 import hf_accel
 from hf_accel.config import KVDtype
+from hf_accel.measuring.turns import BASELINE
 from hf_accel.twin import twin
 
 from .bench import Bench
 from .models import load_model
 from .quality import Variant, checkpoint, held_out, lost, read_windows, score
 from .tables import Row, Table
-from .timing import BASELINE
 
 NOTE = (
     "Change: of the perplexity, with the standard error of the mean over tokens. KL: of stock's predictions from the "

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
+from hf_accel.measuring.turns import take_turns, time_generate
 from hf_accel.twin import twin
 
 from . import engine_ladder
@@ -16,7 +17,6 @@ from .bench import Bench, Entrant
 from .models import reload
 from .setups import accel, stock
 from .tables import Row, Table
-from .timing import take_turns, time_generate
 
 Seconds = Callable[[], float]
 

@@ -10,14 +10,14 @@ from itertools import pairwise
 from typing import Any
 
 import hf_accel
+from hf_accel.measuring.requests import Requests, draw, poisson
+from hf_accel.measuring.served import WrongResultError, accelerated
 
 from .batching import agreeing
 from .bench import Bench
-from .checks import WrongResultError
-from .serving import accelerated, continuous, manager_of, results, stock_settings
+from .serving import continuous, manager_of, results, stock_settings
 from .setups import accel, stock
 from .tables import Row, Table
-from .workload import Workload, draw, poisson
 
 Times = list[list[float]]  # of each request: seconds from its arrival to each of its tokens
 STOCK, OURS = "stock generate_batch", accel.INT8.name
@@ -53,7 +53,7 @@ def measure(bench: Bench) -> list[Table]:
 class Systems:
     """Both sides, ready to serve."""
 
-    def __init__(self, bench: Bench, workload: Workload) -> None:
+    def __init__(self, bench: Bench, workload: Requests) -> None:
         self.workload = workload
         self.stock_budget = bench.settings.serving.choices[0][0]
         self.plain = bench.entrant(stock.Stock()).model
@@ -67,14 +67,14 @@ class Systems:
         count = len(self.workload.prompts)
         return {name: count / served.checked(self.workload).seconds for name, served in runs.items()}
 
-    def our_times(self, budget: int, workload: Workload) -> Times:
+    def our_times(self, budget: int, workload: Requests) -> Times:
         return our_times(self.model, budget, workload)
 
-    def stock_times(self, workload: Workload) -> Times:
+    def stock_times(self, workload: Requests) -> Times:
         return stock_times(self.plain, self.settings, workload)
 
 
-def make_workload(bench: Bench) -> Workload:
+def make_workload(bench: Bench) -> Requests:
     settings = bench.settings
     return draw(
         "exponential",
@@ -86,12 +86,12 @@ def make_workload(bench: Bench) -> Workload:
     )
 
 
-def span(workload: Workload) -> str:
+def span(workload: Requests) -> str:
     sizes = [len(prompt) for prompt in workload.prompts]
     return f"{min(sizes)} to {max(sizes)}"
 
 
-def row(load: str, system: str, budget: int, serve: Callable[[Workload], Times], *, arriving: Workload) -> Row:
+def row(load: str, system: str, budget: int, serve: Callable[[Requests], Times], *, arriving: Requests) -> Row:
     print(f"    {load}, {system}, budget {budget}", flush=True)
     times = serve(arriving)
     if [len(one) for one in times] != arriving.lengths:
@@ -124,7 +124,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 # -- systems -------------------------------------------------------------------------------------------
 
 
-def our_times(model: Any, budget: int, workload: Workload) -> Times:
+def our_times(model: Any, budget: int, workload: Requests) -> Times:
     """hf_accel.Engine; a thread reads each request's stream."""
     times: Times = [[] for _ in workload.prompts]
     readers = []
@@ -146,7 +146,7 @@ def read(request: Any, arrived: float, times: list[float]) -> None:
         times.append(time.perf_counter() - arrived)
 
 
-def stock_times(model: Any, settings: Any, workload: Workload) -> Times:
+def stock_times(model: Any, settings: Any, workload: Requests) -> Times:
     """Stock's manager with streaming requests; one thread reads all, as its queue is one."""
     times: Times = [[] for _ in workload.prompts]
     arrived: dict[str, float] = {}
@@ -166,7 +166,7 @@ def stock_times(model: Any, settings: Any, workload: Workload) -> Times:
     return times
 
 
-def read_all(manager: Any, workload: Workload, arrived: dict[str, float], times: Times) -> None:
+def read_all(manager: Any, workload: Requests, arrived: dict[str, float], times: Times) -> None:
     """An output says how many tokens there are by now."""
     for output in results(manager, len(workload.prompts)):
         mine = times[int(output.request_id)]
@@ -174,7 +174,7 @@ def read_all(manager: Any, workload: Workload, arrived: dict[str, float], times:
         mine += [moment] * (len(output.generated_tokens) - len(mine))
 
 
-def arrivals(workload: Workload) -> Iterator[tuple[int, float]]:
+def arrivals(workload: Requests) -> Iterator[tuple[int, float]]:
     """The number of each request when it arrives, with the time at which it should have."""
     assert workload.arrivals is not None
     start = time.perf_counter()

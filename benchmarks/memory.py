@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import hf_accel
+from hf_accel.measuring.turns import BASELINE
 from hf_accel.twin import twin
 
 from .bench import Bench
 from .processes import call
 from .tables import Row, Table
-from .timing import BASELINE
 
 PAGED_CACHES = {"paged": "auto", "paged int8": "int8"}
 ATTENTION_HEADS = 4  # enough to see the growth; all heads of a model would take several GB without tiling

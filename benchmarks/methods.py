@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 import hf_accel
+from hf_accel.measuring.turns import BASELINE
 from hf_accel.survey import linear_sites
 from hf_accel.twin import twin
 
@@ -28,7 +29,6 @@ from .models import load_model
 from .quality import Variant, checkpoint, held_out, read_windows, row, score
 from .settings import Methods
 from .tables import Row, Table
-from .timing import BASELINE
 
 METHODS = ("rtn", "gptq", "awq")
 NOTE = (

@@ -11,6 +11,8 @@ from functools import partial
 
 import torch
 
+from hf_accel.measuring.turns import BASELINE, median_ratio, spread_share, take_turns
+
 from .bench import Bench, Entrant
 from .decode import run_filled
 from .isa import FLOAT32
@@ -18,7 +20,6 @@ from .models import reload
 from .prefill import run_prefill
 from .setups import accel, stock
 from .tables import Row, Table
-from .timing import BASELINE, median_ratio, spread_share, take_turns
 
 LEAST_RATIO = 0.97  # what measures as less is slower than stock
 # A stock that took so many times what the other took with fewer rows is not timed with more.

@@ -10,13 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_accel
+from hf_accel.measuring.served import WrongResultError
+from hf_accel.measuring.turns import take_turns
 from hf_accel.twin import twin
 
 from .bench import Bench
-from .checks import WrongResultError
 from .setups import Setup
 from .tables import Row, Table
-from .timing import take_turns
 
 Seconds = tuple[float, float | None]  # of patch; of unpatch, where there is a way back
 

@@ -9,9 +9,10 @@ from functools import partial
 import torch
 from torch import nn
 
+from hf_accel.measuring.turns import BASELINE, finish, median_ratio, spread_share, take_turns
+
 from .bench import Bench, Entrant
 from .tables import Row, Table
-from .timing import BASELINE, finish, median_ratio, spread_share, take_turns
 
 NOTE = (
     "Peak share: of what torch's own matrix product was measured to reach here, in INT8 (oneDNN) where a setup "

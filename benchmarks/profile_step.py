@@ -19,11 +19,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_accel.cache.hf.handle import RaggedLayer
 from hf_accel.fused import layer_programme
 from hf_accel.fused.hf import NativeLayer
+from hf_accel.measuring.turns import time_generate
 
 from .bench import Bench, Entrant
 from .setups import accel, stock
 from .tables import Row, Table
-from .timing import time_generate
 
 OUTSIDE = "generate() around the model"
 WHOLE, AROUND = "layers, one native call each", "layers: around their call"

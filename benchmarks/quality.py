@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
 import hf_accel
+from hf_accel.measuring.turns import BASELINE
 from hf_accel.twin import twin
 
 from .bench import Bench
@@ -25,7 +26,6 @@ from .models import MODELS, load_model, weight_bytes
 from .settings import Settings
 from .small_model import SHIPPED
 from .tables import Row, Table
-from .timing import BASELINE
 
 WINDOW, CHUNK = 512, 64
 INT4_G32 = hf_accel.WeightConfig(bits=4, group_size=32)

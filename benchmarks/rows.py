@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_accel.measuring.turns import take_turns
+
 from .bench import Bench, Entrant
 from .setups import accel, stock
 from .tables import Row, Table
-from .timing import take_turns
 
 SHAPES = ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.down_proj")
 PASSES = 3  # over all layers, of each width in each round

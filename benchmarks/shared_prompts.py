@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 import hf_accel
+from hf_accel.measuring.requests import Requests, shared_prefix
+from hf_accel.measuring.served import Served, accelerated, greedy, padded
+from hf_accel.measuring.turns import BASELINE, median_ratio, take_turns
 
 from .batching import agreeing
 from .bench import Bench
-from .serving import Served, accelerated, continuous, greedy, padded, stock_settings
+from .serving import continuous, stock_settings
 from .setups import accel, stock
 from .tables import Row, Table
-from .timing import BASELINE, median_ratio, take_turns
-from .workload import Workload, shared_prefix
 
 BLOCK = 16
 NOTE = "Computed: tokens that went through the model. Stored: slots for K and V at the fullest moment, empty ones too."
@@ -87,7 +88,7 @@ def system_prompt(bench: Bench) -> Table:
     return Table(title, rows, note)
 
 
-def padded_sizes(name: str, workload: Workload) -> tuple[int | None, int | None]:
+def padded_sizes(name: str, workload: Requests) -> tuple[int | None, int | None]:
     """Tokens that are computed and stored without sharing; None where nobody knows."""
     return (workload.padded, workload.padded) if name == BASELINE else (None, None)
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from hf_accel.measuring.turns import BASELINE, Generation, median_ratio, take_turns, time_generate
+
 from .bench import Bench, Entrant
 from .setups import accel, stock
 from .tables import Table
-from .timing import BASELINE, Generation, median_ratio, take_turns, time_generate
 
 SHIPPED = Path(__file__).parents[1] / "examples" / "stdlib-tiny"
 BATCHES = (1, 8)

@@ -9,16 +9,16 @@ from functools import partial
 from typing import Any
 
 from hf_accel import SpeculativeConfig
+from hf_accel.measuring.requests import Requests, draw
+from hf_accel.measuring.served import accelerated
+from hf_accel.measuring.turns import median_ratio, take_turns
 from hf_accel.state import state_of
 
 from .batching import agreeing
 from .bench import Bench, Entrant
 from .oracle import OracleDrafter
-from .serving import accelerated
 from .setups import accel
 from .tables import Row, Table
-from .timing import median_ratio, take_turns
-from .workload import Workload, draw
 
 PLAIN = "no speculation"
 NOTE = (
@@ -91,7 +91,7 @@ def nothing_accepted(bench: Bench, entrant: Entrant) -> Table:
 # -- runs ----------------------------------------------------------------------------------------------
 
 
-def continuation(bench: Bench, entrant: Entrant, batch: int) -> tuple[Workload, dict[tuple[int, ...], list[int]]]:
+def continuation(bench: Bench, entrant: Entrant, batch: int) -> tuple[Requests, dict[tuple[int, ...], list[int]]]:
     """A batch of prompts, and what the model generates after each."""
     settings = bench.settings
     workload = draw(
@@ -118,7 +118,7 @@ def oracle(
 
 
 def in_turns(
-    entrant: Entrant, workload: Workload, oracles: Mapping[Any, Any], *, rounds: int
+    entrant: Entrant, workload: Requests, oracles: Mapping[Any, Any], *, rounds: int
 ) -> dict[Any, list[Decoding]]:
     """Without speculation and with each of `oracles`."""
     candidates: dict[Any, Any] = {PLAIN: partial(decode, entrant.model, workload, None)}
@@ -126,7 +126,7 @@ def in_turns(
     return take_turns(candidates, rounds=rounds, warm_up=False)
 
 
-def decode(model: Any, workload: Workload, speculative: Any) -> Decoding:
+def decode(model: Any, workload: Requests, speculative: Any) -> Decoding:
     served = accelerated(model, workload, speculative=speculative, record_timestamps=True).checked(workload)
     return Decoding(served.decode_seconds, served.statistics)
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 import hf_accel
 from hf_accel.distill.drafts.kept_layers import choose_layers
+from hf_accel.measuring.turns import median_ratio, take_turns, time_generate
 
 from .bench import Bench
 from .drafters import target_of
@@ -20,7 +21,6 @@ from .models import load_model
 from .processes import call_all
 from .settings import Settings
 from .tables import Row, Table
-from .timing import median_ratio, take_turns, time_generate
 
 Fields = dict[str, Any]
 

@@ -15,11 +15,11 @@ from hf_accel.errors import UnsupportedError
 from hf_accel.kernels.cpu import isa, refusal, using_isa
 from hf_accel.kernels.cpu.float_linear import FloatLinear
 from hf_accel.kernels.cpu.integer_linear import IntegerLinear, quantize
+from hf_accel.measuring.turns import take_turns
 
 from .bench import Bench
 from .rows import time_linears
 from .tables import Row, Table
-from .timing import take_turns
 
 LEVELS = ("amx",)
 SHAPES = ("mlp.gate_proj", "mlp.down_proj")

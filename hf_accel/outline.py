@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .calibration import planned
@@ -19,6 +20,9 @@ from .linear.hf import stored_experts
 from .loading import stored_config
 from .originals import Stored, checkpoint_files
 from .plan import LinearPlan, Plan
+
+SMALL = 2**20  # bytes; more are pages of their own
+WORDS = {torch.float32: ("F32",), torch.float16: ("F16",), torch.bfloat16: ("BF16",)}  # of safetensors' headers
 
 
 def plan_checkpoint(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, **keywords: Any) -> Plan:
@@ -42,18 +46,24 @@ def plan_checkpoint(path: str | os.PathLike[str], *, dtype: torch.dtype | None =
 
 
 def outline(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """A model on the CPU each parameter of which is a single number, seen in the parameter's shape.
+    """A model on the CPU whose weights nobody has written, so that they take no memory.
 
     Buffers are real. dtype: None takes the config's, else float32.
     """
     chosen = dtype or config.dtype or torch.float32
     with torch.device("meta"):
         shapes: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=chosen)
-    numbers = {name: torch.zeros((), dtype=p.dtype).expand(p.shape) for name, p in shapes.named_parameters()}
+    weights = {name: _untouched(p) for name, p in shapes.named_parameters()}
     model: PreTrainedModel = type(shapes).from_pretrained(
-        None, config=copy.deepcopy(config), state_dict=numbers, dtype=chosen
+        None, config=copy.deepcopy(config), state_dict=weights, dtype=chosen
     )
     return model.eval()
+
+
+def _untouched(like: Tensor) -> Tensor:
+    """Contiguous, as a plan looks at it; a large one in pages that the system gives out when they are written to."""
+    empty = torch.empty_like(like, device="cpu")
+    return empty.zero_() if empty.nbytes < SMALL else empty
 
 
 def _stored_alike(
@@ -70,6 +80,3 @@ def _stored_alike(
             if tensors.get_slice(first).get_dtype() not in WORDS.get(model.dtype, ()):
                 return None
     return files
-
-
-WORDS = {torch.float32: ("F32",), torch.float16: ("F16",), torch.bfloat16: ("BF16",)}  # of safetensors' headers

@@ -8,11 +8,13 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from .bench import bench
 from .estimate import estimate
-from .failures import INTERRUPTED, say, usage_line
+from .failures import BAD_INPUT, INTERRUPTED, say, usage_line
 from .generate import generate
 from .plan import plan
 from .quantize import quantize
+from .serve import SETTINGS, serve
 from .verify import verify
 
 NAME = "hf-accel"
@@ -21,26 +23,27 @@ NAME = "hf-accel"
 class Commands(TyperGroup):
     """Ends with one line on stderr where typer would draw a box."""
 
-    def main(self, args: Any = None, prog_name: str | None = None, **settings: Any) -> Any:
-        settings["standalone_mode"] = False
+    def main(self, *args: Any, **settings: Any) -> Any:
+        given = args[0] if args else settings.get("args")
         try:
-            code = super().main(args, NAME, **settings)
+            code = super().main(given, NAME, standalone_mode=False)
         except typer.Abort:
             say("interrupted; nothing half-written is left")
             code = INTERRUPTED
         except Exception as error:
-            if not hasattr(error, "format_message"):
+            if not hasattr(error, "format_message"):  # typer's class for them has moved between releases
                 raise
             say(usage_line(error))
-            code = error.exit_code
+            code = BAD_INPUT
         sys.exit(code if isinstance(code, int) else 0)
 
 
 app = typer.Typer(
     name=NAME, cls=Commands, invoke_without_command=True, rich_markup_mode="rich", pretty_exceptions_enable=False
 )  # fmt: skip
-for command in (plan, estimate, quantize, generate, verify):
+for command in (plan, estimate, quantize, generate, verify, bench):
     app.command()(command)
+app.command(context_settings=SETTINGS)(serve)
 
 
 @app.callback()

@@ -56,7 +56,9 @@ def estimate(
 def _config(place: str) -> object:
     """What estimate() takes."""
     if not place.endswith(".gguf"):
-        return place
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(place)
     from hf_accel.interop.gguf_reader import Gguf
 
     return Gguf({"path": place}).config()

@@ -28,7 +28,7 @@ def told(*, debug: bool) -> Iterator[None]:
     except (typer.Exit, SystemExit):
         raise
     except BrokenPipeError:  # whoever read our output has seen enough
-        sys.stdout = None  # type: ignore[assignment]  # or Python would complain when it flushes it at the end
+        sys.stdout = None  # or Python would complain when it flushes it at the end
         raise typer.Exit(0) from None
     except KeyboardInterrupt:
         say("interrupted; nothing half-written is left")
@@ -66,7 +66,8 @@ def as_options(text: str) -> str:
     from .options import PATCH_OPTIONS
 
     names = "|".join(option.name for option in PATCH_OPTIONS)
-    return re.sub(rf"\b({names})=(?!\{{|\[|\()('[^']*'|None|True|False|[\d.]*\d)?", _as_option, text)
+    text = re.sub(rf"\b({names})=(?!\{{|\[|\()('[^']*'|None|True|False|[\d.]*\d)?", _as_option, text)
+    return re.sub(r"\bone of None\b", "one of none", text)
 
 
 def _as_option(found: re.Match[str]) -> str:

@@ -22,7 +22,7 @@ def generate(
     path: Path_,
     prompt: Prompt = None,
     prompt_file: PromptFile = None,
-    chat: Annotated[bool, typer.Option("--chat", help="The prompt is what a user says: apply the chat template.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is what a user says in a chat.")] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: what the model is told first.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to write.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
@@ -90,7 +90,7 @@ def encoded(tokenizer: Any, text: str, *, chat: bool, system: str | None) -> Any
             raise BadInputError("--system is a part of a chat; add --chat, or leave it out")
         return tokenizer(text, return_tensors="pt")
     if not getattr(tokenizer, "chat_template", None):
-        raise BadInputError("--chat: the model's tokenizer has no chat template; leave --chat out, or take a chat model")
+        raise BadInputError("--chat: the tokenizer has no chat template; leave --chat out, or take a chat model")
     said = [{"role": "system", "content": system}] if system is not None else []
     said.append({"role": "user", "content": text})
     return tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)

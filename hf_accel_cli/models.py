@@ -80,7 +80,9 @@ def explained(path: str) -> Iterator[None]:
                 "transformers, or give another model"
             ) from error
         if not Path(path).exists():
-            raise BadInputError(f"{path} is no folder or file here, and not read from the hub: {_first(said)}") from error
+            raise BadInputError(
+                f"{path} is no folder or file here, and not read from the hub: {_first(said)}"
+            ) from error
         raise BadInputError(f"no causal language model can be loaded from {path}: {_first(said)}") from error
 
 
@@ -112,7 +114,8 @@ def load_float(path: str, *, dtype: str = "auto") -> Any:
         config = AutoConfig.from_pretrained(place)
         if stored_config(config) is not None:
             raise BadInputError(f"{path} is quantized already; give the float checkpoint that it was made of")
-        return class_of(config).from_pretrained(place, config=config, dtype=wanted or "auto").eval()
+        model: Any = class_of(config).from_pretrained(place, config=config, dtype=wanted or "auto")
+        return model.eval()
 
 
 def load_tokenizer(path: str) -> Any:
@@ -125,4 +128,6 @@ def load_tokenizer(path: str) -> Any:
             return AutoTokenizer.from_pretrained(str(Path(place).parent), gguf_file=Path(place).name)
         return AutoTokenizer.from_pretrained(place)
     except Exception as error:  # whatever is missing or broken there
-        raise BadInputError(f"no tokenizer can be loaded from {path}: {_first(' '.join(str(error).split()))}") from error
+        raise BadInputError(
+            f"no tokenizer can be loaded from {path}: {_first(' '.join(str(error).split()))}"
+        ) from error

@@ -40,7 +40,11 @@ class PatchOption:
         """As a parameter of a command; None stands for what was not given."""
         more: dict[str, Any] = {"metavar": "|".join(self.values)} if self.values else {}
         option = typer.Option(
-            help=self.help, rich_help_panel="What patch() does", show_default=False, autocompletion=self.complete, **more
+            help=self.help,
+            rich_help_panel="What patch() does",
+            show_default=False,
+            autocompletion=self.complete,
+            **more,
         )
         return inspect.Parameter(
             self.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[self.type, option]
@@ -126,7 +130,7 @@ class Asked:
                 found[option.keyword] = value
             else:
                 found.setdefault(f"{option.keyword}.", {})[option.field] = value
-        return {name: value for name, value in _nested(found)}
+        return dict(_nested(found))
 
     @property
     def weights(self) -> Any:

@@ -10,7 +10,10 @@ from .models import DTYPES, check, explained, load_patched, named_dtype
 from .options import Asked, Path_, common
 
 Dtype = Annotated[
-    str, typer.Option(help="To load floating-point weights in.", metavar="|".join(DTYPES), autocompletion=lambda: DTYPES)
+    str,
+    typer.Option(
+        help="To load floating-point weights in.", metavar="|".join(DTYPES), autocompletion=lambda: list(DTYPES)
+    ),
 ]
 
 

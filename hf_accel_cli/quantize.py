@@ -25,7 +25,7 @@ def quantize(
         str,
         typer.Option(
             help="For from_pretrained after import hf_accel; for vLLM and SGLang; for llama.cpp.",
-            metavar="|".join(FORMATS), autocompletion=lambda: FORMATS,
+            metavar="|".join(FORMATS), autocompletion=lambda: list(FORMATS),
         ),
     ] = "transformers",
     dtype: Dtype = "auto",

@@ -18,9 +18,9 @@ PROMPTS = ["The most important", "import os\n\ndef ", "1, 2, 3, 4,", "Once upon 
 @common()
 def verify(
     path: Path_,
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated. Some short ones if left out.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="May be repeated; some short ones if left out.")] = None,
     text: Annotated[Path | None, typer.Option(help="A file: what quantization costs is measured on it.")] = None,
-    reference: Annotated[str | None, typer.Option(help="The float model's PATH, of one that was saved quantized.")] = None,
+    reference: Annotated[str | None, typer.Option(help="The float model, of one saved quantized.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to compare for each prompt.")] = 32,
     dtype: Dtype = "auto",
     *,

@@ -18,9 +18,9 @@ from benchmarks.gpu import PARTS, Part
 from benchmarks.models import MODELS, random_model_on
 from benchmarks.results_folder import FOLDER, machine_folder, readme, write
 from benchmarks.settings import Settings
-from benchmarks.timing import finish
 from hf_accel.hardware import detect
 from hf_accel.kernels import triton
+from hf_accel.measuring.turns import finish
 
 ROOT = Path(__file__).parent.parent
 GPU = {

@@ -13,16 +13,16 @@ from transformers import PreTrainedModel
 
 import hf_accel
 from benchmarks import batching, drafters, engine_ladder, latency, serving, texts
-from benchmarks.checks import WrongResultError
 from benchmarks.engine_waste import engine_waste
 from benchmarks.engine_waste import requests as requests_of
 from benchmarks.models import load_model
 from benchmarks.oracle import OracleDrafter, spoilt
 from benchmarks.run import parse, without_path
-from benchmarks.serving import Served, accelerated, continuous, one_by_one, padded, stock_settings
+from benchmarks.serving import continuous, stock_settings
 from benchmarks.settings import Drafters, Settings, Waste
 from benchmarks.waste import lengths
-from benchmarks.workload import Workload, draw, poisson, shared_prefix
+from hf_accel.measuring.requests import Requests, draw, poisson, shared_prefix
+from hf_accel.measuring.served import Served, WrongResultError, accelerated, one_by_one, padded
 from hf_accel.twin import twin
 
 
@@ -32,7 +32,7 @@ def model() -> PreTrainedModel:
     return load_model("tiny").float()
 
 
-def requests(law: str = "exponential", count: int = 6, **keywords: Any) -> Workload:
+def requests(law: str = "exponential", count: int = 6, **keywords: Any) -> Requests:
     return draw(
         law, **{"requests": count, "mean": 5, "prompt_lengths": (3, 20), "vocabulary": 512, "seed": 0, **keywords}
     )
@@ -57,7 +57,7 @@ def test_a_workload_is_seeded_and_bounded() -> None:
 
 
 def test_tokens_of_a_workload() -> None:
-    work = Workload("w", [[1, 2], [3], [4, 5, 6]], [4, 1, 2])
+    work = Requests("w", [[1, 2], [3], [4, 5, 6]], [4, 1, 2])
     assert work.useful == 7
     assert work.needed == (2 + 3) + (1 + 0) + (3 + 1)
     assert work.padded == 3 * (3 + 3)
@@ -97,7 +97,7 @@ def test_all_ways_give_the_same_tokens(model: PreTrainedModel) -> None:
 def test_wrong_results_are_not_timed(model: PreTrainedModel) -> None:
     work = requests(count=2)
     with pytest.raises(WrongResultError, match="asked for"):
-        Served(1.0, [[1]] * 2).checked(Workload("w", work.prompts, [1, 2]))
+        Served(1.0, [[1]] * 2).checked(Requests("w", work.prompts, [1, 2]))
     patched = hf_accel.patch(twin(model), weights=None, keep_original=True)
     serving.agree("same", patched, work)
     with pytest.MonkeyPatch.context() as patch:
@@ -115,14 +115,14 @@ def test_the_best_settings_are_those_of_the_least_seconds(monkeypatch: pytest.Mo
 
 
 def test_stock_gets_pages_for_all() -> None:
-    config = stock_settings(Workload("w", [[0] * 15, [0] * 17], [1, 1]), batch_tokens=9, running=1)
+    config = stock_settings(Requests("w", [[0] * 15, [0] * 17], [1, 1]), batch_tokens=9, running=1)
     page_size = config.page_size if hasattr(config, "page_size") else config.block_size  # the older name
     assert (config.num_blocks, page_size) == (1 + 1 + 2 + 1, 16)
     assert (config.max_batch_tokens, config.max_requests_per_batch) == (9, 1)
 
 
 def test_ratios_and_waste_of_a_batch() -> None:
-    work = Workload("w", [[1, 2], [3]], [4, 1])
+    work = Requests("w", [[1, 2], [3]], [4, 1])
     results = {
         batching.PADDED: [Served(8.0, [])],
         batching.CONTINUOUS: [Served(6.0, [])],

@@ -38,10 +38,9 @@ from benchmarks import (
     run,
     students,
     tiles,
-    timing,
 )
 from benchmarks.bench import Bench
-from benchmarks.checks import WrongResultError, check
+from benchmarks.checks import check
 from benchmarks.machine import NoKernelsError, loaded_kernels, machine
 from benchmarks.models import BLOCK, cut, load_model, random_model, read_bytes, tensor_bytes, weight_bytes
 from benchmarks.peak import peak_bytes, peaks, resident
@@ -51,12 +50,14 @@ from benchmarks.settings import NeverSlower, Settings, Waste
 from benchmarks.setups import SETUPS
 from benchmarks.setups.stock import Stock
 from benchmarks.tables import Table, cell
-from benchmarks.timing import Generation, median_ratio, take_turns, time_generate
 from benchmarks.waste import admit, lengths, waste
 from hf_accel.cache.pool import BlockPool
 from hf_accel.cache.table import BlockTable
 from hf_accel.hardware.resident import PAGEMAP
 from hf_accel.kernels import cpu as kernels
+from hf_accel.measuring import turns
+from hf_accel.measuring.served import WrongResultError
+from hf_accel.measuring.turns import Generation, median_ratio, take_turns, time_generate
 from hf_accel.twin import twin
 
 SMALL = ["--model", "tiny", "--context", "20", "--rounds", "1", "--quick", "--even-busy"]
@@ -614,7 +615,7 @@ class Clock:
 
 def test_generation_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(turns.time, "perf_counter", lambda: clock.now)
     assert time_generate(clock, torch.ones(1, 3), num_new=4) == Generation(12.0, 5.0, 2.0)  # type: ignore[arg-type]
 
 

@@ -16,7 +16,7 @@ LAWS: dict[str, Callable[[random.Random, float], float]] = {
 
 
 @dataclass(frozen=True)
-class Workload:
+class Requests:
     """prompts: token ids; lengths: of each, how many tokens are to be generated; arrivals: seconds from the start."""
 
     name: str
@@ -44,15 +44,15 @@ class Workload:
         """Coefficient of variation of the lengths that were drawn."""
         return statistics.pstdev(self.lengths) / statistics.fmean(self.lengths)
 
-    def first(self, count: int, *, most_new: int | None = None) -> Workload:
+    def first(self, count: int, *, most_new: int | None = None) -> Requests:
         """Its first requests; none asks for more than `most_new` tokens."""
         lengths = [length if most_new is None else min(length, most_new) for length in self.lengths[:count]]
-        return Workload(self.name, self.prompts[:count], lengths)
+        return Requests(self.name, self.prompts[:count], lengths)
 
 
 def draw(
     law: str, *, requests: int, mean: float, prompt_lengths: tuple[int, int], vocabulary: int, seed: int
-) -> Workload:
+) -> Requests:
     """Output lengths of `law` (see LAWS), scaled so that those drawn have this mean; prompt lengths are uniform."""
     generator = random.Random(seed)
     sizes = [generator.randint(*prompt_lengths) for _ in range(requests)]
@@ -60,22 +60,22 @@ def draw(
     drawn = [LAWS[law](generator, mean) for _ in range(requests)]
     scale = mean / statistics.fmean(drawn)
     lengths = [max(1, round(scale * length)) for length in drawn]
-    return Workload(f"{law}, mean {mean:g}", prompts, lengths)
+    return Requests(f"{law}, mean {mean:g}", prompts, lengths)
 
 
-def poisson(workload: Workload, *, per_second: float, seed: int) -> Workload:
+def poisson(workload: Requests, *, per_second: float, seed: int) -> Requests:
     """The same requests, arriving at random with this rate, the first at once."""
     generator = random.Random(seed)
     gaps = [0.0, *(generator.expovariate(per_second) for _ in workload.prompts[1:])]
-    return Workload(workload.name, workload.prompts, workload.lengths, list(accumulate(gaps)))
+    return Requests(workload.name, workload.prompts, workload.lengths, list(accumulate(gaps)))
 
 
-def shared_prefix(*, requests: int, shared: int, own: int, new: int, vocabulary: int, seed: int) -> Workload:
+def shared_prefix(*, requests: int, shared: int, own: int, new: int, vocabulary: int, seed: int) -> Requests:
     """Prompts that begin with the same `shared` tokens and go on with `own` of their own."""
     tokens = _tokens(random.Random(seed), vocabulary)
     system = [next(tokens) for _ in range(shared)]
     prompts = [system + [next(tokens) for _ in range(own)] for _ in range(requests)]
-    return Workload(f"{requests} requests after {shared} shared tokens", prompts, [new] * requests)
+    return Requests(f"{requests} requests after {shared} shared tokens", prompts, [new] * requests)
 
 
 def _tokens(generator: random.Random, vocabulary: int) -> Iterator[int]:

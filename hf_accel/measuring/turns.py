@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 BASELINE = "stock"
@@ -48,7 +47,7 @@ class Stopwatch(BaseStreamer):
 
 
 def time_generate(
-    model: PreTrainedModel,
+    model: Any,
     prompt: Tensor,
     *,
     num_new: int,
@@ -77,19 +76,28 @@ def finish(device: str) -> None:
         torch.accelerator.synchronize(device)
 
 
+def print_line(text: str) -> None:
+    print(f"    {text}", flush=True)
+
+
 def take_turns(
-    candidates: Mapping[Name, Callable[[], Result]], *, rounds: int, warm_up: bool = True
+    candidates: Mapping[Name, Callable[[], Result]],
+    *,
+    rounds: int,
+    warm_up: bool = True,
+    report: Callable[[str], object] = print_line,
 ) -> dict[Name, list[Result]]:
     """The results of `rounds` calls of each candidate: all of them once, then again; a warm-up round is dropped.
 
     Each round begins with another candidate, so that the same one does not always follow what warmed the machine.
+    report: told what runs next.
     """
     results: dict[Name, list[Result]] = {name: [] for name in candidates}
     names = list(candidates)
     for number in range(0 if warm_up else 1, rounds + 1):
         first = number % len(names) if number else 0
         for name in (*names[first:], *names[:first]):
-            print(f"    {f'round {number} of {rounds}' if number else 'warm-up'}: {name}", flush=True)
+            report(f"{f'round {number} of {rounds}' if number else 'warm-up'}: {name}")
             result = candidates[name]()
             if number:
                 results[name].append(result)
@@ -103,4 +111,9 @@ def spread_share(seconds: Sequence[float]) -> float:
 
 def median_ratio(baseline: Sequence[float], seconds: Sequence[float]) -> float:
     """How many times faster than the baseline, which ran in the same rounds."""
-    return statistics.median(b / s for b, s in zip(baseline, seconds, strict=True))
+    return statistics.median(ratios(baseline, seconds))
+
+
+def ratios(baseline: Sequence[float], seconds: Sequence[float]) -> list[float]:
+    """Of each round: how many times faster than the baseline."""
+    return [b / s for b, s in zip(baseline, seconds, strict=True)]

@@ -1,0 +1,83 @@
+"""hf-accel bench: how much faster and smaller a user's model gets on the user's machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from .failures import BadInputError
+from .models import load_float
+from .options import Asked, common
+from .plan import Dtype
+
+TOPICS = ("decode", "prefill", "batch", "memory", "ladder")
+
+
+@common()
+def bench(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="[TOPIC] PATH", help=f"One of {', '.join(TOPICS)} (decode if left out), and a model."),
+    ],
+    context: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 512,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate; of batch, their mean.")] = 16,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences at once: 1; of batch, 16.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each takes its turn.")] = 3,
+    dtype: Dtype = "auto",
+    *,
+    asked: Asked,
+) -> None:
+    """Measure a model here, stock and patched in turns. Let nothing else run meanwhile.
+
+    \b
+    Examples:
+      hf-accel bench examples/stdlib-tiny
+      hf-accel bench ladder examples/stdlib-tiny --context 128
+      hf-accel bench batch Qwen/Qwen3-0.6B --weights int4 --json
+    """
+    topic, path = _topic_and_path(words)
+    keywords = asked.keywords()
+    with asked.output.progress("loading the model") as now:
+        model = load_float(path, dtype=dtype)
+        from . import topics
+
+        sizes = topics.Sizes(context, new_tokens, batch or (16 if topic == "batch" else 1), rounds)
+        now("patching")
+        if topic == "memory":
+            rows = topics.memory(model, keywords, sizes)
+        else:
+            chosen = topics.TOPICS[topic]
+            rows = topics.measured(chosen, chosen.measure(model, keywords, sizes, now))
+        import torch
+
+        where = {"kernels": topics.loaded_kernels(model), "threads": torch.get_num_threads()}
+    document = {"path": path, "topic": topic, **vars(sizes), **where, "rows": rows}
+    asked.output.write(document, _text(document, rows))
+
+
+def _topic_and_path(words: Sequence[str]) -> tuple[str, str]:
+    match list(words):
+        case [path] if path not in TOPICS:
+            return "decode", path
+        case [topic, path] if topic in TOPICS:
+            return topic, path
+        case [topic, _]:
+            raise BadInputError(f"{topic!r} is no topic; choose one of {', '.join(TOPICS)}")
+        case [topic]:
+            raise BadInputError(f"bench {topic} needs a model: hf-accel bench {topic} PATH")
+    raise BadInputError(f"bench takes a topic and a model, and got {' '.join(words)}")
+
+
+def _text(document: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    title = f"{document['topic']}: context {document['context']}, batch {document['batch']}"
+    lines = [f"{title}; kernels {document['kernels']}, {document['threads']} threads, {document['rounds']} rounds"]
+    for row in rows:
+        if "bytes" in row:
+            size, spread = f"{row['bytes'] / 1e6:12,.2f} MB", ""
+        else:
+            size = f"{1e3 * row['seconds']:12,.2f} ms"
+            spread = f"  ({row['lowest_ratio']:.2f} to {row['highest_ratio']:.2f})"
+        lines.append(f"{row['name']:<20} {row['what']:<28} {size}  {row['ratio']:6.2f}x{spread}")
+    return "\n".join(lines)

@@ -1,0 +1,111 @@
+"""The table of options: each is a keyword of patch(), or a field of what a keyword takes, and says so."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hf_accel.config import CacheConfig, PatchConfig, SpeculativeConfig, WeightConfig
+from hf_accel_cli.failures import BadInputError, as_options
+from hf_accel_cli.options import PATCH_OPTIONS, Asked, PatchOption, texts_of
+
+CONFIGS: dict[str, Any] = {"weights": WeightConfig, "cache": CacheConfig, "speculative": SpeculativeConfig}
+LEFT_OUT = {  # fields without an option, and why
+    "weights.format": "--weights nf4",
+    "weights.only_if_faster": "--weights auto",
+    "speculative.drafter": "--speculative",
+    "speculative.max_draft": "for programs",
+    "speculative.verify": "for programs",
+    "speculative.ngram": "for programs",
+}
+
+
+def asked(**given: Any) -> dict[str, Any]:
+    output: Any = SimpleNamespace()
+    return Asked(output, given).keywords()
+
+
+def test_every_keyword_and_field_has_an_option() -> None:
+    keywords = {field.name for field in dataclasses.fields(PatchConfig)} - {"explicit"}
+    assert {option.keyword for option in PATCH_OPTIONS} == keywords
+    fields = {f"{name}.{field.name}" for name, kind in CONFIGS.items() for field in dataclasses.fields(kind)}
+    options = {f"{option.keyword}.{option.field}" for option in PATCH_OPTIONS if option.field}
+    assert fields - options == LEFT_OUT.keys() and options <= fields
+
+
+@pytest.mark.parametrize("option", [o for o in PATCH_OPTIONS if o.values], ids=lambda option: option.name)
+def test_every_value_that_help_shows_is_taken(option: PatchOption) -> None:
+    for value in option.values:
+        beside = {"calibration": ["text"]} if value in ("gptq", "awq") else {}
+        PatchConfig.build(**asked(**{option.name: value}, **beside))
+
+
+@pytest.mark.parametrize(
+    ("given", "keywords"),
+    [
+        ({}, {}),
+        ({"weights": "none"}, {"weights": None}),
+        ({"weights": "int4", "group_size": 32}, {"weights": {"bits": 4, "group_size": 32}}),
+        ({"bits": 3}, {"weights": {"bits": 3}}),
+        ({"weights": "auto", "skip": ["lm_head"]},
+         {"weights": {"bits": 8, "only_if_faster": True, "skip": ["lm_head"]}}),
+        ({"weights": "nf4", "head": "none"}, {"weights": {"bits": 4, "format": "nf4", "head": None}}),
+        ({"cache_dtype": "int8", "block_size": 32}, {"cache": {"dtype": "int8", "block_size": 32}}),
+        ({"cache": "none", "fuse": False}, {"cache": None, "fuse": False}),
+        ({"speculative": "suffix", "num_draft": 4}, {"speculative": {"drafter": "suffix", "num_draft": 4}}),
+        ({"num_draft": 2}, {"speculative": {"drafter": "auto", "num_draft": 2}}),
+        ({"keep_original": "no", "deterministic": True}, {"keep_original": False, "deterministic": True}),
+    ],
+)  # fmt: skip
+def test_keywords(given: dict[str, Any], keywords: dict[str, Any]) -> None:
+    assert asked(**given) == keywords
+    PatchConfig.build(**keywords)
+
+
+def test_nothing_to_set() -> None:
+    with pytest.raises(BadInputError, match="--block-size with --cache none"):
+        asked(cache="none", block_size=8)
+
+
+def test_texts(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n')
+    assert texts_of(tmp_path / "a.txt") == ["one\ntwo\n"]
+    assert texts_of(tmp_path / "a.jsonl") == ["one", "two"]
+    assert asked(method="gptq", calibration=tmp_path / "a.jsonl")["weights"]["calibration"] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.txt", None, "No such file"),
+        ("bytes.txt", b"\xff\xfe\xff", "UTF-8"),
+        ("rows.jsonl", b'{"texts": "one"}\n', "key 'text'"),
+        ("rows.jsonl", b"no json\n", "key 'text'"),
+    ],
+)
+def test_texts_that_are_none(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadInputError, match=message):
+        texts_of(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("weights='int3' is not known; one of None, 'int8'", "--weights int3 is not known; one of none, 'int8'"),
+        ("calibration= is not read by method='rtn'", "--calibration is not read by --method rtn"),
+        ("deterministic=True cannot be met; leave it False", "--deterministic cannot be met; leave it False"),
+        ("leave attention= out, or pass attention=None", "leave --attention out, or pass --attention none"),
+        ("patch with keep_original=True or False", "patch with --keep-original yes or False"),
+        ("choose weights={'bits': 4}", "choose weights={'bits': 4}"),
+        ("average_bits=9 must be", "--average-bits 9 must be"),
+    ],
+)  # fmt: skip
+def test_messages_in_the_words_of_the_command_line(said: str, shown: str) -> None:
+    assert as_options(said) == shown
