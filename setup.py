@@ -9,7 +9,7 @@ import importlib.util
 import platform
 from pathlib import Path
 
-from setuptools import Command, Distribution, setup
+from setuptools import Command, Distribution, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 
@@ -71,4 +71,10 @@ class PlatformDistribution(Distribution):
 
 
 build.sub_commands = [*build.sub_commands, ("build_kernels", None)]
-setup(distclass=PlatformDistribution, cmdclass={"build_kernels": BuildKernels, "bdist_wheel": PlatformWheel})
+# hf_accel/cli is installed beside hf_accel: `import hf_accel` loads torch, for which --help and completion must not wait.
+setup(
+    packages=[*find_packages(include=["hf_accel", "hf_accel.*"], exclude=["hf_accel.cli"]), "hf_accel_cli"],
+    package_dir={"hf_accel_cli": "hf_accel/cli"},
+    distclass=PlatformDistribution,
+    cmdclass={"build_kernels": BuildKernels, "bdist_wheel": PlatformWheel},
+)

@@ -38,7 +38,7 @@ NOTE = (
 )
 HERE = Path(__file__).parents[1]
 PACKAGE = "hf_accel"
-FOLDERS = ("hf_accel", "hf_accel_cli", "tests", "benchmarks", "examples")
+FOLDERS = ("hf_accel", "tests", "benchmarks", "examples")
 MOST_PARAMETERS, MOST_POSITIONAL, MOST_LINES = 6, 4, 60
 SAME_LINES = 6  # lines in a row that stand twice
 

@@ -36,12 +36,14 @@ ABOVE = {"distill": {"patch"}}  # of composition, for a room's seam: a student s
 OTHER_PACKAGES = {
     "distill": {"accelerate", "safetensors", "tqdm"},  # tqdm: transformers requires it
     "interop": {"gguf"},
+    "serving": {"fastapi", "prometheus_client", "pydantic", "pydantic_core", "starlette", "tokenizers", "uvicorn"},
+    "cli": {"rich", "typer"},
     "__main__": {"hf_accel_cli"},
 }
 COMPOSITION = [  # each may use those before it
     "originals", "check", "weight_sites", "survey", "plan", "explain", "planning", "pack", "nf4_model", "twin",
     "calibration", "estimate", "ties", "interop", "patch", "checkpoint", "foreign", "loading", "outline",
-    "verify", "measuring", "__main__",
+    "verify", "measuring", "serving", "cli", "__main__",
 ]  # fmt: skip
 BOOKKEEPING = {  # and what that may use
     "cache.pool",
