@@ -70,6 +70,7 @@ SAME_FILE_NAMES: dict[str, str] = {  # name -> why several files have it
     "triton": "a backend has one name in every room",
     "attention": "a kernel has one name for every kind of device",
     "reference": "a backend has one name in every room",
+    **dict.fromkeys(("estimate", "generate", "models", "plan", "verify"), "a command, and what it calls"),
     "awq": "a method, and a format of checkpoints that is named after it",
     "gptq": "a method, and a format of checkpoints that is named after it",
 }

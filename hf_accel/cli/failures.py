@@ -12,6 +12,8 @@ from typing import Any
 
 import typer
 
+from .patch_options import PATCH_OPTIONS
+
 BAD_INPUT, INTERRUPTED = 2, 130  # exit codes; 130 is what a shell gives a program that Ctrl-C has ended
 LONGEST = 600  # characters of a message
 
@@ -63,8 +65,6 @@ def line_of(error: BaseException) -> str:
 
 def as_options(text: str) -> str:
     """A message of the library in the words of the command line: weights='int4' is --weights int4."""
-    from .options import PATCH_OPTIONS
-
     names = "|".join(option.name for option in PATCH_OPTIONS)
     text = re.sub(rf"\b({names})=(?!\{{|\[|\()('[^']*'|None|True|False|[\d.]*\d)?", _as_option, text)
     return re.sub(r"\bone of None\b", "one of none", text)

@@ -11,7 +11,8 @@ import pytest
 
 from hf_accel.config import CacheConfig, PatchConfig, SpeculativeConfig, WeightConfig
 from hf_accel_cli.failures import BadInputError, as_options
-from hf_accel_cli.options import PATCH_OPTIONS, Asked, PatchOption, texts_of
+from hf_accel_cli.options import Asked, texts_of
+from hf_accel_cli.patch_options import PATCH_OPTIONS, PatchOption
 
 CONFIGS: dict[str, Any] = {"weights": WeightConfig, "cache": CacheConfig, "speculative": SpeculativeConfig}
 LEFT_OUT = {  # fields without an option, and why
