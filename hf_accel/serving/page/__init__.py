@@ -1,4 +1,4 @@
-"""The page at /: it chats with the model, and shows the plan and the Engine's counters. Static files, no other host."""
+"""The page at /: it chats with the model, and shows the plan and the Engine's counters. Static files alone."""
 
 from __future__ import annotations
 
