@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ...errors import UnsupportedError
 
@@ -31,6 +31,10 @@ class Generated:
     finish_reason: str
     logprobs: list[TokenLogprobs] | None = None
     text: str | None = None
+
+
+# New tokens of a sample, and one entry of log-probabilities for each; None if none were requested.
+Piece: TypeAlias = "tuple[list[int], list[TokenLogprobs] | None]"
 
 
 @dataclass(eq=False)
@@ -157,15 +161,25 @@ class Sample:
             seen += len(new)
 
     async def __aiter__(self) -> AsyncIterator[int]:
+        async for tokens, _ in self.pieces():
+            for token in tokens:
+                yield token
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Iterate over the tokens in pieces: each is all that came since the last one, with its log-probabilities.
+
+        Raises the sample's error, if any, after its tokens.
+        """
         seen = 0
         while True:
             await self._wait_for_more(seen)
-            new = self._tokens[seen:]
-            for token in new:
-                yield token
+            with self._changed:
+                new = self._tokens[seen:]
+                logprobs = None if self._logprobs is None else self._logprobs[seen : seen + len(new)]
             if not new:
                 self._raise_error()
                 return
+            yield new, logprobs
             seen += len(new)
 
     async def _wait_for_more(self, seen: float) -> None:

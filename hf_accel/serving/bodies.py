@@ -1,0 +1,286 @@
+"""What a client may send: the fields of each endpoint that are honoured, and what is refused.
+
+A field that would change the answer is honoured, or its request is refused: nothing is dropped without a word. Fields
+that change no token (names of users, billing, storage) are accepted and not read.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .api_errors import ApiError
+
+MOST_STOPS = 16  # stop strings of one request
+STOP_CHARACTERS = 256  # of one stop string
+MOST_TOP_LOGPROBS = 20  # as OpenAI has it
+SEEDS = 2**63
+
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+TokenId = Annotated[int, Field(ge=0)]
+StopString = Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Ignored = Any  # changes no token
+
+Body = TypeVar("Body", bound="Common")
+
+
+class Closed(BaseModel):
+    """Knows its fields: another one is an error. Types are not converted, so "1" is no number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Closed):
+    include_usage: bool | None = None
+    include_obfuscation: Ignored = None
+
+
+class Common(Closed):
+    """What all endpoints know. top_k, min_p, repetition_penalty and chat_template_kwargs are vLLM's additions."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
+    seed: Annotated[int, Field(ge=-SEEDS, lt=SEEDS)] | None = None
+    stream: bool | None = None
+
+    metadata: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
+    safety_identifier: Ignored = None
+    service_tier: Ignored = None
+    store: Ignored = None
+    user: Ignored = None
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the keywords for Engine.submit that say how tokens are chosen. None leaves the model's own."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @property
+    def num_choices(self) -> int:
+        return 1
+
+    @property
+    def stops(self) -> list[str]:
+        return []
+
+    @property
+    def new_tokens(self) -> int | None:
+        """The most tokens of a choice; None leaves it to the server."""
+        return None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the most probable tokens are reported beside each token; None reports no log-probabilities."""
+        return None
+
+
+class Choices(Common):
+    """What chat completions and completions have in common."""
+
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
+    max_tokens: Count | None = None
+    stream_options: StreamOptions | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        given = super().sampling()
+        for name in ("presence_penalty", "frequency_penalty", "stop_token_ids"):
+            if (value := getattr(self, name)) is not None:
+                given[name] = value
+        if self.logit_bias:
+            given["logit_bias"] = {_token_id(token): bias for token, bias in self.logit_bias.items()}
+        return given
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the counts of tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class TextPart(BaseModel):
+    """A part of a message. Only text is served."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class CalledFunction(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class ToolCalled(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(BaseModel):
+    """A message of a chat. Unknown fields go to the chat template, which knows the model."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCalled] | None = None
+    tool_call_id: str | None = None
+
+
+class FunctionNamed(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    name: Annotated[str, Field(min_length=1)]
+
+
+class Tool(BaseModel):
+    """A tool that the model may call."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    type: Literal["function"]
+    function: FunctionNamed
+
+
+class PlainText(Closed):
+    type: Literal["text"]
+
+
+class ChatBody(Choices):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    response_format: PlainText | None = None
+    modalities: list[Literal["text"]] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    prediction: Ignored = None
+
+    @property
+    def new_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs=true", field="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionBody(Choices):
+    """POST /v1/completions."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    echo: Literal[False] | None = None
+    suffix: Literal[""] | None = None
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One text or one list of token ids for each prompt."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        is_ids = bool(self.prompt) and isinstance(self.prompt[0], int)
+        return [self.prompt] if is_ids else self.prompt  # type: ignore[list-item, return-value]
+
+    @property
+    def new_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise ApiError(400, f"best_of={self.best_of} is not served unless it equals n", field="best_of")
+        return self.logprobs
+
+
+class ResponseText(Closed):
+    format: PlainText | None = None
+
+
+class ResponseTool(BaseModel):
+    """A tool in the flat form of the Responses API, or nested as in chats."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    type: Literal["function"]
+
+
+class ResponseBody(Common):
+    """POST /v1/responses. Nothing is stored, so a conversation is sent as a whole each time."""
+
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    text: ResponseText | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    top_logprobs: Literal[0] | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def new_tokens(self) -> int | None:
+        return self.max_output_tokens
+
+
+def read_body(kind: type[Body], body: dict[str, Any]) -> Body:
+    """Check a request's JSON. Raises ApiError (400) with the first thing that is wrong, as one sentence."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise _refusal(error) from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+
+
+def _refusal(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_input=False)[0]
+    field = str(first["loc"][0]) if first["loc"] else None
+    # pydantic also names the types that it tried, such as list[TextPart]
+    where = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or _is_name(part))[:200]
+    if first["type"] == "extra_forbidden":
+        message = f"{where} is not served; leave it out (it is refused because it might change the answer)"
+    elif first["type"] == "missing":
+        message = f"{where} is missing"
+    else:
+        message = f"{where}: {first['msg'][:1].lower()}{first['msg'][1:]}"
+    return ApiError(400, message, field=field and field[:200])
+
+
+def _is_name(part: str) -> bool:
+    return part not in ("str", "int") and "[" not in part
+
+
+def _token_id(token: str) -> int:
+    if not token.isascii() or not token.isdigit() or len(token) > 12:
+        raise ApiError(400, f"logit_bias names the token {token[:20]!r}; its keys are token ids", field="logit_bias")
+    return int(token)

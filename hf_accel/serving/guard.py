@@ -1,0 +1,152 @@
+"""The outermost layer of the server, in plain ASGI: keys, sizes, counts, and clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import uuid
+from collections.abc import Collection
+from contextlib import ExitStack
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .api_errors import ApiError
+from .service import Service, exchange
+
+OPEN_PATHS = ("/health", "/ready")  # need no key: they are for what starts and stops the server
+BODY_SECONDS = 30.0  # how long a client may take to send a body
+REQUEST_ID = "x-request-id"
+LONGEST_ID = 128  # characters
+
+
+class ClientGone(Exception):
+    """The client closed the connection before it had sent the whole body."""
+
+
+class Guard:
+    """Lets requests pass to `app`.
+
+    Answers 401 without the key, 413 for a body that is too large, and 408 for one that does not come. When the client
+    closes the connection, the work on its request is cancelled, streamed or not; and when an exchange ends, however it
+    ends, its job is closed.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service, *, api_key: str | None, paths: Collection[str]) -> None:
+        self._app, self._service, self._paths = app, service, frozenset(paths)
+        self._key = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        answer = _Answer(scope, send)
+        try:
+            self._check_key(scope)
+            body = await asyncio.wait_for(self._body(scope, receive), BODY_SECONDS)
+            with ExitStack() as stack:
+                exchange.set(stack)
+                await self._run(scope, body, receive, answer)
+        except ApiError as error:
+            await answer.error(error)
+        except TimeoutError:
+            await answer.error(ApiError(408, f"the body did not come within {BODY_SECONDS:.0f} seconds"))
+        except ClientGone:
+            pass
+        finally:
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            self._service.metrics.requests.labels(path, str(answer.status or 499)).inc()
+
+    def _check_key(self, scope: Scope) -> None:
+        if self._key is None or scope["path"] in OPEN_PATHS:
+            return
+        given = _header(scope, b"authorization") or b""
+        if not hmac.compare_digest(given, self._key):
+            message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
+            raise ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        """Read the whole body. One that is too large is read on, but not kept, so that the client gets its answer."""
+        most = self._service.limits.max_body_bytes
+        refusal = ApiError(413, f"the body is larger than {most} bytes", headers={"Connection": "close"})
+        stated = _header(scope, b"content-length")
+        if stated is not None and stated.isdigit() and len(stated) < 20 and int(stated) > 16 * most:
+            raise refusal
+        parts, size, more = [], 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part, more = message.get("body", b""), message.get("more_body", False)
+            size += len(part)
+            if size <= most:
+                parts.append(part)
+            elif size > 16 * most:
+                break
+        if size > most:
+            raise refusal
+        return b"".join(parts)
+
+    async def _run(self, scope: Scope, body: bytes, receive: Receive, answer: _Answer) -> None:
+        """Run the app until it has answered or the client is gone, whichever comes first."""
+        request = scope.setdefault("state", {})
+        request["request_id"] = answer.request_id
+        app = asyncio.create_task(self._app(scope, _replayed(body), answer))  # type: ignore[arg-type]
+        gone = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait({app, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if app.done():
+                app.result()
+        finally:
+            for task in (app, gone):
+                task.cancel()
+            await asyncio.gather(app, gone, return_exceptions=True)
+
+
+class _Answer:
+    """Sends the answer, with the request's id, and remembers its status."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._send = send
+        self.status: int | None = None
+        given = (_header(scope, REQUEST_ID.encode()) or b"").decode("latin-1")
+        is_usable = 0 < len(given) <= LONGEST_ID and given.isascii() and given.isprintable()
+        self.request_id = given if is_usable else uuid.uuid4().hex
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), (REQUEST_ID.encode(), self.request_id.encode())]
+        await self._send(message)
+
+    async def error(self, error: ApiError) -> None:
+        if self.status is not None:
+            return
+        body = json.dumps(error.body()).encode()
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
+        encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        await self({"type": "http.response.start", "status": error.status, "headers": encoded})
+        await self({"type": "http.response.body", "body": body})
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    return next((value for key, value in scope["headers"] if key == name), None)
+
+
+def _replayed(body: bytes) -> Receive:
+    """What the app receives: the body once, and then nothing, because the guard watches the connection."""
+    messages: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.Event().wait()
+        found: Message = messages.pop()
+        return found
+
+    return receive
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

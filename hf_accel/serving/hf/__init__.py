@@ -1,0 +1,1 @@
+"""The seam to transformers' own server code (`transformers.cli.serving`)."""

@@ -1,0 +1,98 @@
+"""The ASGI application: transformers' own, with our handlers, our routes and the guard around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
+from transformers.cli.serving.server import build_server
+
+from ..api_errors import ApiError, error_body
+from ..guard import Guard
+from ..service import Service, known_keywords
+from .chat import Chat
+from .completions import Completions
+from .engine_manager import EngineState
+from .responses import Responses
+from .served_model import OneModel
+
+# What is kept of transformers' routes. Those that load and unload models, and those that need other models, go.
+KEPT = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+OURS = ("/v1/models", "/health", "/ready", "/metrics")
+
+
+def make_app(
+    service: Service, *, api_key: str | None = None, chat_template_kwargs: dict[str, Any] | None = None
+) -> ASGIApp:
+    """Build the application of a service. api_key: what clients must send as `Authorization: Bearer KEY`.
+
+    chat_template_kwargs: what the chat template gets unless a request says otherwise.
+    """
+    manager, state = OneModel(service), EngineState(service)
+    shared: dict[str, Any] = {"model_manager": manager, "generation_state": state}
+    template = {"chat_template_kwargs": chat_template_kwargs or {}}
+    handlers = {
+        "chat_handler": Chat(service, **shared, **template),
+        "completion_handler": Completions(service, **shared),
+        "response_handler": Responses(service, **shared, **template),
+        "transcription_handler": None,  # their routes are not kept
+        "systemone_handler": None,
+    }
+    app: FastAPI = build_server(**known_keywords(build_server, {**shared, **handlers}))
+    app.user_middleware.clear()  # the guard sets the request's id, and sees when a client goes away
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in KEPT]
+    _add_routes(app, service, manager)
+    _add_errors(app)
+    return Guard(app, service, api_key=api_key, paths=(*KEPT, *OURS))
+
+
+def _add_routes(app: FastAPI, service: Service, manager: OneModel) -> None:
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": manager.get_gen_models()})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        service.check_name(name)
+        return JSONResponse(manager.get_gen_models()[0])
+
+    @app.get("/health")
+    async def health() -> Response:
+        if not service.engine.is_live:
+            return JSONResponse({"status": "unhealthy", "reason": service.unready()}, 503)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        reason = service.unready()
+        return JSONResponse({"status": "unready", "reason": reason}, 503) if reason else JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        page, kind = service.metrics.page()
+        return Response(page, headers={"content-type": kind})
+
+
+def _add_errors(app: FastAPI) -> None:
+    """Answer every error in OpenAI's form."""
+
+    @app.exception_handler(ApiError)
+    async def refused(_: Request, error: ApiError) -> Response:
+        return JSONResponse(error.body(), error.status, error.headers)
+
+    @app.exception_handler(HTTPException)
+    async def known(_: Request, error: HTTPException) -> Response:
+        return JSONResponse(error_body(error.status_code, str(error.detail)), error.status_code, error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(_: Request, error: RequestValidationError) -> Response:
+        return JSONResponse(error_body(400, "the body is not a JSON object, or is not sent as application/json"), 400)
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, error: Exception) -> Response:
+        return JSONResponse(error_body(500, f"the server failed: {type(error).__name__}"), 500)

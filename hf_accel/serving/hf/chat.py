@@ -1,0 +1,168 @@
+"""/v1/chat/completions: the next message of a chat, with what it thinks and the tools that it calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.utils import ReasoningText, ToolCall, build_response_parser, response_events_to_chunks
+from transformers.utils import logging
+
+from ..bodies import ChatBody
+from ..service import Event, Job, known_keywords
+from ..token_text import Entry
+from .handlers import Served, event_stream, usage
+
+logger = logging.get_logger(__name__)
+REPLACEMENT = "\ufffd"
+
+
+class MessageParser:
+    """Finds thoughts and calls of tools in the text of one choice, by the parser that transformers has for the model.
+
+    Without one, all text is content. events: those of transformers' ResponseParser.
+    """
+
+    def __init__(self, parser: Any, request_id: str, index: int) -> None:
+        self._parser, self._name = parser, f"{request_id}_{index}"
+        self.keeps_special = parser is not None  # it knows thoughts and calls by special tokens
+        self._begun = False
+        self.num_calls = 0
+
+    def feed(self, text: str) -> list[dict[str, Any]]:
+        """Return the deltas of a message that a piece of text brings."""
+        if self._parser is None:
+            return [{"content": text}] if text else []
+        events = [] if self._begun else list(self._parser.initial_events)
+        self._begun = True
+        return self._deltas([*events, *(self._parser.feed(text) if text else ())])
+
+    def end(self) -> list[dict[str, Any]]:
+        """Return the deltas that the end of the text brings."""
+        if self._parser is None:
+            return []
+        before = self.feed("")
+        try:
+            _, events = self._parser.finalize()
+        except (ValueError, RuntimeError) as error:  # the text ends within a call, most likely at max_tokens
+            logger.warning(f"the end of a message was not understood, and is left out: {error}")
+            events = []
+        return before + self._deltas(events)
+
+    def _deltas(self, events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for item in response_events_to_chunks(list(events)):
+            if isinstance(item, ToolCall):
+                call = {"name": item.name, "arguments": item.arguments}
+                number = {"index": self.num_calls, "id": f"call_{self._name}_{self.num_calls}", "type": "function"}
+                found.append({"tool_calls": [{**number, "function": call}]})
+                self.num_calls += 1
+            else:
+                found.append({"reasoning_content" if isinstance(item, ReasoningText) else "content": str(item)})
+        return found
+
+
+class Chat(Served, ChatCompletionHandler):
+    """transformers' handler of chats; n, log-probabilities, tool_choice="none" and each field of its own."""
+
+    body_type = ChatBody
+
+    def _prompts(self, asked: ChatBody, body: dict[str, Any]) -> list[list[int]]:
+        return [self._render(asked, body["messages"], _tools(asked, body))]
+
+    async def _answer(
+        self, asked: ChatBody, body: dict[str, Any], prompts: list[list[int]], request_id: str
+    ) -> Response:
+        model, tokenizer = self.service.engine.model, self.service.tokenizer
+        more = known_keywords(build_response_parser, {"tools": _tools(asked, body)})
+        parsers = [
+            MessageParser(build_response_parser(tokenizer, model, prompts[0], **more), request_id, index)
+            for index in range(asked.num_choices)
+        ]
+        job = self.service.submit(asked, prompts)
+        head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": self.service.name}
+        if asked.stream:
+            return event_stream(self._chunks(job, asked, parsers, {**head, "object": "chat.completion.chunk"}))
+        return JSONResponse(await self._whole(job, asked, parsers, {**head, "object": "chat.completion"}))
+
+    async def _chunks(
+        self, job: Job, asked: ChatBody, parsers: list[MessageParser], head: dict[str, Any]
+    ) -> AsyncIterator[dict[str, Any]]:
+        for index in range(job.num_choices):
+            yield {**head, "choices": [_chunk(index, {"role": "assistant", "content": ""})]}
+        async for event in job.events(keep_special=parsers[0].keeps_special):
+            deltas = _deltas(parsers[event.index], event)
+            if event.entries and not deltas:
+                deltas = [{}]
+            for number, delta in enumerate(deltas):
+                found = _logprobs(asked, event.entries) if number == 0 and event.entries else None
+                yield {**head, "choices": [_chunk(event.index, delta, found)]}
+            if event.finish_reason is not None:
+                reason = "tool_calls" if parsers[event.index].num_calls else event.finish_reason
+                yield {**head, "choices": [_chunk(event.index, {}, None, reason)]}
+        if asked.wants_usage:
+            yield {**head, "choices": [], "usage": usage(job)}
+
+    async def _whole(
+        self, job: Job, asked: ChatBody, parsers: list[MessageParser], head: dict[str, Any]
+    ) -> dict[str, Any]:
+        messages: list[dict[str, Any]] = [{"role": "assistant", "content": ""} for _ in parsers]
+        entries: list[list[Entry]] = [[] for _ in parsers]
+        reasons: list[str | None] = [None] * len(parsers)
+        async for event in job.events(keep_special=parsers[0].keeps_special):
+            for delta in _deltas(parsers[event.index], event):
+                _join(messages[event.index], delta)
+            entries[event.index] += event.entries
+            reasons[event.index] = event.finish_reason
+        choices = []
+        for index, message in enumerate(messages):
+            reason = "tool_calls" if parsers[index].num_calls else reasons[index]
+            found = _logprobs(asked, entries[index])
+            if "tool_calls" in message:
+                message["content"] = message["content"] or None
+            choices.append({"index": index, "message": message, "logprobs": found, "finish_reason": reason})
+        return {**head, "choices": choices, "usage": usage(job)}
+
+
+def _tools(asked: ChatBody, body: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """The tools that the model is told of: with tool_choice="none" it cannot call any."""
+    return None if asked.tool_choice == "none" else body.get("tools") or None
+
+
+def _deltas(parser: MessageParser, event: Event) -> list[dict[str, Any]]:
+    return parser.feed(event.text) + (parser.end() if event.finish_reason is not None else [])
+
+
+def _join(message: dict[str, Any], delta: dict[str, Any]) -> None:
+    """Add a delta to a message, as clients do. A whole message has no index beside its calls."""
+    for name, value in delta.items():
+        if name == "tool_calls":
+            calls = [{key: part for key, part in call.items() if key != "index"} for call in value]
+            message[name] = message.get(name, []) + calls
+        else:
+            message[name] = message.get(name, "") + value
+
+
+def _chunk(
+    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _logprobs(asked: ChatBody, entries: Sequence[Entry]) -> dict[str, Any] | None:
+    """Log-probabilities as the chat API writes them: an entry for each token."""
+    if asked.num_logprobs is None:
+        return None
+    content = [
+        {**_token(entry.text, entry.logprob), "top_logprobs": [_token(*found) for found in entry.top]}
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    """bytes: None for a token that is a part of a character, whose bytes its text does not tell."""
+    return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}

@@ -1,0 +1,78 @@
+"""/v1/completions: the continuation of a text, or of several."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from transformers.cli.serving.completion import CompletionHandler
+
+from ..api_errors import ApiError
+from ..bodies import CompletionBody
+from ..service import Job
+from ..token_text import Entry
+from .handlers import Served, event_stream, usage
+
+
+class Completions(Served, CompletionHandler):
+    """transformers' handler of completions; several prompts, n, log-probabilities and each field of its own."""
+
+    body_type = CompletionBody
+
+    def _prompts(self, asked: CompletionBody, body: dict[str, Any]) -> list[list[int]]:
+        if len(asked.prompts) > self.service.limits.most_choices or not asked.prompts:
+            message = f"prompt holds {len(asked.prompts)} prompts; send 1 to {self.service.limits.most_choices}"
+            raise ApiError(400, message, field="prompt")
+        return [
+            self.service.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+            for prompt in asked.prompts
+        ]
+
+    async def _answer(
+        self, asked: CompletionBody, body: dict[str, Any], prompts: list[list[int]], request_id: str
+    ) -> Response:
+        job = self.service.submit(asked, prompts)
+        head = {
+            "id": f"cmpl-{request_id}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self.service.name,
+        }
+        if asked.stream:
+            return event_stream(self._events(job, asked, head))
+        texts, entries = [""] * job.num_choices, [list[Entry]() for _ in range(job.num_choices)]
+        reasons: list[str | None] = [None] * job.num_choices
+        async for event in job.events():
+            texts[event.index] += event.text
+            entries[event.index] += event.entries
+            reasons[event.index] = event.finish_reason
+        choices = [
+            _choice(index, texts[index], _logprobs(asked, entries[index]), reasons[index])
+            for index in range(job.num_choices)
+        ]
+        return JSONResponse({**head, "choices": choices, "usage": usage(job)})
+
+    async def _events(self, job: Job, asked: CompletionBody, head: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        async for event in job.events():
+            found = _logprobs(asked, event.entries) if event.entries else None
+            yield {**head, "choices": [_choice(event.index, event.text, found, event.finish_reason)]}
+        if asked.wants_usage:
+            yield {**head, "choices": [], "usage": usage(job)}
+
+
+def _choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _logprobs(asked: CompletionBody, entries: Sequence[Entry]) -> dict[str, Any] | None:
+    """Log-probabilities as the completions API writes them: a list for each kind of fact."""
+    if asked.num_logprobs is None:
+        return None
+    return {
+        "tokens": [entry.text for entry in entries],
+        "token_logprobs": [entry.logprob for entry in entries],
+        "top_logprobs": [dict(entry.top) for entry in entries],
+        "text_offset": [entry.start for entry in entries],
+    }

@@ -1,0 +1,94 @@
+"""Our Engine in the place of transformers' own generation: what its handler of responses calls."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from transformers.cli.serving.utils import (
+    BaseGenerateManager,
+    GenerationState,
+    _StreamError,
+    response_events_to_chunks,
+)
+
+from ..api_errors import ApiError
+from ..bodies import ResponseBody
+from ..service import Job, Service
+
+
+class JobStreamer:
+    """What transformers' handlers ask of a streamer: the count of tokens, and a way to end it."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    @property
+    def total_tokens(self) -> int:
+        return self._job.num_new_tokens
+
+    def cancel(self) -> None:
+        self._job.cancel()
+
+
+class EngineManager(BaseGenerateManager):
+    """transformers' interface of what generates, over the Service. The generation config is the request's body."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: ResponseBody, request_id: str,
+        response_parser: Any = None,
+    ) -> tuple[asyncio.Queue[Any], JobStreamer]:  # fmt: skip
+        """Submit a request; what it says arrives in the queue, and None at its end."""
+        job = self._service.submit(gen_config, [inputs["input_ids"]])
+        arrived: asyncio.Queue[Any] = asyncio.Queue()
+        job.task = asyncio.create_task(_pump(job, arrived, response_parser))
+        return arrived, JobStreamer(job)
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: ResponseBody, request_id: str
+    ) -> tuple[str, int, list[int]]:
+        """Submit a request, and return its text, the length of its prompt and its tokens."""
+        job = self._service.submit(gen_config, [inputs["input_ids"]])
+        text = "".join([event.text async for event in job.events()])
+        return text, job.num_prompt_tokens, (await job.requests[0].aresult()).tokens
+
+    def stop(self) -> None:
+        """Do nothing: the Service ends its Engine."""
+
+
+async def _pump(job: Job, arrived: asyncio.Queue[Any], parser: Any) -> None:
+    """Put the text of a job, or what a parser makes of it, into a queue."""
+
+    def put(items: Any) -> None:
+        for item in items:
+            arrived.put_nowait(item)
+
+    try:
+        if parser is not None:
+            put(response_events_to_chunks(parser.initial_events))
+        async for event in job.events(keep_special=parser is not None):
+            if event.text:
+                put([event.text] if parser is None else response_events_to_chunks(parser.feed(event.text)))
+        if parser is not None:
+            try:
+                put(response_events_to_chunks(parser.finalize()[1]))
+            except (ValueError, RuntimeError) as error:  # the text ends within a call
+                put([_StreamError(f"the end of the answer was not understood: {error}")])
+                return
+        put([None])
+    except ApiError as error:
+        put([_StreamError(error.message)])
+
+
+class EngineState(GenerationState):
+    """transformers' state of all handlers: there is one model and one manager."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__()
+        self.manager = EngineManager(service)
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
+        return self.manager

@@ -1,0 +1,101 @@
+"""What our handlers of chats, completions and responses have in common: a request's way to the Service."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import AsyncIterator
+from typing import Any, ClassVar
+
+from starlette.responses import Response, StreamingResponse
+from transformers import PreTrainedTokenizerBase
+from transformers.cli.serving.utils import BaseHandler, Modality
+
+from ..api_errors import ApiError
+from ..bodies import ChatBody, Common, ResponseBody, read_body
+from ..service import Job, Service
+
+# What a client may not give to the chat template: these change apply_chat_template, not what a template says.
+RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
+
+
+class Served(BaseHandler):
+    """Comes before a handler of transformers: checks the whole body, and asks our Engine instead of generate().
+
+    service: the model and its Engine. The other arguments are those of transformers' handler.
+    """
+
+    body_type: ClassVar[type[Common]]
+
+    def __init__(self, service: Service, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.service = service
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
+        """Answer a request. Raises ApiError for what is not served."""
+        asked = read_body(self.body_type, body)
+        self.service.check_name(asked.model)
+        self.service.require_ready()
+        prompts = await self.service.in_thread(lambda: self._prompts(asked, body))
+        return await self._answer(asked, body, prompts, request_id)
+
+    def _prompts(self, asked: Any, body: dict[str, Any]) -> list[list[int]]:
+        """Return the token ids of each prompt."""
+        raise NotImplementedError
+
+    async def _answer(self, asked: Any, body: dict[str, Any], prompts: list[list[int]], request_id: str) -> Response:
+        raise NotImplementedError
+
+    def _render(
+        self, asked: ChatBody | ResponseBody, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> list[int]:
+        """Return the token ids of a chat. Raises ApiError (400) for messages that the chat template refuses."""
+        tokenizer = self.service.tokenizer
+        if tokenizer.chat_template is None:
+            raise ApiError(400, "the model has no chat template; use /v1/completions, or start with --chat-template")
+        given = asked.chat_template_kwargs or {}
+        if RESERVED & given.keys():
+            name = min(RESERVED & given.keys())
+            raise ApiError(400, f"chat_template_kwargs: {name} is not served", field="chat_template_kwargs")
+        try:
+            inputs = self.get_processor_inputs_from_messages(messages, Modality.LLM)
+            encoded = tokenizer.apply_chat_template(
+                inputs,
+                add_generation_prompt=True,
+                tools=tools,
+                return_dict=True,
+                tokenize=True,
+                **{**self.chat_template_kwargs, **given},
+            )
+        except Exception as error:  # whatever a template raises is about what the client sent
+            reason = (str(error).splitlines() or [""])[0][:300] or type(error).__name__
+            raise ApiError(400, f"the chat template refuses the messages: {reason}", field="messages") from error
+        ids: list[int] = encoded["input_ids"]
+        return ids
+
+    @staticmethod
+    def get_processor_inputs_from_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
+        """transformers' conversion of messages; other fields of a message, such as a name, go to the template too."""
+        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        inputs: list[dict[str, Any]] = BaseHandler.get_processor_inputs_from_messages(given, modality)
+        return [{**message, **converted} for message, converted in zip(given, inputs, strict=True)]
+
+
+def event_stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
+    """Send dicts as server-sent events, then [DONE]. An error is an event too, because the status has been sent."""
+
+    async def lines() -> AsyncIterator[str]:
+        try:
+            async for event in events:
+                yield f"data: {json.dumps(event)}\n\n"
+        except ApiError as error:
+            yield f"data: {json.dumps(error.body())}\n\n"
+        yield "data: [DONE]\n\n"
+
+    return StreamingResponse(lines(), media_type="text/event-stream")
+
+
+def usage(job: Job) -> dict[str, int]:
+    """The counts of tokens of a request; prompts count once, whatever n."""
+    prompt, new = job.num_prompt_tokens, job.num_new_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

@@ -1,0 +1,77 @@
+"""Loads the one model that is served, for transformers' server."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.cli.serving.model_manager import ModelManager
+
+from ...errors import UnsupportedError
+from ...generation.hf import Engine
+from ...loading import load
+from ..limits import Limits
+from ..service import Service
+
+
+def load_tokenizer(path: str, *, chat_template: str | None = None, **hub: Any) -> Any:
+    """Load a checkpoint's tokenizer. chat_template: the text of a template to use in the place of its own.
+
+    Raises UnsupportedError for a tokenizer that cannot decode token by token.
+    """
+    file = Path(path)
+    if path.endswith(".gguf"):
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, **hub)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(path, **hub)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or not tokenizer.is_fast:
+        raise UnsupportedError(f"{path}: {type(tokenizer).__name__} is no fast tokenizer, which streams need")
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def load_service(
+    path: str,
+    *,
+    name: str | None = None,
+    limits: Limits | None = None,
+    chat_template: str | None = None,
+    engine: dict[str, Any] | None = None,
+    **keywords: Any,
+) -> Service:
+    """Load and patch a checkpoint by hf_accel.load(path, **keywords), and start an Engine on it.
+
+    name: what clients call the model; left out, its path. engine: keywords of Engine. Raises UnsupportedError for a
+    model that an Engine cannot serve.
+    """
+    limits = limits or Limits()
+    tokenizer = load_tokenizer(path, chat_template=chat_template)
+    model = load(path, **keywords)
+    model.eval()
+    served = Engine(model, tokenizer=tokenizer, max_running=limits.max_running, **(engine or {}))
+    return Service(served, tokenizer, name or path, limits)
+
+
+class OneModel(ModelManager):
+    """transformers' manager of models, with one model that is never unloaded."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(model_timeout=-1)
+        self._service = service
+        self._created = int(time.time())
+
+    def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
+        return self._service.engine.model, self._service.tokenizer
+
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
+        """What is served, as OpenAI's API lists models."""
+        context = self._service.context
+        found = {"id": self._service.name, "object": "model", "created": self._created, "owned_by": "hf_accel"}
+        return [found if context is None else {**found, "max_model_len": context}]
+
+    def shutdown(self) -> None:
+        """End the Engine; called when the server ends."""
+        self._service.close()

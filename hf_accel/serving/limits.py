@@ -1,0 +1,116 @@
+"""Limits of the server, and the count of what it computes: who may come in, and who is told to come later."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass
+from time import monotonic
+from typing import Protocol
+
+from ..errors import UnsupportedError
+from .api_errors import ApiError, unavailable
+
+LONGEST_RETRY = 60  # seconds that a client is asked to wait at most
+MEMORY = 0.9  # how much of the mean time of a choice comes from those before the last one
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one client may ask for, and how many may ask at a time.
+
+    max_running: the choices (n of each request) that are computed at the same time. max_queue: how many more may
+    wait; the next request gets 429. max_prompt_tokens, max_new_tokens: of each choice; None leaves them to the model's
+    context. max_body_bytes: of a request's body. max_choices: the choices of one request.
+    """
+
+    max_running: int = 64
+    max_queue: int = 256
+    max_prompt_tokens: int | None = None
+    max_new_tokens: int | None = None
+    max_body_bytes: int = 2**20
+    max_choices: int = 16
+
+    def __post_init__(self) -> None:
+        least = {"max_queue": 0}
+        for name, value in vars(self).items():
+            if value is not None and value < least.get(name, 1):
+                raise UnsupportedError(f"{name}={value} must be at least {least.get(name, 1)}")
+
+    @property
+    def most_choices(self) -> int:
+        """The choices of one request that can ever be admitted."""
+        return min(self.max_choices, self.max_running + self.max_queue)
+
+
+class Inside(Protocol):
+    """A request that was admitted. cancel: ends it before its time."""
+
+    num_choices: int
+    since: float
+
+    def cancel(self) -> None: ...
+
+
+class Admission:
+    """Admits requests while there is room, and waits for those inside when the server ends.
+
+    All methods are for one event loop, so that nothing is locked.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.draining = False
+        self._inside: set[Inside] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._mean_seconds = 1.0  # of a choice
+
+    @property
+    def num_choices(self) -> int:
+        """The choices that run or wait now."""
+        return sum(one.num_choices for one in self._inside)
+
+    def admit(self, one: Inside) -> None:
+        """Let a request in. Raises ApiError: 503 while the server ends, 400 for too many choices, 429 without room."""
+        limits = self.limits
+        self.refuse_while_draining()
+        if one.num_choices > limits.most_choices:
+            message = f"{one.num_choices} choices are asked for; this server computes {limits.most_choices} a request"
+            raise ApiError(400, message, field="n")
+        if self.num_choices + one.num_choices > limits.max_running + limits.max_queue:
+            message = f"{self.num_choices} choices run or wait, and no more may; try again later"
+            raise ApiError(429, message, headers={"Retry-After": str(self.retry_seconds())})
+        self._inside.add(one)
+        self._empty.clear()
+
+    def refuse_while_draining(self) -> None:
+        if self.draining:
+            raise unavailable("the server is shutting down; try another one", LONGEST_RETRY)
+
+    def leave(self, one: Inside) -> None:
+        """Give the place back."""
+        self._inside.remove(one)
+        self._mean_seconds = MEMORY * self._mean_seconds + (1 - MEMORY) * (monotonic() - one.since)
+        if not self._inside:
+            self._empty.set()
+
+    def retry_seconds(self) -> int:
+        """How long it takes, by what requests took so far, until those that wait now have begun. In seconds."""
+        waiting = max(1, self.num_choices - self.limits.max_running)
+        seconds = math.ceil(self._mean_seconds * waiting / self.limits.max_running)
+        return max(1, min(LONGEST_RETRY, seconds))
+
+    async def drain(self, seconds: float) -> bool:
+        """Admit nobody, and wait until all have left. Returns False if some were cancelled after `seconds`."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._empty.wait(), seconds)
+        except TimeoutError:
+            self.cancel_all()
+            return False
+        return True
+
+    def cancel_all(self) -> None:
+        for one in list(self._inside):
+            one.cancel()

@@ -1,0 +1,98 @@
+"""Prometheus metrics: times of requests, measured here, and the Engine's own counts, read when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+FIRST_TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+COUNTERS = {  # of Engine.stats
+    "new_tokens": ("generated_tokens", "Tokens that were generated."),
+    "computed_tokens": ("computed_tokens", "Tokens of passes, prompts and rejected drafts included."),
+    "passes": ("passes", "Passes of the model."),
+    "busy_seconds": ("busy_seconds", "Seconds spent in passes."),
+    "preemptions": ("preemptions", "Choices that lost their blocks and were computed again."),
+    "prefix_lookups": ("prefix_lookups", "Full blocks of prompts that were looked for."),
+    "prefix_hits": ("prefix_hits", "Full blocks of prompts that were found, and not computed again."),
+    "finished": ("choices_finished", "Choices that ended by themselves."),
+    "cancelled": ("choices_cancelled", "Choices whose client went away."),
+    "failed": ("choices_failed", "Choices that ended with an error."),
+}
+GAUGES = {
+    "running": ("choices_running", "Choices that are computed now."),
+    "waiting": ("choices_waiting", "Choices in the queue."),
+    "blocks_used": ("blocks_used", "Blocks of the KV cache in use."),
+    "blocks_allocated": ("blocks_allocated", "Blocks of the KV cache in all."),
+    "tokens_per_second": ("tokens_per_second", "Generated tokens for each second spent in passes."),
+}
+SPECULATION = {
+    "drafted": ("drafted_tokens", "Tokens that were drafted."),
+    "accepted": ("accepted_tokens", "Drafted tokens that were accepted."),
+}
+
+
+class HasStats(Protocol):
+    @property
+    def stats(self) -> Mapping[str, Any]: ...
+
+
+class EngineCollector(Collector):
+    """Reads the Engine when Prometheus asks, so that a pass does not wait for metrics."""
+
+    def __init__(self, engine: HasStats) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats
+        for key, (name, words) in COUNTERS.items():
+            yield CounterMetricFamily(f"hf_accel_{name}", words, value=stats[key])
+        for key, (name, words) in GAUGES.items():
+            yield GaugeMetricFamily(f"hf_accel_{name}", words, value=stats[key])
+        for key, (name, words) in SPECULATION.items():
+            yield CounterMetricFamily(f"hf_accel_{name}", words, value=stats["speculation"].get(key, 0))
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own."""
+
+    def __init__(self, engine: HasStats) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(engine))
+        self.requests = Counter(
+            "hf_accel_http_requests", "Answers, by path and status.", ("path", "status"), registry=self.registry
+        )
+        self.prompt_tokens = Counter(
+            "hf_accel_prompt_tokens", "Tokens of prompts that were admitted.", registry=self.registry
+        )
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "From admission to a choice's first token.", FIRST_TOKEN_SECONDS
+        )
+        self.between_tokens = self._histogram(
+            "time_between_tokens_seconds", "From one token of a choice to the next.", TOKEN_SECONDS
+        )
+        self.request_seconds = self._histogram(
+            "request_seconds", "From admission to the end of a request.", REQUEST_SECONDS
+        )
+
+    def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"hf_accel_{name}", words, buckets=buckets, registry=self.registry)
+
+    def tokens(self, count: int, seconds: float, *, first: bool) -> None:
+        """Record `count` tokens of a choice that came together, `seconds` after those before, or after admission."""
+        if first:
+            self.first_token.observe(seconds)
+            count, seconds = count - 1, 0.0
+        for _ in range(count):
+            self.between_tokens.observe(seconds / count)
+
+    def page(self) -> tuple[bytes, str]:
+        """What Prometheus reads, and its content type."""
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST

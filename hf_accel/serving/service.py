@@ -1,0 +1,227 @@
+"""Service: one model with its Engine, and the way of a request through them. It knows nothing of HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from contextvars import ContextVar
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from ..errors import HfAccelError, OutOfBlocksError, UnsupportedError
+from ..generation.hf import Engine
+from ..generation.serving.stream import Request, Sample
+from .api_errors import ApiError, unavailable
+from .bodies import Common
+from .limits import Admission, Limits
+from .metrics import Metrics
+from .token_text import Entry, TokenText
+
+DEFAULT_NEW_TOKENS = 1024  # of a choice whose request names no number, as in `transformers serve`
+RETRY_SECONDS = 5
+
+# What is closed when an HTTP exchange ends, however it ends: the guard sets it, and submit() adds its job.
+exchange: ContextVar[ExitStack] = ContextVar("exchange")
+
+
+@dataclass(frozen=True)
+class Event:
+    """News of a choice. finish_reason: "stop" or "length" with its last piece of text, else None."""
+
+    index: int
+    text: str
+    entries: list[Entry]
+    finish_reason: str | None = None
+
+
+class Job:
+    """The choices of one request while they are computed."""
+
+    def __init__(self, service: Service, asked: Common, num_choices: int) -> None:
+        self._service, self._asked = service, asked
+        self.num_choices = num_choices
+        self.since = monotonic()
+        self.requests: list[Request] = []
+        self.num_prompt_tokens = 0
+        self.num_new_tokens = 0
+        self.task: asyncio.Task[None] | None = None  # what reads the events, if no handler does; kept alive here
+
+    def close(self) -> None:
+        """Cancel what still runs, and give the place back."""
+        self.cancel()
+        self._service.metrics.request_seconds.observe(monotonic() - self.since)
+        self._service.admission.leave(self)
+
+    def cancel(self) -> None:
+        for request in self.requests:
+            request.cancel()
+
+    async def events(self, *, keep_special: bool = False) -> AsyncIterator[Event]:
+        """Iterate over the news of all choices as they come; each ends with a finish_reason.
+
+        keep_special: whether special tokens have text. Raises ApiError: 503 if the engine broke or the server ends.
+        """
+        samples = [sample for request in self.requests for sample in request.samples]
+        parts = [self._choice(index, sample, keep_special) for index, sample in enumerate(samples)]
+        async for event in parts[0] if len(parts) == 1 else _merged(parts):
+            yield event
+
+    async def _choice(self, index: int, sample: Sample, keep_special: bool) -> AsyncIterator[Event]:
+        text = TokenText(self._service.tokenizer, self._service.stops(self._asked), keep_special=keep_special)
+        last, is_first = self.since, True
+        try:
+            async for tokens, logprobs in sample.pieces():
+                now = monotonic()
+                self._service.metrics.tokens(len(tokens), now - last, first=is_first)
+                last, is_first = now, False
+                self.num_new_tokens += len(tokens)
+                piece, entries = text.feed(tokens, logprobs)
+                if piece or entries:
+                    yield Event(index, piece, entries)
+        except Exception as error:
+            raise self._service.failure(error) from error
+        if sample.finish_reason == "cancelled":
+            raise unavailable("the server is shutting down, and the answer is not complete", RETRY_SECONDS)
+        yield Event(index, *text.end(), sample.finish_reason)
+
+
+class Service:
+    """One model that is served. name: what clients call it. tokenizer: a fast one.
+
+    All methods are for the event loop of the server.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Any, name: str, limits: Limits) -> None:
+        self.engine, self.tokenizer, self.name, self.limits = engine, tokenizer, name, limits
+        self.admission = Admission(limits)
+        self.metrics = Metrics(engine)
+        # One thread, so that no tokenizer is used twice at a time, and a long prompt does not stop the streams.
+        self._tokenizing = ThreadPoolExecutor(1, "hf_accel tokenizer")
+
+    @property
+    def context(self) -> int | None:
+        """The tokens of the longest text that the model was made for; None if its config does not say."""
+        found = getattr(self.engine.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return None if found is None else int(found)
+
+    def unready(self) -> str | None:
+        """Why no request is taken now; None if requests are taken."""
+        if not self.engine.is_live:
+            return "the engine has ended; restart the server"
+        return "the server is shutting down" if self.admission.draining else None
+
+    def require_ready(self) -> None:
+        self.admission.refuse_while_draining()
+        if not self.engine.is_live:
+            raise unavailable("the engine has ended; the server must be restarted", RETRY_SECONDS)
+
+    def stops(self, asked: Common) -> list[str]:
+        """The strings that end the text: the request's, or else those of the model's generation_config."""
+        own = self.engine.model.generation_config.stop_strings or []
+        return asked.stops or ([own] if isinstance(own, str) else list(own))
+
+    def check_name(self, asked: str | None) -> None:
+        """Raise ApiError (404) for another model than the one that is served."""
+        if asked is not None and asked != self.name:
+            raise ApiError(404, f"the model {asked[:200]!r} is not served here, but {self.name!r} is", field="model")
+
+    async def in_thread(self, work: Callable[[], list[list[int]]]) -> list[list[int]]:
+        """Run tokenization beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+
+    def submit(self, asked: Common, prompts: Sequence[list[int]]) -> Job:
+        """Submit a choice, or several, for each prompt. prompts: token ids.
+
+        Raises ApiError: 400 for what cannot be served, 429 if there is no room, 503 if the engine has ended.
+        """
+        self.require_ready()
+        limits = [self._new_tokens(asked, len(prompt)) for prompt in prompts]
+        keywords = asked.sampling()
+        if asked.num_logprobs is not None:
+            keywords["logprobs"] = asked.num_logprobs
+        job = Job(self, asked, len(prompts) * asked.num_choices)
+        self.admission.admit(job)
+        exchange.get().callback(job.close)
+        for prompt, limit in zip(prompts, limits, strict=True):
+            job.requests.append(self._submit(prompt, limit, asked, keywords))
+            job.num_prompt_tokens += len(prompt)
+        self.metrics.prompt_tokens.inc(job.num_prompt_tokens)
+        return job
+
+    def _submit(self, prompt: list[int], limit: int, asked: Common, keywords: dict[str, Any]) -> Request:
+        try:
+            return self.engine.submit(
+                prompt, max_new_tokens=limit, stop=self.stops(asked), n=asked.num_choices, **keywords
+            )
+        except (UnsupportedError, OutOfBlocksError) as error:
+            raise ApiError(400, str(error)) from error
+        except HfAccelError as error:
+            raise unavailable(str(error), RETRY_SECONDS) from error
+
+    def _new_tokens(self, asked: Common, num_prompt: int) -> int:
+        """The most new tokens after a prompt. Raises ApiError (400) for a prompt or a number beyond the limits."""
+        if not num_prompt:
+            raise ApiError(400, "the prompt has no tokens; send at least one")
+        longest, context, most = self.limits.max_prompt_tokens, self.context, self.limits.max_new_tokens
+        if longest is not None and num_prompt > longest:
+            raise ApiError(400, f"the prompt has {num_prompt} tokens; this server takes {longest}")
+        if context is not None and num_prompt >= context:
+            raise ApiError(400, f"the prompt has {num_prompt} tokens; the model's context holds {context}")
+        wanted = asked.new_tokens
+        if wanted is not None and most is not None and wanted > most:
+            raise ApiError(400, f"{wanted} new tokens are asked for; this server gives {most} a request")
+        if wanted is not None and context is not None and num_prompt + wanted > context:
+            message = f"the prompt has {num_prompt} tokens and {wanted} are asked for; the context holds {context}"
+            raise ApiError(400, message)
+        room = DEFAULT_NEW_TOKENS if context is None else context - num_prompt
+        return wanted or min(DEFAULT_NEW_TOKENS, room, most or DEFAULT_NEW_TOKENS)
+
+    def failure(self, error: BaseException) -> ApiError:
+        """What a client is told of an error of its choice."""
+        if not self.engine.is_live:
+            return unavailable(f"the engine has ended: {error}", RETRY_SECONDS)
+        return ApiError(500, f"the request failed: {error}")
+
+    def close(self) -> None:
+        """End the engine, and with it all requests."""
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        self.engine.close(wait=False)
+
+
+async def _merged(parts: Sequence[AsyncIterator[Event]]) -> AsyncIterator[Event]:
+    """The events of all parts in the order in which they come. Raises the first error of any part."""
+    arrived: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
+
+    async def run(part: AsyncIterator[Event]) -> None:
+        try:
+            async for event in part:
+                arrived.put_nowait(event)
+        except Exception as error:
+            arrived.put_nowait(error)
+        else:
+            arrived.put_nowait(None)
+
+    tasks = [asyncio.create_task(run(part)) for part in parts]
+    try:
+        left = len(tasks)
+        while left:
+            found = await arrived.get()
+            if isinstance(found, Exception):
+                raise found
+            if found is None:
+                left -= 1
+            else:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def known_keywords(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Those of `given` that `function` takes: transformers' releases differ in a few."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in given.items() if name in names}

@@ -1,0 +1,92 @@
+"""A server in a thread of the test's process, with a socket of its own: clients are the real ones."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import torch
+
+import hf_accel
+from hf_accel.serving.hf.application import make_app
+from hf_accel.serving.hf.served_model import load_service
+from hf_accel.serving.http_server import DrainingServer, bound_socket, make_server
+from hf_accel.serving.limits import Limits
+from hf_accel.serving.service import Service
+
+SHIPPED = Path(__file__).parents[2] / "examples" / "stdlib-tiny"
+CHAT_TEMPLATE = "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
+# float32 and backends whose rows do not depend on what runs beside them: answers can be compared token by token.
+EXACT: dict[str, Any] = {"weights": None, "deterministic": True, "dtype": torch.float32}
+WAIT = 30
+
+
+class Running:
+    """A server that answers at `url`."""
+
+    def __init__(self, service: Service, server: DrainingServer, port: int) -> None:
+        self.service, self.server = service, server
+        self.root = f"http://127.0.0.1:{port}"
+        self.url = f"{self.root}/v1"
+
+    def client(self, api_key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url, api_key=api_key, max_retries=0, timeout=WAIT)
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        return self.service.engine.stats
+
+    def generated(self, prompt: str | list[int], new_tokens: int, **keywords: Any) -> list[int]:
+        """What generate() of the same model answers alone."""
+        model, tokenizer = self.service.engine.model, self.service.tokenizer
+        ids = torch.tensor([tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt])
+        given = {"do_sample": False, "max_new_tokens": new_tokens, "attention_mask": torch.ones_like(ids), **keywords}
+        out: list[int] = model.generate(ids, **given)[0, ids.shape[1] :].tolist()
+        return out
+
+    def text(self, prompt: str | list[int], new_tokens: int) -> str:
+        tokens = self.generated(prompt, new_tokens)
+        found: str = self.service.tokenizer.decode(tokens, skip_special_tokens=True)
+        return found
+
+    def is_idle(self) -> bool:
+        stats = self.stats
+        return not (stats["running"] or stats["waiting"] or stats["blocks_used"] or self.service.admission.num_choices)
+
+
+@contextmanager
+def serving(
+    path: str | Path = SHIPPED,
+    *,
+    limits: Limits | None = None,
+    api_key: str | None = None,
+    drain_seconds: float = 10.0,
+    **loading: Any,
+) -> Iterator[Running]:
+    """Serve a checkpoint until the block ends; then nothing of it may be left."""
+    bound = bound_socket("127.0.0.1", 0)
+    given: dict[str, Any] = {"name": "tiny", "chat_template": CHAT_TEMPLATE, **EXACT, **loading}
+    service = load_service(str(path), limits=limits, **given)
+    server = make_server(make_app(service, api_key=api_key), service, drain_seconds=drain_seconds)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, name="server")
+    thread.start()
+    try:
+        until(lambda: server.started)
+        yield Running(service, server, bound.getsockname()[1])
+    finally:
+        server.handle_exit(15, None)
+        thread.join(WAIT)
+        hf_accel.unpatch(service.engine.model)
+    assert not thread.is_alive() and not service.engine.is_live
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end, "it did not come in time"
+        time.sleep(0.005)
