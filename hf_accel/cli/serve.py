@@ -6,7 +6,7 @@ import json
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,8 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import HfAccelError
+from ..keywords import one_of
 
 NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -55,8 +57,9 @@ def serve(
     missing = [package for package in NEEDED if find_spec(package) is None]
     if missing:
         raise failed(f"{', '.join(missing)} is not installed, which serve needs: pip install 'hf_accel[serve]'")
-    with one_line_errors():
-        bound = listen(host, port)
+    bound = listen(host, port)
+    with closing(bound), one_line_errors(model):
+        one_of("dtype", dtype, DTYPES)
         if host not in LOOPBACK and api_key is None:
             typer.echo(f"warning: {host} is open to others, and no --api-key is asked for", err=True)
         loading: dict[str, Any] = {
@@ -77,11 +80,11 @@ def serve(
             **({} if speculative is None else {"speculative": speculative}),
         }
         server = load_server(model, loading, api_key=api_key, drain_seconds=drain_seconds)
-    address = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
-    said = {"url": f"{address}/v1", "model": name or model}
-    typer.echo(json.dumps(said) if json_output else f"{said['model']} is served at {said['url']}")
-    sys.stdout.flush()
-    server.run(sockets=[bound])
+        address = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}/v1"
+        said = {"url": address, "model": name or model}
+        typer.echo(json.dumps(said) if json_output else f"{said['model']} is served at {address}")
+        sys.stdout.flush()
+        server.run(sockets=[bound])
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -107,12 +110,13 @@ def load_server(model: str, loading: dict[str, Any], *, api_key: str | None, dra
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
+def one_line_errors(model: str) -> Iterator[None]:
     """Turn what goes wrong with the user's input into one line and exit code 2."""
     try:
         yield
     except (OSError, ValueError, HfAccelError) as error:
-        raise failed(" ".join(str(error).split())) from error
+        words = " ".join(str(error).split())
+        raise failed(words if model in words else f"{model}: {words}") from error
 
 
 def failed(message: str) -> typer.Exit:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from .api_errors import ApiError
 
@@ -148,6 +149,15 @@ class Message(BaseModel):
     tool_calls: list[ToolCalled] | None = None
     tool_call_id: str | None = None
 
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("no_content", "a message needs content or tool_calls")
+        return self
+
+
+MESSAGES = TypeAdapter(list[Message])
+
 
 class FunctionNamed(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
@@ -207,7 +217,7 @@ class CompletionBody(Choices):
         if isinstance(self.prompt, str):
             return [self.prompt]
         is_ids = bool(self.prompt) and isinstance(self.prompt[0], int)
-        return [self.prompt] if is_ids else self.prompt  # type: ignore[list-item, return-value]
+        return [self.prompt] if is_ids else self.prompt  # type: ignore[return-value]
 
     @property
     def new_tokens(self) -> int | None:
@@ -260,6 +270,14 @@ def read_body(kind: type[Body], body: dict[str, Any]) -> Body:
         raise _refusal(error) from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
+
+
+def check_messages(messages: list[dict[str, Any]], *, field: str) -> None:
+    """Check messages that were made of another form. field: what they were made of. Raises ApiError (400)."""
+    try:
+        MESSAGES.validate_python(messages)
+    except ValidationError as error:
+        raise ApiError(400, f"{field}: {_refusal(error).message}", field=field) from None
 
 
 def _refusal(error: ValidationError) -> ApiError:

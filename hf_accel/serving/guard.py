@@ -92,7 +92,11 @@ class Guard:
         """Run the app until it has answered or the client is gone, whichever comes first."""
         request = scope.setdefault("state", {})
         request["request_id"] = answer.request_id
-        app = asyncio.create_task(self._app(scope, _replayed(body), answer))  # type: ignore[arg-type]
+
+        async def answered() -> None:
+            await self._app(scope, _replayed(body), answer)
+
+        app = asyncio.create_task(answered())
         gone = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait({app, gone}, return_when=asyncio.FIRST_COMPLETED)

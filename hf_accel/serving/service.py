@@ -19,7 +19,7 @@ from .api_errors import ApiError, unavailable
 from .bodies import Common
 from .limits import Admission, Limits
 from .metrics import Metrics
-from .token_text import Entry, TokenText
+from .token_text import ScoredToken, TokenText
 
 DEFAULT_NEW_TOKENS = 1024  # of a choice whose request names no number, as in `transformers serve`
 RETRY_SECONDS = 5
@@ -34,7 +34,7 @@ class Event:
 
     index: int
     text: str
-    entries: list[Entry]
+    entries: list[ScoredToken]
     finish_reason: str | None = None
 
 

@@ -13,7 +13,7 @@ from ..generation.sampling.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True)
-class Entry:
+class ScoredToken:
     """A token with its log-probability. start: the character of the choice's text at which it begins.
 
     top: the most probable tokens in its place, as (text, log-probability).
@@ -43,9 +43,11 @@ class TokenText:
         self._text = ""  # of all tokens but those of an unfinished character
         self._released = 0  # characters of it that have been handed out
         self._stopped = False
-        self._entries: deque[Entry] = deque()
+        self._entries: deque[ScoredToken] = deque()
 
-    def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None) -> tuple[str, list[Entry]]:
+    def feed(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None
+    ) -> tuple[str, list[ScoredToken]]:
         """Take new tokens. Returns the text that is certain now, and the entries of tokens that begin in it."""
         self.num_tokens += len(tokens)
         if self._stopped:
@@ -57,7 +59,7 @@ class TokenText:
             self._text += self._decoder.step(self.tokenizer._tokenizer, token) or ""
         return self._release(is_end=False)
 
-    def end(self) -> tuple[str, list[Entry]]:
+    def end(self) -> tuple[str, list[ScoredToken]]:
         """Return what was held back."""
         if self._stopped:
             return "", []
@@ -66,7 +68,7 @@ class TokenText:
             self._text = whole
         return self._release(is_end=True)
 
-    def _release(self, *, is_end: bool) -> tuple[str, list[Entry]]:
+    def _release(self, *, is_end: bool) -> tuple[str, list[ScoredToken]]:
         found = [place for stop in self.stops if (place := self._text.find(stop, self._released)) >= 0]
         if found:
             self._stopped, end = True, min(found)
@@ -87,6 +89,6 @@ class TokenText:
                 return length
         return 0
 
-    def _entry(self, given: TokenLogprobs) -> Entry:
+    def _entry(self, given: TokenLogprobs) -> ScoredToken:
         top = [(self.tokenizer.decode([token]), logprob) for token, logprob in given.top]
-        return Entry(self.tokenizer.decode([given.token]), given.logprob, top, len(self._text))
+        return ScoredToken(self.tokenizer.decode([given.token]), given.logprob, top, len(self._text))

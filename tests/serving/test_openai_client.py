@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
@@ -16,6 +17,8 @@ from .running import CHAT_TEMPLATE, Running, serving, until
 
 PROMPT = "import re\n\ndef "
 MESSAGES: list[Any] = [{"role": "system", "content": "Python"}, {"role": "user", "content": "class Reader:\n    def "}]
+# Greedy, this model repeats itself and does not end.
+LONG: dict[str, Any] = {"model": "tiny", "temperature": 0, "stream": True}
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +222,7 @@ def test_logprobs_of_a_completion(running: Running, client: openai.OpenAI) -> No
 
 
 def test_penalties_and_biases(running: Running, client: openai.OpenAI) -> None:
-    """Frequency and presence penalties are OpenAI's own: subtracted from logits, not transformers' repetition_penalty."""
+    """They are OpenAI's own, subtracted from logits: stock's server makes a repetition_penalty of them."""
     engine, ids = running.service.engine, running.service.tokenizer(PROMPT)["input_ids"]
     settings = {"presence_penalty": 1.5, "frequency_penalty": 1.0}
     answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, temperature=0, **settings)
@@ -234,22 +237,24 @@ def test_penalties_and_biases(running: Running, client: openai.OpenAI) -> None:
 
 def test_a_stream_that_is_closed_is_cancelled(running: Running, client: openai.OpenAI) -> None:
     before = running.stats["cancelled"]
-    for stream in (
-        client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1500, temperature=1, stream=True),
-        client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1500, temperature=1, stream=True),
-        client.responses.create(model="tiny", input="x", max_output_tokens=1500, temperature=1, stream=True),
-    ):
+    asks: list[Callable[[], Any]] = [
+        lambda: client.completions.create(**LONG, prompt=PROMPT, max_tokens=1500),
+        lambda: client.chat.completions.create(**LONG, messages=MESSAGES, max_tokens=1500),
+        lambda: client.responses.create(**LONG, input="def ", max_output_tokens=1500),
+    ]
+    for number, ask in enumerate(asks, start=1):
+        stream = ask()
         for _, chunk in zip(range(3), stream, strict=False):
             assert chunk is not None
         stream.close()
         until(running.is_idle)
-    assert running.stats["cancelled"] == before + 3
+        assert running.stats["cancelled"] == before + number
 
 
 def test_a_whole_answer_whose_client_leaves_is_cancelled(running: Running) -> None:
     before = running.stats["cancelled"]
     with running.client().with_options(timeout=0.4) as client, pytest.raises(openai.APITimeoutError):
-        client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1900, temperature=1, n=4)
+        client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1900, temperature=0, n=4)
     until(running.is_idle)
     assert running.stats["cancelled"] == before + 4
 
@@ -263,14 +268,11 @@ def test_what_is_served(running: Running, client: openai.OpenAI) -> None:
 
 def test_too_many_get_429() -> None:
     with serving(limits=Limits(max_running=1, max_queue=1)) as running, running.client() as client:
-        streams = [
-            client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1500, temperature=1, stream=True)
-            for _ in range(2)
-        ]
+        streams = [client.completions.create(**LONG, prompt=PROMPT, max_tokens=1500) for _ in range(2)]
         with pytest.raises(openai.RateLimitError, match="try again later") as error:
             client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1)
         assert 1 <= int(error.value.response.headers["retry-after"]) <= 60
-        assert running.stats["running"] == 1 and running.stats["waiting"] == 1
+        until(lambda: running.stats["running"] == running.stats["waiting"] == 1)
         for stream in streams:
             stream.close()
         until(running.is_idle)
@@ -281,9 +283,13 @@ def test_keys() -> None:
     with serving(api_key="sésame") as running:
         with running.client("wrong") as client, pytest.raises(openai.AuthenticationError, match="API key"):
             client.models.list()
-        with running.client() as client:
-            key = {"Authorization": "Bearer sésame".encode().decode("latin-1")}
-            assert client.models.list(extra_headers=key).data[0].id == "tiny"
+        right = {b"authorization": "Bearer sésame".encode()}
+        for path in ("/v1/models", "/metrics", "/v1/none", "/load_model", "/"):
+            assert httpx.get(running.root + path).status_code == 401
+        for path in ("/v1/models", "/metrics", "/health", "/ready"):
+            assert httpx.get(running.root + path, headers=right).status_code == 200
+        for path in ("/health", "/ready"):
+            assert httpx.get(running.root + path).status_code == 200
 
 
 def test_without_a_chat_template() -> None:

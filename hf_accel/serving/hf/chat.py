@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from ..bodies import ChatBody
 from ..service import Event, Job, known_keywords
-from ..token_text import Entry
+from ..token_text import ScoredToken
 from .handlers import Served, event_stream, usage
 
 logger = logging.get_logger(__name__)
@@ -110,7 +110,7 @@ class Chat(Served, ChatCompletionHandler):
         self, job: Job, asked: ChatBody, parsers: list[MessageParser], head: dict[str, Any]
     ) -> dict[str, Any]:
         messages: list[dict[str, Any]] = [{"role": "assistant", "content": ""} for _ in parsers]
-        entries: list[list[Entry]] = [[] for _ in parsers]
+        entries: list[list[ScoredToken]] = [[] for _ in parsers]
         reasons: list[str | None] = [None] * len(parsers)
         async for event in job.events(keep_special=parsers[0].keeps_special):
             for delta in _deltas(parsers[event.index], event):
@@ -152,7 +152,7 @@ def _chunk(
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _logprobs(asked: ChatBody, entries: Sequence[Entry]) -> dict[str, Any] | None:
+def _logprobs(asked: ChatBody, entries: Sequence[ScoredToken]) -> dict[str, Any] | None:
     """Log-probabilities as the chat API writes them: an entry for each token."""
     if asked.num_logprobs is None:
         return None

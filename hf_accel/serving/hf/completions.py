@@ -12,7 +12,7 @@ from transformers.cli.serving.completion import CompletionHandler
 from ..api_errors import ApiError
 from ..bodies import CompletionBody
 from ..service import Job
-from ..token_text import Entry
+from ..token_text import ScoredToken
 from .handlers import Served, event_stream, usage
 
 
@@ -25,10 +25,14 @@ class Completions(Served, CompletionHandler):
         if len(asked.prompts) > self.service.limits.most_choices or not asked.prompts:
             message = f"prompt holds {len(asked.prompts)} prompts; send 1 to {self.service.limits.most_choices}"
             raise ApiError(400, message, field="prompt")
-        return [
-            self.service.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-            for prompt in asked.prompts
-        ]
+        return [self._ids(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
+
+    def _ids(self, text: str) -> list[int]:
+        try:
+            ids: list[int] = self.service.tokenizer(text)["input_ids"]
+        except Exception as error:  # such as half of a surrogate pair, which JSON can name and UTF-8 cannot
+            raise ApiError(400, "prompt is a text that the tokenizer cannot read", field="prompt") from error
+        return ids
 
     async def _answer(
         self, asked: CompletionBody, body: dict[str, Any], prompts: list[list[int]], request_id: str
@@ -42,7 +46,7 @@ class Completions(Served, CompletionHandler):
         }
         if asked.stream:
             return event_stream(self._events(job, asked, head))
-        texts, entries = [""] * job.num_choices, [list[Entry]() for _ in range(job.num_choices)]
+        texts, entries = [""] * job.num_choices, [list[ScoredToken]() for _ in range(job.num_choices)]
         reasons: list[str | None] = [None] * job.num_choices
         async for event in job.events():
             texts[event.index] += event.text
@@ -66,7 +70,7 @@ def _choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str 
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _logprobs(asked: CompletionBody, entries: Sequence[Entry]) -> dict[str, Any] | None:
+def _logprobs(asked: CompletionBody, entries: Sequence[ScoredToken]) -> dict[str, Any] | None:
     """Log-probabilities as the completions API writes them: a list for each kind of fact."""
     if asked.num_logprobs is None:
         return None

@@ -13,7 +13,6 @@ from transformers.cli.serving.utils import (
 )
 
 from ..api_errors import ApiError
-from ..bodies import ResponseBody
 from ..service import Job, Service
 
 
@@ -32,23 +31,26 @@ class JobStreamer:
 
 
 class EngineManager(BaseGenerateManager):
-    """transformers' interface of what generates, over the Service. The generation config is the request's body."""
+    """transformers' interface of what generates, over the Service.
+
+    A generation config is here the ResponseBody of the request: its handler hands on what it is given.
+    """
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def generate_streaming(
-        self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: ResponseBody, request_id: str,
+        self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str,
         response_parser: Any = None,
-    ) -> tuple[asyncio.Queue[Any], JobStreamer]:  # fmt: skip
-        """Submit a request; what it says arrives in the queue, and None at its end."""
+    ) -> tuple[asyncio.Queue[Any], Any]:  # fmt: skip
+        """Submit a request; what it says arrives in the queue, and None at its end. Returns it with a JobStreamer."""
         job = self._service.submit(gen_config, [inputs["input_ids"]])
         arrived: asyncio.Queue[Any] = asyncio.Queue()
         job.task = asyncio.create_task(_pump(job, arrived, response_parser))
         return arrived, JobStreamer(job)
 
     async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: ResponseBody, request_id: str
+        self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
         """Submit a request, and return its text, the length of its prompt and its tokens."""
         job = self._service.submit(gen_config, [inputs["input_ids"]])

@@ -31,8 +31,8 @@ class Served(BaseHandler):
         super().__init__(*arguments, **keywords)
         self.service = service
 
-    async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
-        """Answer a request. Raises ApiError for what is not served."""
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        """Answer a request with a Response. Raises ApiError for what is not served."""
         asked = read_body(self.body_type, body)
         self.service.check_name(asked.model)
         self.service.require_ready()

@@ -7,7 +7,8 @@ from typing import Any
 from starlette.responses import Response
 from transformers.cli.serving.response import ResponseHandler
 
-from ..bodies import ResponseBody
+from ..api_errors import ApiError
+from ..bodies import ResponseBody, check_messages
 from ..service import known_keywords
 from .handlers import Served
 
@@ -21,7 +22,12 @@ class Responses(Served, ResponseHandler):
         return [self._render(asked, self._messages(body), self._tools(asked, body))]
 
     def _messages(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        messages: list[dict[str, Any]] = self._normalize_input(body)
+        """Return the input as the messages of a chat. Raises ApiError (400) for items of another form."""
+        try:
+            messages: list[dict[str, Any]] = self._normalize_input(body)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ApiError(400, f"input has an item that is not understood: {error!r}", field="input") from error
+        check_messages(messages, field="input")
         return messages
 
     def _tools(self, asked: ResponseBody, body: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -31,7 +37,7 @@ class Responses(Served, ResponseHandler):
     async def _answer(
         self, asked: ResponseBody, body: dict[str, Any], prompts: list[list[int]], request_id: str
     ) -> Response:
-        answer = self._streaming if asked.stream else self._non_streaming
+        answer: Any = self._streaming if asked.stream else self._non_streaming
         more = known_keywords(answer, {"tools": self._tools(asked, body)})
         found: Any = answer(
             request_id,
