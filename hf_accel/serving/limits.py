@@ -104,6 +104,8 @@ class Admission:
     async def drain(self, seconds: float) -> bool:
         """Admit nobody, and wait until all have left. Returns False if some were cancelled after `seconds`."""
         self.draining = True
+        if self._empty.is_set():
+            return True
         try:
             await asyncio.wait_for(self._empty.wait(), seconds)
         except TimeoutError:

@@ -1,0 +1,128 @@
+"""Clients that come by a Poisson process, ask for different things, and of whom some leave before the end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import random
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from hf_accel.generation.sequence import Sequence
+from hf_accel.generation.serving.stream import Request
+from hf_accel.serving.service import Job
+
+from .running import Running, until
+
+SHARED = "import re\nimport sys\n\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n"
+PROMPTS = [
+    SHARED, SHARED + "    def read(", SHARED + "    def close(", "import re\n\ndef ", "def main(", "class Error(",
+    "x = [", "# a ",
+]  # fmt: skip
+LENGTHS = (1, 7, 16, 64)
+LEAVING = 0.3  # the share of clients who do not wait for the end
+
+
+@dataclass
+class Outcome:
+    """What became of the clients. wrong: completed greedy answers that are not generate()'s."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+
+
+class Load:
+    """Clients of one server. clients: the most at a time; rate: arrivals a second."""
+
+    def __init__(self, running: Running, *, seed: int, clients: int = 64, rate: float = 200.0) -> None:
+        self.running, self.random = running, random.Random(seed)
+        self.clients, self.rate = asyncio.Semaphore(clients), rate
+        self.outcome = Outcome()
+        tokenizer = running.service.tokenizer
+        self.expected = {
+            (prompt, length): tokenizer.decode(tokens[:length], skip_special_tokens=True)
+            for prompt in PROMPTS
+            for tokens in [running.generated(prompt, max(LENGTHS))]
+            for length in LENGTHS
+        }
+
+    async def run(self, seconds: float) -> Outcome:
+        """Let clients come for so long, and wait until all have gone."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=16)
+        async with httpx.AsyncClient(base_url=self.running.root, timeout=60, limits=limits) as http:
+            tasks = set[asyncio.Task[None]]()
+            while loop.time() < end:
+                await self.clients.acquire()
+                task = asyncio.create_task(self._client(http))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+                task.add_done_callback(lambda _: self.clients.release())
+                await asyncio.sleep(self.random.expovariate(self.rate))
+            await asyncio.gather(*tasks)
+        return self.outcome
+
+    async def _client(self, http: httpx.AsyncClient) -> None:
+        choose = self.random
+        body: dict[str, Any] = {"prompt": choose.choice(PROMPTS), "max_tokens": choose.choice(LENGTHS)}
+        body |= {"temperature": choose.choice([0, 0, 0, 0.9]), "stream": choose.random() < 0.6}
+        if body["temperature"]:
+            body |= {"n": choose.choice([1, 3]), "top_p": 0.9, "logprobs": 1}
+        patience = choose.expovariate(4.0) if choose.random() < LEAVING else None
+        try:
+            async with asyncio.timeout(patience):
+                text = await (self._streamed if body["stream"] else self._whole)(http, body)
+        except TimeoutError:
+            self.outcome.counts["left"] += 1
+            return
+        if text is None:
+            self.outcome.counts["told to come later"] += 1
+            return
+        self.outcome.counts["answered"] += 1
+        if not body["temperature"]:
+            self.outcome.counts["compared"] += 1
+            if text != self.expected[body["prompt"], body["max_tokens"]]:
+                self.outcome.wrong.append((body, text))
+
+    async def _whole(self, http: httpx.AsyncClient, body: dict[str, Any]) -> str | None:
+        answer = await http.post("/v1/completions", json=body)
+        if answer.status_code == 429:
+            return None
+        answer.raise_for_status()
+        text: str = answer.json()["choices"][0]["text"]
+        return text
+
+    async def _streamed(self, http: httpx.AsyncClient, body: dict[str, Any]) -> str | None:
+        text = ""
+        async with http.stream("POST", "/v1/completions", json=body) as answer:
+            if answer.status_code == 429:
+                return None
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    assert "error" not in event, event
+                    text += "".join(choice["text"] for choice in event["choices"] if choice["index"] == 0)
+            assert line == "" or line == "data: [DONE]"
+        return text
+
+
+def left_behind(running: Running) -> dict[str, int]:
+    """Objects of requests that have ended, and threads beyond those of a server; both are empty without a leak.
+
+    The engine remembers its last pass, so that as many Sequences as can run are no leak.
+    """
+    until(running.is_idle)
+    gc.collect()
+    kinds = (Job, Request, Sequence)
+    found = Counter(type(one).__name__ for one in gc.get_objects() if type(one) in kinds)
+    if found["Sequence"] <= running.service.limits.max_running:
+        del found["Sequence"]
+    threads = Counter(thread.name.rstrip("0123456789_-") for thread in threading.enumerate())
+    return {**found, **{name: count - 1 for name, count in threads.items() if count > 1}}

@@ -1,0 +1,39 @@
+"""Many clients at once, of whom some leave: nothing leaks, and every greedy answer is generate()'s own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from hf_accel.serving.limits import Limits
+
+from .load import Load, left_behind
+from .running import serving
+
+SMALL = {"max_tokens": 512}  # fewer tokens than 64 clients need: choices are preempted
+LIMITS = Limits(max_running=24, max_queue=16)
+
+
+def check(seconds: float, **loading: Any) -> None:
+    with serving(limits=LIMITS, **loading) as running:
+        load = Load(running, seed=1)
+        outcome = asyncio.run(load.run(seconds))
+        assert outcome.wrong == []
+        counts = outcome.counts
+        assert min(counts["compared"], counts["left"], counts["told to come later"]) > 0, counts
+        assert left_behind(running) == {}
+        stats = running.stats
+        assert stats["failed"] == 0 and min(stats["cancelled"], stats["preemptions"], stats["prefix_hits"]) > 0
+        assert stats["requests"] == stats["finished"] + stats["cancelled"]
+
+
+@pytest.mark.parametrize("speculative", [None, "ngram"], ids=["plain", "drafts"])
+def test_clients_come_and_go(speculative: str | None) -> None:
+    check(2.0, speculative=speculative, engine=SMALL)
+
+
+@pytest.mark.long
+def test_clients_come_and_go_for_30_seconds() -> None:
+    check(30, engine=SMALL)

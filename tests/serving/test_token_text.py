@@ -1,0 +1,93 @@
+"""The text of a choice, piece by piece: together the pieces are what the tokenizer decodes, up to a stop string."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from hf_accel.generation.sampling.logprobs import TokenLogprobs
+from hf_accel.serving.token_text import ScoredToken, TokenText
+
+from .running import SHIPPED
+
+TEXT = "def naïve(x):\n    return 'é€😀' * x  # 日本語\n"
+END = 0  # <|endoftext|>
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(SHIPPED)
+
+
+def pieces(text: TokenText, tokens: list[int], chooser: random.Random) -> tuple[list[str], list[ScoredToken]]:
+    """Feed the tokens in groups of random sizes, as drafts bring them."""
+    found, entries, place = [], list[ScoredToken](), 0
+    while place < len(tokens):
+        size = chooser.randint(1, 4)
+        group = tokens[place : place + size]
+        piece, new = text.feed(group, [TokenLogprobs(token, -float(token), []) for token in group])
+        found.append(piece)
+        entries += new
+        place += size
+    piece, new = text.end()
+    return [*found, piece], entries + new
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_are_the_text(tokenizer: Any, seed: int) -> None:
+    chooser = random.Random(seed)
+    tokens = tokenizer(TEXT)["input_ids"] + [chooser.randrange(tokenizer.vocab_size) for _ in range(30)]
+    chooser.shuffle(tokens)
+    for keep in (False, True):
+        found, entries = pieces(TokenText(tokenizer, [], keep_special=keep), tokens, chooser)
+        whole = tokenizer.decode(tokens, skip_special_tokens=not keep)
+        assert "".join(found) == whole
+        assert [entry.start for entry in entries] == sorted(entry.start for entry in entries)
+        assert all(0 <= entry.start < len(whole) for entry in entries)
+
+
+def test_no_half_characters(tokenizer: Any) -> None:
+    tokens = tokenizer(TEXT)["input_ids"]
+    assert any("\ufffd" in tokenizer.decode([token]) for token in tokens), "some tokens are parts of characters"
+    found, _ = pieces(TokenText(tokenizer, [], keep_special=False), tokens, random.Random(0))
+    assert "".join(found) == TEXT and not any("\ufffd" in piece for piece in found)
+
+
+def test_an_unfinished_character_comes_at_the_end(tokenizer: Any) -> None:
+    tokens = tokenizer("a😀")["input_ids"][:-1]
+    found, _ = pieces(TokenText(tokenizer, [], keep_special=False), tokens, random.Random(0))
+    assert "".join(found) == tokenizer.decode(tokens) and "".join(found).startswith("a\ufffd")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_stop_strings(tokenizer: Any, seed: int) -> None:
+    chooser = random.Random(seed)
+    tokens = tokenizer(TEXT)["input_ids"]
+    start = chooser.randrange(len(TEXT) - 4)
+    stops = [TEXT[start : start + chooser.randint(1, 4)], "return 'no", "no such"]
+    found, entries = pieces(TokenText(tokenizer, stops, keep_special=False), tokens, chooser)
+    expected = TEXT[: min(place for stop in stops if (place := TEXT.find(stop)) >= 0)]
+    assert "".join(found) == expected
+    assert all(entry.start < len(expected) for entry in entries)
+
+
+def test_what_may_begin_a_stop_string_is_held_back(tokenizer: Any) -> None:
+    text = TokenText(tokenizer, ["return 'no"], keep_special=False)
+    seen = ""
+    for token in tokenizer("x = 1\nreturn 'yes'")["input_ids"]:
+        piece, _ = text.feed([token])
+        seen += piece
+        assert not any(seen.endswith("return 'no"[:length]) for length in range(1, 10))
+    assert seen + text.end()[0] == "x = 1\nreturn 'yes'"
+
+
+def test_special_tokens(tokenizer: Any) -> None:
+    tokens = [*tokenizer("x = 1")["input_ids"], END]
+    for keep, expected in ((False, "x = 1"), (True, "x = 1<|endoftext|>")):
+        text = TokenText(tokenizer, [], keep_special=keep)
+        piece, entries = text.feed(tokens, [TokenLogprobs(token, -1.0, [(token, -1.0)]) for token in tokens])
+        assert piece + text.end()[0] == expected and text.num_tokens == len(tokens)
+        assert "".join(entry.text for entry in entries) == expected
