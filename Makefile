@@ -4,6 +4,7 @@
 # make sanitize  the C++ kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make families  stock against patched for each model class of transformers' auto mappings; writes docs/support.md
 # make mutants   one wrong line after the other, each of which the tests must find (ONLY=attention: some of them)
+# make soak      ten minutes of many clients of the server: answers, blocks, threads and memory
 # make wheel     dist/*.whl, which needs no compiler to install, for every Python 3 of this platform
 # make bench     the measurements behind benchmarks/results
 # make gpu       what needs an NVIDIA GPU, by PYTHON as it is, in at most ten minutes: tests, then measurements
@@ -15,7 +16,7 @@ PYTEST = $(RUN) -m pytest --numprocesses logical --maxprocesses 8 --dist workste
 KERNELS = hf_accel/kernels/cpu
 SOURCES = $(KERNELS)/build.py $(shell find $(KERNELS)/src -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-all lint types check sanitize families mutants wheel bench gpu clean
+.PHONY: demo test test-all lint types check sanitize families mutants soak wheel bench gpu clean
 
 demo: $(VENV)/.ready
 	$(RUN) examples/quickstart.py
@@ -50,6 +51,9 @@ families: $(VENV)/.ready
 
 mutants: $(VENV)/.ready
 	$(RUN) -m tests.mutants.run $(ONLY)
+
+soak: $(VENV)/.ready
+	OMP_NUM_THREADS=1 $(RUN) -m tests.serving.soak
 
 # libgomp stays out: torch brings it, and a second one beside it would have threads of its own. macOS needs no repair.
 wheel: $(VENV)/.ready

@@ -24,6 +24,7 @@ DOCUMENTS = [
     "CHANGELOG.md",
     "docs/architecture.md",
     "docs/gpu.md",
+    "docs/serving.md",
     "docs/command-line.md",
 ]
 

@@ -119,10 +119,10 @@ def one_line_errors(model: str) -> Iterator[None]:
         raise failed(words if model in words else f"{model}: {words}") from error
 
 
-def failed(message: str) -> typer.Exit:
+def failed(message: str) -> SystemExit:
     """Say in one line what is wrong, and return what to raise."""
     typer.echo(f"hf-accel serve: {message}", err=True)
-    return typer.Exit(2)
+    return SystemExit(2)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .load import Load, left_behind
 from .running import serving
-from .test_load import LIMITS, SMALL
+from .test_load import MANY
 
 WARM_SECONDS = 20.0  # after which memory may no longer grow
 GROWTH = 32 * 2**20  # bytes; less than one leaked request in ten would take in ten minutes
@@ -21,7 +21,7 @@ def resident_bytes() -> int:
 
 def main(seconds: float) -> int:
     failed = False
-    with serving(limits=LIMITS, engine=SMALL, speculative="ngram") as running:
+    with serving(limits=MANY, engine={"max_tokens": 1024}, speculative="ngram") as running:
         load = Load(running, seed=2)
         asyncio.run(load.run(min(WARM_SECONDS, seconds)))
         warm, spent = resident_bytes(), min(WARM_SECONDS, seconds)

@@ -12,12 +12,13 @@ from hf_accel.serving.limits import Limits
 from .load import Load, left_behind
 from .running import serving
 
-SMALL = {"max_tokens": 512}  # fewer tokens than 64 clients need: choices are preempted
-LIMITS = Limits(max_running=24, max_queue=16)
+SMALL = {"max_tokens": 256}  # of the cache: those that run need more, so that some are preempted
+FEW = Limits(max_running=8, max_queue=8)
+MANY = Limits(max_running=32, max_queue=16)  # fewer than 64 clients ask for
 
 
 def check(seconds: float, **loading: Any) -> None:
-    with serving(limits=LIMITS, **loading) as running:
+    with serving(**loading) as running:
         load = Load(running, seed=1)
         outcome = asyncio.run(load.run(seconds))
         assert outcome.wrong == []
@@ -31,9 +32,9 @@ def check(seconds: float, **loading: Any) -> None:
 
 @pytest.mark.parametrize("speculative", [None, "ngram"], ids=["plain", "drafts"])
 def test_clients_come_and_go(speculative: str | None) -> None:
-    check(2.0, speculative=speculative, engine=SMALL)
+    check(2.0, limits=FEW, speculative=speculative, engine=SMALL)
 
 
 @pytest.mark.long
 def test_clients_come_and_go_for_30_seconds() -> None:
-    check(30, engine=SMALL)
+    check(30, limits=MANY, engine={"max_tokens": 1024})

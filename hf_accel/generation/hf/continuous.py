@@ -10,6 +10,7 @@ from collections import abc, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
@@ -150,6 +151,11 @@ class ContinuousManager(ContinuousBatchingManager):
 
     def is_running(self) -> bool:
         return self._loop is not None and self._loop.is_running
+
+    @property
+    def background_thread_status(self) -> Any:  # type: ignore[override]
+        """What `transformers serve` asks before each request. fatal_error: what ended the thread, or None."""
+        return SimpleNamespace(fatal_error=None if self._loop is None else self._loop.error)
 
     def warmup(self) -> None:
         """Do nothing, because there are no CUDA graphs to capture."""

@@ -173,6 +173,11 @@ class EngineLoop:
         return self._refusal is None or self.is_running
 
     @property
+    def error(self) -> BaseException | None:
+        """What broke the loop; None if nothing did."""
+        return self._error
+
+    @property
     def is_running(self) -> bool:
         """Whether the thread runs."""
         return self._thread is not None and not self._ended.is_set()
