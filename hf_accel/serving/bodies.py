@@ -70,6 +70,12 @@ class Common(Closed):
         return 1
 
     @property
+    def means_samples(self) -> bool:
+        """Whether the request says something that greedy search would not heed."""
+        named = (self.top_p, self.top_k, self.min_p, self.seed)
+        return self.num_choices > 1 or any(value is not None for value in named)
+
+    @property
     def stops(self) -> list[str]:
         return []
 
@@ -100,7 +106,7 @@ class Choices(Common):
         given = super().sampling()
         for name in ("presence_penalty", "frequency_penalty", "stop_token_ids"):
             if (value := getattr(self, name)) is not None:
-                given[name] = value
+                given[name] = list(value) if isinstance(value, list) else value
         if self.logit_bias:
             given["logit_bias"] = {_token_id(token): bias for token, bias in self.logit_bias.items()}
         return given

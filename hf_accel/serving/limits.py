@@ -72,17 +72,21 @@ class Admission:
         return sum(one.num_choices for one in self._inside)
 
     def admit(self, one: Inside) -> None:
-        """Let a request in. Raises ApiError: 503 while the server ends, 400 for too many choices, 429 without room."""
-        limits = self.limits
-        self.refuse_while_draining()
-        if one.num_choices > limits.most_choices:
-            message = f"{one.num_choices} choices are asked for; this server computes {limits.most_choices} a request"
-            raise ApiError(400, message, field="n")
-        if self.num_choices + one.num_choices > limits.max_running + limits.max_queue:
-            message = f"{self.num_choices} choices run or wait, and no more may; try again later"
-            raise ApiError(429, message, headers={"Retry-After": str(self.retry_seconds())})
+        """Let a request in. Raises ApiError: 503 while the server ends, 400 for too many choices, 429 if full."""
+        self.require_room(one.num_choices)
         self._inside.add(one)
         self._empty.clear()
+
+    def require_room(self, num_choices: int) -> None:
+        """Raise what admit() would raise."""
+        limits = self.limits
+        self.refuse_while_draining()
+        if num_choices > limits.most_choices:
+            message = f"{num_choices} choices are asked for; this server computes {limits.most_choices} a request"
+            raise ApiError(400, message, field="n")
+        if self.num_choices + num_choices > limits.max_running + limits.max_queue:
+            message = f"{self.num_choices} choices run or wait, and no more may; try again later"
+            raise ApiError(429, message, headers={"Retry-After": str(self.retry_seconds())})
 
     def refuse_while_draining(self) -> None:
         if self.draining:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import HfAccelError, OutOfBlocksError, UnsupportedError
 from ..generation.hf import Engine
+from ..generation.hf.defaults import stop_token_ids
 from ..generation.serving.stream import Request, Sample
 from .api_errors import ApiError, unavailable
 from .bodies import Common
@@ -114,8 +115,9 @@ class Service:
             return "the engine has ended; restart the server"
         return "the server is shutting down" if self.admission.draining else None
 
-    def require_ready(self) -> None:
-        self.admission.refuse_while_draining()
+    def require_ready(self, num_choices: int) -> None:
+        """Raise ApiError if a request would not be admitted now: before the work of reading its prompt."""
+        self.admission.require_room(num_choices)
         if not self.engine.is_live:
             raise unavailable("the engine has ended; the server must be restarted", RETRY_SECONDS)
 
@@ -138,11 +140,8 @@ class Service:
 
         Raises ApiError: 400 for what cannot be served, 429 if there is no room, 503 if the engine has ended.
         """
-        self.require_ready()
         limits = [self._new_tokens(asked, len(prompt)) for prompt in prompts]
-        keywords = asked.sampling()
-        if asked.num_logprobs is not None:
-            keywords["logprobs"] = asked.num_logprobs
+        keywords = self._sampling(asked)
         job = Job(self, asked, len(prompts) * asked.num_choices)
         self.admission.admit(job)
         exchange.get().callback(job.close)
@@ -151,6 +150,21 @@ class Service:
             job.num_prompt_tokens += len(prompt)
         self.metrics.prompt_tokens.inc(job.num_prompt_tokens)
         return job
+
+    def _sampling(self, asked: Common) -> dict[str, Any]:
+        """The keywords of a request for Engine.submit.
+
+        What a request does not say, the model's generation_config says. If that is greedy, a request which makes sense
+        only for samples has the temperature that OpenAI's API would give it.
+        """
+        keywords, config = asked.sampling(), self.engine.model.generation_config
+        if "temperature" not in keywords and not config.do_sample and asked.means_samples:
+            keywords["temperature"] = 1.0
+        if "stop_token_ids" in keywords:
+            keywords["stop_token_ids"] += stop_token_ids(self.engine.model)
+        if asked.num_logprobs is not None:
+            keywords["logprobs"] = asked.num_logprobs
+        return keywords
 
     def _submit(self, prompt: list[int], limit: int, asked: Common, keywords: dict[str, Any]) -> Request:
         try:

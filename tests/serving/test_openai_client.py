@@ -235,6 +235,28 @@ def test_penalties_and_biases(running: Running, client: openai.OpenAI) -> None:
     assert forced.choices[0].text == running.service.tokenizer.decode([token] * 3)
 
 
+@pytest.mark.parametrize("given", [{"top_p": 0.9}, {"seed": 3}, {"n": 3}, {"extra_body": {"top_k": 50}}], ids=str)
+def test_what_only_samples_heed_samples(running: Running, client: openai.OpenAI, given: dict[str, Any]) -> None:
+    """The model's own config is greedy; the API's default is a temperature of 1."""
+    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, **given)
+    assert {choice.text for choice in answer.choices} != {running.text(PROMPT, 24)}
+    greedy = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, temperature=0, **given)
+    assert {choice.text for choice in greedy.choices} == {running.text(PROMPT, 24)}
+
+
+def test_stop_tokens_are_added_to_the_model_s(running: Running, client: openai.OpenAI) -> None:
+    tokens = running.generated(PROMPT, 24)
+    place = next(place for place in range(4, 24) if tokens.index(tokens[place]) == place)
+    given: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    found = client.completions.create(**given, extra_body={"stop_token_ids": [tokens[place]]})
+    assert found.usage is not None and found.usage.completion_tokens == place + 1
+    assert found.choices[0].finish_reason == "stop"
+    end = running.service.tokenizer.eos_token_id
+    bias = {"logit_bias": {str(end): 100}}
+    ended = client.completions.create(**given, extra_body={"stop_token_ids": [tokens[place]]} | bias)
+    assert ended.usage is not None and ended.usage.completion_tokens == 1 and ended.choices[0].text == ""
+
+
 def test_a_stream_that_is_closed_is_cancelled(running: Running, client: openai.OpenAI) -> None:
     before = running.stats["cancelled"]
     asks: list[Callable[[], Any]] = [

@@ -35,7 +35,7 @@ class Served(BaseHandler):
         """Answer a request with a Response. Raises ApiError for what is not served."""
         asked = read_body(self.body_type, body)
         self.service.check_name(asked.model)
-        self.service.require_ready()
+        self.service.require_ready(asked.num_choices)
         prompts = await self.service.in_thread(lambda: self._prompts(asked, body))
         return await self._answer(asked, body, prompts, request_id)
 
