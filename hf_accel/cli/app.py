@@ -14,7 +14,7 @@ from .failures import BAD_INPUT, INTERRUPTED, say, usage_line
 from .generate import generate
 from .plan import plan
 from .quantize import quantize
-from .serve import SETTINGS, serve
+from .serve import serve
 from .verify import verify
 
 NAME = "hf-accel"
@@ -41,9 +41,8 @@ class Commands(TyperGroup):
 app = typer.Typer(
     name=NAME, cls=Commands, invoke_without_command=True, rich_markup_mode="rich", pretty_exceptions_enable=False
 )  # fmt: skip
-for command in (plan, estimate, quantize, generate, verify, bench):
+for command in (plan, estimate, quantize, generate, verify, bench, serve):
     app.command()(command)
-app.command(context_settings=SETTINGS)(serve)
 
 
 @app.callback()

@@ -13,9 +13,11 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .api_errors import ApiError
+from .page import FILES
 from .service import Service, exchange
 
-OPEN_PATHS = ("/health", "/ready")  # need no key: they are for what starts and stops the server
+# They need no key: they are for what starts and stops the server, and the page has a field for the key.
+OPEN_PATHS = ("/health", "/ready", *FILES)
 BODY_SECONDS = 30.0  # how long a client may take to send a body
 REQUEST_ID = "x-request-id"
 LONGEST_ID = 128  # characters

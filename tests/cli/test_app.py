@@ -75,6 +75,5 @@ def test_shell_completion(line: str, found: list[str]) -> None:
 
 
 def test_a_server_that_is_not_installed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "hf_accel.cli", None)
-    monkeypatch.setitem(sys.modules, "hf_accel.cli.serve", None)
+    monkeypatch.setattr("hf_accel_cli.serve.find_spec", lambda name: None)
     assert 'pip install "hf_accel[serve]"' in one_line(run("serve", "x"))

@@ -26,7 +26,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def command(*arguments: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
     """Run it to its end: for what is refused."""
-    line = [sys.executable, "-m", "hf_accel.cli.serve", *map(str, arguments)]
+    line = [sys.executable, "-m", "hf_accel", "serve", *map(str, arguments)]
     return subprocess.run(
         line, env=environment(**more), capture_output=True, text=True, check=False, timeout=4 * WAIT, cwd=ROOT
     )
@@ -36,15 +36,18 @@ class Process:
     """A server in a process. said: what it printed when it was ready."""
 
     def __init__(self, arguments: Sequence[str | Path]) -> None:
-        line = [sys.executable, "-m", "hf_accel.cli.serve", *map(str, arguments), "--json"]
+        line = [sys.executable, "-m", "hf_accel", "serve", *map(str, arguments), "--json"]
         self.process = subprocess.Popen(
             line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
         )
         assert self.process.stdout is not None
-        first = self.process.stdout.readline()
-        if not first:
-            raise AssertionError(self.process.communicate()[1])
-        self.said: dict[str, str] = json.loads(first)
+        said = ""
+        while not said.endswith("}\n"):
+            line_of_it = self.process.stdout.readline()
+            if not line_of_it:
+                raise AssertionError(self.process.communicate()[1])
+            said += line_of_it
+        self.said: dict[str, str] = json.loads(said)
         self.url = self.said["url"]
         self.root = self.url.removesuffix("/v1")
 

@@ -11,10 +11,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from hf_accel.cli import serve as command_module
+from hf_accel_cli.app import app
 
 from .processes import Process, command, process
 from .running import SHIPPED, serving, until
@@ -117,9 +116,7 @@ def test_a_dead_engine_is_said() -> None:
 
 
 def refusal(*arguments: str | Path) -> str:
-    app = typer.Typer()
-    app.command()(command_module.serve)
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    result = CliRunner().invoke(app, ["serve", *map(str, arguments)])
     assert result.exit_code == 2, result.output
     return result.stderr
 
@@ -130,7 +127,7 @@ def refusal(*arguments: str | Path) -> str:
         (("/no/such/model",), "/no/such/model"),
         ((SHIPPED, "--weights", "int5"), "int5"),
         ((SHIPPED, "--speculative", "magic"), "magic"),
-        ((SHIPPED, "--kv-dtype", "int1"), "int1"),
+        ((SHIPPED, "--cache-dtype", "int1"), "int1"),
         ((SHIPPED, "--dtype", "float99"), "float99"),
         ((SHIPPED, "--host", "192.0.2.1"), "192.0.2.1:0: "),
         ((SHIPPED, "--chat-template", "/no/such/file"), "/no/such/file"),
@@ -139,7 +136,7 @@ def refusal(*arguments: str | Path) -> str:
 )
 def test_bad_arguments_are_one_line(arguments: tuple[str | Path, ...], words: str) -> None:
     error = refusal(*arguments, "--port", "0")
-    lines = [line for line in error.splitlines() if line.startswith("hf-accel serve: ")]
+    lines = [line for line in error.splitlines() if line.startswith("hf-accel: ")]
     assert len(lines) == 1 and words in lines[0] and "Traceback" not in error
 
 
@@ -159,8 +156,8 @@ def test_a_port_in_use() -> None:
 
 
 def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_module, "find_spec", lambda name: None if name == "fastapi" else object())
-    expected = "hf-accel serve: fastapi is not installed, which serve needs: pip install 'hf_accel[serve]'\n"
+    monkeypatch.setattr("hf_accel_cli.serve.find_spec", lambda name: None if name == "fastapi" else object())
+    expected = 'hf-accel: fastapi is not installed, which serve needs: pip install "hf_accel[serve]"\n'
     assert refusal(SHIPPED) == expected
 
 

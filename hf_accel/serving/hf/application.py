@@ -14,6 +14,7 @@ from transformers.cli.serving.server import build_server
 
 from ..api_errors import ApiError, error_body
 from ..guard import Guard
+from ..page import page_routes
 from ..service import Service, known_keywords
 from .chat import Chat
 from .completions import Completions
@@ -23,7 +24,7 @@ from .served_model import OneModel
 
 # What is kept of transformers' routes. Those that load and unload models, and those that need other models, go.
 KEPT = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-OURS = ("/v1/models", "/health", "/ready", "/metrics")
+OURS = ("/v1/models", "/health", "/ready", "/metrics", "/plan", "/stats", "/")
 
 
 def make_app(
@@ -47,6 +48,7 @@ def make_app(
     app.user_middleware.clear()  # the guard sets the request's id, and sees when a client goes away
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in KEPT]
     _add_routes(app, service, manager)
+    app.router.routes += page_routes(service)
     _add_errors(app)
     return Guard(app, service, api_key=api_key, paths=(*KEPT, *OURS))
 
