@@ -24,7 +24,7 @@ def device_of(backend: object) -> str:
     name = getattr(backend, "name", "")
     if name == "triton":
         return triton_device()
-    return "cuda" if name in ("flash_attn", "varlen") else "cpu"
+    return "cuda" if name in ("flash_attn", "varlen") or getattr(backend, "device_type", None) == "cuda" else "cpu"
 
 
 def without_native_kernels(monkeypatch: pytest.MonkeyPatch, why: str) -> None:

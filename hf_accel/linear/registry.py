@@ -13,12 +13,13 @@ from .reference import REFERENCES, Reference, ReferenceByRow
 from .timing import measure
 from .torch_int4 import TorchInt4
 from .torch_int8 import TorchInt8
+from .torch_int_mm import TorchIntMM
 from .triton import Triton
 
 BACKENDS: tuple[Backend, ...] = (
     Cpu(), OneDNN(), TorchInt8(), TorchInt4(), Triton(row_invariant=False, rounding="many rows"),
     Triton(row_invariant=False), Triton(row_invariant=True), Triton(row_invariant=True, rounding="always"),
-    REFERENCES[None], REFERENCES["int8"], ReferenceByRow(),
+    TorchIntMM(), REFERENCES[None], REFERENCES["int8"], ReferenceByRow(),
 )  # fmt: skip
 
 # Weights below which a backend that is slow to start comes last but for the reference.
@@ -78,10 +79,12 @@ def choose(spec: LinearSpec, name: str = "auto", *, row_invariant: bool = False)
 
 def _candidates(spec: LinearSpec, name: str) -> list[Backend]:
     able = [backend for backend in BACKENDS if spec.bits in backend.bits]
+    meant = [backend for backend in able if backend.is_for(spec.device_type)]
     if name == "auto":
-        able = [backend for backend in able if backend.is_for(spec.device_type)]
+        able = meant
     else:
-        able = [backend for backend in able if backend.name == name]
+        named = [backend for backend in able if backend.name == name]
+        able = [backend for backend in named if backend in meant] or named
     if spec.in_features * spec.out_features < SMALL:
         able.sort(key=lambda backend: (isinstance(backend, Reference), backend.slow_start))
     return able

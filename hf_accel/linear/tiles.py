@@ -59,7 +59,9 @@ def tiles_of(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "ne
     floats = [FLOAT32] if dtype is torch.float32 else [FEW, ONE_TILE]
     if dtype is not torch.float32:
         floats.append(MANY[weight.bits] if weight.blocks_per_group else MANY_WITHOUT_GROUPS)
-    return {"never": floats, "many rows": floats + INTEGERS[1:], "always": INTEGERS}[rounding]
+    # Blocks of 64 INT4 inputs would take a few registers too many of the widest one.
+    integers = INTEGERS[:-1] if weight.bits == 4 and weight.block < 128 else INTEGERS
+    return {"never": floats, "many rows": floats + integers[1:], "always": integers}[rounding]
 
 
 def one_tile(dtype: torch.dtype) -> LinearTile:

@@ -21,8 +21,8 @@ CASES = [
 
 def parameter(backend, *case, name=""):
     """What needs a GPU (or Triton's interpreter) carries the gpu mark."""
-    on_gpu = backend.name == "triton"
-    kind = " by row" if on_gpu and backend.row_invariant and backend.activations is None else ""
+    on_gpu = backend.name == "triton" or backend.device_type == "cuda"
+    kind = " by row" if backend.name == "triton" and backend.row_invariant and backend.activations is None else ""
     marks = [pytest.mark.gpu] if on_gpu else []
     return pytest.param(backend, *case, id=f"{backend.name}{kind}-{backend.activations or 'float'}{name}", marks=marks)
 
@@ -59,10 +59,11 @@ def rounded_groups(x: np.ndarray, size: int) -> np.ndarray:
 def as_rounded(backend, x: np.ndarray, bits: int, group_size: int) -> np.ndarray:
     if backend.activations is None or not len(x):
         return x
-    if backend.name == "onednn":
+    if backend.name == "reference by row":
+        return rounded_groups(x, x.shape[1])
+    if backend.reference == "reference by row":
         return rounded_rows(x)
-    by_row = backend.name == "reference by row"
-    return rounded_groups(x, x.shape[1] if by_row else group_size if bits < 8 else 128)
+    return rounded_groups(x, group_size if bits < 8 else 128)
 
 
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no-bias"])
