@@ -151,12 +151,12 @@ def test_a_tile_that_fails_is_left_out_and_named(gpu):
 
 def test_when_time_is_over_the_rule_holds_and_the_next_process_goes_on(gpu, monkeypatch):
     wanted = [(rows, name) for rows in ROWS for name in names(rows)]
-    monkeypatch.setattr(module, "SECONDS", 0.01 * (len(names(1)) + 0.5))
-    gpu.seconds = {names(1)[-1]: 0.5, names(16)[-1]: 0.4}
+    monkeypatch.setattr(module, "SECONDS", 0.01 * (len(names(1)) + 1.5))
+    gpu.seconds = {names(1)[-1]: 0.5, names(16)[1]: 0.6, names(16)[-1]: 0.4}
     first = Measuring(gpu.clock)
     words = first.measure(choice())
     first.finish()
-    begun = len(names(1)) + 1
+    begun = len(names(1)) + 2
     assert f"; {len(wanted) - begun} tiles are left for the next process" in words
     assert list(gpu.calls) == wanted[:begun]
     weight = weight_of()
