@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+os.environ["HF_ACCEL_MEASURE"] = "0"  # seconds for each model on a GPU, and a file in the cache folder of the user
 
 import torch
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_accel.errors import HfAccelWarning
+from hf_accel.kernels import triton
 from hf_accel.linear import LinearSpec
 from hf_accel.linear import measured_tiles as module
 from hf_accel.linear.backend import FEW_ROWS
@@ -192,6 +193,7 @@ def test_a_folder_that_cannot_be_written_to_is_told(gpu, monkeypatch, tmp_path):
 
 def test_nothing_is_measured_on_a_cpu_in_a_capture_or_when_it_is_switched_off(monkeypatch):
     assert not module.is_measured("cpu")
+    monkeypatch.setenv(module.SWITCH, "1")
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
@@ -202,6 +204,23 @@ def test_nothing_is_measured_on_a_cpu_in_a_capture_or_when_it_is_switched_off(mo
     monkeypatch.setenv(module.SWITCH, "0")
     assert not module.is_measured("cuda")
     assert Measuring().measure(choice()) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(triton.refusal("cuda") is not None, reason=str(triton.refusal("cuda")))
+def test_on_a_gpu(monkeypatch, tmp_path):
+    monkeypatch.setenv(module.SWITCH, "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tiles, "MEASURED", {})
+    monkeypatch.setattr(module, "SECONDS", 60.0)
+    spec = LinearSpec(**{**vars(SPEC), "device_type": "cuda"})
+    measuring = Measuring()
+    words = measuring.measure(choice("many rows", spec))
+    measuring.finish()
+    assert "left" not in words and "the rule" not in words
+    timed = [seconds for by_rows in module.read(module.file()).values() for seconds in by_rows.values()]
+    assert [len(each) for each in timed] == [len(names(rows, "many rows")) for rows in ROWS]
+    assert all(0 < seconds < 0.1 for each in timed for seconds in each.values())
 
 
 def test_each_candidate_is_one_that_is_compiled_for_every_gpu():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+VARYING = ["rows"]  # Triton would compile the kernel anew where it is 1, or a multiple of 16
+
 
 @triton.jit
 def zero_points_of(zero_point, group, outputs, output, is_output):
@@ -44,7 +46,7 @@ def rows_of_expert(starts, row_tile, ROWS: tl.constexpr, EXPERTS: tl.constexpr, 
     return chosen, row, row < own_end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def multiply(
     x, integers, scale, zero_point, minimum, bias, out, starts, rows, outputs, inputs, blocks, groups, share,
     BITS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_CUT: tl.constexpr,

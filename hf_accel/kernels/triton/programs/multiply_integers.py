@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .multiply import rows_of_expert, zero_points_of
+from .multiply import VARYING, rows_of_expert, zero_points_of
 from .write import round_to_even
 
 SMALLEST = tl.constexpr(1e-35)  # a group of smaller numbers counts as zeros
@@ -40,7 +40,7 @@ def round_rows(x, levels, factors, inputs, groups, GROUP: tl.constexpr, GROUP_2:
     tl.store(factors + row * groups + group, factor, mask=group < groups)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def multiply_integers(
     levels, factors, integers, scale, zero_point, bias, out, starts, rows, outputs, blocks, groups,
     BITS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, BY_GROUP: tl.constexpr, IS_CUT: tl.constexpr,
