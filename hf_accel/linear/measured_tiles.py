@@ -15,7 +15,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 
 from ..atomic import replaced_file
 from ..errors import HfAccelError, HfAccelWarning
+from ..kernels import triton as kernels
 from .backend import Backend, LinearSpec
 from .registry import BackendChoice
 from .timing import example
@@ -101,6 +101,7 @@ class Measuring:
                 stacklevel=2,
             )
         self.is_new = False
+        torch.cuda.empty_cache()  # what pages and graphs are sized by is the memory that nobody holds
 
 
 @dataclass(eq=False)
@@ -150,7 +151,7 @@ def file() -> Path:
 
 def place() -> str:
     """What seconds depend on beside the weight and the rows: the GPU, torch, Triton and the kernels."""
-    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {version('triton')}, {_kernels()}"
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {kernels.version()}, {_kernels()}"
 
 
 @functools.cache

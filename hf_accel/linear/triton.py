@@ -124,7 +124,7 @@ class Triton(Backend):
     def note(self, spec: LinearSpec) -> str | None:
         if self.rounding != "many rows":
             return None
-        return f"activations are rounded to INT8 in calls with more than {FEW_ROWS} rows"
+        return f"calls with more than {FEW_ROWS} rows may round activations to INT8"
 
     def pack(self, weight: QuantizedWeight) -> Any:
         from ..kernels.triton.quantized_linear import BlockedWeight

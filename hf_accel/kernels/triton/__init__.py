@@ -19,6 +19,12 @@ def is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def version() -> str:
+    import triton
+
+    return str(triton.__version__)
+
+
 def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on a CPU."""
     if not is_installed():

@@ -218,9 +218,10 @@ def test_on_a_gpu(monkeypatch, tmp_path):
     words = measuring.measure(choice("many rows", spec))
     measuring.finish()
     assert "left" not in words and "the rule" not in words
-    timed = [seconds for by_rows in module.read(module.file()).values() for seconds in by_rows.values()]
-    assert [len(each) for each in timed] == [len(names(rows, "many rows")) for rows in ROWS]
-    assert all(0 < seconds < 0.1 for each in timed for seconds in each.values())
+    (by_rows,) = module.read(module.file()).values()
+    assert {int(rows): set(timed) for rows, timed in by_rows.items()} == {
+        rows: set(names(rows, "many rows")) for rows in ROWS
+    }
 
 
 def test_each_candidate_is_one_that_is_compiled_for_every_gpu():

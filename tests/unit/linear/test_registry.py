@@ -18,6 +18,8 @@ pytestmark = pytest.mark.skipif(
 LARGE = {"in_features": 2048, "out_features": 2048}
 SMALL = {"in_features": 256, "out_features": 2048}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+WITHOUT_TRITON = "torch" if torch.cuda.is_available() else "reference"
+ON_GPU = WITHOUT_TRITON if triton.refusal("cuda") else "triton"
 
 
 @pytest.fixture
@@ -52,8 +54,8 @@ def test_without_the_kernels_their_reason_is_told(no_kernels):
         (LARGE, 8, BF16, {"activations": "int8"}, "onednn", "int8"),
         (LARGE, 8, BF16, {"activations": None}, "torch", None),
         (LARGE, 8, FP32, {"activations": None}, "reference", None),
-        (LARGE, 8, BF16, {"device_type": "cuda"}, "reference" if triton.refusal("cuda") else "triton", None),
-        (LARGE, 8, BF16, {"device_type": "cuda", "activations": "int8"}, "reference", "int8"),
+        (LARGE, 8, BF16, {"device_type": "cuda"}, ON_GPU, "int8" if ON_GPU == "torch" else None),
+        (LARGE, 8, BF16, {"device_type": "cuda", "activations": "int8"}, ON_GPU, "int8"),
         (SMALL, 8, BF16, {}, "torch", None),
         (SMALL, 8, FP32, {}, "onednn", "int8"),
         (SMALL, 8, FP16, {}, "onednn", "int8"),
