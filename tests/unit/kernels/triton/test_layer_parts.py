@@ -20,6 +20,9 @@ from hf_accel.kernels.triton import layer_parts as module
 runs = pytest.mark.skipif(kernels.refusal(triton_device()) is not None, reason=str(kernels.refusal(triton_device())))
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [FP32, BF16, FP16]
+LONG = pytest.mark.long
+TRIED = [pytest.param(FP32, marks=LONG), BF16, pytest.param(FP16, marks=LONG)]
+PAIRS = [(BF16, BF16), (BF16, FP32), pytest.param((FP32, FP32), marks=LONG), pytest.param((FP16, FP16), marks=LONG)]
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
@@ -43,9 +46,9 @@ def normed(x: Tensor, weight: Tensor, eps: float, *, offset: float, round_first:
 
 @runs
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtypes", [*((dtype, dtype) for dtype in DTYPES), (BF16, FP32)], ids=str)
+@pytest.mark.parametrize("dtypes", PAIRS, ids=str)
 @pytest.mark.parametrize(("offset", "round_first"), [(0.0, True), (0.0, False), (1.0, False)])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 48), (2, 3, 128), (2, 1000), (0, 8)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 48), pytest.param((2, 3, 128), marks=LONG), (2, 1000), (0, 8)])
 def test_norm(shape, offset, round_first, dtypes):
     for magnitude in (1e-3, 1.0, 300.0):
         x, weight = on(torch.randn(shape) * magnitude).to(dtypes[0]), on(torch.randn(shape[-1])).to(dtypes[1])
@@ -69,10 +72,11 @@ def turned(x: Tensor, interleaved: bool) -> Tensor:
 
 @runs
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtypes", [*((dtype, dtype) for dtype in DTYPES), (BF16, FP32)], ids=str)
+@pytest.mark.parametrize("dtypes", PAIRS, ids=str)
 @pytest.mark.parametrize(("interleaved", "round_each"), list(product([False, True], repeat=2)))
 @pytest.mark.parametrize(
-    ("batch", "heads", "tokens", "size"), [(1, (4, 2), 5, 16), (2, (9, 1), 3, 24), (3, (1, 1), 1, 2)]
+    ("batch", "heads", "tokens", "size"),
+    [pytest.param(1, (4, 2), 5, 16, marks=LONG), (2, (9, 1), 3, 24), (3, (1, 1), 1, 2)],
 )
 def test_rotation(batch, heads, tokens, size, interleaved, round_each, dtypes):
     dtype = dtypes[0]
@@ -93,7 +97,7 @@ def test_rotation(batch, heads, tokens, size, interleaved, round_each, dtypes):
 
 @runs
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", TRIED, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gate(activation, dtype):
     large = torch.tensor([-1e4, -90.0, -20.0, 0.0, 20.0, 90.0, 1e4])
@@ -115,7 +119,7 @@ QUICK = [(FP32, 80), (FP16, 89), (BF16, 90)]
 @pytest.mark.parametrize(
     ("dtype", "capability"),
     [
-        pytest.param(dtype, capability, marks=[] if (dtype, capability) in QUICK else [pytest.mark.long])
+        pytest.param(dtype, capability, marks=[] if (dtype, capability) in QUICK else [LONG])
         for dtype in DTYPES
         for capability in (80, 89, 90)
     ],
