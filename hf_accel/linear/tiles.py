@@ -59,8 +59,8 @@ def tiles_of(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "ne
     floats = [FLOAT32] if dtype is torch.float32 else [FEW, ONE_TILE]
     if dtype is not torch.float32:
         floats.append(MANY[weight.bits] if weight.blocks_per_group else MANY_WITHOUT_GROUPS)
-    # Blocks of 64 INT4 inputs would take a few registers too many of the widest one.
-    integers = INTEGERS[:-1] if weight.bits == 4 and weight.block < 128 else INTEGERS
+    # Over blocks of 32 bytes the compiler of Triton 3.6 gives the widest one a few registers too few.
+    integers = INTEGERS[:-1] if weight.integers.shape[-1] < 64 else INTEGERS
     return {"never": floats, "many rows": floats + integers[1:], "always": integers}[rounding]
 
 
