@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from .failures import BadInputError
 from .models import check, explained, named_dtype
 from .options import Asked, Path_, common
 from .plan import Dtype
@@ -15,45 +16,74 @@ from .plan import Dtype
 def estimate(
     path: Path_,
     dtype: Dtype = "auto",
-    context: Annotated[int, typer.Option(help="Tokens of each sequence.")] = 4096,
+    context: Annotated[int | None, typer.Option(help="Tokens of each sequence; 4096, or what a load takes.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
     kv_dtype: Annotated[
         str | None, typer.Option(help="How keys and values are stored.", metavar="auto|int8|fp8|int4")
     ] = None,
-    bandwidth: Annotated[float | None, typer.Option(help="Bytes a second; measured here if left out.")] = None,
-    compute: Annotated[float | None, typer.Option(help="Operations a second; measured here if left out.")] = None,
-    price_per_hour: Annotated[float | None, typer.Option(help="Of the machine, in any currency.")] = None,
-    fits: Annotated[
-        str | None, typer.Option(help="Say whether it fits: into 24GB, 'RTX 4090', or cpu or cuda here.")
+    machine: Annotated[
+        str | None, typer.Option(help="A GPU by its name, as L4 or 'A100 80GB'; this machine if left out.")
     ] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="Bytes a second of another machine.")] = None,
+    compute: Annotated[float | None, typer.Option(help="Operations a second of another machine.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Of a machine: 24GB, 'RTX 4090', or cpu or cuda here.")] = None,
+    price_per_hour: Annotated[float | None, typer.Option(help="Of a machine, in any currency.")] = None,
+    requests_per_second: Annotated[float | None, typer.Option(help="A load, for replicas and latency.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Of a request of the load, the mean.")] = 512,
+    output_tokens: Annotated[int, typer.Option(help="Of a request of the load, the mean.")] = 128,
+    seconds_per_token: Annotated[float | None, typer.Option(help="The most that may pass between two tokens.")] = None,
     *,
     asked: Asked,
 ) -> None:
-    """Print what a model needs at a context and a batch: memory, seconds, money. No weight is loaded.
+    """Print what a model needs at a context and a batch, and under a load: memory, seconds, money. Loads no weight.
 
     \b
     Examples:
       hf-accel estimate examples/stdlib-tiny --context 2048 --batch 8
-      hf-accel estimate Qwen/Qwen3-8B --context 32768 --weights int4 --fits "RTX 4090"
-      hf-accel estimate Qwen/Qwen3-8B --bandwidth 3.35e12 --compute 1e15 --price-per-hour 3
+      hf-accel estimate Qwen/Qwen3-8B --context 32768 --weights int4 --memory "RTX 4090"
+      hf-accel estimate Qwen/Qwen3-8B --machine "A100 80GB" --price-per-hour 2 --requests-per-second 4
     """
     place, wanted = check(path), named_dtype(dtype)
     import hf_accel
 
+    if machine is not None:
+        bandwidth, compute, memory = _machine(machine, (bandwidth, compute, memory))
     with asked.output.progress("measuring this machine"), explained(path):
         found = hf_accel.estimate(
-            _config(place), context=context, batch=batch, weights=asked.weights, kv_dtype=kv_dtype, dtype=wanted,
-            bandwidth=bandwidth, compute=compute, price_per_hour=price_per_hour,
+            _config(place), context=context or _context(requests_per_second, prompt_tokens, output_tokens), batch=batch,
+            weights=asked.weights, kv_dtype=kv_dtype, dtype=wanted, bandwidth=bandwidth, compute=compute,
+            price_per_hour=price_per_hour,
         )  # fmt: skip
-        room = None if fits is None else found.fits(fits)
-    document, text = found.to_dict(), str(found)
-    if room is not None:
-        document["fits"] = {fits: room}
-        text += f"\n{'fits ' + str(fits):<12} {'yes' if room else 'no'}"
+        document, text = found.to_dict(), str(found)
+        if memory is not None:
+            document["fits"] = {memory: found.fits(memory)}
+            text += f"\n{'fits ' + memory:<12} {'yes' if found.fits(memory) else 'no'}"
+        if requests_per_second is not None:
+            served = found.serving(
+                requests_per_second=requests_per_second, prompt_tokens=prompt_tokens, output_tokens=output_tokens,
+                memory=memory, seconds_per_token=seconds_per_token,
+            )  # fmt: skip
+            document["serving"] = served.to_dict()
+            load = f"{requests_per_second:g} requests/s of {prompt_tokens} + {output_tokens} tokens"
+            text += f"\n\n{'load':<12} {load}\n{served}"
     asked.output.write({"path": path, **document}, text)
 
 
-def _config(place: str) -> object:
+def _context(rate: float | None, prompt_tokens: int, output_tokens: int) -> int:
+    return 4096 if rate is None else prompt_tokens + output_tokens
+
+
+def _machine(name: str, given: tuple[float | None, float | None, str | None]) -> tuple[float, float, str]:
+    """Bandwidth, compute and memory of a device by its name; what was given beside it comes first."""
+    from hf_accel.estimate.devices import memory_of, speed_of
+
+    if name in ("cpu", "cuda"):
+        raise BadInputError(f"--machine {name} is this machine, which is measured; leave --machine out")
+    bandwidth, compute = speed_of(name)
+    return given[0] or bandwidth, given[1] or compute, given[2] or f"{memory_of(name) / 1e9:g}GB"
+
+
+def _config(place: str) -> Any:
     """What estimate() takes."""
     if not place.endswith(".gguf"):
         from transformers import AutoConfig

@@ -52,6 +52,22 @@ MEMORY_GB: dict[str, tuple[int, ...]] = {
     "MI300X": (192,),
     "MI325X": (256,),
 }
+# GB/s of memory, and TFLOP/s of dense products of 16-bit numbers, as the makers' data sheets give them: no program
+# reaches them, and none of ours was measured on these devices. Of several models of one name, the slower memory.
+SPEEDS: dict[str, tuple[float, float]] = {
+    "V100": (900, 125),
+    "T4": (320, 65),
+    "A10": (600, 125),
+    "A30": (933, 165),
+    "A100": (1555, 312),
+    "L4": (300, 121),
+    "L40S": (864, 362),
+    "H100": (2039, 756),
+    "H200": (4800, 989),
+    "RTX 3090": (936, 71),
+    "RTX 4090": (1008, 165),
+    "MI300X": (5300, 1307),
+}
 UNITS = {"k": 1, "m": 2, "g": 3, "t": 4}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt])(i?)b", re.IGNORECASE)
 UNSAID = re.compile(r"nvidia|geforce|tesla|amd|instinct|sxm\d?|pcie|hbm\d?e?|oam", re.IGNORECASE)  # by many
@@ -78,6 +94,20 @@ def memory_of(name: str) -> float:
         known = " or ".join(f"{size} GB" for size in sizes)
         raise UnsupportedError(f"{name!r}: the {found} is sold with {known}; give one of these, or a size alone")
     return float(said[1]) * 1e9
+
+
+def speed_of(name: str) -> tuple[float, float]:
+    """Bytes and operations a second of a device by its name, as its data sheet has them.
+
+    Raises UnsupportedError for a device that is not in SPEEDS.
+    """
+    wanted = _plain(SIZE.sub("", name))
+    found = next((speed for known, speed in SPEEDS.items() if _plain(known) == wanted), None)
+    if found is None:
+        raise UnsupportedError(
+            f"the speed of {name!r} is not known; give bandwidth= and compute=, or one of {', '.join(SPEEDS)}"
+        )
+    return found[0] * 1e9, found[1] * 1e12
 
 
 def _bytes(size: re.Match[str]) -> float:

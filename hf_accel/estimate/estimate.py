@@ -13,7 +13,7 @@ from ..errors import UnsupportedError
 from ..keywords import Default, checked_keywords, one_of, positive_int
 from ..models import without_adapters
 from .attention_bytes import AttentionBytes, attention_layers
-from .result import Bound, Estimate
+from .result import Bound, Counted, Estimate
 from .roofline import Machine
 from .shapes import decoder_config, shapes_of
 from .unpatched import settings_of
@@ -75,6 +75,7 @@ def estimate(
         kv_dtype=None if kv_dtype == "auto" else kv_dtype,
         context=context,
         batch=batch,
+        rounds_inputs=recipe is not None and not recipe.is_nf4 and recipe.activations is not None,
     )
     machine = Machine.of(bandwidth=bandwidth, compute=compute, dtype=shapes.dtype, device=device)
     return _evaluate(workload, machine, name=type(shapes).__name__, price_per_hour=price_per_hour)
@@ -85,7 +86,8 @@ def _evaluate(workload: Workload, machine: Machine, *, name: str, price_per_hour
     heads = workload.batch * max(layer.heads for layer in workload.layers)
     attention_bytes = AttentionBytes.of(context=workload.context, heads=heads, dtype=workload.dtype)
     weights_bytes = sum(weights_by_kind.values())
-    seconds = machine.seconds(workload.decode)
+    seconds, prefill = machine.seconds(workload.decode), machine.seconds(workload.prefill)
+    prompts = workload.batch * workload.context
     return Estimate(
         model=name,
         dtype=str(workload.dtype).removeprefix("torch."),
@@ -105,7 +107,11 @@ def _evaluate(workload: Workload, machine: Machine, *, name: str, price_per_hour
         compute=machine.compute,
         seconds_per_token=seconds,
         bound=Bound(prefill=machine.bound(workload.prefill), decode=machine.bound(workload.decode)),
+        prefill_seconds=prefill,
+        price_per_hour=price_per_hour,
         cost_per_million_tokens=price_per_hour and 1e6 * price_per_hour / 3600 * seconds / workload.batch,
+        cost_per_million_input_tokens=price_per_hour and 1e6 * price_per_hour / 3600 * prefill / prompts,
+        counted=Counted(workload, machine),
     )
 
 

@@ -13,6 +13,9 @@ from ..errors import UnsupportedError
 from ..hardware import Hardware, detect
 from .attention_bytes import AttentionBytes
 from .devices import memory_of
+from .roofline import Machine
+from .service import Load, Service, service
+from .workload import Workload
 
 
 class Bound(NamedTuple):
@@ -20,6 +23,13 @@ class Bound(NamedTuple):
 
     prefill: str
     decode: str
+
+
+class Counted(NamedTuple):
+    """What an estimate was made of."""
+
+    workload: Workload
+    machine: Machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +45,10 @@ class Estimate:
     read_bytes: read by a decode step: the KV cache and all weights but embeddings and experts that are not chosen.
     seconds_per_token: a decode step, which gives each sequence of the batch a token; a lower limit, set by the
         machine's bandwidth or compute (roofline, Williams et al., doi:10.1145/1498765.1498785).
-    cost_per_million_tokens: generated tokens, in the currency of the price per hour.
+    prefill_seconds: of the whole context of all sequences, as a lower limit too.
+    cost_per_million_tokens: generated tokens, in the currency of the price per hour; cost_per_million_input_tokens: of
+        prompts, which are computed many tokens at a time.
+    counted: for `serving`.
     """
 
     model: str
@@ -55,8 +68,12 @@ class Estimate:
     bandwidth: float
     compute: float
     seconds_per_token: float
+    prefill_seconds: float
     bound: Bound
+    price_per_hour: float | None
     cost_per_million_tokens: float | None
+    cost_per_million_input_tokens: float | None
+    counted: Counted = dataclasses.field(repr=False, compare=False)
 
     def fits(self, where: float | torch.device | str | Hardware) -> bool:
         """Whether total_bytes fit into so many bytes, into the memory that is free on a device of this machine now
@@ -66,10 +83,35 @@ class Estimate:
         """
         return self.total_bytes <= _room(where)
 
+    def serving(
+        self,
+        *,
+        requests_per_second: float,
+        prompt_tokens: int,
+        output_tokens: int,
+        memory: float | str | None = None,
+        seconds_per_token: float | None = None,
+    ) -> Service:
+        """Replicas, latency, memory and cost of a load, with continuous batching on machines of this estimate's speed.
+
+        prompt_tokens, output_tokens: means, of a request; together at most the context of this estimate.
+        memory: of a machine, in bytes or as for `fits`; None: as much as it takes.
+        seconds_per_token: the most that may pass between two tokens of a request.
+        Raises UnsupportedError for what no number of machines can serve.
+        """
+        if prompt_tokens + output_tokens > self.context:
+            raise UnsupportedError(
+                f"prompt_tokens={prompt_tokens} and output_tokens={output_tokens} are more than the context of "
+                f"{self.context} that was estimated; estimate with context={prompt_tokens + output_tokens}"
+            )
+        load = Load(requests_per_second, prompt_tokens, output_tokens)
+        room = None if memory is None else _room(memory)
+        return service(*self.counted, load, memory=room, longest=seconds_per_token, price_per_hour=self.price_per_hour)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
         nested = {"attention_bytes": self.attention_bytes._asdict(), "bound": self.bound._asdict()}
-        return {**dataclasses.asdict(self), **nested}
+        return {name: value for name, value in vars(self).items() if name != "counted"} | nested
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<12} {text}" for name, text in _rows(self))
@@ -100,11 +142,12 @@ def _rows(estimate: Estimate) -> Iterator[tuple[str, str]]:
     yield "attention", f"{tiled} tiled; naive {naive}, {per_head} a head"
     yield "activations", in_units(estimate.activation_bytes)
     yield "total", in_units(estimate.total_bytes)
-    yield "prefill", f"{estimate.bound.prefill} bound"
+    yield "prefill", f"{estimate.bound.prefill} bound, {estimate.prefill_seconds:.3g} s"
     yield "decode", f"{estimate.bound.decode} bound, {estimate.seconds_per_token:.3g} s a token"
     yield "", f"reads {read} at {bandwidth}/s"
     if estimate.cost_per_million_tokens is not None:
-        yield "cost", f"{estimate.cost_per_million_tokens:.3g} a million tokens"
+        yield "cost", f"{estimate.cost_per_million_tokens:.3g} a million output tokens"
+        yield "", f"{estimate.cost_per_million_input_tokens:.3g} a million input tokens"
 
 
 def in_units(size: float) -> str:

@@ -1,4 +1,9 @@
-"""How long work takes at least: roofline model (Williams et al. 2009, doi:10.1145/1498765.1498785)."""
+"""How long work takes, between two limits.
+
+At least: the shorter of reading and arithmetic hides behind the longer (roofline, Williams et al. 2009,
+doi:10.1145/1498765.1498785).
+At most: one after the other, which is what CPUs were measured to do.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +12,27 @@ from typing import NamedTuple
 import torch
 
 from ..hardware import detect, float_peak, read_bandwidth
+from ..hardware.integer_peak import integer_peak
 
 # Operations per byte where only one speed is given: between CPUs (10 to 50) and data-centre GPUs (150 to 300).
 TYPICAL_BALANCE = 100.0
 
 
 class Work(NamedTuple):
-    """Bytes read and operations done by one pass of a model."""
+    """Bytes read and operations done by one pass of a model. integers: those of the operations on INT8 inputs."""
 
     nbytes: float
     operations: float
+    integers: float = 0.0
 
 
 class Machine(NamedTuple):
-    """bandwidth: bytes per second; compute: operations per second, two per multiply-add."""
+    """bandwidth: bytes per second; compute, integers: operations per second, two per multiply-add, on floating point
+    and on INT8 inputs; integers is 0 where that is as fast as compute."""
 
     bandwidth: float
     compute: float
+    integers: float = 0.0
 
     @classmethod
     def of(
@@ -32,14 +41,30 @@ class Machine(NamedTuple):
         """Measure `device` if nothing is given. One number alone may be another machine's, so it is not mixed."""
         if bandwidth is None and compute is None:
             hardware = detect(device)
-            return cls(bandwidth=read_bandwidth(hardware), compute=float_peak(hardware, dtype))
+            dtypes = {dtype, torch.float32} if hardware.device == "cpu" else {dtype}  # it may have no half precision
+            compute = max(float_peak(hardware, one) for one in dtypes)
+            integers = integer_peak("cpu") if hardware.device == "cpu" else None
+            return cls(read_bandwidth(hardware), compute, integers or 0.0)
         if bandwidth is None:
             bandwidth = (compute or 0.0) / TYPICAL_BALANCE
         return cls(bandwidth=bandwidth, compute=compute or bandwidth * TYPICAL_BALANCE)
 
+    def reading(self, work: Work) -> float:
+        """Seconds."""
+        return work.nbytes / self.bandwidth
+
+    def computing(self, work: Work) -> float:
+        """Seconds."""
+        return (work.operations - work.integers) / self.compute + work.integers / (self.integers or self.compute)
+
     def seconds(self, work: Work) -> float:
-        return max(work.nbytes / self.bandwidth, work.operations / self.compute)
+        """At least."""
+        return max(self.reading(work), self.computing(work))
+
+    def seconds_in_turn(self, work: Work) -> float:
+        """At most, at these speeds: nothing is read while something is computed."""
+        return self.reading(work) + self.computing(work)
 
     def bound(self, work: Work) -> str:
         """Which of "memory" and "compute" takes longer."""
-        return "compute" if work.operations / self.compute > work.nbytes / self.bandwidth else "memory"
+        return "compute" if self.computing(work) > self.reading(work) else "memory"

@@ -62,7 +62,7 @@ class WeightTensor:
     def operations_per_token(self) -> float:
         return 2 * self.numel * self.share_per_token if self.kind in MULTIPLIED else 0.0
 
-    def bytes_read(self, *, tokens: int) -> float:
+    def bytes_read(self, *, tokens: float) -> float:
         """Expected bytes that a pass over `tokens` tokens reads, each expert as likely as the others."""
         stored = self.bytes_by_kind
         del stored["embeddings"]  # one row per token is nothing

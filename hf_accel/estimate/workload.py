@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +15,8 @@ from .weights import WeightTensor
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
+    """rounds_inputs: quantized weights are multiplied by INT8 inputs."""
+
     tensors: tuple[WeightTensor, ...]
     layers: tuple[AttentionLayer, ...]
     weights: str | None  # how they are quantized
@@ -22,6 +24,12 @@ class Workload:
     kv_dtype: str | None  # of a quantized cache, a name of QUANTIZED
     context: int
     batch: int
+    rounds_inputs: bool = False
+
+    def at(self, *, context: int, batch: int) -> Workload:
+        """The same at no more than its context."""
+        layers = tuple(replace(layer, tokens=min(layer.tokens, context)) for layer in self.layers)
+        return replace(self, layers=layers, context=context, batch=batch)
 
     @property
     def weights_by_kind(self) -> dict[str, int]:
@@ -43,17 +51,22 @@ class Workload:
     def decode(self) -> Work:
         """One token for each sequence, `context` tokens being cached."""
         attention = sum(layer.decode_operations for layer in self.layers)
-        weights = sum(tensor.operations_per_token for tensor in self.tensors)
-        return Work(nbytes=self._bytes_read(self.batch), operations=self.batch * (attention + weights))
+        return self._work(1, attention)
 
     @property
     def prefill(self) -> Work:
         """`context` tokens of each sequence; the head sees the last one only."""
         attention = sum(layer.prefill_operations(self.context) for layer in self.layers)
-        weights = sum(
-            tensor.operations_per_token * (1 if tensor.kind == "head" else self.context) for tensor in self.tensors
-        )
-        return Work(nbytes=self._bytes_read(self.batch * self.context), operations=self.batch * (attention + weights))
+        return self._work(self.context, attention)
 
-    def _bytes_read(self, tokens: int) -> float:
-        return self.kv_bytes + sum(tensor.bytes_read(tokens=tokens) for tensor in self.tensors)
+    def weight_bytes_read(self, tokens: float) -> float:
+        """By a pass over so many tokens."""
+        return sum(tensor.bytes_read(tokens=tokens) for tensor in self.tensors)
+
+    def _work(self, tokens: int, attention: int) -> Work:
+        """Of a pass over `tokens` tokens of each sequence. attention: operations of all layers, of one sequence."""
+        each = [(t, t.operations_per_token * (1 if t.kind == "head" else tokens)) for t in self.tensors]
+        integers = sum(operations for tensor, operations in each if tensor.spec is not None and self.rounds_inputs)
+        total = attention + sum(operations for _, operations in each)
+        nbytes = self.kv_bytes + self.weight_bytes_read(self.batch * tokens)
+        return Work(nbytes, self.batch * total, self.batch * integers)

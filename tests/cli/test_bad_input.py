@@ -85,7 +85,7 @@ def test_a_path_that_is_no_model(run: Run, path: str, message: str) -> None:
         (["plan", TINY, "--attention", "flash_attn"], "--attention flash_attn"),
         (["plan", TINY, "--speculative", "guessing"], "not read from the hub"),
         (["estimate", TINY, "--context", "0"], "context=0"),
-        (["estimate", TINY, "--fits", "RTX 9999"], "RTX"),
+        (["estimate", TINY, "--memory", "RTX 9999"], "RTX"),
         (["generate", TINY, "--prompt", "x", "--prompt-file", "y"], "leave one of them out"),
         (["generate", TINY, "--prompt-file", "missing.txt"], "missing.txt cannot be read"),
         (["generate", TINY, "--prompt", "x", "--chat"], "has no chat template"),

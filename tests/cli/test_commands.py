@@ -73,7 +73,7 @@ def test_plan_loads_no_weight(run: Run, tmp_path: Path) -> None:
 
 def test_estimate(run: Run) -> None:
     words = ["--context", "1024", "--batch", "2", "--weights", "int4", "--bandwidth", "1e9", "--price-per-hour", "2"]
-    document = answer(run("estimate", TINY, "--json", *words, "--fits", "1GB"))
+    document = answer(run("estimate", TINY, "--json", *words, "--memory", "1GB"))
     expected = hf_accel.estimate(TINY, context=1024, batch=2, weights="int4", bandwidth=1e9, price_per_hour=2.0)
     assert document.pop("fits") == {"1GB": True}
     assert document.pop("path") == str(TINY)

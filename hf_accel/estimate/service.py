@@ -1,0 +1,236 @@
+"""A model under a load: how many machines, how long a request takes, and what a token costs.
+
+Continuous batching as the Engine does it: each pass computes one token of every running request, and the prompts that
+have come meanwhile. Of R requests a second, each with a prompt that takes p seconds to compute and with O tokens that
+take k + c each (their keys and values are read, the rest is computed), where reading the weights takes w:
+
+    a pass takes   T = w + n (k + c) + R T p        running are   n = R O T        (Little's law)
+    and so         T = w / (1 - busy)               with          busy = R (O (k + c) + p)
+
+Reading and computing follow each other (Machine.seconds_in_turn). Requests come at random (Poisson).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..errors import UnsupportedError
+from ..keywords import positive_int
+from .attention_bytes import AttentionBytes
+from .roofline import Machine
+from .workload import Workload
+
+MOST_BUSY = 0.8  # of the time that is not spent on weights; nearer to 1, what arrives at random waits long
+DEVIATIONS = 3.0  # of the number of running requests, that memory has room for beyond their mean
+MOST_REPLICAS = 100_000
+
+
+class Load(NamedTuple):
+    """prompt_tokens, output_tokens: means, of a request."""
+
+    requests_per_second: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """What a load takes. Seconds and bytes are of one machine; costs are in the currency of the price per hour.
+
+    replicas: machines, each with the whole model. busy: the share of their time that grows with the load.
+    running: requests at a time on one machine, the mean; peak_running: what memory is counted for.
+    seconds_per_token: between two tokens of a request. seconds_to_first_token: the mean, waiting included.
+    seconds_per_request: from its arrival to its last token. requests_per_second: that one machine can take.
+    cost_per_million_input_tokens, cost_per_million_output_tokens: the prompts' share of the machines' time, and the
+        rest of it, so that both bills together pay for the machines.
+    """
+
+    replicas: int
+    busy: float
+    running: float
+    peak_running: int
+    memory_bytes: int
+    seconds_per_token: float
+    seconds_to_first_token: float
+    seconds_per_request: float
+    requests_per_second: float
+    cost_per_hour: float | None
+    cost_per_million_input_tokens: float | None
+    cost_per_million_output_tokens: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<12} {text}" for name, text in _rows(self))
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Seconds on one machine: of a prompt, of a token of a running request, of reading weights for so many."""
+
+    workload: Workload
+    machine: Machine
+    load: Load
+
+    @property
+    def prompt(self) -> float:
+        return self.machine.computing(self.workload.at(context=self.load.prompt_tokens, batch=1).prefill)
+
+    @property
+    def token(self) -> float:
+        half = self.load.prompt_tokens + self.load.output_tokens // 2
+        work = self.workload.at(context=half, batch=1)
+        return self.machine.computing(work.decode) + work.kv_bytes / self.machine.bandwidth
+
+    def weights(self, tokens: float) -> float:
+        return self.workload.weight_bytes_read(max(1.0, tokens)) / self.machine.bandwidth
+
+    @property
+    def request(self) -> float:
+        return self.load.output_tokens * self.token + self.prompt
+
+    def pass_seconds(self, rate: float) -> tuple[float, float]:
+        """Of a pass at a rate of requests, and how many run. Which experts are read depends on how many run."""
+        idle, running = 1 - rate * self.request, 1.0
+        for _ in range(50):
+            seconds = self.weights(running) / idle
+            running = rate * self.load.output_tokens * seconds
+        return seconds, running
+
+    def bytes(self, running: int) -> int:
+        """With room for keys and values of that many whole requests, and for one prompt that is computed."""
+        whole = self.workload.at(context=self.load.prompt_tokens + self.load.output_tokens, batch=running)
+        prompt = self.workload.at(context=self.load.prompt_tokens, batch=1)
+        heads = max(layer.heads for layer in prompt.layers)
+        tiled = AttentionBytes.of(context=prompt.context, heads=heads, dtype=prompt.dtype).tiled
+        return sum(whole.weights_by_kind.values()) + whole.kv_bytes + tiled + prompt.activation_bytes
+
+
+def service(
+    workload: Workload,
+    machine: Machine,
+    load: Load,
+    *,
+    memory: float | None,
+    longest: float | None,
+    price_per_hour: float | None,
+) -> Service:
+    """The fewest machines that take the load: each at most MOST_BUSY, within its memory, and no token late.
+
+    Raises UnsupportedError where no number of them does.
+    """
+    _check(load, longest)
+    costs = _Costs(workload, machine, load)
+    if memory is not None and costs.bytes(1) > memory:
+        raise UnsupportedError(
+            f"one request takes {costs.bytes(1) / 1e9:.3g} GB, and a machine has {memory / 1e9:.3g} GB; quantize the "
+            "weights or the cache, or take another machine"
+        )
+    least = costs.weights(1)
+    if longest is not None and least > longest:
+        raise UnsupportedError(
+            f"seconds_per_token={longest:g}: reading the weights once takes {least:.3g} s; quantize them"
+        )
+    alone = max(1, math.ceil(load.requests_per_second * costs.request / MOST_BUSY))
+    replicas = _fewest(alone, lambda n: _fits(costs, load.requests_per_second / n, memory, longest))
+    return _described(costs, replicas, price_per_hour, limits=(memory, longest))
+
+
+def _fewest(start: int, fits: Any) -> int:
+    """The least number of machines from `start` on that fits: doubled until one does, then halved between."""
+    low, high = start - 1, start
+    while not fits(high):
+        low, high = high, 2 * high
+        if high > MOST_REPLICAS:
+            raise UnsupportedError(f"more than {MOST_REPLICAS:,} machines would be needed; take faster ones")
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def _fits(costs: _Costs, rate: float, memory: float | None, longest: float | None) -> bool:
+    if rate * costs.request > MOST_BUSY:
+        return False
+    seconds, running = costs.pass_seconds(rate)
+    return (longest is None or seconds <= longest) and (memory is None or costs.bytes(_peak(running)) <= memory)
+
+
+def _peak(running: float) -> int:
+    return max(1, math.ceil(running + DEVIATIONS * math.sqrt(running)))
+
+
+def _described(
+    costs: _Costs, replicas: int, price_per_hour: float | None, *, limits: tuple[float | None, float | None]
+) -> Service:
+    load = costs.load
+    rate = load.requests_per_second / replicas
+    seconds, running = costs.pass_seconds(rate)
+    first = _first_token(costs, rate, seconds, running)
+    of_prompts = rate * costs.prompt
+    hourly = None if price_per_hour is None else replicas * price_per_hour
+    each = None if hourly is None else hourly / 3600 / load.requests_per_second  # what a request pays
+    return Service(
+        replicas=replicas,
+        busy=rate * costs.request,
+        running=running,
+        peak_running=_peak(running),
+        memory_bytes=costs.bytes(_peak(running)),
+        seconds_per_token=seconds,
+        seconds_to_first_token=first,
+        seconds_per_request=first + (load.output_tokens - 1) * seconds,
+        requests_per_second=_most(costs, *limits),
+        cost_per_hour=hourly,
+        cost_per_million_input_tokens=each and 1e6 * each * of_prompts / load.prompt_tokens,
+        cost_per_million_output_tokens=each and 1e6 * each * (1 - of_prompts) / load.output_tokens,
+    )
+
+
+def _first_token(costs: _Costs, rate: float, seconds: float, running: float) -> float:
+    """What is left of the running pass when a request comes (its second moment over twice its mean), and its own pass.
+
+    A pass computes no prompt, or one.
+    """
+    plain = seconds * (1 - rate * costs.prompt)
+    with_prompt = plain + costs.prompt
+    share = min(1.0, rate * seconds)  # of passes, that compute a prompt
+    square = (1 - share) * plain**2 + share * with_prompt**2
+    return square / (2 * seconds) + with_prompt
+
+
+def _most(costs: _Costs, memory: float | None, longest: float | None) -> float:
+    """Requests a second that one machine can take."""
+    low, high = 0.0, MOST_BUSY / costs.request
+    if _fits(costs, high, memory, longest):
+        return high
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _fits(costs, middle, memory, longest) else (low, middle)
+    return low
+
+
+def _check(load: Load, longest: float | None) -> None:
+    positive_int("prompt_tokens", load.prompt_tokens)
+    positive_int("output_tokens", load.output_tokens)
+    for name, value in (("requests_per_second", load.requests_per_second), ("seconds_per_token", longest)):
+        if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise UnsupportedError(f"{name}={value!r} must be a finite number above 0")
+
+
+def _rows(found: Service) -> Iterator[tuple[str, str]]:
+    yield "replicas", f"{found.replicas}, {found.busy:.0%} busy; one takes {found.requests_per_second:.3g} requests/s"
+    yield "running", f"{found.running:.3g} requests a replica, {found.peak_running} at the peak"
+    yield "memory", f"{found.memory_bytes / 1e9:.3g} GB a replica"
+    first, between = found.seconds_to_first_token, found.seconds_per_token
+    yield "latency", f"{first:.3g} s to the first token, {between:.3g} s a token"
+    yield "", f"{found.seconds_per_request:.3g} s a request"
+    if found.cost_per_hour is not None:
+        yield "cost", f"{found.cost_per_hour:.3g} an hour"
+        yield "", f"{found.cost_per_million_input_tokens:.3g} a million input tokens"
+        yield "", f"{found.cost_per_million_output_tokens:.3g} a million output tokens"
