@@ -46,13 +46,14 @@ def estimate(
     place, wanted = check(path), named_dtype(dtype)
     import hf_accel
 
+    if context is None:
+        context = 4096 if requests_per_second is None else prompt_tokens + output_tokens
     if machine is not None:
         bandwidth, compute, memory = _machine(machine, (bandwidth, compute, memory))
     with asked.output.progress("measuring this machine"), explained(path):
         found = hf_accel.estimate(
-            _config(place), context=context or _context(requests_per_second, prompt_tokens, output_tokens), batch=batch,
-            weights=asked.weights, kv_dtype=kv_dtype, dtype=wanted, bandwidth=bandwidth, compute=compute,
-            price_per_hour=price_per_hour,
+            _config(place), context=context, batch=batch, weights=asked.weights, kv_dtype=kv_dtype, dtype=wanted,
+            bandwidth=bandwidth, compute=compute, price_per_hour=price_per_hour,
         )  # fmt: skip
         document, text = found.to_dict(), str(found)
         if memory is not None:
@@ -67,10 +68,6 @@ def estimate(
             load = f"{requests_per_second:g} requests/s of {prompt_tokens} + {output_tokens} tokens"
             text += f"\n\n{'load':<12} {load}\n{served}"
     asked.output.write({"path": path, **document}, text)
-
-
-def _context(rate: float | None, prompt_tokens: int, output_tokens: int) -> int:
-    return 4096 if rate is None else prompt_tokens + output_tokens
 
 
 def _machine(name: str, given: tuple[float | None, float | None, str | None]) -> tuple[float, float, str]:

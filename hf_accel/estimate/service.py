@@ -16,12 +16,14 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import UnsupportedError
 from ..keywords import positive_int
 from .attention_bytes import AttentionBytes
 from .roofline import Machine
+from .weights import WeightTensor
 from .workload import Workload
 
 MOST_BUSY = 0.8  # of the time that is not spent on weights; nearer to 1, what arrives at random waits long
@@ -78,38 +80,55 @@ class _Costs:
     machine: Machine
     load: Load
 
-    @property
+    @cached_property
     def prompt(self) -> float:
         return self.machine.computing(self.workload.at(context=self.load.prompt_tokens, batch=1).prefill)
 
-    @property
+    @cached_property
     def token(self) -> float:
         half = self.load.prompt_tokens + self.load.output_tokens // 2
         work = self.workload.at(context=half, batch=1)
         return self.machine.computing(work.decode) + work.kv_bytes / self.machine.bandwidth
 
     def weights(self, tokens: float) -> float:
-        return self.workload.weight_bytes_read(max(1.0, tokens)) / self.machine.bandwidth
+        """Of experts, those that so many tokens choose."""
+        experts = sum(tensor.bytes_read(tokens=max(1.0, tokens)) for tensor in self._experts)
+        return (self._dense_bytes + experts) / self.machine.bandwidth
 
-    @property
+    @cached_property
+    def _experts(self) -> list[WeightTensor]:
+        return [tensor for tensor in self.workload.tensors if tensor.share_per_token < 1]
+
+    @cached_property
+    def _dense_bytes(self) -> float:
+        return sum(tensor.bytes_read(tokens=1) for tensor in self.workload.tensors if tensor.share_per_token == 1)
+
+    @cached_property
     def request(self) -> float:
         return self.load.output_tokens * self.token + self.prompt
 
     def pass_seconds(self, rate: float) -> tuple[float, float]:
         """Of a pass at a rate of requests, and how many run. Which experts are read depends on how many run."""
         idle, running = 1 - rate * self.request, 1.0
-        for _ in range(50):
+        for _ in range(20 if self._experts else 1):
             seconds = self.weights(running) / idle
             running = rate * self.load.output_tokens * seconds
         return seconds, running
 
     def bytes(self, running: int) -> int:
         """With room for keys and values of that many whole requests, and for one prompt that is computed."""
-        whole = self.workload.at(context=self.load.prompt_tokens + self.load.output_tokens, batch=running)
+        return self._fixed_bytes + running * self._request_bytes
+
+    @cached_property
+    def _request_bytes(self) -> int:
+        return self.workload.at(context=self.load.prompt_tokens + self.load.output_tokens, batch=1).kv_bytes
+
+    @cached_property
+    def _fixed_bytes(self) -> int:
         prompt = self.workload.at(context=self.load.prompt_tokens, batch=1)
         heads = max(layer.heads for layer in prompt.layers)
         tiled = AttentionBytes.of(context=prompt.context, heads=heads, dtype=prompt.dtype).tiled
-        return sum(whole.weights_by_kind.values()) + whole.kv_bytes + tiled + prompt.activation_bytes
+        return sum(prompt.weights_by_kind.values()) + tiled + prompt.activation_bytes
 
 
 def service(
@@ -145,10 +164,10 @@ def service(
 def _fewest(start: int, fits: Any) -> int:
     """The least number of machines from `start` on that fits: doubled until one does, then halved between."""
     low, high = start - 1, start
-    while not fits(high):
+    while high <= MOST_REPLICAS and not fits(high):
         low, high = high, 2 * high
-        if high > MOST_REPLICAS:
-            raise UnsupportedError(f"more than {MOST_REPLICAS:,} machines would be needed; take faster ones")
+    if high > MOST_REPLICAS:
+        raise UnsupportedError(f"more than {MOST_REPLICAS:,} machines would be needed; take faster ones")
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
@@ -172,7 +191,7 @@ def _described(
     load = costs.load
     rate = load.requests_per_second / replicas
     seconds, running = costs.pass_seconds(rate)
-    first = _first_token(costs, rate, seconds, running)
+    first = _first_token(costs, rate, seconds)
     of_prompts = rate * costs.prompt
     hourly = None if price_per_hour is None else replicas * price_per_hour
     each = None if hourly is None else hourly / 3600 / load.requests_per_second  # what a request pays
@@ -192,16 +211,18 @@ def _described(
     )
 
 
-def _first_token(costs: _Costs, rate: float, seconds: float, running: float) -> float:
-    """What is left of the running pass when a request comes (its second moment over twice its mean), and its own pass.
+def _first_token(costs: _Costs, rate: float, seconds: float) -> float:
+    """What is left of the pass in which a request comes, and the next, with all prompts that came in it.
 
-    A pass computes no prompt, or one.
+    A pass of K prompts takes what it takes without them and K p, where K is Poisson with the mean rate * (the pass
+    before). So its variance is p^2 rate T / (1 - (rate p)^2). Who comes at random finds a longer pass than the mean:
+    of E[T^2] / E[T], half of which is over.
     """
-    plain = seconds * (1 - rate * costs.prompt)
-    with_prompt = plain + costs.prompt
-    share = min(1.0, rate * seconds)  # of passes, that compute a prompt
-    square = (1 - share) * plain**2 + share * with_prompt**2
-    return square / (2 * seconds) + with_prompt
+    share = rate * costs.prompt  # of the time, that prompts take
+    variance = costs.prompt * share * seconds / (1 - share**2)
+    found = seconds + variance / seconds
+    without = seconds * (1 - share)
+    return found / 2 + without + costs.prompt * (1 + rate * found)
 
 
 def _most(costs: _Costs, memory: float | None, longest: float | None) -> float:

@@ -19,6 +19,7 @@ from transformers import LlamaConfig
 from benchmarks.models import MODELS
 from hf_accel.estimate import estimate
 from hf_accel.estimate.roofline import Machine, Work
+from hf_accel.estimate.service import Load, service
 from hf_accel.estimate.workload import Workload
 from hf_accel.measuring.requests import draw
 
@@ -29,10 +30,20 @@ CONTEXT = 512
 WITHIN = 0.25
 FEW_ROWS = "products of 16 or 32 rows reach 50 to 60 % of the speed of torch's product of two large squares"
 OF_ONEDNN = "our INT8 products reach 62 % of the speed of oneDNN's here, which is what was recorded"
-WARM = "steps within generate() took up to twice as long as the same steps from a filled cache, also stock's"
+OTHER_RUN = "the same work took 5 to 50 % longer in that run than in those of prefill.json and decode.json"
 UNPACKED = "unpacking 4 bits is arithmetic that no count of multiply-adds has"
-KNOWN: dict[str, str] = {}
 NO_FLOAT = "torch has no instructions for bfloat16 there, and its float32 product was not recorded"
+KNOWN = {
+    "avx512 decode 16 int4": f"{FEW_ROWS}; {UNPACKED}",
+    "avx512 decode 32 exact": FEW_ROWS,
+    "avx512 decode 32 int8": FEW_ROWS,
+    "avx512 decode 32 int4": f"{FEW_ROWS}; {UNPACKED}",
+    "avx2 prefill int8": OF_ONEDNN,
+    "avx2 decode 16 int8": OF_ONEDNN,
+    "avx2 decode 16 int4": OF_ONEDNN,
+    "avx2 generate int8": f"{OF_ONEDNN}; {OTHER_RUN}",
+    "avx2 generate int4": f"{OF_ONEDNN}; {OTHER_RUN}",
+}
 
 
 def read(folder: str, topic: str) -> dict[str, Any]:
@@ -147,3 +158,21 @@ def test_seconds(
         assert -0.5 < error < -WITHIN, f"take it from the list: {KNOWN[name]}"
     else:
         assert abs(error) <= WITHIN
+
+
+def latencies() -> list[Any]:
+    rows = read(AVX512, "latency")["tables"][0]["rows"]
+    wanted = [row for row in rows if row["system"] == "hf_accel int8" and row["budget"] >= 256]
+    return [pytest.param(row, id=f"{row['load']} {row['budget']}") for row in wanted]
+
+
+@pytest.mark.parametrize("row", latencies())
+def test_latency_under_a_load(row: dict[str, Any]) -> None:
+    """24 requests of 73 and 16 tokens, with passes that take a whole prompt."""
+    load = Load(row["useful_tokens_per_second"] / 16, 73, 16)
+    found = service(
+        workload("hf_accel int8"), machine(AVX512, "latency"), load, memory=None, longest=None, price_per_hour=None
+    )
+    assert found.replicas == 1
+    assert found.seconds_per_token == pytest.approx(row["between_p50_seconds"], rel=WITHIN)
+    assert found.seconds_to_first_token == pytest.approx(row["first_p50_seconds"], rel=WITHIN)

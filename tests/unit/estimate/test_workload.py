@@ -5,9 +5,11 @@ import dataclasses
 import pytest
 import torch
 
+from hf_accel.config import WeightConfig
 from hf_accel.estimate.attention_bytes import AttentionLayer
 from hf_accel.estimate.weights import WeightTensor
 from hf_accel.estimate.workload import Workload
+from hf_accel.linear import LinearSpec
 
 # Two layers of attention (2 heads of 4), one MLP matrix of 5 x 3, four experts of 7 numbers, a head of 11 x 3.
 WORKLOAD = Workload(
@@ -39,6 +41,22 @@ def test_prefill_runs_every_token_but_the_head_only_for_the_last():
     experts = 4 * 7 * 2 * (1 - 0.75**18)
     assert WORKLOAD.prefill.nbytes == pytest.approx(KV + DENSE + experts)
     assert WORKLOAD.prefill.operations == 3 * (2 * (6 * (15 + 7) + 33) + 2 * (4 * 2 * 4 * 21))  # 21 causal pairs
+
+
+def test_what_is_quantized_is_multiplied_by_integers():
+    spec = LinearSpec.of(torch.empty(5, 3), WeightConfig(bits=8))
+    first, *others = WORKLOAD.tensors
+    quantized = dataclasses.replace(WORKLOAD, tensors=(dataclasses.replace(first, spec=spec), *others))
+    assert quantized.decode.integers == quantized.prefill.integers == 0
+    rounding = dataclasses.replace(quantized, rounds_inputs=True)
+    assert (rounding.decode.integers, rounding.prefill.integers) == (3 * 2 * 15, 3 * 2 * 15 * 6)
+    assert rounding.decode.operations == WORKLOAD.decode.operations
+
+
+def test_at_a_shorter_context_of_fewer_sequences():
+    shorter = WORKLOAD.at(context=4, batch=1)
+    assert shorter.kv_bytes == KV // 3 * 4 // 6
+    assert WORKLOAD.at(context=6, batch=3) == WORKLOAD
 
 
 def test_bytes_at_rest():
