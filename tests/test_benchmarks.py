@@ -27,6 +27,7 @@ from benchmarks import (
     drafts,
     experts,
     float_rows,
+    http_load,
     isa,
     ladder,
     memory,
@@ -59,6 +60,8 @@ from hf_accel.measuring import turns
 from hf_accel.measuring.served import WrongResultError
 from hf_accel.measuring.turns import Generation, median_ratio, take_turns, time_generate
 from hf_accel.twin import twin
+
+from .serving.running import serving
 
 SMALL = ["--model", "tiny", "--context", "20", "--rounds", "1", "--quick", "--even-busy"]
 OURS = "hf_accel exact,hf_accel int8,hf_accel int4"
@@ -102,6 +105,7 @@ TABLES = {  # topic -> rows of each of its tables
     "small_model": [5],
     "batching": [6, 4],
     "latency": [5],
+    "http_load": [5, 10],
     "shared_prompts": [3, 4],
     "speculation": [5, 5, 2],
     "drafters": [12],
@@ -125,6 +129,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for module in (students, drafts):
             patch.setattr(module, "call_all", lambda name, fields: [call_here(name, json.dumps(f)) for f in fields])
         patch.setattr(isa, "levels", lambda: ["avx2"])
+        patch.setattr(http_load, "started", served_here)
         patch.setattr(tiles, "LEVELS", ("amx", "avx2_tiles"))
         patch.setattr(NeverSlower, "quicker", lambda self: replace_fields(self, **FEW))
         for name, value in {"SHAPES": ((64, 96), (96, 64)), "COLD_BYTES": 0, "SECONDS": 0}.items():
@@ -143,6 +148,13 @@ def call_here(module: str, *arguments: object, environment: Mapping[str, str] | 
     with contextlib.redirect_stdout(printed):
         importlib.import_module(f"benchmarks.{module}").main(*map(type_of(module), arguments))
     return json.loads(printed.getvalue().splitlines()[-1])
+
+
+@contextlib.contextmanager
+def served_here(name: str, path: Path) -> Iterator[str]:
+    """http_load.started without its process: ours stands for all servers."""
+    with serving(path, chat_template=None) as running:
+        yield running.root
 
 
 def type_of(module: str) -> type:

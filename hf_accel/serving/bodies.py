@@ -40,7 +40,8 @@ class StreamOptions(Closed):
 
 
 class Common(Closed):
-    """What all endpoints know. top_k, min_p, repetition_penalty and chat_template_kwargs are vLLM's additions."""
+    """What all endpoints know. top_k, min_p, repetition_penalty and chat_template_kwargs are vLLM's additions, and for
+    choices stop_token_ids, min_tokens and ignore_eos, which its benchmark of servers sends."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
@@ -76,6 +77,11 @@ class Common(Closed):
         return self.num_choices > 1 or any(value is not None for value in named)
 
     @property
+    def heeds_end(self) -> bool:
+        """Whether the model's own stop tokens end the text."""
+        return True
+
+    @property
     def stops(self) -> list[str]:
         return []
 
@@ -101,9 +107,13 @@ class Choices(Common):
     logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
     max_tokens: Count | None = None
     stream_options: StreamOptions | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    ignore_eos: bool | None = None
 
     def sampling(self) -> dict[str, Any]:
         given = super().sampling()
+        if self.min_tokens:
+            given["min_new_tokens"] = self.min_tokens
         for name in ("presence_penalty", "frequency_penalty", "stop_token_ids"):
             if (value := getattr(self, name)) is not None:
                 given[name] = list(value) if isinstance(value, list) else value
@@ -114,6 +124,10 @@ class Choices(Common):
     @property
     def num_choices(self) -> int:
         return self.n or 1
+
+    @property
+    def heeds_end(self) -> bool:
+        return not self.ignore_eos
 
     @property
     def stops(self) -> list[str]:
@@ -255,7 +269,7 @@ class ResponseBody(Common):
     max_output_tokens: Count | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: Literal[True] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     text: ResponseText | None = None
     truncation: Literal["disabled"] | None = None
@@ -269,9 +283,12 @@ class ResponseBody(Common):
 
 
 def read_body(kind: type[Body], body: dict[str, Any]) -> Body:
-    """Check a request's JSON. Raises ApiError (400) with the first thing that is wrong, as one sentence."""
+    """Check a request's JSON. Raises ApiError (400) with the first thing that is wrong, as one sentence.
+
+    A field that is null counts as left out, whatever its name.
+    """
     try:
-        return kind.model_validate(body)
+        return kind.model_validate({name: value for name, value in body.items() if value is not None})
     except ValidationError as error:
         raise _refusal(error) from None
     except RecursionError:

@@ -160,8 +160,8 @@ class Service:
         keywords, config = asked.sampling(), self.engine.model.generation_config
         if "temperature" not in keywords and not config.do_sample and asked.means_samples:
             keywords["temperature"] = 1.0
-        if "stop_token_ids" in keywords:
-            keywords["stop_token_ids"] += stop_token_ids(self.engine.model)
+        own = stop_token_ids(self.engine.model) if asked.heeds_end else ()
+        keywords["stop_token_ids"] = [*keywords.get("stop_token_ids", ()), *own]
         if asked.num_logprobs is not None:
             keywords["logprobs"] = asked.num_logprobs
         return keywords

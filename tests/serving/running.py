@@ -23,7 +23,7 @@ SHIPPED = Path(__file__).parents[2] / "examples" / "stdlib-tiny"
 CHAT_TEMPLATE = "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
 # float32 and backends whose rows do not depend on what runs beside them: answers can be compared token by token.
 EXACT: dict[str, Any] = {"weights": None, "deterministic": True, "dtype": torch.float32}
-WAIT = 30
+WAIT = 60
 
 
 class Running:

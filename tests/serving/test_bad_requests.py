@@ -31,7 +31,7 @@ SHARED = {  # field -> values that are refused at every endpoint
     "repetition_penalty": [0, -1, float("nan")],
     "seed": [1.5, "1", 2**70, [1]],
     "stream": ["yes", 1],
-    "no_such_field": [1, None],
+    "no_such_field": [1, "x", False],
     "generation_config": ["{}"],
 }
 OF_CHOICES = {
@@ -39,6 +39,8 @@ OF_CHOICES = {
     "max_tokens": [0, -5, 129, 10**9, 1.5, "16"],
     "stop": ["", ["a", ""], 5, [5], ["x"] * 17, "x" * 257, {}],
     "stop_token_ids": [-1, ["a"], [-1]],
+    "min_tokens": [-1, "1"],
+    "ignore_eos": ["yes"],
     "presence_penalty": [-3, 3, "1", float("nan")],
     "frequency_penalty": [-3, 3, None.__class__.__name__],
     "logit_bias": [[], {"a": 1}, {"1": "x"}, {"1": 101}, {"-1": 1}, {"999999": 1}, {"1": float("nan")}],
@@ -102,6 +104,7 @@ FIELDS: dict[str, dict[str, list[Any]]] = {
         "include": [["x"]],
         "top_logprobs": [2],
         "conversation": ["x"],
+        "parallel_tool_calls": [False],
         "stop": ["x"],
     },
 }  # fmt: skip

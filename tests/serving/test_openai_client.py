@@ -253,8 +253,14 @@ def test_stop_tokens_are_added_to_the_model_s(running: Running, client: openai.O
     assert found.choices[0].finish_reason == "stop"
     end = running.service.tokenizer.eos_token_id
     bias = {"logit_bias": {str(end): 100}}
-    ended = client.completions.create(**given, extra_body={"stop_token_ids": [tokens[place]]} | bias)
-    assert ended.usage is not None and ended.usage.completion_tokens == 1 and ended.choices[0].text == ""
+    for more, expected in (
+        ({"stop_token_ids": [tokens[place]]}, 1),
+        ({"ignore_eos": True}, 24),
+        ({"min_tokens": 5}, 6),
+    ):
+        ended = client.completions.create(**given, extra_body=more | bias)
+        assert ended.usage is not None and ended.usage.completion_tokens == expected
+    assert client.completions.create(**given, extra_body=bias | {"reasoning": None}).choices[0].text == ""
 
 
 def test_a_stream_that_is_closed_is_cancelled(running: Running, client: openai.OpenAI) -> None:

@@ -81,8 +81,8 @@ async def _pump(job: Job, arrived: asyncio.Queue[Any], parser: Any) -> None:
                 put([_StreamError(f"the end of the answer was not understood: {error}")])
                 return
         put([None])
-    except ApiError as error:
-        put([_StreamError(error.message)])
+    except Exception as error:  # whoever reads the queue would wait for ever
+        put([_StreamError(error.message if isinstance(error, ApiError) else f"the server failed: {error!r}")])
 
 
 class EngineState(GenerationState):

@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 from starlette.responses import Response, StreamingResponse
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.utils import BaseHandler, Modality
+from transformers.utils import logging
 
 from ..api_errors import ApiError
 from ..bodies import ChatBody, Common, ResponseBody, read_body
 from ..service import Job, Service
 
+logger = logging.get_logger(__name__)
 # What a client may not give to the chat template: these change apply_chat_template, not what a template says.
 RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 
@@ -88,7 +90,10 @@ def event_stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
         try:
             async for event in events:
                 yield f"data: {json.dumps(event)}\n\n"
-        except ApiError as error:
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                logger.exception("a stream ended with an error")
+                error = ApiError(500, f"the server failed: {type(error).__name__}")
             yield f"data: {json.dumps(error.body())}\n\n"
         yield "data: [DONE]\n\n"
 
