@@ -33,7 +33,7 @@ from .workload import Workload, poisson
 
 STOCK_BATCHING, EXACT = "transformers serve --continuous-batching", "hf-accel serve --weights none"
 TRANSFORMERS = ("transformers.cli.transformers", "serve")
-OURS = ("hf_accel.cli.serve",)
+OURS = ("hf_accel", "serve")
 SYSTEMS: dict[str, tuple[str, ...]] = {  # name -> a module with its arguments; {path} and {port} are filled in
     "transformers serve": (*TRANSFORMERS, "{path}", "--port", "{port}", "--device", "cpu"),
     STOCK_BATCHING: (*TRANSFORMERS, "{path}", "--port", "{port}", "--device", "cpu", "--continuous-batching"),

@@ -42,6 +42,8 @@ WRITERS = {
     "attention.hf.forward": {"setattr"},
     "cache.hf.handle": {"setattr"},
     "linear.layer": {"dict"},
+    # the signature of a command, from its options
+    "cli.options": {"dict"},
     # a student, while it is made or trained
     "distill": {"config", "data", "hook", "setattr"},
 }

@@ -14,7 +14,7 @@ from ..hardware import Hardware, detect
 from .attention_bytes import AttentionBytes
 from .devices import memory_of
 from .roofline import Machine
-from .service import Load, Service, service
+from .serving_estimate import Load, ServingEstimate, service
 from .workload import Workload
 
 
@@ -91,7 +91,7 @@ class Estimate:
         output_tokens: int,
         memory: float | str | None = None,
         seconds_per_token: float | None = None,
-    ) -> Service:
+    ) -> ServingEstimate:
         """Replicas, latency, memory and cost of a load, with continuous batching on machines of this estimate's speed.
 
         prompt_tokens, output_tokens: means, of a request; together at most the context of this estimate.

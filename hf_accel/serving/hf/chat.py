@@ -14,7 +14,7 @@ from transformers.utils import logging
 from ..bodies import ChatBody
 from ..service import Event, Job, known_keywords
 from ..token_text import ScoredToken
-from .handlers import Served, event_stream, usage
+from .handlers import OfEngine, event_stream, usage
 
 logger = logging.get_logger(__name__)
 REPLACEMENT = "\ufffd"
@@ -65,7 +65,7 @@ class MessageParser:
         return found
 
 
-class Chat(Served, ChatCompletionHandler):
+class Chat(OfEngine, ChatCompletionHandler):
     """transformers' handler of chats; n, log-probabilities, tool_choice="none" and each field of its own."""
 
     body_type = ChatBody

@@ -13,10 +13,10 @@ from ..api_errors import ApiError
 from ..bodies import CompletionBody
 from ..service import Job
 from ..token_text import ScoredToken
-from .handlers import Served, event_stream, usage
+from .handlers import OfEngine, event_stream, usage
 
 
-class Completions(Served, CompletionHandler):
+class Completions(OfEngine, CompletionHandler):
     """transformers' handler of completions; several prompts, n, log-probabilities and each field of its own."""
 
     body_type = CompletionBody

@@ -21,7 +21,7 @@ logger = logging.get_logger(__name__)
 RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 
 
-class Served(BaseHandler):
+class OfEngine(BaseHandler):
     """Comes before a handler of transformers: checks the whole body, and asks our Engine instead of generate().
 
     service: the model and its Engine. The other arguments are those of transformers' handler.

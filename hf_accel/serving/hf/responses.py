@@ -10,10 +10,10 @@ from transformers.cli.serving.response import ResponseHandler
 from ..api_errors import ApiError
 from ..bodies import ResponseBody, check_messages
 from ..service import known_keywords
-from .handlers import Served
+from .handlers import OfEngine
 
 
-class Responses(Served, ResponseHandler):
+class Responses(OfEngine, ResponseHandler):
     """transformers' handler of responses over our Engine. As in OpenAI's API, an answer is streamed only if asked."""
 
     body_type = ResponseBody

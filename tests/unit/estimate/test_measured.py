@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from benchmarks.models import MODELS
 from hf_accel.estimate import estimate
 from hf_accel.estimate.roofline import Machine, Work
-from hf_accel.estimate.service import Load, service
+from hf_accel.estimate.serving_estimate import Load, service
 from hf_accel.estimate.workload import Workload
 from hf_accel.measuring.requests import draw
 

@@ -40,7 +40,7 @@ class Load(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Service:
+class ServingEstimate:
     """What a load takes. Seconds and bytes are of one machine; costs are in the currency of the price per hour.
 
     replicas: machines, each with the whole model. busy: the share of their time that grows with the load.
@@ -139,7 +139,7 @@ def service(
     memory: float | None,
     longest: float | None,
     price_per_hour: float | None,
-) -> Service:
+) -> ServingEstimate:
     """The fewest machines that take the load: each at most MOST_BUSY, within its memory, and no token late.
 
     Raises UnsupportedError where no number of them does.
@@ -187,7 +187,7 @@ def _peak(running: float) -> int:
 
 def _described(
     costs: _Costs, replicas: int, price_per_hour: float | None, *, limits: tuple[float | None, float | None]
-) -> Service:
+) -> ServingEstimate:
     load = costs.load
     rate = load.requests_per_second / replicas
     seconds, running = costs.pass_seconds(rate)
@@ -195,7 +195,7 @@ def _described(
     of_prompts = rate * costs.prompt
     hourly = None if price_per_hour is None else replicas * price_per_hour
     each = None if hourly is None else hourly / 3600 / load.requests_per_second  # what a request pays
-    return Service(
+    return ServingEstimate(
         replicas=replicas,
         busy=rate * costs.request,
         running=running,
@@ -244,7 +244,7 @@ def _check(load: Load, longest: float | None) -> None:
             raise UnsupportedError(f"{name}={value!r} must be a finite number above 0")
 
 
-def _rows(found: Service) -> Iterator[tuple[str, str]]:
+def _rows(found: ServingEstimate) -> Iterator[tuple[str, str]]:
     yield "replicas", f"{found.replicas}, {found.busy:.0%} busy; one takes {found.requests_per_second:.3g} requests/s"
     yield "running", f"{found.running:.3g} requests a replica, {found.peak_running} at the peak"
     yield "memory", f"{found.memory_bytes / 1e9:.3g} GB a replica"

@@ -11,7 +11,7 @@ import pytest
 
 from hf_accel.errors import UnsupportedError
 from hf_accel.estimate import estimate
-from hf_accel.estimate.service import MOST_BUSY, Load, Service, _Costs
+from hf_accel.estimate.serving_estimate import MOST_BUSY, Load, ServingEstimate, _Costs
 
 from .shapes import MIXTRAL_8X7B, llama_70b
 
@@ -76,7 +76,7 @@ def test_both_bills_pay_for_the_machines() -> None:
     assert free.cost_per_hour is free.cost_per_million_input_tokens is free.cost_per_million_output_tokens is None
 
 
-def limits(found: Service, rate: float, **more: Any) -> None:
+def limits(found: ServingEstimate, rate: float, **more: Any) -> None:
     """One machine less could not take it, and as many as there are can."""
     assert found.replicas > 1
     assert found.requests_per_second * found.replicas >= rate * (1 - 1e-9)
