@@ -1,4 +1,4 @@
-"""QLoRA: adapters trained over INT4 weights, merged into the float model, and saved for other engines.
+"""QLoRA: adapters trained over INT4 weights, merged into the float model, saved for other engines, and served.
 
 python examples/qlora.py            needs peft; minutes on a laptop
 python examples/qlora.py --quick    a few steps
@@ -49,6 +49,15 @@ def main() -> None:
     print(f"quantized again: {loss(merged, held_out):.3f}")
     with tempfile.TemporaryDirectory() as folder:
         print(hf_accel.save_compressed(merged, f"{folder}/w4a16", tokenizer=tokenizer))
+        serve(f"{folder}/w4a16", ["import re\n\ndef ", "class Reader:\n    def "])
+
+
+def serve(folder: str, prompts: list[str]) -> None:
+    """Answer several users at once from the checkpoint; `hf-accel serve FOLDER` does it over HTTP."""
+    model, tokenizer = hf_accel.load(folder), AutoTokenizer.from_pretrained(folder)
+    with hf_accel.Engine(model, tokenizer=tokenizer) as engine:
+        for request in [engine.submit(prompt, max_new_tokens=16) for prompt in prompts]:
+            print(f"served: {request.result().text!r}")
 
 
 def windows(tokenizer: Any, texts: list[str]) -> Tensor:

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHIPPED = EXAMPLES / "stdlib-tiny"
 COVERED = {
     "quickstart", "cache_reuse", "save_and_load", "estimate", "quality", "speed", "table", "train_tiny_model", "serve",
-    "speculate", "samples", "distil", "draft", "distil_classifier", "plot", "calibrate", "qlora",
+    "speculate", "samples", "distil", "draft", "distil_classifier", "plot", "calibrate", "qlora", "laptop_chat",
+    "label_csv",
 }  # fmt: skip
 
 
@@ -76,6 +77,43 @@ def test_qlora(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert after < before - 0.02
     assert abs(float(merged.split()[-1]) - after) < 0.1 and abs(float(again.split()[-1]) - after) < 0.1
     assert "28 linears  W4A16 in groups of 128" in out
+    assert out.count("served: '") == 2
+
+
+def test_laptop_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    said = iter(["hello", "and then?", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    run("laptop_chat", "--max-new-tokens", "8", monkeypatch=monkeypatch)
+    first, second = re.findall(r"\((\d+) tokens, (\d+) of them known;", capsys.readouterr().out)
+    assert first[1] == "0"
+    assert int(second[1]) == int(first[0]) + 7  # of 8 written tokens the last was never fed
+
+
+def test_label_csv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("label_csv", "--demo", monkeypatch=monkeypatch)
+    lines = (tmp_path / "rows.labelled.csv").read_text().splitlines()
+    assert lines[0] == "text,label" and len(lines) == 7
+    assert {line.rpartition(",")[2] for line in lines[1:]} <= {"code", "text"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.csv", "rows.labelled.csv"]
+    computed = int(re.search(r"(\d+) tokens computed", capsys.readouterr().out)[1])  # type: ignore[index]
+    example: Any = importlib.import_module("label_csv")
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+    prompts = [example.INSTRUCTION.format(labels="code, text") + example.QUESTION.format(text=t) for t in example.DEMO]
+    total = sum(len(tokenizer(prompt)["input_ids"]) for prompt in prompts)
+    assert computed == total - 5 * 16  # of the instruction, a whole block is shared
+
+
+@pytest.mark.parametrize("arguments", [["missing.csv"], [], ["rows.csv", "--text", "body"]])
+def test_label_csv_says_in_one_line_what_is_missing(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.csv").write_text("text\na\n")
+    with pytest.raises(SystemExit) as exit:
+        run("label_csv", *arguments, monkeypatch=monkeypatch)
+    assert exit.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def table_rows(out: str) -> list[list[str]]:
@@ -152,6 +190,7 @@ def test_draft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert out.count("acceptance at temperature 1 on the dataset's text") == 2  # before and after
     assert "same tokens as without a draft: True" in out
+    assert re.search(r"served: \d+ tokens/s without the draft, \d+ with it, (faster|slower) with it", out)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "draft").config.num_hidden_layers == 1
     drawn(tmp_path / "draft.png")
 
