@@ -73,7 +73,7 @@ def prompt_of(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and file is not None:
         raise BadInputError("--prompt and --prompt-file are both given; leave one of them out")
     if prompt is None and file is not None and str(file) != "-":
-        prompt = texts_of(file)[0]
+        prompt = next(iter(texts_of(file)), "")
     elif prompt is None:
         if sys.stdin is None or sys.stdin.isatty():
             raise BadInputError("no prompt is given; add --prompt TEXT or --prompt-file FILE, or pipe a text in")

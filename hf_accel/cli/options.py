@@ -73,6 +73,8 @@ def _value(keyword: str, word: Any, fields: dict[str, Any], *, given: bool) -> A
         names = ", ".join(f"--{name.replace('_', '-')}" for name in fields)
         raise BadInputError(f"{names} with --{keyword} none: there is nothing to set; leave one of them out")
     if keyword == "weights":
+        if given and "bits" in fields:
+            raise BadInputError(f"--weights {word} and --bits {fields['bits']} are both given; leave one of them out")
         if isinstance(fields.get("calibration"), Path):
             fields["calibration"] = texts_of(fields["calibration"])
         return WEIGHTS.get(word, {"bits": word}) | fields

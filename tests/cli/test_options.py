@@ -70,6 +70,8 @@ def test_keywords(given: dict[str, Any], keywords: dict[str, Any]) -> None:
 def test_nothing_to_set() -> None:
     with pytest.raises(BadInputError, match="--block-size with --cache none"):
         asked(cache="none", block_size=8)
+    with pytest.raises(BadInputError, match="leave one of them out"):
+        asked(weights="int4", bits=8)
 
 
 def test_texts(tmp_path: Path) -> None:
