@@ -87,9 +87,9 @@ def tile_for(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rou
 def by_rule(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> LinearTile:
     """Where programs are few, several share the inputs, so that all multiprocessors read."""
     tiles = allowed(rows, tiles_of(weight, dtype, rounding), rounding)
-    if tiles[-1].integers:
-        return next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
     tile = next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
+    if tile.integers:
+        return tile
     return replace(tile, splits=min(most_splits(rows, weight), _wanted_splits(rows, weight, tile)))
 
 
@@ -103,7 +103,7 @@ def allowed(rows: int, tiles: list[LinearTile], rounding: Rounding) -> list[Line
 def candidates(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> list[LinearTile]:
     """What is worth measuring for so many rows, that of the rule first.
 
-    Left out are tiles of which most would be empty, or that would read the weight more than 8 times.
+    Left out are tiles of which most would be empty, and those of few rows, which would read the weight many times.
     """
     found = [by_rule(rows, weight, dtype, rounding)]
     for tile in tiles_of(weight, dtype, rounding):
