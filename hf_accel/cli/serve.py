@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from contextlib import closing, suppress
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -71,8 +71,7 @@ def serve(
         address = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
         said = {"url": f"{address}/v1", "page": f"{address}/", "model": service.name}
         asked.output.write(said, f"{service.name} is served at {said['url']}; {said['page']} chats with it")
-        with suppress(KeyboardInterrupt):  # uvicorn raises it again after the drain
-            server.run(sockets=[bound])
+        server.run(sockets=[bound])
 
 
 def bind(host: str, port: int) -> socket.socket:
