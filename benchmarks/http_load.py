@@ -25,11 +25,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from hf_accel.measuring.requests import Requests, poisson
+
 from .bench import Bench
 from .checks import WrongResultError
 from .latency import make_workload, quantile, span
 from .tables import Row, Table
-from .workload import Workload, poisson
 
 STOCK_BATCHING, EXACT = "transformers serve --continuous-batching", "hf-accel serve --weights none"
 TRANSFORMERS = ("transformers.cli.transformers", "serve")
@@ -88,8 +89,8 @@ def save(model: Any, path: Path) -> None:
     model.save_pretrained(path)
 
 
-def everything_now(workload: Workload) -> Workload:
-    return Workload(workload.name, workload.prompts, workload.lengths, [0.0] * len(workload.prompts))
+def everything_now(workload: Requests) -> Requests:
+    return Requests(workload.name, workload.prompts, workload.lengths, [0.0] * len(workload.prompts))
 
 
 # -- servers -------------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ def await_health(process: subprocess.Popen[bytes], url: str, said: Any) -> None:
 
 
 def run(
-    load: str, name: str, path: Path, workloads: Sequence[Workload], *, titles: Sequence[str] | None = None
+    load: str, name: str, path: Path, workloads: Sequence[Requests], *, titles: Sequence[str] | None = None
 ) -> list[Row]:
     """Start a server, and serve one workload after the other."""
     rows = []
@@ -140,7 +141,7 @@ def run(
     return rows
 
 
-async def clients(url: str, workload: Workload) -> list[Stream]:
+async def clients(url: str, workload: Requests) -> list[Stream]:
     """Send each request when it arrives, whatever became of the others."""
     assert workload.arrivals is not None
     limits = httpx.Limits(max_connections=None)
@@ -174,7 +175,7 @@ async def stream(http: httpx.AsyncClient, prompt: Sequence[int], length: int) ->
     return found
 
 
-def row(load: str, system: str, workload: Workload, streams: Sequence[Stream]) -> Row:
+def row(load: str, system: str, workload: Requests, streams: Sequence[Stream]) -> Row:
     """Raises WrongResultError unless each request got the tokens that it asked for."""
     if [one.tokens for one in streams] != workload.lengths:
         raise WrongResultError(f"{system}: asked for {workload.lengths} tokens, got {[s.tokens for s in streams]}")

@@ -40,8 +40,12 @@ def run() -> Run:
 def start(*words: object, **settings: Any) -> subprocess.Popen[str]:
     """hf-accel in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    # A process that a shell started in the background ignores Ctrl-C, and so would those that it starts.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from hf_accel_cli.app import app; "
+    )
     return subprocess.Popen(
-        [sys.executable, "-c", "from hf_accel_cli.app import app; app()", *map(str, words)],
+        [sys.executable, "-c", code + "app()", *map(str, words)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=environment | settings.pop("environment", {}), **settings,
     )  # fmt: skip

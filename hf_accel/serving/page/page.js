@@ -100,6 +100,7 @@ function body() {
   const shared = {
     model: served.model,
     stream: true,
+    stream_options: { include_usage: true },
     max_tokens: Number(at("tokens").value),
     temperature: Number(at("temperature").value),
   };
@@ -137,6 +138,7 @@ async function answer() {
     note.textContent = `first token after ${(((first ?? performance.now()) - start) / 1000).toFixed(2)} s, `
       + `${tokens ? `${tokens} tokens` : `${text.length} characters`} in ${seconds.toFixed(2)} s`;
     item.append(note);
+    at("messages").scrollTop = at("messages").scrollHeight;
   } catch (error) {
     if (error.name !== "AbortError") add("error", error.message);
   } finally {
