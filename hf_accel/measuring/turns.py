@@ -65,7 +65,7 @@ def time_generate(
     assert output.shape[1] == prompt.shape[1] + num_new
     first, last = stopwatch.times[1], stopwatch.times[-1]  # the prompt is handed out before
     per_step = (last - first) / max(1, num_new - 1)
-    if model.device.type != "cpu" and num_new > 1:
+    if prompt.device.type != "cpu" and num_new > 1:
         per_step = statistics.median(later - sooner for sooner, later in pairwise(stopwatch.times[1:]))
     return Generation(total, first - start, per_step)
 
