@@ -23,16 +23,16 @@ from ..tensors import has_instructions, is_plain_tensor
 FLOAT_ROWS = {torch.bfloat16: 16, torch.float16: 128, torch.float32: 128}
 UNLIMITED = 2**62
 
-# Levels at which torch may have no instructions for half precision; ours is faster then with any number of rows
-# (512 in benchmarks/results/amd-epyc-avx2/prefill.json).
-SLOW_HALVES = ("avx2", "avx_vnni")
+# Levels at which torch may have no instructions for bfloat16; ours is faster then with any number of rows (512 in
+# benchmarks/results/amd-epyc-avx2/prefill.json). For float16 it may have none at any level.
+SLOW_BFLOAT16 = ("avx2", "avx_vnni")
 
 NativeCall = IntegerLinear | FloatLinear
 
 
 def native_rows(dtype: torch.dtype) -> int:
     """The most rows with which our product of float weights is faster than torch's on this CPU."""
-    if isa() in SLOW_HALVES and not has_instructions(dtype):
+    if not has_instructions(dtype) and (dtype is torch.float16 or isa() in SLOW_BFLOAT16):
         return UNLIMITED
     return FLOAT_ROWS.get(dtype, 0)
 

@@ -113,16 +113,22 @@ class Load:
         return text
 
 
-def left_behind(running: Running) -> dict[str, int]:
-    """Objects of requests that have ended, and threads beyond those of a server; both are empty without a leak.
+def left_behind(running: Running, before: Counter[str]) -> Counter[str]:
+    """What was not there before the load, as `census` counts; empty without a leak.
 
     The engine remembers its last pass, so that as many Sequences as can run are no leak.
     """
     until(running.is_idle)
+    found = census() - before
+    if found["Sequence"] <= running.service.limits.max_running:
+        del found["Sequence"]
+    return found
+
+
+def census() -> Counter[str]:
+    """Objects of requests, and threads beyond the first of a name, in this whole process."""
     gc.collect()
     kinds = (Job, Request, Sequence)
     found = Counter(type(one).__name__ for one in gc.get_objects() if type(one) in kinds)
-    if found["Sequence"] <= running.service.limits.max_running:
-        del found["Sequence"]
     threads = Counter(thread.name.rstrip("0123456789_-") for thread in threading.enumerate())
-    return {**found, **{name: count - 1 for name, count in threads.items() if count > 1}}
+    return found + Counter({name: count - 1 for name, count in threads.items() if name != "tqdm_monitor"})

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from .load import Load, left_behind
+from .load import Load, census, left_behind
 from .running import serving
 from .test_load import MANY
 
@@ -22,14 +22,14 @@ def resident_bytes() -> int:
 def main(seconds: float) -> int:
     failed = False
     with serving(limits=MANY, engine={"max_tokens": 1024}, speculative="ngram") as running:
-        load = Load(running, seed=2)
+        load, before = Load(running, seed=2), census()
         asyncio.run(load.run(min(WARM_SECONDS, seconds)))
         warm, spent = resident_bytes(), min(WARM_SECONDS, seconds)
         while spent < seconds:
             asyncio.run(load.run(min(60.0, seconds - spent)))
             spent += min(60.0, seconds - spent)
             stats, grown = running.stats, resident_bytes() - warm
-            left = left_behind(running)
+            left = left_behind(running, before)
             failed |= bool(left or load.outcome.wrong or stats["failed"])
             counts = {**load.outcome.counts, "wrong": len(load.outcome.wrong), "failed": stats["failed"]}
             counts["preempted"] = stats["preemptions"]

@@ -9,7 +9,7 @@ import pytest
 
 from hf_accel.serving.limits import Limits
 
-from .load import Load, left_behind
+from .load import Load, census, left_behind
 from .running import serving
 
 SMALL = {"max_tokens": 256}  # of the cache: those that run need more, so that some are preempted
@@ -19,12 +19,12 @@ MANY = Limits(max_running=32, max_queue=16)  # fewer than 64 clients ask for
 
 def check(seconds: float, **loading: Any) -> None:
     with serving(**loading) as running:
-        load = Load(running, seed=1)
+        load, before = Load(running, seed=1), census()
         outcome = asyncio.run(load.run(seconds))
         assert outcome.wrong == []
         counts = outcome.counts
         assert min(counts["compared"], counts["left"], counts["told to come later"]) > 0, counts
-        assert left_behind(running) == {}
+        assert left_behind(running, before) == {}
         stats = running.stats
         assert stats["failed"] == 0 and min(stats["cancelled"], stats["preemptions"], stats["prefix_hits"]) > 0
         assert stats["requests"] == stats["finished"] + stats["cancelled"]
