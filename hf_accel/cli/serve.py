@@ -12,7 +12,7 @@ import typer
 
 from .failures import BadInputError, say
 from .models import check, explained, named_dtype
-from .options import Asked, Path_, common
+from .options import Asked, Path_, common, texts_of
 from .plan import Dtype
 
 NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
@@ -52,7 +52,7 @@ def serve(
     if missing:
         raise BadInputError(f'{", ".join(missing)} is not installed, which serve needs: pip install "hf_accel[serve]"')
     place, wanted, keywords = check(path), named_dtype(dtype), asked.keywords()
-    template = None if chat_template is None else text_of(chat_template)
+    template = None if chat_template is None else texts_of(chat_template)[0]
     with closing(bind(host, port)) as bound:
         if host not in LOOPBACK and api_key is None:
             say(f"warning: {host} is open to others, and no --api-key is asked for")
@@ -82,11 +82,3 @@ def bind(host: str, port: int) -> socket.socket:
         return bound_socket(host, port)
     except OSError as error:
         raise BadInputError(f"{host}:{port}: {error.strerror or error}; choose another --host or --port") from error
-
-
-def text_of(file: Path) -> str:
-    """Raises BadInputError for a file that cannot be read as text."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInputError(f"{file} cannot be read as text: {error}; name a Jinja template") from error

@@ -156,7 +156,8 @@ def test_seconds(
     name = request.node.callspec.id
     print(f"{name}: {error:+.0%}")
     if name in KNOWN:
-        assert WITHIN < abs(error) < 0.5, f"take it from the list: {KNOWN[name]}"
+        error = error if KNOWN[name] == FASTER else -error  # too slow an estimate there, too hopeful elsewhere
+        assert WITHIN < error < 0.5, f"take it from the list: {KNOWN[name]}"
     else:
         assert abs(error) <= WITHIN
 
