@@ -253,6 +253,14 @@ def _leave_weights_out(ours: dict[str, Any], method: str | None) -> None:
     ours.pop("weights", None)
 
 
+def load_tokenizer(path: str, **hub: Any) -> Any:
+    """The tokenizer of a checkpoint: of a .gguf file, that in its metadata. hub: keywords of from_pretrained."""
+    if path.endswith(".gguf"):
+        file = Path(path)
+        return transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, **hub)
+    return transformers.AutoTokenizer.from_pretrained(path, **hub)
+
+
 def stored_config(config: PreTrainedConfig) -> dict[str, Any] | None:
     """quantization_config of a checkpoint's config, also where only its text model has one."""
     for one in (config, config.get_text_config(decoder=True)):

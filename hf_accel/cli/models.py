@@ -121,13 +121,11 @@ def load_float(path: str, *, dtype: str = "auto") -> Any:
 
 def load_tokenizer(path: str) -> Any:
     """The tokenizer beside the model. Raises BadInputError if there is none."""
-    from transformers import AutoTokenizer
+    from hf_accel import loading
 
     place = check(path)
     try:
-        if place.endswith(".gguf"):
-            return AutoTokenizer.from_pretrained(str(Path(place).parent), gguf_file=Path(place).name)
-        return AutoTokenizer.from_pretrained(place)
+        return loading.load_tokenizer(place)
     except Exception as error:  # whatever is missing or broken there
         raise BadInputError(
             f"no tokenizer can be loaded from {path}: {_first(' '.join(str(error).split()))}"

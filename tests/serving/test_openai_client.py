@@ -27,13 +27,6 @@ def running() -> Iterator[Running]:
         yield running
 
 
-@pytest.fixture
-def client(running: Running) -> Iterator[openai.OpenAI]:
-    with running.client() as client:
-        yield client
-    until(running.is_idle)
-
-
 def chat_prompt(running: Running) -> list[int]:
     ids: list[int] = running.service.tokenizer.apply_chat_template(MESSAGES, return_dict=False)
     return ids

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from .checkpoint import QUESTION, SAID, THOUGHT, TOOLS, save_talker
-from .running import Running, serving, until
+from .running import Running, serving
 
 CALLS = [("weather", {"city": "Oslo"}), ("weather", {"city": "Rome"})]
 ASKED: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "temperature": 0}
@@ -22,13 +22,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     save_talker(path)
     with serving(path, chat_template=None) as running:
         yield running
-
-
-@pytest.fixture
-def client(running: Running) -> Iterator[openai.OpenAI]:
-    with running.client() as client:
-        yield client
-    until(running.is_idle)
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.model_manager import ModelManager
 
 from ...errors import UnsupportedError
 from ...generation.hf import Engine
-from ...loading import load
+from ...loading import load, load_tokenizer
 from ..limits import Limits
 from ..service import Service
 
 
-def load_tokenizer(path: str, *, chat_template: str | None = None, **hub: Any) -> Any:
+def load_fast_tokenizer(path: str, *, chat_template: str | None = None) -> Any:
     """Load a checkpoint's tokenizer. chat_template: the text of a template to use in the place of its own.
 
     Raises UnsupportedError for a tokenizer that cannot decode token by token.
     """
-    file = Path(path)
-    if path.endswith(".gguf"):
-        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, **hub)
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(path, **hub)
+    tokenizer = load_tokenizer(path)
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not tokenizer.is_fast:
         raise UnsupportedError(f"{path}: {type(tokenizer).__name__} is no fast tokenizer, which streams need")
     if chat_template is not None:
@@ -48,7 +43,7 @@ def load_service(
     model that an Engine cannot serve.
     """
     limits = limits or Limits()
-    tokenizer = load_tokenizer(path, chat_template=chat_template)
+    tokenizer = load_fast_tokenizer(path, chat_template=chat_template)
     model = load(path, **keywords)
     model.eval()
     served = Engine(model, tokenizer=tokenizer, max_running=limits.max_running, **(engine or {}))
