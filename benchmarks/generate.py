@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from functools import partial
 
 from hf_accel.measuring.turns import BASELINE, Generation, median_ratio, spread_share, take_turns, time_generate
@@ -18,11 +19,15 @@ NOTE = (
 
 
 def measure(bench: Bench) -> list[Table]:
-    candidates = {name: partial(run, bench, entrant) for name, entrant in bench.entrants.items()}
+    return [table(bench, bench.entrants)]
+
+
+def table(bench: Bench, entrants: Mapping[str, Entrant]) -> Table:
+    candidates = {name: partial(run, bench, entrant) for name, entrant in entrants.items()}
     runs = take_turns(candidates, rounds=bench.settings.rounds, warm_up=False)
-    rows = [row(bench, bench.entrants[name], runs) for name in runs]
+    rows = [row(bench, entrants[name], runs) for name in runs]
     title = f"generate(): {bench.settings.new_tokens} tokens after {bench.settings.context}, batch 1"
-    return [Table(title, rows, NOTE)]
+    return Table(title, rows, NOTE)
 
 
 def run(bench: Bench, entrant: Entrant) -> Generation:

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,10 @@ SYSTEMS: dict[str, tuple[str, ...]] = {  # name -> a module with its arguments; 
 START_SECONDS = 600  # for a server to load its model
 NOTE = (
     "Streams of /v1/completions, greedy, each of the length that was drawn; the same requests and the same Poisson "
-    "arrivals for every server of a load. Loads: all requests at once, and shares of the requests per second that "
-    f"{STOCK_BATCHING!r} served at once ({{stock:.2f}}) and {EXACT!r} ({{ours:.2f}}). First: from sending a request "
-    "to its first text; between: from one piece of text to the next. Each row ran once, after one request to warm up."
+    "arrivals for every server of a load; each load has other tokens. Loads: all requests at once, and shares of the "
+    f"requests per second that {STOCK_BATCHING!r} served at once ({{stock:.2f}}) and {EXACT!r} ({{ours:.2f}}). First: "
+    "from sending a request to its first text; between: from one piece of text to the next. Each row ran once, after "
+    "one request to warm up."
 )
 
 
@@ -66,12 +67,16 @@ def measure(bench: Bench) -> list[Table]:
         path = Path(folder)
         save(bench.model, path)
         at_once = [run("all at once", name, path, [everything_now(workload)])[0] for name in SYSTEMS]
-        rates = {row["system"]: row["requests_per_second"] for row in at_once}
-        stock, ours = rates[STOCK_BATCHING], rates[EXACT]
-        loads = {
-            f"{load:.0%} of {words}": poisson(workload, per_second=load * rate, seed=bench.settings.seed)
+        reached = {row["system"]: row["requests_per_second"] for row in at_once}
+        stock, ours = reached[STOCK_BATCHING], reached[EXACT]
+        rates = {
+            f"{load:.0%} of {words}": load * rate
             for words, rate in (("stock's", stock), ("ours", ours))
             for load in bench.settings.latency.loads
+        }
+        loads = {
+            title: poisson(shifted(workload, number), per_second=rate, seed=bench.settings.seed)
+            for number, (title, rate) in enumerate(rates.items(), start=1)
         }
         arriving = [row for name in SYSTEMS for row in run("", name, path, list(loads.values()), titles=list(loads))]
     arriving.sort(key=lambda row: list(loads).index(row["load"]))
@@ -91,6 +96,13 @@ def save(model: Any, path: Path) -> None:
 
 def everything_now(workload: Requests) -> Requests:
     return Requests(workload.name, workload.prompts, workload.lengths, [0.0] * len(workload.prompts))
+
+
+def shifted(workload: Requests, by: int) -> Requests:
+    """Prompts of the same lengths with other tokens, so that no server finds them in its cache."""
+    vocabulary = 1 + max(max(prompt) for prompt in workload.prompts)
+    prompts = [[(token + by) % vocabulary for token in prompt] for prompt in workload.prompts]
+    return replace(workload, prompts=prompts)
 
 
 # -- servers -------------------------------------------------------------------------------------------
@@ -134,7 +146,8 @@ def run(
     """Start a server, and serve one workload after the other."""
     rows = []
     with started(name, path) as url:
-        asyncio.run(clients(url, everything_now(workloads[0].first(1, most_new=2))))
+        warm_up = shifted(workloads[0].first(1, most_new=2), -1)
+        asyncio.run(clients(url, everything_now(warm_up)))
         for title, workload in zip(titles or [load], workloads, strict=True):
             print(f"    {title}, {name}", flush=True)
             rows.append(row(title, name, workload, asyncio.run(clients(url, workload))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -21,13 +22,16 @@ NOTE = (
 
 
 def measure(bench: Bench) -> list[Table]:
+    return [table(bench, bench.entrants)]
+
+
+def table(bench: Bench, entrants: Mapping[str, Entrant]) -> Table:
     candidates = {
-        name: partial(run_prefill, bench, entrant, tokens=bench.settings.context)
-        for name, entrant in bench.entrants.items()
+        name: partial(run_prefill, bench, entrant, tokens=bench.settings.context) for name, entrant in entrants.items()
     }
     seconds = take_turns(candidates, rounds=bench.settings.rounds)
-    rows = [row(bench, bench.entrants[name], seconds) for name in seconds]
-    return [Table(f"prefill of {bench.settings.context} tokens, batch 1", rows, NOTE)]
+    rows = [row(bench, entrants[name], seconds) for name in seconds]
+    return Table(f"prefill of {bench.settings.context} tokens, batch 1", rows, NOTE)
 
 
 def row(bench: Bench, entrant: Entrant, seconds: dict[str, list[float]]) -> Row:

@@ -8,7 +8,6 @@ import importlib.util
 import io
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace as replace_fields
 from functools import partial
@@ -89,6 +88,7 @@ TABLES = {  # topic -> rows of each of its tables
     "prefill": [4],
     "rows": [4, 4, 4, 4, 4, 4],
     "profile": [13, 9, 9, 9],  # stock's layers module by module
+    "estimates": [12],
     "memory": [4, 3, 4, 4],
     "patch": [3],
     "patch_memory": [12],
@@ -137,7 +137,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         few = (experts.Shape(4, 2, 64, 32, 1), experts.Shape(8, 3, 32, 64, 2))
         for name, value in {"SHAPES": few, "TOKENS": (1, 5), "GROUP": 32}.items():
             patch.setattr(experts, name, value)
-        patch.setattr(quiet, "SAMPLE", 0.001)
+        patch.setattr(quiet, "busy_cores", lambda: 0.0)
         run.main([*run.TOPICS, *SMALL, "--tokens", "100", "--setups", OURS, "--out", str(out)])
         yield out
 
@@ -392,7 +392,7 @@ def test_nothing_is_measured_without_the_kernels(monkeypatch: pytest.MonkeyPatch
     lacking = SimpleNamespace(refusal=lambda: "cpu kernels: not built (no compiler)")
     monkeypatch.setattr(importlib.import_module("benchmarks.machine"), "kernels", lacking)
     monkeypatch.setitem(run.TOPICS, "decode", begin)
-    monkeypatch.setattr(quiet, "SAMPLE", 0.001)
+    monkeypatch.setattr(quiet, "busy_cores", lambda: 0.0)
     argv = ["decode", *SMALL, "--out", str(tmp_path)]
     with pytest.raises(NoKernelsError, match=r"not built \(no compiler\): .*or pass --even-without-kernels"):
         run.main(argv)
@@ -414,24 +414,6 @@ def test_a_busy_machine_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path:
     with pytest.raises(quiet.BusyMachineError, match=r"other processes take 1\.5 cores, .*or pass --even-busy"):
         run.main(argv)
     assert quiet.wait_until_quiet(even_busy=True) == 1.5
-
-
-def test_cores_that_others_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Idle time and waiting for a disk are no work; time that the host took is."""
-    ticks = os.sysconf("SC_CLK_TCK")
-    stat = tmp_path / "stat"
-    stat.write_text("cpu  100 10 20 5000 300 1 2 3 7 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
-    monkeypatch.setattr(quiet, "STAT", stat)
-
-    def sleep(seconds: float) -> None:
-        busy = [100 + ticks, 10, 20, 9000, 900, 1, 2, 3 + ticks, 8, 0]
-        stat.write_text(f"cpu  {' '.join(map(str, busy))}\n")
-
-    clock = iter([0.0, 2.0, 4.0])
-    monkeypatch.setattr(quiet, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
-    assert quiet.busy_cores() == 1.0
-    monkeypatch.setattr(quiet, "STAT", tmp_path / "nothing")
-    assert quiet.busy_cores() is None
 
 
 def test_a_file_of_before_says_what_it_knows() -> None:

@@ -29,7 +29,7 @@ def bench(
     *,
     asked: Asked,
 ) -> None:
-    """Measure a model here, stock and patched in turns. Let nothing else run meanwhile.
+    """Measure a model here, stock and patched in turns, after both were compared. Let nothing else run meanwhile.
 
     \b
     Examples:
@@ -41,20 +41,25 @@ def bench(
     keywords = asked.keywords()
     with asked.output.progress("loading the model") as now:
         model = load_float(path, dtype=dtype)
+        from hf_accel.measuring.quiet import BUSY, busy_cores
+
         from . import topics
 
+        now("looking whether the machine is quiet")
+        busy = busy_cores(0.5)
         sizes = topics.Sizes(context, new_tokens, batch or (16 if topic == "batch" else 1), rounds)
         now("patching")
         if topic == "memory":
             rows = topics.memory(model, keywords, sizes)
         else:
             chosen = topics.TOPICS[topic]
-            rows = topics.measured(chosen, chosen.measure(model, keywords, sizes, now))
+            rows = chosen.measure(model, keywords, sizes, now).rows(chosen.what)
         import torch
 
         where = {"kernels": topics.loaded_kernels(model), "threads": torch.get_num_threads()}
-    document = {"path": path, "topic": topic, **vars(sizes), **where, "rows": rows}
-    asked.output.write(document, _text(document, rows))
+    quiet = busy is None or busy < BUSY
+    document = {"path": path, "topic": topic, **vars(sizes), **where, "busy_cores": busy, "rows": rows}
+    asked.output.write(document, _text(document, rows, quiet=quiet))
 
 
 def _topic_and_path(words: Sequence[str]) -> tuple[str, str]:
@@ -70,14 +75,18 @@ def _topic_and_path(words: Sequence[str]) -> tuple[str, str]:
     raise BadInputError(f"bench takes a topic and a model, and got {' '.join(words)}")
 
 
-def _text(document: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+def _text(document: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], *, quiet: bool) -> str:
     title = f"{document['topic']}: context {document['context']}, batch {document['batch']}"
     lines = [f"{title}; kernels {document['kernels']}, {document['threads']} threads, {document['rounds']} rounds"]
+    if not quiet:
+        lines.append(f"other processes took {document['busy_cores']:.1f} cores: the ratios are worth less")
     for row in rows:
         if "bytes" in row:
             size, spread = f"{row['bytes'] / 1e6:12,.2f} MB", ""
         else:
             size = f"{1e3 * row['seconds']:12,.2f} ms"
             spread = f"  ({row['lowest_ratio']:.2f} to {row['highest_ratio']:.2f})"
+            if row["name"] != rows[0]["name"]:
+                spread += f"  KL {row['kl']:.2g}, same top token {row['same_top']:.0%}"
         lines.append(f"{row['name']:<20} {row['what']:<28} {size}  {row['ratio']:6.2f}x{spread}")
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,11 +15,15 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_accel
 from hf_accel.kernels import cpu as kernels
 from hf_accel.measuring.requests import draw
-from hf_accel.measuring.served import accelerated, padded
+from hf_accel.measuring.served import WrongResultError, accelerated, padded
 from hf_accel.measuring.turns import BASELINE, ratios, take_turns, time_generate
 from hf_accel.twin import twin
+from hf_accel.verify.certificate import Cost
+from hf_accel.verify.cost import measure_cost, windows_of
 
 PATCHED = "patched"
+COMPARED = 256  # tokens of the prompt that are computed by both before anything is timed
+MOST_DIVERGENCE = 1.0  # nats a token; the coarsest weights that are of use stay far below it
 Report = Callable[[str], object]
 
 
@@ -34,23 +38,35 @@ class Sizes:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """seconds: of each candidate in each round. costs: what the patched ones answer otherwise than stock."""
+
+    seconds: dict[str, list[float]]
+    costs: dict[str, Cost]
+
+    def rows(self, what: str) -> list[dict[str, Any]]:
+        """One for each candidate. what: the seconds are those of.
+
+        ratio: how many times faster than stock, the median over rounds, and both ends. kl: divergence from stock in
+        nats a token; same_top: the share of tokens after which both find the same one likeliest.
+        """
+        rows = []
+        for name, values in self.seconds.items():
+            each, cost = ratios(self.seconds[BASELINE], values), self.costs.get(name)
+            rows.append({
+                "name": name, "what": what, "seconds": statistics.median(values), "ratio": statistics.median(each),
+                "lowest_ratio": min(each), "highest_ratio": max(each),
+                "kl": cost.kl if cost else 0.0, "same_top": cost.same_top if cost else 1.0,
+            })  # fmt: skip
+        return rows
+
+
+@dataclass(frozen=True)
 class Topic:
-    """measure: seconds of each candidate in each round. what: they are seconds of."""
+    """what: `measure` gives the seconds of."""
 
     what: str
-    measure: Callable[[PreTrainedModel, Mapping[str, Any], Sizes, Report], dict[str, list[float]]]
-
-
-def measured(topic: Topic, seconds: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
-    """A row for each candidate. ratio: how many times faster than stock, the median over rounds, and both ends."""
-    rows = []
-    for name, values in seconds.items():
-        each = ratios(seconds[BASELINE], values)
-        rows.append({
-            "name": name, "what": topic.what, "seconds": statistics.median(values), "ratio": statistics.median(each),
-            "lowest_ratio": min(each), "highest_ratio": max(each),
-        })  # fmt: skip
-    return rows
+    measure: Callable[[PreTrainedModel, Mapping[str, Any], Sizes, Report], Turns]
 
 
 def loaded_kernels(model: PreTrainedModel) -> str:
@@ -65,9 +81,7 @@ def loaded_kernels(model: PreTrainedModel) -> str:
 # -- topics --------------------------------------------------------------------------------------------
 
 
-def decode(
-    model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes, report: Report
-) -> dict[str, list[float]]:
+def decode(model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes, report: Report) -> Turns:
     """A step of generate() after the prompt."""
     prompt = tokens(model, sizes.batch, sizes.context)
 
@@ -77,9 +91,7 @@ def decode(
     return in_turns(both(model, keywords), step, sizes, report)
 
 
-def prefill(
-    model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes, report: Report
-) -> dict[str, list[float]]:
+def prefill(model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes, report: Report) -> Turns:
     """A prompt, to its first token."""
     prompt = tokens(model, sizes.batch, sizes.context)
 
@@ -89,7 +101,7 @@ def prefill(
     return in_turns(both(model, keywords), first, sizes, report)
 
 
-def batch(model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes, report: Report) -> dict[str, list[float]]:
+def batch(model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes, report: Report) -> Turns:
     """Requests of random lengths: stock pads them into one batch, generate_batch() of the patched one does not."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     requests = draw(
@@ -104,9 +116,7 @@ def batch(model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes, rep
     return in_turns(both(model, keywords), serve, sizes, report)
 
 
-def ladder(
-    model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes, report: Report
-) -> dict[str, list[float]]:
+def ladder(model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes, report: Report) -> Turns:
     """A decode step, with one measure more after the other; INT8 and INT4 are alternatives."""
     others = {name: value for name, value in keywords.items() if name != "weights"}
     models = {BASELINE: twin(model)}
@@ -141,8 +151,32 @@ def both(model: PreTrainedModel, keywords: Mapping[str, Any]) -> dict[str, PreTr
 
 def in_turns(
     models: Mapping[str, PreTrainedModel], run: Callable[[PreTrainedModel], float], sizes: Sizes, report: Report
-) -> dict[str, list[float]]:
-    return take_turns({n: partial(run, one) for n, one in models.items()}, rounds=sizes.rounds, report=report)
+) -> Turns:
+    costs = compare(models, sizes.context, report)
+    candidates = {name: partial(run, one) for name, one in models.items()}
+    return Turns(take_turns(candidates, rounds=sizes.rounds, report=report), costs)
+
+
+def compare(models: Mapping[str, PreTrainedModel], context: int, report: Report) -> dict[str, Cost]:
+    """What each patched model answers otherwise than stock, on random tokens, which are harder than text.
+
+    Raises WrongResultError for one that computes something else: how fast it does that is of no interest.
+    """
+    stock = models[BASELINE]
+    windows = windows_of([tokens(stock, 1, max(2, min(context, COMPARED)))[0]])
+    costs = {}
+    for name, one in models.items():
+        if one is stock:
+            continue
+        report(f"comparing {name} with stock")
+        cost = costs[name] = measure_cost(one, stock, windows, name=BASELINE, text="random tokens")
+        if not cost.kl <= MOST_DIVERGENCE:  # NaN too
+            raise WrongResultError(
+                f"{name}: after random tokens its answers diverge from stock's by {cost.kl:.3g} nats a token, and "
+                f"more than {MOST_DIVERGENCE:g} is no rounding: nothing was timed; take more bits (--weights int8 or "
+                "none), and if that does not help, hf-accel verify shows where they part"
+            )
+    return costs
 
 
 def tokens(model: PreTrainedModel, batch: int, length: int) -> Tensor:

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_accel
 from hf_accel.kernels import cpu as kernels
+from hf_accel.measuring.served import WrongResultError
+from hf_accel_cli import topics
 
 from .conftest import TINY, Run, start
 
@@ -221,7 +223,31 @@ def test_bench(run: Run, topic: str) -> None:
 def test_bench_as_text(run: Run) -> None:
     out = run("bench", TINY, "--context", 16, "--new-tokens", 2, "--rounds", 1).stdout
     assert f"kernels {kernels.refusal() or kernels.isa()}, 1 threads, 1 rounds" in out
-    assert re.search(r"^patched +a decode step +[\d,.]+ ms +[\d.]+x  \([\d.]+ to [\d.]+\)$", out, re.MULTILINE)
+    row = r"^patched +a decode step +[\d,.]+ ms +[\d.]+x  \([\d.]+ to [\d.]+\)  KL [\d.e-]+, same top token \d+%$"
+    assert re.search(row, out, re.MULTILINE)
+
+
+def test_bench_compares_before_it_measures(run: Run) -> None:
+    """On random tokens: exact weights have no divergence, INT4 has some, another model is not timed."""
+    words = ["--context", 32, "--new-tokens", 2, "--rounds", 1, "--dtype", "float32", "--json"]
+    exact = answer(run("bench", TINY, *words, "--weights", "none"))["rows"]
+    assert exact[0]["kl"] == 0 and exact[1]["kl"] < 1e-6 and exact[1]["same_top"] == 1
+    int4 = answer(run("bench", TINY, *words, "--weights", "int4"))["rows"]
+    assert 1e-4 < int4[1]["kl"] < 0.5
+
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    other = AutoModelForCausalLM.from_config(model.config)
+    with pytest.raises(WrongResultError, match=r"patched: .* diverge .* nothing was timed"):
+        topics.compare({"stock": model, "patched": other}, 32, print)
+
+
+@pytest.mark.parametrize(("cores", "said"), [(1.5, True), (0.1, False), (None, False)])
+def test_bench_says_that_the_machine_is_busy(
+    run: Run, monkeypatch: pytest.MonkeyPatch, cores: float | None, said: bool
+) -> None:
+    monkeypatch.setattr("hf_accel.measuring.quiet.busy_cores", lambda seconds: cores)
+    result = run("bench", "memory", TINY, "--context", 8)
+    assert ("other processes took 1.5 cores" in result.stdout) == said
 
 
 def test_memory_is_that_of_the_weights(run: Run) -> None:
