@@ -32,7 +32,10 @@ def measure(bench: Bench) -> list[Table]:
 
     def rows(what: str, table: Table, column: str, work: Callable[[Workload], Work]) -> list[Row]:
         measured = {found["setup"]: found[column] for found in table.rows}
-        return [row(what, name, work(one.workload), one.machine, measured[name]) for name, one in counts.items()]
+        return [
+            row(what, name, work(one.workload), machine=one.machine, measured=measured[name])
+            for name, one in counts.items()
+        ]
 
     found: list[Row] = []
     for batch in bench.settings.batches:
@@ -74,7 +77,7 @@ def a_generate(workload: Workload, *, context: int, new: int) -> Work:
     )
 
 
-def row(what: str, name: str, work: Work, machine: Machine, measured: float) -> Row:
+def row(what: str, name: str, work: Work, *, machine: Machine, measured: float) -> Row:
     estimated = machine.seconds_in_turn(work)
     return {
         "work": what,
