@@ -1,0 +1,1 @@
+"""More than one process for one model: tensor parallel, context parallel."""

@@ -1,0 +1,150 @@
+"""Processes that are ranks of one gloo group on this CPU, kept alive to run functions of tests.
+
+Starting one costs seconds, since it imports torch and transformers: a module of tests starts a pair once and sends it
+all its functions. Nothing here waits for ever: who does not answer in time is killed with all the others.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+START_SECONDS = 120.0  # for a process to import torch and meet the others, on a machine that is busy
+SECONDS = 120.0  # for one function
+
+
+class RankError(AssertionError):
+    """A rank raised, died or did not answer. failures: what each rank that failed said, by its number."""
+
+    def __init__(self, failures: dict[int, str]) -> None:
+        self.failures = failures
+        super().__init__("\n".join(f"-- rank {rank} --\n{what}" for rank, what in sorted(failures.items())))
+
+
+class Ranks:
+    """`with Ranks(2) as ranks: results = ranks.run(function, *arguments)`.
+
+    The function is one of a module, so that it can be found by its name, and is called as function(*arguments) in
+    every rank, where torch.distributed is set up; what it returns comes back in the order of the ranks. Plain data
+    alone should be sent either way.
+    """
+
+    def __init__(self, size: int = 2, *, group_timeout: float = 60.0) -> None:
+        """group_timeout: seconds that a collective waits for the other ranks before it raises."""
+        self._folder = tempfile.TemporaryDirectory()
+        context = get_context("spawn")
+        self._ends: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, size, str(Path(self._folder.name) / "store"), group_timeout, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()  # so that its death is the end of the pipe
+            self._ends.append(ours)
+            self.processes.append(process)
+        self._collect(range(size), START_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = SECONDS) -> list[Any]:
+        """What the function returned in each rank; RankError, with all ranks killed, if one died or was too slow.
+
+        If it only raised, in whichever ranks, RankError holds the tracebacks and the ranks live on.
+        """
+        return self._collect(self.send(function, *arguments), timeout)
+
+    def send(self, function: Callable[..., Any], *arguments: Any) -> range:
+        """Let the function begin in all ranks; `outcomes` waits for it."""
+        for end in self._ends:
+            end.send((function, arguments))
+        return range(len(self._ends))
+
+    def outcomes(self, expected: Sequence[int], timeout: float = SECONDS) -> dict[int, tuple[bool, Any]]:
+        """For each expected rank: whether it returned, and the result, or else its traceback or that it died."""
+        found: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(found) < len(expected):
+            waiting = [self._ends[rank] for rank in expected if rank not in found]
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.kill()
+                found |= {rank: (False, f"no answer in {timeout} s") for rank in expected if rank not in found}
+            for end in ready:
+                rank = self._ends.index(end)  # type: ignore[arg-type]
+                try:
+                    found[rank] = self._ends[rank].recv()
+                except (EOFError, ConnectionError):
+                    self.processes[rank].join(5)
+                    found[rank] = (False, f"the process ended, exit code {self.processes[rank].exitcode}")
+        return found
+
+    def _collect(self, expected: Sequence[int], timeout: float) -> list[Any]:
+        found = self.outcomes(expected, timeout)
+        failures = {rank: str(what) for rank, (fine, what) in found.items() if not fine}
+        if failures:
+            if any(not process.is_alive() for process in self.processes):
+                self.kill()
+            raise RankError(failures)
+        return [found[rank][1] for rank in expected]
+
+    def kill(self) -> None:
+        """End all processes, whatever they do."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for end in self._ends:
+            end.close()
+        self._folder.cleanup()
+
+
+def run_ranks(function: Callable[..., Any], *arguments: Any, size: int = 2, timeout: float = SECONDS) -> list[Any]:
+    """`Ranks.run` in processes that are started for it alone."""
+    with Ranks(size) as ranks:
+        return ranks.run(function, *arguments, timeout=timeout)
+
+
+def _serve(rank: int, size: int, store: str, group_timeout: float, end: Connection) -> None:
+    """A rank's life: join the group, then run what is sent, until the pipe closes."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}  # transformers reads these
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_ACCEL_MEASURE": "0"}
+    torch.set_num_threads(1)
+    try:
+        torch.distributed.init_process_group(
+            "gloo",
+            store=torch.distributed.FileStore(store, size),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=group_timeout),
+        )
+        end.send((True, None))
+        while True:
+            function, arguments = end.recv()
+            torch.manual_seed(0)
+            try:
+                answer = (True, function(*arguments))
+            except Exception:
+                answer = (False, traceback.format_exc())
+            end.send(answer)
+    except (EOFError, ConnectionError):  # the test is over
+        pass
+    except Exception:
+        end.send((False, traceback.format_exc()))
