@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -42,19 +43,24 @@ class Ranks:
 
     def __init__(self, size: int = 2, *, group_timeout: float = 60.0) -> None:
         """group_timeout: seconds that a collective waits for the other ranks before it raises."""
+        self.size, self.group_timeout = size, group_timeout
+        self._start()
+
+    def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         context = get_context("spawn")
         self._ends: list[Connection] = []
-        self.processes = []
-        for rank in range(size):
+        self.processes: list[SpawnProcess] = []
+        for rank in range(self.size):
             ours, theirs = context.Pipe()
-            arguments = (rank, size, str(Path(self._folder.name) / "store"), group_timeout, theirs)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
+            place = {"rank": rank, "size": self.size, "store": str(Path(self._folder.name) / "store")}
+            settings = place | {"group_timeout": self.group_timeout}
+            process = context.Process(target=_serve, args=(theirs,), kwargs=settings, daemon=True)
             process.start()
             theirs.close()  # so that its death is the end of the pipe
             self._ends.append(ours)
             self.processes.append(process)
-        self._collect(range(size), START_SECONDS)
+        self._collect(range(self.size), START_SECONDS)
 
     def __enter__(self) -> Self:
         return self
@@ -72,7 +78,9 @@ class Ranks:
         return self._collect(self.send(function, *arguments), timeout)
 
     def send(self, function: Callable[..., Any], *arguments: Any) -> range:
-        """Let the function begin in all ranks; `outcomes` waits for it."""
+        """Let the function begin in all ranks; `outcomes` waits for it. Ranks that were killed are started again."""
+        if not any(process.is_alive() for process in self.processes):
+            self._start()
         for end in self._ends:
             end.send((function, arguments))
         return range(len(self._ends))
@@ -122,7 +130,7 @@ def run_ranks(function: Callable[..., Any], *arguments: Any, size: int = 2, time
         return ranks.run(function, *arguments, timeout=timeout)
 
 
-def _serve(rank: int, size: int, store: str, group_timeout: float, end: Connection) -> None:
+def _serve(end: Connection, *, rank: int, size: int, store: str, group_timeout: float) -> None:
     """A rank's life: join the group, then run what is sent, until the pipe closes."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}  # transformers reads these
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_ACCEL_MEASURE": "0"}
