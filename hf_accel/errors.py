@@ -17,5 +17,9 @@ class OutOfBlocksError(HfAccelError, MemoryError):
     """A cache with a fixed number of blocks has none left; nothing was written."""
 
 
+class LostRankError(HfAccelError, RuntimeError):
+    """Another process of this model died, hangs or did something else, so that what both compute has no end."""
+
+
 class HfAccelWarning(UserWarning):
     """Something that works but is very likely not what was meant."""

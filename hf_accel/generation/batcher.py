@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..cache.pages import CachedSequence, Pages, TokenRange
 from ..errors import HfAccelError, HfAccelWarning
+from .agreement import ALONE, ProcessAgreement
 from .runner import Runner
 from .sampling.choice import Chosen, choose
 from .sampling.logprobs import TokenLogprobs
@@ -51,8 +52,9 @@ class Batcher:
         *,
         token_budget: int | None = None,
         max_running: int | None = None,
+        agreement: ProcessAgreement = ALONE,
     ) -> None:
-        self.runner, self.pages, self.speculation = runner, pages, speculation
+        self.runner, self.pages, self.speculation, self.agreement = runner, pages, speculation, agreement
         self.scheduler = Scheduler(pages, token_budget=token_budget, max_running=max_running)
         self.token_budget = token_budget
         self.num_passes = self.num_computed = self.peak_blocks = 0
@@ -214,7 +216,8 @@ class Batcher:
         if len(rows) != len(logits):
             logits = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
         proposed = [self.speculation.draft_of(sequence) for sequence in sequences]
-        chosen = choose(logits, sequences, proposed, self.speculation.verifier)
+        # A rank that rounds otherwise, or draws without a seed, would go on with other tokens than the others.
+        chosen = self.agreement.agree(choose(logits, sequences, proposed, self.speculation.verifier))
         return [self._commit(*pair) for pair in zip(sequences, chosen, strict=True)]
 
     def _with_followers(self, sequences: list[Sequence], counts: list[int]) -> tuple[list[Sequence], list[int]]:

@@ -22,6 +22,7 @@ from ...config import CacheConfig
 from ...errors import HfAccelError, UnsupportedError
 from ...state import state_of
 from ..sampling.logprobs import TokenLogprobs
+from ..serving.agreed_loop import make_loop
 from ..serving.engine_loop import EngineLoop
 from .factory import Reply, SequenceFactory, complete_config, session_settings
 from .session import Session
@@ -166,7 +167,7 @@ class ContinuousManager(ContinuousBatchingManager):
             if self.is_running():
                 logger.warning("Manager thread is already running.")
                 return
-            self._loop, self._stops_hard = EngineLoop(self.session), False
+            self._loop, self._stops_hard = make_loop(self.session), False
             self._loop.start()
             unsubmitted, self._unsubmitted = self._unsubmitted, []
             for deliveries in unsubmitted:

@@ -39,7 +39,10 @@ def make_speculation(config: SpeculativeConfig, runner: ModelRunner, pages: Page
     drafters = _Drafters(config, rule, runner, pages)
     wanted = config.drafters
     made = [drafters.make(drafter) for drafter in wanted]
-    return Speculation(rule, made, _controller(config, drafters.state), invariant_rows=drafters.state.invariant_rows)
+    state = drafters.state
+    return Speculation(
+        rule, made, _controller(config, state), invariant_rows=state.invariant_rows, agreement=state.agreement
+    )
 
 
 def _controller(config: SpeculativeConfig, state: GenerationState) -> Controller:

@@ -23,7 +23,7 @@ from ..sampling.purity import stateful_refusal
 from ..sampling.sampling import Sampling
 from ..sampling.stopping import StopRules, StopStrings
 from ..sequence import Sequence
-from ..serving.engine_loop import EngineLoop
+from ..serving.agreed_loop import make_loop
 from ..serving.stream import Request, Sample
 from .defaults import default_new_tokens
 from .drafting import draft_models
@@ -84,7 +84,7 @@ class Engine:
         self.session = Session(
             self.model, settings, speculative=config, token_budget=token_budget, max_running=max_running
         )
-        self.loop = EngineLoop(self.session)
+        self.loop = make_loop(self.session)
         weakref.finalize(self, self.loop.retire).atexit = False
         for each in (self.model, *draft_models(self.session.speculation)):
             state_of(each).generation.engines.add(self)

@@ -23,6 +23,7 @@ from ..sampling.stopping import StopRules
 from ..sequence import Sequence
 from .defaults import default_new_tokens
 from .processing import processors_refusal, stock_sampling, stop_rules
+from .refusals import refuse_clocks
 from .vocabulary import check_ids, token_ids
 
 TOKEN_BUDGET = 2048  # tokens of a pass; it is large because only throughput counts here
@@ -116,6 +117,7 @@ def request_rules(
         raise UnsupportedError(
             f"continuous batching cannot search with num_beams={config.num_beams}; set it to 1, or use generate()"
         )
+    refuse_clocks(model, config)
     config = copy.copy(config)
     config.max_length = num_prompt + default_new_tokens(config, num_prompt)
     try:

@@ -16,6 +16,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaL
 from ...cache.hf import PagedCache
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
+from ..agreement import ALONE, ProcessAgreement
 from ..speculation.controller import Controller
 
 # Maps (model, weights) to a patched model over the same Parameters. The given model is not changed.
@@ -102,6 +103,7 @@ class GenerationState:
     make_attending: makes a model with the original attention. attending: the last one that it has made, and the salt
         of its weights. warned: the refusals about which a warning was given.
     engines: the engines and managers of this model. manager: the manager that was kept for the next session.
+    agreement: what the processes that run the model decide by.
     runner: a GraphedRunner with its pages that was kept for the next call of generate(), see kept_runners.py.
     """
 
@@ -120,6 +122,7 @@ class GenerationState:
     warned: set[str] = field(default_factory=set)
     manager: Any = None
     runner: Any = None
+    agreement: ProcessAgreement = ALONE
     engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # an engine that nobody holds may end
 
     def __getstate__(self) -> dict[str, Any]:

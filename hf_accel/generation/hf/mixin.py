@@ -25,7 +25,7 @@ from .generation_state import CallState, GenerationState, LoopCall
 from .kept_runners import cache_of_kept
 from .managers import destroy_managers, manager_for
 from .model_runner import other_input, positions_count_tokens, positions_depend_on_length, weights_salt
-from .refusals import NO_PAGES, call_refusal, changed_refusal, ragged_refusal
+from .refusals import NO_PAGES, call_refusal, changed_refusal, ragged_refusal, refuse_clocks
 from .streams import RowStreams
 
 NOT_GIVEN = Default("unsaid")
@@ -49,7 +49,7 @@ class AcceleratedGeneration(Mixin):
         if streamer is not None:
             kwargs["streamer"] = RowStreams(streamer)
         start = time.perf_counter()
-        with state.calling(call):
+        with state.calling(call), state.agreement.watching("it ran generate()"):
             output = super().generate(*args, **kwargs)  # type: ignore[misc]
         seconds = time.perf_counter() - start
         record(state, call, getattr(output, "sequences", output), seconds)
@@ -78,6 +78,7 @@ class AcceleratedGeneration(Mixin):
         Ragged passes need neither a batch of one row nor equally padded vocabularies.
         """
         call = self._generation_state.call
+        refuse_clocks(self, generation_config)  # type: ignore[arg-type]
         if (
             call is not None
             and call.requires_speculation

@@ -10,6 +10,7 @@ from transformers import GenerationMixin
 
 from ...attention.hf import attention_is_ours
 from ...cache.hf import PagedCache
+from ...errors import UnsupportedError
 from ...state import state_of
 from ..sampling.purity import stateful_refusal
 from .generation_state import LoopCall
@@ -67,6 +68,15 @@ def changed_refusal(model: nn.Module) -> str | None:
     if any(is_compiled(module) for module in model.modules()):
         return "torch.compile was applied to it, and compiled code cannot read pages"
     return None
+
+
+def refuse_clocks(model: nn.Module, config: Any) -> None:
+    """Raise UnsupportedError for a request that each of the model's processes would end at a time of its own."""
+    if config.max_time is not None and state_of(model).generation.agreement.size > 1:
+        raise UnsupportedError(
+            f"max_time={config.max_time} would end each of the processes that run this model at a time of its own; "
+            "limit max_new_tokens= instead"
+        )
 
 
 def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:

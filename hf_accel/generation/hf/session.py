@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -9,8 +10,9 @@ from transformers import PreTrainedModel
 from ...cache.hf import PagedCache, fixed_settings, page_groups
 from ...cache.pages import CachedSequence, Pages
 from ...config import CacheConfig, SpeculativeConfig
+from ...errors import LostRankError
 from ...state import state_of
-from ..batcher import Batcher
+from ..batcher import Batcher, Progress
 from ..sequence import Sequence
 from ..speculation.controller import Controller
 from ..speculation.drafters.model import ModelDrafter
@@ -47,20 +49,25 @@ class Session(Batcher):
         max_running: int | None = None,
         controller: Controller | None = None,
     ) -> None:
+        state = state_of(model).generation
         if isinstance(cache, PagedCache):
             pages, group_of_layer = cache.pages, cache.group_of_layer
         else:
             drafts = [] if speculative is None else speculative.drafters
             models = [draft for draft in drafts if isinstance(draft, PreTrainedModel)]
             settings = _fixed(model, cache, token_budget, models)
+            if settings.max_tokens is not None:  # of as much memory as this process has free
+                settings = replace(settings, max_tokens=state.agreement.least(settings.max_tokens))
             groups, group_of_layer = page_groups(model.config, settings)
             pages = Pages(groups)
-        rows = state_of(model).generation.invariant_rows
+        rows = state.invariant_rows
         runner = make_runner(model, pages.groups, group_of_layer, rows)
         speculation = Speculation() if speculative is None else make_speculation(speculative, runner, pages)
         if controller is not None:
             speculation.controller = controller
-        super().__init__(runner, pages, speculation, token_budget=token_budget, max_running=max_running)
+        super().__init__(
+            runner, pages, speculation, token_budget=token_budget, max_running=max_running, agreement=state.agreement
+        )
         self.model = model
         self._learns = speculative if controller is None else None
 
@@ -70,7 +77,26 @@ class Session(Batcher):
             self.pages.use_salt(weights_salt(self.model))
             for runner in self._runners:
                 runner.check_model()
+        if self.agreement.size > 1:
+            self._agree_on(sequence)
         super().add(sequence, cached)
+
+    def _agree_on(self, leader: Sequence) -> None:
+        """Give a sequence and its followers the same seeds in all processes, which must have the same tokens."""
+        group = (leader, *leader.followers)
+        tokens, seeds = self.agreement.agree((leader.tokens, [sequence.seed for sequence in group]))
+        if tokens != leader.tokens or len(seeds) != len(group):
+            raise LostRankError(
+                f"this rank was given another prompt ({len(leader.tokens)} tokens, {len(group)} samples) than rank 0 "
+                f"({len(tokens)} tokens, {len(seeds)} samples); make the same calls in the same order on all ranks"
+            )
+        for sequence, seed in zip(group, seeds, strict=True):
+            sequence.seed = seed
+
+    def step(self) -> list[Progress]:
+        """See Batcher.step. Raises LostRankError if a process that shares the model does not answer."""
+        with self.agreement.watching("it computed a pass of the model"):
+            return super().step()
 
     def statistics(self) -> dict[str, Any]:
         """Return the statistics of passes, pages and speculation."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ...errors import HfAccelError
+from ...errors import HfAccelError, LostRankError
 from ..batcher import Batcher, Progress
 from ..sampling.logprobs import TokenLogprobs
 from ..sequence import Sequence
@@ -220,18 +220,22 @@ class EngineLoop:
 
     def _serve(self) -> None:
         closing = False
-        while not closing or self.batcher.has_work:
-            if not self.batcher.has_work:
+        while not closing or self._has_work:
+            if not self._has_work:
                 closing |= self._run_next_command() is None
             while not self._commands.empty():
                 command = self._commands.get()
                 closing |= command is None
                 if command is not None:
                     command()
-            if self.batcher.has_work:
+            if self._has_work:
                 self._step()
         self._cancel_all()
         self.batcher.close()
+
+    @property
+    def _has_work(self) -> bool:
+        return self.batcher.has_work
 
     def _run_next_command(self) -> Any:
         """Wait for a command, run it, and return it; None is the last command."""
@@ -243,10 +247,15 @@ class EngineLoop:
     def _add(self, leader: Sequence, handles: dict[Sequence, weakref.ref[Handle]]) -> None:
         self._handles |= handles
         self.totals.requests += len(handles)
+        self._begin(leader)
+
+    def _begin(self, leader: Sequence) -> None:
         try:
             self.batcher.add(leader)
+        except LostRankError:
+            raise
         except Exception as error:
-            for sequence in handles:
+            for sequence in (leader, *leader.followers):
                 self._end(sequence, error)
 
     def _cancel(self, sequence: Sequence) -> None:
@@ -274,7 +283,7 @@ class EngineLoop:
         All sequences have the tokens that they had before the pass.
         """
         suspects = [sequence for sequence in self.batcher.in_pass if not sequence.is_finished]
-        if not suspects:
+        if not suspects or isinstance(error, LostRankError):
             raise error
         if len(suspects) == 1:
             self.batcher.remove(suspects[0], "error", error)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ...cache.pages import Pages
 from ...errors import HfAccelError, HfAccelWarning
+from ..agreement import ALONE, ProcessAgreement
 from ..sequence import Chunk, Draft, Sequence
 from .controller import Controller
 from .drafters.drafter import Drafter
@@ -40,8 +41,9 @@ class Speculation:
         controller: Controller | None = None,
         *,
         invariant_rows: int | None = None,
+        agreement: ProcessAgreement = ALONE,
     ) -> None:
-        self.verifier, self.invariant_rows = verifier, invariant_rows
+        self.verifier, self.invariant_rows, self.agreement = verifier, invariant_rows, agreement
         self.drafters = sorted(drafters, key=lambda drafter: not drafter.is_free)
         self.controller = controller or (Controller() if self.drafters else UNUSED)
         self.statistics = SpeculationStatistics()
@@ -82,6 +84,7 @@ class Speculation:
             is_free=drafter.is_free,
             source=drafter.name,
         )
+        lengths = self.agreement.agree(lengths)  # which measured time decides
         if not any(lengths):
             return
         granted = reserve(sequences, lengths, room, pages)
