@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from .generation import graphs
 from .kernels import cpu as cpu_kernels
 from .originals import files_of
+from .parallel.tensor_plan import TensorParallel
 from .plan import Line, LinearPlan, Plan
 from .weight_sites import ExpertsSite
 
@@ -15,6 +16,8 @@ from .weight_sites import ExpertsSite
 def explain(plan: Plan) -> Iterator[Line]:
     if plan.model.device.type == "cpu":
         yield _kernels_line()
+    if plan.split is not None:
+        yield _split_line(plan.split)
     yield from _attention_lines(plan)
     yield from _weight_lines(plan)
     yield from _fused_lines(plan)
@@ -34,6 +37,12 @@ def _kernels_line() -> Line:
         return Line("cpu kernels", "C++", "not used", refusal.removeprefix("cpu kernels: "))
     threads = cpu_kernels.threads()
     return Line("cpu kernels", "C++", cpu_kernels.isa(), f"{threads} thread{'s' if threads > 1 else ''}")
+
+
+def _split_line(split: TensorParallel) -> Line:
+    styles = Counter(split.styles.values())
+    named = ", ".join(f"{count} {style}" for style, count in sorted(styles.items()))
+    return Line("parallel", f"rank {split.ranks.rank} of {split.ranks.size}", "tensor parallel", f"as loaded: {named}")
 
 
 def _attention_lines(plan: Plan) -> Iterator[Line]:

@@ -34,6 +34,7 @@ from .linear import LinearSpec, QuantModule, Workers, choose
 from .linear.hf import METHOD, AccelConfig, AccelQuantizer
 from .originals import Source, Stored, stored_tensors
 from .pack import Packed, pack_weight
+from .parallel.tensor_plan import split_sizes
 from .patch import apply_plan, patch
 from .plan import LinearPlan
 from .planning import find_on_disk, make_plan, plan_linears
@@ -292,6 +293,11 @@ class LoadingQuantizer(AccelQuantizer):
         self, model: PreTrainedModel, device_map: Any = None, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> None:
         settings, files = self.quantization_config, checkpoint_files or ()
+        if split_sizes(model):
+            raise UnsupportedError(
+                "weights that are split over ranks (distributed_config=) are not packed while they are loaded, nor "
+                "read quantized; load the float model without quantization_config=, and call hf_accel.patch(model)"
+            )
         reader = None if settings.stored_as is None else reader_of(settings.stored_as)
         if reader is not None:
             with _torchs_defaults():

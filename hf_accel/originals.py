@@ -22,7 +22,8 @@ from .errors import HfAccelError, UnsupportedError
 from .hardware import release
 from .linear import Workers
 from .linear.hf import Pieces
-from .tensors import plain_tensors
+from .parallel.tensor_parts import Part, let_go, part_of, put_back
+from .tensors import local_tensor, plain_tensors
 
 CHUNK = 3 * 2**13  # words: few enough for the cache, and for torch not to divide them among threads
 CHAIN = 0x9E3779B97F4A7C15  # odd
@@ -53,11 +54,11 @@ def stored_tensors(files: Iterable[str | Path]) -> dict[str, Path]:
     return stored
 
 
-def read_tensor(stored: Stored, name: str) -> Tensor:
-    """The tensor `name` of a file, or of pieces, whatever its name: [experts, ...]."""
+def read_tensor(stored: Stored, name: str, part: Part | None = None) -> Tensor:
+    """The tensor `name` of a file, or of pieces, whatever its name: [experts, ...]. part: None is the whole."""
     if isinstance(stored, Path):
         with safe_open(stored, framework="pt") as tensors:
-            return tensors.get_tensor(name)
+            return tensors.get_tensor(name) if part is None else part.read(tensors.get_slice(name))
     with ExitStack() as files:
         opened = {file: files.enter_context(safe_open(file, framework="pt")) for file in files_of(stored)}
         # One expert at a time, so that no more than the result and one expert are in memory.
@@ -104,22 +105,26 @@ def _words(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor can be read again, and what it must be then: in `dtype`, if it was converted when loaded."""
+    """Where a tensor can be read again, and what it must be then: in `dtype`, if it was converted when loaded.
+
+    part: what of it this rank holds; None for all.
+    """
 
     stored: Stored
     name: str
     dtype: torch.dtype
     fingerprint: str
+    part: Part | None = None
 
     @classmethod
     def of(cls, tensor: Tensor, stored: Stored, name: str) -> Source:
         """A file holds `tensor` under `name`; where there are pieces of it, name is what the model calls it."""
-        return cls(stored, name, tensor.dtype, fingerprint(tensor))
+        return cls(stored, name, tensor.dtype, fingerprint(local_tensor(tensor)), part_of(tensor))
 
     def read(self) -> Tensor:
         """Raises HfAccelError if the tensor is gone or not what it was."""
         try:
-            tensor = read_tensor(self.stored, self.name)
+            tensor = read_tensor(self.stored, self.name, self.part)
         except Exception as error:
             raise HfAccelError(f"{self.name!r} cannot be read from {files_of(self.stored)[0]}: {error}") from error
         tensor = tensor.to(self.dtype)
@@ -144,12 +149,12 @@ class Originals:
     def drop(self, parameter: nn.Parameter, source: Source) -> None:
         """Free a weight that can be read back."""
         self.dropped.append((parameter, source))  # before, so that nothing is free and forgotten
-        _free(parameter)
+        let_go(parameter)
 
     def lose(self, parameter: nn.Parameter) -> None:
         """Free a weight for good."""
         self.lost.append(parameter)
-        _free(parameter)
+        let_go(parameter)
 
     def check(self) -> None:
         """Raise UnsupportedError if there is no way back."""
@@ -196,7 +201,7 @@ class Originals:
                 read += workers.put(partial(_with_tensor, parameter, source))
             read += workers.finish()
         for parameter, tensor in read:
-            parameter.data = tensor.to(parameter.device)
+            put_back(parameter, tensor.to(parameter.device))
         self.dropped.clear()
 
 
@@ -204,23 +209,19 @@ def _with_tensor(parameter: nn.Parameter, source: Source) -> tuple[nn.Parameter,
     return parameter, source.read()
 
 
-def _free(parameter: nn.Parameter) -> None:
-    """The Parameter stays, as does every reference to it."""
-    parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-
-
 def readable(name: str, parameter: Tensor, files: Mapping[str, Stored]) -> bool:
-    """Whether the checkpoint holds exactly this tensor, bit for bit."""
+    """Whether the checkpoint holds exactly this tensor, or this rank's part of it, bit for bit."""
     if name not in files:
         return False
+    tensor = local_tensor(parameter)
     try:
-        stored = read_tensor(files[name], name)
+        stored = read_tensor(files[name], name, part_of(parameter))
     except Exception:  # an unreadable checkpoint only means that the weight stays in memory
         return False
-    if stored.dtype != parameter.dtype or stored.shape != parameter.shape:
+    if stored.dtype != tensor.dtype or stored.shape != tensor.shape:
         return False
-    same = torch.equal(_words(stored), _words(parameter.detach().cpu()))
-    release(parameter)
+    same = torch.equal(_words(stored), _words(tensor.detach().cpu()))
+    release(tensor)
     return same
 
 

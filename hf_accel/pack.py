@@ -22,7 +22,9 @@ from .linear import BackendChoice, ExpertWeights, QuantExperts, QuantizedWeight,
 from .linear.experts import WEIGHT_MODULES
 from .linear.nf4 import BitsAndBytes, nf4_layer
 from .originals import Originals, Source, Stored
+from .parallel.tensor_linear import CLASSES, JoinedLinear, part_bias
 from .plan import LinearPlan, Plan
+from .tensors import is_sharded
 from .weight_sites import ExpertsSite, LinearSite
 
 HOOKS = (
@@ -123,8 +125,8 @@ def _pack_all(linears: Sequence[LinearPlan], todo: Plan, replace: Callable[[Pack
 def _pack_linear(linear: LinearPlan, on_disk: Mapping[str, Stored] | None) -> Packed:
     assert linear.choice is not None
     source = _source(linear, on_disk)
-    packed = pack_weight(linear, linear.site.parameter.detach(), linear.choice, source=source)
-    release(linear.site.parameter)  # the mapping stays as long as any tensor of the file
+    packed = pack_weight(linear, linear.site.tensor.detach(), linear.choice, source=source)
+    release(linear.site.tensor)  # the mapping stays as long as any tensor of the file
     return packed
 
 
@@ -159,7 +161,7 @@ def pack_weight(linear: LinearPlan, tensor: Tensor, choice: BackendChoice, *, so
 def _check_finite(linear: LinearPlan) -> None:
     """Raise UnsupportedError for NaN and infinity, as quantizing would, before the first weight is freed for good."""
     low, high = linear.site.weight.detach().aminmax()
-    release(linear.site.parameter)
+    release(linear.site.tensor)
     if not (low.isfinite() and high.isfinite()):
         raise UnsupportedError(
             f"{linear.site.name!r} cannot be quantized: the weight holds NaN or infinity; "
@@ -173,9 +175,21 @@ def _place(packed: Packed, site: LinearSite, todo: Plan, journal: Journal) -> No
     layer: nn.Linear
     if isinstance(packed.choice.backend, BitsAndBytes):
         layer = nf4_layer(packed.weight, bias, packed.choice.spec, source_class=type(site.module))
+    elif is_sharded(site.parameter):
+        layer = _part(packed, part_bias(site.bias), todo)
     else:
         layer = QuantLinear.from_packed(packed.weight, bias, choice=packed.choice)
     _put_in(layer, site.module, packed.name, model=todo.model, journal=journal)
+
+
+def _part(packed: Packed, bias: nn.Parameter | None, todo: Plan) -> QuantLinear:
+    """The layer of a weight of which this rank has packed its part."""
+    assert todo.split is not None
+    layer = CLASSES[todo.split.role(packed.name) or ""].from_packed(packed.weight, bias, choice=packed.choice)
+    layer.is_part = True
+    if isinstance(layer, JoinedLinear):
+        layer.ranks = todo.split.ranks
+    return layer
 
 
 def _place_experts(packed: Mapping[str, Packed], site: ExpertsSite, todo: Plan, journal: Journal) -> None:
@@ -197,11 +211,11 @@ def _put_in(layer: nn.Module, original: nn.Module, full_name: str, *, model: nn.
 
 def _let_go(packed: Packed, site: LinearSite, todo: Plan, originals: Originals) -> int:
     """Free the weight of the Linear that was replaced, if it may go; returns the bytes."""
-    size = site.parameter.nbytes
+    size = site.tensor.nbytes
     if site.is_tied or todo.config.keep_original is True:
         return 0
     if todo.config.keep_original is False:
         originals.lose(site.parameter)
     elif packed.source is not None:
         originals.drop(site.parameter, packed.source)
-    return size - site.parameter.nbytes
+    return size - site.tensor.nbytes

@@ -344,11 +344,11 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
         speculative=todo.config.speculative,
         ragged_refusal=todo.stock_loop,
         invariant_rows=todo.invariant_rows,
+        agreement=todo.agreement,
         make_draft=make_draft,
         make_attending=with_stock_attention,
     )
-    state = PatchState(todo.config, todo.to_dict(), journal, originals, generation)
-    journal.attribute(model, STATE, state)
+    journal.attribute(model, STATE, PatchState(todo.config, todo.to_dict(), journal, originals, generation))
     for part in model.modules():
         if part is not model and isinstance(part, PreTrainedModel):
             journal.attribute(part, PART_OF, type(model).__name__)

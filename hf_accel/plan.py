@@ -15,8 +15,10 @@ from .attention import AttentionBackend
 from .config import PatchConfig, WeightConfig
 from .fused.projections import UNLIMITED
 from .fused.sites import Dropped, FusedSite, ProjectionSite
+from .generation.agreement import ALONE, ProcessAgreement
 from .linear import BackendChoice, QuantLinear, QuantModule
 from .originals import Stored
+from .parallel.tensor_plan import TensorParallel
 from .survey import AttentionSite
 from .weight_sites import LinearSite
 
@@ -118,6 +120,7 @@ class Plan:
     on_disk: where the checkpoint has each weight that is replaced, by the tensor's name; None unless all can be read
         back.
     folds: where AWQ's scales go.
+    split: how the model is split over ranks; None if this process has it whole.
     """
 
     model: PreTrainedModel
@@ -138,6 +141,12 @@ class Plan:
     seconds_after: float
     on_disk: dict[str, Stored] | None
     folds: tuple[Fold, ...] = ()
+    split: TensorParallel | None = None
+
+    @property
+    def agreement(self) -> ProcessAgreement:
+        """What the model's processes decide by."""
+        return ALONE if self.split is None else self.split.ranks
 
     @property
     def quantized(self) -> tuple[LinearPlan, ...]:
@@ -157,6 +166,8 @@ class Plan:
         }
         if any(p.site.spec.window is not None for p in self.attention):
             clauses.add("attention within a window rounds by what the cache has dropped")
+        if self.agreement.size > 2:
+            clauses.add("sums over more than two ranks round by their place in a pass")
         replaced = {id(p.site.module) for p in self.quantized} | {id(site.module) for site in self.fused.linears}
         if any(_is_float_linear(module) and id(module) not in replaced for module in self.model.modules()):
             clauses.add("torch's float linear rounds by batch size")

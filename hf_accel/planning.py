@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from . import attention as attention_backends
@@ -20,7 +21,7 @@ from .fused.hf import layer_sites
 from .fused.operators import has_library
 from .fused.operators import refusal as refuses_operators
 from .fused.projections import UNLIMITED, native_rows
-from .fused.sites import fused_sites, native_linears, projection_sites
+from .fused.sites import Dropped, FusedSite, fused_sites, native_linears, projection_sites
 from .generation.hf import model_refusal
 from .hardware import detect, read_bandwidth
 from .kernels.cpu.library import FLOATS
@@ -31,6 +32,7 @@ from .linear.hf import stored_experts
 from .linear.measured_tiles import Measuring
 from .linear.nf4 import choose_nf4, nf4_refusal, require_bitsandbytes
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
+from .parallel.tensor_plan import check_split, tensor_parallel
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
 from .survey import (
     attention_refusal,
@@ -42,6 +44,7 @@ from .survey import (
 )
 from .weight_sites import ExpertsSite, LinearSite
 
+OWN_FORWARD = "the forward of a linear layer in it is not nn.Linear's"
 NF4_HEAD = "a checkpoint of bitsandbytes holds no INT8 head"
 
 
@@ -59,6 +62,9 @@ def make_plan(
         leaves 8 bits for.
     """
     inner = check_model(model)
+    split = tensor_parallel(inner)
+    if split is not None:
+        check_split(split, inner, config)
     stock_attention = _refusal("attention", config, attention_refusal(inner), wanted=config.attention is not None)
     no_cache = cache_refusal(inner) if config.attention is not None else "attention=None leaves attention stock"
     no_cache = no_cache or pages_refusal(inner, config.cache)
@@ -90,6 +96,7 @@ def make_plan(
         bandwidth=bandwidth,
         seconds_before=read_before / bandwidth,
         seconds_after=read_after / bandwidth,
+        split=split,
         on_disk=(find_originals or find_on_disk)(inner, linears) if config.keep_original == "auto" else None,
     )
     if config.deterministic and plan.variant:
@@ -213,7 +220,7 @@ class _Where(NamedTuple):
 
 
 def _plan_linear(site: LinearSite, config: WeightConfig, where: _Where) -> LinearPlan:
-    spec = LinearSpec.of(site.matrices(site.parameter)[0], config, device_type=where.device_type)
+    spec = LinearSpec.of(site.matrices(site.tensor)[0], config, device_type=where.device_type)
     refusal = nf4_refusal(spec, site.bias) if config.is_nf4 else None
     if refusal is not None:
         return LinearPlan(site, config, refusal)
@@ -318,15 +325,21 @@ def _plan_fused(
         return FusedPlan(tuple(candidates), dropped=tuple(dropped))
     replaced = {id(linear.site.module) for linear in linears if linear.choice is not None}
     foreign = {id(p.site.module) for p in linears if p.choice is not None and p.config.is_nf4}
+    # Linears that transformers has split have a forward of their own, unless ours replace them.
+    foreign |= {id(m) for m in model.modules() if "forward" in vars(m) and isinstance(m, nn.Linear)} - replaced
+    dropped += [Dropped(s.name, s.kind, OWN_FORWARD) for s in candidates if _has_linear_of(foreign, s)]
     sites = [
         site for site in candidates
-        if id(site.module) not in replaced and not any(id(child) in foreign for child in site.module.children())
+        if id(site.module) not in replaced and not _has_linear_of(foreign, site)
     ]  # fmt: skip
     floats = [site for site in native_linears(model, float_rows) if id(site.module) not in replaced]
     native = (replaced - foreign) | {id(site.module) for site in floats}
     native |= {id(module) for module in model.modules() if isinstance(module, QuantLinear)}
     served = {id(p.site.module): p.site.spec for p in attention if isinstance(p.backend, CpuBackend)}
     others = {id(p.site.module) for p in linears if p.choice is not None and not isinstance(p.choice.backend, Cpu)}
+    split = tensor_parallel(model)
+    if split is not None:  # one call cannot wait for other ranks in its middle
+        native -= {id(p.site.module) for p in linears if split.joins(p.site.name)}
     layers, by_module = layer_sites(model, model.dtype, float_rows, attention=served, linears=native - others)
     sites, dropped = sites + layers, dropped + by_module
     projections = [
@@ -335,3 +348,7 @@ def _plan_fused(
         if all(id(model.get_submodule(name)) in native for name in site.layers)
     ]
     return FusedPlan(tuple(sites), tuple(floats), tuple(projections), tuple(dropped), float_rows)
+
+
+def _has_linear_of(foreign: set[int], site: FusedSite) -> bool:
+    return any(id(child) in foreign for child in site.module.children())

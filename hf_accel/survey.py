@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from .config import GROUP_SIZES, CacheConfig, WeightConfig
 from .errors import UnsupportedError
 from .linear.experts import WEIGHT_MODULES
 from .linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving
-from .tensors import is_plain_tensor
+from .parallel.tensor_plan import TensorParallel, tensor_parallel
+from .tensors import is_plain_tensor, is_sharded
 from .weight_sites import ExpertsSite, LinearSite
 
 
@@ -52,7 +53,7 @@ def linear_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[Line
     Pruning and weight normalization compute the weight anew in each pass, so that there is none to replace.
     """
     head, owners = model.get_output_embeddings(), _weight_owners(model)
-    other, is_lost = other_quantizer(model), lost_on_saving(model)
+    other, is_lost, split = other_quantizer(model), lost_on_saving(model), tensor_parallel(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and isinstance(module._parameters.get("weight"), nn.Parameter):
             tied = any(isinstance(owner, nn.Embedding) for owner in owners[id(module.weight)])
@@ -60,6 +61,8 @@ def linear_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[Line
             reason = reason or _reason_to_skip(model, name, owners, skip)
             if reason is None and is_lost(name):
                 reason = "is renamed or joined with others when it is saved, so that it would not be found again"
+            if reason is None and split is not None and is_sharded(module.weight):
+                reason = split.refusal(name, module)
             yield LinearSite(name, module, is_head=module is head, is_tied=tied, skip=reason)
 
 
@@ -102,7 +105,7 @@ def other_quantizer(model: PreTrainedModel) -> str | None:
     if quantizer is not None and method != METHOD:
         return str(getattr(method, "value", method))
     weights = [m._parameters.get("weight") for m in model.modules() if isinstance(m, nn.Linear)]
-    local = [w for w in weights if w is not None and not hasattr(w, "device_mesh")]  # a DTensor is not quantized
+    local = [w for w in weights if w is not None and not is_sharded(w)]  # a DTensor is not quantized
     foreign = [w for w in local if not is_plain_tensor(w)]
     return type(foreign[0]).__name__ if foreign else None
 
@@ -267,14 +270,26 @@ def attention_sites(model: PreTrainedModel, *, quantized_kv: bool) -> list[Atten
         windows = []
     if getattr(config, "num_attention_heads", None) is None:  # a model of several parts, each with its own
         return []
-    sites = []
+    sites, split = [], tensor_parallel(model)
     for name, module in modules_outside(model):
         index = getattr(module, "layer_idx", None)
         if not (isinstance(index, int) and "attention" in type(module).__name__.lower() and hasattr(module, "config")):
             continue
         window = windows[index] if 0 <= index < len(windows) else None
-        sites.append(AttentionSite(name, module, _spec(model, module, window, quantized_kv=quantized_kv)))
+        spec = _spec(model, module, window, quantized_kv=quantized_kv)
+        sites.append(AttentionSite(name, module, spec if split is None else _on_rank(spec, name, split)))
     return sites
+
+
+def _on_rank(spec: AttentionSpec, name: str, split: TensorParallel) -> AttentionSpec:
+    """The spec with the heads that one rank has."""
+    divisor = split.heads_divisor(name)
+    if spec.num_kv_heads % divisor:
+        raise UnsupportedError(
+            f"the {spec.num_kv_heads} K/V heads of {name!r} do not divide by tp_size={divisor}; load the model with "
+            "a tp_size that divides them"
+        )
+    return replace(spec, num_heads=spec.num_heads // divisor, num_kv_heads=spec.num_kv_heads // divisor)
 
 
 def _spec(model: PreTrainedModel, module: nn.Module, window: int | None, *, quantized_kv: bool) -> AttentionSpec:

@@ -24,13 +24,28 @@ def is_plain_tensor(tensor: Tensor) -> bool:
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor, or those that a subclass (torchao's) is made of, which has no memory of its own."""
+    """The tensor, or those that a subclass (torchao's, DTensor) is made of, which has no memory of its own."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor
         return
     for name in flatten()[0]:
-        yield from plain_tensors(getattr(tensor, name))
+        part = getattr(tensor, name)
+        if isinstance(part, Tensor):  # newer DTensors name their mesh too
+            yield from plain_tensors(part)
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether this is a DTensor, of which each process holds a part."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local_tensor(tensor: Any) -> Tensor:
+    """The part of a DTensor that this process holds, without a gradient; any other tensor as it is."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 def integers(numbers: Sequence[int], *, dtype: torch.dtype = torch.int64) -> Tensor:

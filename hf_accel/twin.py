@@ -9,16 +9,24 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .errors import UnsupportedError
 from .linear import ExpertWeights, QuantLinear, QuantModule
 from .pack import HOOKS
 from .state import find_state
+from .tensors import is_sharded
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
     """A deep copy with Parameters of its own over the same storage, and quantized layers over the same packed weights.
 
     Converting or patching the one leaves the other as it is; writing into a tensor in place changes both.
+    Raises UnsupportedError for a model that is split over ranks: its modules call each other by closures.
     """
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        raise UnsupportedError(
+            "this needs a second model over the same weights, which a model that is split over ranks cannot have; do "
+            "it in one process that has the model whole"
+        )
     modules = list(_modules(model))
     parameters = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
     memo: dict[int, Any] = {key: _alias(parameter) for key, parameter in parameters.items()}

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from .linear.hf import oriented
+from .tensors import local_tensor
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,14 @@ class LinearSite:
         return parameter
 
     @property
+    def tensor(self) -> Tensor:
+        """The parameter's numbers, or, of a model that is split over ranks, those that this rank holds."""
+        return local_tensor(self.parameter)
+
+    @property
     def weight(self) -> Tensor:
         """[out, in], whatever the module's own layout."""
-        return self.parameter.t() if isinstance(self.module, Conv1D) else self.parameter
+        return self.tensor.t() if isinstance(self.module, Conv1D) else self.tensor
 
     @property
     def bias(self) -> nn.Parameter | None:
@@ -83,7 +89,7 @@ class ExpertsSite(LinearSite):
     @property
     def weight(self) -> Tensor:
         """[experts, out, in]"""
-        return oriented(self.module, self.parameter)
+        return oriented(self.module, self.tensor)
 
     @property
     def bias(self) -> None:

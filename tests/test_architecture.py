@@ -41,6 +41,7 @@ OTHER_PACKAGES = {
     "__main__": {"hf_accel_cli"},
 }
 COMPOSITION = [  # each may use those before it
+    "parallel",
     "originals", "check", "weight_sites", "survey", "plan", "explain", "planning", "pack", "nf4_model", "twin",
     "calibration", "estimate", "ties", "interop", "patch", "checkpoint", "foreign", "loading", "outline",
     "verify", "measuring", "serving", "cli", "__main__",

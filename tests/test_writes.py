@@ -17,7 +17,7 @@ WRITERS = {
     "ties": {"journal", "config"},
     "attention.hf.parts": {"config"},
     # storage of weights that the journal has put aside
-    "originals": {"data"},
+    "parallel.tensor_parts": {"data"},
     # a model that from_pretrained is making, before anybody has it
     "checkpoint": {"setattr", "submodule", "dict"},
     "loading": {"config", "dict"},

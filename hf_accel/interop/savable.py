@@ -7,8 +7,10 @@ from transformers import PreTrainedModel
 
 from ..check import check_model
 from ..errors import UnsupportedError
+from ..linear.hf import refuse_parts
 from ..models import unwrapped
 from ..survey import other_quantizer
+from ..tensors import is_sharded
 
 
 def savable(model: nn.Module) -> PreTrainedModel:
@@ -17,6 +19,9 @@ def savable(model: nn.Module) -> PreTrainedModel:
     other = other_quantizer(inner)
     if other is not None:
         raise UnsupportedError(f"the model is quantized by {other}; model.save_pretrained writes it as what it is")
+    refuse_parts(dict(inner.named_modules()))
+    if any(is_sharded(parameter) for parameter in inner.parameters()):
+        raise UnsupportedError("the model is split over ranks; write it from one process that has it whole")
     adapted = next((name for name, module in inner.named_modules() if hasattr(module, "base_layer")), None)
     if adapted is not None:
         raise UnsupportedError(

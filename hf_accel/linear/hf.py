@@ -93,8 +93,12 @@ class AccelQuantizer(HfQuantizer):
     quantization_config: AccelConfig
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, Any]]:
-        """Called by save_pretrained before it writes the config: which modules are quantized now."""
+        """Called by save_pretrained before it writes the config: which modules are quantized now.
+
+        Raises UnsupportedError for layers of which this process holds a part.
+        """
         layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantModule)}
+        refuse_parts(layers)
         self.quantization_config.modules = {name: module_settings(layer) for name, layer in layers.items()}
         return None, {}
 
@@ -105,6 +109,16 @@ class AccelQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         """Adapters on top can be trained; the quantized weights themselves cannot."""
         return True
+
+
+def refuse_parts(layers: Mapping[str, nn.Module]) -> None:
+    """Raise UnsupportedError if some of these layers are quantized parts, which nobody has as a whole."""
+    part = next((name for name, layer in layers.items() if isinstance(layer, QuantModule) and layer.is_part), None)
+    if part is not None:
+        raise UnsupportedError(
+            f"{part!r} is quantized, and this rank holds a part of it: the model cannot be saved so. Save it from one "
+            "process that has it whole (hf-accel quantize), or call hf_accel.unpatch(model) and save the float weights"
+        )
 
 
 def module_settings(layer: QuantModule | WeightConfig) -> dict[str, Any]:

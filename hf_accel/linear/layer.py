@@ -45,6 +45,7 @@ class QuantModule(nn.Module):
         self.fused_projections: Any = None  # what computes this layer together with others on one tensor, see fused
         self._packed: Any = None
         self._input_order: Tensor | None = None  # of the packed weight
+        self.is_part = False  # whether other processes hold other parts of the weight
         self.writes = 0  # times that another weight was put into it
         self.changes: list[Tensor] = []  # what was added to the weight and not taken out again, each as a sketch
 
@@ -189,7 +190,7 @@ class QuantLinear(QuantModule, nn.Linear):
     def from_packed(
         cls, packed: Any, bias: Tensor | None, *, choice: BackendChoice, backend: str = "auto",
         input_order: Tensor | None = None,
-    ) -> QuantLinear:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """A layer over what `choice.backend.quantize` made of a weight of `choice.spec`.
 
         A Parameter given as bias is kept as it is.
@@ -227,12 +228,17 @@ class QuantLinear(QuantModule, nn.Linear):
             rows = rows.to(choice.spec.dtype)
         rows = rows.contiguous() if self._input_order is None else rows.index_select(1, self._input_order)
         if torch.is_grad_enabled() and (rows.requires_grad or (self.bias is not None and self.bias.requires_grad)):
-            out: Tensor = differentiable_linear(rows, self.bias, choice.backend, self._packed)
+            out: Tensor = differentiable_linear(rows, self.added_bias, choice.backend, self._packed)
         else:
-            out = choice.backend.run(rows, self._packed, self.bias)
+            out = choice.backend.run(rows, self._packed, self.added_bias)
         out = out.view(*x.shape[:-1], self.out_features)
         dtype = product_dtype(x)
         return out if out.dtype is dtype else out.to(dtype)
+
+    @property
+    def added_bias(self) -> nn.Parameter | None:
+        """What forward adds to the product."""
+        return self.bias
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "weight" or not isinstance(value, Tensor) or "weight" in self._buffers:

@@ -1,0 +1,372 @@
+"""What the ranks of the tensor parallel tests do, and what one process does to compare with it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import os
+import random
+import runpy
+import signal
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+
+import hf_accel
+from hf_accel.linear import QuantLinear
+from hf_accel.linear.formats import state
+from hf_accel.originals import fingerprint
+from hf_accel.state import state_of
+from hf_accel.tensors import is_sharded, local_tensor, plain_tensors
+
+VOCABULARY, NEW = 256, 12
+INT4 = {"bits": 4, "group_size": 32}
+WEIGHTS = {"float": None, "int8": "int8", "int4": INT4}
+
+
+def save_llama(folder: Path, **settings: Any) -> str:
+    """A tiny Llama with random weights, which are large enough that no two tokens are nearly as good."""
+    torch.manual_seed(1)
+    shape = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2}  # halves of whole blocks of 64
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=VOCABULARY, initializer_range=0.3, **{**shape, **heads, **settings})
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def prompts() -> list[list[int]]:
+    """Of several lengths; some begin alike, and one repeats itself, so that n-grams of it are found again."""
+    numbers = random.Random(3)
+    common = [numbers.randrange(VOCABULARY) for _ in range(33)]
+    tails = [[numbers.randrange(VOCABULARY) for _ in range(n)] for n in (1, 4, 9)]
+    return [*(common + tail for tail in tails), tails[2], tails[1] * 5]
+
+
+def load(path: str, plan: Any = "auto", *, split: bool = True) -> Any:
+    """The model in float32: this rank's part of it, or all of it."""
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(tp_size=2, tp_plan=plan) if split else None
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, distributed_config=config).eval()
+
+
+def padded(rows: list[list[int]]) -> dict[str, Tensor]:
+    longest = max(map(len, rows))
+    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generated(model: Any, rows: list[list[int]], **keywords: Any) -> list[list[int]]:
+    inputs = padded(rows)
+    out = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **keywords)
+    return out[:, inputs["input_ids"].shape[1] :].tolist()
+
+
+def engine_tokens(model: Any, rows: list[list[int]], *, late: float = 0.0, **settings: Any) -> list[list[int]]:
+    with hf_accel.Engine(model, token_budget=24, **settings) as engine:
+        requests = []
+        for row in rows:
+            time.sleep(late)
+            requests.append(engine.submit(row, max_new_tokens=NEW, temperature=0))
+        return [request.result().tokens for request in requests]
+
+
+def greedy_answers(model: Any) -> dict[str, list[list[int]]]:
+    """The greedy tokens of all prompts, in each way to get them."""
+    rows = prompts()
+    batch = model.generate_batch(rows, max_new_tokens=NEW, do_sample=False)
+    drafted = model.generate_batch(rows, max_new_tokens=NEW, do_sample=False, speculative="ngram")
+    always = hf_accel.SpeculativeConfig(drafter="ngram", num_draft=3)
+    return {
+        "generate": generated(model, rows),
+        "one by one": [generated(model, [row])[0] for row in rows],
+        "chunks": generated(model, rows[:3], prefill_chunk_size=7),
+        "batch": [output.generated_tokens for output in batch.values()],
+        "speculative batch": [output.generated_tokens for output in drafted.values()],
+        "speculative": generated(model, rows, speculative=always),
+        "engine": engine_tokens(model, rows),
+        "engine, few pages": engine_tokens(model, rows, max_tokens=160, max_running=3),
+        "beams": generated(model, rows[:2], num_beams=2),
+    }
+
+
+def sampled_answers(model: Any) -> dict[str, Any]:
+    """Sampled tokens: with seeds, and, last, without, so that each rank's generator stands elsewhere."""
+    rows = prompts()
+    torch.manual_seed(5)
+    seeded = model.generate(**padded(rows), max_new_tokens=NEW, do_sample=True, pad_token_id=0).tolist()
+    with hf_accel.Engine(model) as engine:
+        requests = [engine.submit(row, max_new_tokens=NEW, temperature=0.9, seed=7, n=2) for row in rows]
+        served = [sample.tokens for request in requests for sample in request.results()]
+    torch.manual_seed(100 + (distributed.get_rank() if distributed.is_initialized() else 0))
+    loose = model.generate(**padded(rows), max_new_tokens=NEW, do_sample=True, pad_token_id=0).tolist()
+    rejected = hf_accel.SpeculativeConfig(drafter="ngram", num_draft=3)
+    drafted = model.generate(
+        **padded(rows), max_new_tokens=NEW, do_sample=True, pad_token_id=0, speculative=rejected
+    ).tolist()
+    return {"seeded": seeded, "served": served, "unseeded": loose, "unseeded, drafted": drafted}
+
+
+def last_logits(model: Any, rows: list[list[int]]) -> list[list[list[float]]]:
+    """The logits at each place of each row, by the model's own forward."""
+    with torch.no_grad():
+        return [model(torch.tensor([row]), use_cache=False).logits[0].tolist() for row in rows]
+
+
+# -- what a rank holds ---------------------------------------------------------------------------------------
+
+
+def held_bytes(model: Any) -> dict[str, int]:
+    """Bytes of each weight that a model computes with, by the name of its module, packed as they are."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLinear):
+            found[name] = sum(tensor.nbytes for tensor in packed_tensors(module))
+        elif isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+            found[name] = local_tensor(module.weight).nbytes
+    return found
+
+
+def packed_tensors(layer: QuantLinear) -> Iterator[Tensor]:
+    weight = layer.pack()._packed.weight
+    yield from (value for value in vars(weight).values() if isinstance(value, Tensor))
+
+
+def alive_bytes() -> int:
+    """Bytes of all tensors that Python holds, each once. The rest of a file that a part was read from is not held."""
+    gc.collect()
+    tensors = [part for one in gc.get_objects() if issubclass(type(one), Tensor) for part in plain_tensors(one)]
+    return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+
+
+def stored_weights(model: Any) -> dict[str, dict[str, Tensor]]:
+    """The integers and scales of each quantized layer."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    return {name: dict(state(layer.quantized)) for name, layer in layers.items()}
+
+
+def page_shape(model: Any) -> list[int]:
+    cache = hf_accel.PagedCache(model.config)
+    generated(model, prompts()[:1], past_key_values=cache)
+    return list(cache.pages.groups[0].storages[0].pages.k.shape[1:])
+
+
+# -- the jobs ------------------------------------------------------------------------------------------------
+
+
+def job_answers(path: str, kind: str, plan: Any = "auto") -> dict[str, Any]:
+    """All that one kind of weights is asked for, on a model that is loaded once."""
+    fingerprint(torch.zeros(1))  # which makes a table
+    before = alive_bytes()
+    model = load(path, plan)
+    originals = {name: local_tensor(p).clone() for name, p in model.named_parameters()}
+    objects = {name: id(p) for name, p in model.named_parameters()}
+    loaded = alive_bytes() - before - sum(tensor.nbytes for tensor in originals.values())
+    hf_accel.patch(model, weights=WEIGHTS[kind])
+    held = held_bytes(model)
+    patched = alive_bytes() - before - sum(tensor.nbytes for tensor in originals.values())
+    found = {
+        "plan": str(state_of(model).description["choices"]),
+        "held": held,
+        "alive": (loaded, patched),
+        "greedy": greedy_answers(model),
+        "sampled": sampled_answers(model),
+        "logits": last_logits(model, prompts()[:2]),
+        "weights": stored_weights(model),
+        "pages": page_shape(model),
+    }
+    hf_accel.unpatch(model)
+    after = {name: local_tensor(p) for name, p in model.named_parameters()}
+    assert after.keys() == originals.keys()
+    assert {name: id(p) for name, p in model.named_parameters()} == objects
+    assert all(torch.equal(after[name], originals[name]) for name in originals)
+    assert sum(is_sharded(p) for p in model.parameters()) > 0
+    found["stock again"] = generated(model, prompts()[:2])
+    return found
+
+
+def job_skewed_clocks(path: str) -> tuple[list[list[int]], dict[str, Any]]:
+    """Speculation whose controller measures other seconds on each rank: drafts look free on one, dear on another."""
+    model, rank, now = load(path), distributed.get_rank(), time.perf_counter
+    hf_accel.patch(model, weights=None)
+    noise, since = random.Random(rank), [0.0]
+
+    def skewed() -> float:
+        since[0] += noise.random() ** 4 * (10.0 if rank else 0.01)
+        return now() + since[0]
+
+    time.perf_counter = skewed  # type: ignore[assignment]
+    try:
+        rows = prompts() * 3
+        outputs = model.generate_batch(rows, max_new_tokens=NEW * 2, do_sample=False, speculative="ngram")
+        return [output.generated_tokens for output in outputs.values()], hf_accel.stats(model)
+    finally:
+        time.perf_counter = now
+
+
+def job_engine_out_of_step(path: str) -> dict[str, Any]:
+    """Requests and cancellations that reach each rank at other times."""
+    model, rank = load(path), distributed.get_rank()
+    hf_accel.patch(model, weights=None)
+    tokens = engine_tokens(model, prompts(), late=0.01 * (1 + 3 * rank))
+    with hf_accel.Engine(model) as engine:
+        long = engine.submit(prompts()[0], max_new_tokens=400, temperature=0)
+        other = engine.submit(prompts()[1], max_new_tokens=NEW, temperature=0)
+        others = other.result().tokens
+        if rank == 0:
+            long.cancel()
+        ended = long.result().finish_reason
+    return {"tokens": tokens, "other": others, "ended": ended, "used": used_blocks(engine.session.pages)}
+
+
+def used_blocks(pages: Any) -> int:
+    """Blocks that sequences hold; those of cached prefixes are free to be taken."""
+    return sum(group.pool.num_used for group in pages.groups)
+
+
+def job_refusals(path: str, folder: str) -> dict[str, str]:
+    """The message of each request that cannot be met."""
+    found = {}
+    model = load(path)
+    tries = {
+        "nf4": lambda: hf_accel.patch(model, weights="nf4"),
+        "gptq": lambda: hf_accel.patch(
+            model, weights=hf_accel.WeightConfig(bits=4, group_size=32, method="gptq", calibration=[[1, 2, 3]])
+        ),
+        "auto": lambda: hf_accel.patch(model, weights="auto"),
+        "self-int4": lambda: hf_accel.patch(model, weights=None, speculative="self-int4"),
+        "group": lambda: hf_accel.patch(model, weights="int4"),
+        "loading": lambda: AutoModelForCausalLM.from_pretrained(
+            path, quantization_config=hf_accel.AccelConfig(weights="int8"), distributed_config=config_of(model)
+        ),
+    }
+    for name, attempt in tries.items():
+        found[name] = message_of(attempt)
+        assert not hf_accel.is_patched(model), name
+    hf_accel.patch(model)
+    ids = torch.tensor([[1, 2, 3]])
+    patched = {
+        "save": lambda: model.save_pretrained(folder),
+        "compressed": lambda: hf_accel.save_compressed(model, folder),
+        "verify": lambda: hf_accel.verify(model, [[1, 2, 3]]),
+        "max_time": lambda: model.generate(ids, max_new_tokens=2, max_time=1.0),
+        "max_time batch": lambda: model.generate_batch([[1, 2]], max_new_tokens=2, max_time=1.0),
+        "drafts": lambda: model.generate(ids, max_new_tokens=2, speculative="self-int4"),
+        "gradient": lambda: model(inputs_embeds=torch.zeros(1, 2, 256, requires_grad=True)),
+    }
+    return found | {name: message_of(attempt) for name, attempt in patched.items()}
+
+
+def job_family(path: str, plan: Any = "auto") -> dict[str, Any]:
+    """What a model of any family says, split: stock, exact and quantized."""
+    rows, found = prompts(), {}
+    model = load(path, plan)
+    found["stock"] = generated(model, rows)
+    for kind in ("float", "int8", "int4"):
+        hf_accel.patch(model, weights=WEIGHTS[kind])
+        batch = model.generate_batch(rows, max_new_tokens=NEW, do_sample=False)
+        found[kind] = generated(model, rows)
+        found[f"{kind} batch"] = [output.generated_tokens for output in batch.values()]
+        found[f"{kind} loop"] = hf_accel.stats(model)["loop"]
+        found[f"{kind} logits"] = last_logits(model, rows[:1])
+        found[f"{kind} plan"] = {p["what"]: p["reason"] for p in state_of(model).description["choices"]}
+        found[f"{kind} parts"] = sorted(
+            {type(m).__name__ for m in model.modules() if isinstance(m, QuantLinear) and m.is_part}
+        )
+        hf_accel.unpatch(model)
+    found["stock again"] = generated(model, rows)
+    return found
+
+
+def config_of(model: Any) -> Any:
+    return model.config.distributed_config
+
+
+def message_of(attempt: Any) -> str:
+    try:
+        attempt()
+    except hf_accel.HfAccelError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def job_example() -> str:
+    """What examples/tensor_parallel.py prints in this rank."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(str(Path(__file__).parents[2] / "examples" / "tensor_parallel.py"), run_name="__main__")
+    return printed.getvalue()
+
+
+# -- ranks that are lost -------------------------------------------------------------------------------------
+
+
+class EndOfRank(LogitsProcessor):
+    """Ends or stops the process of rank 1 at its n-th token."""
+
+    def __init__(self, tokens: int, number: int) -> None:
+        self.tokens, self.number = tokens, number
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.tokens -= 1
+        if distributed.get_rank() == 1 and self.tokens == 0:
+            os.kill(os.getpid(), self.number)
+        return scores
+
+
+def wait_at_most(model: Any, seconds: float) -> None:
+    """Give the collectives of a model's ranks another timeout."""
+    group = state_of(model).generation.agreement.group  # type: ignore[attr-defined]
+    distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def job_other_prompts(path: str) -> str:
+    model = load(path)
+    hf_accel.patch(model)
+    wait_at_most(model, 3.0)
+    return message_of(lambda: generated(model, [[1, 2, 3, 4]] if distributed.get_rank() else [[1, 2, 3]]))
+
+
+def job_lost_in_generate(path: str, number: int) -> dict[str, Any]:
+    """What rank 0 sees when rank 1 gets a signal in the middle of generate()."""
+    model = load(path)
+    hf_accel.patch(model)
+    cache = hf_accel.PagedCache(model.config)
+    ends = LogitsProcessorList([EndOfRank(4, number)])
+    start = time.monotonic()
+    message = message_of(lambda: generated(model, prompts()[:1], past_key_values=cache, logits_processor=ends))
+    seconds = time.monotonic() - start
+    cache.reset()
+    return {"message": message, "seconds": seconds, "blocks": used_blocks(cache.pages)}
+
+
+def job_lost_in_engine(path: str, number: int, seconds: float = 30.0) -> dict[str, Any]:
+    """The same in an Engine, which breaks and tells all its requests. seconds: that it waits."""
+    model = load(path)
+    hf_accel.patch(model)
+    wait_at_most(model, seconds)
+    start = time.monotonic()
+    with hf_accel.Engine(model) as engine:
+        ends = EndOfRank(4, number)
+        requests = [engine.submit(row, max_new_tokens=50, processors=[ends]) for row in prompts()]
+        messages = [message_of(request.result) for request in requests]
+        after = message_of(lambda: engine.submit(prompts()[0], max_new_tokens=2))
+    seconds = time.monotonic() - start
+    return {"messages": messages, "after": after, "seconds": seconds, "blocks": used_blocks(engine.session.pages)}
+
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
