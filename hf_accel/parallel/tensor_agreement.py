@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,10 @@ from ..errors import HfAccelError, LostRankError
 from ..generation.agreement import ProcessAgreement
 
 T = TypeVar("T")
+COLLECTIVES = (
+    "distributed_c10d.py",
+    "_functional_collectives.py",
+)  # the files of torch.distributed that all go through
 
 
 class RankAgreement(ProcessAgreement):
@@ -86,5 +91,5 @@ def _comes_from_collective(error: BaseException) -> bool:
     """Whether torch.distributed raised it: gloo's own errors have no type of their own."""
     if isinstance(error, distributed.DistError):
         return True
-    frames = [frame.filename.replace("\\", "/") for frame in traceback.extract_tb(error.__traceback__)]
-    return any("torch/distributed/" in frame for frame in frames[-2:])
+    files = {Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
+    return any(file.name in COLLECTIVES and "distributed" in file.parts for file in files)

@@ -283,7 +283,8 @@ def job_family(path: str, plan: Any = "auto") -> dict[str, Any]:
         found[f"{kind} batch"] = [output.generated_tokens for output in batch.values()]
         found[f"{kind} loop"] = hf_accel.stats(model)["loop"]
         found[f"{kind} logits"] = last_logits(model, rows[:1])
-        found[f"{kind} plan"] = {p["what"]: p["reason"] for p in state_of(model).description["choices"]}
+        choices = state_of(model).description["choices"]
+        found[f"{kind} plan"] = [choice["reason"] for choice in choices if choice["topic"] == "weights"]
         found[f"{kind} parts"] = sorted(
             {type(m).__name__ for m in model.modules() if isinstance(m, QuantLinear) and m.is_part}
         )

@@ -201,10 +201,10 @@ FAMILIES = {  # family, plan -> the classes of the parts
         {"GatheredLinear", "QuantLinear", "ReducedLinear", "SplitLinear"},
     ),
     "Qwen3": ("auto", {"GatheredLinear", "QuantLinear", "ReducedLinear"}),
-    "Phi3": ("auto", {"GatheredLinear", "ReducedLinear", "SplitLinear"}),
+    "Phi3": ("auto", {"GatheredLinear", "SplitLinear"}),
     "Phi3, packed": (
         {"model.layers.*.mlp.gate_up_proj": "packed_colwise", "model.layers.*.mlp.down_proj": "rowwise"},
-        {"GatheredLinear", "QuantLinear", "ReducedLinear"},
+        {"GatheredLinear", "QuantLinear", "ReducedLinear", "SplitLinear"},
     ),
     "Mixtral": ("auto", {"GatheredLinear", "QuantLinear", "ReducedLinear"}),
     "Gemma2": ("auto", {"GatheredLinear", "QuantLinear", "ReducedLinear"}),
@@ -222,7 +222,7 @@ def test_families(family: str, ranks: Ranks, tmp_path: Path) -> None:
     assert first["stock"] == first["stock again"] == first["float"] == first["float batch"] == expected
     assert set(first["int8 parts"]) == set(first["int4 parts"]) == parts
     logits = torch.tensor(first["float logits"])
-    for kind, most in (("int8", 0.2), ("int4", 1.0)):
+    for kind, most in (("int8", 0.4), ("int4", 1.0)):  # another expert may be chosen
         assert first[kind] == first[f"{kind} batch"] and first[f"{kind} loop"] == "ragged"
         assert (torch.tensor(first[f"{kind} logits"]) - logits).std() < most * logits.std()
     if family == "Mixtral":
