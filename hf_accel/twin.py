@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from .errors import UnsupportedError
 from .linear import ExpertWeights, QuantLinear, QuantModule
+from .linear.hf import is_split
 from .pack import HOOKS
 from .state import find_state
-from .tensors import is_sharded
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -22,7 +22,7 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
     Converting or patching the one leaves the other as it is; writing into a tensor in place changes both.
     Raises UnsupportedError for a model that is split over ranks: its modules call each other by closures.
     """
-    if any(is_sharded(parameter) for parameter in model.parameters()):
+    if is_split(model):
         raise UnsupportedError(
             "this needs a second model over the same weights, which a model that is split over ranks cannot have; do "
             "it in one process that has the model whole"

@@ -7,10 +7,9 @@ from transformers import PreTrainedModel
 
 from ..check import check_model
 from ..errors import UnsupportedError
-from ..linear.hf import refuse_parts
+from ..linear.hf import is_split
 from ..models import unwrapped
 from ..survey import other_quantizer
-from ..tensors import is_sharded
 
 
 def savable(model: nn.Module) -> PreTrainedModel:
@@ -19,8 +18,7 @@ def savable(model: nn.Module) -> PreTrainedModel:
     other = other_quantizer(inner)
     if other is not None:
         raise UnsupportedError(f"the model is quantized by {other}; model.save_pretrained writes it as what it is")
-    refuse_parts(dict(inner.named_modules()))
-    if any(is_sharded(parameter) for parameter in inner.parameters()):
+    if is_split(inner):
         raise UnsupportedError("the model is split over ranks; write it from one process that has it whole")
     adapted = next((name for name, module in inner.named_modules() if hasattr(module, "base_layer")), None)
     if adapted is not None:

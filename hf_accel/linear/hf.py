@@ -31,7 +31,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..config import PatchConfig, WeightConfig, check_patch_keywords
 from ..errors import UnsupportedError
 from ..keywords import one_of
-from ..tensors import is_plain_tensor
+from ..tensors import is_plain_tensor, is_sharded
 from .backend import LinearSpec
 from .experts import WEIGHT_MODULES, activated, grouped, one_by_one
 from .formats import Layout, check_group_size, settings_of
@@ -111,9 +111,15 @@ class AccelQuantizer(HfQuantizer):
         return True
 
 
-def refuse_parts(layers: Mapping[str, nn.Module]) -> None:
-    """Raise UnsupportedError if some of these layers are quantized parts, which nobody has as a whole."""
-    part = next((name for name, layer in layers.items() if isinstance(layer, QuantModule) and layer.is_part), None)
+def is_split(model: nn.Module) -> bool:
+    """Whether this process holds a part only of some weights."""
+    quantized = any(isinstance(layer, QuantModule) and layer.is_part for layer in model.modules())
+    return quantized or any(is_sharded(parameter) for parameter in model.parameters())
+
+
+def refuse_parts(layers: Mapping[str, QuantModule]) -> None:
+    """Raise UnsupportedError if some of these layers are parts, which nobody has as a whole."""
+    part = next((name for name, layer in layers.items() if layer.is_part), None)
     if part is not None:
         raise UnsupportedError(
             f"{part!r} is quantized, and this rank holds a part of it: the model cannot be saved so. Save it from one "

@@ -17,7 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+)
 
 import hf_accel
 from hf_accel.linear import QuantLinear
@@ -175,6 +182,7 @@ def job_answers(path: str, kind: str, plan: Any = "auto") -> dict[str, Any]:
     model = load(path, plan)
     originals = {name: local_tensor(p).clone() for name, p in model.named_parameters()}
     objects = {name: id(p) for name, p in model.named_parameters()}
+    split = [name.removesuffix(".weight") for name, p in model.named_parameters() if is_sharded(p)]
     loaded = alive_bytes() - before - sum(tensor.nbytes for tensor in originals.values())
     hf_accel.patch(model, weights=WEIGHTS[kind])
     held = held_bytes(model)
@@ -182,6 +190,7 @@ def job_answers(path: str, kind: str, plan: Any = "auto") -> dict[str, Any]:
     found = {
         "plan": str(state_of(model).description["choices"]),
         "held": held,
+        "split": split,
         "alive": (loaded, patched),
         "greedy": greedy_answers(model),
         "sampled": sampled_answers(model),
@@ -274,6 +283,9 @@ def job_refusals(path: str, folder: str) -> dict[str, str]:
 def job_family(path: str, plan: Any = "auto") -> dict[str, Any]:
     """What a model of any family says, split: stock, exact and quantized."""
     rows, found = prompts(), {}
+    if plan != "auto":  # which older transformers do not add to the model's own
+        own = AutoConfig.from_pretrained(path).base_model_tp_plan
+        plan = {f"model.{name}": style for name, style in own.items()} | {"lm_head": "colwise_gather_output"} | plan
     model = load(path, plan)
     found["stock"] = generated(model, rows)
     for kind in ("float", "int8", "int4"):

@@ -138,11 +138,14 @@ def test_a_rank_holds_half(kind: str, asked: dict[str, list[dict[str, Any]]], wh
     complete = jobs.held_bytes(whole[kind])
     for found in asked[kind]:
         assert found["held"].keys() == complete.keys()
-        assert sum(found["held"].values()) <= SHARE * sum(complete.values())
+        split = [name for name in complete if name in found["split"]]  # older transformers keep the embedding whole
+        assert len(split) >= 15
+        assert sum(found["held"][name] for name in split) <= SHARE * sum(complete[name] for name in split)
+        embedding = 0 if "model.embed_tokens" in split else complete["model.embed_tokens"]
         assert found["pages"] == [1, 16, 64]  # one of two heads
         loaded, patched = found["alive"]  # all that Python holds, norms and biases and tables included
-        assert loaded <= SHARE * sum(parameter.nbytes for parameter in whole["float"].parameters())
-        assert kind == "float" or patched <= SHARE * sum(complete.values())
+        assert loaded <= SHARE * sum(parameter.nbytes for parameter in whole["float"].parameters()) + embedding
+        assert kind == "float" or patched <= SHARE * sum(complete.values()) + embedding
 
 
 def test_plan_says_what_is_split(asked: dict[str, list[dict[str, Any]]]) -> None:
@@ -171,7 +174,7 @@ def test_refusals(path: str, ranks: Ranks, tmp_path: Path) -> None:
     for name, words in {
         "nf4": "weights='nf4'", "gptq": "method='rtn'", "auto": "weights='auto'", "self-int4": "self-int4",
         "group": "group_size=128 does not divide the 192 inputs", "loading": "hf_accel.patch(model)",
-        "save": "holds a part of it", "compressed": "holds a part of it", "verify": "second model",
+        "save": "holds a part of it", "compressed": "split over ranks", "verify": "second model",
         "max_time": "max_time=1.0", "max_time batch": "max_time=1.0", "drafts": "self-int4",
         "gradient": "compute no gradient",
     }.items():  # fmt: skip
@@ -226,7 +229,7 @@ def test_families(family: str, ranks: Ranks, tmp_path: Path) -> None:
         assert first[kind] == first[f"{kind} batch"] and first[f"{kind} loop"] == "ragged"
         assert (torch.tensor(first[f"{kind} logits"]) - logits).std() < most * logits.std()
     if family == "Mixtral":
-        assert "DTensor" in str(first["int8 plan"])
+        assert "has a forward of its own" in str(first["int8 plan"])
 
 
 def test_example(ranks: Ranks) -> None:
