@@ -305,6 +305,29 @@ def job_family(path: str, plan: Any = "auto") -> dict[str, Any]:
     return found
 
 
+def job_other_callers(path: str, draft: str) -> dict[str, Any]:
+    """A draft model, which each rank has whole, and transformers' manager of continuous batching."""
+    model, rows = load(path), prompts()
+    hf_accel.patch(model, weights=None)
+    helper = load(draft, split=False)
+    torch.manual_seed(distributed.get_rank())
+    sampled = model.generate(
+        **padded(rows), max_new_tokens=NEW, do_sample=True, pad_token_id=0, assistant_model=helper
+    ).tolist()
+    found = {"draft": generated(model, rows, speculative=helper), "sampled": sampled}
+    config = model.generation_config
+    config.max_new_tokens, config.do_sample = NEW, False
+    with model.continuous_batching_context_manager(generation_config=config) as manager:
+        for number, row in enumerate(rows):
+            manager.add_request(row, request_id=str(number))
+        outputs = {}
+        while len(outputs) < len(rows):
+            output = manager.get_result(timeout=1)
+            if output is not None and output.is_finished():
+                outputs[output.request_id] = output.generated_tokens
+    return found | {"manager": [outputs[str(number)] for number in range(len(rows))]}
+
+
 def config_of(model: Any) -> Any:
     return model.config.distributed_config
 

@@ -181,6 +181,14 @@ def test_refusals(path: str, ranks: Ranks, tmp_path: Path) -> None:
         assert words in first[name], (name, first[name])
 
 
+@pytest.mark.long
+def test_other_callers(path: str, ranks: Ranks, asked: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
+    draft = jobs.save_llama(tmp_path, num_hidden_layers=1)
+    first, second = ranks.run(jobs.job_other_callers, path, draft)
+    assert first == second
+    assert first["draft"] == first["manager"] == asked["float"][0]["greedy"]["generate"]
+
+
 def save_family(folder: Path, name: str) -> str:
     """A tiny model of a family that is split in a way of its own."""
     torch.manual_seed(2)
