@@ -27,6 +27,7 @@ from transformers import (
 )
 
 import hf_accel
+from hf_accel.generation.speculation.drafters.ngram import NgramDrafter
 from hf_accel.linear import QuantLinear
 from hf_accel.linear.formats import state
 from hf_accel.originals import fingerprint
@@ -208,29 +209,28 @@ def job_answers(path: str, kind: str, plan: Any = "auto") -> dict[str, Any]:
     return found
 
 
-def job_skewed_clocks(path: str) -> tuple[list[list[int]], dict[str, Any]]:
-    """Speculation whose controller measures other seconds on each rank: drafts look free on one, dear on another."""
-    model, rank, now = load(path), distributed.get_rank(), time.perf_counter
+def job_other_decisions(path: str) -> tuple[list[list[int]], int, list[int]]:
+    """Speculation whose controller decides otherwise on each rank, as it may by the seconds that it measures."""
+    model, rank = load(path), distributed.get_rank()
     hf_accel.patch(model, weights=None)
-    noise, since = random.Random(rank), [0.0]
+    wait_at_most(model, 10.0)
+    decided: list[int] = []
 
-    def skewed() -> float:
-        since[0] += noise.random() ** 4 * (10.0 if rank else 0.01)
-        return now() + since[0]
+    class Noted(NgramDrafter):
+        def propose(self, sequences: Any, lengths: Any) -> Any:
+            decided.extend(lengths)
+            return super().propose(sequences, lengths)
 
-    time.perf_counter = skewed  # type: ignore[assignment]
-    try:
-        rows = prompts() * 3
-        outputs = model.generate_batch(rows, max_new_tokens=NEW * 2, do_sample=False, speculative="ngram")
-        return [output.generated_tokens for output in outputs.values()], hf_accel.stats(model)
-    finally:
-        time.perf_counter = now
+    drafts = hf_accel.SpeculativeConfig(drafter=Noted(2, 5), num_draft=3 - 2 * rank)
+    outputs = model.generate_batch(prompts(), max_new_tokens=2 * NEW, do_sample=False, speculative=drafts)
+    return [output.generated_tokens for output in outputs.values()], hf_accel.stats(model)["passes"], decided
 
 
 def job_engine_out_of_step(path: str) -> dict[str, Any]:
     """Requests and cancellations that reach each rank at other times."""
     model, rank = load(path), distributed.get_rank()
     hf_accel.patch(model, weights=None)
+    wait_at_most(model, 10.0)
     tokens = engine_tokens(model, prompts(), late=0.01 * (1 + 3 * rank))
     with hf_accel.Engine(model) as engine:
         long = engine.submit(prompts()[0], max_new_tokens=400, temperature=0)
@@ -390,15 +390,15 @@ def job_lost_in_generate(path: str, number: int) -> dict[str, Any]:
     return {"message": message, "seconds": seconds, "blocks": used_blocks(cache.pages)}
 
 
-def job_lost_in_engine(path: str, number: int, seconds: float = 30.0) -> dict[str, Any]:
-    """The same in an Engine, which breaks and tells all its requests. seconds: that it waits."""
+def job_lost_in_engine(path: str, number: int, count: int, seconds: float) -> dict[str, Any]:
+    """The same in an Engine with `count` requests, which breaks and tells all of them. seconds: that it waits."""
     model = load(path)
     hf_accel.patch(model)
     wait_at_most(model, seconds)
     start = time.monotonic()
     with hf_accel.Engine(model) as engine:
         ends = EndOfRank(4, number)
-        requests = [engine.submit(row, max_new_tokens=50, processors=[ends]) for row in prompts()]
+        requests = [engine.submit(row, max_new_tokens=50, processors=[ends]) for row in prompts()[:count]]
         messages = [message_of(request.result) for request in requests]
         after = message_of(lambda: engine.submit(prompts()[0], max_new_tokens=2))
     seconds = time.monotonic() - start

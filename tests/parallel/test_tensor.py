@@ -153,18 +153,18 @@ def test_plan_says_what_is_split(asked: dict[str, list[dict[str, Any]]]) -> None
     assert "4 rowwise" in asked["int8"][0]["plan"]
 
 
-def test_speculation_by_other_clocks(path: str, ranks: Ranks, whole: dict[str, Any]) -> None:
-    (first, counted), (second, also) = ranks.run(jobs.job_skewed_clocks, path)
-    prompts = jobs.prompts() * 3
-    expected = whole["float"].generate_batch(prompts, max_new_tokens=2 * jobs.NEW, do_sample=False)
-    assert first == second == [output.generated_tokens for output in expected.values()]
-    assert counted["passes"] == also["passes"]
+def test_ranks_that_would_decide_otherwise(path: str, ranks: Ranks, whole: dict[str, Any]) -> None:
+    (first, passes, decided), other = ranks.run(jobs.job_other_decisions, path)
+    assert (first, passes, decided) == other
+    expected = whole["float"].generate_batch(jobs.prompts(), max_new_tokens=2 * jobs.NEW, do_sample=False)
+    assert first == [output.generated_tokens for output in expected.values()]
+    assert max(decided) == 3
 
 
-def test_engines_out_of_step(path: str, ranks: Ranks, asked: dict[str, list[dict[str, Any]]]) -> None:
+def test_engines_out_of_step(path: str, ranks: Ranks, whole: dict[str, Any]) -> None:
     first, second = ranks.run(jobs.job_engine_out_of_step, path)
     assert first == second
-    assert first["tokens"] == asked["float"][0]["greedy"]["generate"]
+    assert first["tokens"] == jobs.generated(whole["float"], jobs.prompts())
     assert first["ended"] == "cancelled" and first["used"] == 0
 
 
@@ -261,7 +261,7 @@ def test_a_killed_rank(path: str, ranks: Ranks) -> None:
 
 def test_a_rank_that_hangs(path: str, ranks: Ranks) -> None:
     """The other one has an error after the timeout of the process group, here in an Engine."""
-    ranks.send(jobs.job_lost_in_engine, path, jobs.STOP, 3.0)
+    ranks.send(jobs.job_lost_in_engine, path, jobs.STOP, 1, 3.0)
     fine, seen = ranks.outcomes([0], timeout=60)[0]
     ranks.kill()
     assert fine, seen
@@ -280,7 +280,7 @@ def test_other_prompts_on_each_rank(path: str, ranks: Ranks) -> None:
 
 @pytest.mark.long
 def test_a_killed_rank_of_an_engine(path: str, ranks: Ranks) -> None:
-    ranks.send(jobs.job_lost_in_engine, path, jobs.KILL)
+    ranks.send(jobs.job_lost_in_engine, path, jobs.KILL, 5, 30.0)
     fine, seen = ranks.outcomes([0], timeout=60)[0]
     ranks.kill()
     assert fine, seen
