@@ -91,6 +91,9 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+SPLIT = "the model is split over processes, which would capture at times of their own"
+
+
 def refusal(device: torch.device) -> str | None:
     """Why there are no graphs on a device, as a clause; None if there are."""
     if device.type != "cuda":

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import os
 import random
 import runpy
-import signal
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -22,11 +20,12 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    LogitsProcessor,
-    LogitsProcessorList,
 )
 
 import hf_accel
+from hf_accel.cache.hf.room import token_bytes
+from hf_accel.generation.hf.capturable import model_refusal_of_graphs
+from hf_accel.generation.hf.session import heads_of_rank
 from hf_accel.generation.speculation.drafters.ngram import NgramDrafter
 from hf_accel.linear import QuantLinear
 from hf_accel.linear.formats import state
@@ -67,7 +66,7 @@ def load(path: str, plan: Any = "auto", *, split: bool = True) -> Any:
     """The model in float32: this rank's part of it, or all of it."""
     from transformers.distributed import DistributedConfig
 
-    config = DistributedConfig(tp_size=2, tp_plan=plan) if split else None
+    config = DistributedConfig(tp_size=distributed.get_world_size(), tp_plan=plan) if split else None
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, distributed_config=config).eval()
 
 
@@ -173,6 +172,12 @@ def page_shape(model: Any) -> list[int]:
     return list(cache.pages.groups[0].storages[0].pages.k.shape[1:])
 
 
+def wait_at_most(model: Any, seconds: float) -> None:
+    """Give the collectives of a model's ranks another timeout."""
+    group = state_of(model).generation.agreement.group  # type: ignore[attr-defined]
+    distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
 # -- the jobs ------------------------------------------------------------------------------------------------
 
 
@@ -191,6 +196,8 @@ def job_answers(path: str, kind: str, plan: Any = "auto") -> dict[str, Any]:
     found = {
         "plan": str(state_of(model).description["choices"]),
         "held": held,
+        "token": token_bytes(model, hf_accel.CacheConfig(), heads_of_rank(model)),
+        "graphs": model_refusal_of_graphs(model),
         "split": split,
         "alive": (loaded, patched),
         "greedy": greedy_answers(model),
@@ -346,63 +353,3 @@ def job_example() -> str:
     with contextlib.redirect_stdout(printed):
         runpy.run_path(str(Path(__file__).parents[2] / "examples" / "tensor_parallel.py"), run_name="__main__")
     return printed.getvalue()
-
-
-# -- ranks that are lost -------------------------------------------------------------------------------------
-
-
-class EndOfRank(LogitsProcessor):
-    """Ends or stops the process of rank 1 at its n-th token."""
-
-    def __init__(self, tokens: int, number: int) -> None:
-        self.tokens, self.number = tokens, number
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.tokens -= 1
-        if distributed.get_rank() == 1 and self.tokens == 0:
-            os.kill(os.getpid(), self.number)
-        return scores
-
-
-def wait_at_most(model: Any, seconds: float) -> None:
-    """Give the collectives of a model's ranks another timeout."""
-    group = state_of(model).generation.agreement.group  # type: ignore[attr-defined]
-    distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-
-
-def job_other_prompts(path: str) -> str:
-    model = load(path)
-    hf_accel.patch(model)
-    wait_at_most(model, 3.0)
-    return message_of(lambda: generated(model, [[1, 2, 3, 4]] if distributed.get_rank() else [[1, 2, 3]]))
-
-
-def job_lost_in_generate(path: str, number: int) -> dict[str, Any]:
-    """What rank 0 sees when rank 1 gets a signal in the middle of generate()."""
-    model = load(path)
-    hf_accel.patch(model)
-    cache = hf_accel.PagedCache(model.config)
-    ends = LogitsProcessorList([EndOfRank(4, number)])
-    start = time.monotonic()
-    message = message_of(lambda: generated(model, prompts()[:1], past_key_values=cache, logits_processor=ends))
-    seconds = time.monotonic() - start
-    cache.reset()
-    return {"message": message, "seconds": seconds, "blocks": used_blocks(cache.pages)}
-
-
-def job_lost_in_engine(path: str, number: int, count: int, seconds: float) -> dict[str, Any]:
-    """The same in an Engine with `count` requests, which breaks and tells all of them. seconds: that it waits."""
-    model = load(path)
-    hf_accel.patch(model)
-    wait_at_most(model, seconds)
-    start = time.monotonic()
-    with hf_accel.Engine(model) as engine:
-        ends = EndOfRank(4, number)
-        requests = [engine.submit(row, max_new_tokens=50, processors=[ends]) for row in prompts()[:count]]
-        messages = [message_of(request.result) for request in requests]
-        after = message_of(lambda: engine.submit(prompts()[0], max_new_tokens=2))
-    seconds = time.monotonic() - start
-    return {"messages": messages, "after": after, "seconds": seconds, "blocks": used_blocks(engine.session.pages)}
-
-
-KILL, STOP = signal.SIGKILL, signal.SIGSTOP

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import hf_accel
 
+from . import lost_jobs
 from . import tensor_jobs as jobs
 from .ranks import Ranks
 
@@ -143,6 +144,7 @@ def test_a_rank_holds_half(kind: str, asked: dict[str, list[dict[str, Any]]], wh
         assert sum(found["held"][name] for name in split) <= SHARE * sum(complete[name] for name in split)
         embedding = 0 if "model.embed_tokens" in split else complete["model.embed_tokens"]
         assert found["pages"] == [1, 16, 64]  # one of two heads
+        assert found["token"] == 2 * 2 * 64 * 4  # the same, in 2 layers, for K and V
         loaded, patched = found["alive"]  # all that Python holds, norms and biases and tables included
         assert loaded <= SHARE * sum(parameter.nbytes for parameter in whole["float"].parameters()) + embedding
         assert kind == "float" or patched <= SHARE * sum(complete.values()) + embedding
@@ -151,6 +153,7 @@ def test_a_rank_holds_half(kind: str, asked: dict[str, list[dict[str, Any]]], wh
 def test_plan_says_what_is_split(asked: dict[str, list[dict[str, Any]]]) -> None:
     assert "rank 1 of 2" in asked["int8"][1]["plan"]
     assert "4 rowwise" in asked["int8"][0]["plan"]
+    assert "split over processes" in asked["int8"][0]["graphs"]
 
 
 def test_ranks_that_would_decide_otherwise(path: str, ranks: Ranks, whole: dict[str, Any]) -> None:
@@ -204,6 +207,18 @@ def save_family(folder: Path, name: str) -> str:
     return str(folder)
 
 
+@pytest.mark.long
+def test_four_ranks(tmp_path: Path) -> None:
+    """Sums over more than two ranks round by their place in a pass, and so a batch may change a token."""
+    path = jobs.save_llama(tmp_path, num_key_value_heads=4, attention_bias=True)
+    with Ranks(4) as four:
+        found = four.run(jobs.job_family, path)
+    assert found[0] == found[1] == found[2] == found[3]
+    expected = jobs.generated(jobs.load(path, split=False), jobs.prompts())
+    assert found[0]["float"] == found[0]["float batch"] == expected
+    assert found[0]["int8 loop"] == "ragged"
+
+
 GATHERED = dict.fromkeys((f"model.layers.*.self_attn.{one}_proj" for one in "qkv"), "colwise_gather_output")
 FAMILIES = {  # family, plan -> the classes of the parts
     "Llama": ("auto", {"GatheredLinear", "QuantLinear", "ReducedLinear"}),
@@ -250,7 +265,7 @@ def test_example(ranks: Ranks) -> None:
 
 def test_a_killed_rank(path: str, ranks: Ranks) -> None:
     """The other one has an error at once, and its pages back."""
-    found = ranks.outcomes(ranks.send(jobs.job_lost_in_generate, path, jobs.KILL), timeout=60)
+    found = ranks.outcomes(ranks.send(lost_jobs.job_lost_in_generate, path, lost_jobs.KILL), timeout=60)
     ranks.kill()
     assert found[1] == (False, "the process ended, exit code -9")
     fine, seen = found[0]
@@ -261,7 +276,7 @@ def test_a_killed_rank(path: str, ranks: Ranks) -> None:
 
 def test_a_rank_that_hangs(path: str, ranks: Ranks) -> None:
     """The other one has an error after the timeout of the process group, here in an Engine."""
-    ranks.send(jobs.job_lost_in_engine, path, jobs.STOP, 1, 3.0)
+    ranks.send(lost_jobs.job_lost_in_engine, path, lost_jobs.STOP, 1, 3.0)
     fine, seen = ranks.outcomes([0], timeout=60)[0]
     ranks.kill()
     assert fine, seen
@@ -273,14 +288,14 @@ def test_a_rank_that_hangs(path: str, ranks: Ranks) -> None:
 @pytest.mark.long
 def test_other_prompts_on_each_rank(path: str, ranks: Ranks) -> None:
     """Both are told: one which prompt it was, the other that it is alone."""
-    first, second = ranks.run(jobs.job_other_prompts, path)
+    first, second = ranks.run(lost_jobs.job_other_prompts, path)
     ranks.kill()
     assert "lost another rank" in first and "another prompt (4 tokens" in second
 
 
 @pytest.mark.long
 def test_a_killed_rank_of_an_engine(path: str, ranks: Ranks) -> None:
-    ranks.send(jobs.job_lost_in_engine, path, jobs.KILL, 5, 30.0)
+    ranks.send(lost_jobs.job_lost_in_engine, path, lost_jobs.KILL, 5, 30.0)
     fine, seen = ranks.outcomes([0], timeout=60)[0]
     ranks.kill()
     assert fine, seen

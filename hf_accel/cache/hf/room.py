@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,19 +20,26 @@ MOST_LOGITS = 512  # rows of a pass whose logits are computed
 
 
 def fixed_settings(
-    model: PreTrainedModel, settings: CacheConfig, device: torch.device, *, rows: int, drafts: Sequence[Any] = ()
+    model: PreTrainedModel,
+    settings: CacheConfig,
+    device: torch.device,
+    *,
+    rows: int,
+    drafts: Sequence[Any] = (),
+    own_heads: Mapping[int, int] | None = None,
 ) -> CacheConfig:
     """The settings with a fixed max_tokens, where the device's memory is not committed by the system when it is used.
 
     There, pages that grew would need twice their memory while they are copied, and their addresses would change.
-    rows: the tokens of the largest pass. drafts: draft models, which have pages for as many tokens.
+    rows: the tokens of the largest pass. drafts: draft models, which have pages for as many tokens. own_heads: see
+    token_bytes.
     Raises OutOfBlocksError if too little memory is free.
     """
     free = pool_memory(device) if settings.max_tokens is None else None
     if free is None:
         return settings
     needed = round(free * SPARE_SHARE) + GRAPH_BYTES + pass_bytes(model, rows)
-    per_token = token_bytes(model, settings) + sum(token_bytes(draft, CacheConfig()) for draft in drafts)
+    per_token = token_bytes(model, settings, own_heads) + sum(token_bytes(draft, CacheConfig()) for draft in drafts)
     tokens = (free - needed) // per_token // settings.block_size * settings.block_size
     if tokens < settings.block_size:
         raise OutOfBlocksError(
@@ -43,13 +50,16 @@ def fixed_settings(
     return dataclasses.replace(settings, max_tokens=tokens)
 
 
-def token_bytes(model: PreTrainedModel, settings: CacheConfig) -> int:
-    """The bytes of a token's K and V in all layers."""
+def token_bytes(model: PreTrainedModel, settings: CacheConfig, own_heads: Mapping[int, int] | None = None) -> int:
+    """The bytes of a token's K and V in all layers.
+
+    own_heads: the heads of K and V that this process has in each layer, where it is not all of them.
+    """
     config: Any = model.config.get_text_config(decoder=True)
     quantized = QUANTIZED.get(settings.dtype)
     total = 0
-    for layer in config.per_layer_config:
-        heads = num_kv_heads(layer)
+    for index, layer in enumerate(config.per_layer_config):
+        heads = (own_heads or {}).get(index) or num_kv_heads(layer)
         dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
         key_dim = max(dim, getattr(layer, "qk_head_dim", None) or 0)
         value_dim = max(dim, getattr(layer, "v_head_dim", None) or 0)

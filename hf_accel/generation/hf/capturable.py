@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 from ...attention import PlannedAttention
-from ...state import BACKEND_ATTRIBUTE
+from ...state import BACKEND_ATTRIBUTE, find_state
 from ...tensors import plain_tensors
+from ..graphs import SPLIT
 from .model_runner import prepare_step
 
 SCALARS = (bool, int, float, str, NoneType, torch.dtype)
@@ -27,6 +28,9 @@ def model_refusal_of_graphs(model: nn.Module) -> str | None:
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) > 1:
         return f"the model is on {len(devices)} devices"
+    state = find_state(model)
+    if state is not None and state.generation.agreement.size > 1:
+        return SPLIT
     for name, module in model.named_modules():
         if "forward" in vars(module):
             return f"the forward of {name or 'the model'} was replaced on the module itself"

@@ -7,11 +7,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ...attention import PlannedAttention
 from ...cache.hf import PagedCache, fixed_settings, page_groups
 from ...cache.pages import CachedSequence, Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import LostRankError
-from ...state import state_of
+from ...state import BACKEND_ATTRIBUTE, state_of
 from ..batcher import Batcher, Progress
 from ..sequence import Sequence
 from ..speculation.controller import Controller
@@ -127,4 +128,17 @@ class Session(Batcher):
 
 
 def _fixed(model: Any, settings: CacheConfig, token_budget: int | None, drafts: list[Any]) -> CacheConfig:
-    return fixed_settings(model, settings, model_device(model), rows=token_budget or DEFAULT_ROWS, drafts=drafts)
+    rows, own_heads = token_budget or DEFAULT_ROWS, heads_of_rank(model)
+    return fixed_settings(model, settings, model_device(model), rows=rows, drafts=drafts, own_heads=own_heads)
+
+
+def heads_of_rank(model: Any) -> dict[int, int]:
+    """The heads of K and V of each layer, as planned, of a model that is split over processes; empty for others."""
+    if state_of(model).generation.agreement.size == 1:
+        return {}
+    planned: dict[int, PlannedAttention] = {
+        module.layer_idx: vars(module)[BACKEND_ATTRIBUTE]
+        for module in model.modules()
+        if BACKEND_ATTRIBUTE in vars(module)
+    }
+    return {index: one.spec.num_kv_heads for index, one in planned.items()}
