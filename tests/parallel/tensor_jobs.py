@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import io
 import random
-import runpy
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -31,7 +28,7 @@ from hf_accel.linear import QuantLinear
 from hf_accel.linear.formats import state
 from hf_accel.originals import fingerprint
 from hf_accel.state import state_of
-from hf_accel.tensors import is_sharded, local_tensor, plain_tensors
+from hf_accel.tensors import is_plain_tensor, is_sharded, local_tensor, plain_tensors
 
 VOCABULARY, NEW = 256, 12
 INT4 = {"bits": 4, "group_size": 32}
@@ -111,6 +108,13 @@ def greedy_answers(model: Any) -> dict[str, list[list[int]]]:
     }
 
 
+def ended_answers(model: Any) -> list[list[int]]:
+    """Rows that end early, whose last tokens are computed for a next turn over the cache."""
+    stop = generated(model, prompts())[0][2]
+    settings = {"do_sample": False, "pad_token_id": 0, "eos_token_id": stop, "return_dict_in_generate": True}
+    return model.generate(**padded(prompts()), max_new_tokens=NEW, **settings).sequences.tolist()
+
+
 def sampled_answers(model: Any) -> dict[str, Any]:
     """Sampled tokens: with seeds, and, last, without, so that each rank's generator stands elsewhere."""
     rows = prompts()
@@ -157,7 +161,8 @@ def alive_bytes() -> int:
     """Bytes of all tensors that Python holds, each once. The rest of a file that a part was read from is not held."""
     gc.collect()
     tensors = [part for one in gc.get_objects() if issubclass(type(one), Tensor) for part in plain_tensors(one)]
-    return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+    plain = [part for part in tensors if is_plain_tensor(part) and part.is_cpu]  # DTensor leaves fake ones behind
+    return sum({part.data_ptr(): part.nbytes for part in plain}.values())
 
 
 def stored_weights(model: Any) -> dict[str, dict[str, Tensor]]:
@@ -201,6 +206,7 @@ def job_answers(path: str, kind: str, plan: Any = "auto") -> dict[str, Any]:
         "split": split,
         "alive": (loaded, patched),
         "greedy": greedy_answers(model),
+        "ended": ended_answers(model),
         "sampled": sampled_answers(model),
         "logits": last_logits(model, prompts()[:2]),
         "weights": stored_weights(model),
@@ -309,6 +315,8 @@ def job_family(path: str, plan: Any = "auto") -> dict[str, Any]:
         )
         hf_accel.unpatch(model)
     found["stock again"] = generated(model, rows)
+    hf_accel.patch(model, keep_original=False)
+    found["dropped"] = message_of(lambda: hf_accel.unpatch(model))
     return found
 
 
@@ -345,11 +353,3 @@ def message_of(attempt: Any) -> str:
     except hf_accel.HfAccelError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
-
-
-def job_example() -> str:
-    """What examples/tensor_parallel.py prints in this rank."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        runpy.run_path(str(Path(__file__).parents[2] / "examples" / "tensor_parallel.py"), run_name="__main__")
-    return printed.getvalue()

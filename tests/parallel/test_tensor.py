@@ -6,7 +6,10 @@ loading models is what takes time.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +66,7 @@ def test_float_tokens_are_those_of_stock_in_one_process(
             if way != "beams":
                 assert tokens == expected[: len(tokens)], way
         assert found["greedy"]["beams"] == jobs.generated(stock, jobs.prompts()[:2], num_beams=2)
+        assert found["ended"] == jobs.ended_answers(whole["float"])
         assert found["stock again"] == expected[:2]
         assert found["sampled"]["seeded"] == jobs.sampled_answers(whole["float"])["seeded"]
 
@@ -71,7 +75,7 @@ def test_float_tokens_are_those_of_stock_in_one_process(
 def test_ranks_never_differ(kind: str, asked: dict[str, list[dict[str, Any]]]) -> None:
     first, second = asked[kind]
     assert first["greedy"] == second["greedy"]
-    assert first["sampled"] == second["sampled"]
+    assert first["sampled"] == second["sampled"] and first["ended"] == second["ended"]
     assert first["logits"] == second["logits"]
     ways = first["greedy"]
     for way, tokens in ways.items():
@@ -251,12 +255,21 @@ def test_families(family: str, ranks: Ranks, tmp_path: Path) -> None:
     for kind, most in (("int8", 0.4), ("int4", 1.0)):  # another expert may be chosen
         assert first[kind] == first[f"{kind} batch"] and first[f"{kind} loop"] == "ragged"
         assert (torch.tensor(first[f"{kind} logits"]) - logits).std() < most * logits.std()
+    assert "were dropped by keep_original=False" in first["dropped"]
     if family == "Mixtral":
         assert "has a forward of its own" in str(first["int8 plan"])
 
 
+def job_example() -> str:
+    """What examples/tensor_parallel.py prints in this rank."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(str(Path(__file__).parents[2] / "examples" / "tensor_parallel.py"), run_name="__main__")
+    return printed.getvalue()
+
+
 def test_example(ranks: Ranks) -> None:
-    printed, nothing = ranks.run(jobs.job_example)
+    printed, nothing = ranks.run(job_example)
     assert nothing == ""
     assert "rank 0 of 2" in printed and "def parse(" in printed and "class Reader:" in printed
     whole, mine = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+)", printed)[:3:2])
