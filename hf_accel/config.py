@@ -283,6 +283,7 @@ class PatchConfig:
     speculative: SpeculativeConfig | None = None
     keep_original: KeepOriginal = "auto"
     deterministic: bool = False
+    context_parallel: Any = field(default=None, compare=False, repr=False)
     explicit: frozenset[str] = field(default=frozenset(), compare=False)
 
     @classmethod
@@ -312,15 +313,16 @@ class PatchConfig:
             raise UnsupportedError(f"attention={self.attention!r} must be 'auto', a backend's name or None")
 
     def without_data(self) -> PatchConfig:
-        """The same without calibration data, which is not part of a model."""
-        if self.weights is None or self.weights.calibration is None:
-            return self
-        return dataclasses.replace(self, weights=dataclasses.replace(self.weights, calibration=None, resume=None))
+        """The same without what is not part of a model: calibration data, and a process group."""
+        weights = self.weights
+        if weights is not None and weights.calibration is not None:
+            weights = dataclasses.replace(weights, calibration=None, resume=None)
+        return dataclasses.replace(self, weights=weights, context_parallel=None)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able keywords that `build` turns into an equal config."""
         keywords = dataclasses.asdict(dataclasses.replace(self.without_data(), speculative=None))
-        del keywords["explicit"]
+        del keywords["explicit"], keywords["context_parallel"]
         if keywords["weights"] is not None:
             del keywords["weights"]["calibration"], keywords["weights"]["resume"]
         if self.speculative is not None and self.speculative.is_plain:  # a draft model is not part of this one

@@ -140,6 +140,10 @@ def _cache_lines(plan: Plan) -> Iterator[Line]:
     capacity = "grows as needed" if cache.max_tokens is None else f"{cache.max_tokens} tokens"
     sharing = "prefixes shared" if cache.prefix_sharing else "prefixes not shared"
     yield Line("cache", "keys and values", f"paged, block {cache.block_size}, {dtype}", f"{capacity}; {sharing}")
+    if plan.context is not None:
+        ranks = plan.context.ranks
+        held = f"each holds 1/{ranks.size} of the blocks"
+        yield Line("parallel", f"rank {ranks.rank} of {ranks.size}", "context parallel", held)
     if plan.stock_loop is not None:
         yield Line("generate", "all modes", "stock's loops", f"over the paged cache: {plan.stock_loop}")
         return
@@ -175,7 +179,7 @@ def _undo_line(plan: Plan) -> Line:
 def _graphs_line(plan: Plan) -> Line:
     """Whether passes of the ragged loop can be replayed as graphs; what else keeps one from it is in stats()."""
     host = sorted({p.backend.name for p in plan.attention if not p.backend.capturable})
-    refusal = graphs.refusal(plan.model.device) or plan.stock_loop or (None if plan.split is None else graphs.SPLIT)
+    refusal = graphs.refusal(plan.model.device) or plan.stock_loop or (graphs.SPLIT if plan.agreement.size > 1 else None)
     if refusal is None and host:
         refusal = f"the attention backend {host[0]!r} reads the lengths of sequences on the host"
     if refusal is not None:

@@ -52,6 +52,7 @@ AUTO: Any = Default("auto")
 PAGED: Any = Default("paged")
 ON: Any = Default("on")
 OFF: Any = Default("off")
+NONE: Any = Default("none")
 
 
 def plan(model: nn.Module, *, config: PatchConfig | Mapping[str, Any] | None = None, **keywords: Any) -> Plan:
@@ -69,6 +70,7 @@ def patch(
     speculative: Any = OFF,
     keep_original: Any = AUTO,
     deterministic: Any = OFF,
+    context_parallel: Any = NONE,
     config: PatchConfig | Mapping[str, Any] | None = None,
     **unknown: Any,
 ) -> Model:
@@ -83,19 +85,15 @@ def patch(
         where some part cannot promise that, and slower for many rows of float weights.
     speculative: how generate drafts tokens where a call does not say: None (default), "auto", "ngram", "suffix",
         "self-int4", a draft model, or a SpeculativeConfig.
+    context_parallel: a process group of torch.distributed whose ranks share out the KV cache: docs/parallel.md.
     config: a PatchConfig or a dict of these keywords, which the keywords given override.
 
     Raises UnsupportedError, with the model as it was, for what cannot be done.
     """
     keywords = {
-        "weights": weights,
-        "attention": attention,
-        "cache": cache,
-        "fuse": fuse,
-        "speculative": speculative,
-        "keep_original": keep_original,
-        "deterministic": deterministic,
-    }
+        "weights": weights, "attention": attention, "cache": cache, "fuse": fuse, "speculative": speculative,
+        "keep_original": keep_original, "deterministic": deterministic, "context_parallel": context_parallel,
+    }  # fmt: skip
     settings = PatchConfig.build(config, **keywords, **unknown)
     _check_unpatched(transformers_model(model))
     apply_plan(planned(model, settings))
@@ -347,6 +345,7 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
         agreement=todo.agreement,
         make_draft=make_draft,
         make_attending=with_stock_attention,
+        context=todo.context,
     )
     journal.attribute(model, STATE, PatchState(todo.config, todo.to_dict(), journal, originals, generation))
     for part in model.modules():

@@ -18,6 +18,7 @@ from .fused.sites import Dropped, FusedSite, ProjectionSite
 from .generation.agreement import ALONE, ProcessAgreement
 from .linear import BackendChoice, QuantLinear, QuantModule
 from .originals import Stored
+from .parallel.context import ContextParallel
 from .parallel.tensor_plan import TensorParallel
 from .survey import AttentionSite
 from .weight_sites import LinearSite
@@ -120,7 +121,8 @@ class Plan:
     on_disk: where the checkpoint has each weight that is replaced, by the tensor's name; None unless all can be read
         back.
     folds: where AWQ's scales go.
-    split: how the model is split over ranks; None if this process has it whole.
+    split: how the model is split over ranks; None if this process has it whole. context: the ranks that share out the
+        KV cache; None if this process has it whole.
     """
 
     model: PreTrainedModel
@@ -142,11 +144,13 @@ class Plan:
     on_disk: dict[str, Stored] | None
     folds: tuple[Fold, ...] = ()
     split: TensorParallel | None = None
+    context: ContextParallel | None = None
 
     @property
     def agreement(self) -> ProcessAgreement:
         """What the model's processes decide by."""
-        return ALONE if self.split is None else self.split.ranks
+        shared = self.split or self.context
+        return ALONE if shared is None else shared.ranks
 
     @property
     def quantized(self) -> tuple[LinearPlan, ...]:
@@ -166,7 +170,7 @@ class Plan:
         }
         if any(p.site.spec.window is not None for p in self.attention):
             clauses.add("attention within a window rounds by what the cache has dropped")
-        if self.agreement.size > 2:
+        if self.split is not None and self.agreement.size > 2:
             clauses.add("sums over more than two ranks round by their place in a pass")
         replaced = {id(p.site.module) for p in self.quantized} | {id(site.module) for site in self.fused.linears}
         if any(_is_float_linear(module) and id(module) not in replaced for module in self.model.modules()):

@@ -28,6 +28,7 @@ CORE = {  # room -> the rooms before it
     "linear": {"kernels", "cache"},
     "fused": {"kernels", "cache", "attention", "linear"},
     "generation": {"kernels", "cache", "attention", "linear", "fused"},
+    "parallel": {"kernels", "cache", "attention"},
     "distill": {"cache", "generation"},
 }
 DISTILL = ["losses", "teachers", "trainer", "drafts"]  # its rooms: each may use those before it
@@ -117,7 +118,10 @@ LAZY_NAMES = [
 PUBLIC_NAMES = sorted(EAGER_NAMES + LAZY_NAMES)
 MOST_EAGER = 25
 KEYWORDS = {
-    "patch": ["weights", "attention", "cache", "fuse", "speculative", "keep_original", "deterministic", "config"],
+    "patch": [
+        "weights", "attention", "cache", "fuse", "speculative", "keep_original", "deterministic", "context_parallel",
+        "config",
+    ],
     "verify": ["reference", "tokenizer", "max_new_tokens", "text"],
     "estimate": [
         "context", "batch", "weights", "kv_dtype", "dtype", "bandwidth", "compute", "price_per_hour", "device",

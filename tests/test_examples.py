@@ -21,7 +21,7 @@ COVERED = {
     "quickstart", "cache_reuse", "save_and_load", "estimate", "quality", "speed", "table", "train_tiny_model", "serve",
     "speculate", "samples", "distil", "draft", "distil_classifier", "plot", "calibrate", "qlora", "laptop_chat",
     "label_csv",
-    "tensor_parallel",  # in tests/parallel/test_tensor.py, which has ranks
+    "tensor_parallel", "context_parallel",  # in tests/parallel, which has ranks
 }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ DOCUMENTS = [
     "docs/gpu.md",
     "docs/serving.md",
     "docs/command-line.md",
+    "docs/parallel.md",
 ]
 
 

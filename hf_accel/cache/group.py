@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,7 +16,7 @@ from ..kernels import cpu as kernels
 from ..kernels import triton
 from ..kernels.cpu import attention as cpu
 from ..kernels.cpu.library import FLOATS
-from ..layouts import KV, Ragged
+from ..layouts import KV, AttentionOptions, Ragged
 from ..tensors import integers, is_recorded
 from .pool import BlockPool, PrefixIndex
 from .quantized import INT4, SCALE_DTYPES, dequantize, dim_refusal, quantize, rotate, stored_columns
@@ -148,7 +149,8 @@ class PageGroup:
     """A block pool, its prefix index, and the K/V pages of the layers that share the pool.
 
     window: the layers' sliding window in tokens, None for full attention. A group with a window has no prefix index,
-    because it releases the blocks of a prompt's beginning.
+    because it releases the blocks of a prompt's beginning. context: the ranks that share out the blocks; None if all
+    blocks are here. The pool and the index are those of all blocks in either case.
     """
 
     def __init__(
@@ -160,8 +162,10 @@ class PageGroup:
         growable: bool,
         prefix_sharing: bool,
         quantized: torch.dtype | None,
+        context: SharedContext | None = None,
     ) -> None:
         self.window = window
+        self.context = context
         self.quantized = quantized
         self.pool = BlockPool(num_blocks, block_size=block_size, growable=growable)
         self.index = PrefixIndex(self.pool) if prefix_sharing and window is None else None
@@ -170,8 +174,11 @@ class PageGroup:
 
     @property
     def num_stored(self) -> int:
-        """The blocks that pages have: those of the pool, and the scratch block behind them."""
-        return self.pool.num_blocks + self.has_scratch
+        """The blocks that pages have here: those of the pool, and the scratch block behind them."""
+        return self._num_here(self.pool.num_blocks)
+
+    def _num_here(self, num_blocks: int) -> int:
+        return (num_blocks if self.context is None else self.context.num_own(num_blocks)) + self.has_scratch
 
     @property
     def scratch_slot(self) -> int:
@@ -204,7 +211,7 @@ class PageGroup:
         Raises OutOfBlocksError, or torch's error if memory for the pages runs out; the table is then as it was.
         """
         # The pages grow before the pool does, so that every allocated block has pages.
-        size = self.pool.size_for(table.blocks_needed(num_tokens)) + self.has_scratch
+        size = self._num_here(self.pool.size_for(table.blocks_needed(num_tokens)))
         for storage in self.storages.values():
             if storage.num_blocks < size:
                 storage.grow(size)
@@ -212,9 +219,11 @@ class PageGroup:
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, given as (source, destination), in every layer."""
-        if pairs:
-            for storage in self.storages.values():
+        for storage in self.storages.values() if pairs else ():
+            if self.context is None:
                 storage.copy(pairs)
+            else:
+                self.context.copy(storage.pages, pairs)
 
     @staticmethod
     def table_tensor(tables: Sequence[BlockTable], device: torch.device) -> Tensor:
@@ -230,6 +239,47 @@ class PageGroup:
     def nbytes(self) -> int:
         return sum(s.nbytes for s in self.storages.values())
 
+    @property
+    def used_bytes(self) -> float:
+        """Of the blocks in use; of those that are here, about, where ranks share them out."""
+        return self.nbytes * self.pool.num_used / (self.pool.num_blocks + self.has_scratch)
+
+
+class SharedContext(ABC):
+    """The ranks among which the blocks of pages are shared out. All keep the same books of all blocks.
+
+    rank, size: of this process, and of all.
+    """
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def num_own(self, num_blocks: int) -> int:
+        """The blocks that pages of a pool of `num_blocks` have here."""
+
+    @abstractmethod
+    def narrow(
+        self, step: GroupStep, tables: Sequence[BlockTable], spans: Sequence[range], window: int | None
+    ) -> GroupStep:
+        """The part of a GroupStep that is here. spans: the positions that the pass computes of each sequence."""
+
+    @abstractmethod
+    def copy(self, pages: KV, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, given as (source, destination), wherever they are."""
+
+    @abstractmethod
+    def attend(self, backend: Any, q: Tensor, pages: KV, *, step: GroupStep, options: AttentionOptions) -> Tensor:
+        """Attention of q [N, Hq, D] over the blocks of all ranks -> [N, Hq, Dv]. See AttentionBackend.paged."""
+
+    @abstractmethod
+    def check_same(self, *inputs: Tensor | None) -> None:
+        """Raise LostRankError unless all ranks are given the same."""
+
+    @abstractmethod
+    def least(self, number: int, device: torch.device) -> int:
+        """The smallest of the ranks' numbers. device: one that the ranks can send from."""
+
 
 @dataclass
 class GroupStep:
@@ -238,11 +288,14 @@ class GroupStep:
     written: [W] int64, the indices of the tokens that the pass writes, out of its N tokens; None if it writes all.
     A token whose block is shared is written only once. slots: [W] int64, where these tokens are written.
     ragged: what attention reads. Its block table and kv_len begin at the first block that the sequence still holds.
+    own: what attention reads of it here, where ranks share out the blocks; `slots` and `written` are then those of
+    this rank.
     """
 
     slots: Tensor
     written: Tensor | None
     ragged: Ragged
+    own: Any = None
 
 
 @dataclass

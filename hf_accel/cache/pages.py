@@ -298,4 +298,8 @@ def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], cu_q
         max_kv=max(held, default=0),
         block_table=group.table_tensor(tables, device),
     )
-    return GroupStep(integers(slots).to(device), written, ragged)
+    step = GroupStep(integers(slots).to(device), written, ragged)
+    if group.context is None:
+        return step
+    spans = [range(each.start, each.start + each.count) for each in ranges]
+    return group.context.narrow(step, tables, spans, group.window)

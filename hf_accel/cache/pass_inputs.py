@@ -44,7 +44,12 @@ class PassInputs:
         cu_q, kv_len = next(given), [next(given) for _ in groups]
         tables = [None if group.ragged.block_table is None else next(given) for group in groups]
         moved = [
-            GroupStep(slots[i], written[i], group.ragged._replace(cu_q=cu_q, kv_len=kv_len[i], block_table=tables[i]))
+            GroupStep(
+                slots[i],
+                written[i],
+                group.ragged._replace(cu_q=cu_q, kv_len=kv_len[i], block_table=tables[i]),
+                None if group.own is None else group.own.to(ids.device),
+            )
             for i, group in enumerate(groups)
         ]
         return PassInputs(ids, positions, keep, replace(self.step, groups=moved))

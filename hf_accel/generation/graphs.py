@@ -91,7 +91,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-SPLIT = "the model is split over processes, which would capture at times of their own"
+SPLIT = "several processes run the model, which would capture at times of their own"
 
 
 def refusal(device: torch.device) -> str | None:

@@ -1,4 +1,4 @@
-"""Decisions of the ranks of a tensor parallel model, and the error for a rank that is gone."""
+"""Decisions of the ranks that run one model, and the error for a rank that is gone."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class RankAgreement(ProcessAgreement):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        raise pickle.PicklingError("a tensor parallel model cannot be pickled; save it, and load it in each process")
+        raise pickle.PicklingError("a model over several processes cannot be pickled; save it, and load it in each process")
 
 
 def _timeout(group: Any, device: torch.device) -> float:

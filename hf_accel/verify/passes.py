@@ -68,5 +68,7 @@ def _drawn_from(output: Any) -> Tensor:
 
 def new_cache(model: PreTrainedModel) -> Any:
     """An empty cache for a forward pass; None where stock makes its own."""
-    settings = state_of(model).generation.cache if is_patched(model) else None
-    return None if settings is None else PagedCache(model.config, settings)
+    state = state_of(model).generation if is_patched(model) else None
+    if state is None or state.cache is None:
+        return None
+    return PagedCache(model.config, state.cache, context=state.context)

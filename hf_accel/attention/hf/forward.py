@@ -134,7 +134,10 @@ def _unknown(
 def _paged(backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionOptions, *, paged: PagedKV) -> Tensor:
     """Attention of a forward pass over the pages; over K and V themselves where they are all there is."""
     step, ragged, pages = paged.step, paged.group_step.ragged, paged.storage.pages
-    if not step.fresh or pages.k_scales is not None:
+    context = paged.layer.group.context
+    if context is not None:
+        out = context.attend(backend, step.tokens(query), pages, step=paged.group_step, options=options)
+    elif not step.fresh or pages.k_scales is not None:
         out = backend.paged(step.tokens(query), pages, ragged, options)
     elif step.token_columns is None:
         return backend.dense(query, kv, options)

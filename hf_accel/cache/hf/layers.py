@@ -7,7 +7,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ...config import CacheConfig
 from ...errors import UnsupportedError
-from ..group import PageGroup
+from ..group import PageGroup, SharedContext
 from ..quantized import QUANTIZED
 
 NOT_PAGED = "use transformers' own cache"
@@ -46,11 +46,15 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
 
 
 def page_groups(
-    config: PreTrainedConfig, settings: CacheConfig, *, capacity: int = FIRST_TOKENS
+    config: PreTrainedConfig,
+    settings: CacheConfig,
+    *,
+    capacity: int = FIRST_TOKENS,
+    context: SharedContext | None = None,
 ) -> tuple[list[PageGroup], list[int]]:
     """Make a PageGroup for each sliding window, and return them with the index of each layer's group.
 
-    capacity: the tokens that a growing cache has room for at first.
+    capacity: the tokens that a growing cache has room for at first. context: the ranks that share out the blocks.
     """
     windows = layer_windows(config)
     tokens = capacity if settings.max_tokens is None else settings.max_tokens
@@ -63,6 +67,7 @@ def page_groups(
             growable=settings.max_tokens is None,
             prefix_sharing=settings.prefix_sharing,
             quantized=QUANTIZED.get(settings.dtype),
+            context=context,
         )
         for window in distinct_windows
     ]

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from ...config import CacheConfig
 from ...errors import UnsupportedError
 from ...keywords import check_keywords
-from ..group import PageGroup, Step
+from ..group import PageGroup, SharedContext, Step
 from ..padded import PaddedBatch
 from ..pages import CachedSequence, Pages
 from .handle import CacheOverPages, LayerOverPages, as_attended
@@ -66,7 +66,15 @@ class PagedLayer(LayerOverPages):
         self.num_columns += step.num_columns
 
     def columns(self) -> tuple[Tensor, Tensor]:
-        """Gather K and V of all columns, [B, Hkv, T, D], with zeros in the padding and behind the window."""
+        """Gather K and V of all columns, [B, Hkv, T, D], with zeros in the padding and behind the window.
+
+        Raises UnsupportedError where ranks share out the blocks.
+        """
+        if self.group.context is not None:
+            raise UnsupportedError(
+                f"the attention of layer {self.layer_idx} needs all keys and values at once, and ranks share them out "
+                "here; patch this model without context_parallel="
+            )
         storage = self.group.storages[self.layer_idx]
         slots = self.cache.column_slots(self.group_index, storage.pages.k.device)
         keys, values = storage.read(slots.clamp(min=0))  # [B, T, Hkv, D]
@@ -96,6 +104,7 @@ class PagedCache(CacheOverPages):
 
     config: the model's config, which gives the number of layers and their sliding windows. keywords: the fields of
     hf_accel.CacheConfig. capacity: the tokens, over all sequences, that a growing cache has room for at first.
+    context: the ranks that share out its blocks; patch(context_parallel=) gives it to the caches of generate().
     Raises UnsupportedError for a model whose layers it cannot hold, and for unknown keywords.
     The method is PagedAttention (Kwon et al. 2023, arXiv 2309.06180).
     """
@@ -106,14 +115,17 @@ class PagedCache(CacheOverPages):
         cache_config: CacheConfig | None = None,
         *,
         capacity: int = FIRST_TOKENS,
+        context: SharedContext | None = None,
         **keywords: Any,
     ) -> None:
         if cache_config is not None and keywords:
             raise UnsupportedError("give PagedCache a CacheConfig or its keywords, not both")
         fields = [field.name for field in dataclasses.fields(CacheConfig)]
-        check_keywords("PagedCache", keywords, [*fields, "cache_config", "capacity"], {"max_cache_len": "max_tokens="})
+        check_keywords(
+            "PagedCache", keywords, [*fields, "cache_config", "capacity", "context"], {"max_cache_len": "max_tokens="}
+        )
         settings = CacheConfig(**keywords) if cache_config is None else cache_config
-        groups, group_of_layer = page_groups(config, settings, capacity=capacity)
+        groups, group_of_layer = page_groups(config, settings, capacity=capacity, context=context)
         self._bind(settings, PaddedBatch(Pages(groups)), group_of_layer)
         self._checked_config: PreTrainedConfig | None = config
 
@@ -320,7 +332,7 @@ class PagedCache(CacheOverPages):
 
     def statistics(self) -> dict[str, float | int]:
         """Count blocks, bytes and prefix hits. `waste` is the share of allocated slots that hold no token."""
-        kv_bytes = sum(g.pool.num_used * g.nbytes / g.num_stored for g in self.pages.groups)
+        kv_bytes = sum(group.used_bytes for group in self.pages.groups)
         return {
             "block_size": self.settings.block_size,
             "kv_bytes": round(kv_bytes),

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from ...cache.group import SharedContext
 from ...cache.hf import PagedCache
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
@@ -105,6 +106,7 @@ class GenerationState:
     engines: the engines and managers of this model. manager: the manager that was kept for the next session.
     agreement: what the processes that run the model decide by.
     runner: a GraphedRunner with its pages that was kept for the next call of generate(), see kept_runners.py.
+    context: the ranks that share out the blocks of caches; None if each cache is whole.
     """
 
     cache: CacheConfig | None
@@ -123,6 +125,7 @@ class GenerationState:
     manager: Any = None
     runner: Any = None
     agreement: ProcessAgreement = ALONE
+    context: SharedContext | None = None
     engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # an engine that nobody holds may end
 
     def __getstate__(self) -> dict[str, Any]:
@@ -144,6 +147,14 @@ class GenerationState:
         for engine in list(self.engines):
             if engine.is_live:
                 raise UnsupportedError(f"{what} while {engine!r} runs the model; call engine.close() first")
+
+    def refuse_shared(self, what: str) -> None:
+        """Raise UnsupportedError if ranks share out the context. what: cannot be done then, for the message."""
+        if self.context is not None:
+            raise UnsupportedError(
+                f"{what} cannot be served where ranks share out the context; leave it out, or patch the model without "
+                "context_parallel="
+            )
 
     @property
     def call(self) -> CallState | None:

@@ -259,13 +259,16 @@ class AcceleratedGeneration(Mixin):
         wanted = state.cache is not None and generation_config.use_cache is not False
         # The shape of output_attentions depends on transformers' cache, which drops tokens behind a window.
         wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
+        if not wanted or generation_config.cache_implementation is not None:
+            state.refuse_shared("a call without a paged cache (use_cache=, output_attentions=, cache_implementation=)")
         if wanted and state.cache is not None and given is None and generation_config.cache_implementation is None:
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             size = state.cache.block_size
             capacity = rows * -(-generation_config.max_length // size) * size  # in whole blocks: no row makes it grow
             kept = cache_of_kept(state, self.config, capacity)  # type: ignore[attr-defined]
             if kept is None:
-                kept = PagedCache(self.config, state.cache, capacity=min(capacity, MAX_FIRST_TOKENS))  # type: ignore[attr-defined]
+                first = min(capacity, MAX_FIRST_TOKENS)
+                kept = PagedCache(self.config, state.cache, capacity=first, context=state.context)  # type: ignore[attr-defined]
             model_kwargs["past_key_values"] = kept
         else:
             super()._prepare_cache_for_generation(  # type: ignore[misc]

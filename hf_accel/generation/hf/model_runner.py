@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ...attention.hf import attention_is_ours
 from ...cache.group import PageGroup, Step
-from ...cache.hf import PagedCache, RaggedCache
+from ...cache.hf import CacheOverPages, PagedCache, RaggedCache
 from ...cache.pass_inputs import PassInputs
 from ...errors import UnsupportedError
 from ...linear import QuantLinear
@@ -39,6 +39,7 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if args:
         kwargs = dict(zip(_parameters(model.original_class), args, strict=False)) | kwargs
     cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+    _check_context(model, cache, kwargs)
     source = kwargs.get("inputs_embeds") if ids is None else ids
     if source is not None and 0 in source.shape[:2]:
         raise UnsupportedError(
@@ -65,6 +66,21 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         token_ids=ids if shareable and cache.settings.prefix_sharing else None,
         salt=weights_salt(model) if fresh and shareable else None,
     )
+
+
+def _check_context(model: nn.Module, cache: object, inputs: dict[str, Any]) -> None:
+    """Raise UnsupportedError if ranks share out the context and the cache does not; LostRankError if inputs differ."""
+    context = state_of(model).generation.context
+    if context is None or cache is None:
+        return
+    groups = [layer.group for layer in cache.layers] if isinstance(cache, CacheOverPages) else []
+    if not groups or any(group.context is not context for group in groups):
+        raise UnsupportedError(
+            "ranks share out the context of this model, and the cache that it was given is whole; leave "
+            "past_key_values= out, or give the one that generate() has returned"
+        )
+    source = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
+    context.check_same(source, inputs.get("position_ids"), inputs.get("attention_mask"))
 
 
 @lru_cache(maxsize=256)

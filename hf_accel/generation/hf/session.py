@@ -57,9 +57,11 @@ class Session(Batcher):
             drafts = [] if speculative is None else speculative.drafters
             models = [draft for draft in drafts if isinstance(draft, PreTrainedModel)]
             settings = _fixed(model, cache, token_budget, models)
+            if state.context is not None and settings != cache:  # each has memory for as much as this process
+                settings = replace(settings, max_tokens=(settings.max_tokens or 0) * state.context.size)
             if settings.max_tokens is not None:  # of as much memory as this process has free
                 settings = replace(settings, max_tokens=state.agreement.least(settings.max_tokens))
-            groups, group_of_layer = page_groups(model.config, settings)
+            groups, group_of_layer = page_groups(model.config, settings, context=state.context)
             pages = Pages(groups)
         rows = state.invariant_rows
         runner = make_runner(model, pages.groups, group_of_layer, rows)

@@ -1,0 +1,136 @@
+"""Context parallel: each rank of a process group holds a share of the KV cache's blocks, and all hold the weights.
+
+All ranks compute the same passes over the same tokens. In each layer a rank attends over its own blocks; the partial
+results and the log-sum-exp of their scores go to all ranks, which merge them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from ..attention.contract import AttentionBackend
+from ..cache.group import GroupStep, SharedContext
+from ..cache.table import BlockTable
+from ..errors import LostRankError, UnsupportedError
+from ..layouts import KV, AttentionOptions
+from .context_attention import attend_own, merge
+from .context_blocks import num_own, own_step
+
+KEYWORD = "context_parallel="
+
+
+class ContextParallel(SharedContext):
+    """The ranks of a process group as holders of one KV cache.
+
+    Every rank has to run the same calls with the same inputs. A rank that dies, or that is more than the group's
+    timeout behind, makes the others raise LostRankError.
+    """
+
+    def __init__(self, group: Any) -> None:
+        """Raises UnsupportedError for what is no process group with this process in it."""
+        if not distributed.is_available() or not isinstance(group, distributed.ProcessGroup):
+            raise UnsupportedError(
+                f"{KEYWORD}{group!r} must be a process group of torch.distributed, as torch.distributed.group.WORLD is "
+                "after init_process_group()"
+            )
+        self.group, self.rank, self.size = group, distributed.get_rank(group), distributed.get_world_size(group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
+        """A copy of a model is a copy in these processes."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            f"a model that was patched with {KEYWORD} belongs to its processes and cannot be pickled; call "
+            "hf_accel.unpatch(model) first"
+        )
+
+    # -- what ranks say to each other ------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _answered(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise LostRankError(
+                f"rank {self.rank} of {self.size} lost another rank while they shared out the context: it has died, "
+                "did not answer within the timeout of the process group, or made another call than this one "
+                f"({str(error).strip().splitlines()[0]}). Nothing can be computed with this group any more: end all "
+                "ranks and start them again, with the same calls in the same order on each"
+            ) from error
+
+    def exchange(self, x: Tensor) -> list[Tensor]:
+        """What each rank gave, in the order of ranks. All give the same shape and dtype. Any dtype goes, as bytes."""
+        own = x.contiguous().view(torch.uint8)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        with self._answered():
+            distributed.all_gather(found, own, group=self.group)
+        return [each.view(x.dtype) for each in found]
+
+    def check_same(self, *inputs: Tensor | None) -> None:
+        """Raise LostRankError unless all ranks give the same: else keys of one text would be mixed with another's."""
+        device = next(x.device for x in inputs if x is not None)
+        nothing = torch.zeros((), dtype=torch.int64, device=device)
+        digests = self.exchange(torch.stack([nothing if x is None else _digest(x) for x in inputs]))
+        if any(not torch.equal(digests[0], other) for other in digests):
+            raise LostRankError(
+                f"the ranks of {KEYWORD} do not compute the same tokens; give all of them the same inputs and, "
+                "before a call that samples, the same torch.manual_seed()"
+            )
+
+    def least(self, number: int, device: torch.device) -> int:
+        return int(torch.stack(self.exchange(torch.tensor([number], device=device))).min())
+
+    # -- blocks ----------------------------------------------------------------------------------------
+
+    def num_own(self, num_blocks: int) -> int:
+        return num_own(num_blocks, self.size)
+
+    def narrow(
+        self, step: GroupStep, tables: Sequence[BlockTable], spans: Sequence[range], window: int | None
+    ) -> GroupStep:
+        return own_step(step, tables, spans, window=window, rank=self.rank, size=self.size)
+
+    def copy(self, pages: KV, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, destination in pairs:
+            for tensor in pages:
+                if tensor is not None:
+                    self._copy(tensor, source, destination)
+
+    def _copy(self, pages: Tensor, source: int, destination: int) -> None:
+        holder, taker = source % self.size, destination % self.size
+        block = pages[source // self.size].contiguous() if self.rank == holder else torch.empty_like(pages[0])
+        if holder != taker:
+            with self._answered():
+                distributed.broadcast(block.view(torch.uint8), group=self.group, group_src=holder)
+        if self.rank == taker:
+            pages[destination // self.size] = block
+
+    # -- attention -------------------------------------------------------------------------------------
+
+    def attend(
+        self, backend: AttentionBackend, q: Tensor, pages: KV, *, step: GroupStep, options: AttentionOptions
+    ) -> Tensor:
+        own = options if self.rank == 0 else options._replace(sinks=None)  # one part only counts the sinks
+        out, lse = attend_own(backend, q, pages, part=step.own, options=own)
+        # One message a layer: the bytes of the results, and behind them those of the log-sum-exp.
+        message = torch.cat([out.flatten().view(torch.uint8), lse.float().flatten().view(torch.uint8)])
+        split = out.numel() * out.element_size()
+        found = self.exchange(message)
+        outs = [each[:split].view(out.dtype).view(out.shape) for each in found]
+        lses = [each[split:].clone().view(torch.float32).view(lse.shape) for each in found]
+        return merge(outs, lses)[0]
+
+
+def _digest(x: Tensor) -> Tensor:
+    """A number that other numbers, or another order of them, make another one."""
+    numbers = x.reshape(-1)
+    numbers = numbers.to(torch.int64) if not numbers.is_floating_point() else numbers.float().view(torch.int32).long()
+    factors = torch.arange(1, len(numbers) + 1, device=x.device) * 2654435761 + 40503
+    return (numbers * factors).sum() + len(numbers)
