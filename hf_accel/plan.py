@@ -172,6 +172,8 @@ class Plan:
             clauses.add("attention within a window rounds by what the cache has dropped")
         if self.split is not None and self.agreement.size > 2:
             clauses.add("sums over more than two ranks round by their place in a pass")
+        if self.context is not None:
+            clauses.add("attention over several ranks rounds by where blocks are")
         replaced = {id(p.site.module) for p in self.quantized} | {id(site.module) for site in self.fused.linears}
         if any(_is_float_linear(module) and id(module) not in replaced for module in self.model.modules()):
             clauses.add("torch's float linear rounds by batch size")

@@ -177,8 +177,6 @@ def _plan_context(model: PreTrainedModel, config: PatchConfig, refusal: str | No
 
     if config.speculative is not None:
         refusal = refusal or "each rank would draft as its own clock says (speculative=)"
-    if config.deterministic:
-        refusal = refusal or "sums are cut by what the cache holds besides (deterministic=True)"
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         refusal = refusal or "its weights are shared out among ranks already"
     if refusal is not None:

@@ -149,8 +149,8 @@ class PageGroup:
     """A block pool, its prefix index, and the K/V pages of the layers that share the pool.
 
     window: the layers' sliding window in tokens, None for full attention. A group with a window has no prefix index,
-    because it releases the blocks of a prompt's beginning. context: the ranks that share out the blocks; None if all
-    blocks are here. The pool and the index are those of all blocks in either case.
+    because it releases the blocks of a prompt's beginning. context: the ranks that share out the blocks, set before there are
+    pages; None if all blocks are here. The pool and the index are those of all blocks in either case.
     """
 
     def __init__(
@@ -162,10 +162,9 @@ class PageGroup:
         growable: bool,
         prefix_sharing: bool,
         quantized: torch.dtype | None,
-        context: SharedContext | None = None,
     ) -> None:
         self.window = window
-        self.context = context
+        self.context: SharedContext | None = None
         self.quantized = quantized
         self.pool = BlockPool(num_blocks, block_size=block_size, growable=growable)
         self.index = PrefixIndex(self.pool) if prefix_sharing and window is None else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,8 +35,8 @@ class ContextParallel(SharedContext):
         """Raises UnsupportedError for what is no process group with this process in it."""
         if not distributed.is_available() or not isinstance(group, distributed.ProcessGroup):
             raise UnsupportedError(
-                f"{KEYWORD}{group!r} must be a process group of torch.distributed, as torch.distributed.group.WORLD is "
-                "after init_process_group()"
+                f"{KEYWORD}{group!r} must be a process group of torch.distributed, as torch.distributed.group.WORLD "
+                "is after init_process_group()"
             )
         self.group, self.rank, self.size = group, distributed.get_rank(group), distributed.get_world_size(group)
 

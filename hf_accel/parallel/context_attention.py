@@ -64,13 +64,13 @@ def _attend_sequence(q: Tensor, pages: KV, keys: OwnKeys, options: AttentionOpti
         used = KV(k[:, :, : len(positions)], v[:, :, : len(positions)])
         # One part only counts the sinks.
         own = options if start == 0 else options._replace(sinks=None)
-        parts.append(_attend_gathered(queries, used, keys.first, positions, own))
+        parts.append(_attend_gathered(queries, used, own, first=keys.first, positions=positions))
     out, lse = parts[0] if len(parts) == 1 else merge(*zip(*parts, strict=True))
     return turned(out, pages), lse
 
 
 def _attend_gathered(
-    queries: Tensor, kv: KV, first: int, positions: Tensor, options: AttentionOptions
+    queries: Tensor, kv: KV, options: AttentionOptions, *, first: int, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """queries [1, Hq, Q, D] over kv [1, Hkv, M, ..] -> [Q, Hq, Dv], lse [Q, Hq] float32."""
     num_heads, num_queries = queries.shape[1:3]

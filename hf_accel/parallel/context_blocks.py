@@ -51,17 +51,11 @@ class OwnPart:
         if device.type == "cpu":
             return self
         decoding, rows = self.decoding, self.decoding_rows
-        if decoding is not None:
-            tensors = {name: x.to(device) for name, x in decoding._asdict().items() if isinstance(x, Tensor)}
-            decoding = decoding._replace(**tensors)
-        return OwnPart(
-            decoding,
-            None if rows is None else rows.to(device),
-            tuple(
-                replace(keys, blocks=keys.blocks.to(device), positions=keys.positions.to(device))
-                for keys in self.others
-            ),
-        )
+        if decoding is not None and decoding.block_table is not None:
+            cu_q, kv_len, table = (x.to(device) for x in (decoding.cu_q, decoding.kv_len, decoding.block_table))
+            decoding = decoding._replace(cu_q=cu_q, kv_len=kv_len, block_table=table)
+        others = (replace(x, blocks=x.blocks.to(device), positions=x.positions.to(device)) for x in self.others)
+        return OwnPart(decoding, None if rows is None else rows.to(device), tuple(others))
 
 
 def num_own(num_blocks: int, size: int) -> int:

@@ -67,10 +67,11 @@ def page_groups(
             growable=settings.max_tokens is None,
             prefix_sharing=settings.prefix_sharing,
             quantized=QUANTIZED.get(settings.dtype),
-            context=context,
         )
         for window in distinct_windows
     ]
+    for group in groups:
+        group.context = context
     return groups, [distinct_windows.index(window) for window in windows]
 
 

@@ -115,7 +115,7 @@ class _Drafters:
             raise UnsupportedError(refusal)
         draft = _twin(self.state, model, None)
         # As many tokens as the target has pages for, where that is known; they grow if shared prefixes need more.
-        capacity = {} if self.pages.capacity is None else {"capacity": self.pages.capacity}
+        capacity: dict[str, Any] = {} if self.pages.capacity is None else {"capacity": self.pages.capacity}
         groups, group_of_layer = page_groups(draft.config, CacheConfig(prefix_sharing=False), **capacity)
         return self._drafter(make_runner(draft, groups, group_of_layer), Pages(groups))
 

@@ -73,8 +73,8 @@ def _check_context(model: nn.Module, cache: object, inputs: dict[str, Any]) -> N
     context = state_of(model).generation.context
     if context is None or cache is None:
         return
-    groups = [layer.group for layer in cache.layers] if isinstance(cache, CacheOverPages) else []
-    if not groups or any(group.context is not context for group in groups):
+    layers: Any = cache.layers if isinstance(cache, CacheOverPages) else ()
+    if not layers or any(layer.group.context is not context for layer in layers):
         raise UnsupportedError(
             "ranks share out the context of this model, and the cache that it was given is whole; leave "
             "past_key_values= out, or give the one that generate() has returned"
