@@ -179,7 +179,9 @@ def _undo_line(plan: Plan) -> Line:
 def _graphs_line(plan: Plan) -> Line:
     """Whether passes of the ragged loop can be replayed as graphs; what else keeps one from it is in stats()."""
     host = sorted({p.backend.name for p in plan.attention if not p.backend.capturable})
-    refusal = graphs.refusal(plan.model.device) or plan.stock_loop or (graphs.SPLIT if plan.agreement.size > 1 else None)
+    refusal = (
+        graphs.refusal(plan.model.device) or plan.stock_loop or (graphs.SPLIT if plan.agreement.size > 1 else None)
+    )
     if refusal is None and host:
         refusal = f"the attention backend {host[0]!r} reads the lengths of sequences on the host"
     if refusal is not None:

@@ -32,8 +32,8 @@ from .linear.hf import stored_experts
 from .linear.measured_tiles import Measuring
 from .linear.nf4 import choose_nf4, nf4_refusal, require_bitsandbytes
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
+from .parallel.context import context_parallel
 from .parallel.tensor_plan import check_split, tensor_parallel
-from .parallel.context import ContextParallel
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
 from .survey import (
     attention_refusal,
@@ -76,7 +76,7 @@ def make_plan(
     linears = tuple(plan_linears(inner, config.weights, eight_bits=eight_bits, row_invariant=config.deterministic))
     attention = () if stock_attention else tuple(_plan_attention(inner, config))
     stock_loop = _stock_loop(inner, config, stock_cache)
-    context = _plan_context(inner, config, stock_attention or stock_loop)
+    context = context_parallel(inner, config, stock_attention or stock_loop)
     before = parameter_bytes(list(inner.parameters()) + list(inner.buffers()))
     after = before + sum(p.bytes_held for p in linears)
     bandwidth = read_bandwidth(detect(inner.device))
@@ -167,21 +167,6 @@ def _stock_loop(model: PreTrainedModel, config: PatchConfig, stock_cache: str | 
     if refusal is not None and config.speculative is not None:
         raise UnsupportedError(f"speculative= was asked for, but {refusal}; leave speculative= out")
     return refusal
-
-
-def _plan_context(model: PreTrainedModel, config: PatchConfig, refusal: str | None) -> ContextParallel | None:
-    """The ranks that share out the KV cache; raises where they cannot."""
-    if config.context_parallel is None:
-        return None
-    from torch.distributed.tensor import DTensor  # slow to import: only who uses it needs it
-
-    if config.speculative is not None:
-        refusal = refusal or "each rank would draft as its own clock says (speculative=)"
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        refusal = refusal or "its weights are shared out among ranks already"
-    if refusal is not None:
-        raise UnsupportedError(f"context_parallel= was asked for, but {refusal}; leave one of them out")
-    return ContextParallel(config.context_parallel)
 
 
 # -- linears -------------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ CORE = {  # room -> the rooms before it
     "linear": {"kernels", "cache"},
     "fused": {"kernels", "cache", "attention", "linear"},
     "generation": {"kernels", "cache", "attention", "linear", "fused"},
-    "parallel": {"kernels", "cache", "attention"},
     "distill": {"cache", "generation"},
 }
 DISTILL = ["losses", "teachers", "trainer", "drafts"]  # its rooms: each may use those before it

@@ -149,8 +149,8 @@ class PageGroup:
     """A block pool, its prefix index, and the K/V pages of the layers that share the pool.
 
     window: the layers' sliding window in tokens, None for full attention. A group with a window has no prefix index,
-    because it releases the blocks of a prompt's beginning. context: the ranks that share out the blocks, set before there are
-    pages; None if all blocks are here. The pool and the index are those of all blocks in either case.
+    because it releases the blocks of a prompt's beginning. context: the ranks that share out the blocks, set before
+    there are pages; None if all blocks are here. The pool and the index are those of all blocks in either case.
     """
 
     def __init__(
@@ -274,10 +274,6 @@ class SharedContext(ABC):
     @abstractmethod
     def check_same(self, *inputs: Tensor | None) -> None:
         """Raise LostRankError unless all ranks are given the same."""
-
-    @abstractmethod
-    def least(self, number: int, device: torch.device) -> int:
-        """The smallest of the ranks' numbers. device: one that the ranks can send from."""
 
 
 @dataclass

@@ -144,6 +144,8 @@ class LayerCalls:
         pages = cache.layers[programme.layer_idx]
         if not known or not isinstance(pages, LayerOverPages) or window != pages.group.window:
             return None
+        if pages.group.context is not None:
+            return None  # one call cannot wait for other ranks in its middle
         whole = pages.prepared_step()
         if whole is None or not whole.contiguous[pages.group_index]:
             return None

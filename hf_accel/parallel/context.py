@@ -6,22 +6,24 @@ results and the log-sum-exp of their scores go to all ranks, which merge them.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from ..attention.contract import AttentionBackend
 from ..cache.group import GroupStep, SharedContext
 from ..cache.table import BlockTable
+from ..config import PatchConfig
 from ..errors import LostRankError, UnsupportedError
 from ..layouts import KV, AttentionOptions
+from ..tensors import is_sharded
 from .context_attention import attend_own, merge
 from .context_blocks import num_own, own_step
+from .tensor_agreement import RankAgreement
 
-KEYWORD = "context_parallel="
+SHARING = "they shared out the context"
 
 
 class ContextParallel(SharedContext):
@@ -31,45 +33,28 @@ class ContextParallel(SharedContext):
     timeout behind, makes the others raise LostRankError.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, device: torch.device) -> None:
         """Raises UnsupportedError for what is no process group with this process in it."""
         if not distributed.is_available() or not isinstance(group, distributed.ProcessGroup):
             raise UnsupportedError(
-                f"{KEYWORD}{group!r} must be a process group of torch.distributed, as torch.distributed.group.WORLD "
-                "is after init_process_group()"
+                f"context_parallel={group!r} must be a process group of torch.distributed, as "
+                "torch.distributed.group.WORLD is after init_process_group()"
             )
-        self.group, self.rank, self.size = group, distributed.get_rank(group), distributed.get_world_size(group)
+        self.ranks = RankAgreement(group, device)
+        self.rank, self.size = self.ranks.rank, self.ranks.size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
-        """A copy of a model is a copy in these processes."""
+        """Pages of a copy of the model are shared out among the same ranks."""
         return self
 
-    def __reduce__(self) -> Any:
-        raise UnsupportedError(
-            f"a model that was patched with {KEYWORD} belongs to its processes and cannot be pickled; call "
-            "hf_accel.unpatch(model) first"
-        )
-
     # -- what ranks say to each other ------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _answered(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise LostRankError(
-                f"rank {self.rank} of {self.size} lost another rank while they shared out the context: it has died, "
-                "did not answer within the timeout of the process group, or made another call than this one "
-                f"({str(error).strip().splitlines()[0]}). Nothing can be computed with this group any more: end all "
-                "ranks and start them again, with the same calls in the same order on each"
-            ) from error
 
     def exchange(self, x: Tensor) -> list[Tensor]:
         """What each rank gave, in the order of ranks. All give the same shape and dtype. Any dtype goes, as bytes."""
         own = x.contiguous().view(torch.uint8)
         found = [torch.empty_like(own) for _ in range(self.size)]
-        with self._answered():
-            distributed.all_gather(found, own, group=self.group)
+        with self.ranks.watching(SHARING):
+            distributed.all_gather(found, own, group=self.ranks.group)
         return [each.view(x.dtype) for each in found]
 
     def check_same(self, *inputs: Tensor | None) -> None:
@@ -79,12 +64,9 @@ class ContextParallel(SharedContext):
         digests = self.exchange(torch.stack([nothing if x is None else _digest(x) for x in inputs]))
         if any(not torch.equal(digests[0], other) for other in digests):
             raise LostRankError(
-                f"the ranks of {KEYWORD} do not compute the same tokens; give all of them the same inputs and, "
+                "the ranks of context_parallel= do not compute the same tokens; give all of them the same inputs and, "
                 "before a call that samples, the same torch.manual_seed()"
             )
-
-    def least(self, number: int, device: torch.device) -> int:
-        return int(torch.stack(self.exchange(torch.tensor([number], device=device))).min())
 
     # -- blocks ----------------------------------------------------------------------------------------
 
@@ -106,8 +88,8 @@ class ContextParallel(SharedContext):
         holder, taker = source % self.size, destination % self.size
         block = pages[source // self.size].contiguous() if self.rank == holder else torch.empty_like(pages[0])
         if holder != taker:
-            with self._answered():
-                distributed.broadcast(block.view(torch.uint8), group=self.group, group_src=holder)
+            with self.ranks.watching(SHARING):
+                distributed.broadcast(block.view(torch.uint8), group=self.ranks.group, group_src=holder)
         if self.rank == taker:
             pages[destination // self.size] = block
 
@@ -125,6 +107,23 @@ class ContextParallel(SharedContext):
         outs = [each[:split].view(out.dtype).view(out.shape) for each in found]
         lses = [each[split:].clone().view(torch.float32).view(lse.shape) for each in found]
         return merge(outs, lses)[0]
+
+
+def context_parallel(model: nn.Module, config: PatchConfig, refusal: str | None) -> ContextParallel | None:
+    """The ranks that share out the KV cache, if any are asked for.
+
+    refusal: why the model has no pages or no ragged passes, as one clause. Raises UnsupportedError where it cannot be.
+    """
+    if config.context_parallel is None:
+        return None
+    if config.weights is not None and config.weights.only_if_faster:
+        refusal = refusal or "weights='auto' would be measured by each rank for itself"
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        refusal = refusal or "its weights are split over ranks already"
+    if refusal is not None:
+        raise UnsupportedError(f"context_parallel= was asked for, but {refusal}; leave one of them out")
+    device: Any = model.device
+    return ContextParallel(config.context_parallel, device)
 
 
 def _digest(x: Tensor) -> Tensor:

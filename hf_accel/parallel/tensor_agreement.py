@@ -77,7 +77,9 @@ class RankAgreement(ProcessAgreement):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        raise pickle.PicklingError("a model over several processes cannot be pickled; save it, and load it in each process")
+        raise pickle.PicklingError(
+            "a model over several processes cannot be pickled; save it, and load it in each process"
+        )
 
 
 def _timeout(group: Any, device: torch.device) -> float:

@@ -34,6 +34,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # family, Cach
     "a window": ("mistral", {}, {"rows": 2}),
     "window and softcap": ("gemma2", {}, {"rows": 2, "prefill_chunk_size": 16}),
     "sinks and a window": ("gpt_oss", {}, {"rows": 2}),
+    "drafts": ("llama", {}, {"rows": 2, "speculative": "suffix"}),
+    "a draft of its own weights": ("llama", {}, {"speculative": "self-int4"}),
     "int8": ("llama", {"dtype": "int8"}, {"rows": 2, "prefill_chunk_size": 16}),
     "int4": ("gemma2", {"dtype": "int4"}, {"rows": 2}),
 }
@@ -104,6 +106,22 @@ def compare(names: list[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def served() -> list[Any]:
+    """An Engine's answers, and those of generate_batch, on each rank; and one rank's."""
+    found = []
+    texts = [prompts(1, length)[0].tolist() for length in (40, 7, 23)]
+    model = model_of("llama")
+    for group in (None, distributed.group.WORLD):
+        hf_accel.patch(model, weights=None, cache={"block_size": 4}, context_parallel=group)
+        batch = model.generate_batch(texts, max_new_tokens=6, do_sample=False)
+        with hf_accel.Engine(model, max_tokens=80) as engine:
+            requests = [engine.submit(text, max_new_tokens=6, temperature=0.7, seed=3) for text in texts]
+            answers = [request.result().tokens for request in requests]
+        found.append(([output.generated_tokens for output in batch.values()], answers))
+        hf_accel.unpatch(model)
+    return found
+
+
 def longer_than_one_rank_holds() -> dict[str, Any]:
     """Pages of equal bytes on each rank: alone, and together."""
     found: dict[str, Any] = {}
@@ -127,28 +145,24 @@ def refusals() -> list[str]:
     model = model_of("llama")
     ids, world = prompts(1, 8), distributed.group.WORLD
     said = []
+    keywords: dict[str, Any]
     for keywords in (
         {"context_parallel": "world"},
         {"context_parallel": world, "cache": None},
-        {"context_parallel": world, "speculative": "ngram"},
+        {"context_parallel": world, "weights": "auto"},
         {"context_parallel": world, "deterministic": True},
     ):
-        with contextlib.suppress(AttributeError):
-            try:
-                hf_accel.patch(model, weights=None, **keywords)
-            except hf_accel.UnsupportedError as error:
-                said.append(str(error))
+        try:
+            hf_accel.patch(model, **{"weights": None} | keywords)
+        except hf_accel.UnsupportedError as error:
+            said.append(str(error))
     hf_accel.patch(model, weights=None, context_parallel=world)
     said.append(str(hf_accel.plan(model_of("llama"), weights=None, context_parallel=world)))
     for call in (
-        lambda: model.generate(ids, speculative="ngram"),
-        lambda: model.generate(ids, prompt_lookup_num_tokens=2),
         lambda: model.generate(ids, max_time=1.0),
         lambda: model.generate(ids, use_cache=False),
         lambda: model.generate(ids, past_key_values=hf_accel.PagedCache(model.config)),
         lambda: model.generate(ids, output_attentions=True, return_dict_in_generate=True),
-        lambda: hf_accel.Engine(model),
-        lambda: model.init_continuous_batching(),
     ):
         try:
             call()
@@ -160,10 +174,11 @@ def refusals() -> list[str]:
 
 
 def other_prompts() -> str:
-    """Each rank has a text of its own."""
+    """Each rank has a text of its own. generate() notices by itself; here the model is called directly."""
     model = hf_accel.patch(model_of("llama"), weights=None, context_parallel=distributed.group.WORLD)
     try:
-        model.generate(prompts(1, 8, seed=1 + distributed.get_rank()), max_new_tokens=2)
+        cache = hf_accel.PagedCache(model.config, context=state_of(model).generation.context)
+        model(prompts(1, 8, seed=1 + distributed.get_rank()), past_key_values=cache)
     except LostRankError as error:
         return str(error)
     return "served"

@@ -148,14 +148,6 @@ class GenerationState:
             if engine.is_live:
                 raise UnsupportedError(f"{what} while {engine!r} runs the model; call engine.close() first")
 
-    def refuse_shared(self, what: str) -> None:
-        """Raise UnsupportedError if ranks share out the context. what: cannot be done then, for the message."""
-        if self.context is not None:
-            raise UnsupportedError(
-                f"{what} cannot be served where ranks share out the context; leave it out, or patch the model without "
-                "context_parallel="
-            )
-
     @property
     def call(self) -> CallState | None:
         """The call of generate() that runs in this thread, or None."""

@@ -259,8 +259,11 @@ class AcceleratedGeneration(Mixin):
         wanted = state.cache is not None and generation_config.use_cache is not False
         # The shape of output_attentions depends on transformers' cache, which drops tokens behind a window.
         wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
-        if not wanted or generation_config.cache_implementation is not None:
-            state.refuse_shared("a call without a paged cache (use_cache=, output_attentions=, cache_implementation=)")
+        if state.context is not None and (not wanted or generation_config.cache_implementation is not None):
+            raise UnsupportedError(
+                "ranks share out the context of this model, and this call has no paged cache; leave out use_cache=, "
+                "output_attentions= and cache_implementation=, or patch the model without context_parallel="
+            )
         if wanted and state.cache is not None and given is None and generation_config.cache_implementation is None:
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             size = state.cache.block_size

@@ -57,10 +57,10 @@ class Session(Batcher):
             drafts = [] if speculative is None else speculative.drafters
             models = [draft for draft in drafts if isinstance(draft, PreTrainedModel)]
             settings = _fixed(model, cache, token_budget, models)
-            if state.context is not None and settings != cache:  # each has memory for as much as this process
-                settings = replace(settings, max_tokens=(settings.max_tokens or 0) * state.context.size)
-            if settings.max_tokens is not None:  # of as much memory as this process has free
-                settings = replace(settings, max_tokens=state.agreement.least(settings.max_tokens))
+            tokens = settings.max_tokens
+            if tokens is not None:  # of as much memory as this process has free
+                shares = state.context.size if state.context is not None and cache.max_tokens is None else 1
+                settings = replace(settings, max_tokens=state.agreement.least(tokens) * shares)
             groups, group_of_layer = page_groups(model.config, settings, context=state.context)
             pages = Pages(groups)
         rows = state.invariant_rows
