@@ -12,6 +12,7 @@ import torch
 
 from hf_accel.explain import _graphs_line
 from hf_accel.generation import graphs
+from hf_accel.generation.agreement import ALONE
 from hf_accel.generation.graphs import CudaGraphs, make_graphs, refusal
 
 CUDA = torch.device("cuda", 0)
@@ -147,6 +148,6 @@ def test_refusal(device: str, environment: str, clause: str | None, monkeypatch:
 def test_the_plan_says_so(device: str, capturable: bool, stock_loop: str | None, choice: str, reason: str) -> None:
     planned = SimpleNamespace(backend=SimpleNamespace(name="some", capturable=capturable))
     model = SimpleNamespace(device=torch.device(device))
-    plan: Any = SimpleNamespace(model=model, attention=[planned], stock_loop=stock_loop, split=None)
+    plan: Any = SimpleNamespace(model=model, attention=[planned], stock_loop=stock_loop, agreement=ALONE)
     line = _graphs_line(plan)
     assert line.choice == choice and line.reason.startswith(reason)
