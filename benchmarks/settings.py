@@ -192,6 +192,18 @@ class Methods:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScaleOut:
+    """rows: prompts, with new_tokens after each; batch: rows that an actor of Ray answers together."""
+
+    rows: int = 128
+    new_tokens: int = 32
+    batch: int = 16
+
+    def quicker(self) -> ScaleOut:
+        return replace(self, rows=self.rows // 16, new_tokens=self.new_tokens // 4, batch=self.batch // 8)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NeverSlower:
     """cases: models and their dtypes. batches: of decode steps after `context` tokens; prompts: lengths at batch 1.
 
@@ -260,6 +272,7 @@ class Settings:
     drafts: Drafts = field(default_factory=Drafts)
     distill: Distill = field(default_factory=Distill)
     methods: Methods = field(default_factory=Methods)
+    scale_out: ScaleOut = field(default_factory=ScaleOut)
     never_slower: NeverSlower = field(default_factory=NeverSlower)
 
     @property
@@ -300,5 +313,6 @@ class Settings:
             drafts=self.drafts.quicker(),
             distill=self.distill.quicker(),
             methods=self.methods.quicker(),
+            scale_out=self.scale_out.quicker(),
             never_slower=self.never_slower.quicker(),
         )

@@ -1,17 +1,21 @@
 """QLoRA: adapters trained over INT4 weights, merged into the float model, saved for other engines, and served.
 
-python examples/qlora.py            needs peft; minutes on a laptop
+python examples/qlora.py            needs peft, and pip install 'hf_accel[serve]'; minutes on a laptop
 python examples/qlora.py --quick    a few steps
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from openai import OpenAI
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
@@ -23,7 +27,11 @@ LENGTH = 128  # tokens of a row
 
 
 def main() -> None:
-    steps = 4 if "--quick" in sys.argv else 60
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few steps")
+    parser.add_argument("--out", help="keep the checkpoint there")
+    arguments = parser.parse_args()
+    steps = 4 if arguments.quick else 60
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
     model = AutoModelForCausalLM.from_pretrained(SHIPPED)
     texts = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
@@ -48,16 +56,31 @@ def main() -> None:
     hf_accel.patch(merged, weights="int4")
     print(f"quantized again: {loss(merged, held_out):.3f}")
     with tempfile.TemporaryDirectory() as folder:
-        print(hf_accel.save_compressed(merged, f"{folder}/w4a16", tokenizer=tokenizer))
-        serve(f"{folder}/w4a16", ["import re\n\ndef ", "class Reader:\n    def "])
+        out = arguments.out or f"{folder}/w4a16"
+        print(hf_accel.save_compressed(merged, out, tokenizer=tokenizer))
+        serve(out, ["import re\n\ndef ", "class Reader:\n    def "])
 
 
 def serve(folder: str, prompts: list[str]) -> None:
-    """Answer several users at once from the checkpoint; `hf-accel serve FOLDER` does it over HTTP."""
-    model, tokenizer = hf_accel.load(folder), AutoTokenizer.from_pretrained(folder)
-    with hf_accel.Engine(model, tokenizer=tokenizer) as engine:
-        for request in [engine.submit(prompt, max_new_tokens=16) for prompt in prompts]:
-            print(f"served: {request.result().text!r}")
+    """`hf-accel serve FOLDER`, a process of its own, and a client of OpenAI's API that asks it."""
+    command = [sys.executable, "-m", "hf_accel", "serve", folder, "--port", "0", "--name", "tuned", "--json"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    try:
+        said = ""
+        while not said.endswith("}\n"):
+            line = server.stdout.readline()
+            if not line:  # what is wrong, it has said
+                raise SystemExit(f"the server ended with {server.wait()} before it was ready")
+            said += line
+        with OpenAI(base_url=json.loads(said)["url"], api_key="none") as client:
+            for prompt in prompts:
+                answer = client.completions.create(model="tuned", prompt=prompt, max_tokens=16, temperature=0)
+                print(f"served: {answer.choices[0].text!r}")
+    finally:
+        server.terminate()  # those that run may end, then it does
+        server.communicate()
+    print(f"the server ended with {server.returncode}")
 
 
 def windows(tokenizer: Any, texts: list[str]) -> Tensor:

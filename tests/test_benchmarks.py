@@ -36,6 +36,7 @@ from benchmarks import (
     quiet,
     results_folder,
     run,
+    scale_out,
     students,
     tiles,
 )
@@ -55,6 +56,7 @@ from hf_accel.cache.pool import BlockPool
 from hf_accel.cache.table import BlockTable
 from hf_accel.hardware.resident import PAGEMAP
 from hf_accel.kernels import cpu as kernels
+from hf_accel.loading import load_tokenizer
 from hf_accel.measuring import turns
 from hf_accel.measuring.served import WrongResultError
 from hf_accel.measuring.turns import Generation, median_ratio, take_turns, time_generate
@@ -106,6 +108,7 @@ TABLES = {  # topic -> rows of each of its tables
     "batching": [6, 4],
     "latency": [5],
     "http_load": [5, 10],
+    "scale_out": [4 if importlib.util.find_spec("ray") else 2] * 2,
     "shared_prompts": [3, 4],
     "speculation": [5, 5, 2],
     "drafters": [12],
@@ -130,6 +133,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             patch.setattr(module, "call_all", lambda name, fields: [call_here(name, json.dumps(f)) for f in fields])
         patch.setattr(isa, "levels", lambda: ["avx2"])
         patch.setattr(http_load, "started", served_here)
+        for name in ("run_ray", "run_accelerate"):
+            patch.setattr(scale_out, name, answered_here)
         patch.setattr(tiles, "LEVELS", ("amx", "avx2_tiles"))
         patch.setattr(NeverSlower, "quicker", lambda self: replace_fields(self, **FEW))
         for name, value in {"SHAPES": ((64, 96), (96, 64)), "COLD_BYTES": 0, "SECONDS": 0}.items():
@@ -155,6 +160,18 @@ def served_here(name: str, path: Path) -> Iterator[str]:
     """http_load.started without its process: ours stands for all servers."""
     with serving(path, chat_template=None) as running:
         yield running.root
+
+
+def answered_here(work: scale_out.Work, workers: int, threads: int) -> scale_out.Done:
+    """scale_out's examples without their processes."""
+    model = hf_accel.load(work.folder / "model")
+    prompts = json.loads((work.folder / "prompts.json").read_text())
+    tokenizer = load_tokenizer(str(work.folder / "model"))
+    outputs = model.generate_batch(
+        [tokenizer(prompt)["input_ids"] for prompt in prompts], max_new_tokens=work.asked.new_tokens, do_sample=False
+    )
+    tokens = [output.generated_tokens for output in outputs.values()]
+    return scale_out.Done(1.0 / workers, 2.0, sum(map(len, tokens)), tokenizer.batch_decode(tokens))
 
 
 def type_of(module: str) -> type:

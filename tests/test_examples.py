@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import math
@@ -15,12 +16,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import hf_accel
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHIPPED = EXAMPLES / "stdlib-tiny"
 COVERED = {
     "quickstart", "cache_reuse", "save_and_load", "estimate", "quality", "speed", "table", "train_tiny_model", "serve",
     "speculate", "samples", "distil", "draft", "distil_classifier", "plot", "calibrate", "qlora", "laptop_chat",
-    "label_csv",
+    "label_csv", "ray_batch", "ray_serve", "data_parallel",
     "tensor_parallel", "context_parallel",  # in tests/parallel, which has ranks
 }  # fmt: skip
 
@@ -67,9 +70,12 @@ def test_calibrate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert "28 linears  W4A16 in groups of 128" in out and "loaded: the same integers" in out
 
 
-def test_qlora(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_qlora(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Trained, merged, quantized and saved; a process serves it, and answers as generate() of the same files does."""
     pytest.importorskip("peft")
-    run("qlora", "--quick", monkeypatch=monkeypatch)
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    run("qlora", "--quick", "--out", str(tmp_path / "tuned"), monkeypatch=monkeypatch)
     out = capsys.readouterr().out
     trained, merged, again = (
         line for line in out.splitlines() if line.startswith(("loss on", "merged", "quantized ag"))
@@ -78,7 +84,14 @@ def test_qlora(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert after < before - 0.02
     assert abs(float(merged.split()[-1]) - after) < 0.1 and abs(float(again.split()[-1]) - after) < 0.1
     assert "28 linears  W4A16 in groups of 128" in out
-    assert out.count("served: '") == 2
+    model, tokenizer = hf_accel.load(tmp_path / "tuned"), AutoTokenizer.from_pretrained(tmp_path / "tuned")
+    alone = []
+    for prompt in ("import re\n\ndef ", "class Reader:\n    def "):
+        inputs = tokenizer(prompt, return_tensors="pt")
+        ids = model.generate(**inputs, max_new_tokens=16, do_sample=False)[0, inputs.input_ids.shape[1] :]
+        alone.append(tokenizer.decode(ids, skip_special_tokens=True))
+    assert [ast.literal_eval(line[8:]) for line in out.splitlines() if line.startswith("served: ")] == alone
+    assert out.endswith("the server ended with 0\n")
 
 
 def test_laptop_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ DOCUMENTS = [
     "docs/serving.md",
     "docs/command-line.md",
     "docs/parallel.md",
+    "docs/scale.md",
 ]
 
 
