@@ -14,15 +14,19 @@ import argparse
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import socket
 import time
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 SHIPPED = Path(__file__).parent / "stdlib-tiny"
 DEMO = ["import re\n\ndef ", "class Reader:\n    def ", "def main(", "import os\n", "try:\n    ", "for name in "]
+START_SECONDS = 600  # for all workers to load their models, before the first batch is given to one of them
+STARTS = ".starts"  # a file of as many bytes as actors were started in this run
 OWN_STORE = 2**28  # bytes of the object store of a Ray that is started here: only prompts go through it
 SETTINGS = "settings.json"  # beside the answers: those of other settings do not go into one folder
 
@@ -30,7 +34,8 @@ SETTINGS = "settings.json"  # beside the answers: those of other settings do not
 class Answer:
     """An actor: one patched model, which answers a batch and writes it before it takes the next one."""
 
-    def __init__(self, out: Path, threads: int, settings: dict[str, Any]) -> None:
+    def __init__(self, out: Path, settings: dict[str, Any], threads: int, most_starts: int) -> None:
+        count_start(out, most_starts)
         import torch
 
         import hf_accel
@@ -59,6 +64,14 @@ class Answer:
         write(self.out, answers, self.settings["id"])
         counts = {"rows": len(tokens), "tokens": sum(answers["tokens"]), "worker": worker}
         return {name: [value] for name, value in {**counts, "began": began, "ended": time.time()}.items()}
+
+
+def count_start(out: Path, most: int) -> None:
+    """Raise RuntimeError at the start of one actor more than `most`: Ray would start those that die for ever."""
+    with (out / STARTS).open("ab") as file:
+        file.write(b".")
+        if file.tell() > most:
+            raise RuntimeError(f"the workers died too often: {most} of them were started")
 
 
 def write(out: Path, answers: dict[str, Any], id_column: str) -> None:
@@ -109,10 +122,9 @@ def prepare(arguments: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
     path = arguments.out / SETTINGS
     if path.exists() and json.loads(path.read_text()) != settings:
         raise ValueError(f"{arguments.out} holds answers of other settings, see {path}; name another folder")
-    from hf_accel.atomic import replaced_file
-
-    with replaced_file(path) as new:
-        new.write_text(json.dumps(settings, indent=1))
+    new = path.with_name(f".{SETTINGS}.{os.getpid()}")  # the driver needs no torch, and does not wait for its import
+    new.write_text(json.dumps(settings, indent=1))
+    new.replace(path)
     return ids, settings
 
 
@@ -128,23 +140,24 @@ def answer(arguments: argparse.Namespace, settings: dict[str, Any], done: list[A
     def missing(rows: pyarrow.Table) -> pyarrow.Table:
         return rows.filter(compute.invert(compute.is_in(rows[name], ray.get(known)))) if done else rows
 
-    rows = ray.data.read_parquet(str(arguments.file.resolve()), columns=[name, settings["prompt"]])
+    out = arguments.out.resolve()
+    (out / STARTS).unlink(missing_ok=True)
+    rows = ray.data.read_parquet(str(arguments.file.resolve())).select_columns([name, settings["prompt"]])
     rows = rows.map_batches(missing, batch_format="pyarrow", zero_copy_batch=True)
     rows = rows.repartition(target_num_rows_per_block=arguments.batch_size)
-    batches = rows.map_batches(
+    batches = rows.map_batches(  # Ray starts an actor that dies again, and gives its batch to one that lives
         Answer,
-        fn_constructor_args=(arguments.out.resolve(), arguments.threads, settings),
+        fn_constructor_args=(out, settings, arguments.threads, arguments.workers + arguments.restarts),
         batch_size=arguments.batch_size,
         compute=ray.data.ActorPoolStrategy(size=arguments.workers),
         num_cpus=arguments.threads,
         num_gpus=arguments.gpus,
-        max_restarts=arguments.restarts,  # of an actor that dies; its batch is computed again
-        max_task_retries=arguments.restarts,
     )
     found = []
     for batch in batches.iter_rows():
         found.append(batch)
         print(f"{sum(one['rows'] for one in found)} rows answered", flush=True)
+    (out / STARTS).unlink(missing_ok=True)
     return found
 
 
@@ -155,15 +168,21 @@ class WorkersDiedError(Exception):
 def answered(arguments: argparse.Namespace, settings: dict[str, Any], done: list[Any]) -> list[dict[str, Any]]:
     """answer() on a cluster, or on a Ray of its own. Raises ValueError for more actors than there is room for."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    import ray
+    import ray.data
 
+    if not arguments.verbose:
+        warnings.filterwarnings("ignore", module="ray")
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
     needed = arguments.workers * arguments.threads + 1  # one for reading, or the actors would wait for it for ever
     own = {"num_cpus": needed, "include_dashboard": False, "object_store_memory": OWN_STORE}
     try:
         ray.init(
             log_to_driver=arguments.verbose, logging_level="WARNING", **({} if "RAY_ADDRESS" in os.environ else own)
         )
-        ray.data.DataContext.get_current().enable_progress_bars = arguments.verbose
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = arguments.verbose
+        context.wait_for_min_actors_s = START_SECONDS
+        context.max_consecutive_actor_init_deaths = 0  # a model that cannot be loaded is an error at once
         for kind, wanted in (("CPU", needed), ("GPU", arguments.workers * arguments.gpus)):
             room = ray.cluster_resources().get(kind, 0)
             if room < wanted:
@@ -191,7 +210,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="actors, each with a model of its own")
     parser.add_argument("--threads", type=int, default=1, help="of each actor")
     parser.add_argument("--gpus", type=float, default=0, help="of each actor")
-    parser.add_argument("--restarts", type=int, default=3, help="of an actor that dies, and of a batch")
+    parser.add_argument("--restarts", type=int, default=3, help="of workers that die, in all")
     parser.add_argument("--verbose", action="store_true", help="show what Ray and the actors print")
     arguments = parser.parse_args()
     missing = [name for name in ("ray", "pyarrow") if importlib.util.find_spec(name) is None]
@@ -218,6 +237,8 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     try:
         ids, settings = prepare(arguments)
         done = list(written(arguments.out, settings["id"]))
+        left = -(-len(set(ids) - set(done)) // arguments.workers)
+        arguments.batch_size = max(1, min(arguments.batch_size, left))  # so that each worker has something to do
         found = answered(arguments, settings, done) if set(ids) - set(done) else []
     except ValueError as error:
         parser.exit(2, f"ray_batch: {error}\n")

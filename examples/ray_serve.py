@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import importlib
 import importlib.util
 import json
 import os
@@ -26,8 +28,12 @@ from pathlib import Path
 from typing import Any
 
 SHIPPED = Path(__file__).parent / "stdlib-tiny"
-ROUTER = "ray.serve.llm.request_router"
+ROUTERS = (  # the public name asks for vLLM or SGLang, which the class does not need
+    "ray.serve.llm.request_router",
+    "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router",
+)
 NEEDED = ("ray", "fastapi", "uvicorn", "openai", "prometheus_client")
+OWN_STORE = 2**28  # bytes of the object store of a Ray that is started here: only requests and answers go through it
 TRIES = 3  # of a request whose replicas die
 LONGEST_PROMPT = 8192  # characters of a prompt that the router compares
 ROUTING = {  # PrefixCacheAffinityRouter: without an eviction its tree of prompts grows for ever
@@ -167,7 +173,7 @@ def application(arguments: argparse.Namespace) -> Any:
         from ray.serve.config import RequestRouterConfig
 
         routing["request_router_config"] = RequestRouterConfig(
-            request_router_class=f"{ROUTER}.PrefixCacheAffinityRouter", request_router_kwargs=ROUTING
+            request_router_class=f"{prefix_router()}.PrefixCacheAffinityRouter", request_router_kwargs=ROUTING
         )
     replicas = serve.deployment(
         num_replicas=arguments.replicas,
@@ -186,11 +192,13 @@ def application(arguments: argparse.Namespace) -> Any:
     return fronts.bind(replicas.bind(model, options, loading))
 
 
-def has_prefix_routing() -> bool:
-    try:
-        return importlib.util.find_spec(ROUTER) is not None
-    except ImportError:
-        return False
+def prefix_router() -> str | None:
+    """The module of Ray that has a PrefixCacheAffinityRouter; None if this release has none."""
+    for name in ROUTERS:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+            return name
+    return None
 
 
 def main() -> None:
@@ -217,11 +225,12 @@ def main() -> None:
     import ray
     from ray import serve
 
-    if arguments.routing == "prefix" and not has_prefix_routing():
+    if arguments.routing == "prefix" and prefix_router() is None:
         print("this Ray has no prefix-aware routing: replicas are chosen by load", file=sys.stderr)
         arguments.routing = "load"
     needed = arguments.replicas * arguments.threads + 1
-    here = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": needed, "include_dashboard": False}
+    own = {"num_cpus": needed, "include_dashboard": False, "object_store_memory": OWN_STORE}
+    here = {} if "RAY_ADDRESS" in os.environ else own
     ray.init(log_to_driver=False, logging_level="WARNING", **here)
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -40,7 +40,13 @@ def environment() -> Iterator[dict[str, str]]:
     """For processes of an example. Ray's files lie in a folder of their own; no process and no file is left."""
     folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # the paths of Ray's sockets must be short
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "HF_ACCEL_API"))}
-    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_TMPDIR": folder}
+    own = {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "RAY_TMPDIR": folder,
+        "RAY_AUTH_MODE": "disabled",
+    }
     yield {**kept, **own}
     until(lambda: not processes_of(folder))
     shutil.rmtree(folder)
