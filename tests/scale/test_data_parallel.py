@@ -44,6 +44,7 @@ def test_one_process_needs_no_launcher(
     assert answers == [f"{number}: {alone(prompt, 32)!r}" for number, prompt in enumerate(example.PROMPTS)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["killed", "silent"])
 def test_a_process_that_does_not_answer_is_said(what: str, tmp_path: Path, environment: dict[str, str]) -> None:
     """The second process is killed at its work, or stopped: the first one ends by itself, and says why."""

@@ -34,6 +34,7 @@ def read_answers(out: Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["id"])
 
 
+@pytest.mark.long
 @needs_ray
 def test_every_row_is_answered_once_though_a_worker_is_killed(
     tmp_path: Path, environment: dict[str, str], alone: Callable[[str, int], str]
@@ -62,6 +63,14 @@ def test_every_row_is_answered_once_though_a_worker_is_killed(
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
     again = json.loads(ended(started(line, environment))[0].splitlines()[-1])
     assert again["rows"] == 0
+
+
+def test_workers_are_not_started_for_ever(tmp_path: Path) -> None:
+    example: Any = importlib.import_module("ray_batch")
+    for _ in range(3):
+        example.count_start(tmp_path, 3)
+    with pytest.raises(RuntimeError, match="the workers died too often: 3 of them were started"):
+        example.count_start(tmp_path, 3)
 
 
 @pytest.mark.parametrize(
