@@ -11,8 +11,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ RAY, ACCELERATE = "Ray Data", "accelerate"
 NOTE = (
     "INT8, greedy, every answer of the same length; examples/ray_batch.py and examples/data_parallel.py. Ratio: rows "
     "per second to those of one worker of the same system, in the same round. Rows and tokens per second: from the "
-    "first worker's start on its prompts to the last one's end. Whole seconds: of the command, with starts and loads."
+    "first worker's start on its prompts to the last one's end. Whole seconds: of the command, with starts and loads. "
+    "An actor of Ray answers {batch} rows together, a process of accelerate its whole share."
 )
 
 
@@ -65,17 +67,18 @@ class Done:
 
 
 def measure(bench: Bench) -> list[Table]:
-    models: dict[str, Callable[[], Any]] = {SHIPPED.name: partial(load_model, str(SHIPPED))}
-    if Path(bench.settings.model).name != SHIPPED.name:
-        models[bench.description] = lambda: twin(bench.model)
+    asked = bench.settings.scale_out
     if importlib.util.find_spec("ray") is None:
         bench.refused[RAY] = "pip install 'hf_accel[ray]'"
-    return [table(bench, name, load()) for name, load in models.items()]
+    small = replace(asked, rows=asked.small_factor * asked.rows)
+    tables = [table(bench, small, SHIPPED.name, load_model(str(SHIPPED)))]
+    if Path(bench.settings.model).name != SHIPPED.name:
+        tables.append(table(bench, asked, Path(bench.description).name, twin(bench.model)))
+    return tables
 
 
-def table(bench: Bench, name: str, model: Any) -> Table:
-    settings = bench.settings
-    asked, cores = settings.scale_out, max(2, torch.get_num_threads())
+def table(bench: Bench, asked: ScaleOut, name: str, model: Any) -> Table:
+    settings, cores = bench.settings, max(2, torch.get_num_threads())
     systems = {RAY: run_ray, ACCELERATE: run_accelerate}
     with tempfile.TemporaryDirectory(prefix="scale_out") as folder:
         work = Work(Path(folder), asked)
@@ -94,7 +97,8 @@ def table(bench: Bench, name: str, model: Any) -> Table:
         found = take_turns(runs, rounds=settings.rounds, warm_up=False)
     check([done for several in found.values() for done in several], asked)
     rows = [row(key, cores, found, asked.rows) for key in runs]
-    return Table(f"{name}: {asked.rows} prompts, {asked.new_tokens} new tokens each, {cores} cores", rows, NOTE)
+    title = f"{name}: {asked.rows} prompts, {asked.new_tokens} new tokens each, {cores} threads in all"
+    return Table(title, rows, NOTE.format(batch=asked.batch))
 
 
 def write_prompts(work: Work, prompts: Sequence[str]) -> None:
@@ -113,7 +117,9 @@ def row(key: tuple[str, int], cores: int, found: dict[tuple[str, int], list[Done
     one, own = ([done.seconds for done in found[system, count]] for count in (1, workers))
     seconds = statistics.median(own)
     return {
-        "system": f"{system}, {workers} worker{'s' * (workers > 1)}, {cores // workers} threads each",
+        "system": system,
+        "workers": workers,
+        "threads_each": cores // workers,
         "ratio": median_ratio(one, own),
         "rows_per_second": rows / seconds,
         "tokens_per_second": found[key][0].tokens / seconds,
@@ -152,9 +158,10 @@ def run_accelerate(work: Work, workers: int, threads: int) -> Done:
 
 
 def last_words(command: Sequence[str]) -> dict[str, Any]:
-    """The JSON that a command prints last. Raises ProcessError if it fails."""
+    """The JSON that a command prints last, and how long it took. Raises ProcessError if it fails."""
+    start = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ProcessError(f"{' '.join(command[1:])} stopped with {done.returncode}: {done.stderr[-1000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return {**found, "whole_seconds": time.perf_counter() - start}

@@ -193,14 +193,20 @@ class Methods:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleOut:
-    """rows: prompts, with new_tokens after each; batch: rows that an actor of Ray answers together."""
+    """rows: prompts, with new_tokens after each; batch: rows that an actor of Ray answers together.
+
+    small_factor: times as many rows for the small model that is shipped.
+    """
 
     rows: int = 128
+    small_factor: int = 8
     new_tokens: int = 32
     batch: int = 16
 
     def quicker(self) -> ScaleOut:
-        return replace(self, rows=self.rows // 16, new_tokens=self.new_tokens // 4, batch=self.batch // 8)
+        return replace(
+            self, rows=self.rows // 16, small_factor=1, new_tokens=self.new_tokens // 4, batch=self.batch // 8
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds that a process waits for the others")
-    arguments, start = parser.parse_args(), time.time()
+    arguments = parser.parse_args()
     prompts = PROMPTS if arguments.prompts is None else json.loads(arguments.prompts.read_text(encoding="utf-8"))
     torch.set_num_threads(arguments.threads)
     with others(arguments.timeout):
@@ -51,7 +51,7 @@ def main() -> None:
         gathered = gather_object(found)  # each process gets all of them, in the order of the processes
         state.destroy_process_group()
     if state.is_main_process:
-        report(arguments, gathered, {"workers": state.num_processes, "whole_seconds": time.time() - start})
+        report(arguments, gathered, state.num_processes)
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def answer(arguments: argparse.Namespace, prompts: list[str], device: torch.devi
     return [{"text": text, "tokens": len(one), **span} for text, one in zip(texts, tokens, strict=True)]
 
 
-def report(arguments: argparse.Namespace, answers: list[dict[str, Any]], counts: dict[str, float]) -> None:
+def report(arguments: argparse.Namespace, answers: list[dict[str, Any]], num_processes: int) -> None:
     if arguments.out is None:
         for number, one in enumerate(answers):
             print(f"{number}: {one['text']!r}")
@@ -91,7 +91,7 @@ def report(arguments: argparse.Namespace, answers: list[dict[str, Any]], counts:
     # As the last line, for programs: seconds from the first process's start to the last one's end, without loading.
     seconds = max(one["ended"] for one in answers) - min(one["began"] for one in answers) if answers else 0.0
     tokens = sum(one["tokens"] for one in answers)
-    print(json.dumps({"rows": len(answers), "tokens": tokens, "seconds": seconds, **counts}))
+    print(json.dumps({"rows": len(answers), "tokens": tokens, "seconds": seconds, "workers": num_processes}))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ DEMO = ["import re\n\ndef ", "class Reader:\n    def ", "def main(", "import os\
 START_SECONDS = 600  # for all workers to load their models, before the first batch is given to one of them
 STARTS = ".starts"  # a file of as many bytes as actors were started in this run
 OWN_STORE = 2**28  # bytes of the object store of a Ray that is started here: only prompts go through it
-SETTINGS = "settings.json"  # beside the answers: those of other settings do not go into one folder
+SETTINGS = "_settings.json"  # readers of a folder of parquet files pass over names that begin so
 
 
 class Answer:
@@ -233,7 +233,6 @@ def demo() -> Path:
 
 
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    began = time.time()
     try:
         ids, settings = prepare(arguments)
         done = list(written(arguments.out, settings["id"]))
@@ -253,7 +252,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     seconds = max(one["ended"] for one in found) - min(one["began"] for one in found) if found else 0.0
     print(f"{arguments.out}: {len(ids)} rows, {len(ids) - rows} known, {rows} computed")
     # As the last line, for programs: seconds from the first batch's start to the last one's end, without the loading.
-    said = {"rows": rows, "tokens": tokens, "seconds": seconds, "whole_seconds": time.time() - began}
+    said = {"rows": rows, "tokens": tokens, "seconds": seconds}
     print(json.dumps({**said, "workers": sorted({one["worker"] for one in found})}))
 
 

@@ -27,11 +27,11 @@ def write_prompts(path: Path, prompts: Sequence[str]) -> None:
 
 
 def read_answers(out: Path) -> list[dict[str, Any]]:
+    """The folder as any reader of parquet takes it."""
     from pyarrow import parquet
 
-    parts = sorted(out.glob("part-*.parquet"))
-    rows: list[dict[str, Any]] = [row for part in parts for row in parquet.read_table(part).to_pylist()]
-    return sorted(rows, key=lambda row: row["id"])
+    rows: list[dict[str, Any]] = parquet.read_table(out).sort_by("id").to_pylist()
+    return rows
 
 
 @pytest.mark.long
@@ -59,7 +59,7 @@ def test_every_row_is_answered_once_though_a_worker_is_killed(
     assert [row["id"] for row in rows] == list(range(len(prompts)))
     assert [row["text"] for row in rows[3:5]] == ["known", "too"]
     assert all(row["text"] == alone(prompts[row["id"]], new_tokens) for row in rows if row["id"] not in (3, 4))
-    assert len({row["worker"] for row in rows}) > 2 and victim in {row["worker"] for row in rows}
+    assert len({row["worker"] for row in rows}) > 2  # what the killed one wrote last may have been written once more
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
     again = json.loads(ended(started(line, environment))[0].splitlines()[-1])
     assert again["rows"] == 0
@@ -98,7 +98,7 @@ def test_ray_batch_says_in_one_line_what_is_wrong(
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "answers").mkdir()
-    (tmp_path / "answers" / "settings.json").write_text("{}")
+    (tmp_path / "answers" / "_settings.json").write_text("{}")
     if rows is not None:
         parquet.write_table(pyarrow.table(rows), tmp_path / "rows.parquet")
     with pytest.raises(SystemExit) as exit:
