@@ -191,7 +191,7 @@ def answered(arguments: argparse.Namespace, settings: dict[str, Any], done: list
         return answer(arguments, settings, done)
     except ray.exceptions.RayError as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise WorkersDiedError(lines[-1].strip()) from error
+        raise WorkersDiedError(lines[-1].strip().rstrip(".")) from error
     finally:
         ray.shutdown()
 

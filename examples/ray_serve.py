@@ -117,6 +117,7 @@ class Front:
 
     async def __call__(self, request: Any) -> Any:
         from ray.exceptions import RayActorError
+        from ray.serve.exceptions import BackPressureError
         from starlette.responses import JSONResponse, StreamingResponse
 
         from hf_accel.serving.api_errors import error_body
@@ -132,6 +133,9 @@ class Front:
                 start, first = await anext(messages), await anext(messages)
             except RayActorError:
                 continue
+            except BackPressureError:
+                said = error_body(429, "all replicas are busy, and no more requests may wait; try again later")
+                return JSONResponse(said, 429, {"Retry-After": "1"})
             answer = StreamingResponse(pieces(first, messages), start["status"])
             answer.raw_headers = start["headers"]
             return answer
@@ -178,7 +182,8 @@ def application(arguments: argparse.Namespace) -> Any:
     replicas = serve.deployment(
         num_replicas=arguments.replicas,
         ray_actor_options={"num_cpus": arguments.threads, "num_gpus": arguments.gpus},
-        max_ongoing_requests=2 * arguments.max_running,  # what does not run waits in the Engine's own queue
+        max_ongoing_requests=arguments.max_running,
+        max_queued_requests=arguments.max_queue,
         health_check_period_s=5,
         **routing,
     )(Replica)
@@ -212,6 +217,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of each replica")
     parser.add_argument("--gpus", type=float, default=0, help="of each replica")
     parser.add_argument("--max-running", type=int, default=64, help="choices computed at a time by a replica")
+    parser.add_argument("--max-queue", type=int, default=256, help="requests that may wait at a Front; then 429")
     parser.add_argument("--max-tokens", type=int, help="in a replica's KV cache; left out, it grows as needed")
     parser.add_argument("--api-key", default=os.environ.get("HF_ACCEL_API_KEY"), help="what clients must send")
     parser.add_argument("--routing", choices=("prefix", "load"), default="prefix", help="how replicas are chosen")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ..serving.running import WAIT
 from ..test_examples import run
 from .processes import BEGINNINGS, EXAMPLES, ended, started, until
 
@@ -63,6 +64,23 @@ def test_every_row_is_answered_once_though_a_worker_is_killed(
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
     again = json.loads(ended(started(line, environment))[0].splitlines()[-1])
     assert again["rows"] == 0
+
+
+@pytest.mark.long
+@needs_ray
+def test_workers_that_die_too_often_end_the_run(tmp_path: Path, environment: dict[str, str]) -> None:
+    """It does not hang, says what is left, and keeps what is written."""
+    file, out = tmp_path / "prompts.parquet", tmp_path / "answers"
+    write_prompts(file, BEGINNINGS * 20)
+    line = [EXAMPLES / "ray_batch.py", file, out, "--batch-size", "2", "--max-new-tokens", "200", "--restarts", "0"]
+    process = started(line, environment)
+    until(lambda: list(out.glob("part-*.parquet")), process)
+    os.kill(int(read_answers(out)[0]["worker"].rpartition(":")[2]), signal.SIGKILL)
+    error = process.communicate(timeout=4 * WAIT)[1]
+    left = len(BEGINNINGS) * 20 - len(read_answers(out))
+    said = "ray_batch: RuntimeError: the workers died too often: 2 of them were started"
+    assert process.returncode == 1
+    assert error.strip().splitlines()[-1].startswith(f"{said}; {left} of 100 rows are left: run it again")
 
 
 def test_workers_are_not_started_for_ever(tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ class Dying:
 
 
 @needs_ray
+@pytest.mark.filterwarnings("ignore")  # ray.serve's own, at its import
 @pytest.mark.parametrize("before", [0, 2, 3])
 def test_an_answer_that_has_not_begun_is_asked_of_another_replica(before: int) -> None:
     """Without a cluster: three replicas are asked, and a stream that had begun ends with an error."""
@@ -173,6 +174,26 @@ def test_an_answer_that_has_not_begun_is_asked_of_another_replica(before: int) -
         assert pieces[0] == b"data: {}\n\n"
         said = json.loads(pieces[1].removeprefix(b"data: "))["error"]
         assert (said["code"], said["message"]) == (503, "the replica died, and the answer is not complete; ask again")
+
+
+@needs_ray
+@pytest.mark.filterwarnings("ignore")  # ray.serve's own, at its import
+def test_a_full_service_says_so() -> None:
+    from ray.serve.exceptions import BackPressureError
+
+    example: Any = importlib.import_module("ray_serve")
+
+    class Full(Dying):
+        async def remote(self, asked: Any) -> AsyncIterator[dict[str, Any]]:
+            raise BackPressureError(num_queued_requests=2, max_queued_requests=1)
+            yield {}
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    found = asyncio.run(example.Front(Full(0))(Request(scope, receive)))
+    assert found.status_code == 429 and found.headers["retry-after"]
 
 
 @pytest.mark.parametrize(
