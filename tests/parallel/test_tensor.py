@@ -157,7 +157,7 @@ def test_a_rank_holds_half(kind: str, asked: dict[str, list[dict[str, Any]]], wh
 def test_plan_says_what_is_split(asked: dict[str, list[dict[str, Any]]]) -> None:
     assert "rank 1 of 2" in asked["int8"][1]["plan"]
     assert "4 rowwise" in asked["int8"][0]["plan"]
-    assert "split over processes" in asked["int8"][0]["graphs"]
+    assert "several processes" in asked["int8"][0]["graphs"]
 
 
 def test_ranks_that_would_decide_otherwise(path: str, ranks: Ranks, whole: dict[str, Any]) -> None:

@@ -136,7 +136,8 @@ def _fixed(model: Any, settings: CacheConfig, token_budget: int | None, drafts: 
 
 def heads_of_rank(model: Any) -> dict[int, int]:
     """The heads of K and V of each layer, as planned, of a model that is split over processes; empty for others."""
-    if state_of(model).generation.agreement.size == 1:
+    state = state_of(model).generation
+    if state.agreement.size == 1 or state.context is not None:
         return {}
     planned: dict[int, PlannedAttention] = {
         module.layer_idx: vars(module)[BACKEND_ATTRIBUTE]
