@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from .errors import HfAccelError, UnsupportedError
 from .interop.reader import Found
 from .linear import ExpertWeights, QuantExperts, QuantLinear, QuantModule
-from .linear.formats import state, zeros
+from .linear.formats import converts, state, zeros
 from .linear.hf import by_kind, spec_of
 from .originals import read_tensor
 from .survey import experts_sites
@@ -243,9 +243,9 @@ def _expected(layer: QuantModule) -> dict[str, Tensor]:
 
 def _check_layer(model: PreTrainedModel, name: str, layer: QuantModule, found: Mapping[str, Found]) -> None:
     expected = {f"{name}.{suffix}": tensor for suffix, tensor in _expected(layer).items()}
-    described = f"bits={layer.bits}" + (
-        f", group_size={layer.group_size}, symmetric={layer.symmetric}" if layer.bits < 8 else ""
-    )
+    described = f"bits={layer.bits}" + ("" if layer.format == "int" else f", format={layer.format!r}")
+    if layer.bits < 8:
+        described += f", group_size={layer.group_size}, symmetric={layer.symmetric}"
     for key, tensor in expected.items():
         if key not in found:
             raise _missing(model, key, described)
@@ -288,9 +288,9 @@ def _check_scales(key: str, scale: Tensor) -> None:
 
 def _check_tensor(key: str, expected: Tensor, found: Found, described: str = "") -> None:
     as_described = f" with {described}" if described else ""
-    same_kind = found.dtype in FLOATS if expected.is_floating_point() else found.dtype == expected.dtype
+    same_kind = found.dtype in FLOATS if converts(expected) else found.dtype == expected.dtype
     if not same_kind:
-        wanted = "a floating-point dtype" if expected.is_floating_point() else expected.dtype
+        wanted = "a floating-point dtype" if converts(expected) else expected.dtype
         raise HfAccelError(f"{key!r} is {found.dtype} in the checkpoint, but must be {wanted}{as_described}; {AGAIN}")
     if found.shape is not None and found.shape != tuple(expected.shape):
         raise HfAccelError(

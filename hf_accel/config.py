@@ -12,11 +12,10 @@ from typing import Any, Literal, get_args
 from .errors import UnsupportedError
 from .keywords import MEANT_BY_PATCH, Default, check_keywords, checked_keywords, one_of, positive_int
 
-Activations = Literal["auto", "int8"] | None
+Activations = Literal["auto", "int8", "fp8"] | None
 Method = Literal["rtn", "gptq", "awq"]
 KVDtype = Literal["auto", "int8", "fp8", "int4"]
 KeepOriginal = Literal["auto"] | bool
-
 GROUP_SIZES = (32, 64, 128)
 METHODS = ("rtn", "gptq", "awq")
 NF4_BLOCK = 64  # weights that share a scale
@@ -24,9 +23,10 @@ NF4: dict[str, tuple[object, ...]] = {  # all that bitsandbytes, and transformer
     "bits": (4,), "group_size": (NF4_BLOCK,), "symmetric": (True,), "activations": ("auto", None), "method": ("rtn",),
     "average_bits": (None,), "head": (None,), "only_if_faster": (False,),
 }  # fmt: skip
+FP8: dict[str, tuple[object, ...]] = {
+    "bits": (8,), "activations": ("auto", None, "fp8"), "method": ("rtn",), "average_bits": (None,),
+}  # fmt: skip
 BY_FORMAT: Any = Default("by format=")
-
-
 LLM_INT8 = (
     "patch() makes no layers of bitsandbytes' LLM.int8(); choose weights='int8', or load the model with "
     "BitsAndBytesConfig(load_in_8bit=True) and patch it without weights=: it keeps those layers"
@@ -60,12 +60,13 @@ class WeightConfig:
 
     bits: 8 (one scale per output channel), or 4, 3 or 2 (one scale per group). No kernel multiplies by 3 or 2 bits:
         plain torch does, slowly, to see what they lose.
-    format: "int", or "nf4" with bits=4: bitsandbytes' own layers in the place of ours, see `weights="nf4"`.
+    format: "int", or "fp8" with bits=8: float8_e4m3fn, one scale per output channel, or "nf4" with bits=4:
+        bitsandbytes' own layers in the place of ours, see `weights="nf4"`.
     group_size: inputs that share a scale, for 4 bits or fewer: 32, 64 or 128 (default); 64 for NF4.
     symmetric: False, for 4 bits or fewer, gives each group a zero point too, so that no level is lost on a lopsided
         range.
-    activations: "int8" quantizes each row of the input on the fly, None keeps it in floating point,
-        "auto" takes what the chosen backend is both accurate and fast at (the plan says which).
+    activations: "int8", or "fp8" with FP8 weights, quantizes each row of the input on the fly, None keeps it in
+        floating point, "auto" takes what the chosen backend is both accurate and fast at (the plan says which).
     method: "rtn" rounds to nearest; "gptq" and "awq" lose much less at 4 bits, and need calibration=.
     calibration: what the model will work on, some 10,000 tokens of it: token ids [n, length], a list of texts (the
         tokenizer is the checkpoint's) or of token ids, a dataset with "input_ids" or "text", or (texts, tokenizer).
@@ -79,7 +80,7 @@ class WeightConfig:
     """
 
     bits: int = 8
-    format: Literal["int", "nf4"] = "int"
+    format: Literal["int", "fp8", "nf4"] = "int"
     group_size: int = BY_FORMAT
     symmetric: bool = True
     activations: Activations = "auto"
@@ -96,19 +97,21 @@ class WeightConfig:
         if self.average_bits is not None:
             self._check_average_bits()
         one_of("bits", self.bits, (8, 4, 3, 2))
-        check_format("format", self.format, ("int", "nf4"))
+        check_format("format", self.format, ("int", "fp8", "nf4"))
         if isinstance(self.group_size, Default):
             object.__setattr__(self, "group_size", NF4_BLOCK if self.is_nf4 else 128)
         if isinstance(self.head, Default):
             object.__setattr__(self, "head", None if self.is_nf4 else "int8")
         one_of("group_size", self.group_size, GROUP_SIZES)
         one_of("symmetric", self.symmetric, (True, False))
-        one_of("activations", self.activations, ("auto", None, "int8"))
+        if self.activations == "fp8" and self.format != "fp8":
+            raise UnsupportedError("activations='fp8' is for FP8 weights; choose weights='fp8', or activations='int8'")
+        one_of("activations", self.activations, ("auto", None, "int8", "fp8"))
         one_of("head", self.head, ("int8", None))
         one_of("only_if_faster", self.only_if_faster, (True, False))
         if self.bits == 8 and not self.symmetric:
             raise UnsupportedError(
-                "symmetric=False is for 4 bits or fewer, INT8 weights have no zero points; leave it True"
+                "symmetric=False is for 4 bits or fewer, INT8 and FP8 weights have no zero points; leave it True"
             )
         one_of("method", self.method, METHODS)
         if self.calibration is not None and not self.needs_data:
@@ -117,9 +120,8 @@ class WeightConfig:
             )
         if self.resume is not None:
             self._check_resume()
-        if self.is_nf4:
-            for name, allowed in NF4.items():
-                one_of(f"with format='nf4', {name}", getattr(self, name), allowed)
+        for name, allowed in {"int": {}, "fp8": FP8, "nf4": NF4}[self.format].items():
+            one_of(f"with format={self.format!r}, {name}", getattr(self, name), allowed)
         if not all(isinstance(name, str) and name for name in self.skip):
             raise UnsupportedError(f"skip={self.skip!r} must hold module names")
 
@@ -162,11 +164,12 @@ class WeightConfig:
         """For the output head: INT8 whatever the layers get, as it decides which token wins; None: left as it is."""
         if self.head is None:
             return None
-        return WeightConfig(bits=8, activations=self.activations, only_if_faster=self.only_if_faster)
+        activations: Activations = "int8" if self.activations == "fp8" else self.activations
+        return WeightConfig(bits=8, activations=activations, only_if_faster=self.only_if_faster)
 
     @property
     def label(self) -> str:
-        if self.is_nf4:
+        if self.format != "int":
             return self.format
         return f"int{self.bits}" if self.symmetric else f"int{self.bits} asymmetric"
 
@@ -335,15 +338,19 @@ def check_patch_keywords(where: str, given: Iterable[str]) -> None:
     check_keywords(where, given, known, MEANT_BY_PATCH)
 
 
+WEIGHTS: dict[str, dict[str, Any]] = {  # the fields of a WeightConfig that a word stands for
+    "int8": {"bits": 8}, "int4": {"bits": 4}, "fp8": {"bits": 8, "format": "fp8"},
+    "nf4": {"bits": 4, "format": "nf4"}, "auto": {"bits": 8, "only_if_faster": True},
+}  # fmt: skip
+
+
 def parse_weights(weights: object) -> WeightConfig | None:
     if weights is None or isinstance(weights, WeightConfig):
         return weights
     if isinstance(weights, Mapping):
         return WeightConfig(**weights)
-    check_format("weights", weights, (None, "int8", "int4", "nf4", "auto"))
-    if weights == "nf4":
-        return WeightConfig(bits=4, format="nf4")
-    return WeightConfig(bits=4 if weights == "int4" else 8, only_if_faster=weights == "auto")
+    check_format("weights", weights, (None, *WEIGHTS))
+    return WeightConfig(**WEIGHTS[str(weights)])
 
 
 def parse_cache(cache: object) -> CacheConfig | None:

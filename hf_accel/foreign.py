@@ -21,6 +21,7 @@ from .checkpoint import check_floats, empty_layer, headers_of, original_of, own_
 from .errors import HfAccelError, UnsupportedError
 from .hardware import release
 from .interop.awq import Awq
+from .interop.block_fp8 import BlockFp8
 from .interop.compressed_tensors import CompressedTensors
 from .interop.gguf_reader import Gguf
 from .interop.gptq import Gptq
@@ -28,7 +29,7 @@ from .interop.reader import Found, Parts, Reader, refuse
 from .linear import QuantLinear
 from .linear.formats import state
 
-READERS: dict[str, type[Reader]] = {reader.method: reader for reader in (Awq, CompressedTensors, Gguf, Gptq)}
+READERS: dict[str, type[Reader]] = {reader.method: reader for reader in (Awq, BlockFp8, CompressedTensors, Gguf, Gptq)}
 COLLECTED = ".weight_scale"  # every quantized layer has it: under this name the loader collects a layer's parts
 
 
@@ -92,7 +93,7 @@ def _by_module(
 
 def _check_finite(name: str, stored: Mapping[str, Found]) -> None:
     for suffix, found in stored.items():
-        is_float = isinstance(found.dtype, torch.dtype) and found.dtype.is_floating_point
+        is_float = isinstance(found.dtype, torch.dtype) and found.dtype.is_floating_point and found.dtype.itemsize > 1
         if is_float and not found.read().isfinite().all():
             raise HfAccelError(f"'{name}.{suffix}' holds NaN or infinity in the checkpoint; copy it again")
 

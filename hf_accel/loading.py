@@ -193,10 +193,11 @@ def load(path: str | os.PathLike[str], **keywords: Any) -> PreTrainedModel:
     """Load a checkpoint and patch it: a float one, one of ours, or one that another program quantized.
 
     path: a folder, a name on the Hub or a .gguf file. keywords: those of hf_accel.patch(); the others go to
-    from_pretrained(). compressed-tensors (INT4, INT8), GPTQ (4 and 8 bits, also with act-order), AWQ and GGUF (Llama
-    and Qwen; all types of blocks from Q2_K to Q8_0) are run in the bits that they have: nothing is rounded again, and
-    nothing but the embedding of a GGUF file is held in floating point. Leave weights= out for them. A checkpoint of
-    another quantizer, such as bitsandbytes, is loaded as transformers does, and everything but its Linears is patched.
+    from_pretrained(). compressed-tensors (INT4, INT8, FP8), GPTQ (4 and 8 bits, also with act-order), AWQ, FP8 in
+    blocks (DeepSeek, Qwen) and GGUF (Llama and Qwen; all types of blocks from Q2_K to Q8_0) are run in the bits that
+    they have: nothing is rounded again, and nothing but the embedding of a GGUF file is held in floating point. Leave
+    weights= out for them. A checkpoint of another quantizer, such as bitsandbytes, is loaded as transformers does, and
+    everything but its Linears is patched.
 
     The class is the one that config.json names under architectures. Raises UnsupportedError for a layout that is not
     read, HfAccelError for files that do not hold what config.json says.

@@ -51,7 +51,10 @@ LINEARS = [
     f"{PARITY}::test_unpack_returns_what_was_packed[triton-float-int4-64x384-torch.bfloat16]",
     f"{PARITY}::test_as_the_float_layer_with_the_dequantized_weight[triton-int8-int8-33x64-torch.bfloat16-bias]",
     f"{PARITY}::test_zero_points[triton-int8-33-128-64-torch.float16]",
+    f"{PARITY}::test_as_the_float_layer_with_the_dequantized_weight[triton-float-fp8-257x48-torch.bfloat16-bias]",
+    f"{PARITY}::test_as_the_float_layer_with_the_dequantized_weight[triton-fp8-fp8-64x384-torch.float16-bias]",
     f"{KERNELS}/test_quantized_linear.py",
+    f"{KERNELS}/test_fp8_linear.py",
     f"{KERNELS}/test_layer_parts.py",
 ]
 MODELS = [

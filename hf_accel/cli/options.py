@@ -20,10 +20,6 @@ Path_ = Annotated[
 ]
 KEYWORDS = tuple(dict.fromkeys(option.keyword for option in PATCH_OPTIONS))
 WORDS: dict[str, Any] = {"none": None, "yes": True, "no": False}
-WEIGHTS: dict[str | None, dict[str, Any]] = {  # the fields of a WeightConfig that a word stands for
-    None: {}, "int8": {"bits": 8}, "int4": {"bits": 4}, "nf4": {"bits": 4, "format": "nf4"},
-    "auto": {"bits": 8, "only_if_faster": True},
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,9 @@ def _value(keyword: str, word: Any, fields: dict[str, Any], *, given: bool) -> A
             raise BadInputError(f"--weights {word} and --bits {fields['bits']} are both given; leave one of them out")
         if isinstance(fields.get("calibration"), Path):
             fields["calibration"] = texts_of(fields["calibration"])
-        return WEIGHTS.get(word, {"bits": word}) | fields
+        from hf_accel.config import WEIGHTS  # which imports torch
+
+        return WEIGHTS.get(word, {} if word is None else {"bits": word}) | fields
     if keyword == "speculative":
         return {"drafter": word or "auto"} | fields
     return fields

@@ -54,13 +54,14 @@ WORD, NUMBER, SWITCH = str | None, int | None, bool | None
 PATCH_OPTIONS = (
     PatchOption(
         "weights", "weights", WORD, "How weights are stored (default: int8).",
-        values=("int8", "int4", "nf4", "auto", "none"),
+        values=("int8", "int4", "fp8", "nf4", "auto", "none"),
     ),
     PatchOption("bits", "weights", NUMBER, "8, 4, 3 or 2 bits a weight, in the place of --weights.", "bits"),
     PatchOption("group_size", "weights", NUMBER, "Inputs that share a scale: 32, 64 or 128.", "group_size"),
     PatchOption("symmetric", "weights", SWITCH, "Without or with a zero point for each group.", "symmetric"),
     PatchOption(
-        "activations", "weights", WORD, "Whether inputs are rounded too.", "activations", ("auto", "int8", "none")
+        "activations", "weights", WORD, "Whether inputs are rounded too.", "activations",
+        ("auto", "int8", "fp8", "none"),
     ),
     PatchOption(
         "method", "weights", WORD, "Round to nearest, or by calibration, which loses less.", "method",

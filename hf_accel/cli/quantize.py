@@ -43,7 +43,7 @@ def quantize(
     _check_out(out, format)
     place, keywords = check(path), asked.keywords()
     if "weights" in keywords and keywords["weights"] is None:
-        raise BadInputError("--weights none leaves nothing to quantize; choose int8, int4 or nf4")
+        raise BadInputError("--weights none leaves nothing to quantize; choose int8, int4, fp8 or nf4")
     start = time.perf_counter()
     with asked.output.progress("reading the model") as now:
         _check_room(place, out, keywords)

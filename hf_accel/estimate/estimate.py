@@ -75,7 +75,7 @@ def estimate(
         kv_dtype=None if kv_dtype == "auto" else kv_dtype,
         context=context,
         batch=batch,
-        rounds_inputs=recipe is not None and not recipe.is_nf4 and recipe.activations is not None,
+        rounds_inputs=recipe is not None and recipe.format == "int" and recipe.activations is not None,
     )
     machine = Machine.of(bandwidth=bandwidth, compute=compute, dtype=shapes.dtype, device=device)
     return _evaluate(workload, machine, name=type(shapes).__name__, price_per_hour=price_per_hour)

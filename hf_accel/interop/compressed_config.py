@@ -9,8 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..linear.formats import Format
+
 VERSION = "0.15.0"  # the first compressed-tensors that transformers 5 reads these layouts with
-INT, PACKED, MIXED = "int-quantized", "pack-quantized", "mixed-precision"
+INT, PACKED, FLOAT, MIXED = "int-quantized", "pack-quantized", "float-quantized", "mixed-precision"
 # Layers that vLLM and SGLang multiply by at once: what is one tensor there has one scheme.
 UNITS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -23,28 +25,36 @@ UNITS = (
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a layer's weight is stored. group_size None: one scale per output. rounds: activations go to INT8."""
+    """How a layer's weight is stored.
+
+    group_size None: one scale per output. rounds: activations go to INT8, or to FP8 with FP8 weights.
+    """
 
     bits: int
     group_size: int | None
     symmetric: bool
     rounds: bool
+    format: Format = "int"
 
     @property
     def layout(self) -> str:
+        if self.format == "fp8":
+            return FLOAT
         return INT if self.rounds else PACKED
 
     @property
     def label(self) -> str:
         """As a user reads it: "W4A16 in groups of 128"."""
         groups = "" if self.group_size is None else f" in groups of {self.group_size}"
-        return f"W{self.bits}A{8 if self.rounds else 16}{groups}" + ("" if self.symmetric else ", asymmetric")
+        kind = " in FP8" if self.format == "fp8" else ""
+        return f"W{self.bits}A{8 if self.rounds else 16}{kind}{groups}" + ("" if self.symmetric else ", asymmetric")
 
     def to_dict(self, targets: Iterable[str]) -> dict[str, Any]:
         """A member of `config_groups`."""
+        kind = "float" if self.format == "fp8" else "int"
         weights = {
             "num_bits": self.bits,
-            "type": "int",
+            "type": kind,
             "symmetric": self.symmetric,
             "strategy": "channel" if self.group_size is None else "group",
             "group_size": self.group_size,
@@ -56,7 +66,7 @@ class Scheme:
         }
         token = {
             "num_bits": 8,
-            "type": "int",
+            "type": kind,
             "symmetric": True,
             "strategy": "token",
             "group_size": None,

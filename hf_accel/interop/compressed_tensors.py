@@ -1,7 +1,7 @@
-"""compressed-tensors checkpoints, as llm-compressor writes them, with integer weights.
+"""compressed-tensors checkpoints, as llm-compressor writes them, with integer or FP8 weights.
 
-Source of the layouts: the compressed-tensors package, `pack-quantized` and `int-quantized`. They are our own
-(linear/formats.py), but for 8 bits in words and for scales of a whole tensor.
+Source of the layouts: the compressed-tensors package, `pack-quantized`, `int-quantized` and `float-quantized`. They
+are our own (linear/formats.py), but for 8 bits in words and for scales of a whole tensor or of blocks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,16 +17,27 @@ from torch import Tensor
 from ..config import Activations
 from ..errors import HfAccelError
 from ..linear import Int4Weight, Int8Weight, QuantizedWeight
-from ..linear.formats import Layout, pack_zero_points, unpack_words
+from ..linear.formats import BYTES, FLOAT8, Format, Layout, pack_zero_points, unpack_words
+from .block_fp8 import by_output, checked_block, described
 from .gptq import FLOATS, cut
 from .reader import Description, Found, Parts, Reader, cut_group, group_of, order_of, refuse
 
 NAME = "compressed-tensors"
-FORMATS = ("pack-quantized", "int-quantized")
+FORMATS = {"int": ("pack-quantized", "int-quantized"), "float": ("float-quantized",)}  # by the type of the weights
+
+
+class Group(NamedTuple):
+    """A member of config_groups. block: the outputs and inputs that share a scale, None if there are no blocks."""
+
+    targets: list[str]
+    bits: int
+    format: Format
+    activations: Activations
+    block: tuple[int, int] | None
 
 
 class CompressedTensors(Reader):
-    """Integers of 4 and 8 bits, packed in words or not, with dynamic INT8 activations or without."""
+    """Integers of 4 and 8 bits, packed in words or not, and FP8, with dynamic activations of 8 bits or without."""
 
     method = NAME
     suffixes: ClassVar[tuple[str, ...]] = (
@@ -43,16 +54,23 @@ class CompressedTensors(Reader):
         if not isinstance(groups, Mapping) or not groups:
             raise refuse(NAME, f"has config_groups={groups!r}, which names no weights")
         self._groups = [_checked(config, group) for group in groups.values()]
+        blocks = {group.block for group in self._groups if group.block is not None}
+        if len(blocks) > 1:
+            raise refuse(NAME, f"has blocks of several sizes, {sorted(blocks)}, of which one is read")
+        self._block = next(iter(blocks), None)
 
     def is_part(self, suffix: str, found: Found) -> bool:
-        return suffix in self.suffixes or (suffix == "weight" and found.dtype is torch.int8)
+        return suffix in self.suffixes or (suffix == "weight" and found.dtype in (torch.int8, FLOAT8))
 
     def describe(self, stored: Parts, shape: tuple[int, int]) -> Description:
         name = stored.name
         outputs, inputs = shape
-        bits, activations = self._scheme(name)
-        if "weight" in stored:
-            stored.expect("weight", (torch.int8,), shape)
+        scheme = self._scheme(name)
+        bits = scheme.bits
+        if "weight" in stored or scheme.format == "fp8":
+            stored.expect("weight", (BYTES[scheme.format].stored_as,), shape)
+            if scheme.block is not None:
+                return described(stored, "weight_scale", scheme.block, shape)
             if "weight_g_idx" in stored:
                 raise refuse(NAME, f"holds {name!r} in the order of its activations, which is read where it is packed")
         else:
@@ -80,9 +98,9 @@ class CompressedTensors(Reader):
         size = group if "weight" in stored else cut_group(group)
         layout = Layout(
             bits=bits, group_size=None if bits == 8 and group == inputs else size,
-            symmetric=not has_zeros, ordered=order is not None,
+            symmetric=not has_zeros, ordered=order is not None, format=scheme.format,
         )  # fmt: skip
-        return Description(layout, scales.dtype, activations)
+        return Description(layout, scales.dtype, scheme.activations)
 
     def convert(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         scale = _by_output(stored["weight_scale"], shape)
@@ -104,36 +122,42 @@ class CompressedTensors(Reader):
         return replace(weight, weight_zero_point=zeros)
 
     def loose(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
-        return None if "weight_packed" in parts else {"weight_scale": _by_output(parts["weight_scale"], shape)}
+        if "weight_packed" in parts:
+            return None
+        scale, block = parts["weight_scale"], self._block
+        if block is not None and scale.shape == (-(-shape[0] // block[0]), -(-shape[1] // block[1])):
+            return {"weight_scale": by_output(scale, block, shape)}
+        return {"weight_scale": _by_output(scale, shape)}
 
-    def _scheme(self, name: str) -> tuple[int, Activations]:
-        """The bits of a Linear, and what happens to its activations."""
-        for targets, bits, activations in self._groups:
-            if any(_targets(target, name) for target in targets):
-                return bits, activations
+    def _scheme(self, name: str) -> Group:
+        """How a Linear is stored, and what happens to its activations."""
+        for group in self._groups:
+            if any(_targets(target, name) for target in group.targets):
+                return group
         raise refuse(NAME, f"holds {name!r} quantized, which no group of config_groups has among its targets")
 
 
-def _checked(config: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[list[str], int, Activations]:
-    """The targets of a group, its bits and what it does with activations.
-
-    Raises UnsupportedError for what is not read.
-    """
+def _checked(config: Mapping[str, Any], group: Mapping[str, Any]) -> Group:
+    """Raises UnsupportedError for what is not read."""
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
-    form = group.get("format") or config.get("format")
-    if form not in FORMATS or weights.get("type") != "int" or weights.get("num_bits") not in (4, 8):
-        what = f"format={form!r} with weights of {weights.get('num_bits')} bits and type {weights.get('type')!r}"
-        raise refuse(NAME, f"has {what}, of which integers of 4 and 8 bits in {' and '.join(FORMATS)} are read")
-    if weights.get("strategy") not in ("group", "channel", "tensor"):
-        raise refuse(NAME, f"has strategy={weights.get('strategy')!r}, of which group, channel and tensor are read")
+    form, kind, bits = group.get("format") or config.get("format"), weights.get("type"), weights.get("num_bits")
+    if form not in FORMATS.get(str(kind), ()) or bits not in ((4, 8) if kind == "int" else (8,)):
+        what = f"format={form!r} with weights of {bits} bits and type {kind!r}"
+        known = "integers of 4 and 8 bits in pack-quantized and int-quantized, and floats of 8 in float-quantized"
+        raise refuse(NAME, f"has {what}, of which {known} are read")
+    strategies = ("group", "channel", "tensor") if kind == "int" else ("channel", "tensor", "block")
+    if weights.get("strategy") not in strategies:
+        names = " and ".join(", ".join(strategies).rsplit(", ", 1))
+        raise refuse(NAME, f"has strategy={weights.get('strategy')!r}, of which {names} are read")
     if group.get("output_activations"):
         raise refuse(NAME, "quantizes the outputs of layers")
-    targets, bits = list(group.get("targets", ())), int(weights["num_bits"])
-    if not inputs:
-        return targets, bits, "auto"
-    if inputs.get("num_bits") != 8 or inputs.get("type") != "int" or not inputs.get("dynamic"):
+    if inputs and (inputs.get("num_bits") != 8 or inputs.get("type") != kind or not inputs.get("dynamic")):
         raise refuse(NAME, f"has input_activations={inputs!r}, of which dynamic ones of 8 bits are read")
-    return targets, bits, "int8"
+    block = checked_block(NAME, weights.get("block_structure")) if weights["strategy"] == "block" else None
+    # Activations go to FP8 where that is faster, as with a weight of our own.
+    activations: Activations = "int8" if inputs and kind == "int" else "auto"
+    targets = list(group.get("targets", ()))
+    return Group(targets, int(bits), "int" if kind == "int" else "fp8", activations, block)
 
 
 def _targets(target: str, name: str) -> bool:

@@ -21,7 +21,7 @@ def kind_of(weight: QuantizedWeight) -> str | None:
     if weight.weight_scale.abs().max() > torch.finfo(torch.float16).max:
         return None
     if weight.bits == 8:
-        return "Q8_0" if weight.symmetric else None
+        return "Q8_0" if weight.symmetric and weight.format == "int" else None
     return "Q4_0" if weight.symmetric else "Q4_1"
 
 

@@ -26,11 +26,12 @@ from ..config import Activations, WeightConfig
 from ..errors import HfAccelError, UnsupportedError
 from ..keywords import one_of
 from ..linear import QuantExperts, QuantLinear, quantize
-from ..linear.formats import Layout, state
+from ..linear.activations import EightBits
+from ..linear.formats import Format, Layout, state
 from ..plan import Line
 from ..state import state_of
 from ..twin import twin
-from .compressed_config import Scheme, compressed_config, units
+from .compressed_config import PACKED, Scheme, compressed_config, units
 from .savable import check_finite, savable
 from .saved import Saved
 from .target import bring_over, check_folder, check_room
@@ -38,6 +39,7 @@ from .target import bring_over, check_folder, check_room
 # What vLLM does not read of a weight that another program quantized.
 UNREAD = {"input_order": "its inputs in an order of their own (act-order)", "weight_minimum": "minima for zero points"}
 READ_BITS = (8, 4)
+ROUNDED_TO: dict[Format, EightBits] = {"int": "int8", "fp8": "fp8"}
 
 
 def save_compressed(
@@ -54,8 +56,8 @@ def save_compressed(
     int-quantized W8A8 (activations rounded to INT8 per token as they come) where all INT8 layers round their
     activations here too, and else as pack-quantized W8A16: so activations are rounded there only where they are here,
     and the files are of the kinds that most engines read. activations="int8" or None asks for the one or the other.
-    Here a scale of rounded activations is for 128 inputs, there for a whole token; INT4 layers may round theirs here,
-    there they do not.
+    FP8 is written as float-quantized, W8A8 or W8A16 by the same rule ("fp8" asks for W8A8). Here a scale of rounded
+    activations is for 128 inputs, there for a whole token; INT4 layers may round theirs here, there they do not.
 
     The head is written in floating point, since engines have none other: dequantized, or, where it is the embedding
     quantized, as the embedding alone, to which it is tied. Norms, embeddings and dense layers are written as they are,
@@ -68,7 +70,7 @@ def save_compressed(
     Raises UnsupportedError, with nothing written, for a model that is not patched, or cannot be written like this, and
     for a folder that cannot be replaced; HfAccelError if the disk does not take it.
     """
-    one_of("activations", activations, ("auto", None, "int8"))
+    one_of("activations", activations, ("auto", None, "int8", "fp8"))
     inner = _check(model)
     target = Path(folder)
     check_folder(target, inner)
@@ -127,14 +129,14 @@ def _content(model: PreTrainedModel, activations: Activations) -> Content:
     head = model.get_output_embeddings()
     head_name = next((name for name, layer in layers.items() if layer is head), None)
     body = {name: layer for name, layer in layers.items() if layer is not head}
-    rounds = _rounds(body, activations)
-    schemes = {name: _scheme(name, layer, rounds) for name, layer in body.items()}
+    rounds = {kind: _rounds(body, kind, activations) for kind in ROUNDED_TO}
+    schemes = {name: _scheme(name, layer, rounds[layer.format]) for name, layer in body.items()}
     _check_units(model, schemes)
     for layer in layers.values():
         layer.unpack()
     tensors: dict[str, Tensor] = dict(model.state_dict())
     for name, scheme in schemes.items():
-        if scheme.bits == 8 and not scheme.rounds:
+        if scheme.bits == 8 and scheme.layout == PACKED:
             integers = tensors.pop(f"{name}.weight")
             tensors[f"{name}.weight_packed"] = pack_bytes(integers)
             tensors[f"{name}.weight_shape"] = torch.tensor(integers.shape)
@@ -154,19 +156,19 @@ def _content(model: PreTrainedModel, activations: Activations) -> Content:
     return Content(tensors, schemes, tied, lines)
 
 
-def _rounds(layers: Mapping[str, QuantLinear], activations: Activations) -> bool:
-    """Whether INT8 weights are written with activations in INT8."""
-    eight = {name: layer for name, layer in layers.items() if layer.bits == 8}
-    grouped = next((name for name, layer in eight.items() if layer.quantized.by_group), None)
-    if activations == "int8" and grouped is not None:
+def _rounds(layers: Mapping[str, QuantLinear], kind: Format, activations: Activations) -> bool:
+    """Whether weights of 8 bits of this kind are written with activations of the same kind."""
+    eight = {name: layer for name, layer in layers.items() if layer.bits == 8 and layer.format == kind}
+    grouped, wanted = next((name for name, layer in eight.items() if layer.quantized.by_group), None), ROUNDED_TO[kind]
+    if activations == wanted and grouped is not None:
         raise UnsupportedError(
-            f"activations='int8' was asked for, but {grouped!r} has a scale for each group of inputs, which engines "
-            "multiply by INT8 activations nowhere; leave activations= out"
+            f"activations={wanted!r} was asked for, but {grouped!r} has a scale for each group of inputs, which "
+            f"engines multiply by {wanted.upper()} activations nowhere; leave activations= out"
         )
     if activations != "auto" or grouped is not None:
-        return activations == "int8"
+        return activations == wanted
     choices = [layer.pack().choice for layer in eight.values()]
-    return all(choice is not None and choice.backend.activations == "int8" for choice in choices)
+    return all(choice is not None and choice.backend.activations == wanted for choice in choices)
 
 
 def _scheme(name: str, layer: QuantLinear, rounds: bool) -> Scheme:
@@ -175,9 +177,15 @@ def _scheme(name: str, layer: QuantLinear, rounds: bool) -> Scheme:
         if getattr(weight, part) is not None:
             raise UnsupportedError(f"{name!r} has {meaning}, which vLLM does not read; use save_pretrained")
     layout = Layout.of(weight)
+    if layout.format == "fp8" and layout.group_size is not None:
+        raise UnsupportedError(
+            f"{name!r} has FP8 scales for groups of inputs, which are not written so; use save_pretrained"
+        )
     if layout.bits not in READ_BITS:
         raise UnsupportedError(f"{name!r} has {layout.bits} bits, and vLLM reads 8 and 4; use save_pretrained")
-    return Scheme(layout.bits, layout.group_size, layout.symmetric, rounds=rounds and layer.bits == 8)
+    return Scheme(
+        layout.bits, layout.group_size, layout.symmetric, rounds=rounds and layer.bits == 8, format=layout.format
+    )
 
 
 def _check_units(model: PreTrainedModel, schemes: Mapping[str, Scheme]) -> None:

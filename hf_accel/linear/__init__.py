@@ -2,7 +2,7 @@
 
 from .backend import Backend, LinearSpec
 from .experts import ExpertWeights, QuantExperts
-from .formats import Int4Weight, Int8Weight, QuantizedWeight
+from .formats import Float8Weight, Int4Weight, Int8Weight, QuantizedWeight
 from .layer import QuantLinear, QuantModule
 from .methods.rtn import quantize
 from .registry import BACKENDS, BackendChoice, choose
@@ -13,6 +13,7 @@ __all__ = [
     "Backend",
     "BackendChoice",
     "ExpertWeights",
+    "Float8Weight",
     "Int4Weight",
     "Int8Weight",
     "LinearSpec",

@@ -5,17 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
 
 from ..config import Activations, WeightConfig
-from .formats import Layout, QuantizedWeight, zero_point_bytes
+from .activations import EightBits
+from .formats import Format, Layout, QuantizedWeight, zero_point_bytes
 from .methods.rtn import quantize
 
-Rounding = Literal["never", "many rows", "always"]  # which rows a backend rounds to INT8
-FEW_ROWS = 256  # on a GPU memory is the limit up to here; beyond, products are, and INT8 has faster ones
+Rounding = Literal["never", "many rows", "always"]  # which rows a backend rounds to 8 bits
+FEW_ROWS = 256  # on a GPU memory is the limit up to here; beyond, products are, and 8 bits have faster ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class LinearSpec:
     scale_dtype: torch.dtype | None = None
     device_type: str = "cpu"
     activations: Activations = "auto"
+    format: Format = "int"
 
     @classmethod
     def of(cls, weight: Tensor, config: WeightConfig, *, device_type: str | None = None) -> LinearSpec:
@@ -51,6 +53,7 @@ class LinearSpec:
             scale_dtype=torch.float32 if config.is_nf4 and weight.dtype is not torch.float32 else None,
             device_type=device_type or weight.device.type,
             activations=config.activations,
+            format="int" if config.is_nf4 else cast(Format, config.format),
         )
 
     @classmethod
@@ -71,13 +74,21 @@ class LinearSpec:
             scale_dtype=scale.dtype if dtype not in (None, scale.dtype) else None,
             device_type=scale.device.type,
             activations=activations,
+            format=weight.format,
         )
 
     @property
     def layout(self) -> Layout:
         """Without an order of the inputs, which no backend sees."""
         group_size = self.group_size if self.bits < 8 or self.by_group else None
-        return Layout(bits=self.bits, group_size=group_size, symmetric=self.symmetric, minima=self.minima)
+        return Layout(
+            bits=self.bits, group_size=group_size, symmetric=self.symmetric, minima=self.minima, format=self.format
+        )
+
+    @property
+    def label(self) -> str:
+        """ "int8", "int4", "fp8" and so on."""
+        return f"int{self.bits}" if self.format == "int" else self.format
 
     @property
     def weight_bytes(self) -> int:
@@ -112,8 +123,9 @@ class GroupedExperts(ABC):
 class Backend(ABC):
     """One way to multiply by a quantized weight.
 
-    bits: the widths it reads. device_type: where it runs; None: anywhere. dtypes: of activations; none named: any.
-    activations: "int8" if it rounds each row of the input to 8 bits.
+    bits: the widths it reads. formats: what these hold. device_type: where it runs; None: anywhere. dtypes: of
+        activations; none named: any.
+    activations: "int8" or "fp8" if it rounds each row of the input to 8 bits.
     reference: the backend of plain torch that rounds activations in the same way.
     row_invariant: row i of run(X) equals run(X[i:i+1]) bit for bit.
     slow_start: a call costs so much by itself that it does not pay for a small weight.
@@ -122,13 +134,18 @@ class Backend(ABC):
 
     name: ClassVar[str]
     bits: ClassVar[tuple[int, ...]]
+    formats: tuple[Format, ...] = ("int",)
     device_type: ClassVar[str | None] = None
     dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
-    activations: Literal["int8"] | None = None
+    activations: EightBits | None = None
     reference: ClassVar[str] = "reference"
     row_invariant: bool = False
     slow_start: ClassVar[bool] = False
     own_formats_only: ClassVar[bool] = True
+
+    def reads(self, spec: LinearSpec) -> bool:
+        """Whether it knows the format of the weight."""
+        return spec.bits in self.bits and spec.format in self.formats
 
     def is_for(self, device_type: str) -> bool:
         """Whether it is meant for this kind of device. "auto" does not speak of backends that are not."""
@@ -139,7 +156,8 @@ class Backend(ABC):
         if not self.is_for(spec.device_type):
             return f"it runs on {self.device_type}, not on {spec.device_type}"
         if spec.activations not in ("auto", self.activations):
-            return "it rounds activations to INT8" if self.activations else "it keeps activations in floating point"
+            kept = "it keeps activations in floating point"
+            return f"it rounds activations to {self.activations.upper()}" if self.activations else kept
         if self.dtypes and spec.dtype not in self.dtypes:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
             return f"it takes {' and '.join(names.rsplit(', ', 1))}, not {spec.dtype}"

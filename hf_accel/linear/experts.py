@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..config import Activations
 from ..errors import UnsupportedError
 from .backend import Backend, GroupedExperts, LinearSpec
-from .formats import LOW_BITS, Int8Weight, QuantizedWeight, state, zeros
+from .formats import LOW_BITS, ByteWeight, QuantizedWeight, state, zeros
 from .layer import QuantModule
 from .reference import differentiable_linear
 from .registry import BackendChoice
@@ -128,6 +128,7 @@ class ExpertWeights(QuantModule):
         backend = self.choice.backend.name if self.choice else "not packed"
         group = f", group_size={self.group_size}" if self.bits < 8 else ""
         shape = f"in_features={self.in_features}, out_features={self.out_features // self.experts}"
+        group += "" if self.format == "int" else f", format={self.format!r}"
         return f"experts={self.experts}, {shape}, bits={self.bits}{group}, backend={backend}"
 
 
@@ -256,8 +257,8 @@ def parts_of(weight: QuantizedWeight, count: int) -> list[QuantizedWeight]:
 def _outputs(weight: QuantizedWeight, outputs: slice) -> QuantizedWeight:
     scale = weight.weight_scale[outputs]
     minimum = None if weight.weight_minimum is None else weight.weight_minimum[outputs]
-    if isinstance(weight, Int8Weight):
-        return Int8Weight(weight.weight[outputs], scale, None, minimum)
+    if isinstance(weight, ByteWeight):
+        return type(weight)(weight.weight[outputs], scale, None, minimum)
     made = weight.from_integers(weight.integers(outputs), scale, weight.zero_points(outputs))
     return replace(made, weight_minimum=minimum)
 
@@ -268,8 +269,8 @@ def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     minima = [weight.weight_minimum for weight in weights if weight.weight_minimum is not None]
     minimum = torch.cat(minima) if minima else None
     integers = torch.cat([weight.integers() for weight in weights])
-    if isinstance(weights[0], Int8Weight):
-        return Int8Weight(integers, scale, None, minimum)
+    if isinstance(weights[0], ByteWeight):
+        return type(weights[0])(integers, scale, None, minimum)
     zeros_ = [zero for weight in weights if (zero := weight.zero_points()) is not None]  # type: ignore[union-attr]
     zero_point = torch.cat(zeros_) if zeros_ else None
     return replace(LOW_BITS[weights[0].bits].from_integers(integers, scale, zero_point), weight_minimum=minimum)

@@ -1,6 +1,7 @@
 """How quantized weights are stored: the compressed-tensors layouts, and nothing else knows their bits.
 
-Source: compressed-tensors `int-quantized` (int8) and `pack-quantized` (int4; 3 and 2 bits are packed as GPTQ does).
+Source: compressed-tensors `int-quantized` (int8), `pack-quantized` (int4; 3 and 2 bits are packed as GPTQ does) and
+`float-quantized` (fp8).
 Scales of groups for 8 bits, minima and an order of the inputs are for weights that other programs quantized.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -20,24 +21,28 @@ from ..errors import UnsupportedError
 
 CHUNK = 256  # outputs dequantized at a time, so that the float copy stays small and in cache
 WORD = 32  # bits of an int32; as many integers of b bits take b words
+FLOAT8 = torch.float8_e4m3fn
+Format = Literal["int", "fp8"]
 
 
 @dataclass(frozen=True, eq=False)
-class Int8Weight:
-    """INT8, one scale per output channel, or per output and group of inputs: w = q * scale.
+class ByteWeight:
+    """A byte for each number, one scale per output channel, or per output and group of inputs: w = q * scale.
 
     With minima, which have the groups of the scales: w = q * scale - minimum. With input_order, column i of the stored
     weight belongs to input input_order[i].
     """
 
     bits: ClassVar[int] = 8
-    weight: Tensor  # int8 [out, in], -127..127; -128 where another program made it
+    format: ClassVar[Format]
+    stored_as: ClassVar[torch.dtype]
+    weight: Tensor  # [out, in] in `stored_as`
     weight_scale: Tensor  # [out, 1] or [out, in / group], floating point
     input_order: Tensor | None = None  # int32 [in], a permutation
     weight_minimum: Tensor | None = None  # [out, in / group], the scales' dtype
 
     @classmethod
-    def from_integers(cls, integers: Tensor, scale: Tensor) -> Int8Weight:
+    def from_integers(cls, integers: Tensor, scale: Tensor) -> Self:
         return cls(integers, scale)
 
     @property
@@ -59,7 +64,7 @@ class Int8Weight:
         return self.weight_scale.shape[1] > 1 or self.weight_minimum is not None
 
     def integers(self, outputs: slice = slice(None)) -> Tensor:
-        """int8 [outputs, in]."""
+        """The numbers as they are stored, [outputs, in]: whole ones, but for FP8."""
         return self.weight[outputs]
 
     def dequantize(self, dtype: torch.dtype, *, outputs: slice = slice(None)) -> Tensor:
@@ -68,6 +73,20 @@ class Int8Weight:
         groups = self.weight[outputs].view(*scale.shape[:2], self.group_size)
         minimum = None if self.weight_minimum is None else self.weight_minimum[outputs].unsqueeze(-1)
         return in_order(lowered(groups, scale, minimum, dtype).flatten(-2), self.input_order)
+
+
+class Int8Weight(ByteWeight):
+    """INT8: -127..127; -128 where another program made it."""
+
+    format = "int"
+    stored_as = torch.int8
+
+
+class Float8Weight(ByteWeight):
+    """FP8 (e4m3): -448..448, with three bits after the first and an exponent; no minima."""
+
+    format = "fp8"
+    stored_as = FLOAT8
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +99,7 @@ class LowBitWeight:
     """
 
     bits: ClassVar[int]
+    format: ClassVar[Format] = "int"
     by_group: ClassVar[bool] = True
     weight_packed: Tensor  # int32 [out, in * bits / 32], the first input in the lowest bits
     weight_scale: Tensor  # [out, in / group], floating point
@@ -194,9 +214,9 @@ def _places(bits: int, device: torch.device) -> Tensor:
     return torch.arange(bits, dtype=torch.uint8, device=device)
 
 
-QuantizedWeight = Int8Weight | LowBitWeight
+QuantizedWeight = ByteWeight | LowBitWeight
+BYTES: dict[Format, type[ByteWeight]] = {each.format: each for each in (Int8Weight, Float8Weight)}
 LOW_BITS: dict[int, type[LowBitWeight]] = {each.bits: each for each in (Int4Weight, Int3Weight, Int2Weight)}
-FORMATS: dict[int, type[Int8Weight] | type[LowBitWeight]] = {8: Int8Weight, **LOW_BITS}
 
 
 def state(weight: QuantizedWeight) -> dict[str, Tensor]:
@@ -205,10 +225,21 @@ def state(weight: QuantizedWeight) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-def from_state(bits: int, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+def converts(tensor: Tensor) -> bool:
+    """Whether a tensor of `state` follows the dtype of the model: scales and minima do, the numbers do not."""
+    return tensor.is_floating_point() and tensor.dtype is not FLOAT8
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """FP8 as bytes: most of torch's operators, and GPUs before sm_89, do not know it."""
+    return tensor.view(torch.uint8) if tensor.dtype is FLOAT8 else tensor
+
+
+def from_state(bits: int, tensors: Mapping[str, Tensor], *, format: Format = "int") -> QuantizedWeight:
     """The weight of `bits` whose `state` is among `tensors`."""
-    names = [f.name for f in fields(FORMATS[bits]) if f.default is MISSING or f.name in tensors]
-    return FORMATS[bits](**{name: tensors[name] for name in names})
+    kind = BYTES[format] if bits == 8 else LOW_BITS[bits]
+    names = [f.name for f in fields(kind) if f.default is MISSING or f.name in tensors]
+    return kind(**{name: tensors[name] for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +255,7 @@ class Layout:
     symmetric: bool = True
     minima: bool = False
     ordered: bool = False
+    format: Format = "int"
 
     @classmethod
     def of(cls, weight: QuantizedWeight) -> Layout:
@@ -233,12 +265,15 @@ class Layout:
             symmetric=weight.symmetric,
             minima=weight.weight_minimum is not None,
             ordered=weight.input_order is not None,
+            format=weight.format,
         )
 
 
 def settings_of(layout: Layout, *, activations: Activations, scale_dtype: torch.dtype | None) -> dict[str, Any]:
     """What config.json says of a layer. scale_dtype: of its scales, None if that is the model's."""
     settings: dict[str, Any] = {"bits": layout.bits, "activations": activations}
+    if layout.format != "int":
+        settings["format"] = layout.format
     if layout.group_size is not None:
         settings["group_size"] = layout.group_size
     if layout.bits != 8:
@@ -253,11 +288,12 @@ def zeros(
     """A weight [out, in] of zeros. dtype: of the scales."""
     groups = 1 if layout.group_size is None else check_group_size(shape, layout.group_size)
     scale = torch.zeros(shape[0], groups, dtype=dtype, device=device)
-    integers = torch.zeros(shape, dtype=torch.int8, device=device)
     order = torch.arange(shape[1], dtype=torch.int32, device=device) if layout.ordered else None
     minimum = torch.zeros_like(scale) if layout.minima else None
     if layout.bits == 8:
-        return Int8Weight(integers, scale, order, minimum)
+        kind = BYTES[layout.format]
+        return kind(torch.zeros(shape, dtype=kind.stored_as, device=device), scale, order, minimum)
+    integers = torch.zeros(shape, dtype=torch.int8, device=device)
     zero_point = None if layout.symmetric or layout.minima else torch.zeros_like(scale, dtype=torch.int8)
     weight = LOW_BITS[layout.bits].from_integers(integers, scale, zero_point)
     return replace(weight, weight_minimum=minimum, input_order=order)
@@ -285,7 +321,7 @@ def lowered(integers: Tensor, scale: Tensor, minimum: Tensor | None, dtype: torc
 
 
 def scaled(integers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """integers * scale in `dtype`; every dtype of a model holds the integers exactly, so one rounding is left."""
+    """integers * scale in `dtype`; every dtype of a model holds integers and FP8 exactly, so one rounding is left."""
     wide = torch.promote_types(scale.dtype, dtype)
     return integers.to(wide).mul_(scale.to(wide)).to(dtype)
 

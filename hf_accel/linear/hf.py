@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -34,11 +34,11 @@ from ..keywords import one_of
 from ..tensors import is_plain_tensor, is_sharded
 from .backend import LinearSpec
 from .experts import WEIGHT_MODULES, activated, grouped, one_by_one
-from .formats import Layout, check_group_size, settings_of
+from .formats import Format, Layout, check_group_size, settings_of
 from .layer import QuantModule
 
 METHOD = "hf_accel"
-SETTINGS = ("bits", "activations", "group_size", "symmetric", "minima", "scale_dtype", "ordered")
+SETTINGS = ("bits", "format", "activations", "group_size", "symmetric", "minima", "scale_dtype", "ordered")
 SCALE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -132,7 +132,10 @@ def module_settings(layer: QuantModule | WeightConfig) -> dict[str, Any]:
     if isinstance(layer, QuantModule):
         return settings_of(layer.layout, activations=layer.activations, scale_dtype=layer.spec.scale_dtype)
     group_size = layer.group_size if layer.bits < 8 else None
-    layout = Layout(bits=layer.bits, group_size=group_size, symmetric=layer.symmetric)
+    layout = Layout(
+        bits=layer.bits, group_size=group_size, symmetric=layer.symmetric,
+        format="fp8" if layer.format == "fp8" else "int",
+    )  # fmt: skip
     return settings_of(layout, activations=layer.activations, scale_dtype=None)
 
 
@@ -145,7 +148,8 @@ def spec_of(settings: Mapping[str, Any], weight: Tensor, *, is_transposed: bool 
     if unknown or "bits" not in settings:
         what = f"{unknown[0]!r} is not known" if unknown else "bits is missing"
         raise UnsupportedError(f"{what}; a module has {', '.join(SETTINGS)}")
-    own = {name: settings[name] for name in ("bits", "activations", "symmetric") if name in settings}
+    one_of("format", settings.get("format", "int"), get_args(Format))
+    own = {name: settings[name] for name in ("bits", "format", "activations", "symmetric") if name in settings}
     config = WeightConfig(**own)
     group_size, minima = settings.get("group_size"), settings.get("minima", False)
     if group_size is not None and (type(group_size) is not int or group_size < 1):
@@ -162,10 +166,10 @@ def spec_of(settings: Mapping[str, Any], weight: Tensor, *, is_transposed: bool 
         group_size=group_size or (128 if config.bits < 8 else columns),
         symmetric=config.symmetric and not minima, by_group=config.bits == 8 and group_size is not None,
         minima=minima, scale_dtype=scales if scales is not weight.dtype else None,
-        device_type=weight.device.type, activations=config.activations,
+        device_type=weight.device.type, activations=config.activations, format=settings.get("format", "int"),
     )  # fmt: skip
-    if minima and config.bits == 8 and group_size is None:
-        raise UnsupportedError("minima=True needs group_size=")
+    if minima and (spec.format == "fp8" or (config.bits == 8 and group_size is None)):
+        raise UnsupportedError("minima=True needs group_size=, and format='int'")
     if config.bits < 8 or spec.by_group:
         check_group_size((rows, columns), spec.group_size)
     return spec

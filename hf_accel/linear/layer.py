@@ -16,7 +16,7 @@ from ..errors import HfAccelWarning, UnsupportedError
 from ..kernels.cpu.library import native
 from ..tensors import product_dtype
 from .backend import LinearSpec
-from .formats import Layout, QuantizedWeight, from_state, state, zeros
+from .formats import FLOAT8, Layout, QuantizedWeight, converts, from_state, readable, state, zeros
 from .methods.rtn import quantize_like
 from .reference import differentiable_linear
 from .registry import BackendChoice, choose
@@ -35,7 +35,7 @@ class QuantModule(nn.Module):
     def _describe(self, spec: LinearSpec, backend: str) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = spec.in_features, spec.out_features
-        self.bits, self.symmetric = spec.bits, spec.symmetric
+        self.bits, self.format, self.symmetric = spec.bits, spec.format, spec.symmetric
         self.group_size = spec.layout.group_size or spec.in_features
         self.dtype = spec.dtype  # of the activations
         self.activations = spec.activations
@@ -55,7 +55,7 @@ class QuantModule(nn.Module):
         if self.choice is not None:
             weight = self._unpack(self.choice)
             return weight if self._input_order is None else replace(weight, input_order=self._input_order)
-        return from_state(self.bits, self._buffers)  # type: ignore[arg-type]
+        return from_state(self.bits, self._buffers, format=self.format)  # type: ignore[arg-type]
 
     @property
     def layout(self) -> Layout:
@@ -111,7 +111,11 @@ class QuantModule(nn.Module):
         packed = self.choice is not None
         self.unpack()
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self._buffers["weight_scale"].device)).dtype  # type: ignore[union-attr]
+        stored = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
+        self._buffers.update({name: readable(tensor) for name, tensor in stored.items()})  # else fn would convert FP8
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name in (name for name, tensor in stored.items() if tensor.dtype is FLOAT8):
+            self._buffers[name] = self._buffers[name].view(FLOAT8)  # type: ignore[union-attr]
         return self.pack() if packed else self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -132,21 +136,22 @@ class QuantModule(nn.Module):
             super()._load_from_state_dict(
                 state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
             )
-            if not all(torch.equal(tensor, self._buffers[name]) for name, tensor in before.items()):  # type: ignore[arg-type]
+            after = ((readable(tensor), self._buffers[name]) for name, tensor in before.items())
+            if not all(new is not None and torch.equal(old, readable(new)) for old, new in after):
                 self.writes += 1
                 self.changes.append(torch.zeros(1))  # which no later change takes back
         if packed:
             self.pack()
 
     def _wrong_dtypes(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-        """torch would copy a float weight into the integers, cutting every number off at the point."""
-        stored = state(self.quantized).items()
+        """torch would copy a float weight into the stored numbers, as if its scales were 1."""
+        stored, kind = state(self.quantized).items(), self.spec.label.upper()
         loaded = [(name, own, state_dict[prefix + name]) for name, own in stored if prefix + name in state_dict]
         return [
-            f"{prefix}{name} is {other.dtype} in the checkpoint, but an INT{self.bits} layer stores {own.dtype}; "
+            f"{prefix}{name} is {other.dtype} in the checkpoint, but an {kind} layer stores {own.dtype}; "
             "load a checkpoint that was saved quantized"
             for name, own, other in loaded
-            if own.is_floating_point() != other.is_floating_point()
+            if (converts(own), own.is_floating_point()) != (converts(other), other.is_floating_point())
         ]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -164,7 +169,7 @@ class QuantModule(nn.Module):
 
 
 class QuantLinear(QuantModule, nn.Linear):
-    """Computes x @ W^T + bias with W in INT8 or INT4; x [..., in] -> [..., out] in x's dtype, or autocast's.
+    """Computes x @ W^T + bias with W in INT8, FP8 or INT4; x [..., in] -> [..., out] in x's dtype, or autocast's.
 
     An nn.Linear, so that what looks for Linears (LoRA, hooks by type) finds it. The weight is held once:
     packed for the backend, or, after `empty` and `unpack`, as buffers that a checkpoint can be loaded
@@ -292,6 +297,7 @@ class QuantLinear(QuantModule, nn.Linear):
         backend = self.choice.backend.name if self.choice else "not packed"
         group = f", group_size={self.group_size}" if self.bits < 8 or self.group_size < self.in_features else ""
         group += "" if self.symmetric else ", symmetric=False"
+        group += "" if self.format == "int" else f", format={self.format!r}"
         return f"{super().extra_repr()}, bits={self.bits}{group}, backend={backend}"
 
 

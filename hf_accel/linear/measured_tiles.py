@@ -157,9 +157,9 @@ def place() -> str:
 @functools.cache
 def _kernels() -> str:
     """Another word if a kernel of a linear changes."""
-    from ..kernels.triton.programs import multiply, multiply_integers
+    from ..kernels.triton.programs import multiply, multiply_integers, rounded
 
-    code = b"".join(Path(str(module.__file__)).read_bytes() for module in (multiply, multiply_integers))
+    code = b"".join(Path(str(module.__file__)).read_bytes() for module in (multiply, multiply_integers, rounded))
     return f"kernels {hashlib.sha256(code).hexdigest()[:8]}"
 
 

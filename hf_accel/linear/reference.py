@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,28 +11,34 @@ from torch.autograd.function import once_differentiable
 
 from ..kernels import ACTIVATION_GROUP
 from ..tensors import has_instructions
-from .activations import round_groups
+from .activations import EightBits, round_groups
 from .backend import Backend, LinearSpec
 from .formats import QuantizedWeight, chunks
+
+ROUNDED: tuple[EightBits | None, ...] = (None, "int8", "fp8")
 
 
 class Reference(Backend):
     """Dequantizes a chunk of outputs at a time and multiplies in floating point.
 
-    activations "int8": rounded per row and group of inputs, which are the weight's if its scales belong to groups, and
-    128 otherwise.
+    activations "int8", or "fp8" for FP8 weights: rounded per row and group of inputs, which are the weight's if its
+    scales belong to groups, and 128 otherwise.
     """
 
     name = "reference"
     bits: ClassVar[tuple[int, ...]] = (8, 4, 3, 2)
     own_formats_only = False
 
-    def __init__(self, activations: Literal["int8"] | None) -> None:
+    def __init__(self, activations: EightBits | None) -> None:
         self.activations = activations
+        if activations != "int8":
+            self.formats = ("fp8",) if activations else ("int", "fp8")
 
     def note(self, spec: LinearSpec) -> str | None:
-        slow = f"no kernel multiplies by {spec.bits} bits: each call dequantizes the weight first, slower than stock"
-        return slow if spec.bits < 4 else None
+        if spec.bits >= 4 and spec.format == "int":
+            return None
+        what = "FP8 here" if spec.format == "fp8" else f"{spec.bits} bits"
+        return f"no kernel multiplies by {what}: each call dequantizes the weight first, slower than stock"
 
     def pack(self, weight: QuantizedWeight) -> QuantizedWeight:
         return weight
@@ -43,7 +49,7 @@ class Reference(Backend):
     def run(self, x: Tensor, packed: QuantizedWeight, bias: Tensor | None) -> Tensor:
         rows = x
         if self.activations:
-            rows = round_groups(x, self.activation_group(packed))
+            rows = round_groups(x, self.activation_group(packed), self.activations)
         biases = rows.new_zeros(packed.shape[0]) if bias is None else bias.to(rows.dtype)
         pieces = (F.linear(rows, packed.dequantize(rows.dtype, outputs=o), biases[o]) for o in chunks(len(biases)))
         return torch.cat(list(pieces), dim=-1).to(x.dtype)
@@ -60,14 +66,11 @@ class ReferenceByRow(Reference):
     bits = (8,)
     own_formats_only = True
 
-    def __init__(self) -> None:
-        super().__init__("int8")
-
     def activation_group(self, weight: QuantizedWeight) -> int:
         return weight.shape[1]
 
 
-REFERENCES = {activations: Reference(activations) for activations in (None, "int8")}
+REFERENCES: dict[EightBits | None, Reference] = {each.activations: each for each in map(Reference, ROUNDED)}
 
 
 class _DifferentiableLinear(torch.autograd.Function):

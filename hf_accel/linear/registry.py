@@ -14,12 +14,16 @@ from .timing import measure
 from .torch_int4 import TorchInt4
 from .torch_int8 import TorchInt8
 from .torch_int_mm import TorchIntMM
+from .torch_scaled_mm import TorchScaledMM
 from .triton import Triton
 
 BACKENDS: tuple[Backend, ...] = (
     Cpu(), OneDNN(), TorchInt8(), TorchInt4(), Triton(row_invariant=False, rounding="many rows"),
+    Triton(row_invariant=False, rounding="many rows", rounded_to="fp8"),
     Triton(row_invariant=False), Triton(row_invariant=True), Triton(row_invariant=True, rounding="always"),
-    TorchIntMM(), REFERENCES[None], REFERENCES["int8"], ReferenceByRow(),
+    Triton(row_invariant=False, rounding="always", rounded_to="fp8"),
+    Triton(row_invariant=True, rounding="always", rounded_to="fp8"),
+    TorchIntMM(), TorchScaledMM(), *REFERENCES.values(), ReferenceByRow("int8"), ReferenceByRow("fp8"),
 )  # fmt: skip
 
 # Weights below which a backend that is slow to start comes last but for the reference.
@@ -71,14 +75,14 @@ def choose(spec: LinearSpec, name: str = "auto", *, row_invariant: bool = False)
             refusals.pop(backend.name, None)  # of another variant of it
             return BackendChoice(spec, backend, tuple(refusals.items()), row_invariant)
         refusals[backend.name] = reason
-    reasons = "; ".join(refusals.values()) or f"it has no {spec.bits}-bit weights"
+    reasons = "; ".join(refusals.values()) or f"it has no {spec.label.upper()} weights"
     raise UnsupportedError(
         f"linear backend {name!r} refuses a layer [{spec.out_features}, {spec.in_features}]: {reasons}; use 'auto'"
     )
 
 
 def _candidates(spec: LinearSpec, name: str) -> list[Backend]:
-    able = [backend for backend in BACKENDS if spec.bits in backend.bits]
+    able = [backend for backend in BACKENDS if backend.reads(spec)]
     meant = [backend for backend in able if backend.is_for(spec.device_type)]
     if name == "auto":
         able = meant

@@ -23,10 +23,11 @@ MANY = {bits: LinearTile(outputs=128, rows=64, num_warps=8, num_stages=stages) f
 MANY_WITHOUT_GROUPS = LinearTile(outputs=128, rows=128, num_warps=8, num_stages=3)
 FLOAT32 = LinearTile(outputs=32, rows=16)  # its products take the ordinary cores, and more registers
 INTEGERS = [
-    LinearTile(outputs=64, rows=16, num_stages=3, integers=True),
-    LinearTile(outputs=128, rows=64, num_warps=8, num_stages=3, integers=True),
-    LinearTile(outputs=64, rows=128, num_warps=8, num_stages=3, integers=True),
+    LinearTile(outputs=64, rows=16, num_stages=3, rounded="int8"),
+    LinearTile(outputs=128, rows=64, num_warps=8, num_stages=3, rounded="int8"),
+    LinearTile(outputs=64, rows=128, num_warps=8, num_stages=3, rounded="int8"),
 ]
+FLOATS8 = [replace(tile, rounded="fp8") for tile in INTEGERS]
 
 
 class TileKey(NamedTuple):
@@ -41,6 +42,7 @@ class TileKey(NamedTuple):
     has_minima: bool
     dtype: torch.dtype
     rounding: Rounding
+    is_fp8: bool
 
 
 # By key, the tile for up to so many rows, and for any more the last one; None: by the rule.
@@ -50,7 +52,7 @@ MEASURED: dict[TileKey, tuple[tuple[int, LinearTile | None], ...]] = {}
 def key_of(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> TileKey:
     return TileKey(
         weight.out_features, weight.in_features, weight.bits, weight.block, weight.blocks_per_group,
-        weight.zero_point is not None, weight.minimum is not None, dtype, rounding,
+        weight.zero_point is not None, weight.minimum is not None, dtype, rounding, weight.is_fp8,
     )  # fmt: skip
 
 
@@ -60,12 +62,15 @@ def tiles_of(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "ne
     if dtype is not torch.float32:
         floats.append(MANY[weight.bits] if weight.blocks_per_group else MANY_WITHOUT_GROUPS)
     # Over blocks of 32 bytes the compiler of Triton 3.6 gives the widest one a few registers too few.
-    integers = INTEGERS[:-1] if weight.integers.shape[-1] < 64 else INTEGERS
-    return {"never": floats, "many rows": floats + integers[1:], "always": integers}[rounding]
+    rounded = FLOATS8 if weight.is_fp8 else INTEGERS
+    rounded = rounded[:-1] if weight.integers.shape[-1] < 64 else rounded
+    return {"never": floats, "many rows": floats + rounded[1:], "always": rounded}[rounding]
 
 
-def one_tile(dtype: torch.dtype) -> LinearTile:
-    """The tile that serves any number of rows of `dtype`, without splits."""
+def one_tile(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "never") -> LinearTile | None:
+    """The tile that serves any number of rows of `dtype`, without splits; None: all give a row the same bits."""
+    if rounding != "never":
+        return FLOATS8[1] if weight.is_fp8 else None
     return FLOAT32 if dtype is torch.float32 else ONE_TILE
 
 
@@ -88,7 +93,7 @@ def by_rule(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Roun
     """Where programs are few, several share the inputs, so that all multiprocessors read."""
     tiles = allowed(rows, tiles_of(weight, dtype, rounding), rounding)
     tile = next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
-    if tile.integers:
+    if tile.rounded:
         return tile
     return replace(tile, splits=min(most_splits(rows, weight), _wanted_splits(rows, weight, tile)))
 
@@ -97,7 +102,7 @@ def allowed(rows: int, tiles: list[LinearTile], rounding: Rounding) -> list[Line
     """Those that may be taken for so many rows: "many rows" rounds these, and no fewer ones."""
     if rounding != "many rows":
         return tiles
-    return [tile for tile in tiles if tile.integers == (rows > FEW_ROWS)]
+    return [tile for tile in tiles if bool(tile.rounded) == (rows > FEW_ROWS)]
 
 
 def candidates(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> list[LinearTile]:
@@ -107,11 +112,11 @@ def candidates(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: R
     """
     found = [by_rule(rows, weight, dtype, rounding)]
     for tile in tiles_of(weight, dtype, rounding):
-        is_allowed = not tile.integers or rows > FEW_ROWS or rounding != "many rows"
+        is_allowed = not tile.rounded or rows > FEW_ROWS or rounding != "many rows"
         if not is_allowed or tile.rows > max(32, 4 * rows) or 8 * tile.rows < min(rows, 512):
             continue
-        wanted = 1 if tile.integers else _wanted_splits(rows, weight, tile)
-        most = 1 if tile.integers else most_splits(rows, weight)
+        wanted = 1 if tile.rounded else _wanted_splits(rows, weight, tile)
+        most = 1 if tile.rounded else most_splits(rows, weight)
         for splits in sorted({1, wanted // 2, wanted, wanted * 2}):
             if 1 <= splits <= most:
                 found.append(replace(tile, splits=splits))

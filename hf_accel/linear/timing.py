@@ -35,5 +35,7 @@ def example(spec: LinearSpec, outputs: int) -> QuantizedWeight:
     shape = (outputs, spec.in_features)
     weight = zeros(spec.layout, shape, dtype=spec.scale_dtype or spec.dtype, device=device)
     for values in state(weight).values():
-        values.add_(0)  # pages that were never written all map to one page of zeros, which stays in cache
+        values.view(torch.uint8).add_(
+            0
+        )  # pages that were never written all map to one page of zeros, which stays in cache
     return weight

@@ -1,4 +1,4 @@
-"""INT8 and INT4 weights times activations, in floating point or rounded to INT8, through our Triton kernels."""
+"""INT8, FP8 and INT4 weights times activations, in floating point or rounded, through our Triton kernels."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..kernels import triton as kernels
 from ..tensors import is_recorded
+from .activations import EightBits
 from .backend import FEW_ROWS, Backend, GroupedExperts, LinearSpec, Rounding
-from .formats import Int4Weight, Int8Weight, QuantizedWeight
+from .formats import Float8Weight, Int4Weight, Int8Weight, QuantizedWeight
 
 BLOCKS = {4: (128, 64, 32), 8: (64, 32, 16)}  # inputs that one product takes, by bits
 WITHOUT_GROUPS = (64, 32)  # of 8 bits with a scale for each output: the second for inputs that the first would cut
@@ -45,9 +46,8 @@ def _tile(rows: int, weight: Any, dtype: torch.dtype, backend: Triton) -> Any:
     # Triton is optional, and slow to import: only who uses it needs it.
     from .tiles import one_tile, tile_for
 
-    if backend.row_invariant and backend.rounding == "never":
-        return one_tile(dtype)
-    return tile_for(rows, weight, dtype, backend.rounding)
+    only = one_tile(weight, dtype, backend.rounding) if backend.row_invariant else None
+    return only or tile_for(rows, weight, dtype, backend.rounding)
 
 
 def _multiply(x: Tensor, weight: Any, bias: Tensor | None, backend: Triton) -> Tensor:
@@ -80,12 +80,13 @@ def _(
 
 
 class Triton(Backend):
-    """Reads the stored integers once for each tile of rows; sums in float32.
+    """Reads the stored numbers once for each tile of rows; sums in float32.
 
-    rounding: which rows are rounded to INT8, in each group of inputs as the CPU's kernels do it, and multiplied as
-    integers. "many rows": those of calls with more than FEW_ROWS, which arithmetic limits and not memory.
+    rounding: which rows are rounded to 8 bits, in each group of inputs as the CPU's kernels do it, and multiplied as
+    such. "many rows": those of calls with more than FEW_ROWS, which arithmetic limits and not memory. rounded_to: FP8
+    for FP8 weights, on a GPU that multiplies it, and INT8 for all others.
     row_invariant: one tile serves any number of rows, and no sum is split. Without it, tiles and splits depend on the
-    number of rows, and so does the rounding. Rows that are always rounded have the same bits in every tile.
+    number of rows, and so does the rounding. Rows that are always rounded to INT8 have the same bits in every tile.
     """
 
     name = "triton"
@@ -93,9 +94,13 @@ class Triton(Backend):
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     own_formats_only = False
 
-    def __init__(self, *, row_invariant: bool, rounding: Rounding = "never") -> None:
-        self.row_invariant, self.rounding = row_invariant, rounding
-        self.activations = "int8" if rounding == "always" else None
+    def __init__(self, *, row_invariant: bool, rounding: Rounding = "never", rounded_to: EightBits = "int8") -> None:
+        self.row_invariant, self.rounding, self.rounded_to = row_invariant, rounding, rounded_to
+        self.activations = rounded_to if rounding == "always" else None
+        if rounding == "never":
+            self.formats = ("int", "fp8")
+        elif rounded_to == "fp8":
+            self.formats = ("fp8",)
 
     def is_for(self, device_type: str) -> bool:
         return kernels.is_for(device_type)
@@ -107,24 +112,27 @@ class Triton(Backend):
         if block_size(spec.bits, spec.layout.group_size, spec.in_features) is None:
             return f"it takes groups of a multiple of {BLOCKS[spec.bits][-1]} inputs, not {spec.group_size}"
         if self.rounding != "never" and spec.activations is None:
-            return "it rounds activations to INT8"
+            return f"it rounds activations to {self.rounded_to.upper()}"
         return None if self.rounding == "never" else self.unserved(spec)
 
     @staticmethod
     def unserved(spec: LinearSpec) -> str | None:
         """Why rows that are rounded cannot be multiplied by such a weight, as a clause; None if they can."""
+        if spec.format == "fp8" and spec.device_type == "cuda" and kernels.capability() < kernels.FP8:
+            return "with FP8 activations it needs a GPU that multiplies FP8, of compute capability 8.9"
         if spec.minima:
             return "it takes no minima with INT8 activations"
         block = block_size(spec.bits, spec.layout.group_size, spec.in_features) or 0
         if block * spec.bits < 8 * LEAST_BYTES:
             least = 8 * LEAST_BYTES // spec.bits
-            return f"with INT8 activations it takes groups of a multiple of {least} inputs, not {spec.group_size}"
+            name = "FP8" if spec.format == "fp8" else "INT8"
+            return f"with {name} activations it takes groups of a multiple of {least} inputs, not {spec.group_size}"
         return None
 
     def note(self, spec: LinearSpec) -> str | None:
         if self.rounding != "many rows":
             return None
-        return f"calls with more than {FEW_ROWS} rows may round activations to INT8"
+        return f"calls with more than {FEW_ROWS} rows may round activations to {self.rounded_to.upper()}"
 
     def pack(self, weight: QuantizedWeight) -> Any:
         from ..kernels.triton.quantized_linear import BlockedWeight
@@ -132,7 +140,9 @@ class Triton(Backend):
         out_features, in_features = weight.shape
         block = block_size(weight.bits, weight.group_size if weight.by_group else None, in_features)
         assert block is not None
-        integers = F.pad(weight.integers(), (0, -in_features % block)).view(out_features, -1, block)
+        stored = weight.integers()
+        padded = F.pad(stored.view(torch.int8), (0, -in_features % block))  # as bytes: torch does not add to FP8
+        integers = padded.view(stored.dtype).view(out_features, -1, block)
         zero_point = None
         if isinstance(weight, Int4Weight):
             low, high = integers.view(torch.uint8).chunk(2, dim=-1)
@@ -151,8 +161,8 @@ class Triton(Backend):
         scale = _by_block(packed.scale)
         minimum = None if packed.minimum is None else _by_block(packed.minimum)
         if packed.bits == 8:
-            integers = stored.flatten(1)[:, : packed.in_features].contiguous()
-            return Int8Weight(integers, scale, None, minimum)
+            numbers = stored.flatten(1)[:, : packed.in_features].contiguous()
+            return Float8Weight(numbers, scale) if packed.is_fp8 else Int8Weight(numbers, scale, None, minimum)
         signed = stored.view(torch.int8)
         integers = torch.cat((signed << 4 >> 4, signed >> 4), dim=-1).flatten(1)
         zero_point = None

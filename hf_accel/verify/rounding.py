@@ -83,7 +83,7 @@ class ReferenceModel:
 
     def _flipped(self, history: Tensor, settings: Mapping[str, Any]) -> Tensor | None:
         """One pass with the closest decisions of integer activations, keys and values turned; None without any."""
-        layers = [m for m in self.model.modules() if isinstance(m, QuantModule) and m.activations]
+        layers = [m for m in self.model.modules() if isinstance(m, QuantModule) and m.activations == "int8"]
         cache = new_cache(self.model)
         flip = None if cache is None else FLIPS.get(cache.settings.dtype)
         if cache is not None and flip is not None:

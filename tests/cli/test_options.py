@@ -16,7 +16,7 @@ from hf_accel_cli.patch_options import PATCH_OPTIONS, PatchOption
 
 CONFIGS: dict[str, Any] = {"weights": WeightConfig, "cache": CacheConfig, "speculative": SpeculativeConfig}
 LEFT_OUT = {  # fields without an option, and why
-    "weights.format": "--weights nf4",
+    "weights.format": "--weights fp8, --weights nf4",
     "weights.only_if_faster": "--weights auto",
     "speculative.drafter": "--speculative",
     "speculative.max_draft": "for programs",
@@ -43,6 +43,7 @@ def test_every_keyword_and_field_has_an_option() -> None:
 def test_every_value_that_help_shows_is_taken(option: PatchOption) -> None:
     for value in option.values:
         beside = {"calibration": ["text"]} if value in ("gptq", "awq") else {}
+        beside |= {"weights": "fp8"} if (option.name, value) == ("activations", "fp8") else {}
         PatchConfig.build(**asked(**{option.name: value}, **beside))
 
 
@@ -56,6 +57,8 @@ def test_every_value_that_help_shows_is_taken(option: PatchOption) -> None:
         ({"weights": "auto", "skip": ["lm_head"]},
          {"weights": {"bits": 8, "only_if_faster": True, "skip": ["lm_head"]}}),
         ({"weights": "nf4", "head": "none"}, {"weights": {"bits": 4, "format": "nf4", "head": None}}),
+        ({"weights": "fp8", "activations": "fp8"},
+         {"weights": {"bits": 8, "format": "fp8", "activations": "fp8"}}),
         ({"cache_dtype": "int8", "block_size": 32}, {"cache": {"dtype": "int8", "block_size": 32}}),
         ({"cache": "none", "fuse": False}, {"cache": None, "fuse": False}),
         ({"speculative": "suffix", "num_draft": 4}, {"speculative": {"drafter": "suffix", "num_draft": 4}}),

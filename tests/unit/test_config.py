@@ -52,7 +52,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"attn": "sdpa"}, r"unknown keyword 'attn'"),
     ({"xyz": 1}, "unknown keyword 'xyz'; known are attention, cache"),
     ({"explicit": {"cache"}}, "unknown keyword 'explicit'"),
-    ({"weights": "int3"}, "weights='int3' is not known; choose one of None, 'int8', 'int4', 'nf4', 'auto'"),
+    ({"weights": "int3"}, "weights='int3' is not known; choose one of None, 'int8', 'int4', 'fp8', 'nf4', 'auto'"),
     ({"weights": 8}, "weights=8 is not known"),
     ({"weights": {"bits": 5}}, "bits=5 is not known; choose one of 8, 4, 3, 2"),
     ({"weights": "nvfp4"}, "weights='nvfp4' is not made here: .* choose weights={'bits': 4, 'group_size': 32}"),

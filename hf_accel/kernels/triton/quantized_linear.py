@@ -1,7 +1,7 @@
 """Rows times a quantized weight, whose integers are read once for each tile of rows.
 
 They become floats in registers, or rows are rounded to INT8 first, in each group of inputs, and the products are
-integers.
+integers. An FP8 weight has floats of a byte in the place of integers, and rows are rounded to the like.
 
 A weight [out, in] is stored block of inputs by block, `[blocks, out, bytes of a block]`, so that what a program reads
 of a block lies side by side whatever the size of a group is. With 4 bits, byte i of a block holds input i in its low
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -31,8 +31,8 @@ ROUNDED = 1024  # numbers that one program rounds
 class LinearTile:
     """What one program computes: outputs x rows, over one of `splits` parts of the inputs.
 
-    The partial sums of several splits are written in float32 and added up in order. integers: whether rows are rounded
-    to INT8 and multiplied as integers, without splits.
+    The partial sums of several splits are written in float32 and added up in order. rounded: what rows are rounded to
+    and multiplied as, without splits.
     """
 
     outputs: int
@@ -40,17 +40,22 @@ class LinearTile:
     splits: int = 1
     num_warps: int = 4
     num_stages: int = 4
-    integers: bool = False
+    rounded: Literal["int8", "fp8"] | None = None
 
     def __str__(self) -> str:
         """A name, in which no two tiles agree."""
-        kind, parts = ("int8 " if self.integers else ""), (f" in {self.splits} parts" if self.splits > 1 else "")
+        kind, parts = (
+            (f"{self.rounded} " if self.rounded else ""),
+            (f" in {self.splits} parts" if self.splits > 1 else ""),
+        )
         return f"{kind}{self.outputs}x{self.rows}{parts}, {self.num_warps} warps, {self.num_stages} stages"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BlockedWeight:
-    """integers: uint8 (two 4-bit numbers) or int8, [blocks, out, bytes]. scale: floating point, [groups, out].
+    """integers: uint8 (two 4-bit numbers), int8 or float8_e4m3fn, [blocks, out, bytes].
+
+    scale: floating point, [groups, out].
 
     zero_point: of 4 bits, less 8: uint8 [groups, out / 2], the even output in the low half. minimum: [groups, out].
     w = (q - zero_point) * scale, or with minima w = (q + 8 with 4 bits, else q) * scale - minimum.
@@ -66,6 +71,15 @@ class BlockedWeight:
     @property
     def bits(self) -> int:
         return 4 if self.integers.dtype is torch.uint8 else 8
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.integers.dtype is torch.float8_e4m3fn
+
+    @property
+    def readable(self) -> Tensor:
+        """The integers as programs take them: FP8 as bytes."""
+        return self.integers.view(torch.uint8) if self.is_fp8 else self.integers
 
     @property
     def block(self) -> int:
@@ -88,7 +102,7 @@ class BlockedWeight:
 
     @property
     def blocks_rounded(self) -> int:
-        """Blocks in which a row's numbers share a scale when they are rounded to INT8."""
+        """Blocks in which a row's numbers share a scale when they are rounded."""
         return self.blocks_per_group or ACTIVATION_GROUP // self.block
 
 
@@ -105,8 +119,8 @@ def launches(
 
     starts: int64 [experts + 1], where the rows of each expert start; weight and bias are `stacked` then.
     """
-    if tile.integers:
-        return _integer_launches(x, weight, bias, out, tile=tile, starts=starts)
+    if tile.rounded:
+        return _rounded_launches(x, weight, bias, out, tile=tile, starts=starts)
     rows, outputs = out.shape
     share = -(-weight.num_blocks // tile.splits)
     splits = -(-weight.num_blocks // share)
@@ -115,13 +129,13 @@ def launches(
         kernel=multiply,
         grid=(*_programs(out, tile, starts), splits),
         arguments={
-            "x": x, "integers": weight.integers, "scale": weight.scale, "zero_point": weight.zero_point,
+            "x": x, "integers": weight.readable, "scale": weight.scale, "zero_point": weight.zero_point,
             "minimum": weight.minimum, "bias": bias if splits == 1 else None, "out": partial, "starts": starts,
             "rows": rows, "outputs": outputs, "inputs": weight.in_features, "blocks": weight.num_blocks,
             "groups": weight.scale.shape[-2], "share": share,
         },
         constants={
-            "BITS": weight.bits, "BLOCK": weight.block, "PER_GROUP": weight.blocks_per_group,
+            "BITS": weight.bits, "FP8": weight.is_fp8, "BLOCK": weight.block, "PER_GROUP": weight.blocks_per_group,
             "IS_CUT": bool(weight.in_features % weight.block), **_constants(tile, starts),
         },
         num_warps=tile.num_warps,
@@ -138,12 +152,12 @@ def launches(
     return [product, added]
 
 
-def _integer_launches(
+def _rounded_launches(
     x: Tensor, weight: BlockedWeight, bias: Tensor | None, out: Tensor, *, tile: LinearTile, starts: Tensor | None
 ) -> list[Launch]:
     rows, per_group = len(x), weight.blocks_rounded
     group, groups = per_group * weight.block, -(-weight.num_blocks // per_group)
-    levels = x.new_empty(rows, groups * group, dtype=torch.int8)
+    levels = x.new_empty(rows, groups * group, dtype=torch.uint8 if weight.is_fp8 else torch.int8)
     factors = x.new_empty(rows, groups, dtype=torch.float32)
     width = triton.next_power_of_2(group)
     together = max(1, ROUNDED // width)
@@ -151,18 +165,18 @@ def _integer_launches(
         kernel=round_rows,
         grid=(rows, -(-groups // together)),
         arguments={"x": x, "levels": levels, "factors": factors, "inputs": weight.in_features, "groups": groups},
-        constants={"GROUP": group, "GROUP_2": width, "GROUPS": together},
+        constants={"FP8": weight.is_fp8, "GROUP": group, "GROUP_2": width, "GROUPS": together},
     )
     product = Launch(
         kernel=multiply_integers,
         grid=_programs(out, tile, starts),
         arguments={
-            "levels": levels, "factors": factors, "integers": weight.integers, "scale": weight.scale,
+            "levels": levels, "factors": factors, "integers": weight.readable, "scale": weight.scale,
             "zero_point": weight.zero_point, "bias": bias, "out": out, "starts": starts, "rows": rows,
             "outputs": weight.out_features, "blocks": weight.num_blocks, "groups": groups,
         },
         constants={
-            "BITS": weight.bits, "BLOCK": weight.block, "PER_GROUP": per_group,
+            "BITS": weight.bits, "FP8": weight.is_fp8, "BLOCK": weight.block, "PER_GROUP": per_group,
             "BY_GROUP": weight.blocks_per_group > 0, "IS_CUT": bool(weight.num_blocks % per_group),
             **_constants(tile, starts),
         },

@@ -10,23 +10,33 @@ from torch import Tensor
 
 from ...config import WeightConfig
 from ...errors import UnsupportedError
-from ..formats import LOW_BITS, Int8Weight, LowBitWeight, QuantizedWeight, check_group_size, chunks
+from ..activations import LARGEST
+from ..formats import (
+    BYTES,
+    LOW_BITS,
+    ByteWeight,
+    Format,
+    LowBitWeight,
+    QuantizedWeight,
+    check_group_size,
+    chunks,
+)
 
 
 def quantize(weight: Tensor, config: WeightConfig) -> QuantizedWeight:
     """Quantize a floating-point weight [out, in] as `config` says; scales get the weight's dtype.
 
-    Symmetric, 8 bits: the largest magnitude of an output channel becomes 127. Symmetric, fewer bits: the number of
-    largest magnitude in a group of inputs becomes the lowest level, -8, -4 or -2, by a negative scale if it is
-    positive (ggml's Q4_0), so that no level is lost. Asymmetric, fewer bits: the range of a group, widened to hold 0,
-    is cut into 15, 7 or 3 steps, and a zero point says which level is 0, exactly. The error is at most half a step,
+    Symmetric, 8 bits: the largest magnitude of an output channel becomes 127, 448 in FP8. Symmetric, fewer bits: the
+    number of largest magnitude in a group of inputs becomes the lowest level, -8, -4 or -2, by a negative scale if it
+    is positive (ggml's Q4_0), so that no level is lost. Asymmetric, fewer bits: the range of a group, widened to hold
+    0, is cut into 15, 7 or 3 steps, and a zero point says which level is 0, exactly. The error is at most half a step,
     or one for a number opposite to the largest and nearly as large, and what rounding the scale to its dtype cuts off.
     Raises UnsupportedError for NaN or infinity and for a group size that does not divide the inputs.
     """
     weight = weight.detach()
     out_features, in_features = weight.shape
     if config.bits == 8:
-        return Int8Weight.from_integers(*_round(weight, in_features))
+        return _bytes(weight, in_features, "fp8" if config.format == "fp8" else "int")
     check_group_size((out_features, in_features), config.group_size)
     return _low_bits(weight, config.bits, config.group_size, symmetric=config.symmetric)
 
@@ -42,10 +52,14 @@ def quantize_like(weight: Tensor, other: QuantizedWeight) -> QuantizedWeight:
     weight = weight if order is None else weight.index_select(1, order)
     result: QuantizedWeight
     if other.bits == 8:
-        result = Int8Weight.from_integers(*_round(weight, group_size, dtype=dtype))
+        result = _bytes(weight, group_size, other.format, dtype=dtype)
     else:
         result = _low_bits(weight, other.bits, group_size, symmetric=other.symmetric, dtype=dtype)
     return replace(result, input_order=order)
+
+
+def _bytes(weight: Tensor, group_size: int, format: Format, *, dtype: torch.dtype | None = None) -> ByteWeight:
+    return BYTES[format].from_integers(*_round(weight, group_size, format=format, dtype=dtype))
 
 
 def _low_bits(
@@ -56,11 +70,12 @@ def _low_bits(
 
 
 def _round(
-    weight: Tensor, group_size: int, *, bits: int = 8, dtype: torch.dtype | None = None
+    weight: Tensor, group_size: int, *, bits: int = 8, format: Format = "int", dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """int8 [out, in] and scales [out, groups] of `dtype` or the weight's, a chunk of outputs at a time."""
-    half = 1 << bits - 1
-    integers = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
+    """Levels [out, in], int8 or FP8, and scales [out, groups] of `dtype` or the weight's, a chunk of outputs at a time."""
+    half, largest = 1 << bits - 1, LARGEST["fp8" if format == "fp8" else "int8"]
+    stored = BYTES[format].stored_as
+    integers = torch.empty_like(weight, dtype=stored, memory_format=torch.contiguous_format)
     scale = weight.new_empty(len(weight), weight.shape[1] // group_size, dtype=dtype)
     for outputs in chunks(len(weight)):
         groups = weight[outputs].reshape(-1, scale.shape[1], group_size)  # [outputs, groups, group]
@@ -68,11 +83,13 @@ def _round(
         absmax = torch.maximum(-low, high).abs()  # without a negative zero
         if not absmax.isfinite().all():
             refuse_not_finite()
-        scale[outputs] = _wide(absmax) / (127 if bits == 8 else torch.where(high > -low, -half, half))
+        scale[outputs] = _wide(absmax) / (largest if bits == 8 else torch.where(high > -low, -half, half))
         # The stored scale is the divisor: what is rounded here is what dequantize multiplies back.
         divisor = _wide(scale[outputs]).masked_fill(scale[outputs] == 0, 1).unsqueeze(-1)
-        levels = (_wide(groups) / divisor).round_().clamp_(-127 if bits == 8 else -half, half - 1)
-        integers[outputs] = levels.flatten(-2).to(torch.int8)
+        levels = _wide(groups) / divisor
+        levels = levels if format == "fp8" else levels.round_()
+        levels.clamp_(-largest if bits == 8 else -half, largest if bits == 8 else half - 1)
+        integers[outputs] = levels.flatten(-2).to(stored)
     return integers, scale
 
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 import hf_accel
 from hf_accel import HfAccelError, UnsupportedError
 from hf_accel.linear import QuantLinear
+from hf_accel.linear.formats import readable
 
 from . import encode
 
@@ -36,8 +37,8 @@ def make(kind: type = LlamaForCausalLM, dtype: torch.dtype = torch.float32, **mo
 def args(bits: int, strategy: str, symmetric: bool = True, group: int | None = None, **more: Any) -> dict[str, Any]:
     return {
         "num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy, "group_size": group,
-        "dynamic": False, "actorder": None, **more,
-    }  # fmt: skip
+        "dynamic": False, "actorder": None,
+    } | more  # fmt: skip
 
 
 def compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -100,6 +101,26 @@ def integers(strategy: str = "channel") -> Any:
     return compressed("int-quantized", args(8, strategy), inputs), encoded
 
 
+def float8(strategy: str = "channel", *, rounds: bool = False) -> Any:
+    """compressed-tensors' FP8; "fine-grained": as transformers writes it."""
+    block = (24, 32)  # which cuts off the last block of outputs, but not of inputs
+
+    def encoded(name: str, weight: Tensor) -> tuple[encode.Parts, Tensor]:
+        numbers = (torch.randn(weight.shape) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+        sizes = {"channel": (1, weight.shape[1]), "tensor": weight.shape}.get(strategy, block)
+        scales = torch.rand(*(-(-n // size) for n, size in zip(weight.shape, sizes, strict=True))).add(0.5) / 4000
+        whole = scales.double().repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)
+        suffix = "weight_scale_inv" if strategy == "fine-grained" else "weight_scale"
+        exact = numbers.double() * whole[: weight.shape[0], : weight.shape[1]]
+        return {"weight": numbers, suffix: scales.view(1) if strategy == "tensor" else scales}, exact
+
+    if strategy == "fine-grained":
+        return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(block)}, encoded
+    weights = args(8, strategy, type="float", block_structure=list(block) if strategy == "block" else None)
+    inputs = args(8, "token", type="float", dynamic=True) if rounds else None
+    return compressed("float-quantized", weights, inputs), encoded
+
+
 KINDS = {
     "gptq": gptq(), "gptq v2": gptq(version="gptq_v2"), "gptq asymmetric": gptq(middle=False),
     "gptq asymmetric v2": gptq(middle=False, version="gptq_v2"), "gptq act-order": gptq(act_order=True),
@@ -107,6 +128,8 @@ KINDS = {
     "gptq 8 bits act-order": gptq(8, act_order=True), "awq": awq(), "w4a16": pack(),
     "w4a16 asymmetric": pack(middle=False), "w4a16 by output": pack(group=None), "w4a16 act-order": pack(order=True),
     "w8a16": pack(8, group=None), "w8a16 by group": pack(8), "w8a8": integers(), "w8a8 by tensor": integers("tensor"),
+    "fp8": float8(), "fp8 by tensor": float8("tensor", rounds=True), "fp8 by block": float8("block", rounds=True),
+    "fp8 of transformers": float8("fine-grained"),
 }  # fmt: skip
 
 
@@ -156,7 +179,7 @@ def test_what_was_loaded_can_be_saved_and_loaded(kind: str, saved: Any, tmp_path
     model.save_pretrained(tmp_path / "out")
     for again in (hf_accel.load(tmp_path / "out"), AutoModelForCausalLM.from_pretrained(tmp_path / "out")):
         for (name, one), (other, two) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
-            assert name == other and one.dtype is two.dtype and torch.equal(one, two)
+            assert name == other and one.dtype is two.dtype and torch.equal(readable(one), readable(two))
         assert torch.equal(again.generate(IDS, max_new_tokens=8, do_sample=False), output)
 
 
@@ -346,6 +369,15 @@ REFUSED = [
     ("w4a16", group_with(input_activations=args(4, "token", dynamic=True)), "input_activations"),
     ("w8a8", group_with("input_activations", dynamic=False), "input_activations"),
     ("w8a8", group_with("input_activations", type="float"), "input_activations"),
+    ("fp8 by tensor", group_with("input_activations", dynamic=False), "input_activations"),
+    ("fp8", group_with("weights", strategy="group"), "strategy='group', of which channel, tensor and block are read"),
+    ("fp8 by block", group_with("weights", block_structure=None), "blocks of None"),
+    ("fp8", tensor_with(f"{Q}.weight", lambda t: t.view(torch.int8)), "must be float8_e4m3fn"),
+    ("fp8 of transformers", config_with(weight_block_size=None), "blocks of None"),
+    ("fp8 of transformers", config_with(weight_block_size=[24, 48]), "no whole blocks of 48"),
+    ("fp8 of transformers", config_with(activation_scheme="static"), "activation_scheme='static'"),
+    ("fp8 of transformers", tensor_with(f"{Q}.weight_scale_inv", nan_first), "NaN or infinity"),
+    ("fp8 of transformers", tensor_with(f"{Q}.weight_scale_inv", None), "no '.*weight_scale_inv'"),
     *[("w4a16", tensor_with(f"{Q}.{p}", None), f"no '{Q}.{p}'") for p in ("weight_packed", "weight_scale")],
     *[("w4a16", tensor_with(f"{Q}.{p}", SHORT), p) for p in ("weight_packed", "weight_scale")],
     *[("w4a16", tensor_with(f"{Q}.{p}", WIDE), p) for p in ("weight_packed",)],

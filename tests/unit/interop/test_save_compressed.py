@@ -51,6 +51,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {  # weights=, and what weights h
     "asymmetric": (
         {**INT4, "symmetric": False}, {"num_bits": 4, "symmetric": False, "strategy": "group", "group_size": 32},
     ),
+    "fp8": ("fp8", {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}),
 }  # fmt: skip
 TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "group_size": None, "dynamic": True}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -84,7 +85,7 @@ def decoded(tensors: dict[str, Tensor], bits: int) -> Tensor:
     """The weight that a layer's tensors stand for, in the dtype of its scales."""
     scale = tensors["weight_scale"]
     if "weight" in tensors:
-        integers = tensors["weight"].long()
+        integers = tensors["weight"].double()
     else:
         out_features, in_features = tensors["weight_shape"].tolist()
         integers = unpacked(tensors["weight_packed"], bits, in_features)
@@ -157,14 +158,18 @@ def test_the_files_hold_what_the_model_computes_with(kind: str, dtype: torch.dty
             assert stored.keys() == {"weight"}
             assert bits(stored["weight"]) == bits(layer.quantized.dequantize(dtype))
             continue
-        assert all(part.dtype in (torch.int8, torch.int32, torch.int64, dtype) for part in stored.values())
+        assert all(
+            part.dtype in (torch.int8, torch.float8_e4m3fn, torch.int32, torch.int64, dtype)
+            for part in stored.values()
+        )
         assert bits(decoded(stored, layer.bits)) == bits(layer.quantized.dequantize(dtype))
     assert {name: bits(tensor) for name, tensor in tensors.items()} == {n: bits(t) for n, t in floats.items()}
 
     config = settings(tmp_path / "out")["quantization_config"]
     (group,) = config["config_groups"].values()
     assert expected.items() <= group["weights"].items() and group["targets"] == ["Linear"]
-    assert config["format"] == group["format"] == ("int-quantized" if kind == "int8" else "pack-quantized")
+    forms = {"int8": "int-quantized", "fp8": "float-quantized"}
+    assert config["format"] == group["format"] == forms.get(kind, "pack-quantized")
     assert config["ignore"] == ["lm_head"]
     assert (group["input_activations"] is None) == (kind != "int8")
     assert group["input_activations"] is None or TOKEN.items() <= group["input_activations"].items()
@@ -175,8 +180,18 @@ def test_activations_can_be_asked_for(tmp_path: Path) -> None:
     for activations, layout in (("int8", "int-quantized"), (None, "pack-quantized")):
         save_compressed(model, tmp_path, activations=activations)  # type: ignore[arg-type]
         assert settings(tmp_path)["quantization_config"]["format"] == layout
-    with pytest.raises(UnsupportedError, match="activations='fp8' is not known"):
-        save_compressed(model, tmp_path, activations="fp8")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="activations='nvfp4' is not known"):
+        save_compressed(model, tmp_path, activations="nvfp4")  # type: ignore[arg-type]
+
+
+def test_fp8_activations_can_be_asked_for(tmp_path: Path) -> None:
+    model = hf_accel.patch(build("llama"), weights="fp8")
+    for activations in ("fp8", None):
+        save_compressed(model, tmp_path, activations=activations)  # type: ignore[arg-type]
+        config = settings(tmp_path)["quantization_config"]
+        inputs = config["config_groups"]["group_0"]["input_activations"]
+        assert config["format"] == "float-quantized"
+        assert inputs is None if activations is None else inputs.items() >= {**TOKEN, "type": "float"}.items()
 
 
 def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:

@@ -11,16 +11,18 @@ from torch import nn
 from hf_accel.config import WeightConfig
 from hf_accel.errors import UnsupportedError
 from hf_accel.linear import LinearSpec, QuantLinear, choose, quantize
+from hf_accel.linear.formats import readable
 
 from .layers import quantized_layer
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPE = (48, 128)  # [out, in]
-INT8, INT4 = WeightConfig(), WeightConfig(bits=4, group_size=32)
+INT8, INT4, FP8 = WeightConfig(), WeightConfig(bits=4, group_size=32), WeightConfig(format="fp8")
 ASYMMETRIC = WeightConfig(bits=4, group_size=32, symmetric=False)
 STORED = {
-    8: {"weight": (torch.int8, (48, 128)), "weight_scale": (BF16, (48, 1))},
-    4: {
+    "int8": {"weight": (torch.int8, (48, 128)), "weight_scale": (BF16, (48, 1))},
+    "fp8": {"weight": (torch.float8_e4m3fn, (48, 128)), "weight_scale": (BF16, (48, 1))},
+    "int4": {
         "weight_packed": (torch.int32, (48, 16)),
         "weight_scale": (BF16, (48, 4)),
         "weight_shape": (torch.int64, (2,)),
@@ -29,13 +31,13 @@ STORED = {
 
 
 def stored_form(layer: QuantLinear) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    return STORED[layer.bits] | ({} if layer.symmetric else {"weight_zero_point": (torch.int32, (6, 4))})
+    return STORED[layer.spec.label] | ({} if layer.symmetric else {"weight_zero_point": (torch.int32, (6, 4))})
 
 
 def spec_of_layer(config: WeightConfig, device: str = "cpu") -> LinearSpec:
     return LinearSpec(
         in_features=128, out_features=48, bits=config.bits, group_size=32, symmetric=config.symmetric, dtype=BF16,
-        device_type=device, activations=config.activations,
+        device_type=device, activations=config.activations, format=config.format,
     )  # fmt: skip
 
 
@@ -47,10 +49,11 @@ def possible(config: WeightConfig, backend: str) -> bool:
 
 
 KINDS = [
-    pytest.param((config, backend), id=f"{config.label}-{backend}")
+    pytest.param((config, backend), id=f"{config.label}-{backend}{'-rounded' * (config.activations == 'fp8')}")
     for config, backend in [
         (INT8, "onednn"), (INT8, "torch"), (INT8, "reference"), (INT4, "torch"), (INT4, "reference"),
         (ASYMMETRIC, "reference"), (INT8, "cpu"), (INT4, "cpu"), (ASYMMETRIC, "cpu"),
+        (FP8, "reference"), (WeightConfig(format="fp8", activations="fp8"), "reference"),
     ]
     if possible(config, backend)
 ]  # fmt: skip
@@ -94,6 +97,7 @@ def test_is_a_linear_without_a_float_parameter(make_layer):
     assert f"backend={make_layer.backend}" in repr(layer)
     assert ("group_size=32" in repr(layer)) == (layer.bits == 4)
     assert ("symmetric=False" in repr(layer)) == (not layer.symmetric)
+    assert ("format='fp8'" in repr(layer)) == (layer.format == "fp8")
 
 
 def test_computes_with_its_dequantized_weight(make_layer, x):
@@ -258,11 +262,13 @@ def test_zero_points_are_neither_dropped_nor_made_up(config, other, message):
         layer.load_state_dict(saved)
 
 
-def test_a_float_weight_is_not_cut_off_to_integers(x):
-    layer = quantized_layer(torch.randn(SHAPE).to(BF16), config=INT8)
+@pytest.mark.parametrize("config", [INT8, FP8], ids=["INT8", "FP8"])
+def test_a_float_weight_is_not_cut_off_to_8_bits(x, config):
+    layer = quantized_layer(torch.randn(SHAPE).to(BF16), config=config)
     before = run(layer, x)
     state = layer.state_dict() | {"weight": torch.randn(SHAPE)}
-    with pytest.raises(RuntimeError, match=r"weight is torch.float32 in the checkpoint, but an INT8 layer stores"):
+    label = config.label.upper()
+    with pytest.raises(RuntimeError, match=rf"weight is torch.float32 in the checkpoint, but an {label} layer stores"):
         layer.load_state_dict(state)
     assert torch.equal(run(layer, x), before)
 
@@ -300,7 +306,7 @@ def test_to_converts_scales_and_bias_and_never_the_integers(make_layer):
     assert wide is layer
     assert layer.choice is not None
     assert layer.compute_dtype == layer.bias.dtype == layer.weight.dtype == FP32
-    assert torch.equal(layer.quantized.integers(), integers)
+    assert torch.equal(readable(layer.quantized.integers()), readable(integers))
     assert torch.equal(layer.weight.to(BF16), weight)
     assert run(layer, torch.randn(2, 128)).dtype == FP32
     layer.to(BF16)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_accel.linear import BACKENDS, Int4Weight, LinearSpec
-from hf_accel.linear.formats import QuantizedWeight, from_state, state
+from hf_accel.linear.formats import QuantizedWeight, from_state, readable, state
 from tests.devices import device_of
 
 # A few roundings of the dtype.
@@ -16,13 +16,15 @@ CASES = [
     (8, 1, 33, 32), (8, 3, 37, 32), (8, 33, 64, 32), (8, 64, 384, 32), (8, 257, 48, 32),
     (4, 1, 32, 32), (4, 3, 64, 32), (4, 33, 128, 64), (4, 64, 384, 128), (4, 112, 64, 32), (4, 272, 256, 128),
     (3, 33, 96, 32), (3, 272, 256, 128), (2, 33, 96, 32), (2, 272, 256, 128),
+    ("fp8", 1, 32, 32), ("fp8", 64, 384, 32), ("fp8", 257, 48, 32),
 ]  # fmt: skip
 
 
 def parameter(backend, *case, name=""):
     """What needs a GPU (or Triton's interpreter) carries the gpu mark."""
     on_gpu = backend.name == "triton" or backend.device_type == "cuda"
-    kind = " by row" if backend.name == "triton" and backend.row_invariant and backend.activations is None else ""
+    is_one_of_two = backend.name == "triton" and backend.activations != "int8"
+    kind = " by row" if is_one_of_two and backend.row_invariant else ""
     marks = [pytest.mark.gpu] if on_gpu else []
     return pytest.param(backend, *case, id=f"{backend.name}{kind}-{backend.activations or 'float'}{name}", marks=marks)
 
@@ -30,15 +32,22 @@ def parameter(backend, *case, name=""):
 # One that rounds many rows alone is two others, of which it takes one by the number of rows.
 TRIED = [backend for backend in BACKENDS if getattr(backend, "rounding", "never") != "many rows"]
 PAIRS = [
-    parameter(backend, *case, name=f"-int{case[0]}-{case[1]}x{case[2]}")
+    parameter(backend, *case, name=f"-{'int' * (case[0] != 'fp8')}{case[0]}-{case[1]}x{case[2]}")
     for backend in TRIED
     for case in CASES
-    if case[0] in backend.bits
+    if (case[0] in backend.bits and "int" in backend.formats) or case[0] in backend.formats
 ]
 
 
+def spec_of(bits, outputs, inputs, *, group_size, dtype, device) -> LinearSpec:
+    kind = {"bits": 8, "format": "fp8"} if bits == "fp8" else {"bits": bits}
+    sizes = {"in_features": inputs, "out_features": outputs, "group_size": group_size}
+    return LinearSpec(**sizes, **kind, dtype=dtype, device_type=device)
+
+
 def on(weight: QuantizedWeight, device: str) -> QuantizedWeight:
-    return from_state(weight.bits, {name: tensor.to(device) for name, tensor in state(weight).items()})
+    moved = {name: tensor.to(device) for name, tensor in state(weight).items()}
+    return from_state(weight.bits, moved, format=weight.format)
 
 
 def rounded_rows(x: np.ndarray) -> np.ndarray:
@@ -56,9 +65,21 @@ def rounded_groups(x: np.ndarray, size: int) -> np.ndarray:
     return out
 
 
-def as_rounded(backend, x: np.ndarray, bits: int, group_size: int) -> np.ndarray:
+def rounded_to_fp8(x: np.ndarray, size: int) -> np.ndarray:
+    out = x.copy()
+    for start in range(0, x.shape[1], size):
+        part = x[:, start : start + size].astype(np.float32)
+        absmax = np.abs(part).max(axis=1, keepdims=True)
+        levels = torch.from_numpy(part * (np.float32(448) / absmax)).clamp(-448, 448).to(torch.float8_e4m3fn)
+        out[:, start : start + size] = levels.double().numpy() * (absmax / np.float32(448))
+    return out
+
+
+def as_rounded(backend, x: np.ndarray, bits: int | str, group_size: int) -> np.ndarray:
     if backend.activations is None or not len(x):
         return x
+    if backend.activations == "fp8":
+        return rounded_to_fp8(x, x.shape[1] if "by row" in (backend.name + backend.reference) else 128)
     if backend.name == "reference by row":
         return rounded_groups(x, x.shape[1])
     if backend.reference == "reference by row":
@@ -73,8 +94,7 @@ def test_as_the_float_layer_with_the_dequantized_weight(
     make_weight, backend, bits, outputs, inputs, group_size, dtype, has_bias
 ):
     device = device_of(backend)
-    sizes = {"in_features": inputs, "out_features": outputs, "bits": bits, "group_size": group_size}
-    spec = LinearSpec(**sizes, dtype=dtype, device_type=device)
+    spec = spec_of(bits, outputs, inputs, group_size=group_size, dtype=dtype, device=device)
     if reason := backend.refuses(spec):
         pytest.skip(reason)
     weight, dense = make_weight(bits, outputs, inputs, group_size=group_size, dtype=dtype)
@@ -88,7 +108,7 @@ def test_as_the_float_layer_with_the_dequantized_weight(
         got = backend.run(x.to(device), packed, None if bias is None else bias.to(device)).cpu()
         assert got.dtype == dtype
         assert got.shape == (rows, outputs)
-        few_bits = dtype == torch.float32 and backend.note(spec) is not None
+        few_bits = dtype == torch.float32 and backend.name == "torch" and backend.note(spec) is not None
         tolerance = TOLERANCE[torch.bfloat16 if few_bits else dtype]
         size = np.sqrt(x.double().numpy() ** 2 @ dense.T**2) + np.abs(exact)  # a sum may cancel, its errors do not
         assert (np.abs(got.double().numpy() - exact) <= tolerance * size).all()
@@ -98,8 +118,7 @@ def test_as_the_float_layer_with_the_dequantized_weight(
 @pytest.mark.parametrize(("backend", "bits", "outputs", "inputs", "group_size"), PAIRS)
 def test_unpack_returns_what_was_packed(make_weight, backend, bits, outputs, inputs, group_size, dtype):
     device = device_of(backend)
-    sizes = {"in_features": inputs, "out_features": outputs, "bits": bits, "group_size": group_size}
-    spec = LinearSpec(**sizes, dtype=dtype, device_type=device)
+    spec = spec_of(bits, outputs, inputs, group_size=group_size, dtype=dtype, device=device)
     if reason := backend.refuses(spec):
         pytest.skip(reason)
     weight, _ = make_weight(bits, outputs, inputs, group_size=group_size, dtype=dtype)
@@ -113,12 +132,14 @@ def assert_same_state(restored, weight):
         got = state(restored)[name].cpu()
         assert state(restored)[name].is_contiguous()
         assert got.dtype == tensor.dtype
-        assert torch.equal(got, tensor), name
+        assert torch.equal(readable(got), readable(tensor)), name
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("outputs", "inputs", "group_size"), [(1, 32, 32), (33, 128, 64), (272, 256, 128)])
-@pytest.mark.parametrize("backend", [parameter(backend) for backend in TRIED if 4 in backend.bits])
+@pytest.mark.parametrize(
+    "backend", [parameter(backend) for backend in TRIED if 4 in backend.bits and "int" in backend.formats]
+)
 def test_zero_points(backend, outputs, inputs, group_size, dtype):
     device = device_of(backend)
     sizes = {"in_features": inputs, "out_features": outputs, "bits": 4, "group_size": group_size}

@@ -123,7 +123,7 @@ def test_a_named_backend_is_taken_where_auto_would_not():
             "'cublas' is not known; choose one of 'auto', 'cpu', 'onednn', 'torch', 'triton', 'reference', "
             "'reference by row'$",
         ),
-        ("onednn", 4, {}, r"backend 'onednn' refuses a layer \[2048, 2048\]: it has no 4-bit weights; use 'auto'$"),
+        ("onednn", 4, {}, r"backend 'onednn' refuses a layer \[2048, 2048\]: it has no INT4 weights; use 'auto'$"),
         ("onednn", 8, {"activations": None}, "refuses .*: it rounds activations to INT8; use 'auto'$"),
     ],
 )

@@ -66,7 +66,9 @@ def test_a_row_does_not_depend_on_the_others():
     assert together.isnan().any(1).nonzero().flatten().tolist() == [3, 4]
     for row in (0, 17, 39):
         assert torch.equal(backend.run(x[row : row + 1], backend.pack(weight), None), together[row : row + 1])
-    torch.testing.assert_close(together, ReferenceByRow().run(x, weight, None), equal_nan=True, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        together, ReferenceByRow("int8").run(x, weight, None), equal_nan=True, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_it_comes_before_the_reference_where_there_is_no_triton(monkeypatch):

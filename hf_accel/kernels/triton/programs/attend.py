@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .rounded import fp8_numbers
+
 # These change from pass to pass. Triton would compile the kernel anew where one is 1, or a multiple of 16.
 VARYING = [
     "table_row", "num_row_blocks", "num_splits", "first_query", "rows_of_part", "least_queries", "most_queries",
@@ -22,13 +24,9 @@ INT4_MIDDLE = tl.constexpr(7.5)
 
 @triton.jit
 def _levels(tile, FP8: tl.constexpr, dtype: tl.constexpr):
-    """Stored int8 or fp8 as numbers of `dtype`, exactly; fp8 is 2 ** 8 times too small, which its scale makes up for.
-
-    fp8 is read as bytes, since GPUs before sm_89 do not know it: as float16, its exponent is smaller by 8.
-    """
+    """Stored int8 or fp8 as numbers of `dtype`, exactly; fp8 comes 2 ** 8 times too small, as fp8_numbers gives it."""
     if FP8:
-        bits = tile.to(tl.uint16)
-        return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32).to(dtype)
+        return fp8_numbers(tile, dtype)
     return tile.to(tl.float32).to(dtype)  # straight from int8, the interpreter's bfloat16 would be wrong
 
 

@@ -1,7 +1,8 @@
-"""Rows rounded to INT8, times a quantized weight, in integers; see ../quantized_linear.py.
+"""Rows rounded to INT8 or FP8, times a quantized weight of the same kind; see ../quantized_linear.py.
 
-What one number of the result is does not depend on the tile: sums within a group of inputs are exact, and groups are
-added up in order, by products and sums that are rounded once.
+With integers, what one number of the result is does not depend on the tile: sums within a group of inputs are exact,
+and groups are added up in order, by products and sums that are rounded once. Products of FP8 are exact, and how their
+sums within a group are rounded is the GPU's.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ import triton
 import triton.language as tl
 
 from .multiply import VARYING, rows_of_expert, zero_points_of
-from .write import round_to_even
+from .rounded import fp8_bits, round_to_even
 
 SMALLEST = tl.constexpr(1e-35)  # a group of smaller numbers counts as zeros
 
 
 @triton.jit
-def round_rows(x, levels, factors, inputs, groups, GROUP: tl.constexpr, GROUP_2: tl.constexpr, GROUPS: tl.constexpr):
-    """Program (row, GROUPS groups of it). levels: int8 [rows, groups * GROUP]. factors: float32 [rows, groups].
+def round_rows(
+    x, levels, factors, inputs, groups,
+    FP8: tl.constexpr, GROUP: tl.constexpr, GROUP_2: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Program (row, GROUPS groups of it). levels: [rows, groups * GROUP], int8, or FP8 as bytes. factors: float32
+    [rows, groups].
 
     Past the last input there are zeros. The factor of a group that holds NaN or infinity is NaN. GROUP_2: GROUP up to
     a power of 2.
@@ -30,21 +35,25 @@ def round_rows(x, levels, factors, inputs, groups, GROUP: tl.constexpr, GROUP_2:
     numbers = tl.load(x + row * inputs + column, mask=is_there & (column < inputs), other=0).to(tl.float32)
     is_number = tl.min(tl.where(tl.abs(numbers) < float("inf"), 1, 0), 1) == 1
     largest = tl.max(tl.where(is_number[:, None], tl.abs(numbers), 0.0), 1)
-    inverse = tl.div_rn(127.0 + tl.zeros_like(largest), tl.maximum(largest, SMALLEST))
+    highest: tl.constexpr = 448.0 if FP8 else 127.0
+    inverse = tl.div_rn(highest + tl.zeros_like(largest), tl.maximum(largest, SMALLEST))
     inverse = tl.where(largest >= SMALLEST, inverse, 0.0)
     # Between the product and its rounding, a minimum keeps the compiler from making one operation of them.
-    level = tl.minimum(tl.where(is_number[:, None], numbers * inverse[:, None], 0.0), 127.0)
+    level = tl.minimum(tl.where(is_number[:, None], numbers * inverse[:, None], 0.0), highest)
     to = levels + row * (groups * GROUP) + column
-    tl.store(to, round_to_even(level).to(tl.int8), mask=is_there)
-    factor = tl.where(is_number, tl.div_rn(largest, 127.0 + tl.zeros_like(largest)), float("nan"))
+    if FP8:
+        tl.store(to, fp8_bits(tl.maximum(level, -highest)), mask=is_there)
+    else:
+        tl.store(to, round_to_even(level).to(tl.int8), mask=is_there)
+    factor = tl.where(is_number, tl.div_rn(largest, highest + tl.zeros_like(largest)), float("nan"))
     tl.store(factors + row * groups + group, factor, mask=group < groups)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def multiply_integers(
     levels, factors, integers, scale, zero_point, bias, out, starts, rows, outputs, blocks, groups,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, BY_GROUP: tl.constexpr, IS_CUT: tl.constexpr,
-    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr,
+    BITS: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, BY_GROUP: tl.constexpr,
+    IS_CUT: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr,
 ):  # fmt: skip
     """Program (row tile, output tile). out: [rows, outputs]. PER_GROUP: blocks of inputs of a group of the rows.
 
@@ -82,7 +91,7 @@ def multiply_integers(
             factor = of_weight[:, None] * factor
         if zero_point is not None:
             zero = zero_points_of(zero_point, group, wide, output, is_output)[:, None]
-        added = tl.zeros((OUTPUTS, ROWS), tl.int32)
+        added = tl.zeros((OUTPUTS, ROWS), tl.float32 if FP8 else tl.int32)
         for part in tl.static_range(PER_GROUP):
             block = group * PER_GROUP + part
             is_there = is_output[:, None]
@@ -99,6 +108,9 @@ def multiply_integers(
                 added = tl.dot(low, values, added, out_dtype=tl.int32)
                 values = tl.load(from_levels + block * BLOCK + BYTES, mask=is_row[None, :], other=0)
                 added = tl.dot(high, values, added, out_dtype=tl.int32)
+            elif FP8:
+                levels_of_weight = stored.to(tl.float8e4nv, bitcast=True)
+                added = tl.dot(levels_of_weight, values.to(tl.float8e4nv, bitcast=True), added)
             else:
                 added = tl.dot(stored, values, added, out_dtype=tl.int32)
         total = tl.fma(added.to(tl.float32), tl.broadcast_to(factor, (OUTPUTS, ROWS)), total)

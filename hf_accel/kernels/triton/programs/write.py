@@ -5,25 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .rounded import fp8_bits, round_to_even
+
 PLAIN, INT8, FP8, INT4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: float32 numbers up to 2 ** 22, added to it, lose their fraction
-
-
-@triton.jit
-def round_to_even(x):
-    """To the nearest integer, halves to the even one; |x| at most 2 ** 22."""
-    return (x + ROUNDER) - ROUNDER
-
-
-@triton.jit
-def _fp8_bits(x):
-    """float32, of magnitude 448 at most, as the bits of float8_e4m3fn, which GPUs before sm_89 cannot convert to."""
-    bits = x.to(tl.uint32, bitcast=True)
-    sign, magnitude = bits >> 24 & 0x80, bits & 0x7FFFFFFF
-    # Adding just under half of the last bit that stays, or half if that bit is set, rounds halves to even.
-    normal = (magnitude + 0x7FFFF + (magnitude >> 20 & 1)) >> 20
-    small = round_to_even(tl.abs(x) * 512.0).to(tl.uint32)  # below 2 ** -6 numbers are multiples of 2 ** -9
-    return (tl.where(magnitude < 0x3C800000, small, normal - (120 << 3)) | sign).to(tl.uint8)
 
 
 @triton.jit
@@ -82,7 +66,7 @@ def _write_head(
             if KIND == INT8:
                 tl.store(pages + target + dims, round_to_even(levels).to(tl.int8), mask=mask)
             else:
-                tl.store(pages + target + dims, _fp8_bits(levels), mask=mask)
+                tl.store(pages + target + dims, fp8_bits(levels), mask=mask)
             tl.store(scales + scale_target, scale)
 
 

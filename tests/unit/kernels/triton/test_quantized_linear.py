@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from hf_accel.kernels import triton as kernels
-from hf_accel.linear import Int4Weight, Int8Weight, LinearSpec, choose
+from hf_accel.linear import Float8Weight, Int4Weight, Int8Weight, LinearSpec, choose
 from hf_accel.linear.activations import round_groups
 from hf_accel.linear.experts import ExpertWeights, parts_of
-from hf_accel.linear.formats import QuantizedWeight, zeros
+from hf_accel.linear.formats import QuantizedWeight, readable, zeros
 from hf_accel.linear.registry import BackendChoice
 from hf_accel.linear.triton import Triton
 from tests.devices import triton_device
@@ -28,26 +28,37 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {FP32: 3e-6, BF16: 2.0**-6, FP16: 2.0**-9}
 LONG = pytest.mark.long
 INTEGERS = Triton(row_invariant=True, rounding="always")
-KINDS = ["int8", "int8 groups", "int8 minima", "int4", "int4 zero points", "int4 minima"]
-FEW_KINDS = [pytest.param(k, marks=[] if k in ("int8", "int4 zero points") else [LONG]) for k in KINDS]
+FLOATS8 = Triton(row_invariant=False, rounding="always", rounded_to="fp8")
+BY_OUTPUT = ("int8", "fp8")
+KINDS = ["int8", "int8 groups", "int8 minima", "int4", "int4 zero points", "int4 minima", "fp8", "fp8 groups"]
+FEW_KINDS = [pytest.param(k, marks=[] if k in ("int8", "int4 zero points", "fp8") else [LONG]) for k in KINDS]
 
-GROUPS = {kind: (128,) if kind == "int8" else (16, 32, 128) if kind[3] == "8" else (32, 64, 128) for kind in KINDS}
-QUICK = {("int8", 128, BF16): 80, ("int4", 32, FP16): 89, ("int4", 128, BF16): 90}  # a GPU each; the others are long
+GROUPS = {kind: (128,) if kind in BY_OUTPUT else (16, 32, 128) if "8" in kind else (32, 64, 128) for kind in KINDS}
+QUICK = {  # a GPU each; the others are long
+    ("int8", 128, BF16): 80, ("int4", 32, FP16): 89, ("int4", 128, BF16): 90, ("fp8", 128, BF16): 90,
+}  # fmt: skip
 
 
 def spec_of(kind: str, shape: tuple[int, int], *, dtype: torch.dtype, group: int = 128) -> LinearSpec:
     return LinearSpec(
-        in_features=shape[1], out_features=shape[0], bits=int(kind[3]), dtype=dtype, group_size=group,
-        symmetric=kind != "int4 zero points", by_group=kind in ("int8 groups", "int8 minima"),
-        minima=kind.endswith("minima"),
+        in_features=shape[1], out_features=shape[0], bits=4 if kind.startswith("int4") else 8, dtype=dtype,
+        group_size=group, symmetric=kind != "int4 zero points", minima=kind.endswith("minima"),
+        by_group=kind in ("int8 groups", "int8 minima", "fp8 groups"), format="fp8" if "fp8" in kind else "int",
     )  # fmt: skip
+
+
+def always(kind: str) -> Triton:
+    """What rounds all rows."""
+    return FLOATS8 if "fp8" in kind else INTEGERS
 
 
 def weight_of(kind: str, shape: tuple[int, int], *, group: int = 32, dtype: torch.dtype = FP32) -> QuantizedWeight:
     device, (outputs, inputs) = triton_device(), shape
-    groups = 1 if kind == "int8" else inputs // group
+    groups = 1 if kind in BY_OUTPUT else inputs // group
     scale = (torch.rand(outputs, groups, device=device) * 0.01 + 0.001).to(dtype)
     minimum = torch.rand(outputs, groups, device=device).mul(0.1).to(dtype) if kind.endswith("minima") else None
+    if "fp8" in kind:
+        return Float8Weight((torch.randn(shape, device=device) * 60).clamp_(-448, 448).to(torch.float8_e4m3fn), scale)
     if kind.startswith("int8"):
         return Int8Weight(torch.randint(-128, 128, shape, dtype=torch.int8, device=device), scale, None, minimum)
     integers = torch.randint(-8, 8, shape, dtype=torch.int8, device=device)
@@ -76,16 +87,19 @@ def test_every_tile_fits_every_gpu(kind, group, dtype, capability, rounding):
     from tests.unit.kernels.triton.compiling import compile_for
 
     spec, shape = spec_of(kind, (4096, 4096), dtype=dtype, group=group), (4096, 4096)
-    if rounding == "always" and INTEGERS.unserved(spec):
-        pytest.skip(INTEGERS.unserved(spec))
+    if rounding == "always" and always(kind).unserved(spec):
+        pytest.skip(always(kind).unserved(spec))
+    if rounding == "always" and "fp8" in kind and capability < 89:
+        pytest.skip("this GPU does not multiply FP8, and the backend refuses")
     weight = weight_of_zeros(kind, shape, dtype=dtype, group=group)
     tiles = tiles_of(weight, dtype, rounding)
-    assert rounding == "always" or one_tile(dtype) in tiles
+    only = one_tile(weight, dtype, rounding)
+    assert only in tiles or (only is None and rounding == "always")
     experts, starts = stacked([weight, weight]), torch.zeros(3, dtype=torch.int64)
     for tile in tiles:
         x, out = (torch.empty(tile.rows, 4096, dtype=dtype) for _ in range(2))
         bias = torch.empty(4096, dtype=dtype)
-        splits = 4 if tile is tiles[0] and not tile.integers else 1
+        splits = 4 if tile is tiles[0] and not tile.rounded else 1
         found = launches(x, weight, bias, out, tile=replace(tile, splits=splits))
         found += launches(x, experts, bias.expand(2, 4096), out, tile=for_experts(tile), starts=starts)
         for launch in found:
@@ -137,7 +151,7 @@ def test_experts_in_one_launch(kind, counts, dtype):
                 other = quantized_linear(x, call.weight, given, tile=tile, starts=starts)
                 torch.testing.assert_close(other, got, rtol=TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])
     for part, weight in zip(call.parts, weights, strict=True):
-        assert torch.equal(backend.unpack(part).integers(), weight.integers())
+        assert torch.equal(readable(backend.unpack(part).integers()), readable(weight.integers()))
 
 
 @runs
@@ -191,14 +205,18 @@ def test_many_rows_are_rounded_and_few_are_not(monkeypatch):
         ("int4 zero points", 64, None),
         ("int4", 32, "with INT8 activations it takes groups of a multiple of 64 inputs, not 32"),
         ("int4 minima", 64, "it takes no minima with INT8 activations"),
+        ("fp8", 128, None),
+        ("fp8 groups", 16, "with FP8 activations it takes groups of a multiple of 32 inputs, not 16"),
     ],
 )
-def test_what_is_multiplied_as_integers(kind, group, reason, monkeypatch):
+def test_what_is_multiplied_in_8_bits(kind, group, reason, monkeypatch):
+    rounded_to = "fp8" if "fp8" in kind else "int8"
+    monkeypatch.setattr(kernels, "capability", lambda: (8, 9))
     spec = replace(spec_of(kind, (70, 128), dtype=BF16, group=group), device_type="cuda")
     monkeypatch.setattr(kernels, "refusal", lambda device_type: None)
-    for backend in (INTEGERS, Triton(row_invariant=False, rounding="many rows")):
-        assert backend.refuses(spec) == reason
-        assert backend.refuses(replace(spec, activations=None)) == "it rounds activations to INT8"
+    for backend in (always(kind), Triton(row_invariant=False, rounding="many rows", rounded_to=rounded_to)):
+        assert backend.reads(spec) and backend.refuses(spec) == reason
+        assert backend.refuses(replace(spec, activations=None)) == f"it rounds activations to {rounded_to.upper()}"
     assert Triton(row_invariant=False).refuses(spec) is None
     choose.cache_clear()
     for row_invariant in (False, True):
@@ -206,7 +224,8 @@ def test_what_is_multiplied_as_integers(kind, group, reason, monkeypatch):
         rounding = "never" if row_invariant or reason else "many rows"
         assert (chosen.backend.name, chosen.backend.rounding, chosen.refusals) == ("triton", rounding, ())
     if reason is None:
-        assert choose(replace(spec, activations="int8")).backend.rounding == "always"
+        chosen = choose(replace(spec, activations=rounded_to))
+        assert (chosen.backend.rounding, chosen.backend.activations) == ("always", rounded_to)
     choose.cache_clear()
 
 
@@ -232,13 +251,13 @@ def test_a_layer_of_experts_goes_in_one_launch():
 @runs
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", [16, 32, 48, 96, 256])
-@pytest.mark.parametrize("kind", ["int8 groups", "int4"])
+@pytest.mark.parametrize("kind", ["int8 groups", "int4", pytest.param("fp8 groups", marks=LONG)])
 def test_groups_of_other_sizes(kind, group):
     """Those that checkpoints of other programs may have."""
     shape = (40, 2 * group)
     backend, spec = Triton(row_invariant=False), spec_of(kind, shape, dtype=FP32, group=group)
     reason = backend.refuses(replace(spec, device_type=triton_device()))
-    least = 16 if kind == "int8 groups" else 32
+    least = 32 if kind == "int4" else 16
     if group % least:
         assert reason == f"it takes groups of a multiple of {least} inputs, not {group}"
         return
@@ -246,13 +265,13 @@ def test_groups_of_other_sizes(kind, group):
     packed = backend.pack(weight)
     x = torch.randn(3, shape[1], device=triton_device())
     torch.testing.assert_close(backend.run(x, packed, None), x @ weight.dequantize(FP32).t(), rtol=1e-4, atol=1e-5)
-    assert torch.equal(backend.unpack(packed).integers(), weight.integers())
+    assert torch.equal(readable(backend.unpack(packed).integers()), readable(weight.integers()))
 
 
 @runs
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [pytest.param(FP32, marks=LONG), BF16, pytest.param(FP16, marks=LONG)], ids=str)
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", "int4", pytest.param("fp8", marks=LONG)])
 def test_a_row_does_not_depend_on_the_others(kind, dtype):
     backend, weight = Triton(row_invariant=True), weight_of(kind, (70, 256), dtype=dtype)
     packed = backend.pack(weight)
@@ -263,7 +282,7 @@ def test_a_row_does_not_depend_on_the_others(kind, dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("kind", ["int4", "int4 zero points", "int8"])
+@pytest.mark.parametrize("kind", ["int4", "int4 zero points", "int8", "fp8"])
 def test_one_row_moves_little_more_than_the_weight(kind):
     from tests.unit.kernels.triton.bytes_moved import counted
 
@@ -280,7 +299,7 @@ def test_one_row_moves_little_more_than_the_weight(kind):
 
 @interpreted
 @pytest.mark.parametrize("rows", [1, 16, 33, 65])
-@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_a_weight_is_read_once_for_each_tile_of_rows(kind, rows):
     """And the rows once for each tile of outputs, which the cache serves."""
     from tests.unit.kernels.triton.bytes_moved import counted

@@ -8,8 +8,10 @@ import torch
 
 from hf_accel.config import WeightConfig
 from hf_accel.errors import UnsupportedError
-from hf_accel.linear import quantize
+from hf_accel.linear import Float8Weight, quantize
+from hf_accel.linear.methods.rtn import quantize_like
 
+FP8 = WeightConfig(format="fp8")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -136,6 +138,36 @@ def test_a_scale_too_small_to_store_makes_zeros():
     weight = quantize(torch.tensor([[1e-7, 0.0, -1e-7]], dtype=torch.float16), WeightConfig())
     assert weight.weight_scale.tolist() == [[0.0]]
     assert weight.integers().tolist() == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fp8_is_the_nearest_of_all_its_numbers(dtype):
+    dense = torch.randn(300, 64).mul(torch.logspace(-4, 1, 300).unsqueeze(1)).to(dtype)
+    dense[7], dense[8, 3] = 0, 10 * dense[8].abs().max()
+    weight = quantize(dense, FP8)
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    codes = codes[codes.isfinite()]
+    assert codes.abs().max() == 448
+    scale = weight.weight_scale.double()
+    assert torch.equal(weight.weight_scale, (dense.float().abs().amax(1, keepdim=True) / 448).to(dtype))
+    wanted = (dense.double() / scale.masked_fill(scale == 0, 1)).clamp(-448, 448)
+    error = (weight.integers().double() - wanted).abs()
+    least = (wanted.unsqueeze(-1) - codes).abs().amin(-1)
+    assert (error <= least * (1 + 1e-5) + 1e-6).all()  # a tie may go either way where float32 rounds the quotient
+    assert torch.equal(weight.dequantize(torch.float64), weight.integers().double() * scale)
+    for value in (math.nan, math.inf):
+        with pytest.raises(UnsupportedError, match="the weight holds NaN or infinity"):
+            quantize(dense.index_fill(0, torch.tensor([299]), value), FP8)
+
+
+def test_fp8_goes_in_again_unchanged_and_in_groups():
+    once = quantize(torch.randn(9, 64), FP8)
+    twice = quantize(once.dequantize(torch.float32), FP8)
+    assert torch.equal(once.integers().float(), twice.integers().float())
+    grouped = Float8Weight(once.weight, torch.rand(9, 2) + 0.5)
+    again = quantize_like(grouped.dequantize(torch.float32), grouped)
+    assert (again.format, again.group_size) == ("fp8", 32)
+    assert (again.dequantize(torch.float32) - grouped.dequantize(torch.float32)).abs().max() < 0.04 * 448 * 1.5
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
