@@ -24,7 +24,7 @@ NF4: dict[str, tuple[object, ...]] = {  # all that bitsandbytes, and transformer
     "average_bits": (None,), "head": (None,), "only_if_faster": (False,),
 }  # fmt: skip
 FP8: dict[str, tuple[object, ...]] = {
-    "bits": (8,), "activations": ("auto", None, "fp8"), "method": ("rtn",), "average_bits": (None,),
+    "average_bits": (None,), "bits": (8,), "activations": ("auto", None, "fp8"), "method": ("rtn",),
 }  # fmt: skip
 BY_FORMAT: Any = Default("by format=")
 LLM_INT8 = (

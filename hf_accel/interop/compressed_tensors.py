@@ -157,7 +157,7 @@ def _checked(config: Mapping[str, Any], group: Mapping[str, Any]) -> Group:
     # Activations go to FP8 where that is faster, as with a weight of our own.
     activations: Activations = "int8" if inputs and kind == "int" else "auto"
     targets = list(group.get("targets", ()))
-    return Group(targets, int(bits), "int" if kind == "int" else "fp8", activations, block)
+    return Group(targets, int(weights["num_bits"]), "int" if kind == "int" else "fp8", activations, block)
 
 
 def _targets(target: str, name: str) -> bool:

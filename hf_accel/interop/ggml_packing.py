@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..linear.formats import Int8Weight, LowBitWeight, QuantizedWeight
+from ..linear.formats import ByteWeight, LowBitWeight, QuantizedWeight
 
 BLOCK = 32
 
@@ -33,7 +33,7 @@ def blocks(weight: QuantizedWeight, rows: Tensor | None = None) -> Tensor:
     repeats = in_features // BLOCK // scale.shape[1]
     values = integers.reshape(-1, BLOCK)
     factor = scale.repeat_interleave(repeats, dim=1).reshape(-1, 1)
-    if isinstance(weight, Int8Weight):
+    if isinstance(weight, ByteWeight):
         parts = [_half(factor), values.view(torch.uint8)]
     else:
         # Q4_0 takes 8 off; what is added in Q4_1 is the smaller, and the more exact in float16, the lower its levels.

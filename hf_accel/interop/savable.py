@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from ..check import check_model
 from ..errors import UnsupportedError
 from ..linear.hf import is_split
+from ..linear.formats import FLOAT8
 from ..models import unwrapped
 from ..survey import other_quantizer
 
@@ -31,6 +32,9 @@ def savable(model: nn.Module) -> PreTrainedModel:
 
 def check_finite(name: str, tensor: Tensor) -> None:
     """Raise UnsupportedError for NaN and infinity."""
-    if tensor.is_floating_point() and not tensor.isfinite().all():
-        place = (~tensor.isfinite()).nonzero()[0].tolist()
+    if not tensor.is_floating_point():
+        return
+    wrong = tensor.isnan() if tensor.dtype is FLOAT8 else ~tensor.isfinite()  # FP8 has no infinity
+    if wrong.any():
+        place = wrong.nonzero()[0].tolist()
         raise UnsupportedError(f"{name!r} holds NaN or infinity at {place}; repair the model first")

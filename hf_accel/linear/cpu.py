@@ -24,7 +24,7 @@ from ..kernels.cpu.integer_linear import (
 from ..kernels.cpu.library import FLOATS, native
 from ..tensors import is_recorded
 from .backend import Backend, GroupedExperts, LinearSpec
-from .formats import Int4Weight, Int8Weight, QuantizedWeight, check_group_size, pack_zero_points
+from .formats import Int4Weight, Int8Weight, LowBitWeight, QuantizedWeight, check_group_size, pack_zero_points
 from .methods.rtn import refuse_not_finite
 
 GROUP_MULTIPLE = 8  # inputs
@@ -87,6 +87,7 @@ class Cpu(Backend):
         scale = weight.weight_scale
         if isinstance(weight, Int8Weight):
             return CpuWeight(pack(8, weight.weight, scale, minima=weight.weight_minimum), scale.dtype)
+        assert isinstance(weight, LowBitWeight)
         zero_point = weight.zero_points()
         zeros = None if zero_point is None else (zero_point + 8).view(torch.uint8)
         packed = pack(4, weight.weight_packed.view(torch.uint8), scale, zeros, minima=weight.weight_minimum)

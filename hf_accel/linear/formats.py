@@ -217,6 +217,7 @@ def _places(bits: int, device: torch.device) -> Tensor:
 QuantizedWeight = ByteWeight | LowBitWeight
 BYTES: dict[Format, type[ByteWeight]] = {each.format: each for each in (Int8Weight, Float8Weight)}
 LOW_BITS: dict[int, type[LowBitWeight]] = {each.bits: each for each in (Int4Weight, Int3Weight, Int2Weight)}
+FORMATS: dict[int, type[ByteWeight] | type[LowBitWeight]] = {8: Int8Weight, **LOW_BITS}  # of integers, by bits
 
 
 def state(weight: QuantizedWeight) -> dict[str, Tensor]:
@@ -237,7 +238,7 @@ def readable(tensor: Tensor) -> Tensor:
 
 def from_state(bits: int, tensors: Mapping[str, Tensor], *, format: Format = "int") -> QuantizedWeight:
     """The weight of `bits` whose `state` is among `tensors`."""
-    kind = BYTES[format] if bits == 8 else LOW_BITS[bits]
+    kind = Float8Weight if format == "fp8" else FORMATS[bits]
     names = [f.name for f in fields(kind) if f.default is MISSING or f.name in tensors]
     return kind(**{name: tensors[name] for name in names})
 

@@ -156,14 +156,17 @@ class QuantModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Backends hold opaque tensors that cannot be copied; the stored form can."""
-        buffers = {**self._buffers, **state(self.quantized)}
+        stored = {**self._buffers, **state(self.quantized)}
+        buffers = {name: None if tensor is None else readable(tensor) for name, tensor in stored.items()}
         _keep_for_child(buffers)
         packed = self.choice is not None
         return self.__dict__ | {"_buffers": buffers, "choice": None, "_packed": packed, "_input_order": None}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
-        packed = attributes["_packed"]
-        super().__setstate__(attributes | {"_packed": None})  # type: ignore[no-untyped-call]
+        packed, buffers = attributes["_packed"], dict(attributes["_buffers"])
+        if attributes["format"] == "fp8":  # which torch can write as a pickle and not read
+            buffers["weight"] = buffers["weight"].view(FLOAT8)
+        super().__setstate__(attributes | {"_packed": None, "_buffers": buffers})  # type: ignore[no-untyped-call]
         if packed:
             self.pack()
 

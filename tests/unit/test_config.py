@@ -60,7 +60,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"weights": {"format": "nvfp4"}}, "format='nvfp4' is not made here: .* Blackwell"),
     ({"weights": {"bits": True}}, "bits=True is not known"),
     ({"weights": {"bits": 4, "group_size": 48}}, "group_size=48 is not known; choose one of 32, 64, 128"),
-    ({"weights": {"activations": "fp8"}}, "activations='fp8' is not known"),
+    ({"weights": {"activations": "fp8"}}, "activations='fp8' is for FP8 weights; choose weights='fp8'"),
     ({"weights": {"head": "int4"}}, "head='int4' is not known"),
     ({"weights": {"symmetric": False}}, r"symmetric=False is for 4 bits or fewer, INT8 .* leave it True"),
     ({"weights": {"bits": 4, "symmetric": 0}}, "symmetric=0 is not known; choose one of True, False"),

@@ -36,16 +36,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, roun
     return out
 
 
-def rope_launch(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, round_each: bool) -> Launch:
-    """x, out: [B, H, T, D] with a last stride of 1. cos, sin: [B or 1, T, D] of the same strides, the last one 1."""
-    batch, heads, tokens, size = x.shape
+def rope_launch(
+    heads: tuple[Tensor, Tensor], rotated: tuple[Tensor, Tensor], tables: tuple[Tensor, Tensor], *,
+    interleaved: bool, round_each: bool,
+) -> Launch:  # fmt: skip
+    """heads, rotated: q and k, [B, H, T, D] with a last stride of 1. tables: cos and sin, [B or 1, T, D], of the same
+    strides, the last one 1.
+    """
+    (q, k), (cos, sin) = heads, tables
+    batch, _, tokens, size = q.shape
+    named = {"q": q, "k": k, "q_out": rotated[0], "k_out": rotated[1]}
+    axes = {"batch": 0, "head": 1, "token": 2}
     return Launch(
         kernel=rotate,
-        grid=(batch * tokens, -(-heads // HEADS)),
+        grid=(batch * tokens, sum(-(-x.shape[1] // HEADS) for x in heads)),
         arguments={
-            "x": x, "out": out, "cos": cos, "sin": sin, "tokens": tokens, "heads": heads, "size": size,
-            "x_batch": x.stride(0), "x_head": x.stride(1), "x_token": x.stride(2), "out_batch": out.stride(0),
-            "out_head": out.stride(1), "out_token": out.stride(2),
+            **named, "cos": cos, "sin": sin, "tokens": tokens, "q_heads": q.shape[1], "k_heads": k.shape[1],
+            "size": size, **{f"{n}_{axis}": x.stride(d) for n, x in named.items() for axis, d in axes.items()},
             "table_batch": cos.stride(0) if cos.shape[0] > 1 else 0, "table_token": cos.stride(1),
         },
         constants={
@@ -62,8 +69,7 @@ def rope(
     if cos.stride(-1) != 1 or sin.stride() != cos.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     rotated = torch.empty_like(q), torch.empty_like(k)
-    for x, out in zip((q, k), rotated, strict=True):
-        rope_launch(x, out, cos, sin, interleaved=interleaved, round_each=round_each).run()
+    rope_launch((q, k), rotated, (cos, sin), interleaved=interleaved, round_each=round_each).run()
     return rotated
 
 

@@ -72,7 +72,7 @@ def _low_bits(
 def _round(
     weight: Tensor, group_size: int, *, bits: int = 8, format: Format = "int", dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Levels [out, in], int8 or FP8, and scales [out, groups] of `dtype` or the weight's, a chunk of outputs at a time."""
+    """Levels [out, in] and scales [out, groups] of `dtype` or the weight's, a chunk of outputs at a time."""
     half, largest = 1 << bits - 1, LARGEST["fp8" if format == "fp8" else "int8"]
     stored = BYTES[format].stored_as
     integers = torch.empty_like(weight, dtype=stored, memory_format=torch.contiguous_format)

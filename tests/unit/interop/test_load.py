@@ -374,7 +374,7 @@ REFUSED = [
     ("fp8 by block", group_with("weights", block_structure=None), "blocks of None"),
     ("fp8", tensor_with(f"{Q}.weight", lambda t: t.view(torch.int8)), "must be float8_e4m3fn"),
     ("fp8 of transformers", config_with(weight_block_size=None), "blocks of None"),
-    ("fp8 of transformers", config_with(weight_block_size=[24, 48]), "no whole blocks of 48"),
+    ("fp8 of transformers", config_with(weight_block_size=[24, 40]), "no whole blocks of 40"),
     ("fp8 of transformers", config_with(activation_scheme="static"), "activation_scheme='static'"),
     ("fp8 of transformers", tensor_with(f"{Q}.weight_scale_inv", nan_first), "NaN or infinity"),
     ("fp8 of transformers", tensor_with(f"{Q}.weight_scale_inv", None), "no '.*weight_scale_inv'"),

@@ -35,7 +35,7 @@ def test_bytes_of_zero_points():
 
 def test_most_backends_have_nothing_to_note():
     spec = LinearSpec(in_features=64, out_features=64, bits=8, dtype=torch.float32)
-    notes = {backend.note(spec) for backend in BACKENDS if spec.bits in backend.bits}
+    notes = {backend.note(spec) for backend in BACKENDS if backend.reads(spec)}
     assert notes == {None, "calls with more than 256 rows may round activations to INT8"}
 
 
@@ -43,7 +43,8 @@ def test_every_backend_keeps_the_contract():
     for backend in BACKENDS:
         assert isinstance(backend, Backend)
         assert set(backend.bits) <= set(FORMATS)
-        assert backend.activations in (None, "int8")
+        assert backend.activations in (None, "int8", "fp8")
+        assert backend.formats in (("int",), ("fp8",), ("int", "fp8"))
 
 
 def test_every_backend_has_a_reference_that_rounds_as_it_does():
@@ -51,6 +52,7 @@ def test_every_backend_has_a_reference_that_rounds_as_it_does():
         plain = [b for b in BACKENDS if b.name == backend.reference and b.activations == backend.activations]
         assert len(plain) == 1
         assert isinstance(plain[0], Reference) and set(backend.bits) <= set(plain[0].bits)
+        assert set(backend.formats) <= set(plain[0].formats)
 
 
 def cpu_flags() -> set[str]:

@@ -65,21 +65,28 @@ def rounded_groups(x: np.ndarray, size: int) -> np.ndarray:
     return out
 
 
+def nearest_fp8(levels: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(levels).clamp(-448, 448).to(torch.float8_e4m3fn).double().numpy()
+
+
 def rounded_to_fp8(x: np.ndarray, size: int) -> np.ndarray:
     out = x.copy()
     for start in range(0, x.shape[1], size):
         part = x[:, start : start + size].astype(np.float32)
         absmax = np.abs(part).max(axis=1, keepdims=True)
-        levels = torch.from_numpy(part * (np.float32(448) / absmax)).clamp(-448, 448).to(torch.float8_e4m3fn)
-        out[:, start : start + size] = levels.double().numpy() * (absmax / np.float32(448))
+        levels = nearest_fp8(part * (np.float32(448) / absmax))
+        out[:, start : start + size] = levels * (absmax / np.float32(448))
     return out
 
 
 def as_rounded(backend, x: np.ndarray, bits: int | str, group_size: int) -> np.ndarray:
     if backend.activations is None or not len(x):
         return x
+    if backend.activations == "fp8" and backend.name != backend.reference == "reference by row":
+        scale = np.abs(x).max(axis=1, keepdims=True).astype(np.float32) / np.float32(448)
+        return nearest_fp8(x.astype(np.float32) / scale) * scale
     if backend.activations == "fp8":
-        return rounded_to_fp8(x, x.shape[1] if "by row" in (backend.name + backend.reference) else 128)
+        return rounded_to_fp8(x, x.shape[1] if backend.name == "reference by row" else 128)
     if backend.name == "reference by row":
         return rounded_groups(x, x.shape[1])
     if backend.reference == "reference by row":

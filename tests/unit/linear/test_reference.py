@@ -39,8 +39,8 @@ def test_zero_points_on_the_meta_device():
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: f"{backend.name}-{backend.bits[0]}")
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_gradients_are_those_of_the_float_layer(make_weight, backend, has_bias):
-    bits, dtype = backend.bits[-1], torch.bfloat16
-    spec = LinearSpec(in_features=64, out_features=272, bits=bits, group_size=32, dtype=dtype)
+    bits, dtype = backend.bits[-1] if "int" in backend.formats else "fp8", torch.bfloat16
+    spec = LinearSpec(in_features=64, out_features=272, bits=backend.bits[-1], group_size=32, dtype=dtype)
     if backend.name == "cpu" and (reason := backend.refuses(spec)):
         pytest.skip(reason)
     weight, dense = make_weight(bits, 272, 64, dtype=dtype)

@@ -128,7 +128,7 @@ def test_gradients_reach_inputs_in_an_order_of_their_own():
 @pytest.mark.parametrize("backend", ["onednn", "torch"])
 def test_backends_that_know_only_our_own_formats_refuse(kind, reason, backend):
     spec = LinearSpec.of_stored(stored(kind, ordered=False, dtype=torch.bfloat16), "auto")
-    with pytest.raises(UnsupportedError, match=reason if (backend, kind) != ("onednn", "minima") else "4-bit"):
+    with pytest.raises(UnsupportedError, match=reason if (backend, kind) != ("onednn", "minima") else "INT4"):
         choose(spec, backend)
 
 

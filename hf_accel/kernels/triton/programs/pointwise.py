@@ -31,15 +31,37 @@ def _rotated(first, second, cos, sin, DTYPE: tl.constexpr, ROUND_EACH: tl.conste
 
 
 @triton.jit
-def rotate(
-    x, out, cos, sin, tokens, heads, size, x_batch, x_head, x_token, out_batch, out_head, out_token, table_batch,
-    table_token, INTERLEAVED: tl.constexpr, ROUND_EACH: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """HEADS heads of one token of x and out [batch, heads, tokens, size], by tables [batch or 1, tokens, size]."""
+def _rotate_heads(
+    x, out, head, heads, size, pair, tables, INTERLEAVED: tl.constexpr, ROUND_EACH: tl.constexpr, x_head, out_head
+):
+    """Some heads [HEADS, 1] of one token, which x and out point to. tables: cos and sin, each of both halves."""
     DTYPE: tl.constexpr = x.dtype.element_ty
+    first_cos, second_cos, first_sin, second_sin = tables
+    first_place = (pair * 2 if INTERLEAVED else pair)[None, :]
+    second_place = (pair * 2 + 1 if INTERLEAVED else pair + size // 2)[None, :]
+    is_there = (head < heads) & (pair < size // 2)[None, :]
+    first = tl.load(x + head * x_head + first_place, mask=is_there, other=0).to(tl.float32)
+    second = tl.load(x + head * x_head + second_place, mask=is_there, other=0).to(tl.float32)
+    to = out + head * out_head
+    rotated = _rotated(first, -second, first_cos, first_sin, DTYPE, ROUND_EACH)
+    tl.store(to + first_place, rotated, mask=is_there)
+    rotated = _rotated(second, first, second_cos, second_sin, DTYPE, ROUND_EACH)
+    tl.store(to + second_place, rotated, mask=is_there)
+
+
+@triton.jit
+def rotate(
+    q, k, q_out, k_out, cos, sin, tokens, q_heads, k_heads, size,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, q_out_batch, q_out_head, q_out_token,
+    k_out_batch, k_out_head, k_out_token, table_batch, table_token,
+    INTERLEAVED: tl.constexpr, ROUND_EACH: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of one token of q, and after those of q of k, by tables [batch or 1, tokens, size].
+
+    q and k, and what they become: [batch, heads, tokens, size].
+    """
     batch = (tl.program_id(0) // tokens).to(tl.int64)
     token = (tl.program_id(0) % tokens).to(tl.int64)
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
     pair = tl.arange(0, PAIRS)
     first_place = pair * 2 if INTERLEAVED else pair
     second_place = pair * 2 + 1 if INTERLEAVED else pair + size // 2
@@ -49,15 +71,20 @@ def rotate(
     second_cos = tl.load(cos + table + second_place, mask=is_pair, other=0).to(tl.float32)[None, :]
     first_sin = tl.load(sin + table + first_place, mask=is_pair, other=0).to(tl.float32)[None, :]
     second_sin = tl.load(sin + table + second_place, mask=is_pair, other=0).to(tl.float32)[None, :]
-    is_there = (head < heads) & is_pair[None, :]
-    heads_of_x = x + batch * x_batch + token * x_token + head * x_head
-    first = tl.load(heads_of_x + first_place[None, :], mask=is_there, other=0).to(tl.float32)
-    second = tl.load(heads_of_x + second_place[None, :], mask=is_there, other=0).to(tl.float32)
-    to = out + batch * out_batch + token * out_token + head * out_head
-    rotated = _rotated(first, -second, first_cos, first_sin, DTYPE, ROUND_EACH)
-    tl.store(to + first_place[None, :], rotated, mask=is_there)
-    rotated = _rotated(second, first, second_cos, second_sin, DTYPE, ROUND_EACH)
-    tl.store(to + second_place[None, :], rotated, mask=is_there)
+    tables = (first_cos, second_cos, first_sin, second_sin)
+    of_q = (q_heads + HEADS - 1) // HEADS
+    block = tl.program_id(1)
+    head = tl.arange(0, HEADS).to(tl.int64)[:, None]
+    if block < of_q:
+        head += block * HEADS
+        q += batch * q_batch + token * q_token
+        q_out += batch * q_out_batch + token * q_out_token
+        _rotate_heads(q, q_out, head, q_heads, size, pair, tables, INTERLEAVED, ROUND_EACH, q_head, q_out_head)
+    else:
+        head += (block - of_q) * HEADS
+        k += batch * k_batch + token * k_token
+        k_out += batch * k_out_batch + token * k_out_token
+        _rotate_heads(k, k_out, head, k_heads, size, pair, tables, INTERLEAVED, ROUND_EACH, k_head, k_out_head)
 
 
 @triton.jit
