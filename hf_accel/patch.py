@@ -76,8 +76,7 @@ def patch(
 ) -> Model:
     """Accelerate a transformers model in place and return it; `unpatch` undoes it exactly.
 
-    weights: "int8" (default), "int4", "fp8" (for GPUs), "nf4" (bitsandbytes'), None (as is: same tokens), "auto", or a
-        WeightConfig.
+    weights: "int8" (default), "int4", "fp8", "nf4" (bitsandbytes'), None (as is), "auto", or a WeightConfig.
     attention: "auto" (default), the name of a backend, or None for stock.
     cache: "paged" (default), None for stock, or a CacheConfig.
     keep_original: "auto" (default) frees the replaced weights if the model's own checkpoint holds the very same

@@ -87,8 +87,8 @@ class LinearSpec:
 
     @property
     def label(self) -> str:
-        """ "int8", "int4", "fp8" and so on."""
-        return f"int{self.bits}" if self.format == "int" else self.format
+        """The format as users name it."""
+        return self.layout.label
 
     @property
     def weight_bytes(self) -> int:

@@ -258,6 +258,11 @@ class Layout:
     ordered: bool = False
     format: Format = "int"
 
+    @property
+    def label(self) -> str:
+        """As users name it, such as int8 or fp8."""
+        return f"int{self.bits}" if self.format == "int" else self.format
+
     @classmethod
     def of(cls, weight: QuantizedWeight) -> Layout:
         return cls(

@@ -13,9 +13,9 @@ from ..kernels import triton as kernels
 from ..tensors import is_recorded
 from .activations import EightBits
 from .backend import FEW_ROWS, Backend, GroupedExperts, LinearSpec, Rounding
-from .formats import Float8Weight, Int4Weight, Int8Weight, QuantizedWeight
+from .formats import Float8Weight, Int4Weight, Int8Weight, Layout, QuantizedWeight
 
-BLOCKS = {4: (128, 64, 32), 8: (64, 32, 16)}  # inputs that one product takes, by bits
+BLOCKS = {"int4": (128, 64, 32), "int8": (64, 32, 16), "fp8": (64, 32)}  # inputs that one product takes
 WITHOUT_GROUPS = (64, 32)  # of 8 bits with a scale for each output: the second for inputs that the first would cut
 LEAST_BYTES = 32  # of a block: integers that one product of integers takes
 
@@ -109,8 +109,8 @@ class Triton(Backend):
         reason = kernels.refusal(spec.device_type) or super().refuses(spec)
         if reason is not None:
             return reason
-        if block_size(spec.bits, spec.layout.group_size, spec.in_features) is None:
-            return f"it takes groups of a multiple of {BLOCKS[spec.bits][-1]} inputs, not {spec.group_size}"
+        if block_size(spec.layout, spec.in_features) is None:
+            return f"it takes groups of a multiple of {BLOCKS[spec.label][-1]} inputs, not {spec.group_size}"
         if self.rounding != "never" and spec.activations is None:
             return f"it rounds activations to {self.rounded_to.upper()}"
         return None if self.rounding == "never" else self.unserved(spec)
@@ -122,11 +122,10 @@ class Triton(Backend):
             return "with FP8 activations it needs a GPU that multiplies FP8, of compute capability 8.9"
         if spec.minima:
             return "it takes no minima with INT8 activations"
-        block = block_size(spec.bits, spec.layout.group_size, spec.in_features) or 0
+        block = block_size(spec.layout, spec.in_features) or 0
         if block * spec.bits < 8 * LEAST_BYTES:
             least = 8 * LEAST_BYTES // spec.bits
-            name = "FP8" if spec.format == "fp8" else "INT8"
-            return f"with {name} activations it takes groups of a multiple of {least} inputs, not {spec.group_size}"
+            return f"with INT8 activations it takes groups of a multiple of {least} inputs, not {spec.group_size}"
         return None
 
     def note(self, spec: LinearSpec) -> str | None:
@@ -138,7 +137,7 @@ class Triton(Backend):
         from ..kernels.triton.quantized_linear import BlockedWeight
 
         out_features, in_features = weight.shape
-        block = block_size(weight.bits, weight.group_size if weight.by_group else None, in_features)
+        block = block_size(Layout.of(weight), in_features)
         assert block is not None
         stored = weight.integers()
         padded = F.pad(stored.view(torch.int8), (0, -in_features % block))  # as bytes: torch does not add to FP8
@@ -184,14 +183,15 @@ class Triton(Backend):
         return TritonExperts(parts, self)
 
 
-def block_size(bits: int, group_size: int | None, in_features: int) -> int | None:
-    """Inputs of a block, which lie in one group; None if there is no such block. group_size: None if there are none.
+def block_size(layout: Layout, in_features: int) -> int | None:
+    """Inputs of a block, which lie in one group; None if there is no such block.
 
     Without groups the last block may be cut.
     """
+    group_size = layout.group_size
     if group_size is None:
         return WITHOUT_GROUPS[in_features % WITHOUT_GROUPS[0] > 0]
-    return next((block for block in BLOCKS[bits] if group_size % block == 0), None)
+    return next((block for block in BLOCKS[layout.label] if group_size % block == 0), None)
 
 
 def _pairs(values: Tensor) -> Tensor:

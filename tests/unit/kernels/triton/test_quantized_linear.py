@@ -33,7 +33,7 @@ BY_OUTPUT = ("int8", "fp8")
 KINDS = ["int8", "int8 groups", "int8 minima", "int4", "int4 zero points", "int4 minima", "fp8", "fp8 groups"]
 FEW_KINDS = [pytest.param(k, marks=[] if k in ("int8", "int4 zero points", "fp8") else [LONG]) for k in KINDS]
 
-GROUPS = {kind: (128,) if kind in BY_OUTPUT else (16, 32, 128) if "8" in kind else (32, 64, 128) for kind in KINDS}
+GROUPS = {k: (128,) if k in BY_OUTPUT else (16, 32, 128) if k[:4] == "int8" else (32, 64, 128) for k in KINDS}
 QUICK = {  # a GPU each; the others are long
     ("int8", 128, BF16): 80, ("int4", 32, FP16): 89, ("int4", 128, BF16): 90, ("fp8", 128, BF16): 90,
 }  # fmt: skip
@@ -206,7 +206,6 @@ def test_many_rows_are_rounded_and_few_are_not(monkeypatch):
         ("int4", 32, "with INT8 activations it takes groups of a multiple of 64 inputs, not 32"),
         ("int4 minima", 64, "it takes no minima with INT8 activations"),
         ("fp8", 128, None),
-        ("fp8 groups", 16, "with FP8 activations it takes groups of a multiple of 32 inputs, not 16"),
     ],
 )
 def test_what_is_multiplied_in_8_bits(kind, group, reason, monkeypatch):
@@ -257,7 +256,7 @@ def test_groups_of_other_sizes(kind, group):
     shape = (40, 2 * group)
     backend, spec = Triton(row_invariant=False), spec_of(kind, shape, dtype=FP32, group=group)
     reason = backend.refuses(replace(spec, device_type=triton_device()))
-    least = 32 if kind == "int4" else 16
+    least = 16 if kind == "int8 groups" else 32
     if group % least:
         assert reason == f"it takes groups of a multiple of {least} inputs, not {group}"
         return
