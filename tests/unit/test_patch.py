@@ -25,7 +25,7 @@ def generate(model: PreTrainedModel, **settings: Any) -> torch.Tensor:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"weight": "int8"}, r"unknown keyword 'weight'; did you mean 'weights'\?"),
-    ({"weights": "int3"}, "weights='int3' is not known; choose one of None, 'int8', 'int4', 'nf4', 'auto'"),
+    ({"weights": "int3"}, "weights='int3' is not known; choose one of None, 'int8', 'int4', 'fp8', 'nf4', 'auto'"),
     (
         {"weights": "int4"},
         r"group_size=128 does not divide the 32 inputs of '.*q_proj'; use weights=\{'bits': 4, 'gr",

@@ -71,10 +71,15 @@ def test_greedy_tokens_are_stocks(model: PreTrainedModel, launched: Counter[str]
 
 
 @pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind",
+    [{"bits": 4, "group_size": 32}, pytest.param({"format": "fp8"}, marks=pytest.mark.long)],
+    ids=["int4", "fp8"],
+)
 def test_quantized_weights_give_the_tokens_of_the_reference(
-    model: PreTrainedModel, launched: Counter[str], deterministic: bool
+    model: PreTrainedModel, launched: Counter[str], kind: dict[str, Any], deterministic: bool
 ) -> None:
-    weights = {"bits": 4, "group_size": 32, "activations": None}  # as floats: other backends would round them
+    weights = {**kind, "activations": None}  # as floats: other backends would round them
     del model.model.layers[1]  # one is slow enough here
     model.config.num_hidden_layers = 1
     with hf_accel.patched(model, weights=weights, deterministic=deterministic):
