@@ -232,15 +232,16 @@ def _meaning(scheme: Scheme) -> str:
 
 def _head_line(name: str, head: QuantLinear, tied: bool) -> Line:
     size = head.in_features * head.out_features * head.compute_dtype.itemsize
-    lost = f"engines read {size / 1e6:,.1f} MB for it where {head.spec.label.upper()} takes {head.spec.weight_bytes / 1e6:,.1f}"
+    kind = head.spec.label.upper()
+    lost = f"engines read {size / 1e6:,.1f} MB for it where {kind} takes {head.spec.weight_bytes / 1e6:,.1f}"
     if tied:
         return Line(
             "head",
             name,
             "the embedding, dense",
-            f"tied, so not rounded to {head.spec.label.upper()} as it is here; {lost}",
+            f"tied, so not rounded to {kind} as it is here; {lost}",
         )
-    return Line("head", name, "dense", f"the {head.spec.label.upper()} numbers in floating point; {lost}")
+    return Line("head", name, "dense", f"the {kind} numbers in floating point; {lost}")
 
 
 # -- the files -----------------------------------------------------------------------------------------
