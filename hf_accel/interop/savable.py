@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 
 from ..check import check_model
 from ..errors import UnsupportedError
-from ..linear.hf import is_split
 from ..linear.formats import FLOAT8
+from ..linear.hf import is_split
 from ..models import unwrapped
 from ..survey import other_quantizer
 
