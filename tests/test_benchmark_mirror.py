@@ -25,7 +25,7 @@ from hf_accel.measuring.served import WrongResultError
 Asked = list[tuple[list[int], list[int], torch.Tensor | None]]
 ONE = Split(1, 1)
 PROMPTS = [[5, 6, 7, 8], [9, 3], [11, 12, 13, 14, 15, 16]]
-LENGTHS = [23, 9, 16]
+LENGTHS = [40, 9, 27]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def models() -> tuple[Any, Any]:
     )  # fmt: skip
     target = LlamaForCausalLM(config).eval()
     draft = LlamaForCausalLM(config).eval()
-    draft.load_state_dict({name: w + 0.05 * w.std() * torch.randn_like(w) for name, w in target.state_dict().items()})
+    draft.load_state_dict({name: w + 0.02 * w.std() * torch.randn_like(w) for name, w in target.state_dict().items()})
     return hf_accel.patch(target, weights=None), hf_accel.patch(draft, weights=None)
 
 
@@ -88,7 +88,7 @@ def ahead(models: tuple[Any, Any]) -> Iterator[MirrorDrafter]:
 @pytest.mark.parametrize("verify", ["greedy", "token", "block", "seeded"])
 def test_what_is_drafted_ahead_is_what_would_be_drafted_in_turn(models: tuple[Any, Any], verify: str) -> None:
     rule = "token" if verify == "greedy" else verify
-    sampling = {} if verify == "greedy" else {"do_sample": True, "temperature": 0.9, "top_k": 0}
+    sampling = {} if verify == "greedy" else {"do_sample": True, "temperature": 0.5, "top_k": 0}
     found: list[tuple[Any, Asked]] = []
     for way in (False, True):
         drafter, asked = made(models, ahead=way, verify=rule), Asked()
