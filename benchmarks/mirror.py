@@ -55,7 +55,8 @@ NOTE = (
 BALANCE_NOTE = (
     "A round of k tokens takes v + k d in turn, and v' + (1 - hit) k d' ahead, or (k + 1) d' where that is more than "
     "v': v and d with all threads, v' and d' with a core less for the target and one for the draft. So the target may "
-    "lose hit k d / v by the core that it cedes, and loses v' / v - 1. Predicted: by these terms; measured: by turns."
+    "lose k (d - (1 - hit) d') / v by the core that it cedes, and loses v' / v - 1. Drafting: k d / v. Predicted: by "
+    "these terms; measured: by turns, where both also want the one lock of Python's interpreter and the same memory."
 )
 
 
@@ -129,7 +130,8 @@ def tables(bench: Bench, title: str, cases: list[Case]) -> list[Table]:
 def known_cases(bench: Bench) -> Iterator[tuple[str, list[Case]]]:
     """A draft model of a few layers of the target's shape, whose tokens are right as often as is asked for."""
     settings, vocabulary = bench.settings.mirror, bench.model.config.vocab_size
-    layers = max(1, min(settings.draft_layers, bench.model.config.num_hidden_layers // 2))
+    depth = bench.model.config.num_hidden_layers
+    layers = max(1, min(settings.draft_layers, depth // 2))
     draft = hf_accel.patch(load_model(bench.settings.model, layers=layers, seed=1), weights="int8")
     for batch in settings.batches:
         workload = draw(
@@ -145,7 +147,7 @@ def known_cases(bench: Bench) -> Iterator[tuple[str, list[Case]]]:
                 for prompt, own in zip(workload.prompts, tokens, strict=True)
             }
             cases.append(Case(setup.name, target, draft, workload, tokens, known))
-        yield f"batch {batch}, a draft of {layers} INT8 layers, {settings.acceptance:.0%} right", cases
+        yield f"batch {batch}, draft of {layers} of {depth} layers in INT8, {settings.acceptance:.0%} right", cases
 
 
 def own_cases(bench: Bench) -> Iterator[tuple[str, list[Case]]]:
@@ -279,7 +281,7 @@ def balance(name: str, runs: Mapping[str, list[Run]], num_draft: int) -> Row:
         "setup": name,
         "hit_share": hit,
         "drafting_share": num_draft * d / v,
-        "may_lose_share": hit * num_draft * d / v,
+        "may_lose_share": num_draft * (d - (1 - hit) * less_d) / v,
         "loses_share": less_v / v - 1,
         "predicted_ratio": (v + num_draft * d) / ahead,
         "measured_ratio": median_ratio([run.seconds for run in runs[IN_TURN]], [run.seconds for run in runs[apart]]),

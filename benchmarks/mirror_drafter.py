@@ -11,7 +11,7 @@ import copy
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -65,7 +65,8 @@ class Split:
 def pin(cores: Sequence[int] | set[int]) -> None:
     """Let the threads that the process has now run on these cores alone; on no cores: leave them as they are."""
     for thread in THREADS.iterdir() if cores else ():
-        os.sched_setaffinity(int(thread.name), cores)
+        with suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 @dataclass(frozen=True)

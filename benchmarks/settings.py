@@ -109,12 +109,12 @@ class Mirror:
     """Drafts of num_draft tokens by draft_layers of the target's shape; a share of them, `acceptance`, is right."""
 
     prompt: int = 32
-    new_tokens: int = 48
+    new_tokens: int = 32
     batches: tuple[int, ...] = (1, 4)
     num_draft: int = 3
     acceptance: float = 0.9
     draft_layers: int = 2
-    rounds: int = 5
+    rounds: int = 4
 
     def quicker(self) -> Mirror:
         return replace(self, new_tokens=self.new_tokens // 3, batches=self.batches[:1], rounds=1)

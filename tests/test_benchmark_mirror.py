@@ -198,7 +198,7 @@ def test_what_a_core_may_cost() -> None:
     }
     row = balance("int8", runs, num_draft=3)
     assert row["drafting_share"] == pytest.approx(0.6)
-    assert row["may_lose_share"] == pytest.approx(0.45)
+    assert row["may_lose_share"] == pytest.approx(0.3 * (2 - 0.25 * 2.5))
     assert row["loses_share"] == pytest.approx(0.2)
     assert row["predicted_ratio"] == pytest.approx(16 / (12 + 0.25 * 7.5))
     assert row["measured_ratio"] == 1.25

@@ -25,6 +25,7 @@ DOCUMENTS = [
     "docs/architecture.md",
     "docs/gpu.md",
     "docs/serving.md",
+    "docs/speculation.md",
     "docs/command-line.md",
     "docs/parallel.md",
     "docs/scale.md",
