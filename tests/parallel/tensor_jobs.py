@@ -266,6 +266,7 @@ def job_refusals(path: str, folder: str) -> dict[str, str]:
     model = load(path)
     tries = {
         "nf4": lambda: hf_accel.patch(model, weights="nf4"),
+        "fp8": lambda: hf_accel.patch(model, weights="fp8"),
         "gptq": lambda: hf_accel.patch(
             model, weights=hf_accel.WeightConfig(bits=4, group_size=32, method="gptq", calibration=[[1, 2, 3]])
         ),

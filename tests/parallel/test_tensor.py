@@ -179,8 +179,9 @@ def test_refusals(path: str, ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks.run(jobs.job_refusals, path, str(tmp_path))
     assert first == second
     for name, words in {
-        "nf4": "weights='nf4'", "gptq": "method='rtn'", "auto": "weights='auto'", "self-int4": "self-int4",
-        "group": "group_size=128 does not divide the 192 inputs", "loading": "hf_accel.patch(model)",
+        "nf4": "weights='nf4'", "fp8": "weights='fp8'", "gptq": "method='rtn'", "auto": "weights='auto'",
+        "self-int4": "self-int4", "group": "group_size=128 does not divide the 192 inputs",
+        "loading": "hf_accel.patch(model)",
         "save": "holds a part of it", "compressed": "split over ranks", "verify": "second model",
         "max_time": "max_time=1.0", "max_time batch": "max_time=1.0", "drafts": "self-int4",
         "gradient": "compute no gradient",
