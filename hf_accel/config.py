@@ -34,8 +34,7 @@ LLM_INT8 = (
 NOT_MADE = {  # formats that users know, and what to do
     "nvfp4": "nothing but the tensor cores of a Blackwell GPU multiplies by it fast, and INT4 in groups of 32 takes "
     "as many bytes; choose weights={'bits': 4, 'group_size': 32}",
-    "llm.int8": LLM_INT8,
-    "llm_int8": LLM_INT8,
+    **dict.fromkeys(("llm.int8", "llm_int8"), LLM_INT8),
 }
 
 
@@ -231,9 +230,8 @@ class SpeculativeConfig:
     ngram: tuple[int, int] = (2, 5)
 
     def __post_init__(self) -> None:
-        for drafter in self.drafters:
-            if isinstance(drafter, str):
-                one_of("drafter", drafter, DRAFTERS)
+        for name in filter(lambda drafter: isinstance(drafter, str), self.drafters):
+            one_of("drafter", name, DRAFTERS)
         if self.drafter is None or not self.drafters:
             raise UnsupportedError(f"drafter={self.drafter!r} names none; leave speculative=None for no speculation")
         if self.num_draft != "auto" and self.num_draft != 0:
