@@ -102,7 +102,8 @@ def ways() -> list[Way]:
     """The draft has a core of its own, or it takes what it needs of those of the target."""
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     count = usable_cores()
-    apart, shared = Split(max(1, count - 1), 1, cores[:count] if count > 1 else ()), Split(count, 1)
+    less = max(1, count - 1)  # a single core is both the target's and the draft's
+    apart, shared = Split(less, 1, cores[:less] + cores[count - 1 : count]), Split(count, 1)
     return [
         Way(PLAIN),
         Way(IN_TURN),

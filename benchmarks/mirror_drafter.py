@@ -46,7 +46,7 @@ class Split:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Give all threads that the process has now, which are the target's, their number and their cores."""
-        threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
+        threads, cores = torch.get_num_threads(), os.sched_getaffinity(0) if self.cores else set()
         torch.set_num_threads(self.target)
         pin(self.cores[: self.target])
         try:

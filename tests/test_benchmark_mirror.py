@@ -179,6 +179,18 @@ def test_a_split_is_undone() -> None:
     assert os.sched_getaffinity(0) == cores and torch.get_num_threads() == threads
 
 
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_the_draft_has_the_last_core(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10, 10 + count)), raising=False)
+    monkeypatch.setattr(mirror, "usable_cores", lambda: count)
+    *_, apart, shared = mirror.ways()
+    assert len({way.name for way in mirror.ways()}) == 5
+    assert apart.split is not None and shared.split is not None
+    target, draft = apart.split.cores[: apart.split.target], apart.split.cores[apart.split.target :]
+    assert draft == (9 + count,) and target == (tuple(range(10, 9 + count)) if count > 1 else draft)
+    assert (shared.split.target, shared.split.cores) == (count, ())
+
+
 def entered(split: Split) -> tuple[int, set[int]]:
     split.enter_draft()
     return torch.get_num_threads(), os.sched_getaffinity(0)
