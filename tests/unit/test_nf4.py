@@ -183,7 +183,8 @@ def test_the_plan_says_so() -> None:
     assert "AVX-512 BF16" in linears.reason
     assert (head.choice, head.reason) == ("as is", "a checkpoint of bitsandbytes holds no INT8 head")
     assert hf_accel.plan(build("llama"), config=plan.config.to_dict()).config == plan.config
-    assert not any("MLP" in line.what for line in plan.lines)
+    (mlps,) = [line for line in plan.lines if "MLP" in line.what]
+    assert (mlps.choice, mlps.reason) == ("stock", "the forward of a linear layer in it is not nn.Linear's")
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,7 @@ def test_the_plan_says_so() -> None:
         ({"average_bits": 4.5, "calibration": ["a"]}, "with format='nf4', average_bits=4.5 is not known; use None"),
         ({"head": "int8"}, "with format='nf4', head='int8' is not known; use None"),
         ({"only_if_faster": True}, "with format='nf4', only_if_faster=True is not known; use False"),
-        ({"format": "fp4"}, "format='fp4' is not known; choose one of 'int', 'nf4'"),
+        ({"format": "fp4"}, "format='fp4' is not known; choose one of 'int', 'fp8', 'nf4'"),
     ],
     ids=str,
 )
