@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class Bench:
     @property
     def description(self) -> str:
         cut = f" cut to {self.settings.layers} layers" if self.settings.layers else ""
-        return self.settings.model + cut
+        return Path(self.settings.model).name + cut
 
     @property
     def setups(self) -> list[Setup]:

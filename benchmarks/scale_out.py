@@ -73,7 +73,7 @@ def measure(bench: Bench) -> list[Table]:
     small = replace(asked, rows=asked.small_factor * asked.rows)
     tables = [table(bench, small, SHIPPED.name, load_model(str(SHIPPED)))]
     if Path(bench.settings.model).name != SHIPPED.name:
-        tables.append(table(bench, asked, Path(bench.description).name, twin(bench.model)))
+        tables.append(table(bench, asked, bench.description, twin(bench.model)))
     return tables
 
 

@@ -157,4 +157,5 @@ def test_settings_of_a_gpu() -> None:
     settings = Settings(model="tiny").on_gpu()
     assert settings.device == "cuda" and settings.serving.requests == 128 and settings.quicker().device == "cuda"
     assert Bench(settings).description == "tiny"
+    assert Bench(Settings(model="/of/this machine/tiny")).description == "tiny"  # no path of it is written to results
     finish("cpu")  # nothing to wait for
