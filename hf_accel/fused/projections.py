@@ -21,6 +21,7 @@ from ..tensors import has_instructions, is_plain_tensor
 # Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place
 # (`python -m benchmarks.run float_rows`).
 FLOAT_ROWS = {torch.bfloat16: 16, torch.float16: 128, torch.float32: 128}
+BFLOAT16_ROWS = {"avx512_vnni_bf16": 64}  # at levels at which it is more
 UNLIMITED = 2**62
 
 # Levels at which torch may have no instructions for bfloat16; ours is faster then with any number of rows (512 in
@@ -34,7 +35,8 @@ def native_rows(dtype: torch.dtype) -> int:
     """The most rows with which our product of float weights is faster than torch's on this CPU."""
     if not has_instructions(dtype) and (dtype is torch.float16 or isa() in SLOW_BFLOAT16):
         return UNLIMITED
-    return FLOAT_ROWS.get(dtype, 0)
+    rows = FLOAT_ROWS.get(dtype, 0)
+    return BFLOAT16_ROWS.get(isa(), rows) if dtype is torch.bfloat16 else rows
 
 
 def is_bare_linear(layer: nn.Module) -> bool:

@@ -155,7 +155,13 @@ def test_plain_is_without_hooks_and_of_a_known_kind():
 
 @pytest.mark.parametrize(
     ("level", "in_torch", "rows"),
-    [("avx2", False, UNLIMITED), ("avx_vnni", False, UNLIMITED), ("avx2", True, 16), ("avx512_vnni_bf16", False, 16)],
+    [
+        ("avx2", False, UNLIMITED),
+        ("avx_vnni", False, UNLIMITED),
+        ("avx2", True, 16),
+        ("avx512_vnni_bf16", False, 64),
+        ("amx", True, 16),
+    ],
 )
 def test_half_precision_stays_native_where_torch_is_slow(
     level: str, in_torch: bool, rows: int, monkeypatch: pytest.MonkeyPatch

@@ -32,7 +32,7 @@ def assert_as_accurate_as_float32(out: Tensor, x: Tensor, weight: Tensor, bias: 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (47, 31), (49, 33), (100, 1025), (130, 2049), (17, 4100)])
 def test_any_size(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     weight, bias = numbers(*shape, dtype=dtype), numbers(shape[0], dtype=dtype)
-    for rows in (1, 5, 33):
+    for rows in (1, 5, 33, 130):  # the last are packed at every level
         x = numbers(rows, shape[1], dtype=dtype)
         assert_as_accurate_as_float32(FloatLinear([weight], [bias])(x), x, weight, bias)
 
@@ -50,14 +50,14 @@ def test_inputs_of_another_dtype_than_the_weights(dtype: torch.dtype, x_dtype: t
 def test_a_row_does_not_depend_on_the_others_nor_on_threads(dtype: torch.dtype) -> None:
     weights = [numbers(n, 2100, dtype=dtype) for n in (53, 9, 9)]
     linear = FloatLinear(weights, [None] * 3)
-    x = numbers(65, 2100, dtype=dtype)
-    alone = torch.cat([linear(x[i : i + 1]) for i in range(65)])
-    for rows in [*range(1, 14), 16, 31, 32, 33, 47, 64, 65]:
+    x = numbers(130, 2100, dtype=dtype)
+    alone = torch.cat([linear(x[i : i + 1]) for i in range(130)])
+    for rows in [*range(1, 14), 16, 31, 32, 33, 47, 64, 65, 127, 128, 129, 130]:
         assert torch.equal(linear(x[:rows]), alone[:rows]), rows
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        assert all(torch.equal(linear(x[:rows]), alone[:rows]) for rows in (1, 7, 65))
+        assert all(torch.equal(linear(x[:rows]), alone[:rows]) for rows in (1, 7, 65, 130))
     finally:
         torch.set_num_threads(threads)
 
