@@ -25,7 +25,7 @@ from .fused.sites import Dropped, FusedSite, fused_sites, native_linears, projec
 from .generation.hf import model_refusal
 from .hardware import detect, read_bandwidth
 from .kernels.cpu.library import FLOATS
-from .linear import LinearSpec, QuantLinear, QuantModule, Workers
+from .linear import LinearSpec, QuantExperts, QuantLinear, QuantModule, Workers
 from .linear import choose as choose_linear
 from .linear.cpu import Cpu
 from .linear.hf import stored_experts
@@ -188,7 +188,7 @@ def plan_linears(
     if measuring is not None:
         for module in model.modules():
             if isinstance(module, QuantModule):  # of a quantized checkpoint
-                measuring.measure(module.chosen)
+                measuring.measure(module.chosen, of_experts=isinstance(module, ExpertWeights))
     where = _Where(device_type, row_invariant, measuring)
     yield from _plan_sites(model, config, where, eight_bits) if config is not None else ()
     if measuring is not None:
@@ -228,7 +228,8 @@ def _plan_linear(site: LinearSite, config: WeightConfig, where: _Where) -> Linea
     if refusal is not None:
         return LinearPlan(site, config, refusal)
     choice = choose_nf4(spec) if config.is_nf4 else choose_linear(spec, row_invariant=where.row_invariant)
-    measured = None if where.measuring is None else where.measuring.measure(choice)
+    of_experts = isinstance(site, ExpertsSite)
+    measured = None if where.measuring is None else where.measuring.measure(choice, of_experts=of_experts)
     if config.only_if_faster and choice.seconds > choice.stock_seconds:
         return LinearPlan(site, config, f"{config.label} was measured to be slower than stock")
     refusals = [f"{name} refused: {why}" for name, why in choice.refusals]

@@ -1,5 +1,6 @@
 """Which tiles of the Triton kernels are the fastest on this GPU: measured when a model is patched, kept in a file.
 
+With them torch's own product is measured where it has the same meaning (`torch_blocks`).
 Each candidate is timed for a few numbers of rows, with the cache of the GPU emptied before each call. What was timed
 is written to a file in the user's cache folder, so that the next process goes on where this one stopped.
 """
@@ -30,8 +31,9 @@ from .triton import Triton
 
 SWITCH = "HF_ACCEL_MEASURE"  # "0" in the environment turns it off
 SECONDS = 5.0  # that the candidates of one model may take; the one that was begun last is finished
-ROWS = (1, 16, 64, 256, 2048)  # what is measured for so many serves fewer ones, and the last any number
+ROWS = (1, 16, 64, 256, 512, 2048)  # what is measured for so many serves fewer ones, and the last any number
 LARGEST = 2**27  # integers of a weight that is made up; of a larger one some outputs are taken
+MULTIPLE = 64  # outputs that every candidate takes
 
 Seconds = dict[str, dict[str, dict[str, float]]]  # by what is computed, the rows, and the tile
 
@@ -47,24 +49,28 @@ class Measuring:
     spent: float = 0.0  # seconds
     is_new: bool = False  # whether something was timed that the file lacks
     known: Seconds | None = None
-    told: dict[tuple[Backend, LinearSpec], str] = field(default_factory=dict)
+    told: dict[tuple[Backend, LinearSpec, bool], str] = field(default_factory=dict)
 
-    def measure(self, choice: BackendChoice) -> str | None:
+    def measure(self, choice: BackendChoice, *, of_experts: bool = False) -> str | None:
         """Time the tiles of the backend that have not been timed, and let it take the best ones from now on.
 
+        of_experts: whether one launch multiplies by the weights of all experts, which only our own programs can.
         Returns what a user should know; None if nothing is measured for this backend, on this device, or by a switch.
         """
         backend, spec = choice.backend, choice.spec
         if not isinstance(backend, Triton) or not is_measured(spec.device_type):
             return None
-        if (backend, spec) not in self.told:
-            self.told[backend, spec] = self._measure(backend, spec)
-        return self.told[backend, spec]
+        asked = backend, spec, of_experts
+        if asked not in self.told:
+            self.told[asked] = self._measure(*asked)
+        return self.told[asked]
 
-    def _measure(self, backend: Triton, spec: LinearSpec) -> str:
+    def _measure(self, backend: Triton, spec: LinearSpec, of_experts: bool) -> str:
+        from ..kernels.triton.quantized_linear import stacked
         from .tiles import MEASURED, candidates, key_of
 
         shape = backend.pack(example(replace(spec, device_type="meta"), spec.out_features))
+        shape = stacked([shape]) if of_experts else shape
         key = key_of(shape, spec.dtype, backend.rounding)
         if self.known is None:
             self.known = read(file())
@@ -117,7 +123,8 @@ class _Timing:
     @functools.cached_property
     def packed(self) -> Any:
         """A weight of zeros on the device."""
-        outputs = min(self.spec.out_features, max(1, LARGEST // self.spec.in_features))
+        most = max(MULTIPLE, LARGEST // self.spec.in_features // MULTIPLE * MULTIPLE)
+        outputs = min(self.spec.out_features, most)
         return self.backend.pack(example(self.spec, outputs))
 
     def time(self, rows: int, tiles: dict[str, Any], timed: dict[str, float]) -> None:
@@ -158,8 +165,10 @@ def place() -> str:
 def _kernels() -> str:
     """Another word if a kernel of a linear changes."""
     from ..kernels.triton.programs import multiply, multiply_integers, rounded
+    from . import torch_blocks
 
-    code = b"".join(Path(str(module.__file__)).read_bytes() for module in (multiply, multiply_integers, rounded))
+    modules = (multiply, multiply_integers, rounded, torch_blocks)
+    code = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
     return f"kernels {hashlib.sha256(code).hexdigest()[:8]}"
 
 
@@ -181,10 +190,10 @@ def read(path: Path) -> Seconds:
 def seconds_of(rows: int, weight: Any, tile: Any, dtype: torch.dtype) -> float:
     """The least time of one call, after some that compile and warm up."""
     from ..kernels.triton.launch import uncached_seconds
-    from ..kernels.triton.quantized_linear import quantized_linear
+    from .torch_blocks import multiply
 
     x = torch.ones(rows, weight.in_features, dtype=dtype, device=weight.integers.device)
-    return uncached_seconds(lambda: quantized_linear(x, weight, None, tile=tile))
+    return uncached_seconds(lambda: multiply(x, weight, None, tile))
 
 
 def _described(key: Any) -> str:

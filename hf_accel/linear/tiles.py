@@ -1,5 +1,7 @@
 """Which tile the Triton kernels take, by the number of rows and the shape of the weight: what was measured, or a rule.
 
+Where torch has a product of the same meaning, measuring may choose that.
+
 Each tile fits the registers of every GPU that is served, with every format of a weight that it is taken for.
 """
 
@@ -12,6 +14,7 @@ import torch
 
 from ..kernels.triton.quantized_linear import BlockedWeight, LinearTile
 from .backend import FEW_ROWS, Rounding
+from .torch_blocks import TorchBlocks, serves
 
 PROGRAMS = 256  # that keep a large GPU busy: two for each of its multiprocessors
 INPUTS = 1024  # of a split at least: partial sums of smaller ones are more than 1.5 % of the bytes of one row
@@ -31,7 +34,10 @@ FLOATS8 = [replace(tile, rounded="fp8") for tile in INTEGERS]
 
 
 class TileKey(NamedTuple):
-    """What a choice of tiles depends on, beside the GPU and the rows. block, blocks_per_group: see BlockedWeight."""
+    """What a choice of tiles depends on, beside the GPU and the rows. block, blocks_per_group: see BlockedWeight.
+
+    is_stacked: of FP8 weights, of which torch's product takes one at a time.
+    """
 
     out_features: int
     in_features: int
@@ -43,16 +49,18 @@ class TileKey(NamedTuple):
     dtype: torch.dtype
     rounding: Rounding
     is_fp8: bool
+    is_stacked: bool
 
 
 # By key, the tile for up to so many rows, and for any more the last one; None: by the rule.
-MEASURED: dict[TileKey, tuple[tuple[int, LinearTile | None], ...]] = {}
+MEASURED: dict[TileKey, tuple[tuple[int, LinearTile | TorchBlocks | None], ...]] = {}
 
 
 def key_of(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> TileKey:
     return TileKey(
         weight.out_features, weight.in_features, weight.bits, weight.block, weight.blocks_per_group,
         weight.zero_point is not None, weight.minimum is not None, dtype, rounding, weight.is_fp8,
+        weight.is_fp8 and weight.is_stacked,
     )  # fmt: skip
 
 
@@ -79,7 +87,9 @@ def for_experts(tile: LinearTile) -> LinearTile:
     return replace(tile, splits=1, num_stages=2)
 
 
-def tile_for(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "never") -> LinearTile:
+def tile_for(
+    rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "never"
+) -> LinearTile | TorchBlocks:
     """dtype: of the rows."""
     measured = MEASURED.get(key_of(weight, dtype, rounding))
     if measured is not None:
@@ -105,12 +115,14 @@ def allowed(rows: int, tiles: list[LinearTile], rounding: Rounding) -> list[Line
     return [tile for tile in tiles if bool(tile.rounded) == (rows > FEW_ROWS)]
 
 
-def candidates(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> list[LinearTile]:
+def candidates(
+    rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding
+) -> list[LinearTile | TorchBlocks]:
     """What is worth measuring for so many rows, that of the rule first.
 
     Left out are tiles of which most would be empty, and those of few rows, which would read the weight many times.
     """
-    found = [by_rule(rows, weight, dtype, rounding)]
+    found: list[LinearTile | TorchBlocks] = [by_rule(rows, weight, dtype, rounding)]
     for tile in tiles_of(weight, dtype, rounding):
         is_allowed = not tile.rounded or rows > FEW_ROWS or rounding != "many rows"
         if not is_allowed or tile.rows > max(32, 4 * rows) or 8 * tile.rows < min(rows, 512):
@@ -120,6 +132,8 @@ def candidates(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: R
         for splits in sorted({1, wanted // 2, wanted, wanted * 2}):
             if 1 <= splits <= most:
                 found.append(replace(tile, splits=splits))
+    if rounding != "never" and rows > FEW_ROWS and serves(weight, dtype):
+        found.append(TorchBlocks())
     return list(dict.fromkeys(found))
 
 

@@ -51,9 +51,9 @@ def _tile(rows: int, weight: Any, dtype: torch.dtype, backend: Triton) -> Any:
 
 
 def _multiply(x: Tensor, weight: Any, bias: Tensor | None, backend: Triton) -> Tensor:
-    from ..kernels.triton.quantized_linear import quantized_linear
+    from .torch_blocks import multiply
 
-    return quantized_linear(x, weight, bias, tile=_tile(len(x), weight, x.dtype, backend))
+    return multiply(x, weight, bias, _tile(len(x), weight, x.dtype, backend))
 
 
 @torch.library.custom_op("hf_accel::blocked_linear", mutates_args=())

@@ -82,6 +82,11 @@ class BlockedWeight:
         return self.integers.view(torch.uint8) if self.is_fp8 else self.integers
 
     @property
+    def is_stacked(self) -> bool:
+        """Whether there is one for each of several experts."""
+        return self.integers.dim() == 4
+
+    @property
     def block(self) -> int:
         """Inputs of a block."""
         return self.integers.shape[-1] * 8 // self.bits
@@ -152,21 +157,32 @@ def launches(
     return [product, added]
 
 
-def _rounded_launches(
-    x: Tensor, weight: BlockedWeight, bias: Tensor | None, out: Tensor, *, tile: LinearTile, starts: Tensor | None
-) -> list[Launch]:
-    rows, per_group = len(x), weight.blocks_rounded
+def rounding(x: Tensor, weight: BlockedWeight, *, room: int) -> tuple[Launch, Tensor, Tensor]:
+    """What rounds x [rows, in], contiguous, in each group of inputs, to numbers of the kind that `weight` has.
+
+    Also what it writes: levels [room, in up to whole groups], int8, or FP8 as bytes, and float32 factors
+    [room, groups]. Beyond x's rows they hold anything.
+    """
+    per_group = weight.blocks_rounded
     group, groups = per_group * weight.block, -(-weight.num_blocks // per_group)
-    levels = x.new_empty(rows, groups * group, dtype=torch.uint8 if weight.is_fp8 else torch.int8)
-    factors = x.new_empty(rows, groups, dtype=torch.float32)
+    levels = x.new_empty(room, groups * group, dtype=torch.uint8 if weight.is_fp8 else torch.int8)
+    factors = x.new_empty(room, groups, dtype=torch.float32)
     width = triton.next_power_of_2(group)
     together = max(1, ROUNDED // width)
-    rounding = Launch(
+    launch = Launch(
         kernel=round_rows,
-        grid=(rows, -(-groups // together)),
+        grid=(len(x), -(-groups // together)),
         arguments={"x": x, "levels": levels, "factors": factors, "inputs": weight.in_features, "groups": groups},
         constants={"FP8": weight.is_fp8, "GROUP": group, "GROUP_2": width, "GROUPS": together},
     )
+    return launch, levels, factors
+
+
+def _rounded_launches(
+    x: Tensor, weight: BlockedWeight, bias: Tensor | None, out: Tensor, *, tile: LinearTile, starts: Tensor | None
+) -> list[Launch]:
+    rounded, levels, factors = rounding(x, weight, room=len(x))
+    rows, groups, per_group = len(x), factors.shape[1], weight.blocks_rounded
     product = Launch(
         kernel=multiply_integers,
         grid=_programs(out, tile, starts),
@@ -183,7 +199,7 @@ def _rounded_launches(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip
-    return [rounding, product]
+    return [rounded, product]
 
 
 def _programs(out: Tensor, tile: LinearTile, starts: Tensor | None) -> tuple[int, int]:
