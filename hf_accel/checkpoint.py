@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from .errors import HfAccelError, UnsupportedError
 from .interop.reader import Found
 from .linear import ExpertWeights, QuantExperts, QuantLinear, QuantModule
-from .linear.formats import converts, state, zeros
+from .linear.formats import chunks, converts, readable, state, zeros
 from .linear.hf import by_kind, spec_of
 from .originals import read_tensor
 from .survey import experts_sites
@@ -284,6 +284,22 @@ def _check_scales(key: str, scale: Tensor) -> None:
     if wrong.any():
         place = wrong.nonzero()[0].tolist()
         raise HfAccelError(f"{key!r} holds NaN or infinity at {place} in the checkpoint, which no scale is; {AGAIN}")
+
+
+def check_numbers(name: str, layer: QuantModule) -> None:
+    """Raise HfAccelError if the FP8 weight of a layer that was loaded, and is not packed yet, holds NaN.
+
+    Kernels take it for a number. It reads the whole weight, and so comes when the file is read anyway.
+    """
+    numbers = layer._buffers["weight"] if layer.format == "fp8" else None
+    if numbers is None or numbers.device.type == "meta":
+        return
+    for outputs in chunks(len(numbers)):
+        wrong = (readable(numbers[outputs]) & 0x7F) == 0x7F  # float8_e4m3fn has two such bytes, and no infinity
+        if wrong.any():
+            row, column = wrong.nonzero()[0].tolist()
+            place = [outputs.start + row, column]
+            raise HfAccelError(f"'{name}.weight' holds NaN at {place} in the checkpoint; {AGAIN}")
 
 
 def _check_tensor(key: str, expected: Tensor, found: Found, described: str = "") -> None:

@@ -24,7 +24,7 @@ from transformers.quantizers import register_quantization_config, register_quant
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from .calibration import planned
-from .checkpoint import check_loaded, prepare
+from .checkpoint import check_loaded, check_numbers, prepare
 from .config import PatchConfig
 from .errors import HfAccelError, UnsupportedError
 from .foreign import Gguf, converters, is_ours, prepare_foreign, reader_of, state_dict_of
@@ -173,8 +173,9 @@ def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
     """Patch a model that was saved quantized: it has its quantized layers already, and no originals."""
     check_loaded(model)
     settings.stored_as = None
-    for layer in model.modules():
+    for name, layer in model.named_modules():
         if isinstance(layer, QuantModule):
+            check_numbers(name, layer)
             stored = list(layer.buffers())
             layer.row_invariant = settings.patch.deterministic
             layer.pack()

@@ -48,12 +48,13 @@ def estimate(
 
     if context is None:
         context = 4096 if requests_per_second is None else prompt_tokens + output_tokens
+    fp8 = None
     if machine is not None:
-        bandwidth, compute, memory = _machine(machine, (bandwidth, compute, memory))
+        bandwidth, compute, fp8, memory = _machine(machine, (bandwidth, compute, memory))
     with asked.output.progress("measuring this machine"), explained(path):
         found = hf_accel.estimate(
             _config(place), context=context, batch=batch, weights=asked.weights, kv_dtype=kv_dtype, dtype=wanted,
-            bandwidth=bandwidth, compute=compute, price_per_hour=price_per_hour,
+            bandwidth=bandwidth, compute=compute, compute_fp8=fp8, price_per_hour=price_per_hour,
         )  # fmt: skip
         document, text = found.to_dict(), str(found)
         if memory is not None:
@@ -70,14 +71,16 @@ def estimate(
     asked.output.write({"path": path, **document}, text)
 
 
-def _machine(name: str, given: tuple[float | None, float | None, str | None]) -> tuple[float, float, str]:
-    """Bandwidth, compute and memory of a device by its name; what was given beside it comes first."""
+def _machine(
+    name: str, given: tuple[float | None, float | None, str | None]
+) -> tuple[float, float, float | None, str]:
+    """Bandwidth, compute, compute in FP8 and memory of a device by its name; what was given beside it comes first."""
     from hf_accel.estimate.devices import memory_of, speed_of
 
     if name in ("cpu", "cuda"):
         raise BadInputError(f"--machine {name} is this machine, which is measured; leave --machine out")
-    bandwidth, compute = speed_of(name)
-    return given[0] or bandwidth, given[1] or compute, given[2] or f"{memory_of(name) / 1e9:g}GB"
+    bandwidth, compute, fp8 = speed_of(name)
+    return given[0] or bandwidth, given[1] or compute, fp8, given[2] or f"{memory_of(name) / 1e9:g}GB"
 
 
 def _config(place: str) -> Any:

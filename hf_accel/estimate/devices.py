@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from typing import NamedTuple
 
 from ..errors import UnsupportedError
 
@@ -68,9 +69,22 @@ SPEEDS: dict[str, tuple[float, float]] = {
     "RTX 4090": (1008, 165),
     "MI300X": (5300, 1307),
 }
+# TFLOP/s of dense products of FP8 that are summed in float32, of those that multiply float8_e4m3fn: half of what the data
+# sheets of NVIDIA's H100 PCIe (3,026), H200 (3,958) and L4 (485) give with sparsity, that of the L40S without it, and
+# Appendix A of the Ada GPU Architecture whitepaper (v2.02, which corrects this number) for the RTX 4090. AMD's MI300X
+# multiplies another FP8, which nothing here is rounded to.
+FP8_SPEEDS = {"L4": 242, "L40S": 733, "H100": 1513, "H200": 1979, "RTX 4090": 330}
 UNITS = {"k": 1, "m": 2, "g": 3, "t": 4}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt])(i?)b", re.IGNORECASE)
 UNSAID = re.compile(r"nvidia|geforce|tesla|amd|instinct|sxm\d?|pcie|hbm\d?e?|oam", re.IGNORECASE)  # by many
+
+
+class Speed(NamedTuple):
+    """Bytes and operations a second; fp8: operations on FP8 inputs, None where there are no such instructions."""
+
+    bandwidth: float
+    compute: float
+    fp8: float | None
 
 
 def memory_of(name: str) -> float:
@@ -96,18 +110,19 @@ def memory_of(name: str) -> float:
     return float(said[1]) * 1e9
 
 
-def speed_of(name: str) -> tuple[float, float]:
-    """Bytes and operations a second of a device by its name, as its data sheet has them.
+def speed_of(name: str) -> Speed:
+    """Of a device by its name, as its data sheet has it.
 
     Raises UnsupportedError for a device that is not in SPEEDS.
     """
     wanted = _plain(SIZE.sub("", name))
-    found = next((speed for known, speed in SPEEDS.items() if _plain(known) == wanted), None)
+    found = next((known for known in SPEEDS if _plain(known) == wanted), None)
     if found is None:
         raise UnsupportedError(
             f"the speed of {name!r} is not known; give bandwidth= and compute=, or one of {', '.join(SPEEDS)}"
         )
-    return found[0] * 1e9, found[1] * 1e12
+    bandwidth, compute = SPEEDS[found]
+    return Speed(bandwidth * 1e9, compute * 1e12, FP8_SPEEDS[found] * 1e12 if found in FP8_SPEEDS else None)
 
 
 def _bytes(size: re.Match[str]) -> float:

@@ -34,6 +34,7 @@ def estimate(
     dtype: torch.dtype | None = None,
     bandwidth: float | None = None,
     compute: float | None = None,
+    compute_fp8: float | None = None,
     price_per_hour: float | None = None,
     device: torch.device | str = "cpu",
 ) -> Estimate:
@@ -47,7 +48,8 @@ def estimate(
         "int4" for half a byte; left out, that of a patched model's cache, else None.
     dtype: of a model built from a config; None takes the config's, else float32.
     bandwidth, compute: bytes and operations per second of the machine. With neither, both are measured on `device`;
-        with one, TYPICAL_BALANCE gives the other.
+        with one, TYPICAL_BALANCE gives the other. compute_fp8: operations per second on FP8 inputs, which weights="fp8"
+        has in calls of many rows; None: measured on a GPU that has them, and as fast as compute with the others given.
     price_per_hour: of the machine, in any currency.
 
     Raises UnsupportedError for what has no decoder's KV cache (encoders, latent attention, recurrent layers), for a
@@ -59,7 +61,8 @@ def estimate(
     weights = patched[0] if isinstance(weights, Default) else weights
     kv_dtype = patched[1] if isinstance(kv_dtype, Default) else kv_dtype
     one_of("kv_dtype", kv_dtype, (None, *get_args(KVDtype)))
-    for name, value in (("bandwidth", bandwidth), ("compute", compute), ("price_per_hour", price_per_hour)):
+    speeds = {"bandwidth": bandwidth, "compute": compute, "compute_fp8": compute_fp8}
+    for name, value in {**speeds, "price_per_hour": price_per_hour}.items():
         _positive_number(name, value)
     recipe = parse_weights(weights)
 
@@ -75,9 +78,9 @@ def estimate(
         kv_dtype=None if kv_dtype == "auto" else kv_dtype,
         context=context,
         batch=batch,
-        rounds_inputs=recipe is not None and recipe.format == "int" and recipe.activations is not None,
+        rounds_inputs=recipe is not None and not recipe.is_nf4 and recipe.activations is not None,
     )
-    machine = Machine.of(bandwidth=bandwidth, compute=compute, dtype=shapes.dtype, device=device)
+    machine = Machine.of(**speeds, dtype=shapes.dtype, device=device)
     return _evaluate(workload, machine, name=type(shapes).__name__, price_per_hour=price_per_hour)
 
 

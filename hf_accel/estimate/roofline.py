@@ -13,41 +13,51 @@ import torch
 
 from ..hardware import detect, float_peak, read_bandwidth
 from ..hardware.integer_peak import integer_peak
+from ..hardware.speed import fp8_peak
 
 # Operations per byte where only one speed is given: between CPUs (10 to 50) and data-centre GPUs (150 to 300).
 TYPICAL_BALANCE = 100.0
 
 
 class Work(NamedTuple):
-    """Bytes read and operations done by one pass of a model. integers: those of the operations on INT8 inputs."""
+    """Bytes read and operations done by one pass of a model. integers, fp8: those of the operations on such inputs."""
 
     nbytes: float
     operations: float
     integers: float = 0.0
+    fp8: float = 0.0
 
 
 class Machine(NamedTuple):
-    """bandwidth: bytes per second; compute, integers: operations per second, two per multiply-add, on floating point
-    and on INT8 inputs; integers is 0 where that is as fast as compute."""
+    """bandwidth: bytes per second; compute, integers, fp8: operations per second, two per multiply-add, on inputs in
+    floating point, INT8 and FP8; the last two are 0 where that is as fast as compute."""
 
     bandwidth: float
     compute: float
     integers: float = 0.0
+    fp8: float = 0.0
 
     @classmethod
     def of(
-        cls, *, bandwidth: float | None, compute: float | None, dtype: torch.dtype, device: torch.device | str
+        cls,
+        *,
+        bandwidth: float | None,
+        compute: float | None,
+        compute_fp8: float | None = None,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> Machine:
         """Measure `device` if nothing is given. One number alone may be another machine's, so it is not mixed."""
         if bandwidth is None and compute is None:
             hardware = detect(device)
             dtypes = {dtype, torch.float32} if hardware.device == "cpu" else {dtype}  # it may have no half precision
             compute = max(float_peak(hardware, one) for one in dtypes)
-            integers = integer_peak("cpu") if hardware.device == "cpu" else None
-            return cls(read_bandwidth(hardware), compute, integers or 0.0)
+            on_cpu = hardware.device == "cpu"
+            integers, fp8 = (integer_peak("cpu"), None) if on_cpu else (None, fp8_peak(hardware))
+            return cls(read_bandwidth(hardware), compute, integers or 0.0, compute_fp8 or fp8 or 0.0)
         if bandwidth is None:
             bandwidth = (compute or 0.0) / TYPICAL_BALANCE
-        return cls(bandwidth=bandwidth, compute=compute or bandwidth * TYPICAL_BALANCE)
+        return cls(bandwidth, compute or bandwidth * TYPICAL_BALANCE, fp8=compute_fp8 or 0.0)
 
     def reading(self, work: Work) -> float:
         """Seconds."""
@@ -55,7 +65,8 @@ class Machine(NamedTuple):
 
     def computing(self, work: Work) -> float:
         """Seconds."""
-        return (work.operations - work.integers) / self.compute + work.integers / (self.integers or self.compute)
+        floats = (work.operations - work.integers - work.fp8) / self.compute
+        return floats + work.integers / (self.integers or self.compute) + work.fp8 / (self.fp8 or self.compute)
 
     def seconds(self, work: Work) -> float:
         """At least."""

@@ -24,6 +24,23 @@ def float_peak(hardware: Hardware, dtype: torch.dtype = torch.float32) -> float:
     return _float_peak(hardware.device, dtype, torch.get_num_threads())
 
 
+def fp8_peak(hardware: Hardware) -> float | None:
+    """Operations per second of torch's product of FP8 matrices, None where it has none; measured once."""
+    return _fp8_peak(hardware.device)
+
+
+@lru_cache
+def _fp8_peak(device: str) -> float | None:
+    def build(size: int) -> Callable[[], Tensor]:
+        matrix, one = torch.ones(size, size, device=device).to(torch.float8_e4m3fn), torch.ones((), device=device)
+        return lambda: torch._scaled_mm(matrix, matrix.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+    try:
+        return matmul_peak(build, device)
+    except (AttributeError, NotImplementedError, RuntimeError):  # this GPU or this build of torch lacks it
+        return None
+
+
 @lru_cache
 def _read_bandwidth(device: str, nbytes: int, threads: int) -> float:
     buffer = torch.ones(nbytes // 4, dtype=torch.float32, device=device)  # ones: pages of zeros may be one page

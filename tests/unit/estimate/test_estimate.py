@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from hf_accel.config import WeightConfig
 from hf_accel.errors import UnsupportedError
 from hf_accel.estimate import estimate
+from hf_accel.estimate.devices import FP8_SPEEDS, SPEEDS, speed_of
 
 from .shapes import GEMMA2_2B, GPT2, MISTRAL_7B, MIXTRAL_8X7B, QWEN2_HALF_B, TINY, llama_70b
 
@@ -240,6 +241,7 @@ def test_the_machine_is_measured_if_nothing_is_given():
         ({"context": 1, "kv_dtype": "fp4"}, "kv_dtype='fp4' is not known; choose one of None, 'auto', 'int8'"),
         ({"context": 1, "bandwidth": 0}, "bandwidth=0 must be a finite number above 0"),
         ({"context": 1, "compute": float("nan")}, "compute=nan must be a finite number above 0"),
+        ({"context": 1, "compute_fp8": -1}, "compute_fp8=-1 must be a finite number above 0"),
         ({"context": 1, "price_per_hour": "2"}, "price_per_hour='2' must be a finite number above 0"),
         (
             {"context": 1, "weights": WeightConfig(bits=4, group_size=128)},
@@ -250,6 +252,25 @@ def test_the_machine_is_measured_if_nothing_is_given():
 def test_bad_values_are_clear_errors(keywords, message):
     with pytest.raises(UnsupportedError, match=message):
         estimate(TINY["llama"], **keywords)
+
+
+def test_prompts_in_fp8_take_as_long_as_fp8_takes():
+    """At the speed that is given; a step of few sequences keeps floats."""
+    limits = {"context": 4096, "weights": "fp8", "bandwidth": 1e15, "compute": 1e14}
+    plain, fast = estimate(llama_70b(), **limits), estimate(llama_70b(), **limits, compute_fp8=2e14)
+    linears = 80 * (2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 28672 * 8192)
+    assert plain.prefill_seconds - fast.prefill_seconds == pytest.approx(2 * linears * 4096 * (1e-14 - 0.5e-14))
+    assert plain.seconds_per_token == fast.seconds_per_token
+    assert estimate(llama_70b(), **{**limits, "weights": "nf4"}, compute_fp8=2e14).prefill_seconds == (
+        estimate(llama_70b(), **{**limits, "weights": "nf4"}).prefill_seconds
+    )
+
+
+def test_speeds_of_devices_in_fp8():
+    h100, a100 = speed_of("H100 80GB"), speed_of("NVIDIA A100")
+    assert h100 == (2039e9, 756e12, 1513e12) and a100 == (1555e9, 312e12, None)
+    assert FP8_SPEEDS.keys() <= SPEEDS.keys()
+    assert all(1.9 * SPEEDS[name][1] < fp8 < 2.1 * SPEEDS[name][1] for name, fp8 in FP8_SPEEDS.items())
 
 
 def test_the_config_is_left_as_it_was():

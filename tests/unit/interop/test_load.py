@@ -303,6 +303,15 @@ def nan_first(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def byte_at(row: int, column: int, byte: int) -> Any:
+    def change(tensor: Tensor) -> Tensor:
+        tensor = tensor.clone()
+        tensor.view(torch.uint8)[row, column] = byte
+        return tensor
+
+    return change
+
+
 SHORT, FLOAT, LONGER = (lambda t: t[:-1]), (lambda t: t.float()), (lambda t: torch.cat([t, t]))
 WIDE = lambda t: torch.cat([t, t], dim=-1)  # noqa: E731
 REFUSED = [
@@ -377,6 +386,8 @@ REFUSED = [
     ("fp8 of transformers", config_with(weight_block_size=[24, 40]), "no whole blocks of 40"),
     ("fp8 of transformers", config_with(activation_scheme="static"), "activation_scheme='static'"),
     ("fp8 of transformers", tensor_with(f"{Q}.weight_scale_inv", nan_first), "NaN or infinity"),
+    ("fp8 of transformers", tensor_with(f"{Q}.weight", byte_at(3, 5, 0x7F)), r"q_proj.weight' holds NaN at \[3, 5\]"),
+    ("fp8", tensor_with(f"{Q}.weight", byte_at(63, 0, 0xFF)), r"q_proj.weight' holds NaN at \[63, 0\]"),
     ("fp8 of transformers", tensor_with(f"{Q}.weight_scale_inv", None), "no '.*weight_scale_inv'"),
     *[("w4a16", tensor_with(f"{Q}.{p}", None), f"no '{Q}.{p}'") for p in ("weight_packed", "weight_scale")],
     *[("w4a16", tensor_with(f"{Q}.{p}", SHORT), p) for p in ("weight_packed", "weight_scale")],
