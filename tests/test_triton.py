@@ -55,6 +55,7 @@ LINEARS = [
     f"{PARITY}::test_as_the_float_layer_with_the_dequantized_weight[triton-fp8-fp8-64x384-torch.float16-bias]",
     f"{KERNELS}/test_quantized_linear.py",
     f"{KERNELS}/test_fp8_linear.py",
+    f"{KERNELS}/test_torch_blocks.py",
     f"{KERNELS}/test_layer_parts.py",
 ]
 MODELS = [

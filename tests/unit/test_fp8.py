@@ -83,6 +83,10 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     save_file(tensors | {name: tensors[name].float()}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(hf_accel.HfAccelError, match=r"must be torch\.float8_e4m3fn with bits=8, format='fp8'"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+    tensors[name].view(torch.uint8)[2, 7] = 0xFF
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(hf_accel.HfAccelError, match=r"q_proj\.weight' holds NaN at \[2, 7\] in the checkpoint; save"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_what_goes_with_fp8() -> None:

@@ -92,6 +92,35 @@ def test_only_many_rows_may_be_rounded(gpu):
     assert not any(name.startswith("int8") for rows in ROWS for name in names(rows))
 
 
+def test_torchs_product_is_measured_beside_the_tiles(gpu, monkeypatch):
+    """For many rows in FP8, on a GPU that has one of the same meaning, and not for experts."""
+    monkeypatch.setattr(triton, "capability", lambda: (9, 0))
+    spec = LinearSpec(in_features=2048, out_features=512, bits=8, dtype=torch.bfloat16, format="fp8")
+    backend = Triton(row_invariant=False, rounding="many rows", rounded_to="fp8")
+    gpu.seconds = {"torch._scaled_mm": 0.1}
+    measuring = Measuring(gpu.clock)
+    words = measuring.measure(BackendChoice(spec, backend, ()))
+    assert {rows for rows, name in gpu.calls if name == "torch._scaled_mm"} == {512, 2048}
+    assert words.endswith(" up to 256 rows, torch._scaled_mm beyond")
+    weight = backend.pack(module.example(spec, 512))
+    assert str(tiles.tile_for(FEW_ROWS + 1, weight, torch.bfloat16, "many rows")) == "torch._scaled_mm"
+    assert "torch" not in str(tiles.tile_for(FEW_ROWS, weight, torch.bfloat16, "many rows"))
+    of_experts = measuring.measure(BackendChoice(spec, backend, ()), of_experts=True)
+    assert "torch" not in of_experts and gpu.calls[2048, "torch._scaled_mm"] == 1
+    measuring.finish()
+    assert "torch._scaled_mm" in module.file().read_text()
+    gpu.calls.clear()
+    tiles.MEASURED.clear()
+    assert Measuring(gpu.clock).measure(BackendChoice(spec, backend, ())) == words and not gpu.calls
+
+
+def test_of_a_wide_weight_some_outputs_are_taken():
+    """In a multiple that each candidate takes."""
+    spec = LinearSpec(in_features=28672, out_features=8192, bits=8, dtype=torch.bfloat16, format="fp8")
+    timing = module._Timing(Measuring(), Triton(row_invariant=False), spec)
+    assert timing.packed.out_features == 4672 and timing.packed.in_features == 28672
+
+
 def test_the_next_process_reads_the_file(gpu, monkeypatch):
     first = Measuring(gpu.clock)
     words = first.measure(choice())
