@@ -1,14 +1,20 @@
-"""The ladder: from the naive way to generate, one measure after the other, each step timed."""
+"""The ladder: from the naive way to generate, one measure after the other, each step timed.
+
+On a GPU it has a step for the graphs, and none for float32, which a large model has no room for.
+"""
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
+from hf_accel.generation.graphs import SWITCH
 from hf_accel.measuring.turns import take_turns, time_generate
 from hf_accel.twin import twin
 
@@ -22,7 +28,8 @@ Seconds = Callable[[], float]
 
 
 def measure(bench: Bench) -> list[Table]:
-    seconds = take_turns(dict(steps(bench)), rounds=bench.settings.rounds)
+    found = steps_on_gpu if bench.settings.device == "cuda" else steps
+    seconds = take_turns(dict(found(bench)), rounds=bench.settings.rounds)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     title = f"seconds per token, batch 1, context {bench.settings.context}"
     return [Table(title, rows(medians), note(bench)), engine_ladder.measure(bench)]
@@ -37,6 +44,37 @@ def steps(bench: Bench) -> Iterator[tuple[str, Seconds]]:
     yield "flash attention (sdpa): stock", partial(with_cache, bench, plain)
     for setup in (accel.EXACT, accel.INT8, accel.INT4):
         yield setup.name, partial(with_cache, bench, bench.entrant(setup))
+
+
+def steps_on_gpu(bench: Bench) -> Iterator[tuple[str, Seconds]]:
+    """As `steps`. Attention over pages and fused layers run without graphs first."""
+    yield "naive: eager, no cache", partial(without_cache, bench, eager(twin(bench.model)))
+    plain = bench.entrant(stock.Stock())
+    yield "KV cache", partial(with_cache, bench, Entrant(plain.setup, eager(twin(bench.model)), 0.0, {}))
+    yield "flash attention (sdpa): stock", partial(with_cache, bench, plain)
+    not_fused, exact = map(bench.entrant, (accel.NOT_FUSED, accel.EXACT))
+    yield "hf_accel: attention over pages", partial(without_graphs, partial(with_cache, bench, not_fused))
+    yield "fused layers", partial(without_graphs, partial(with_cache, bench, exact))
+    yield f"CUDA graphs: {exact.setup.name}", partial(with_cache, bench, exact)
+    for setup in (accel.INT8, accel.INT4):
+        yield setup.name, partial(with_cache, bench, bench.entrant(setup))
+
+
+def without_graphs(run: Seconds) -> float:
+    with environment(SWITCH, "0"):
+        return run()
+
+
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 def reload_float32(bench: Bench) -> PreTrainedModel:

@@ -130,6 +130,16 @@ def drafts(figure: Any, tables: list[dict[str, Any]]) -> None:
         axes.set_title(next(part for part in table["title"].split(", ") if "temperature" in part), fontsize=8)
 
 
+def ladder(figure: Any, tables: list[dict[str, Any]]) -> None:
+    """What the measures so far come to together, and the pairs on top of them."""
+    steps, pairs = figure.subplots(1, 2)
+    rows, engine = tables[0]["rows"], tables[1]["rows"]
+    bars(steps, [row["measure"] for row in rows], [row["product"] for row in rows])
+    steps.set(xlabel="times as fast as the first", xscale="log", title=tables[0]["title"])
+    bars(pairs, [row["measure"] for row in engine], [1 / row["token_seconds"] for row in engine])
+    pairs.set(xlabel="tokens per second", xscale="log", title=tables[1]["title"])
+
+
 def bars(axes: Any, names: Sequence[str], values: Sequence[float]) -> None:
     """Lying, the first on top."""
     axes.barh(names, values)
@@ -153,6 +163,7 @@ def dots(axes: Any, names: Sequence[str], values: dict[str, Sequence[float]]) ->
 PLOTS: dict[str, Callable[[Any, list[dict[str, Any]]], None]] = {
     "batching": batching,
     "latency": latency,
+    "ladder": ladder,
     "speculation": speculation,
     "drafters": drafters,
     "students": students,

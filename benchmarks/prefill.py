@@ -27,11 +27,16 @@ def measure(bench: Bench) -> list[Table]:
 
 def table(bench: Bench, entrants: Mapping[str, Entrant]) -> Table:
     candidates = {
-        name: partial(run_prefill, bench, entrant, tokens=bench.settings.context) for name, entrant in entrants.items()
+        name: partial(run_prefill, bench, entrant, tokens=length(bench)) for name, entrant in entrants.items()
     }
     seconds = take_turns(candidates, rounds=bench.settings.rounds)
     rows = [row(bench, entrants[name], seconds) for name in seconds]
-    return Table(f"prefill of {bench.settings.context} tokens, batch 1", rows, NOTE)
+    return Table(f"prefill of {length(bench)} tokens, batch 1", rows, NOTE)
+
+
+def length(bench: Bench) -> int:
+    """Tokens of the prompt."""
+    return bench.settings.prompt or bench.settings.context
 
 
 def row(bench: Bench, entrant: Entrant, seconds: dict[str, list[float]]) -> Row:
@@ -43,7 +48,7 @@ def row(bench: Bench, entrant: Entrant, seconds: dict[str, list[float]]) -> Row:
         "ratio": median_ratio(seconds[BASELINE], values),
         "prefill_seconds": median,
         "spread_share": spread_share(values),
-        "tokens_per_second": bench.settings.context / median,
+        "tokens_per_second": length(bench) / median,
         "peak_share": None if peak is None else operations(bench) / median / peak,
     }
 
@@ -63,4 +68,4 @@ def operations(bench: Bench) -> int:
     """Two per weight and token; the head sees the last token alone."""
     head = bench.model.get_output_embeddings()
     linears = [module for module in bench.model.modules() if isinstance(module, nn.Linear) and module is not head]
-    return 2 * (bench.settings.context * sum(linear.weight.numel() for linear in linears) + head.weight.numel())
+    return 2 * (length(bench) * sum(linear.weight.numel() for linear in linears) + head.weight.numel())

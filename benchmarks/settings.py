@@ -256,6 +256,7 @@ class Settings:
     dtype: of the model's weights. device: where it is, "cpu" or "cuda".
     setups: names of setups to take beside stock; none: all that work here.
     context: tokens before the first generated one; new_tokens: of a whole generate() at batch 1.
+    prompt: tokens of a prefill; None: as many as context.
     batch_tokens: of one that starts from a filled cache; naive_tokens: of the steps of the ladder without a KV cache.
     long_factor, long_batches: of the decode steps with many keys and values, after so many contexts.
     widths: rows whose cost is compared with that of one.
@@ -272,6 +273,7 @@ class Settings:
     rounds: int = 3
     batches: tuple[int, ...] = (1, 4, 16, 32)
     context: int = 512
+    prompt: int | None = None
     new_tokens: int = 32
     batch_tokens: int = 9
     long_factor: int = 16
@@ -309,9 +311,13 @@ class Settings:
     def on_gpu(self) -> Settings:
         """Longer prompts and more requests, which a GPU is for, and less of what takes it longest."""
         serving = replace(
-            self.serving, requests=128, many=0, means=(128,), prompts=(100, 1024), choices=((2048, None), (8192, None))
+            self.serving, requests=64, many=0, means=(64,), prompts=(100, 1024), choices=((2048, None), (8192, None))
         )
-        return replace(self, device="cuda", batch_tokens=33, new_tokens=128, serving=serving)
+        oracle = replace(self.oracle.quicker(), new_tokens=self.oracle.new_tokens)
+        return replace(
+            self, device="cuda", prompt=8192, batch_tokens=33, new_tokens=128, naive_tokens=4, rounds=2,
+            serving=serving, oracle=oracle,
+        )  # fmt: skip
 
     def quicker(self) -> Settings:
         return replace(

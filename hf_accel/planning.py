@@ -25,7 +25,7 @@ from .fused.sites import Dropped, FusedSite, fused_sites, native_linears, projec
 from .generation.hf import model_refusal
 from .hardware import detect, read_bandwidth
 from .kernels.cpu.library import FLOATS
-from .linear import LinearSpec, QuantExperts, QuantLinear, QuantModule, Workers
+from .linear import ExpertWeights, LinearSpec, QuantLinear, QuantModule, Workers
 from .linear import choose as choose_linear
 from .linear.cpu import Cpu
 from .linear.hf import stored_experts

@@ -14,11 +14,18 @@ class Accel(Setup):
     attends = True
 
     def __init__(
-        self, weights: str | None, *, tolerance: float, kv_dtype: KVDtype = "auto", deterministic: bool = False
+        self,
+        weights: str | None,
+        *,
+        tolerance: float,
+        kv_dtype: KVDtype = "auto",
+        deterministic: bool = False,
+        fuse: bool = True,
     ) -> None:
         self.name = f"hf_accel {weights or 'exact'}" + ("" if kv_dtype == "auto" else f" with {kv_dtype} KV")
         self.name += " deterministic" if deterministic else ""
-        self.deterministic = deterministic
+        self.name += "" if fuse else ", not fused"
+        self.deterministic, self.fuse = deterministic, fuse
         self.only_named = "it tells what deterministic=True costs on a GPU" if deterministic else None
         self.weights = weights
         self.tolerance = tolerance
@@ -28,7 +35,7 @@ class Accel(Setup):
 
     def prepare(self, model: PreTrainedModel) -> PreTrainedModel:
         cache = hf_accel.CacheConfig(dtype=self.kv_dtype)
-        keywords = {"keep_original": True, "deterministic": self.deterministic}
+        keywords = {"keep_original": True, "deterministic": self.deterministic, "fuse": self.fuse}
         return hf_accel.patch(model, weights=self.weights, cache=cache, **keywords)
 
     def new_cache(self, model: PreTrainedModel, *, batch: int, tokens: int) -> hf_accel.PagedCache:
@@ -42,3 +49,4 @@ SETUPS = (EXACT, INT8, INT4, DETERMINISTIC)
 # In the topics that ask for them. The first runs the model of INT8 over another cache.
 INT8_KV = Accel("int8", tolerance=0.15, kv_dtype="int8")
 AUTO = Accel("auto", tolerance=0.15)
+NOT_FUSED = Accel(None, tolerance=0.05, fuse=False)
