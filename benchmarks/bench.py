@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,11 +35,15 @@ class Entrant:
 
 
 class Bench:
-    """refused: why setups do not take part, by name; verified: how the others were checked."""
+    """refused: why setups do not take part, by name; verified: how the others were checked.
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    keep_going: whether a setup that cannot be made, or computes something else, only stays out itself.
+    """
+
+    def __init__(self, settings: Settings, *, keep_going: bool = False) -> None:
+        self.settings, self.keep_going = settings, keep_going
         self.refused: dict[str, str] = {}
+        self._failed: dict[str, str] = {}
         self._entrants: dict[str, Entrant] = {}
 
     @cached_property
@@ -76,7 +81,8 @@ class Bench:
     def setups(self) -> list[Setup]:
         """Stock, and those that were asked for and do not refuse."""
         wanted = [s for s in SETUPS if s.name == BASELINE or s.name in (self.settings.setups or (s.name,))]
-        self.refused = {setup.name: reason for setup in wanted if (reason := self.refusal(setup))}
+        refused = {setup.name: reason for setup in wanted if (reason := self.refusal(setup))}
+        self.refused = {**refused, **self._failed}
         return [setup for setup in wanted if setup.name not in self.refused]
 
     def refusal(self, setup: Setup) -> str | None:
@@ -88,7 +94,18 @@ class Bench:
 
     @property
     def entrants(self) -> dict[str, Entrant]:
-        return {setup.name: self.entrant(setup) for setup in self.setups}
+        tried = {setup.name: self._tried(setup) for setup in self.setups}
+        return {name: entrant for name, entrant in tried.items() if entrant is not None}
+
+    def _tried(self, setup: Setup) -> Entrant | None:
+        try:
+            return self.entrant(setup)
+        except Exception as error:
+            if not self.keep_going or setup.name == BASELINE:
+                raise
+            traceback.print_exc()
+            self.refused[setup.name] = self._failed[setup.name] = f"{type(error).__name__}: {error}"
+            return None
 
     @property
     def verified(self) -> list[dict[str, Any]]:

@@ -1,21 +1,38 @@
-"""Plots of those topics whose tables are read best as curves: PNG files beside the JSON, if matplotlib is there."""
+"""Plots of those topics whose tables are read best as curves: PNG files beside the JSON, if matplotlib is there.
+
+python -m benchmarks.plots FOLDER   draws those of a folder of results, which another machine may have measured
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from .results_folder import file_stem, readme, replace
 
 SIZE = (9.0, 3.6)  # inches
 DPI = 110
 Rows = Sequence[dict[str, Any]]
 
 
-def draw(folder: Path, result: dict[str, Any]) -> str:
-    """Draw one topic's result; says in a line what became of it. Last time's plot does not stay beside new numbers."""
+def main(folder: Path) -> None:
+    for path in sorted(folder.glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        print(f"{path.name}: {draw(folder, result, path.stem.removeprefix(result['topic']).removeprefix('_'))}")
+    replace(folder / "README.md", readme(folder))
+
+
+def draw(folder: Path, result: dict[str, Any], label: str = "") -> str:
+    """Draw one topic's result; says in a line what became of it. Last time's plot does not stay beside new numbers.
+
+    label: of the file's name, as that of the numbers has it.
+    """
     topic = result["topic"]
-    path = folder / f"{topic}.png"
+    path = folder / f"{file_stem(topic, label)}.png"
     path.unlink(missing_ok=True)
     if topic not in PLOTS:
         return "no plot: the table says it all"
@@ -170,3 +187,7 @@ PLOTS: dict[str, Callable[[Any, list[dict[str, Any]]], None]] = {
     "ablation": ablation,
     "drafts": drafts,
 }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -43,11 +43,16 @@ def slug(name: str) -> str:
 def write(folder: Path, result: dict[str, Any], label: str = "") -> Path:
     """Store one topic's result, and make the READMEs anew. label: of the file's name, behind the topic."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{result['topic']}{label and '_'}{label}.json"
+    path = folder / f"{file_stem(result['topic'], label)}.json"
     replace(path, json.dumps(result, indent=1) + "\n")
     for each in (folder, FOLDER) if folder.parent == FOLDER else (folder,):
         replace(each / "README.md", readme(each))
     return path
+
+
+def file_stem(topic: str, label: str = "") -> str:
+    """Of the names of a result's files."""
+    return f"{topic}{label and '_'}{label}"
 
 
 def replace(path: Path, text: str) -> None:
@@ -58,8 +63,8 @@ def replace(path: Path, text: str) -> None:
 
 
 def readme(folder: Path) -> str:
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    return "\n".join([INTRODUCTION, *kinds(folder), *(section(folder, result) for result in results)])
+    results = {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    return "\n".join([INTRODUCTION, *kinds(folder), *(section(path, result) for path, result in results.items())])
 
 
 def kinds(folder: Path) -> list[str]:
@@ -73,10 +78,10 @@ def kinds(folder: Path) -> list[str]:
     return [f"{BY_CPU}\n", *lines, ""] if lines else []
 
 
-def section(folder: Path, result: dict[str, Any]) -> str:
+def section(path: Path, result: dict[str, Any]) -> str:
     tables = "\n".join(Table(**table).markdown() for table in result["tables"])
-    plot = f"{result['topic']}.png"
-    image = f"![{result['topic']}]({plot})\n\n" if (folder / plot).exists() else ""
+    plot = path.with_suffix(".png")
+    image = f"![{result['topic']}]({plot.name})\n\n" if plot.exists() else ""
     return f"## {result['topic']}\n\n{provenance(result)}\n\n{image}{tables}"
 
 

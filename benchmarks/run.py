@@ -12,9 +12,12 @@ import dataclasses
 import datetime
 import os
 import shlex
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,24 +103,60 @@ TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+class TooLongError(BaseException):
+    """A topic has taken all of its time. No Exception, since what a topic runs may go on after those."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 1 if a topic was left out, after one of them has failed or taken too long."""
     arguments = parse(argv)
     if not arguments.even_without_kernels and arguments.settings.device == "cpu":
         require_kernels()
     disable_progress_bar()
-    bench = Bench(arguments.settings)
+    bench = Bench(arguments.settings, keep_going=arguments.keep_going)
     where, start = machine(arguments.settings.device), time.perf_counter()
-    out = arguments.out or machine_folder(where)
+    out, left_out = arguments.out or machine_folder(where), []
     for topic in TOPICS if "all" in arguments.topics else arguments.topics:
         busy = wait_until_quiet(even_busy=arguments.even_busy)
         print(f"{topic}, {time.perf_counter() - start:.0f} s from the start", flush=True)
-        tables = TOPICS[topic](bench)
+        try:
+            with time_limit(arguments.topic_seconds):
+                tables = TOPICS[topic](bench)
+        except (Exception, TooLongError):
+            if not arguments.keep_going:
+                raise
+            traceback.print_exc()
+            left_out.append(topic)
+            print(f"{topic} is left out", flush=True)
+            continue
         print("\n" + "\n".join(table.markdown() for table in tables))
         result = record(topic, tables, bench, machine={**where, "busy_cores": busy}, command=arguments.command)
-        if not arguments.label:
-            print(plots.draw(out, result), flush=True)
+        print(plots.draw(out, result, arguments.label), flush=True)
         print(f"written to {write(out, result, arguments.label)}", flush=True)
-    print(f"{time.perf_counter() - start:.0f} s in all")
+    print(f"{time.perf_counter() - start:.0f} s in all" + "".join(f"; {topic} failed" for topic in left_out))
+    return int(bool(left_out))
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise TooLongError in the main thread after so many seconds; None: never.
+
+    A call into another language is interrupted where it returns.
+    """
+    if seconds is None:
+        yield
+        return
+
+    def interrupt(*_: Any) -> None:
+        raise TooLongError(f"it took more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def record(topic: str, tables: list[Table], bench: Bench, *, machine: dict[str, Any], command: str) -> dict[str, Any]:
@@ -188,11 +227,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default=defaults.device, help="where the models are")
     parser.add_argument("--label", default="", help="of the JSON files' names, so that one folder holds two models")
     parser.add_argument("--rounds", type=int, help="repetitions")
+    parser.add_argument("--prompt", type=int, help="tokens of a prefill, where they are not as many as --context")
     parser.add_argument("--setups", default="", help=f"comma-separated, of {', '.join(s.name for s in SETUPS)}")
     parser.add_argument(
         "--even-without-kernels", action="store_true", help="measure also where hf_accel's kernels are not built"
     )
     parser.add_argument("--even-busy", action="store_true", help="measure also while other processes run here")
+    parser.add_argument(
+        "--keep-going", action="store_true", help="leave out topics and setups that fail; exit status 1 says so"
+    )
+    parser.add_argument("--topic-seconds", type=float, help="the most that a topic may take")
     parser.add_argument("--out", type=Path, help="folder for the JSON files and the README; left out: this machine's")
     arguments = parser.parse_args(argv)
     check_names(parser, arguments)
@@ -226,8 +270,9 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     settings = settings.on_gpu() if arguments.device == "cuda" else settings
     settings = settings.quicker() if arguments.quick else settings
     rounds, tokens = arguments.rounds or settings.rounds, arguments.tokens or settings.quality_tokens
-    return dataclasses.replace(settings, rounds=rounds, quality_tokens=tokens)
+    prompt = arguments.prompt or settings.prompt
+    return dataclasses.replace(settings, rounds=rounds, quality_tokens=tokens, prompt=prompt)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

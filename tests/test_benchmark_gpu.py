@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,48 +46,94 @@ def test_make_gpu_uses_the_machine_s_python() -> None:
 
 def test_all_parts_are_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    labels = set()
     for part in PARTS:
-        module, arguments = part.command[1], part.command[2:]
-        if module == "pytest":
-            assert Path(arguments[-1]).exists()
-            continue
-        assert module == "benchmarks.run"
-        parsed = run.parse(list(arguments))
-        assert set(parsed.topics) <= run.TOPICS.keys() and parsed.settings.model in MODELS
-        assert parsed.settings.device == "cuda"
-        labels |= {(topic, parsed.label) for topic in parsed.topics}
-    assert len(labels) == sum(len(run.parse(list(p.command[2:])).topics) for p in PARTS if "pytest" not in p.command)
-    assert gpu.SECONDS < 600 and sum(part.seconds for part in PARTS[:6]) < gpu.SECONDS
+        for command in part.commands:
+            module, arguments = command[1], list(command[2:])
+            if module == "pytest":
+                paths = [argument for argument in arguments if argument.startswith("tests/")]
+                assert paths and not part.topics and all(Path(path.partition("::")[0]).exists() for path in paths)
+                continue
+            assert module == "benchmarks.run"
+            parsed = run.parse([*arguments, *part.topics])
+            assert tuple(parsed.topics) == part.topics and parsed.settings.model in MODELS
+            assert parsed.settings.device == "cuda" and parsed.keep_going and parsed.settings.prompt == 8192
+            assert parsed.label == parsed.settings.model and 0 < parsed.topic_seconds < part.seconds
+    assert "ladder" in {topic for part in PARTS for topic in part.topics}
+    assert gpu.SECONDS < 600 and sum(part.seconds for part in PARTS[:-1]) + 60 < gpu.SECONDS
+
+
+def test_the_cases_for_each_feature_are_tests() -> None:
+    """pytest would run nothing at all beside a name that it does not find."""
+    names = [name for name in gpu.KERNEL_TESTS[0] if "::" in name]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider", *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 or not triton.is_installed(), done.stdout[-2000:]
 
 
 HANGS = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
 
 
+def part(name: str, *programs: str, seconds: float = 20.0, topics: tuple[str, ...] = ()) -> Part:
+    return Part(name, tuple(("-c", program) for program in programs), seconds, topics)
+
+
 def test_a_part_that_hangs_or_fails_costs_no_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is killed with the processes that it has started."""
+    """It is killed with the processes that it has started, and what it has said is kept."""
     alive = tmp_path / "alive"
     monkeypatch.setattr(gpu, "GRACE_SECONDS", 0.5)
     ignores = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
     child = f"{ignores}\nimport pathlib, time\nwhile True: pathlib.Path({str(alive)!r}).touch(); time.sleep(0.05)"
     parts = [
-        Part("hangs", ("-c", HANGS.format(child=child)), 2.0),
-        Part("fails", ("-c", "raise SystemExit(3)"), 20.0),
-        Part("runs", ("-c", "print()"), 20.0),
+        part("hangs", f"print('said before'); {HANGS.format(child=child)}", "print('beside it')", seconds=2.0),
+        part("fails", "print('x' * 9000 + 'the end'); raise SystemExit(3)"),
+        part("runs", "print('fine')"),
     ]
-    assert gpu.run(parts, seconds=100) == 1
-    lines = capsys.readouterr().out.splitlines()[-3:]
-    assert [line.split(" s  ")[1] for line in lines] == [
+    assert gpu.run(parts, seconds=100, out=tmp_path) == 1
+    out = capsys.readouterr().out
+    assert [line.split(" s  ")[1] for line in out.splitlines()[-3:]] == [
         "ended after 2 s, its limit", "it failed, exit status 3", "done",
     ]  # fmt: skip
+    assert "said before" in (tmp_path / "hangs.log").read_text() and "beside it" in (tmp_path / "hangs-2.log").read_text()
+    assert "xxthe end" in out and len(out) < 2 * gpu.MOST_PRINTED + 1500 < 9000 < len((tmp_path / "fails.log").read_text())
     alive.unlink()
     time.sleep(0.3)
     assert not alive.exists()
-    assert gpu.run(parts[2:], seconds=100) == 0
-    assert gpu.run(parts[2:], seconds=1) == 1
+    assert gpu.run(parts[2:], seconds=100, out=tmp_path) == 0
+    assert gpu.run(parts[2:], seconds=1, out=tmp_path) == 1
     assert capsys.readouterr().out.endswith("there was no time left\n")
+
+
+WRITES = """
+import json, pathlib, sys
+out, topics = pathlib.Path(sys.argv[sys.argv.index("--out") + 1]), sys.argv[sys.argv.index("--out") + 2:]
+for topic in topics:
+    if topic == "dies": sys.exit(9)
+    rows = [{"setup": "stock", "choice": "auto", "ratio": 1.0, "step_seconds": 0.01, "a": 1.0, "b": 2.0}]
+    table = {"title": "t", "rows": rows, "note": ""}
+    result = {"topic": topic, "tables": [table], "refused": {"hf_accel int4": "it broke", "torchao": "missing"}}
+    (out / f"{topic}_m.json").write_text(json.dumps(result))
+"""
+
+
+def test_what_was_measured_is_told_and_the_topics_after_one_that_died_get_a_second_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "AGAIN_SECONDS", 5.0)
+    (tmp_path / "memory_m.json").write_text('{"topic": "memory"}')
+    os.utime(tmp_path / "memory_m.json", (1, 1))  # of another day
+    made = Part("bench", (("-c", WRITES, "--label", "m"),), 20.0, ("decode", "dies", "prefill", "batching"))
+    assert gpu.run([made], seconds=100, out=tmp_path) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "once more for prefill, batching"
+    told = ["t [ratio, step seconds, a]", "  stock auto 1.00x 10.00 ms 1.0", "hf_accel int4 did not take part: it broke"]
+    expected = [one if one.startswith(" ") else f"{topic}: {one}" for topic in ("decode", "prefill", "batching") for one in told]
+    assert lines[2:11] == expected
+    assert lines[-1].endswith("it failed, exit status 9")
+    made = replace(made, topics=("decode", "prefill"))
+    assert gpu.run([made], seconds=100, out=tmp_path) == 0
+    assert not any("once more" in line for line in capsys.readouterr().out.splitlines())
 
 
 def test_without_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +145,7 @@ def test_an_unknown_part(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.main(["decode-9b"])
     assert (
-        "part 'decode-9b' is not known; choose some of tests-models, decode-8b, tests-kernels"
+        "part 'decode-9b' is not known; choose some of tests-models, 8b, tests-kernels, 1b"
         in capsys.readouterr().err
     )
 
@@ -155,7 +203,7 @@ def test_models_are_made_on_the_device() -> None:
 
 def test_settings_of_a_gpu() -> None:
     settings = Settings(model="tiny").on_gpu()
-    assert settings.device == "cuda" and settings.serving.requests == 128 and settings.quicker().device == "cuda"
+    assert settings.device == "cuda" and settings.serving.requests == 64 and settings.quicker().device == "cuda"
     assert Bench(settings).description == "tiny"
     assert Bench(Settings(model="/of/this machine/tiny")).description == "tiny"  # no path of it is written to results
     finish("cpu")  # nothing to wait for

@@ -1,6 +1,6 @@
 """Triton's kernels, interpreted on the CPU in processes of their own.
 
-Which tests of tests/unit run there is said here. A GPU needs none of this: `make gpu` runs the gpu mark as it is.
+Which tests of tests/unit run there is said here and in features.py. A GPU needs none of this: `make gpu` runs the gpu mark as it is.
 Triton's compiler needs no process of its own: tests/unit/kernels/triton compiles for GPUs that are not there.
 """
 
@@ -16,48 +16,9 @@ import pytest
 
 from hf_accel.kernels import triton
 
-ROOT = Path(__file__).parents[1]
-PAGED = "tests/unit/attention/test_paged.py"
-PARITY = "tests/unit/linear/test_parity.py"
-WRITE = "tests/unit/cache/test_write.py"
-KERNELS = "tests/unit/kernels/triton"
+from .features import ATTENTION, KERNELS, LINEARS, PAGED, PARITY
 
-# A case for each feature. The cases are those of all backends.
-ATTENTION = [
-    f"{PAGED}::test_equals_oracle[mixed-None-triton]",
-    f"{PAGED}::test_equals_oracle[verify, ragged-3-triton by row]",
-    f"{PAGED}::test_equals_oracle[more queries than keys-16-triton]",
-    f"{PAGED}::test_equals_oracle[zero lengths-None-triton]",
-    f"{PAGED}::test_equals_oracle[decode of very different lengths-None-triton]",
-    f"{PAGED}::test_softcap_and_sinks[verify, ragged-both-3-triton]",
-    f"{PAGED}::test_lse[mixed-sinks-triton]",
-    f"{PAGED}::test_dtypes_groups_and_layouts[dims1-3-(8, 1)-torch.bfloat16-triton]",
-    f"{PAGED}::test_dtypes_groups_and_layouts[dims2-16-(4, 2)-torch.float16-triton]",
-    f"{PAGED}::test_quantized_pages[torch.int8-mixed-None-torch.bfloat16-triton]",
-    f"{PAGED}::test_quantized_pages[torch.float8_e4m3fn-verify, ragged-3-torch.bfloat16-triton]",
-    f"{PAGED}::test_quantized_pages[torch.uint8-mixed-None-torch.float32-triton]",
-    f"{PAGED}::test_parts_over_disjoint_keys_merge[sinks-triton]",
-    "tests/unit/attention/test_packed.py::test_equals_oracle[sinks-False-with a past-triton]",
-    f"{WRITE}::test_bits_of_the_torch_path[triton-torch.bfloat16-torch.int8]",
-    f"{WRITE}::test_bits_of_the_torch_path[triton-torch.float16-torch.float8_e4m3fn]",
-    f"{WRITE}::test_numbers_that_are_none[triton-torch.float32-torch.uint8]",
-    f"{KERNELS}/test_attention.py",
-]
-LINEARS = [
-    f"{PARITY}::test_zero_points[triton-float-272-256-128-torch.bfloat16]",
-    f"{PARITY}::test_zero_points[triton by row-float-33-128-64-torch.float16]",
-    f"{PARITY}::test_as_the_float_layer_with_the_dequantized_weight[triton-float-int8-257x48-torch.bfloat16-bias]",
-    f"{PARITY}::test_as_the_float_layer_with_the_dequantized_weight[triton-float-int4-112x64-torch.float32-no-bias]",
-    f"{PARITY}::test_unpack_returns_what_was_packed[triton-float-int4-64x384-torch.bfloat16]",
-    f"{PARITY}::test_as_the_float_layer_with_the_dequantized_weight[triton-int8-int8-33x64-torch.bfloat16-bias]",
-    f"{PARITY}::test_zero_points[triton-int8-33-128-64-torch.float16]",
-    f"{PARITY}::test_as_the_float_layer_with_the_dequantized_weight[triton-float-fp8-257x48-torch.bfloat16-bias]",
-    f"{PARITY}::test_as_the_float_layer_with_the_dequantized_weight[triton-fp8-fp8-64x384-torch.float16-bias]",
-    f"{KERNELS}/test_quantized_linear.py",
-    f"{KERNELS}/test_fp8_linear.py",
-    f"{KERNELS}/test_torch_blocks.py",
-    f"{KERNELS}/test_layer_parts.py",
-]
+ROOT = Path(__file__).parents[1]
 MODELS = [
     "tests/unit/fused/test_on_gpu.py",
     f"{KERNELS}/test_end_to_end.py",
