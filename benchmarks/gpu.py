@@ -36,7 +36,7 @@ LEAST_SECONDS = 15.0  # a part that has less is not begun
 AGAIN_SECONDS = 60.0  # that making the models once more, for the topics that were not reached, is worth
 GRACE_SECONDS = 5.0  # in which a part that was interrupted may still say what it has found
 LOGS = Path("build") / "gpu"
-MOST_PRINTED = 2500  # characters of a log's end
+MOST_PRINTED = 1500  # characters of a log's end
 COLUMNS = 3  # of a table's rows that are printed, beside their name
 OURS = "hf_accel exact,hf_accel int8,hf_accel int4"
 MODEL_TESTS = ("tests/parity/test_gpu.py",)
@@ -203,9 +203,14 @@ def digest(result: dict[str, Any]) -> Iterator[str]:
         yield f"{result['topic']}: {table['title']} [{names}]"
         for row in table["rows"]:
             texts = [value for value in list(row.values())[1:] if isinstance(value, str)]
-            yield "  " + " ".join([str(row[name]), *texts, *(cell(column, row[column]) for column in columns)])
+            words = [
+                str(row[name]).removeprefix("hf_accel "),
+                *texts,
+                *(cell(column, row[column]) for column in columns),
+            ]
+            yield "  " + " ".join(words)
     for name, reason in result["refused"].items():
-        if name in OURS:
+        if name.startswith("hf_accel"):
             yield f"{result['topic']}: {name} did not take part: {reason[:300]}"
 
 

@@ -6,6 +6,7 @@ import time
 
 from hf_accel.measuring.quiet import BUSY, SAMPLE, busy_cores
 
+GLANCE = 0.2  # seconds that are looked at where nothing depends on it
 PATIENCE = 300.0  # seconds to wait for the machine to become quiet
 
 
@@ -20,7 +21,7 @@ def wait_until_quiet(*, even_busy: bool) -> float | None:
     """
     deadline = time.monotonic() + PATIENCE
     while True:
-        busy = busy_cores()
+        busy = busy_cores(GLANCE if even_busy else SAMPLE)
         if busy is None or busy < BUSY or even_busy:
             return busy
         if time.monotonic() > deadline:

@@ -14,15 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, machine, run
+import hf_accel
+from benchmarks import gpu, ladder, machine, plots, run
 from benchmarks.bench import Bench
 from benchmarks.gpu import PARTS, Part
 from benchmarks.models import MODELS, random_model_on
 from benchmarks.results_folder import FOLDER, machine_folder, readme, write
 from benchmarks.settings import Settings
+from benchmarks.setups import accel
+from benchmarks.tables import Table
 from hf_accel.hardware import detect
 from hf_accel.kernels import triton
 from hf_accel.measuring.turns import finish
+from hf_accel.state import state_of
 
 ROOT = Path(__file__).parent.parent
 GPU = {
@@ -62,14 +66,6 @@ def test_all_parts_are_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu.SECONDS < 600 and sum(part.seconds for part in PARTS[:-1]) + 60 < gpu.SECONDS
 
 
-def test_the_cases_for_each_feature_are_tests() -> None:
-    """pytest would run nothing at all beside a name that it does not find."""
-    names = [name for name in gpu.KERNEL_TESTS[0] if "::" in name]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider", *names]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 or not triton.is_installed(), done.stdout[-2000:]
-
-
 HANGS = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
 
 
@@ -95,8 +91,12 @@ def test_a_part_that_hangs_or_fails_costs_no_other(
     assert [line.split(" s  ")[1] for line in out.splitlines()[-3:]] == [
         "ended after 2 s, its limit", "it failed, exit status 3", "done",
     ]  # fmt: skip
-    assert "said before" in (tmp_path / "hangs.log").read_text() and "beside it" in (tmp_path / "hangs-2.log").read_text()
-    assert "xxthe end" in out and len(out) < 2 * gpu.MOST_PRINTED + 1500 < 9000 < len((tmp_path / "fails.log").read_text())
+    assert (
+        "said before" in (tmp_path / "hangs.log").read_text() and "beside it" in (tmp_path / "hangs-2.log").read_text()
+    )
+    assert "xxthe end" in out and len(out) < 2 * gpu.MOST_PRINTED + 1500 < 9000 < len(
+        (tmp_path / "fails.log").read_text()
+    )
     alive.unlink()
     time.sleep(0.3)
     assert not alive.exists()
@@ -127,8 +127,16 @@ def test_what_was_measured_is_told_and_the_topics_after_one_that_died_get_a_seco
     assert gpu.run([made], seconds=100, out=tmp_path) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "once more for prefill, batching"
-    told = ["t [ratio, step seconds, a]", "  stock auto 1.00x 10.00 ms 1.0", "hf_accel int4 did not take part: it broke"]
-    expected = [one if one.startswith(" ") else f"{topic}: {one}" for topic in ("decode", "prefill", "batching") for one in told]
+    told = [
+        "t [ratio, step seconds, a]",
+        "  stock auto 1.00x 10.00 ms 1.0",
+        "hf_accel int4 did not take part: it broke",
+    ]
+    expected = [
+        one if one.startswith(" ") else f"{topic}: {one}"
+        for topic in ("decode", "prefill", "batching")
+        for one in told
+    ]
     assert lines[2:11] == expected
     assert lines[-1].endswith("it failed, exit status 9")
     made = replace(made, topics=("decode", "prefill"))
@@ -145,9 +153,95 @@ def test_an_unknown_part(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.main(["decode-9b"])
     assert (
-        "part 'decode-9b' is not known; choose some of tests-models, 8b, tests-kernels, 1b"
-        in capsys.readouterr().err
+        "part 'decode-9b' is not known; choose some of tests-models, 8b, tests-kernels, 1b" in capsys.readouterr().err
     )
+
+
+# -- topics ------------------------------------------------------------------------------------------------
+
+
+def test_the_ladder_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each measure is on top of those before it; graphs are off before their step, and on from it."""
+    bench = Bench(Settings(model="tiny", context=16))
+    seen: list[tuple[str | None, str, bool]] = []
+
+    def with_cache(_: Bench, entrant: Any) -> float:
+        fused = state_of(entrant.model) if hf_accel.is_patched(entrant.model) else None
+        attention = entrant.model.config._attn_implementation
+        seen.append((os.environ.get(ladder.SWITCH), attention, bool(fused and fused.config.fuse)))
+        return 1.0
+
+    monkeypatch.delenv(ladder.SWITCH, raising=False)
+    monkeypatch.setattr(ladder, "with_cache", with_cache)
+    monkeypatch.setattr(ladder, "without_cache", lambda bench, model: seen.append((None, "naive", False)) or 2.0)
+    steps = dict(ladder.steps_on_gpu(bench))
+    assert [step() for step in steps.values()] == [2.0] + [1.0] * 7
+    assert [names for names in steps][2:6] == [
+        "flash attention (sdpa): stock", "hf_accel: attention over pages", "fused layers", "CUDA graphs: hf_accel exact",
+    ]  # fmt: skip
+    ours = "hf_accel"
+    assert seen == [
+        (None, "naive", False), (None, "eager", False), (None, "sdpa", False), ("0", ours, False), ("0", ours, True),
+        (None, ours, True), (None, ours, True), (None, ours, True),
+    ]  # fmt: skip
+
+
+def test_a_topic_that_fails_or_takes_too_long_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def slow(bench: Bench) -> list[Table]:
+        while True:
+            try:
+                time.sleep(30)
+            except Exception:  # as what is measured may do
+                continue
+
+    def fails(bench: Bench) -> list[Table]:
+        raise RuntimeError("CUDA error: out of memory")
+
+    table = Table("a title", [{"setup": "stock", "ratio": 1.0}])
+    topics = {"decode": fails, "ladder": slow, "memory": lambda bench: [table]}
+    monkeypatch.setattr(run, "TOPICS", topics)
+    names = ["decode", "ladder", "memory"]
+    options = ["--model", "tiny", "--even-busy", "--even-without-kernels", "--out", str(tmp_path), "--label", "x"]
+    assert run.main([*names, *options, "--keep-going", "--topic-seconds", "0.3"]) == 1
+    assert [path.name for path in tmp_path.glob("*.json")] == ["memory_x.json"]
+    told = capsys.readouterr()
+    assert "decode failed; ladder failed" in told.out
+    assert "out of memory" in told.err and "TooLongError: it took more than 0.3 s" in told.err
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run.main(["decode", *options])
+    assert run.main(["memory", *options, "--topic-seconds", "60"]) == 0
+
+
+def test_a_setup_that_fails_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, model: Any) -> Any:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(type(accel.INT8), "prepare", fail)
+    settings = Settings(model="tiny", setups=("hf_accel int8",))
+    bench = Bench(settings, keep_going=True)
+    assert bench.entrants.keys() == {"stock"} and bench.entrants.keys() == {"stock"}
+    assert bench.refused == {"hf_accel int8": "RuntimeError: no kernel image"}
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        Bench(settings).entrants  # noqa: B018
+
+
+def test_results_of_another_machine_are_plotted(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [
+        {"measure": name, "factor_ratio": 2.0, "product": 2.0**n, "token_seconds": 1.0} for n, name in enumerate("ab")
+    ]
+    tables = [{"title": "t", "rows": rows, "note": ""}] * 2
+    where = {**machine.machine(), **GPU}
+    result = {
+        "topic": "ladder", "date": "2026-11-23", "command": "c", "model": "bench-8b", "machine": where,
+        "versions": {"torch": "2.11"}, "refused": {}, "tables": tables,
+    }  # fmt: skip
+    write(tmp_path, result, "bench-8b")
+    plots.main(tmp_path)
+    assert (tmp_path / "ladder_bench-8b.png").stat().st_size > 5000
+    assert "![ladder](ladder_bench-8b.png)" in (tmp_path / "README.md").read_text()
 
 
 # -- results -----------------------------------------------------------------------------------------------

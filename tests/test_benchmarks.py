@@ -143,7 +143,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         few = (experts.Shape(4, 2, 64, 32, 1), experts.Shape(8, 3, 32, 64, 2))
         for name, value in {"SHAPES": few, "TOKENS": (1, 5), "GROUP": 32}.items():
             patch.setattr(experts, name, value)
-        patch.setattr(quiet, "busy_cores", lambda: 0.0)
+        patch.setattr(quiet, "busy_cores", lambda seconds: 0.0)
         run.main([*run.TOPICS, *SMALL, "--tokens", "100", "--setups", OURS, "--out", str(out)])
         yield out
 
@@ -410,7 +410,7 @@ def test_nothing_is_measured_without_the_kernels(monkeypatch: pytest.MonkeyPatch
     lacking = SimpleNamespace(refusal=lambda: "cpu kernels: not built (no compiler)")
     monkeypatch.setattr(importlib.import_module("benchmarks.machine"), "kernels", lacking)
     monkeypatch.setitem(run.TOPICS, "decode", begin)
-    monkeypatch.setattr(quiet, "busy_cores", lambda: 0.0)
+    monkeypatch.setattr(quiet, "busy_cores", lambda seconds: 0.0)
     argv = ["decode", *SMALL, "--out", str(tmp_path)]
     with pytest.raises(NoKernelsError, match=r"not built \(no compiler\): .*or pass --even-without-kernels"):
         run.main(argv)
@@ -421,10 +421,10 @@ def test_nothing_is_measured_without_the_kernels(monkeypatch: pytest.MonkeyPatch
 
 def test_a_busy_machine_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = iter([1.5, 0.4, 0.1])
-    monkeypatch.setattr(quiet, "busy_cores", lambda: next(seen))
+    monkeypatch.setattr(quiet, "busy_cores", lambda seconds: next(seen))
     monkeypatch.setattr(quiet, "SAMPLE", 0.0)
     assert quiet.wait_until_quiet(even_busy=False) == 0.1
-    monkeypatch.setattr(quiet, "busy_cores", lambda: 1.5)
+    monkeypatch.setattr(quiet, "busy_cores", lambda seconds: 1.5)
     monkeypatch.setattr(quiet, "PATIENCE", -1.0)
     monkeypatch.setitem(run.TOPICS, "decode", begin)
     argv = ["decode", *[option for option in SMALL if option != "--even-busy"], "--out", str(tmp_path)]

@@ -38,7 +38,9 @@ def torch_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     rows: list[int] = []
     multiply = torch._scaled_mm
 
-    def scaled_mm(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: Any) -> Any:
+    def scaled_mm(
+        a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: Any
+    ) -> Any:
         (m, k), n = a.shape, b.shape[1]
         rows.append(m)
         assert a.is_contiguous() and b.t().is_contiguous() and a.dtype is b.dtype is torch.float8_e4m3fn
@@ -67,7 +69,9 @@ def torch_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_it_serves(kind: str, shape: Any, group: int, dtype: torch.dtype, expected: bool, monkeypatch: Any) -> None:
+def test_what_it_serves(
+    kind: str, shape: Any, group: int, dtype: torch.dtype, expected: bool, monkeypatch: Any
+) -> None:
     """On a Hopper alone: torch refuses these scales before it and after it."""
     weight = weight_of_zeros(kind, shape, dtype=dtype, group=group)
     for capability in ((9, 0), (8, 9), (8, 0), (10, 0), (12, 0), (0, 0)):
