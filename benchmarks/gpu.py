@@ -3,7 +3,7 @@
 python -m benchmarks.gpu               all parts, in the order of PARTS, as long as time is left
 python -m benchmarks.gpu 8b --out DIR  some of them, with results and what they print in DIR
 
-Each part is a process of its own with a limit of its own, and so has each topic in it: one that hangs or fails costs no
+Each part is a process of its own with a limit of its own, and each topic in it has one: what hangs or fails costs no
 other, and what is measured is written at once. A topic that ends its process is passed over by a second one. It uses
 the Python that runs it, and installs nothing. What it prints is short: the rest is in the parts' logs.
 """

@@ -1,7 +1,8 @@
 """Triton's kernels, interpreted on the CPU in processes of their own.
 
-Which tests of tests/unit run there is said here and in features.py. A GPU needs none of this: `make gpu` runs the gpu mark as it is.
-Triton's compiler needs no process of its own: tests/unit/kernels/triton compiles for GPUs that are not there.
+Which tests of tests/unit run there is said here and in features.py. A GPU needs none of this: `make gpu` runs the gpu
+mark as it is. Triton's compiler needs no process of its own: tests/unit/kernels/triton compiles for GPUs that are not
+there.
 """
 
 from __future__ import annotations

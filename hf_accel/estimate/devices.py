@@ -69,10 +69,10 @@ SPEEDS: dict[str, tuple[float, float]] = {
     "RTX 4090": (1008, 165),
     "MI300X": (5300, 1307),
 }
-# TFLOP/s of dense products of FP8 that are summed in float32, of those that multiply float8_e4m3fn: half of what the data
-# sheets of NVIDIA's H100 PCIe (3,026), H200 (3,958) and L4 (485) give with sparsity, that of the L40S without it, and
-# Appendix A of the Ada GPU Architecture whitepaper (v2.02, which corrects this number) for the RTX 4090. AMD's MI300X
-# multiplies another FP8, which nothing here is rounded to.
+# TFLOP/s of dense products of float8_e4m3fn, summed in float32: half of what NVIDIA's data sheets of the H100 PCIe
+# (3,026), H200 (3,958) and L4 (485) give with sparsity, what that of the L40S gives without, and for the RTX 4090
+# Appendix A of the Ada GPU Architecture whitepaper (from v2.02 on, which corrects it). AMD's MI300X multiplies another
+# FP8, which nothing here is rounded to.
 FP8_SPEEDS = {"L4": 242, "L40S": 733, "H100": 1513, "H200": 1979, "RTX 4090": 330}
 UNITS = {"k": 1, "m": 2, "g": 3, "t": 4}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt])(i?)b", re.IGNORECASE)

@@ -48,8 +48,9 @@ def estimate(
         "int4" for half a byte; left out, that of a patched model's cache, else None.
     dtype: of a model built from a config; None takes the config's, else float32.
     bandwidth, compute: bytes and operations per second of the machine. With neither, both are measured on `device`;
-        with one, TYPICAL_BALANCE gives the other. compute_fp8: operations per second on FP8 inputs, which weights="fp8"
-        has in calls of many rows; None: measured on a GPU that has them, and as fast as compute with the others given.
+        with one, TYPICAL_BALANCE gives the other.
+    compute_fp8: operations per second on FP8 inputs, which weights="fp8" has in calls of many rows; None: measured on
+        a GPU that has them if the others are, else as fast as compute.
     price_per_hour: of the machine, in any currency.
 
     Raises UnsupportedError for what has no decoder's KV cache (encoders, latent attention, recurrent layers), for a

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
 import torch
@@ -68,9 +68,9 @@ class Workload:
     def _work(self, tokens: int, attention: int) -> Work:
         """Of a pass over `tokens` tokens of each sequence. attention: operations of all layers, of one sequence."""
         each = [(t, t.operations_per_token * (1 if t.kind == "head" else tokens)) for t in self.tensors]
-        rounded = Counter[str]()
+        rounded: dict[str | None, float] = defaultdict(float)
         for tensor, operations in each:
-            rounded[self._rounded_to(tensor, self.batch * tokens) or ""] += operations
+            rounded[self._rounded_to(tensor, self.batch * tokens)] += operations
         total = attention + sum(operations for _, operations in each)
         nbytes = self.kv_bytes + self.weight_bytes_read(self.batch * tokens)
         return Work(nbytes, self.batch * total, self.batch * rounded["int8"], self.batch * rounded["fp8"])

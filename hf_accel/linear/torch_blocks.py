@@ -1,6 +1,6 @@
 """FP8 rows times an FP8 weight through torch's own product of blocks, which is cuBLAS's: on Hopper, for many rows.
 
-A scale belongs to a row, or an output, and 128 inputs, as in our own programs, and the rows are rounded by the same one:
+A scale belongs to a row, or an output, and 128 inputs, as in our own programs, and rows are rounded by the same one:
 only the order of sums differs, so that the faster of both may be taken. What torch has for other GPUs, and for
 integers, has one scale for a whole row. That is another rounding, and no candidate (see `torch_int_mm`).
 Source of the layouts: torch, aten/src/ATen/native/cuda/ScaledBlas.cpp, scaling of 1x128 blocks.
