@@ -7,7 +7,7 @@
 # make soak      ten minutes of many clients of the server: answers, blocks, threads and memory
 # make wheel     dist/*.whl, which needs no compiler to install, for every Python 3 of this platform
 # make bench     the measurements behind benchmarks/results
-# make gpu       what needs an NVIDIA GPU, by PYTHON as it is, in at most ten minutes: tests, then measurements
+# make gpu       what needs an NVIDIA GPU, by PYTHON as it is, in at most ten minutes: tests and measurements
 # TORCH=2.11 (or 2.15, ...) after any of them takes that torch, in a virtual environment of its own; so does TRANSFORMERS.
 PYTHON ?= python3
 VENV ?= .venv$(TORCH:%=-torch-%)$(TRANSFORMERS:%=-transformers-%)

@@ -17,7 +17,8 @@ MULTIPLE = 8  # and inputs and outputs in multiples of it
 class TorchIntMM(Backend):
     """Rounds each row to INT8 and sums in int32, so that a row's result does not depend on its neighbours.
 
-    A row has one scale, where our kernels have one for each group of inputs: an outlier spoils its whole row.
+    A row has one scale, where our kernels have one for each group of inputs: an outlier spoils its whole row. So it is
+    no candidate where these are: measuring chooses among ways to compute one thing.
     """
 
     name = "torch"
