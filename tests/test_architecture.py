@@ -123,7 +123,8 @@ KEYWORDS = {
     ],
     "verify": ["reference", "tokenizer", "max_new_tokens", "text"],
     "estimate": [
-        "context", "batch", "weights", "kv_dtype", "dtype", "bandwidth", "compute", "price_per_hour", "device",
+        "context", "batch", "weights", "kv_dtype", "dtype", "bandwidth", "compute", "compute_fp8", "price_per_hour",
+        "device",
     ],
     "WeightConfig": [
         "bits", "format", "group_size", "symmetric", "activations", "method", "calibration", "resume", "average_bits",

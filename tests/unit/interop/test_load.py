@@ -11,7 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import hf_accel
 from hf_accel import HfAccelError, UnsupportedError
@@ -422,3 +430,43 @@ def test_refused(kind: str, damage: Any, text: str, saved: Any, tmp_path: Path) 
     damage(tmp_path / "in")
     with pytest.raises(HfAccelError, match=f"(?s){text}"):
         hf_accel.load(tmp_path / "in")
+
+
+def to_fp8(folder: Path, block: int = 32) -> None:
+    """Make FP8 with scales of blocks, as DeepSeek publishes them, of what is saved there."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    for name, weight in list(tensors.items()):
+        if name.endswith("_proj.weight"):
+            scale = weight.abs().amax() / 448
+            tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scale.repeat(weight.shape[0] // block, weight.shape[1] // block)
+    save_file(tensors, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [block, block],
+        "modules_to_not_convert": ["lm_head"],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("kind", ["static activations", "experts"])
+def test_the_way_out_of_refused_fp8(kind: str, tmp_path: Path) -> None:
+    """transformers loads it, on a CPU as floats, and what it has loaded is patched, in FP8 too."""
+    if kind == "experts":
+        moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | moe)).save_pretrained(tmp_path)
+    else:
+        make().save_pretrained(tmp_path)
+    to_fp8(tmp_path)
+    if kind != "experts":
+        assert hf_accel.load(tmp_path).get_submodule(Q).format == "fp8"
+        config_with(activation_scheme="static")(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"from_pretrained\(\), and patch the model with weights=None, or"):
+        hf_accel.load(tmp_path)
+    for weights in (None, "fp8"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+        expected = model(IDS).logits.float()
+        model = hf_accel.patch(model, weights=weights)
+        got = model(IDS).logits.float()
+        assert (got - expected).norm() / expected.norm() < 0.1
