@@ -315,8 +315,8 @@ class Settings:
         )
         oracle = replace(self.oracle.quicker(), new_tokens=self.oracle.new_tokens)
         return replace(
-            self, device="cuda", prompt=8192, batch_tokens=33, new_tokens=128, naive_tokens=4, rounds=2,
-            serving=serving, oracle=oracle,
+            self, device="cuda", batches=(1, 8, 32), prompt=8192, batch_tokens=33, new_tokens=128, naive_tokens=4,
+            rounds=2, serving=serving, oracle=oracle,
         )  # fmt: skip
 
     def quicker(self) -> Settings:

@@ -63,7 +63,7 @@ def test_all_parts_are_commands(monkeypatch: pytest.MonkeyPatch) -> None:
             assert parsed.settings.device == "cuda" and parsed.keep_going and parsed.settings.prompt == 8192
             assert parsed.label == parsed.settings.model and 0 < parsed.topic_seconds < part.seconds
     assert "ladder" in {topic for part in PARTS for topic in part.topics}
-    assert gpu.SECONDS < 600 and sum(part.seconds for part in PARTS[:-1]) + 60 < gpu.SECONDS
+    assert gpu.SECONDS < 590 and sum(part.seconds for part in PARTS[:-1]) + gpu.AGAIN_SECONDS <= gpu.SECONDS
 
 
 HANGS = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"

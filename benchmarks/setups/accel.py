@@ -27,6 +27,8 @@ class Accel(Setup):
         self.name += "" if fuse else ", not fused"
         self.deterministic, self.fuse = deterministic, fuse
         self.only_named = "it tells what deterministic=True costs on a GPU" if deterministic else None
+        if weights == "fp8":
+            self.only_named = "it is for GPUs: on a CPU plain torch computes it"
         self.weights = weights
         self.tolerance = tolerance
         self.kv_dtype = kv_dtype
@@ -43,8 +45,9 @@ class Accel(Setup):
 
 
 EXACT, INT8, INT4 = Accel(None, tolerance=0.05), Accel("int8", tolerance=0.15), Accel("int4", tolerance=0.9)
+FP8 = Accel("fp8", tolerance=0.4)
 DETERMINISTIC = Accel("int4", tolerance=0.9, deterministic=True)
-SETUPS = (EXACT, INT8, INT4, DETERMINISTIC)
+SETUPS = (EXACT, INT8, FP8, INT4, DETERMINISTIC)
 
 # In the topics that ask for them. The first runs the model of INT8 over another cache.
 INT8_KV = Accel("int8", tolerance=0.15, kv_dtype="int8")

@@ -49,7 +49,10 @@ def torch_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         assert (scale_a.shape, scale_a.stride()) == ((m, k // 128), (1, m))
         assert (scale_b.shape, scale_b.stride()) == ((k // 128, n), (n, 1))
         if a.is_cuda and torch.cuda.get_device_capability()[0] == 9:
-            return multiply(a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype)
+            try:
+                return multiply(a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype)
+            except NotImplementedError as error:  # before CUDA 12.9
+                pytest.skip(str(error))
         left = a.double().view(m, -1, 128) * scale_a[:, :, None]
         right = b.t().double().view(n, -1, 128) * scale_b.t()[:, :, None]
         out = left.flatten(1) @ right.flatten(1).t()
