@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_accel.hardware import detect, float_peak, read_bandwidth
-from hf_accel.hardware.integer_peak import integer_peak
 from hf_accel.measuring.turns import BASELINE
 from hf_accel.twin import twin
 
 from .checks import check, random_tokens
+from .integer_peak import integer_peak
 from .models import load_model
 from .settings import Settings
 from .setups import SETUPS, Setup

@@ -19,18 +19,20 @@ from .tables import Row, Table
 
 WEIGHTS = {accel.EXACT.name: None, accel.INT8.name: "int8", accel.INT4.name: "int4"}
 NOTE = (
-    "Estimated: by estimate() with the speeds that it measures before, memory being read and numbers multiplied one "
-    "after the other; at least: as if the shorter hid behind the longer. Error: of the estimated seconds."
+    "Estimated: by estimate() with the speeds that it measures before; at least: as if, of reading memory and "
+    "multiplying, the shorter hid behind the longer. Error: of the estimated seconds."
 )
+Passes = list[tuple[int, Work]]  # of the model, and how many times each
 
 
 def measure(bench: Bench) -> list[Table]:
     context, new = bench.settings.context, bench.settings.new_tokens
     entrants = {name: entrant for name, entrant in bench.entrants.items() if name in (BASELINE, *WEIGHTS)}
     counts = {name: counted(bench, name) for name in entrants if name != BASELINE}
-    print(f"    the machine's speeds: {next(iter(counts.values())).machine}", flush=True)
+    for name, one in counts.items():
+        print(f"    {name}: {one.machine}", flush=True)
 
-    def rows(what: str, table: Table, column: str, work: Callable[[Workload], Work]) -> list[Row]:
+    def rows(what: str, table: Table, column: str, work: Callable[[Workload], Passes]) -> list[Row]:
         measured = {found["setup"]: found[column] for found in table.rows}
         return [
             row(what, name, work(one.workload), machine=one.machine, measured=measured[name])
@@ -44,7 +46,7 @@ def measure(bench: Bench) -> list[Table]:
     prompt, whole = prefill.table(bench, entrants), generate.table(bench, entrants)
     found += rows(f"prompt of {context}", prompt, "prefill_seconds", partial(a_prompt, context=context))
     found += rows(f"generate {new}", whole, "generate_seconds", partial(a_generate, context=context, new=new))
-    errors = [abs(each["error"]) for each in found]
+    errors = [abs(each["error_share"]) for each in found]
     note = f"{NOTE} The median error is {statistics.median(errors):.0%}, the largest {max(errors):.0%}."
     return [Table(f"seconds by estimate() and measured, {bench.description}", found, note)]
 
@@ -62,28 +64,27 @@ def counted(bench: Bench, name: str) -> Counted:
     return found.counted
 
 
-def a_step(workload: Workload, *, context: int, batch: int) -> Work:
-    return workload.at(context=context, batch=batch).decode
+def a_step(workload: Workload, *, context: int, batch: int, times: int = 1) -> Passes:
+    return [(times, workload.at(context=context, batch=batch).decode)]
 
 
-def a_prompt(workload: Workload, *, context: int) -> Work:
-    return workload.at(context=context, batch=1).prefill
+def a_prompt(workload: Workload, *, context: int) -> Passes:
+    return [(1, workload.at(context=context, batch=1).prefill)]
 
 
-def a_generate(workload: Workload, *, context: int, new: int) -> Work:
-    step = a_step(workload, context=context + new // 2, batch=1)
-    return Work(
-        *(once + (new - 1) * each for once, each in zip(a_prompt(workload, context=context), step, strict=True))
-    )
+def a_generate(workload: Workload, *, context: int, new: int) -> Passes:
+    steps = a_step(workload, context=context + new // 2, batch=1, times=new - 1)
+    return a_prompt(workload, context=context) + steps
 
 
-def row(what: str, name: str, work: Work, *, machine: Machine, measured: float) -> Row:
-    estimated = machine.seconds_in_turn(work)
+def row(what: str, name: str, passes: Passes, *, machine: Machine, measured: float) -> Row:
+    estimated = sum(times * machine.seconds(work) for times, work in passes)
+    at_least = (times * max(machine.reading(work), machine.computing(work)) for times, work in passes)
     return {
         "work": what,
         "setup": name,
-        "at_least_seconds": machine.seconds(work),
+        "at_least_seconds": sum(at_least),
         "estimated_seconds": estimated,
         "measured_seconds": measured,
-        "error": estimated / measured - 1,
+        "error_share": estimated / measured - 1,
     }

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_accel
-from benchmarks import attention_peak, isa, kv, memory, prefill, profile_step, quality, rows, versions
+from benchmarks import attention_peak, integer_peak, isa, kv, memory, prefill, profile_step, quality, rows, versions
 from benchmarks.bench import Bench
 from benchmarks.models import load_model
 from benchmarks.processes import ProcessError, call
@@ -21,7 +21,7 @@ from benchmarks.quality import Variant, joined, make_variants, predictions, scor
 from benchmarks.settings import Settings
 from benchmarks.setups import SETUPS, accel
 from hf_accel.fused import layer_programme
-from hf_accel.hardware import integer_peak, speed
+from hf_accel.hardware import speed
 from hf_accel.kernels import cpu as kernels
 
 

@@ -43,9 +43,10 @@ class Estimate:
     activation_bytes: hidden states of one layer in a prefill of the whole context at once, roughly.
     total_bytes: weights, KV cache, tiled attention and activations.
     read_bytes: read by a decode step: the KV cache and all weights but embeddings and experts that are not chosen.
-    seconds_per_token: a decode step, which gives each sequence of the batch a token; a lower limit, set by the
-        machine's bandwidth or compute (roofline, Williams et al., doi:10.1145/1498765.1498785).
-    prefill_seconds: of the whole context of all sequences, as a lower limit too.
+    seconds_per_token: a decode step, which gives each sequence of the batch a token. On a CPU that was measured, what
+        its products and its reading of memory take; else a lower limit, set by the given bandwidth or compute
+        (roofline, Williams et al., doi:10.1145/1498765.1498785).
+    prefill_seconds: of the whole context of all sequences, in the same way.
     cost_per_million_tokens: generated tokens, in the currency of the price per hour; cost_per_million_input_tokens: of
         prompts, which are computed many tokens at a time.
     counted: for `serving`.

@@ -1,63 +1,70 @@
 """How long work takes, between two limits.
 
 At least: the shorter of reading and arithmetic hides behind the longer (roofline, Williams et al. 2009,
-doi:10.1145/1498765.1498785).
-At most: one after the other, which is what CPUs were measured to do.
+doi:10.1145/1498765.1498785). That is all that can be said of a machine whose data sheet alone is known.
+At most: one after the other. On a CPU that was measured, arithmetic is what the products took beyond reading.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
-
-import torch
-
-from ..hardware import detect, float_peak, read_bandwidth
-from ..hardware.integer_peak import integer_peak
-from ..hardware.speed import fp8_peak
 
 # Operations per byte where only one speed is given: between CPUs (10 to 50) and data-centre GPUs (150 to 300).
 TYPICAL_BALANCE = 100.0
 
 
 class Work(NamedTuple):
-    """Bytes read and operations done by one pass of a model. integers, fp8: those of the operations on such inputs."""
+    """Bytes read and operations done by one pass of a model.
+
+    quantized: those of the operations that multiply by quantized weights. rows: tokens of the pass; 0: many.
+    """
 
     nbytes: float
     operations: float
-    integers: float = 0.0
-    fp8: float = 0.0
+    quantized: float = 0.0
+    rows: float = 0
+
+
+class Products(NamedTuple):
+    """The arithmetic of a product with a matrix, by its rows: seconds for each weight, beyond the reading of it.
+
+    rows: ascending, from 1 on. Between two of them seconds grow evenly, beyond the last one with the rows.
+    """
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def speed(self, rows: float) -> float:
+        """Operations per second, two per multiply-add, of so many rows; 0 rows are many."""
+        last = self.rows[-1]
+        within = min(max(1.0, rows or last), last)
+        after = next(i for i, known in enumerate(self.rows) if known >= within)
+        before = max(0, after - 1)
+        width = self.rows[after] - self.rows[before]
+        share = (within - self.rows[before]) / width if width else 0.0
+        seconds = self.seconds[before] + share * (self.seconds[after] - self.seconds[before])
+        return 2 * within / seconds if seconds else math.inf
 
 
 class Machine(NamedTuple):
-    """bandwidth: bytes per second; compute, integers, fp8: operations per second, two per multiply-add, on inputs in
-    floating point, INT8 and FP8; the last two are 0 where that is as fast as compute."""
+    """bandwidth: bytes per second; compute: operations per second, two per multiply-add, of attention and of all
+    that is not measured.
+
+    floats, quantized: products with weights as they are and with quantized ones; None: as fast as compute.
+    """
 
     bandwidth: float
     compute: float
-    integers: float = 0.0
-    fp8: float = 0.0
+    floats: Products | None = None
+    quantized: Products | None = None
 
     @classmethod
-    def of(
-        cls,
-        *,
-        bandwidth: float | None,
-        compute: float | None,
-        compute_fp8: float | None = None,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> Machine:
-        """Measure `device` if nothing is given. One number alone may be another machine's, so it is not mixed."""
-        if bandwidth is None and compute is None:
-            hardware = detect(device)
-            dtypes = {dtype, torch.float32} if hardware.device == "cpu" else {dtype}  # it may have no half precision
-            compute = max(float_peak(hardware, one) for one in dtypes)
-            on_cpu = hardware.device == "cpu"
-            integers, fp8 = (integer_peak("cpu"), None) if on_cpu else (None, fp8_peak(hardware))
-            return cls(read_bandwidth(hardware), compute, integers or 0.0, compute_fp8 or fp8 or 0.0)
+    def given(cls, *, bandwidth: float | None, compute: float | None) -> Machine:
+        """Of one or two numbers: TYPICAL_BALANCE gives the other."""
         if bandwidth is None:
             bandwidth = (compute or 0.0) / TYPICAL_BALANCE
-        return cls(bandwidth, compute or bandwidth * TYPICAL_BALANCE, fp8=compute_fp8 or 0.0)
+        return cls(bandwidth=bandwidth, compute=compute or bandwidth * TYPICAL_BALANCE)
 
     def reading(self, work: Work) -> float:
         """Seconds."""
@@ -65,12 +72,16 @@ class Machine(NamedTuple):
 
     def computing(self, work: Work) -> float:
         """Seconds."""
-        floats = (work.operations - work.integers - work.fp8) / self.compute
-        return floats + work.integers / (self.integers or self.compute) + work.fp8 / (self.fp8 or self.compute)
+        floats, quantized = (
+            self.compute if products is None else products.speed(work.rows)
+            for products in (self.floats, self.quantized)
+        )
+        return (work.operations - work.quantized) / floats + work.quantized / quantized
 
     def seconds(self, work: Work) -> float:
-        """At least."""
-        return max(self.reading(work), self.computing(work))
+        """At least; of products that were measured here, about."""
+        is_measured = self.floats is not None or self.quantized is not None
+        return self.seconds_in_turn(work) if is_measured else max(self.reading(work), self.computing(work))
 
     def seconds_in_turn(self, work: Work) -> float:
         """At most, at these speeds: nothing is read while something is computed."""

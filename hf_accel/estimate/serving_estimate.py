@@ -7,6 +7,7 @@ take k + c each (their keys and values are read, the rest is computed), where re
     a pass takes   T = w + n (k + c) + R T p        running are   n = R O T        (Little's law)
     and so         T = w / (1 - busy)               with          busy = R (O (k + c) + p)
 
+c depends on n, as products of few rows and of many differ, and w too, where there are experts: n is searched for.
 Reading and computing follow each other (Machine.seconds_in_turn). Requests come at random (Poisson).
 """
 
@@ -22,13 +23,14 @@ from typing import Any, NamedTuple
 from ..errors import UnsupportedError
 from ..keywords import positive_int
 from .attention_bytes import AttentionBytes
-from .roofline import Machine
+from .roofline import Machine, Work
 from .weights import WeightTensor
 from .workload import Workload
 
 MOST_BUSY = 0.8  # of the time that is not spent on weights; nearer to 1, what arrives at random waits long
 DEVIATIONS = 3.0  # of the number of running requests, that memory has room for beyond their mean
 MOST_REPLICAS = 100_000
+SMALL = 1e-9  # rounding
 
 
 class Load(NamedTuple):
@@ -84,11 +86,23 @@ class _Costs:
     def prompt(self) -> float:
         return self.machine.computing(self.workload.at(context=self.load.prompt_tokens, batch=1).prefill)
 
+    def token(self, running: float) -> float:
+        """Of each, where so many run together."""
+        computing = self.machine.computing(self._decode._replace(rows=max(1.0, running)))
+        return computing + self._kv_bytes / self.machine.bandwidth
+
     @cached_property
-    def token(self) -> float:
-        half = self.load.prompt_tokens + self.load.output_tokens // 2
-        work = self.workload.at(context=half, batch=1)
-        return self.machine.computing(work.decode) + work.kv_bytes / self.machine.bandwidth
+    def _decode(self) -> Work:
+        return self._half.decode
+
+    @cached_property
+    def _kv_bytes(self) -> int:
+        return self._half.kv_bytes
+
+    @cached_property
+    def _half(self) -> Workload:
+        """A request of which half is written."""
+        return self.workload.at(context=self.load.prompt_tokens + self.load.output_tokens // 2, batch=1)
 
     def weights(self, tokens: float) -> float:
         """Of experts, those that so many tokens choose."""
@@ -103,17 +117,25 @@ class _Costs:
     def _dense_bytes(self) -> float:
         return sum(tensor.bytes_read(tokens=1) for tensor in self.workload.tensors if tensor.share_per_token == 1)
 
-    @cached_property
-    def request(self) -> float:
-        return self.load.output_tokens * self.token + self.prompt
+    def request(self, running: float) -> float:
+        return self.load.output_tokens * self.token(running) + self.prompt
 
-    def pass_seconds(self, rate: float) -> tuple[float, float]:
-        """Of a pass at a rate of requests, and how many run. Which experts are read depends on how many run."""
-        idle, running = 1 - rate * self.request, 1.0
-        for _ in range(20 if self._experts else 1):
-            seconds = self.weights(running) / idle
-            running = rate * self.load.output_tokens * seconds
-        return seconds, running
+    def running(self, rate: float) -> float | None:
+        """How many requests run together; None where more come than MOST_BUSY lets one machine take."""
+        arriving = rate * self.load.output_tokens
+
+        def is_enough(running: float) -> bool:
+            """Whether so many are no fewer than the passes that compute them let come."""
+            idle = 1 - rate * self.request(running)
+            return idle > 0 and arriving * self.weights(running) <= running * idle
+
+        low, high = 0.0, arriving * self.weights(math.inf) / (1 - MOST_BUSY) * (1 + SMALL)
+        if not is_enough(high):
+            return None
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (low, middle) if is_enough(middle) else (middle, high)
+        return high if rate * self.request(high) <= MOST_BUSY * (1 + SMALL) else None
 
     def bytes(self, running: int) -> int:
         """With room for keys and values of that many whole requests, and for one prompt that is computed."""
@@ -156,14 +178,13 @@ def service(
         raise UnsupportedError(
             f"seconds_per_token={longest:g}: reading the weights once takes {least:.3g} s; quantize them"
         )
-    alone = max(1, math.ceil(load.requests_per_second * costs.request / MOST_BUSY))
-    replicas = _fewest(alone, lambda n: _fits(costs, load.requests_per_second / n, memory, longest))
+    replicas = _fewest(lambda n: _fits(costs, load.requests_per_second / n, memory, longest))
     return _described(costs, replicas, price_per_hour, limits=(memory, longest))
 
 
-def _fewest(start: int, fits: Any) -> int:
-    """The least number of machines from `start` on that fits: doubled until one does, then halved between."""
-    low, high = start - 1, start
+def _fewest(fits: Any) -> int:
+    """The least number of machines that fits: doubled until one does, then halved between."""
+    low, high = 0, 1
     while high <= MOST_REPLICAS and not fits(high):
         low, high = high, 2 * high
     if high > MOST_REPLICAS:
@@ -175,9 +196,10 @@ def _fewest(start: int, fits: Any) -> int:
 
 
 def _fits(costs: _Costs, rate: float, memory: float | None, longest: float | None) -> bool:
-    if rate * costs.request > MOST_BUSY:
+    running = costs.running(rate)
+    if running is None:
         return False
-    seconds, running = costs.pass_seconds(rate)
+    seconds = running / (rate * costs.load.output_tokens)
     return (longest is None or seconds <= longest) and (memory is None or costs.bytes(_peak(running)) <= memory)
 
 
@@ -190,14 +212,15 @@ def _described(
 ) -> ServingEstimate:
     load = costs.load
     rate = load.requests_per_second / replicas
-    seconds, running = costs.pass_seconds(rate)
+    running = costs.running(rate) or 0.0
+    seconds = running / (rate * load.output_tokens)
     first = _first_token(costs, rate, seconds)
     of_prompts = rate * costs.prompt
     hourly = None if price_per_hour is None else replicas * price_per_hour
     each = None if hourly is None else hourly / 3600 / load.requests_per_second  # what a request pays
     return ServingEstimate(
         replicas=replicas,
-        busy=rate * costs.request,
+        busy=rate * costs.request(running),
         running=running,
         peak_running=_peak(running),
         memory_bytes=costs.bytes(_peak(running)),
@@ -227,7 +250,7 @@ def _first_token(costs: _Costs, rate: float, seconds: float) -> float:
 
 def _most(costs: _Costs, memory: float | None, longest: float | None) -> float:
     """Requests a second that one machine can take."""
-    low, high = 0.0, MOST_BUSY / costs.request
+    low, high = 0.0, MOST_BUSY / costs.prompt
     if _fits(costs, high, memory, longest):
         return high
     for _ in range(50):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import torch
 
 from ..cache.quantized import QUANTIZED
-from ..linear.activations import EightBits
-from ..linear.backend import FEW_ROWS
 from .attention_bytes import AttentionLayer
 from .roofline import Work
 from .weights import WeightTensor
@@ -17,16 +15,15 @@ from .weights import WeightTensor
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """rounds_inputs: quantized weights may be multiplied by inputs in 8 bits: FP8 weights by FP8, others by INT8."""
+    """weights: how they are quantized, by name; kv_dtype: of a quantized cache, a name of QUANTIZED."""
 
     tensors: tuple[WeightTensor, ...]
     layers: tuple[AttentionLayer, ...]
-    weights: str | None  # how they are quantized
+    weights: str | None
     dtype: torch.dtype
-    kv_dtype: str | None  # of a quantized cache, a name of QUANTIZED
+    kv_dtype: str | None
     context: int
     batch: int
-    rounds_inputs: bool = False
 
     def at(self, *, context: int, batch: int) -> Workload:
         """The same at no more than its context."""
@@ -68,19 +65,7 @@ class Workload:
     def _work(self, tokens: int, attention: int) -> Work:
         """Of a pass over `tokens` tokens of each sequence. attention: operations of all layers, of one sequence."""
         each = [(t, t.operations_per_token * (1 if t.kind == "head" else tokens)) for t in self.tensors]
-        rounded: dict[str | None, float] = defaultdict(float)
-        for tensor, operations in each:
-            rounded[self._rounded_to(tensor, self.batch * tokens)] += operations
+        quantized = sum(operations for tensor, operations in each if tensor.spec is not None)
         total = attention + sum(operations for _, operations in each)
         nbytes = self.kv_bytes + self.weight_bytes_read(self.batch * tokens)
-        return Work(nbytes, self.batch * total, self.batch * rounded["int8"], self.batch * rounded["fp8"])
-
-    def _rounded_to(self, tensor: WeightTensor, rows: float) -> EightBits | None:
-        """What so many rows are rounded to before they are multiplied by a weight: to FP8, only calls of many rows."""
-        spec = tensor.spec
-        if spec is None or not self.rounds_inputs:
-            return None
-        if spec.format == "int":
-            return "int8"
-        many = rows * tensor.share_per_token > FEW_ROWS
-        return "fp8" if many or spec.activations == "fp8" else None
+        return Work(nbytes, self.batch * total, self.batch * quantized, rows=self.batch * tokens)

@@ -19,7 +19,7 @@ MULTIPLE = 64  # outputs that every backend takes
 @torch.no_grad()
 def measure(spec: LinearSpec, backend: Backend) -> tuple[float, float]:
     """Seconds of one row (stock linear, `backend`): the least of a few runs, on weights made up here."""
-    outputs = min(spec.out_features, max(1, TIMED // spec.in_features // MULTIPLE) * MULTIPLE)
+    outputs = timed_outputs(spec)
     weight = example(spec, outputs)
     packed, dense = backend.pack(weight), weight.dequantize(spec.dtype)
     x = torch.ones(1, spec.in_features, dtype=spec.dtype, device=spec.device_type)
@@ -27,6 +27,11 @@ def measure(spec: LinearSpec, backend: Backend) -> tuple[float, float]:
     chosen = least_seconds(lambda: backend.run(x, packed, None), spec.device_type)
     share = spec.out_features / outputs
     return stock * share, chosen * share
+
+
+def timed_outputs(spec: LinearSpec) -> int:
+    """The outputs of a layer that are timed: all, or some of a large one."""
+    return min(spec.out_features, max(1, TIMED // spec.in_features // MULTIPLE) * MULTIPLE)
 
 
 def example(spec: LinearSpec, outputs: int) -> QuantizedWeight:

@@ -73,14 +73,37 @@ def test_response(running: Running, client: openai.OpenAI, stream: bool) -> None
         "model": "tiny", "instructions": "Python", "input": MESSAGES[1]["content"], "max_output_tokens": 24,
         "temperature": 0,
     }  # fmt: skip
+    response: Any
     if stream:
         with client.responses.stream(**given) as events:
-            response = events.get_final_response()
+            *before, last = list(events)
+        assert last.type == "response.incomplete"
+        assert [event.item.status for event in before if event.type == "response.output_item.done"] == ["incomplete"]
+        assert not any(event.type in ("response.completed", "response.incomplete") for event in before)
+        response = last.response
     else:
         response = client.responses.create(**given)
     assert response.output_text == running.text(chat_prompt(running), 24)
     assert response.usage is not None and response.usage.output_tokens == 24
     assert response.usage.input_tokens == len(chat_prompt(running))
+    assert response.status == "incomplete" and response.incomplete_details.reason == "max_output_tokens"
+    assert [item.status for item in response.output] == ["incomplete"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_response_that_ends_by_itself_is_completed(running: Running, client: openai.OpenAI, stream: bool) -> None:
+    tokens = running.generated(chat_prompt(running), 24)
+    given: dict[str, Any] = {"model": "tiny", "instructions": "Python", "input": MESSAGES[1]["content"]}
+    given |= {"temperature": 0, "max_output_tokens": 24, "extra_body": {"stop_token_ids": [tokens[9]]}}
+    response: Any
+    if stream:
+        with client.responses.stream(**given) as events:
+            response = events.get_final_response()
+    else:
+        response = client.responses.create(**given)
+    assert response.status == "completed" and response.incomplete_details is None
+    assert [item.status for item in response.output] == ["completed"]
+    assert response.usage.output_tokens == tokens.index(tokens[9]) + 1
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -70,6 +70,25 @@ def test_a_call_that_is_cut_off(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_response_that_is_cut_off_in_a_call_is_incomplete(client: openai.OpenAI, stream: bool) -> None:
+    """The first call is whole, the second is left out."""
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    given: dict[str, Any] = {"model": "tiny", "input": QUESTION[0]["content"], "tools": flat, "temperature": 0}
+    whole: Any = client.responses.create(**given)
+    assert whole.status == "completed"
+    given["max_output_tokens"] = whole.usage.output_tokens - 8
+    response: Any = client.responses.create(**given) if not stream else None
+    if stream:
+        events = list(client.responses.create(**given, stream=True))
+        assert events[-1].type == "response.incomplete"
+        response = events[-1].response
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    calls = [item for item in response.output if item.type == "function_call"]
+    assert [json.loads(call.arguments) for call in calls] == [{"city": "Oslo"}]
+    assert response.output_text == SAID
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_response_calls(client: openai.OpenAI, stream: bool) -> None:
     flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
     given: dict[str, Any] = {"model": "tiny", "input": QUESTION[0]["content"], "tools": flat, "temperature": 0}

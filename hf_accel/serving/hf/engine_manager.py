@@ -33,18 +33,25 @@ class JobStreamer:
 class EngineManager(BaseGenerateManager):
     """transformers' interface of what generates, over the Service.
 
-    A generation config is here the ResponseBody of the request: its handler hands on what it is given.
+    There is one for each request. A generation config is here the ResponseBody of the request: its handler hands on
+    what it is given.
     """
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._job: Job | None = None
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the answer has ended because it had as many tokens as it may have."""
+        return self._job is not None and self._job.requests[0].finish_reason == "length"
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str,
         response_parser: Any = None,
     ) -> tuple[asyncio.Queue[Any], Any]:  # fmt: skip
         """Submit a request; what it says arrives in the queue, and None at its end. Returns it with a JobStreamer."""
-        job = self._service.submit(gen_config, [inputs["input_ids"]])
+        job = self._job = self._service.submit(gen_config, [inputs["input_ids"]])
         arrived: asyncio.Queue[Any] = asyncio.Queue()
         job.task = asyncio.create_task(_pump(job, arrived, response_parser))
         return arrived, JobStreamer(job)
@@ -53,7 +60,7 @@ class EngineManager(BaseGenerateManager):
         self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
         """Submit a request, and return its text, the length of its prompt and its tokens."""
-        job = self._service.submit(gen_config, [inputs["input_ids"]])
+        job = self._job = self._service.submit(gen_config, [inputs["input_ids"]])
         text = "".join([event.text async for event in job.events()])
         return text, job.num_prompt_tokens, (await job.requests[0].aresult()).tokens
 
@@ -78,19 +85,20 @@ async def _pump(job: Job, arrived: asyncio.Queue[Any], parser: Any) -> None:
             try:
                 put(response_events_to_chunks(parser.finalize()[1]))
             except (ValueError, RuntimeError) as error:  # the text ends within a call
-                put([_StreamError(f"the end of the answer was not understood: {error}")])
-                return
+                if job.requests[0].finish_reason != "length":  # of an answer that is cut off, it is just incomplete
+                    put([_StreamError(f"the end of the answer was not understood: {error}")])
+                    return
         put([None])
     except Exception as error:  # whoever reads the queue would wait for ever
         put([_StreamError(error.message if isinstance(error, ApiError) else f"the server failed: {error!r}")])
 
 
 class EngineState(GenerationState):
-    """transformers' state of all handlers: there is one model and one manager."""
+    """transformers' state of all handlers: there is one model, and a manager for each request."""
 
     def __init__(self, service: Service) -> None:
         super().__init__()
-        self.manager = EngineManager(service)
+        self._service = service
 
-    def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
-        return self.manager
+    def get_manager(self, model_id: str, use_cb: bool = False) -> EngineManager:
+        return EngineManager(self._service)

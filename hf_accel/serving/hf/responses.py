@@ -1,15 +1,18 @@
-"""/v1/responses, by transformers' own events."""
+"""/v1/responses, by transformers' own events. Its handler calls every answer completed; we say which are cut off."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import AsyncIterator
 from typing import Any
 
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from transformers.cli.serving.response import ResponseHandler
 
 from ..api_errors import ApiError
 from ..bodies import ResponseBody, check_messages
 from ..service import known_keywords
+from .engine_manager import EngineManager
 from .handlers import OfEngine
 
 
@@ -39,6 +42,7 @@ class Responses(OfEngine, ResponseHandler):
     ) -> Response:
         answer: Any = self._streaming if asked.stream else self._non_streaming
         more = known_keywords(answer, {"tools": self._tools(asked, body)})
+        manager: EngineManager = self.generation_state.get_manager(self.service.name)
         found: Any = answer(
             request_id,
             self.service.engine.model,
@@ -47,8 +51,43 @@ class Responses(OfEngine, ResponseHandler):
             body,
             {"input_ids": prompts[0]},
             asked,
-            gen_manager=self.generation_state.get_manager(self.service.name),
+            gen_manager=manager,
             **more,
         )
-        response: Response = found if asked.stream else await found
-        return response
+        if asked.stream:
+            return StreamingResponse(_with_end(found.body_iterator, manager), media_type=found.media_type)
+        whole: Response = await found
+        return JSONResponse(incomplete(json.loads(whole.body))) if manager.is_cut_off else whole
+
+
+def incomplete(response: dict[str, Any]) -> dict[str, Any]:
+    """Return a response as OpenAI's API writes one that max_output_tokens, or the context, has ended."""
+    return {
+        **response,
+        "status": "incomplete",
+        "incomplete_details": {"reason": "max_output_tokens"},
+        "output": [_cut_off(item) for item in response["output"]],
+    }
+
+
+def _cut_off(item: dict[str, Any]) -> dict[str, Any]:
+    """The message is what is cut off: it is written to the end, and calls come whole or not at all."""
+    return {**item, "status": "incomplete"} if item["type"] == "message" else item
+
+
+async def _with_end(parts: AsyncIterator[str], manager: EngineManager) -> AsyncIterator[str]:
+    """Hand on transformers' server-sent events; the last ones say so if the answer was cut off.
+
+    The last two parts are the end of the message, by itself, and the end of the response.
+    """
+    async for part in parts:
+        if not manager.is_cut_off:
+            yield part
+            continue
+        events = [json.loads(line.removeprefix("data: ")) for line in part.split("\n\n") if line]
+        last = events[-1]
+        if last["type"] == "response.completed":
+            last |= {"type": "response.incomplete", "response": incomplete(last["response"])}
+        elif last["type"] == "response.output_item.done":
+            last["item"] = _cut_off(last["item"])
+        yield "".join(f"data: {json.dumps(event)}\n\n" for event in events)

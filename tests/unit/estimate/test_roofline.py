@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
+import math
 
 import pytest
-import torch
 
-from hf_accel.estimate import roofline
-from hf_accel.estimate.roofline import Machine, Work
+from hf_accel.estimate.roofline import Machine, Products, Work
+
+PRODUCTS = Products(rows=(1, 4, 16), seconds=(0.0, 0.3, 2.7))
 
 
 @pytest.mark.parametrize(
@@ -20,35 +20,38 @@ def test_the_slower_of_the_two_sets_the_time(nbytes, operations, seconds, bound)
     assert machine.seconds_in_turn(Work(nbytes, operations)) == nbytes / 10 + operations / 200
 
 
-def test_products_of_integers_have_a_speed_of_their_own():
-    work = Work(nbytes=0, operations=3000, integers=2000)
-    assert Machine(bandwidth=10, compute=200, integers=400).seconds(work) == 1000 / 200 + 2000 / 400
-    assert Machine(bandwidth=10, compute=200).seconds(work) == 3000 / 200
+@pytest.mark.parametrize(
+    ("rows", "seconds"),
+    [(1, 0.0), (0.5, 0.0), (2, 0.1), (4, 0.3), (10, 1.5), (16, 2.7), (32, 5.4), (1600, 270.0)],
+)
+def test_seconds_of_products_between_and_beyond_those_that_were_measured(rows, seconds):
+    speed = PRODUCTS.speed(rows)
+    assert speed == pytest.approx(2 * rows / seconds) if seconds else speed == math.inf
 
 
-def test_products_of_fp8_have_one_too():
-    work = Work(nbytes=0, operations=3000, integers=1000, fp8=1500)
-    assert Machine(bandwidth=10, compute=200, fp8=400).seconds(work) == 1500 / 200 + 1500 / 400
-    assert Machine(bandwidth=10, compute=200).seconds(work) == 3000 / 200
+def test_no_rows_are_many():
+    assert PRODUCTS.speed(0) == PRODUCTS.speed(16) == PRODUCTS.speed(160) == pytest.approx(32 / 2.7)
+    assert Products((1,), (0.5,)).speed(7) == 4.0  # one speed for any number
+
+
+def test_products_that_were_measured_have_speeds_of_their_own():
+    work = Work(nbytes=100, operations=3000, quantized=2000, rows=4)
+    fast = 2 * 4 / 0.3
+    assert Machine(10, 200, quantized=PRODUCTS).computing(work) == pytest.approx(1000 / 200 + 2000 / fast)
+    assert Machine(10, 200, floats=PRODUCTS).computing(work) == pytest.approx(1000 / fast + 2000 / 200)
+    assert Machine(10, 200).computing(work) == 3000 / 200
+
+
+def test_what_was_measured_is_an_estimate_and_no_limit():
+    work = Work(nbytes=100, operations=3000, quantized=2000, rows=4)
+    assert Machine(10, 200).seconds(work) == 15.0
+    for machine in (Machine(10, 200, quantized=PRODUCTS), Machine(10, 200, floats=PRODUCTS)):
+        assert machine.seconds(work) == machine.seconds_in_turn(work) == 10.0 + machine.computing(work)
 
 
 @pytest.mark.parametrize(
-    ("given", "machine"),
-    [
-        ({"bandwidth": 5.0, "compute": 7.0}, (5.0, 7.0, 0.0, 0.0)),
-        ({"bandwidth": 5.0, "compute": 7.0, "compute_fp8": 11.0}, (5.0, 7.0, 0.0, 11.0)),
-        ({"bandwidth": 5.0, "compute": None}, (5.0, 500.0, 0.0, 0.0)),
-        ({"bandwidth": None, "compute": 500.0}, (5.0, 500.0, 0.0, 0.0)),
-        ({"bandwidth": None, "compute": None}, (3.0, 4.0, 0.0, 9.0)),
-    ],
+    ("bandwidth", "compute", "machine"),
+    [(5.0, 7.0, (5.0, 7.0)), (5.0, None, (5.0, 500.0)), (None, 500.0, (5.0, 500.0))],
 )
-def test_only_a_machine_of_which_nothing_is_known_is_measured(monkeypatch, given, machine):
-    speeds = {torch.half: 4.0, torch.float: 6.0}
-    monkeypatch.setattr(roofline, "detect", lambda device: SimpleNamespace(device=device))
-    monkeypatch.setattr(roofline, "read_bandwidth", lambda hardware: 3.0)
-    monkeypatch.setattr(roofline, "float_peak", lambda hardware, dtype: speeds[dtype])
-    monkeypatch.setattr(roofline, "integer_peak", lambda device: 8.0)
-    monkeypatch.setattr(roofline, "fp8_peak", lambda hardware: 9.0)
-    assert Machine.of(**given, dtype=torch.half, device="cuda:0") == machine
-    if given["bandwidth"] is given["compute"] is None:  # a CPU may have no half precision
-        assert Machine.of(**given, dtype=torch.half, device="cpu") == (3.0, 6.0, 8.0, 0.0)
+def test_one_number_gives_the_other(bandwidth, compute, machine):
+    assert Machine.given(bandwidth=bandwidth, compute=compute) == Machine(*machine)

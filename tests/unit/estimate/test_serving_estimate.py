@@ -31,7 +31,7 @@ def simulated(one: _Costs, rate: float, seconds: float) -> tuple[float, float]:
     waiting: list[float] = []
     running: list[int] = []
     now, arrival, firsts, gaps = 0.0, generator.expovariate(rate), [], []
-    weights, token, prompt = one.weights(1), one.token, one.prompt
+    weights, prompt = one.weights(1), one.prompt
     while now < seconds:
         while arrival <= now:
             waiting.append(arrival)
@@ -39,7 +39,7 @@ def simulated(one: _Costs, rate: float, seconds: float) -> tuple[float, float]:
         if not waiting and not running:
             now = arrival
             continue
-        start, now = now, now + weights + len(running) * token + len(waiting) * prompt
+        start, now = now, now + weights + len(running) * one.token(len(running)) + len(waiting) * prompt
         gaps += [now - start] * len(running)
         running = [left - 1 for left in running if left > 1] + [one.load.output_tokens - 1] * len(waiting)
         firsts += [now - came for came in waiting]
@@ -49,7 +49,7 @@ def simulated(one: _Costs, rate: float, seconds: float) -> tuple[float, float]:
 
 @pytest.mark.parametrize("busy", [0.3, 0.6])
 def test_latency_is_that_of_a_simulation(busy: float) -> None:
-    rate = busy / costs().request
+    rate = busy / costs().request(1)
     found = ESTIMATE.serving(**{**LOAD, "requests_per_second": rate})
     between, first = simulated(costs(), rate, seconds=600 / rate)
     assert found.replicas == 1 and found.busy == pytest.approx(busy)

@@ -43,14 +43,17 @@ def test_prefill_runs_every_token_but_the_head_only_for_the_last():
     assert WORKLOAD.prefill.operations == 3 * (2 * (6 * (15 + 7) + 33) + 2 * (4 * 2 * 4 * 21))  # 21 causal pairs
 
 
-def test_what_is_quantized_is_multiplied_by_integers():
+def test_what_is_quantized_is_counted_by_itself():
     spec = LinearSpec.of(torch.empty(5, 3), WeightConfig(bits=8))
     first, *others = WORKLOAD.tensors
     quantized = dataclasses.replace(WORKLOAD, tensors=(dataclasses.replace(first, spec=spec), *others))
-    assert quantized.decode.integers == quantized.prefill.integers == 0
-    rounding = dataclasses.replace(quantized, rounds_inputs=True)
-    assert (rounding.decode.integers, rounding.prefill.integers) == (3 * 2 * 15, 3 * 2 * 15 * 6)
-    assert rounding.decode.operations == WORKLOAD.decode.operations
+    assert WORKLOAD.decode.quantized == WORKLOAD.prefill.quantized == 0
+    assert (quantized.decode.quantized, quantized.prefill.quantized) == (3 * 2 * 15, 3 * 2 * 15 * 6)
+    assert quantized.decode.operations == WORKLOAD.decode.operations
+
+
+def test_rows_are_the_tokens_of_a_pass():
+    assert (WORKLOAD.decode.rows, WORKLOAD.prefill.rows) == (3, 18)
 
 
 @pytest.mark.parametrize(
