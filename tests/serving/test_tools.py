@@ -101,3 +101,5 @@ def test_a_response_calls(client: openai.OpenAI, stream: bool) -> None:
     calls = [item for item in response.output if item.type == "function_call"]
     assert [(call.name, json.loads(call.arguments)) for call in calls] == CALLS
     assert response.output_text == SAID
+    assert response.status == "completed" and response.incomplete_details is None
+    assert {item.status for item in response.output} == {"completed"}

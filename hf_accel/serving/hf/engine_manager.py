@@ -40,6 +40,7 @@ class EngineManager(BaseGenerateManager):
     def __init__(self, service: Service) -> None:
         self._service = service
         self._job: Job | None = None
+        self.failure: ApiError | None = None  # why there is no answer
 
     @property
     def is_cut_off(self) -> bool:
@@ -53,44 +54,48 @@ class EngineManager(BaseGenerateManager):
         """Submit a request; what it says arrives in the queue, and None at its end. Returns it with a JobStreamer."""
         job = self._job = self._service.submit(gen_config, [inputs["input_ids"]])
         arrived: asyncio.Queue[Any] = asyncio.Queue()
-        job.task = asyncio.create_task(_pump(job, arrived, response_parser))
+        job.task = asyncio.create_task(self._pump(job, arrived, response_parser))
         return arrived, JobStreamer(job)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
-        """Submit a request, and return its text, the length of its prompt and its tokens."""
-        job = self._job = self._service.submit(gen_config, [inputs["input_ids"]])
-        text = "".join([event.text async for event in job.events()])
-        return text, job.num_prompt_tokens, (await job.requests[0].aresult()).tokens
+        """A whole answer is made of a streamed one."""
+        raise NotImplementedError
 
     def stop(self) -> None:
         """Do nothing: the Service ends its Engine."""
 
+    async def _pump(self, job: Job, arrived: asyncio.Queue[Any], parser: Any) -> None:
+        """Put the text of a job, or what a parser makes of it, into a queue."""
 
-async def _pump(job: Job, arrived: asyncio.Queue[Any], parser: Any) -> None:
-    """Put the text of a job, or what a parser makes of it, into a queue."""
+        def put(items: Any) -> None:
+            for item in items:
+                arrived.put_nowait(item)
 
-    def put(items: Any) -> None:
-        for item in items:
-            arrived.put_nowait(item)
+        try:
+            if parser is not None:
+                put(response_events_to_chunks(parser.initial_events))
+            async for event in job.events(keep_special=parser is not None):
+                if event.text:
+                    put([event.text] if parser is None else response_events_to_chunks(parser.feed(event.text)))
+            put([*self._end(parser), None])
+        except Exception as error:  # whoever reads the queue would wait for ever
+            known = error if isinstance(error, ApiError) else ApiError(500, f"the server failed: {error!r}")
+            self.failure = known
+            put([_StreamError(known.message)])
 
-    try:
-        if parser is not None:
-            put(response_events_to_chunks(parser.initial_events))
-        async for event in job.events(keep_special=parser is not None):
-            if event.text:
-                put([event.text] if parser is None else response_events_to_chunks(parser.feed(event.text)))
-        if parser is not None:
-            try:
-                put(response_events_to_chunks(parser.finalize()[1]))
-            except (ValueError, RuntimeError) as error:  # the text ends within a call
-                if job.requests[0].finish_reason != "length":  # of an answer that is cut off, it is just incomplete
-                    put([_StreamError(f"the end of the answer was not understood: {error}")])
-                    return
-        put([None])
-    except Exception as error:  # whoever reads the queue would wait for ever
-        put([_StreamError(error.message if isinstance(error, ApiError) else f"the server failed: {error!r}")])
+    def _end(self, parser: Any) -> list[Any]:
+        """What the end of the text brings. Raises ApiError for an answer that ends by itself within a call."""
+        if parser is None:
+            return []
+        try:
+            found: list[Any] = response_events_to_chunks(parser.finalize()[1])
+        except (ValueError, RuntimeError) as error:
+            if not self.is_cut_off:
+                raise ApiError(500, f"the end of the answer was not understood: {error}") from error
+            return []
+        return found
 
 
 class EngineState(GenerationState):

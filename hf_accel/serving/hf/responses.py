@@ -40,10 +40,9 @@ class Responses(OfEngine, ResponseHandler):
     async def _answer(
         self, asked: ResponseBody, body: dict[str, Any], prompts: list[list[int]], request_id: str
     ) -> Response:
-        answer: Any = self._streaming if asked.stream else self._non_streaming
-        more = known_keywords(answer, {"tools": self._tools(asked, body)})
+        more = known_keywords(self._streaming, {"tools": self._tools(asked, body)})
         manager: EngineManager = self.generation_state.get_manager(self.service.name)
-        found: Any = answer(
+        stream: Any = self._streaming(
             request_id,
             self.service.engine.model,
             self.service.tokenizer,
@@ -54,10 +53,36 @@ class Responses(OfEngine, ResponseHandler):
             gen_manager=manager,
             **more,
         )
+        parts = _with_end(stream.body_iterator, manager)
         if asked.stream:
-            return StreamingResponse(_with_end(found.body_iterator, manager), media_type=found.media_type)
-        whole: Response = await found
-        return JSONResponse(incomplete(json.loads(whole.body))) if manager.is_cut_off else whole
+            return StreamingResponse(parts, media_type=stream.media_type)
+        # Transformers' own whole answers fail where the text ends within a call.
+        last = [part async for part in parts][-1]
+        if manager.failure is not None:
+            raise manager.failure
+        return JSONResponse(_events(last)[-1]["response"])
+
+
+async def _with_end(parts: AsyncIterator[str], manager: EngineManager) -> AsyncIterator[str]:
+    """Hand on transformers' server-sent events; the last ones say so if the answer was cut off.
+
+    The last two parts are the end of the message, by itself, and the end of the response.
+    """
+    async for part in parts:
+        if not manager.is_cut_off:
+            yield part
+            continue
+        events = _events(part)
+        last = events[-1]
+        if last["type"] == "response.completed":
+            last |= {"type": "response.incomplete", "response": incomplete(last["response"])}
+        elif last["type"] == "response.output_item.done":
+            last["item"] = _cut_off(last["item"])
+        yield "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+
+
+def _events(part: str) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("data: ")) for line in part.split("\n\n") if line]
 
 
 def incomplete(response: dict[str, Any]) -> dict[str, Any]:
@@ -73,21 +98,3 @@ def incomplete(response: dict[str, Any]) -> dict[str, Any]:
 def _cut_off(item: dict[str, Any]) -> dict[str, Any]:
     """The message is what is cut off: it is written to the end, and calls come whole or not at all."""
     return {**item, "status": "incomplete"} if item["type"] == "message" else item
-
-
-async def _with_end(parts: AsyncIterator[str], manager: EngineManager) -> AsyncIterator[str]:
-    """Hand on transformers' server-sent events; the last ones say so if the answer was cut off.
-
-    The last two parts are the end of the message, by itself, and the end of the response.
-    """
-    async for part in parts:
-        if not manager.is_cut_off:
-            yield part
-            continue
-        events = [json.loads(line.removeprefix("data: ")) for line in part.split("\n\n") if line]
-        last = events[-1]
-        if last["type"] == "response.completed":
-            last |= {"type": "response.incomplete", "response": incomplete(last["response"])}
-        elif last["type"] == "response.output_item.done":
-            last["item"] = _cut_off(last["item"])
-        yield "".join(f"data: {json.dumps(event)}\n\n" for event in events)
