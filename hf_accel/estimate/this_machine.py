@@ -102,8 +102,10 @@ def _floats(shape: tuple[int, int], dtype: torch.dtype, count: int, nbytes: int,
 
 def _timed(run: Run, count: int, shape: tuple[int, int], dtype: torch.dtype) -> Products:
     turn = itertools.cycle(range(count))
-    seconds = []
-    for rows in ROWS:
+
+    def seconds_of(rows: int) -> float:
         x = torch.ones(rows, shape[1], dtype=dtype)
-        seconds.append(least_seconds(lambda x=x: run(next(turn), x), "cpu") / math.prod(shape))
+        return least_seconds(lambda: run(next(turn), x), "cpu") / math.prod(shape)
+
+    seconds = map(seconds_of, ROWS)
     return Products(ROWS, tuple(itertools.accumulate(seconds, max)))  # more rows never take less

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 from transformers.cli.serving.server import build_server
+from transformers.cli.serving.utils import GenerationState
 
 from ..api_errors import ApiError, error_body
 from ..guard import Guard
@@ -18,7 +19,6 @@ from ..page import page_routes
 from ..service import Service, known_keywords
 from .chat import Chat
 from .completions import Completions
-from .engine_manager import EngineState
 from .responses import Responses
 from .served_model import OneModel
 
@@ -34,7 +34,7 @@ def make_app(
 
     chat_template_kwargs: what the chat template gets unless a request says otherwise.
     """
-    manager, state = OneModel(service), EngineState(service)
+    manager, state = OneModel(service), GenerationState()
     shared: dict[str, Any] = {"model_manager": manager, "generation_state": state}
     template = {"chat_template_kwargs": chat_template_kwargs or {}}
     handlers = {

@@ -7,7 +7,6 @@ from typing import Any
 
 from transformers.cli.serving.utils import (
     BaseGenerateManager,
-    GenerationState,
     _StreamError,
     response_events_to_chunks,
 )
@@ -96,14 +95,3 @@ class EngineManager(BaseGenerateManager):
                 raise ApiError(500, f"the end of the answer was not understood: {error}") from error
             return []
         return found
-
-
-class EngineState(GenerationState):
-    """transformers' state of all handlers: there is one model, and a manager for each request."""
-
-    def __init__(self, service: Service) -> None:
-        super().__init__()
-        self._service = service
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> EngineManager:
-        return EngineManager(self._service)

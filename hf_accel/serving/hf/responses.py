@@ -40,9 +40,10 @@ class Responses(OfEngine, ResponseHandler):
     async def _answer(
         self, asked: ResponseBody, body: dict[str, Any], prompts: list[list[int]], request_id: str
     ) -> Response:
-        more = known_keywords(self._streaming, {"tools": self._tools(asked, body)})
-        manager: EngineManager = self.generation_state.get_manager(self.service.name)
-        stream: Any = self._streaming(
+        streaming: Any = self._streaming
+        more = known_keywords(streaming, {"tools": self._tools(asked, body)})
+        manager = EngineManager(self.service)
+        stream: Any = streaming(
             request_id,
             self.service.engine.model,
             self.service.tokenizer,
