@@ -17,17 +17,21 @@ TYPICAL_BALANCE = 100.0
 class Work(NamedTuple):
     """Bytes read and operations done by one pass of a model.
 
-    quantized: those of the operations that multiply by quantized weights. rows: tokens of the pass; 0: many.
+    quantized, attention: those of the operations that multiply by quantized weights, and those of attention.
+    rows: tokens of the pass; queries: of each sequence; 0: many. layers: that attend.
     """
 
     nbytes: float
     operations: float
     quantized: float = 0.0
+    attention: float = 0.0
     rows: float = 0
+    queries: float = 0
+    layers: int = 0
 
 
-class Products(NamedTuple):
-    """The arithmetic of a product with a matrix, by its rows: seconds for each weight, beyond the reading of it.
+class ByRows(NamedTuple):
+    """Arithmetic by the number of rows: the seconds that each weight takes, beyond the reading of it.
 
     rows: ascending, from 1 on. Between two of them seconds grow evenly, beyond the last one with the rows.
     """
@@ -48,16 +52,20 @@ class Products(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """bandwidth: bytes per second; compute: operations per second, two per multiply-add, of attention and of all
-    that is not measured.
+    """bandwidth: bytes per second; compute: operations per second, two per multiply-add, of what has no speed below.
 
-    floats, quantized: products with weights as they are and with quantized ones; None: as fast as compute.
+    floats, quantized, attention: products with weights as they are and with quantized ones, and attention by the
+        queries of a sequence; None: as fast as compute.
+    pass_seconds, layer_seconds: what comes on top for each pass, and for each of its layers.
     """
 
     bandwidth: float
     compute: float
-    floats: Products | None = None
-    quantized: Products | None = None
+    floats: ByRows | None = None
+    quantized: ByRows | None = None
+    attention: ByRows | None = None
+    pass_seconds: float = 0.0
+    layer_seconds: float = 0.0
 
     @classmethod
     def given(cls, *, bandwidth: float | None, compute: float | None) -> Machine:
@@ -72,20 +80,26 @@ class Machine(NamedTuple):
 
     def computing(self, work: Work) -> float:
         """Seconds."""
-        floats, quantized = (
-            self.compute if products is None else products.speed(work.rows)
-            for products in (self.floats, self.quantized)
+        floats = work.operations - work.quantized - work.attention
+        parts = (
+            (floats, self.floats, work.rows),
+            (work.quantized, self.quantized, work.rows),
+            (work.attention, self.attention, work.queries),
         )
-        return (work.operations - work.quantized) / floats + work.quantized / quantized
+        return sum(count / (self.compute if speeds is None else speeds.speed(rows)) for count, speeds, rows in parts)
+
+    def around(self, work: Work) -> float:
+        """Seconds."""
+        return self.pass_seconds + work.layers * self.layer_seconds
 
     def seconds(self, work: Work) -> float:
-        """At least; of products that were measured here, about."""
+        """At least; of what was measured here, about."""
         is_measured = self.floats is not None or self.quantized is not None
         return self.seconds_in_turn(work) if is_measured else max(self.reading(work), self.computing(work))
 
     def seconds_in_turn(self, work: Work) -> float:
         """At most, at these speeds: nothing is read while something is computed."""
-        return self.reading(work) + self.computing(work)
+        return self.reading(work) + self.computing(work) + self.around(work)
 
     def bound(self, work: Work) -> str:
         """Which of "memory" and "compute" takes longer."""

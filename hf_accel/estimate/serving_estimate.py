@@ -76,7 +76,7 @@ class ServingEstimate:
 
 @dataclass(frozen=True)
 class _Costs:
-    """Seconds on one machine: of a prompt, of a token of a running request, of reading weights for so many."""
+    """Seconds on one machine: of a prompt, of a token of a running request, of a pass over the weights by itself."""
 
     workload: Workload
     machine: Machine
@@ -105,9 +105,9 @@ class _Costs:
         return self.workload.at(context=self.load.prompt_tokens + self.load.output_tokens // 2, batch=1)
 
     def weights(self, tokens: float) -> float:
-        """Of experts, those that so many tokens choose."""
+        """What a pass takes beside its tokens. Of experts, those that so many tokens choose are read."""
         experts = sum(tensor.bytes_read(tokens=max(1.0, tokens)) for tensor in self._experts)
-        return (self._dense_bytes + experts) / self.machine.bandwidth
+        return (self._dense_bytes + experts) / self.machine.bandwidth + self.machine.around(self._decode)
 
     @cached_property
     def _experts(self) -> list[WeightTensor]:

@@ -1,8 +1,8 @@
-"""The speeds of this machine: how fast memory is read, and how long the products take that patch() would run.
+"""The speeds of this machine: how fast it reads memory, and how long products and attention take as they would run.
 
-Products are measured by what computes them here, with few rows and with many, since no count of operations says how
-long 16 rows take. The matrices are read in turn and are too large for the last cache together, unless the model is
-smaller. Each is measured once per process and number of threads, in about a second.
+They are measured with few rows and with many, since no count of operations says how long 16 rows take. Matrices, keys
+and values are read in turn, and are too large for the last cache together, unless the model is smaller. Each is
+measured once per process and number of threads.
 """
 
 from __future__ import annotations
@@ -11,28 +11,37 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..attention import AttentionSpec
+from ..attention import choose as choose_attention
 from ..fused.projections import UNLIMITED, native_rows
 from ..hardware import Hardware, detect, float_peak, read_bandwidth
 from ..hardware.speed import least_seconds
 from ..kernels.cpu.float_linear import TILE_ROWS, FloatLinear
 from ..kernels.cpu.library import FLOATS, refusal
+from ..layouts import KV, AttentionOptions
 from ..linear import LinearSpec, choose
 from ..linear.timing import example, timed_outputs
-from .roofline import Machine, Products
+from .attention_bytes import AttentionLayer
+from .roofline import ByRows, Machine
 from .weights import MULTIPLIED, WeightTensor
 from .workload import Workload
 
 ROWS = (1, 4, 8, 16, 32, 64, 512)
+QUERIES = (1, 128)
+SEQUENCES, KEYS = 8, 512  # that these queries attend over
 CACHES = 2  # times the last cache: what is read in turn has left it before its turn comes again
+# What Python takes around the kernels, as benchmarks/results/amd-epyc-avx512_vnni_bf16/profile.json has it.
+PASS_SECONDS, LAYER_SECONDS = 1.5e-3, 1e-4
 
-Run = Callable[[int, Tensor], object]  # the product of rows and a matrix by its number
+Run = Callable[[Tensor], object]  # a product of rows, or the attention of queries
 
 
 def measure(workload: Workload, device: torch.device | str) -> Machine:
@@ -42,30 +51,54 @@ def measure(workload: Workload, device: torch.device | str) -> Machine:
     if hardware.device != "cpu":
         return Machine(bandwidth, float_peak(hardware, workload.dtype))
     # torch may have no instructions for half precision
-    machine = Machine(bandwidth, max(float_peak(hardware, dtype) for dtype in {workload.dtype, torch.float32}))
+    compute = max(float_peak(hardware, dtype) for dtype in {workload.dtype, torch.float32})
     if workload.weights == "nf4":  # products of bitsandbytes
-        return machine
+        return Machine(bandwidth, compute)
     matrices = Counter(tensor for tensor in workload.tensors if tensor.kind in MULTIPLIED)
     quantized = Counter({tensor: count for tensor, count in matrices.items() if tensor.spec is not None})
     tensor, count = largest(quantized or matrices)
-    uncached, threads = _uncached_bytes(hardware), torch.get_num_threads()
+    here = Conditions(_uncached_bytes(hardware), torch.get_num_threads())
+    layer = replace(max(workload.layers, key=lambda one: one.decode_operations), tokens=KEYS)
+    machine = Machine(
+        bandwidth,
+        compute,
+        attention=_attention(layer, workload.dtype, here).beyond_reading(bandwidth),
+        pass_seconds=PASS_SECONDS,
+        layer_seconds=LAYER_SECONDS,
+    )
     if tensor.spec is None:
-        found = _floats((tensor.shape[-2], tensor.shape[-1]), workload.dtype, count, uncached, threads)
-        return machine._replace(floats=beyond_reading(found, workload.dtype.itemsize, bandwidth))
+        found = _floats((tensor.shape[-2], tensor.shape[-1]), workload.dtype, count, here)
+        return machine._replace(floats=found.beyond_reading(bandwidth))
     spec = replace(tensor.spec, device_type="cpu")  # the model that was counted is on meta
-    found = _quantized(spec, count, uncached, threads)
-    return machine._replace(quantized=beyond_reading(found, spec.weight_bytes / tensor.numel, bandwidth))
+    return machine._replace(quantized=_quantized(spec, count, here).beyond_reading(bandwidth))
+
+
+class Conditions(NamedTuple):
+    """nbytes: of all that is read in turn; threads: torch's."""
+
+    nbytes: int
+    threads: int
+
+
+class Measured(NamedTuple):
+    """Seconds of calls with so many rows each, that read `nbytes` and do `operations` for each row, given by rows."""
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+    nbytes: float
+    operations: tuple[float, ...]
+
+    def beyond_reading(self, bandwidth: float) -> ByRows:
+        """What is left of them for arithmetic, when the bytes are read; more rows never take less."""
+        left = (max(0.0, each - self.nbytes / bandwidth) for each in self.seconds)
+        weights = (count / (2 * rows) for rows, count in zip(self.rows, self.operations, strict=True))
+        each = (one / count for one, count in zip(left, weights, strict=True))
+        return ByRows(self.rows, tuple(itertools.accumulate(each, max)))
 
 
 def largest(matrices: Counter[WeightTensor]) -> tuple[WeightTensor, int]:
     """The kind of matrix that most weights are in, and how many there are."""
     return max(matrices.items(), key=lambda item: item[0].numel * item[1])
-
-
-def beyond_reading(products: Products, nbytes: float, bandwidth: float) -> Products:
-    """What is left of the seconds of each weight, when `nbytes` of it are read."""
-    seconds = tuple(max(0.0, each - nbytes / bandwidth) for each in products.seconds)
-    return products._replace(seconds=seconds)
 
 
 def _uncached_bytes(hardware: Hardware) -> int:
@@ -75,37 +108,59 @@ def _uncached_bytes(hardware: Hardware) -> int:
 
 @functools.cache
 @torch.no_grad()
-def _quantized(spec: LinearSpec, count: int, nbytes: int, threads: int) -> Products:
-    """count: such matrices in the model. Seconds of each weight, with what reading it takes."""
+def _quantized(spec: LinearSpec, count: int, here: Conditions) -> Measured:
+    """count: such matrices in the model."""
     backend, outputs = choose(spec).backend, timed_outputs(spec)
-    count = min(count, math.ceil(nbytes * spec.out_features / (spec.weight_bytes * outputs)))
-    packed = [backend.pack(example(spec, outputs)) for _ in range(count)]
-    return _timed(lambda i, x: backend.run(x, packed[i], None), count, (outputs, spec.in_features), spec.dtype)
+    size = spec.weight_bytes * outputs / spec.out_features
+    packed = [backend.pack(example(spec, outputs)) for _ in range(min(count, math.ceil(here.nbytes / size)))]
+    weights = [functools.partial(backend.run, packed=one, bias=None) for one in packed]
+    return _products(weights, (outputs, spec.in_features), spec.dtype, size)
 
 
 @functools.cache
 @torch.no_grad()
-def _floats(shape: tuple[int, int], dtype: torch.dtype, count: int, nbytes: int, threads: int) -> Products:
-    spec = LinearSpec(in_features=shape[1], out_features=shape[0], bits=8, dtype=dtype)
-    outputs = timed_outputs(spec)
-    count = min(count, math.ceil(nbytes / (outputs * shape[1] * dtype.itemsize)))
-    weights = [torch.ones(outputs, shape[1], dtype=dtype) for _ in range(count)]
+def _floats(shape: tuple[int, int], dtype: torch.dtype, count: int, here: Conditions) -> Measured:
+    """As `_quantized`."""
+    outputs = timed_outputs(LinearSpec(in_features=shape[1], out_features=shape[0], bits=8, dtype=dtype))
+    size = outputs * shape[1] * dtype.itemsize
     rows = native_rows(dtype) if refusal() is None and dtype in FLOATS else 0
-    tile_rows = 1 if rows == UNLIMITED else TILE_ROWS
-    native = [FloatLinear([weight], [None], tile_rows=tile_rows) for weight in weights] if rows else []
 
-    def run(i: int, x: Tensor) -> Tensor:
-        return native[i](x) if len(x) <= rows else F.linear(x, weights[i])
+    def product(weight: Tensor) -> Run:
+        native = FloatLinear([weight], [None], tile_rows=1 if rows == UNLIMITED else TILE_ROWS) if rows else None
+        return lambda x: F.linear(x, weight) if native is None or len(x) > rows else native(x)
 
-    return _timed(run, count, (outputs, shape[1]), dtype)
+    weights = [torch.ones(outputs, shape[1], dtype=dtype) for _ in range(min(count, math.ceil(here.nbytes / size)))]
+    return _products([product(weight) for weight in weights], (outputs, shape[1]), dtype, size)
 
 
-def _timed(run: Run, count: int, shape: tuple[int, int], dtype: torch.dtype) -> Products:
-    turn = itertools.cycle(range(count))
+def _products(runs: Sequence[Run], shape: tuple[int, int], dtype: torch.dtype, size: float) -> Measured:
+    inputs = [torch.ones(rows, shape[1], dtype=dtype) for rows in ROWS]
+    return Measured(ROWS, _timed(runs, inputs), size, tuple(2.0 * rows * math.prod(shape) for rows in ROWS))
 
-    def seconds_of(rows: int) -> float:
-        x = torch.ones(rows, shape[1], dtype=dtype)
-        return least_seconds(lambda: run(next(turn), x), "cpu") / math.prod(shape)
 
-    seconds = map(seconds_of, ROWS)
-    return Products(ROWS, tuple(itertools.accumulate(seconds, max)))  # more rows never take less
+@functools.cache
+@torch.no_grad()
+def _attention(layer: AttentionLayer, dtype: torch.dtype, here: Conditions) -> Measured:
+    """Of the last queries of a few sequences."""
+    heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
+    spec = AttentionSpec(
+        dtype=dtype, device_type="cpu", head_dim=dim, value_dim=dim, num_heads=heads, num_kv_heads=kv_heads
+    )
+    backend, options = choose_attention(spec)[0], AttentionOptions(scale=dim**-0.5)
+    size = SEQUENCES * layer.kv_bytes(dtype=dtype, quantized=None)
+    shape = (2, SEQUENCES, kv_heads, layer.tokens, dim)
+    caches = [KV(*torch.ones(shape, dtype=dtype)) for _ in range(math.ceil(here.nbytes / size))]
+    runs = [functools.partial(backend.dense, kv=cache, options=options) for cache in caches]
+    seconds = _timed(runs, [torch.ones(SEQUENCES, heads, queries, dim, dtype=dtype) for queries in QUERIES])
+    seen = [queries * layer.tokens - queries * (queries - 1) // 2 for queries in QUERIES]  # keys, by all queries
+    return Measured(QUERIES, seconds, size, tuple(4.0 * SEQUENCES * heads * dim * keys for keys in seen))
+
+
+def _timed(runs: Sequence[Run], inputs: Sequence[Tensor]) -> tuple[float, ...]:
+    """The least seconds of a call on each input; each call has its turn."""
+    turn = itertools.cycle(runs)
+    return tuple(least_seconds(functools.partial(_next, turn, x), "cpu") for x in inputs)
+
+
+def _next(turn: Iterator[Run], x: Tensor) -> None:
+    next(turn)(x)

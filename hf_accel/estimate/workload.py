@@ -68,4 +68,12 @@ class Workload:
         quantized = sum(operations for tensor, operations in each if tensor.spec is not None)
         total = attention + sum(operations for _, operations in each)
         nbytes = self.kv_bytes + self.weight_bytes_read(self.batch * tokens)
-        return Work(nbytes, self.batch * total, self.batch * quantized, rows=self.batch * tokens)
+        return Work(
+            nbytes,
+            self.batch * total,
+            self.batch * quantized,
+            self.batch * attention,
+            rows=self.batch * tokens,
+            queries=tokens,
+            layers=len(self.layers),
+        )

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 from benchmarks.models import MODELS
 from hf_accel.estimate import estimate
-from hf_accel.estimate.roofline import Machine, Products
+from hf_accel.estimate.roofline import ByRows, Machine
 from hf_accel.estimate.serving_estimate import Load, service
 from hf_accel.estimate.workload import Workload
 from hf_accel.measuring.requests import draw
@@ -73,7 +73,7 @@ def machine(topic: str) -> Machine:
         return float(operations / prefill[setup]["prefill_seconds"] / prefill[setup]["peak_share"])
 
     bandwidth = read(AVX512, topic)["machine"]["read_bytes_per_second"]
-    return Machine(bandwidth, speed("stock"), quantized=Products((1,), (2 / speed("hf_accel int8"),)))
+    return Machine(bandwidth, speed("stock"), quantized=ByRows((1,), (2 / speed("hf_accel int8"),)))
 
 
 def all_at_once(setup: str, count: int, mean: int) -> float:

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from hf_accel.estimate.roofline import Machine, Products, Work
+from hf_accel.estimate.roofline import ByRows, Machine, Work
 
-PRODUCTS = Products(rows=(1, 4, 16), seconds=(0.0, 0.3, 2.7))
+PRODUCTS = ByRows(rows=(1, 4, 16), seconds=(0.0, 0.3, 2.7))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_seconds_of_products_between_and_beyond_those_that_were_measured(rows, s
 
 def test_no_rows_are_many():
     assert PRODUCTS.speed(0) == PRODUCTS.speed(16) == PRODUCTS.speed(160) == pytest.approx(32 / 2.7)
-    assert Products((1,), (0.5,)).speed(7) == 4.0  # one speed for any number
+    assert ByRows((1,), (0.5,)).speed(7) == 4.0  # one speed for any number
 
 
 def test_products_that_were_measured_have_speeds_of_their_own():
@@ -40,6 +40,18 @@ def test_products_that_were_measured_have_speeds_of_their_own():
     assert Machine(10, 200, quantized=PRODUCTS).computing(work) == pytest.approx(1000 / 200 + 2000 / fast)
     assert Machine(10, 200, floats=PRODUCTS).computing(work) == pytest.approx(1000 / fast + 2000 / 200)
     assert Machine(10, 200).computing(work) == 3000 / 200
+    attending = work._replace(attention=500.0, queries=16)
+    expected = 500 / 200 + 500 / (2 * 16 / 2.7) + 2000 / 200
+    assert Machine(10, 200, attention=PRODUCTS).computing(attending) == pytest.approx(expected)
+    assert Machine(10, 200).computing(attending) == 3000 / 200
+
+
+def test_a_pass_and_its_layers_take_more_than_their_kernels():
+    work = Work(nbytes=100, operations=3000, rows=4, layers=5)
+    machine = Machine(10, 200, floats=PRODUCTS)
+    slower = machine._replace(pass_seconds=2.0, layer_seconds=0.5)
+    assert slower.around(work) == 4.5 and machine.around(work) == 0.0
+    assert slower.seconds(work) == machine.seconds(work) + 4.5
 
 
 def test_what_was_measured_is_an_estimate_and_no_limit():

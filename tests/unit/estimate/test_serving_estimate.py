@@ -11,6 +11,7 @@ import pytest
 
 from hf_accel.errors import UnsupportedError
 from hf_accel.estimate import estimate
+from hf_accel.estimate.roofline import ByRows
 from hf_accel.estimate.serving_estimate import MOST_BUSY, Load, ServingEstimate, _Costs
 
 from .shapes import MIXTRAL_8X7B, llama_70b
@@ -112,6 +113,22 @@ def test_more_running_requests_read_more_experts() -> None:
         mixture.serving(requests_per_second=rate, prompt_tokens=200, output_tokens=100) for rate in (0.01, 5.0)
     )
     assert many.seconds_per_token > 2 * one.seconds_per_token
+
+
+def test_what_a_token_costs_depends_on_how_many_run() -> None:
+    """Sixteen rows take ten times as long as one, and so do sixteen hundred for each sixteen of them."""
+    workload, machine = ESTIMATE.counted
+    uneven = machine._replace(quantized=ByRows((1, 16), (1e-15, 1e-14)))
+    one = _Costs(workload, uneven, Load(1.0, 1000, 200))
+    alone, few = one.token(1), one.token(16)
+    assert alone - few == pytest.approx((1e-15 - 1e-14 / 16) * workload.decode.quantized / 2)
+    for rate in (0.5, 5.0):
+        running = one.running(rate)
+        assert running is not None
+        seconds = one.weights(running) + running * one.token(running) + rate * running / (rate * 200) * one.prompt
+        assert running == pytest.approx(rate * 200 * seconds, rel=1e-6)
+    busiest = MOST_BUSY / one.request(1e9)
+    assert one.running(0.99 * busiest) is not None and one.running(1.01 * busiest) is None
 
 
 def test_to_dict_and_the_table() -> None:

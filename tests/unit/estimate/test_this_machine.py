@@ -13,8 +13,8 @@ from transformers import LlamaConfig
 
 from hf_accel.config import WeightConfig
 from hf_accel.estimate import estimate, this_machine
-from hf_accel.estimate.roofline import Machine, Products
-from hf_accel.estimate.this_machine import ROWS, beyond_reading, measure
+from hf_accel.estimate.roofline import ByRows, Machine
+from hf_accel.estimate.this_machine import KEYS, QUERIES, ROWS, SEQUENCES, Conditions, Measured, measure
 from hf_accel.estimate.workload import Workload
 from hf_accel.kernels.cpu.float_linear import FloatLinear
 from hf_accel.kernels.cpu.library import refusal
@@ -31,8 +31,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(this_machine, "read_bandwidth", lambda hardware: 1e9)
     monkeypatch.setattr(this_machine, "float_peak", lambda hardware, dtype: SPEEDS[dtype])
     yield
-    this_machine._quantized.cache_clear()
-    this_machine._floats.cache_clear()
+    for measured in (this_machine._quantized, this_machine._floats, this_machine._attention):
+        measured.cache_clear()
 
 
 def workload(config: Any = TINY["llama"], *, weights: Any = None, dtype: torch.dtype = torch.bfloat16) -> Workload:
@@ -40,15 +40,17 @@ def workload(config: Any = TINY["llama"], *, weights: Any = None, dtype: torch.d
 
 
 def by_rows(monkeypatch: pytest.MonkeyPatch, seconds: Any) -> list[tuple[int, ...]]:
-    """Let a product of `rows` take `seconds(rows)`; returns the shapes of what is multiplied."""
+    """Let a product of `rows` take `seconds(rows)`, and attention none; returns the shapes of products."""
     shapes: list[tuple[int, ...]] = []
 
-    def least(run: Any, device: str) -> float:
-        out = run()
-        shapes.append(tuple(out.shape))
-        return float(seconds(out.shape[0]))
+    def timed(runs: Any, inputs: Any) -> tuple[float, ...]:
+        outs = [runs[-1](x) for x in inputs]
+        if outs[0].ndim == 4:
+            return (0.0,) * len(outs)
+        shapes.extend(tuple(out.shape) for out in outs)
+        return tuple(float(seconds(out.shape[0])) for out in outs)
 
-    monkeypatch.setattr(this_machine, "least_seconds", least)
+    monkeypatch.setattr(this_machine, "_timed", timed)
     return shapes
 
 
@@ -81,14 +83,6 @@ def test_a_float_model_is_timed_by_our_kernel_and_beyond_its_rows_by_torch(monke
     assert machine.quantized is None and machine.floats is not None
 
 
-def test_more_rows_never_take_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_rows(monkeypatch, lambda rows: 2.0 if rows == 8 else 1.0)
-    machine = measure(workload(), "cpu")
-    assert machine.floats is not None
-    first, *_, last = machine.floats.seconds
-    assert machine.floats.seconds[ROWS.index(8) :] == (last,) * (len(ROWS) - ROWS.index(8)) and first < last
-
-
 @pytest.mark.parametrize(("nbytes", "count"), [(1, 1), (3 * (64 * 128 + 128 * 2), 3), (10**6, 6)])
 def test_matrices_fill_the_cache_unless_the_model_is_smaller(
     monkeypatch: pytest.MonkeyPatch, nbytes: int, count: int
@@ -114,28 +108,51 @@ class Counting:
 
 
 def test_each_matrix_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns: list[int] = []
+    turns: list[tuple[int, int]] = []
 
     def least(run: Any, device: str) -> float:
         for _ in range(3):
             run()
-        return 1.0
+        return float(len(turns))
 
     monkeypatch.setattr(this_machine, "least_seconds", least)
-    this_machine._timed(lambda i, x: turns.append(i), 2, (8, 8), torch.float32)
-    assert turns == [0, 1] * (3 * len(ROWS) // 2) + [0] * (3 * len(ROWS) % 2)
+    runs = [lambda x, number=number: turns.append((number, len(x))) for number in range(2)]
+    assert this_machine._timed(runs, [torch.ones(4), torch.ones(5)]) == (3.0, 6.0)
+    assert turns == [(0, 4), (1, 4), (0, 4), (1, 5), (0, 5), (1, 5)]
+
+
+def test_attention_of_the_model_s_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def timed(runs: Any, inputs: Any) -> tuple[float, ...]:
+        outs = [runs[0](x) for x in inputs]
+        shapes.extend(tuple(out.shape) for out in outs)
+        return tuple(float(x.shape[2 if x.ndim == 4 else 0]) for x in inputs)
+
+    monkeypatch.setattr(this_machine, "_timed", timed)
+    found = measure(workload(), "cpu").attention
+    assert found is not None and found.rows == QUERIES
+    assert shapes[: len(QUERIES)] == [(SEQUENCES, queries, 4, 16) for queries in QUERIES]
+    nbytes = SEQUENCES * 2 * 2 * KEYS * 16 * 2  # K and V of two heads, in bfloat16
+    one = 1.0 - nbytes / 1e9
+    assert found.speed(1) == pytest.approx(4 * SEQUENCES * 4 * 16 * KEYS / one)
+    pairs = sum(range(KEYS - 127, KEYS + 1))
+    assert found.speed(128) == pytest.approx(4 * SEQUENCES * 4 * 16 * pairs / (128 - nbytes / 1e9))
 
 
 def test_measured_once() -> None:
     spec = LinearSpec(in_features=64, out_features=128, bits=8, dtype=torch.float32)
-    one = this_machine._quantized(spec, 1, 1, torch.get_num_threads())
-    assert one is this_machine._quantized(spec, 1, 1, torch.get_num_threads())
+    here = Conditions(1, torch.get_num_threads())
+    one = this_machine._quantized(spec, 1, here)
+    assert one is this_machine._quantized(spec, 1, here)
     assert one.rows == ROWS and all(0 < seconds < math.inf for seconds in one.seconds)
+    assert one.operations == tuple(2 * rows * 64 * 128 for rows in ROWS)
 
 
-def test_reading_is_taken_off() -> None:
-    found = beyond_reading(Products((1, 16), (0.5, 3.0)), nbytes=2.0, bandwidth=2.0)
-    assert found == Products((1, 16), (0.0, 2.0))
+def test_reading_is_taken_off_and_seconds_are_of_each_weight() -> None:
+    """Ten weights of which each row takes two operations."""
+    found = Measured((1, 8, 16), (0.5, 31.0, 21.0), nbytes=2.0, operations=(20.0, 160.0, 320.0))
+    assert found.beyond_reading(2.0) == ByRows((1, 8, 16), (0.0, 3.0, 3.0)), "more rows never take less"
 
 
 @pytest.mark.parametrize(("weights", "device"), [("nf4", "cpu"), (None, "cuda:0"), ("int8", "cuda:0")])
@@ -155,5 +172,6 @@ def test_few_rows_take_longer_than_their_share_of_many(monkeypatch: pytest.Monke
     machine = found.counted.machine
     assert machine.floats is not None
     each = 1.0 / (64 * 128)
-    products = found.counted.workload.decode.operations / (2 * 16)
+    work = found.counted.workload.decode
+    products = (work.operations - work.attention) / (2 * 16)
     assert found.seconds_per_token == pytest.approx(products * each, rel=1e-3)

@@ -54,6 +54,13 @@ def test_what_is_quantized_is_counted_by_itself():
 
 def test_rows_are_the_tokens_of_a_pass():
     assert (WORKLOAD.decode.rows, WORKLOAD.prefill.rows) == (3, 18)
+    assert (WORKLOAD.decode.queries, WORKLOAD.prefill.queries) == (1, 6)
+    assert WORKLOAD.decode.layers == 2
+
+
+def test_attention_is_counted_by_itself():
+    assert WORKLOAD.decode.attention == 3 * 2 * (4 * 2 * 4 * 6)
+    assert WORKLOAD.prefill.attention == 3 * 2 * (4 * 2 * 4 * 21)
 
 
 @pytest.mark.parametrize(
