@@ -1,54 +1,75 @@
-"""Load over HTTP: the same requests at the same moments, for hf-accel serve and for transformers serve.
+"""Load over HTTP: the same requests at the same moments for hf-accel serve, transformers serve and llama.cpp's server.
 
-Each server is a process of its own on the same checkpoint; the client streams from all of them by one code.
+Each server is a process of its own on the same weights; the client streams from all of them by one code. llama.cpp's
+own llama-server takes part where it is on the PATH, or where LLAMA_SERVER names it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
+import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Split
+from tokenizers.pre_tokenizers import Sequence as Steps
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
+from hf_accel.interop.gguf_tokenizer import LLAMA3
 from hf_accel.measuring.requests import Requests, poisson
 
 from .bench import Bench
 from .checks import WrongResultError
 from .latency import make_workload, quantile, span
+from .setups.base import missing
+from .setups.gguf_file import gguf_file, gguf_refuses
 from .tables import Row, Table
 
 STOCK_BATCHING, EXACT = "transformers serve --continuous-batching", "hf-accel serve --weights none"
-TRANSFORMERS = ("transformers.cli.transformers", "serve")
-OURS = ("hf_accel", "serve")
-SYSTEMS: dict[str, tuple[str, ...]] = {  # name -> a module with its arguments; {path} and {port} are filled in
-    "transformers serve": (*TRANSFORMERS, "{path}", "--port", "{port}", "--device", "cpu"),
-    STOCK_BATCHING: (*TRANSFORMERS, "{path}", "--port", "{port}", "--device", "cpu", "--continuous-batching"),
-    EXACT: (*OURS, "{path}", "--port", "{port}", "--weights", "none"),
-    "hf-accel serve --weights int8": (*OURS, "{path}", "--port", "{port}", "--weights", "int8"),
-    "hf-accel serve --weights int4": (*OURS, "{path}", "--port", "{port}", "--weights", "int4"),
-}
+TRANSFORMERS = (sys.executable, "-m", "transformers.cli.transformers", "serve")
+OURS = (sys.executable, "-m", "hf_accel", "serve")
+
+
+class System(NamedTuple):
+    """A server. command: {path} and {port} are filled in. more: fields of each request that it needs."""
+
+    name: str
+    command: tuple[str, ...]
+    more: Mapping[str, Any] = {}
+
+
+SYSTEMS = (
+    System("transformers serve", (*TRANSFORMERS, "{path}", "--port", "{port}", "--device", "cpu")),
+    System(STOCK_BATCHING, (*TRANSFORMERS, "{path}", "--port", "{port}", "--device", "cpu", "--continuous-batching")),
+    System(EXACT, (*OURS, "{path}", "--port", "{port}", "--weights", "none")),
+    System("hf-accel serve --weights int8", (*OURS, "{path}", "--port", "{port}", "--weights", "int8")),
+    System("hf-accel serve --weights int4", (*OURS, "{path}", "--port", "{port}", "--weights", "int4")),
+)
+SPACE = "\u0120"  # how a vocabulary of bytes writes it
+GGUF_KINDS = ("bf16", "Q8_0", "Q4_0")
 START_SECONDS = 600  # for a server to load its model
 NOTE = (
     "Streams of /v1/completions, greedy, each of the length that was drawn; the same requests and the same Poisson "
     "arrivals for every server of a load; each load has other tokens. Loads: all requests at once, and shares of the "
     f"requests per second that {STOCK_BATCHING!r} served at once ({{stock:.2f}}) and {EXACT!r} ({{ours:.2f}}). First: "
     "from sending a request to its first text; between: from one piece of text to the next. Each row ran once, after "
-    "one request to warm up."
+    "one request to warm up. llama-server: continuous batching with a slot for each request, flash attention."
 )
 
 
@@ -66,7 +87,8 @@ def measure(bench: Bench) -> list[Table]:
     with tempfile.TemporaryDirectory(prefix="http_load") as folder:
         path = Path(folder)
         save(bench.model, path)
-        at_once = [run("all at once", name, path, [everything_now(workload)])[0] for name in SYSTEMS]
+        systems = [*SYSTEMS, *llama_servers(bench, workload)]
+        at_once = [run("all at once", system, path, [everything_now(workload)])[0] for system in systems]
         reached = {row["system"]: row["requests_per_second"] for row in at_once}
         stock, ours = reached[STOCK_BATCHING], reached[EXACT]
         rates = {
@@ -78,7 +100,8 @@ def measure(bench: Bench) -> list[Table]:
             title: poisson(shifted(workload, number), per_second=rate, seed=bench.settings.seed)
             for number, (title, rate) in enumerate(rates.items(), start=1)
         }
-        arriving = [row for name in SYSTEMS for row in run("", name, path, list(loads.values()), titles=list(loads))]
+        everything = list(loads.values())
+        arriving = [row for system in systems for row in run("", system, path, everything, titles=list(loads))]
     arriving.sort(key=lambda row: list(loads).index(row["load"]))
     title = f"{len(workload.prompts)} requests, {workload.name} tokens each, prompts of {span(workload)} tokens"
     note = NOTE.format(stock=stock, ours=ours)
@@ -86,12 +109,27 @@ def measure(bench: Bench) -> list[Table]:
 
 
 def save(model: Any, path: Path) -> None:
-    """A checkpoint with a tokenizer of which each token has a text of its own, so that no text is held back."""
-    words = {f"w{number}": number for number in range(model.config.vocab_size)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    words_tokenizer(model.config.vocab_size).save_pretrained(path)
     model.save_pretrained(path)
+
+
+def words_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Each token is a word with a space before it, so that no text is held back; a kind that llama.cpp reads too."""
+    words = {f"{SPACE}{word(number)}": number for number in range(vocab_size - 1)}
+    first, second = f"{SPACE}{word(0)}", f"{SPACE}{word(1)}"
+    words[first + second] = vocab_size - 1  # llama.cpp wants a merge; this one is in no text
+    tokenizer = Tokenizer(BPE(words, [(first, second)], ignore_merges=True))
+    tokenizer.pre_tokenizer = Steps(
+        [Split(Regex(LLAMA3), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = ByteLevelDecoder()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def word(number: int) -> str:
+    """Letters alone, which no tokenizer divides: a number of base 26."""
+    letters = chr(ord("a") + number % 26)
+    return letters if number < 26 else word(number // 26 - 1) + letters
 
 
 def everything_now(workload: Requests) -> Requests:
@@ -108,14 +146,55 @@ def shifted(workload: Requests, by: int) -> Requests:
 # -- servers -------------------------------------------------------------------------------------------
 
 
+def llama_servers(bench: Bench, workload: Requests) -> list[System]:
+    """llama.cpp's own server, once for each kind of file; none, with the reason in the result, if it cannot run."""
+    program = llama_server()
+    reason = llama_refusal(program, bench.model.config)
+    if program is None or reason is not None:
+        bench.refused |= {f"llama-server {kind}": str(reason) for kind in GGUF_KINDS}
+        return []
+    tokenizer = words_tokenizer(bench.model.config.vocab_size)
+    longest = max(len(prompt) + new for prompt, new in zip(workload.prompts, workload.lengths, strict=True))
+    slots, room = len(workload.prompts), -(-longest // 256) * 256  # a context is rounded up to 256 tokens
+    threads = str(torch.get_num_threads())
+    options = ("--port", "{port}", "--parallel", str(slots), "--ctx-size", str(slots * room), "--threads", threads)
+    return [
+        System(
+            f"llama-server {kind}",
+            (
+                program,
+                "--model",
+                str(gguf_file(bench.model, kind, tokenizer=tokenizer)),
+                *options,
+                "--flash-attn",
+                "on",
+            ),
+            {"ignore_eos": True},  # a file without an end-of-text token gets one from it
+        )
+        for kind in GGUF_KINDS
+    ]
+
+
+def llama_server() -> str | None:
+    """Where llama.cpp's server is."""
+    return os.environ.get("LLAMA_SERVER") or shutil.which("llama-server")
+
+
+def llama_refusal(program: str | None, config: PreTrainedConfig) -> str | None:
+    """None, or why llama.cpp's server does not take part. llama_cpp quantizes the files."""
+    if program is None:
+        return "llama-server is not on the PATH, and LLAMA_SERVER does not name it"
+    return missing("llama_cpp") or missing("gguf") or gguf_refuses(config)
+
+
 @contextmanager
-def started(name: str, path: Path) -> Iterator[str]:
+def started(system: System, path: Path) -> Iterator[str]:
     """A server in a process of its own; its address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    arguments = [part.format(path=path, port=port) for part in SYSTEMS[name]]
+    command = [part.format(path=path, port=port) for part in system.command]
     with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen([sys.executable, "-m", *arguments], stdout=said, stderr=said)
+        process = subprocess.Popen(command, stdout=said, stderr=said)
         try:
             url = f"http://127.0.0.1:{port}"
             await_health(process, url, said)
@@ -141,21 +220,21 @@ def await_health(process: subprocess.Popen[bytes], url: str, said: Any) -> None:
 
 
 def run(
-    load: str, name: str, path: Path, workloads: Sequence[Requests], *, titles: Sequence[str] | None = None
+    load: str, system: System, path: Path, workloads: Sequence[Requests], *, titles: Sequence[str] | None = None
 ) -> list[Row]:
     """Start a server, and serve one workload after the other."""
     rows = []
-    with started(name, path) as url:
+    with started(system, path) as url:
         warm_up = shifted(workloads[0].first(1, most_new=2), -1)
-        asyncio.run(clients(url, everything_now(warm_up)))
+        asyncio.run(clients(url, everything_now(warm_up), system.more))
         for title, workload in zip(titles or [load], workloads, strict=True):
-            print(f"    {title}, {name}", flush=True)
-            rows.append(row(title, name, workload, asyncio.run(clients(url, workload))))
+            print(f"    {title}, {system.name}", flush=True)
+            rows.append(row(title, system.name, workload, asyncio.run(clients(url, workload, system.more))))
     return rows
 
 
-async def clients(url: str, workload: Requests) -> list[Stream]:
-    """Send each request when it arrives, whatever became of the others."""
+async def clients(url: str, workload: Requests, more: Mapping[str, Any]) -> list[Stream]:
+    """Send each request when it arrives, whatever became of the others. more: fields of each."""
     assert workload.arrivals is not None
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as http:
@@ -163,14 +242,18 @@ async def clients(url: str, workload: Requests) -> list[Stream]:
 
         async def client(number: int, arrival: float) -> Stream:
             await asyncio.sleep(max(0.0, start + arrival - time.perf_counter()))
-            return await stream(http, workload.prompts[number], workload.lengths[number])
+            body = {"prompt": text(workload.prompts[number]), "max_tokens": workload.lengths[number], **more}
+            return await stream(http, body)
 
         return await asyncio.gather(*(client(*each) for each in enumerate(workload.arrivals)))
 
 
-async def stream(http: httpx.AsyncClient, prompt: Sequence[int], length: int) -> Stream:
-    body = {"prompt": " ".join(f"w{token}" for token in prompt), "max_tokens": length, "temperature": 0.0}
-    body |= {"stream": True, "stream_options": {"include_usage": True}}
+def text(tokens: Sequence[int]) -> str:
+    return "".join(f" {word(token)}" for token in tokens)
+
+
+async def stream(http: httpx.AsyncClient, body: dict[str, Any]) -> Stream:
+    body = {**body, "temperature": 0.0, "stream": True, "stream_options": {"include_usage": True}}
     found = Stream(time.perf_counter(), [])
     async with http.stream("POST", "/v1/completions", json=body) as answer:
         if answer.status_code != 200:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from transformers import PreTrainedModel
 
 import hf_accel
-from benchmarks import batching, drafters, engine_ladder, latency, serving, texts
+from benchmarks import batching, drafters, engine_ladder, http_load, latency, serving, texts
+from benchmarks.bench import Bench
 from benchmarks.engine_waste import engine_waste
 from benchmarks.engine_waste import requests as requests_of
 from benchmarks.models import load_model
@@ -230,3 +232,48 @@ def test_only_names_of_files_are_recorded(tmp_path: Any) -> None:
     assert arguments.settings.drafters.target == str(tmp_path / "big")
     assert without_path(str(tmp_path / "big")) == "big"
     assert without_path("bench-1b") == "bench-1b" and without_path(3) == 3
+
+
+# -- load over HTTP ------------------------------------------------------------------------------------
+
+
+def test_words_are_one_token_each_for_every_server() -> None:
+    tokenizer = http_load.words_tokenizer(800)
+    tokens = [0, 25, 26, 701, 702, 798]
+    assert [http_load.word(token) for token in tokens] == ["a", "z", "aa", "zz", "aaa", "ads"]
+    assert tokenizer(http_load.text(tokens))["input_ids"] == tokens
+    assert tokenizer.decode(tokens) == http_load.text(tokens)
+    assert len(tokenizer) == 800
+
+
+def test_llama_server_has_a_slot_for_each_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[str] = []
+
+    def gguf_file(model: Any, kind: str, *, tokenizer: Any) -> Path:
+        made.append(f"{kind} {len(tokenizer)}")
+        return tmp_path / kind
+
+    monkeypatch.setattr(http_load, "gguf_file", gguf_file)
+    monkeypatch.setattr(http_load, "llama_refusal", lambda program, config: None)
+    monkeypatch.setenv("LLAMA_SERVER", "/there/llama-server")
+    bench = Bench(Settings(model="tiny"))
+    workload = Requests("any", [[1] * 300, [2]], [213, 5], None)
+    systems = http_load.llama_servers(bench, workload)
+    assert [system.name for system in systems] == [f"llama-server {kind}" for kind in http_load.GGUF_KINDS]
+    assert made == [f"{kind} 512" for kind in http_load.GGUF_KINDS]
+    command = systems[1].command
+    assert command[:3] == ("/there/llama-server", "--model", str(tmp_path / "Q8_0"))
+    options = dict(zip(command[1::2], command[2::2], strict=True))
+    assert (options["--parallel"], options["--ctx-size"]) == ("2", str(2 * 768))
+    assert systems[1].more == {"ignore_eos": True}
+
+
+def test_without_llama_server_the_result_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LLAMA_SERVER", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    bench = Bench(Settings(model="tiny"))
+    assert http_load.llama_servers(bench, Requests("any", [[1]], [1], None)) == []
+    assert bench.refused == dict.fromkeys(
+        [f"llama-server {kind}" for kind in http_load.GGUF_KINDS],
+        "llama-server is not on the PATH, and LLAMA_SERVER does not name it",
+    )

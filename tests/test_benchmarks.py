@@ -134,6 +134,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             patch.setattr(module, "call_all", lambda name, fields: [call_here(name, json.dumps(f)) for f in fields])
         patch.setattr(isa, "levels", lambda: ["avx2"])
         patch.setattr(http_load, "started", served_here)
+        patch.setattr(http_load, "llama_server", lambda: None)
         for name in ("run_ray", "run_accelerate"):
             patch.setattr(scale_out, name, answered_here)
         patch.setattr(tiles, "LEVELS", ("amx", "avx2_tiles"))
@@ -157,7 +158,7 @@ def call_here(module: str, *arguments: object, environment: Mapping[str, str] | 
 
 
 @contextlib.contextmanager
-def served_here(name: str, path: Path) -> Iterator[str]:
+def served_here(system: http_load.System, path: Path) -> Iterator[str]:
     """http_load.started without its process: ours stands for all servers."""
     with serving(path, chat_template=None) as running:
         yield running.root

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_accel.interop.gguf_model import gguf_refusal
 from hf_accel.interop.save_gguf import write_gguf
@@ -24,12 +24,20 @@ def gguf_refuses(config: PreTrainedConfig) -> str | None:
     return gguf_refusal(config)
 
 
-def gguf_file(model: PreTrainedModel, kind: str) -> Path:
+def gguf_file(model: PreTrainedModel, kind: str, *, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
     """The model as "bf16", "Q8_0" or "Q4_0", in a folder that is removed when the process ends.
 
-    Quantized as llama-quantize does by default: the head of a Q4_0 model gets 6 bits.
+    Quantized as llama-quantize does by default: the head of a Q4_0 model gets 6 bits. tokenizer: without one the file
+    takes token ids alone; there is one file for all tokenizers.
     """
-    return model_file(model, f"{kind}.gguf", plain="bf16.gguf", write=write, quantize=partial(quantize, kind=kind))
+    name = "{}.gguf" if tokenizer is None else "{}-with-tokenizer.gguf"
+    return model_file(
+        model,
+        name.format(kind),
+        plain=name.format("bf16"),
+        write=partial(write, tokenizer=tokenizer),
+        quantize=partial(quantize, kind=kind),
+    )
 
 
 def quantize(source: Path, target: Path, kind: str) -> None:
@@ -44,6 +52,6 @@ def quantize(source: Path, target: Path, kind: str) -> None:
         raise RuntimeError(f"llama.cpp could not quantize {source} to {kind}")
 
 
-def write(model: PreTrainedModel, path: Path) -> None:
-    """Matrices in bfloat16, norms in float32; no tokenizer."""
-    write_gguf(model, path, dtype=torch.bfloat16)
+def write(model: PreTrainedModel, path: Path, *, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Matrices in bfloat16, norms in float32."""
+    write_gguf(model, path, tokenizer=tokenizer, dtype=torch.bfloat16)
