@@ -35,7 +35,10 @@ class Closed(BaseModel):
 
 
 class StreamOptions(Closed):
+    """continuous_usage_stats is vLLM's: the counts of tokens so far, in each chunk. Load generators ask for it."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Ignored = None
 
 
@@ -137,6 +140,12 @@ class Choices(Common):
     def wants_usage(self) -> bool:
         """Whether a stream ends with the counts of tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_usage_in_chunks(self) -> bool:
+        """Whether each chunk of a stream has the counts so far."""
+        options = self.stream_options
+        return self.wants_usage and options is not None and bool(options.continuous_usage_stats)
 
 
 class TextPart(BaseModel):

@@ -52,6 +52,20 @@ def test_completion_streams(running: Running, client: openai.OpenAI) -> None:
     assert chunks[-1].choices == [] and chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 24
 
 
+@pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
+def test_counts_of_tokens_in_each_chunk(client: openai.OpenAI, chat: bool) -> None:
+    """An option of vLLM that load generators send, guidellm for one."""
+    given: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0, "stream": True}
+    given["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    if chat:
+        chunks: list[Any] = list(client.chat.completions.create(**given, messages=MESSAGES))
+    else:
+        chunks = list(client.completions.create(**given, prompt=PROMPT))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and len(set(counts)) > 3 and counts[-1] == 12
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {chunks[-1].usage.prompt_tokens}
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_chat(running: Running, client: openai.OpenAI, stream: bool) -> None:
     expected = running.text(chat_prompt(running), 24)

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from ..bodies import ChatBody
 from ..service import Event, Job, known_keywords
 from ..token_text import ScoredToken
-from .handlers import OfEngine, event_stream, usage
+from .handlers import OfEngine, event_stream, usage, with_usage
 
 logger = logging.get_logger(__name__)
 REPLACEMENT = "\ufffd"
@@ -85,7 +85,8 @@ class Chat(OfEngine, ChatCompletionHandler):
         job = self.service.submit(asked, prompts)
         head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": self.service.name}
         if asked.stream:
-            return event_stream(self._chunks(job, asked, parsers, {**head, "object": "chat.completion.chunk"}))
+            head["object"] = "chat.completion.chunk"
+            return event_stream(with_usage(self._chunks(job, asked, parsers, head), job, asked, head))
         return JSONResponse(await self._whole(job, asked, parsers, {**head, "object": "chat.completion"}))
 
     async def _chunks(
@@ -103,8 +104,6 @@ class Chat(OfEngine, ChatCompletionHandler):
             if event.finish_reason is not None:
                 reason = "tool_calls" if parsers[event.index].num_calls else event.finish_reason
                 yield {**head, "choices": [_chunk(event.index, {}, None, reason)]}
-        if asked.wants_usage:
-            yield {**head, "choices": [], "usage": usage(job)}
 
     async def _whole(
         self, job: Job, asked: ChatBody, parsers: list[MessageParser], head: dict[str, Any]

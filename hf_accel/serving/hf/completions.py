@@ -13,7 +13,7 @@ from ..api_errors import ApiError
 from ..bodies import CompletionBody
 from ..service import Job
 from ..token_text import ScoredToken
-from .handlers import OfEngine, event_stream, usage
+from .handlers import OfEngine, event_stream, usage, with_usage
 
 
 class Completions(OfEngine, CompletionHandler):
@@ -45,7 +45,7 @@ class Completions(OfEngine, CompletionHandler):
             "model": self.service.name,
         }
         if asked.stream:
-            return event_stream(self._events(job, asked, head))
+            return event_stream(with_usage(self._events(job, asked, head), job, asked, head))
         texts, entries = [""] * job.num_choices, [list[ScoredToken]() for _ in range(job.num_choices)]
         reasons: list[str | None] = [None] * job.num_choices
         async for event in job.events():
@@ -62,8 +62,6 @@ class Completions(OfEngine, CompletionHandler):
         async for event in job.events():
             found = _logprobs(asked, event.entries) if event.entries else None
             yield {**head, "choices": [_choice(event.index, event.text, found, event.finish_reason)]}
-        if asked.wants_usage:
-            yield {**head, "choices": [], "usage": usage(job)}
 
 
 def _choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:

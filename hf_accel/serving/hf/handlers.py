@@ -100,6 +100,16 @@ def event_stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
     return StreamingResponse(lines(), media_type="text/event-stream")
 
 
+async def with_usage(
+    chunks: AsyncIterator[dict[str, Any]], job: Job, asked: Common, head: dict[str, Any]
+) -> AsyncIterator[dict[str, Any]]:
+    """Hand on the chunks of a stream, with the counts of tokens where they were asked for. head: of each chunk."""
+    async for chunk in chunks:
+        yield {**chunk, "usage": usage(job)} if asked.wants_usage_in_chunks else chunk
+    if asked.wants_usage:
+        yield {**head, "choices": [], "usage": usage(job)}
+
+
 def usage(job: Job) -> dict[str, int]:
     """The counts of tokens of a request; prompts count once, whatever n."""
     prompt, new = job.num_prompt_tokens, job.num_new_tokens
