@@ -35,6 +35,7 @@ def estimate(
     dtype: torch.dtype | None = None,
     bandwidth: float | None = None,
     compute: float | None = None,
+    compute_fp8: float | None = None,
     price_per_hour: float | None = None,
     device: torch.device | str = "cpu",
 ) -> Estimate:
@@ -49,6 +50,8 @@ def estimate(
     dtype: of a model built from a config; None takes the config's, else float32.
     bandwidth, compute: bytes and operations per second of the machine. With neither, both are measured on `device`, on
         a CPU by the products that patch() would run, in a second or two; with one, TYPICAL_BALANCE gives the other.
+    compute_fp8: operations per second on FP8 inputs, which weights="fp8" has in calls of many rows; None: measured on
+        a GPU that has them if the others are, else as fast as compute.
     price_per_hour: of the machine, in any currency.
 
     Raises UnsupportedError for what has no decoder's KV cache (encoders, latent attention, recurrent layers), for a
@@ -60,7 +63,8 @@ def estimate(
     weights = patched[0] if isinstance(weights, Default) else weights
     kv_dtype = patched[1] if isinstance(kv_dtype, Default) else kv_dtype
     one_of("kv_dtype", kv_dtype, (None, *get_args(KVDtype)))
-    for name, value in (("bandwidth", bandwidth), ("compute", compute), ("price_per_hour", price_per_hour)):
+    speeds = {"bandwidth": bandwidth, "compute": compute, "compute_fp8": compute_fp8}
+    for name, value in {**speeds, "price_per_hour": price_per_hour}.items():
         _positive_number(name, value)
     recipe = parse_weights(weights)
 
@@ -79,7 +83,7 @@ def estimate(
     )
     # One number alone may be another machine's: it is not mixed with what is measured here.
     is_given = bandwidth is not None or compute is not None
-    machine = Machine.given(bandwidth=bandwidth, compute=compute) if is_given else measure(workload, device)
+    machine = Machine.given(**speeds) if is_given else measure(workload, device)
     return _evaluate(workload, machine, name=type(shapes).__name__, price_per_hour=price_per_hour)
 
 

@@ -18,6 +18,7 @@ class Work(NamedTuple):
     """Bytes read and operations done by one pass of a model.
 
     quantized, attention: those of the operations that multiply by quantized weights, and those of attention.
+    fp8: those of the quantized ones whose inputs are rounded to FP8.
     rows: tokens of the pass; queries: of each sequence; 0: many. layers: that attend.
     """
 
@@ -28,6 +29,7 @@ class Work(NamedTuple):
     rows: float = 0
     queries: float = 0
     layers: int = 0
+    fp8: float = 0.0
 
 
 class ByRows(NamedTuple):
@@ -57,6 +59,7 @@ class Machine(NamedTuple):
     floats, quantized, attention: products with weights as they are and with quantized ones, and attention by the
         queries of a sequence; None: as fast as compute.
     pass_seconds, layer_seconds: what comes on top for each pass, and for each of its layers.
+    fp8: operations per second on FP8 inputs, of a machine whose products were not measured; 0: as fast as compute.
     """
 
     bandwidth: float
@@ -66,13 +69,14 @@ class Machine(NamedTuple):
     attention: ByRows | None = None
     pass_seconds: float = 0.0
     layer_seconds: float = 0.0
+    fp8: float = 0.0
 
     @classmethod
-    def given(cls, *, bandwidth: float | None, compute: float | None) -> Machine:
+    def given(cls, *, bandwidth: float | None, compute: float | None, compute_fp8: float | None = None) -> Machine:
         """Of one or two numbers: TYPICAL_BALANCE gives the other."""
         if bandwidth is None:
             bandwidth = (compute or 0.0) / TYPICAL_BALANCE
-        return cls(bandwidth=bandwidth, compute=compute or bandwidth * TYPICAL_BALANCE)
+        return cls(bandwidth, compute or bandwidth * TYPICAL_BALANCE, fp8=compute_fp8 or 0.0)
 
     def reading(self, work: Work) -> float:
         """Seconds."""
@@ -81,12 +85,17 @@ class Machine(NamedTuple):
     def computing(self, work: Work) -> float:
         """Seconds."""
         floats = work.operations - work.quantized - work.attention
-        parts = (
-            (floats, self.floats, work.rows),
-            (work.quantized, self.quantized, work.rows),
-            (work.attention, self.attention, work.queries),
+        quantized = self._speed(self.quantized, work.rows)
+        fp8 = self.fp8 if self.fp8 and self.quantized is None else quantized
+        return (
+            floats / self._speed(self.floats, work.rows)
+            + (work.quantized - work.fp8) / quantized
+            + work.fp8 / fp8
+            + work.attention / self._speed(self.attention, work.queries)
         )
-        return sum(count / (self.compute if speeds is None else speeds.speed(rows)) for count, speeds, rows in parts)
+
+    def _speed(self, speeds: ByRows | None, rows: float) -> float:
+        return self.compute if speeds is None else speeds.speed(rows)
 
     def around(self, work: Work) -> float:
         """Seconds."""

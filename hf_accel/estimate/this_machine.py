@@ -23,7 +23,7 @@ from ..attention import AttentionSpec
 from ..attention import choose as choose_attention
 from ..fused.projections import UNLIMITED, native_rows
 from ..hardware import Hardware, detect, float_peak, read_bandwidth
-from ..hardware.speed import least_seconds
+from ..hardware.speed import fp8_peak, least_seconds
 from ..kernels.cpu.float_linear import TILE_ROWS, FloatLinear
 from ..kernels.cpu.library import FLOATS, refusal
 from ..layouts import KV, AttentionOptions
@@ -49,7 +49,7 @@ def measure(workload: Workload, device: torch.device | str) -> Machine:
     hardware = detect(device)
     bandwidth = read_bandwidth(hardware)
     if hardware.device != "cpu":
-        return Machine(bandwidth, float_peak(hardware, workload.dtype))
+        return Machine(bandwidth, float_peak(hardware, workload.dtype), fp8=fp8_peak(hardware) or 0.0)
     # torch may have no instructions for half precision
     compute = max(float_peak(hardware, dtype) for dtype in {workload.dtype, torch.float32})
     if workload.weights == "nf4":  # products of bitsandbytes

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..cache.quantized import QUANTIZED
+from ..linear.backend import FEW_ROWS
 from .attention_bytes import AttentionLayer
 from .roofline import Work
 from .weights import WeightTensor
@@ -66,6 +67,7 @@ class Workload:
         """Of a pass over `tokens` tokens of each sequence. attention: operations of all layers, of one sequence."""
         each = [(t, t.operations_per_token * (1 if t.kind == "head" else tokens)) for t in self.tensors]
         quantized = sum(operations for tensor, operations in each if tensor.spec is not None)
+        fp8 = sum(operations for tensor, operations in each if _rounds_to_fp8(tensor, self.batch * tokens))
         total = attention + sum(operations for _, operations in each)
         nbytes = self.kv_bytes + self.weight_bytes_read(self.batch * tokens)
         return Work(
@@ -76,4 +78,13 @@ class Workload:
             rows=self.batch * tokens,
             queries=tokens,
             layers=len(self.layers),
+            fp8=self.batch * fp8,
         )
+
+
+def _rounds_to_fp8(tensor: WeightTensor, rows: float) -> bool:
+    """Whether a pass of so many rows multiplies a weight by FP8: only calls of many rows do, unless all are to."""
+    spec = tensor.spec
+    if spec is None or spec.format != "fp8" or spec.activations is None:
+        return False
+    return spec.activations == "fp8" or rows * tensor.share_per_token > FEW_ROWS

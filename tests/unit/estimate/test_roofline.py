@@ -46,6 +46,14 @@ def test_products_that_were_measured_have_speeds_of_their_own():
     assert Machine(10, 200).computing(attending) == 3000 / 200
 
 
+def test_products_of_fp8_have_one_where_nothing_was_measured():
+    work = Work(nbytes=0, operations=3000, quantized=2500, fp8=1500, rows=4)
+    assert Machine(10, 200, fp8=400).computing(work) == 1500 / 200 + 1500 / 400
+    assert Machine(10, 200).computing(work) == 3000 / 200
+    measured = Machine(10, 200, quantized=PRODUCTS)
+    assert measured._replace(fp8=400.0).computing(work) == measured.computing(work)
+
+
 def test_a_pass_and_its_layers_take_more_than_their_kernels():
     work = Work(nbytes=100, operations=3000, rows=4, layers=5)
     machine = Machine(10, 200, floats=PRODUCTS)
@@ -67,3 +75,4 @@ def test_what_was_measured_is_an_estimate_and_no_limit():
 )
 def test_one_number_gives_the_other(bandwidth, compute, machine):
     assert Machine.given(bandwidth=bandwidth, compute=compute) == Machine(*machine)
+    assert Machine.given(bandwidth=bandwidth, compute=compute, compute_fp8=9.0) == Machine(*machine, fp8=9.0)

@@ -75,12 +75,12 @@ def test_fp8_is_multiplied_as_such_in_calls_of_many_rows(activations, rounds):
         dataclasses.replace(linear, spec=fp8), dataclasses.replace(experts, spec=fp8),
         dataclasses.replace(head, spec=LinearSpec.of(torch.empty(11, 3), config.for_head)), *others,
     )  # fmt: skip
-    whole = dataclasses.replace(WORKLOAD, tensors=tensors, rounds_inputs=activations is not None)
+    whole = dataclasses.replace(WORKLOAD, tensors=tensors)
     for (context, operations), is_rounded in zip(((64, 0), (86, 30), (342, 30 + 14)), rounds, strict=True):
         work = dataclasses.replace(whole, context=context).prefill
         expected = 44 if activations == "fp8" else operations
         assert work.fp8 == (3 * context * expected if is_rounded else 0), context
-        assert work.integers == (0 if activations is None else 3 * 2 * 33)
+        assert work.quantized == 3 * (context * 44 + 2 * 33)
 
 
 def test_at_a_shorter_context_of_fewer_sequences():
