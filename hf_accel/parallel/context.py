@@ -21,7 +21,7 @@ from ..layouts import KV, AttentionOptions
 from ..tensors import is_sharded
 from .context_attention import attend_own, merge
 from .context_blocks import num_own, own_step
-from .tensor_agreement import RankAgreement
+from .rank_agreement import RankAgreement
 
 SHARING = "they shared out the context"
 

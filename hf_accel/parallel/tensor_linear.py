@@ -8,7 +8,7 @@ from torch import Tensor, distributed, nn
 from ..errors import UnsupportedError
 from ..linear import QuantLinear
 from ..tensors import is_sharded, local_tensor
-from .tensor_agreement import RankAgreement
+from .rank_agreement import RankAgreement
 from .tensor_plan import GATHERS, PLAIN, REDUCES, SPLITS
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..config import PatchConfig
 from ..errors import UnsupportedError
 from ..tensors import is_sharded
-from .tensor_agreement import RankAgreement
+from .rank_agreement import RankAgreement
 
 # What a rank does around a sharded linear layer, by the style that transformers calls it.
 PLAIN, GATHERS, REDUCES, SPLITS = "plain", "gathers", "reduces", "splits"
