@@ -20,6 +20,7 @@ from .hardware import release, trim
 from .journal import Journal
 from .linear import BackendChoice, ExpertWeights, QuantExperts, QuantizedWeight, QuantLinear, Workers
 from .linear.experts import WEIGHT_MODULES
+from .linear.layer import RankPart
 from .linear.nf4 import BitsAndBytes, nf4_layer
 from .originals import Originals, Source, Stored
 from .parallel.tensor_linear import CLASSES, JoinedLinear, part_bias
@@ -185,10 +186,11 @@ def _place(packed: Packed, site: LinearSite, todo: Plan, journal: Journal) -> No
 def _part(packed: Packed, bias: nn.Parameter | None, todo: Plan) -> QuantLinear:
     """The layer of a weight of which this rank has packed its part."""
     assert todo.split is not None
+    ranks = todo.split.ranks
     layer = CLASSES[todo.split.role(packed.name) or ""].from_packed(packed.weight, bias, choice=packed.choice)
-    layer.is_part = True
+    layer.part = RankPart(ranks.rank, ranks.size)
     if isinstance(layer, JoinedLinear):
-        layer.ranks = todo.split.ranks
+        layer.ranks = ranks
     return layer
 
 

@@ -113,16 +113,16 @@ class AccelQuantizer(HfQuantizer):
 
 def is_split(model: nn.Module) -> bool:
     """Whether this process holds a part only of some weights."""
-    quantized = any(isinstance(layer, QuantModule) and layer.is_part for layer in model.modules())
+    quantized = any(isinstance(layer, QuantModule) and layer.part for layer in model.modules())
     return quantized or any(is_sharded(parameter) for parameter in model.parameters())
 
 
 def refuse_parts(layers: Mapping[str, QuantModule]) -> None:
     """Raise UnsupportedError if some of these layers are parts, which nobody has as a whole."""
-    part = next((name for name, layer in layers.items() if layer.is_part), None)
-    if part is not None:
+    name = next((name for name, layer in layers.items() if layer.part), None)
+    if name is not None:
         raise UnsupportedError(
-            f"{part!r} is quantized, and this rank holds a part of it: the model cannot be saved so. Save it from one "
+            f"{name!r} is quantized, and this rank holds a part of it: the model cannot be saved so. Save it from one "
             "process that has it whole (hf-accel quantize), or call hf_accel.unpatch(model) and save the float weights"
         )
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing.context import get_spawning_popen
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,16 @@ from .registry import BackendChoice, choose
 from .writable import WritableWeight
 
 TAKEN_BACK = 0.25  # share of a change that may be left of it: rounding in bfloat16
+
+
+class RankPart(NamedTuple):
+    """Of a weight that is split over processes: the part of one of them."""
+
+    rank: int
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"rank_{self.rank}_of_{self.ranks}"
 
 
 class QuantModule(nn.Module):
@@ -45,7 +55,7 @@ class QuantModule(nn.Module):
         self.fused_projections: Any = None  # what computes this layer together with others on one tensor, see fused
         self._packed: Any = None
         self._input_order: Tensor | None = None  # of the packed weight
-        self.is_part = False  # whether other processes hold other parts of the weight
+        self.part: RankPart | None = None  # which one this is, if other processes hold the others
         self.writes = 0  # times that another weight was put into it
         self.changes: list[Tensor] = []  # what was added to the weight and not taken out again, each as a sketch
 
@@ -119,6 +129,7 @@ class QuantModule(nn.Module):
         return self.pack() if packed else self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        prefix = self._own_prefix(prefix)
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.choice is not None:
             destination.update({prefix + name: tensor for name, tensor in state(self.quantized).items()})
@@ -129,7 +140,9 @@ class QuantModule(nn.Module):
     ) -> None:  # fmt: skip
         packed = self.choice is not None
         self.unpack()
-        wrong = self._wrong_dtypes(state_dict, prefix)
+        wrong = self._wrong_part(state_dict, prefix)
+        prefix = self._own_prefix(prefix)
+        wrong = wrong or self._wrong_dtypes(state_dict, prefix)
         error_msgs.extend(wrong)
         if not wrong:
             before = {name: tensor.clone() for name, tensor in self._buffers.items() if tensor is not None}
@@ -142,6 +155,23 @@ class QuantModule(nn.Module):
                 self.changes.append(torch.zeros(1))  # which no later change takes back
         if packed:
             self.pack()
+
+    def _own_prefix(self, prefix: str) -> str:
+        """Before the names of what it stores. Parts of different ranks must not have the same names."""
+        return prefix if self.part is None else f"{prefix}{self.part}."
+
+    def _wrong_part(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+        """torch would pass over the parts of other ranks, and whole weights, if it is not strict."""
+        own = self._own_prefix(prefix)
+        if self.part is None:
+            wrong = [key for key in state_dict if key.startswith(f"{prefix}rank_")]
+        else:
+            wrong = [key for key in state_dict if key.startswith(prefix) and not key.startswith(own)]
+        return [
+            f"{key} is not for this model, which stores {own}weight; give each rank what the same rank of as many has "
+            "saved, or patch a model that has read the float checkpoint"
+            for key in wrong[:1]
+        ]
 
     def _wrong_dtypes(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
         """torch would copy a float weight into the stored numbers, as if its scales were 1."""

@@ -86,19 +86,19 @@ def tensor_parallel(model: PreTrainedModel) -> TensorParallel | None:
 
     Raises UnsupportedError for a model that is split in other ways too (FSDP, pipeline, experts), or by others.
     """
+    sizes = split_sizes(model)
+    if sizes.keys() - {"tp_size"}:
+        raise UnsupportedError(
+            f"the model is split by {', '.join(f'{name}={size}' for name, size in sizes.items())}; hf_accel knows "
+            "tp_size= alone: load it with DistributedConfig(tp_size=..., tp_plan='auto'), or whole"
+        )
     sharded = {name: parameter for name, parameter in model.named_parameters() if is_sharded(parameter)}
     if not sharded:
         return None
-    sizes = split_sizes(model)
-    if "tp_size" not in sizes:
+    if not sizes:
         raise UnsupportedError(
             f"{next(iter(sharded))!r} is a DTensor, but not by tensor parallel of transformers; load the model with "
             "from_pretrained(..., distributed_config=DistributedConfig(tp_size=..., tp_plan='auto'))"
-        )
-    if len(sizes) > 1:
-        raise UnsupportedError(
-            f"the model is split by {', '.join(f'{name}={size}' for name, size in sizes.items())}; hf_accel knows "
-            "tp_size= alone: load the model without the others"
         )
     mesh: Any = next(iter(sharded.values())).device_mesh  # type: ignore[attr-defined]
     if mesh.ndim != 1:
@@ -108,9 +108,12 @@ def tensor_parallel(model: PreTrainedModel) -> TensorParallel | None:
 
 def split_sizes(model: PreTrainedModel) -> dict[str, int]:
     """How a model is split over processes, or will be when it is loaded: what of its DistributedConfig is above 1."""
-    config: Any = getattr(model.config, "distributed_config", None)
+    config: Any = getattr(getattr(model, "config", None), "distributed_config", None)
     values = {name: getattr(config, name, None) for name in SIZES}
-    return {name: size for name, size in values.items() if isinstance(size, int) and size > 1}
+    found = {name: size for name, size in values.items() if isinstance(size, int) and size > 1}
+    if "ep_size" not in found and getattr(config, "enable_expert_parallel", False):  # of older transformers
+        found["enable_expert_parallel"] = True
+    return found
 
 
 def _styles(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
