@@ -8,6 +8,7 @@ import json
 import random
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.serving.stream import Request
 from hf_accel.serving.service import Job
 
-from .running import Running, until
+from .running import WAIT, Running, until
 
 SHARED = "import re\nimport sys\n\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n"
 PROMPTS = [
@@ -51,14 +52,14 @@ class Load:
             for length in LENGTHS
         }
 
-    async def run(self, seconds: float) -> Outcome:
-        """Let clients come for so long, and wait until all have gone."""
+    async def run(self, seconds: float, enough: Callable[[], bool] = lambda: True) -> Outcome:
+        """Let clients come for so long, then until it was enough (on a slow machine), and wait until all have gone."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=16)
         async with httpx.AsyncClient(base_url=self.running.root, timeout=60, limits=limits) as http:
             tasks = set[asyncio.Task[None]]()
-            while loop.time() < end:
+            while loop.time() < end or (loop.time() < end + WAIT and not enough()):
                 await self.clients.acquire()
                 task = asyncio.create_task(self._client(http))
                 tasks.add(task)
