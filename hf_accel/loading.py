@@ -198,7 +198,7 @@ def load(path: str | os.PathLike[str], **keywords: Any) -> PreTrainedModel:
     blocks (DeepSeek, Qwen) and GGUF (Llama and Qwen; all types of blocks from Q2_K to Q8_0) are run in the bits that
     they have: nothing is rounded again, and nothing but the embedding of a GGUF file is held in floating point. Leave
     weights= out for them. A checkpoint of another quantizer, such as bitsandbytes, is loaded as transformers does, and
-    everything but its Linears is patched.
+    everything but its Linears is patched. With distributed_config= a float model is loaded split, and then patched.
 
     The class is the one that config.json names under architectures. Raises UnsupportedError for a layout that is not
     read, HfAccelError for files that do not hold what config.json says.
@@ -212,6 +212,8 @@ def load(path: str | os.PathLike[str], **keywords: Any) -> PreTrainedModel:
     config = keywords.pop("config", None) or transformers.AutoConfig.from_pretrained(path, **hub)
     load_model = partial(class_of(config).from_pretrained, path, config=config, **keywords)
     stored = stored_config(config)
+    if stored is None and keywords.get("distributed_config") is not None:
+        return patch(load_model(), **ours)  # parts of weights are packed when they are all there
     if stored is None:
         return load_model(quantization_config=AccelConfig(**ours))
     method = stored.get("quant_method")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -35,6 +36,8 @@ def serve(
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Of a choice; left out, the context.")] = None,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request's body.")] = 2**20,
     drain_seconds: Annotated[float, typer.Option(min=0, help="For running requests to end after SIGTERM.")] = 30.0,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Processes of torchrun that share the model.")] = 1,
+    rank_timeout: Annotated[float, typer.Option(min=1, help="Seconds that one of these may be silent.")] = 600.0,
     *,
     asked: Asked,
 ) -> None:
@@ -46,32 +49,49 @@ def serve(
     Examples:
       hf-accel serve examples/stdlib-tiny --weights int4 --port 8000
       hf-accel serve Qwen/Qwen3-0.6B --api-key secret --host 0.0.0.0
+      torchrun --nproc-per-node 2 -m hf_accel serve MODEL --tensor-parallel 2
       curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "import re"}'
     """
     missing = [package for package in NEEDED if find_spec(package) is None]
     if missing:
         raise BadInputError(f'{", ".join(missing)} is not installed, which serve needs: pip install "hf_accel[serve]"')
     place, wanted, keywords = check(path), named_dtype(dtype), asked.keywords()
+    keywords |= {} if device is None else {"device_map": device}
     template = None if chat_template is None else texts_of(chat_template)[0]
+    from hf_accel.serving.ranks import follow, join_ranks, leading
+
+    relay = join_ranks(tensor_parallel, timeout=rank_timeout)
+
+    def load() -> Any:
+        from hf_accel.serving.hf.served_model import load_service
+        from hf_accel.serving.limits import Limits
+
+        limits = Limits(max_running, max_queue, max_prompt_tokens, max_new_tokens, max_body_bytes)
+        with explained(path):
+            return load_service(
+                place, name=name or path, limits=limits, chat_template=template, dtype=wanted or "auto",
+                engine={"relay": relay}, **keywords,
+            )  # fmt: skip
+
+    if relay is not None and not relay.leads:
+        service = load()
+        for number in (signal.SIGTERM, signal.SIGINT):  # which torchrun sends to all: the first rank says when to end
+            signal.signal(number, signal.SIG_IGN)
+        return follow(service.engine, relay)
     with closing(bind(host, port)) as bound:
         if host not in LOOPBACK and api_key is None:
             say(f"warning: {host} is open to others, and no --api-key is asked for")
-        with asked.output.progress("loading the model"), explained(path):
+        with asked.output.progress("loading the model"):
             from hf_accel.serving.hf.application import make_app
-            from hf_accel.serving.hf.served_model import load_service
             from hf_accel.serving.http_server import make_server
-            from hf_accel.serving.limits import Limits
 
-            limits = Limits(max_running, max_queue, max_prompt_tokens, max_new_tokens, max_body_bytes)
-            keywords |= {} if device is None else {"device_map": device}
-            service = load_service(
-                place, name=name or path, limits=limits, chat_template=template, dtype=wanted or "auto", **keywords
-            )
+            service = load()
             server = make_server(make_app(service, api_key=api_key), service, drain_seconds=drain_seconds)
         address = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
         said = {"url": f"{address}/v1", "page": f"{address}/", "model": service.name}
         asked.output.write(said, f"{service.name} is served at {said['url']}; {said['page']} chats with it")
-        server.run(sockets=[bound])
+        with leading(relay, service, server):
+            server.run(sockets=[bound])
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -35,8 +35,8 @@ def command(*arguments: str | Path, **more: str) -> subprocess.CompletedProcess[
 class Process:
     """A server in a process. said: what it printed when it was ready."""
 
-    def __init__(self, arguments: Sequence[str | Path]) -> None:
-        line = [sys.executable, "-m", "hf_accel", "serve", *map(str, arguments), "--json"]
+    def __init__(self, arguments: Sequence[str | Path], launcher: Sequence[str] = ()) -> None:
+        line = [sys.executable, *launcher, "-m", "hf_accel", "serve", *map(str, arguments), "--json"]
         self.process = subprocess.Popen(
             line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
         )

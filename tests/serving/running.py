@@ -17,6 +17,7 @@ from hf_accel.serving.hf.application import make_app
 from hf_accel.serving.hf.served_model import load_service
 from hf_accel.serving.http_server import DrainingServer, bound_socket, make_server
 from hf_accel.serving.limits import Limits
+from hf_accel.serving.ranks import leading
 from hf_accel.serving.service import Service
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "stdlib-tiny"
@@ -74,14 +75,15 @@ def serving(
     service = load_service(str(path), limits=limits, **given)
     server = make_server(make_app(service, api_key=api_key), service, drain_seconds=drain_seconds)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, name="server")
-    thread.start()
-    try:
-        until(lambda: server.started)
-        yield Running(service, server, bound.getsockname()[1])
-    finally:
-        server.handle_exit(15, None)
-        thread.join(WAIT)
-        hf_accel.unpatch(service.engine.model)
+    with leading(given.get("engine", {}).get("relay"), service, server):
+        thread.start()
+        try:
+            until(lambda: server.started)
+            yield Running(service, server, bound.getsockname()[1])
+        finally:
+            server.handle_exit(15, None)
+            thread.join(WAIT)
+            hf_accel.unpatch(service.engine.model)
     assert not thread.is_alive() and not service.engine.is_live
 
 

@@ -134,6 +134,14 @@ class EngineLoop:
         """End a sequence after the current pass. A sequence that has ended stays as it is."""
         self._commands.put(lambda: self._cancel(sequence))
 
+    def fail(self, error: BaseException) -> None:
+        """End all requests with an error after the current pass, and accept no more."""
+
+        def raise_it() -> None:
+            raise error
+
+        self._commands.put(raise_it)
+
     def close(self, *, wait: bool, timeout: float | None = None) -> None:
         """Accept no more requests, and return when all have ended, or after `timeout` seconds.
 
@@ -170,7 +178,7 @@ class EngineLoop:
     @property
     def is_live(self) -> bool:
         """Whether the thread runs, or may still be started."""
-        return self._refusal is None or self.is_running
+        return self._error is None and (self._refusal is None or self.is_running)
 
     @property
     def error(self) -> BaseException | None:
@@ -212,7 +220,8 @@ class EngineLoop:
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:
-                command()
+                with contextlib.suppress(Exception):  # of fail(), when it has broken already
+                    command()
         for sequence in list(self._handles):
             with contextlib.suppress(Exception):  # the batcher may be broken, but every handle must get the error
                 self.batcher.remove(sequence, "error", error)

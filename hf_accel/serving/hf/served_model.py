@@ -7,11 +7,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.model_manager import ModelManager
+from transformers.distributed import DistributedConfig
 
 from ...errors import UnsupportedError
 from ...generation.hf import Engine
 from ...loading import load, load_tokenizer
+from ...parallel.relay import Relay
 from ..limits import Limits
+from ..ranks import LeadingEngine
 from ..service import Service
 
 
@@ -39,14 +42,20 @@ def load_service(
 ) -> Service:
     """Load and patch a checkpoint by hf_accel.load(path, **keywords), and start an Engine on it.
 
-    name: what clients call the model; left out, its path. engine: keywords of Engine. Raises UnsupportedError for a
-    model that an Engine cannot serve.
+    name: what clients call the model; left out, its path. engine: keywords of Engine, and relay=, the way to the other
+    ranks if the model is to be split over them: all load the same, and those behind the first one `follow` its Engine.
+    Raises UnsupportedError for a model that an Engine cannot serve.
     """
     limits = limits or Limits()
     tokenizer = load_fast_tokenizer(path, chat_template=chat_template)
+    settings = {"tokenizer": tokenizer, "max_running": limits.max_running, **(engine or {})}
+    relay: Relay | None = settings.pop("relay", None)
+    if relay is not None:
+        keywords["distributed_config"] = DistributedConfig(tp_size=relay.ranks.size, tp_plan="auto")
     model = load(path, **keywords)
     model.eval()
-    served = Engine(model, tokenizer=tokenizer, max_running=limits.max_running, **(engine or {}))
+    leads = relay is not None and relay.leads
+    served = LeadingEngine(model, relay=relay, **settings) if leads else Engine(model, **settings)
     return Service(served, tokenizer, name or path, limits)
 
 
