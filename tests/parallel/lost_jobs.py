@@ -50,6 +50,22 @@ def job_lost_in_generate(path: str, number: int) -> dict[str, Any]:
     return {"message": message, "seconds": seconds, "blocks": used_blocks(cache.pages)}
 
 
+def job_lost_while_idle(path: str, victim: int, number: int, seconds: float) -> dict[str, Any]:
+    """Rank `victim` gets a signal while the Engines of both have nothing to do. Then the other one has a request."""
+    model = load(path)
+    hf_accel.patch(model)
+    wait_at_most(model, seconds)
+    with hf_accel.Engine(model) as engine:
+        engine.submit(prompts()[0], max_new_tokens=2).result()
+        distributed.barrier()
+        if distributed.get_rank() == victim:
+            os.kill(os.getpid(), number)
+        start = time.monotonic()
+        message = message_of(engine.submit(prompts()[1], max_new_tokens=2).result)
+        seconds = time.monotonic() - start
+    return {"message": message, "seconds": seconds, "blocks": used_blocks(engine.session.pages)}
+
+
 def job_lost_in_engine(path: str, number: int, count: int, seconds: float) -> dict[str, Any]:
     """The same in an Engine with `count` requests, which breaks and tells all of them. seconds: that it waits."""
     model = load(path)

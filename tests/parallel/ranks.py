@@ -1,7 +1,9 @@
 """Processes that are ranks of one gloo group on this CPU, kept alive to run functions of tests.
 
-Starting one costs seconds, since it imports torch and transformers: a module of tests starts a pair once and sends it
-all its functions. Nothing here waits for ever: who does not answer in time is killed with all the others.
+Importing torch, transformers and a server takes most of the time, so one process does it and is forked for each rank
+(multiprocessing's "forkserver"). One pair (the fixture `ranks`) is sent the functions of all modules. Nothing here
+waits for ever: who does not answer in time is killed with all the others. Each function finds a group that works, with
+its timeout as it was at first, whatever the ones before it did.
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-START_SECONDS = 120.0  # for a process to import torch and meet the others, on a machine that is busy
-SECONDS = 120.0  # for one function
+# Longer than anything takes on a machine that others keep busy too; a rank that hangs costs this once.
+START_SECONDS = 300.0  # for a process to import torch and meet the others
+SECONDS = 300.0  # for one function
+GROUP_SECONDS = 120.0  # for a collective: less, so that what hangs in one is told by its traceback
 
 
 class RankError(AssertionError):
@@ -41,16 +45,17 @@ class Ranks:
     alone should be sent either way.
     """
 
-    def __init__(self, size: int = 2, *, group_timeout: float = 60.0) -> None:
+    def __init__(self, size: int = 2, *, group_timeout: float = GROUP_SECONDS) -> None:
         """group_timeout: seconds that a collective waits for the other ranks before it raises."""
         self.size, self.group_timeout = size, group_timeout
         self._start()
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        context = get_context("spawn")
+        context = get_context("forkserver")
+        context.set_forkserver_preload([f"{__package__}.preloaded"])
         self._ends: list[Connection] = []
-        self.processes: list[SpawnProcess] = []
+        self.processes: list[ForkServerProcess] = []
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             place = {"rank": rank, "size": self.size, "store": str(Path(self._folder.name) / "store")}
@@ -73,13 +78,15 @@ class Ranks:
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = SECONDS) -> list[Any]:
         """What the function returned in each rank; RankError, with all ranks killed, if one died or was too slow.
 
-        If it only raised, in whichever ranks, RankError holds the tracebacks and the ranks live on.
+        If it only raised, in whichever ranks, RankError holds the tracebacks. The next function then gets new ranks,
+        because collectives of these may have been left half-way.
         """
         return self._collect(self.send(function, *arguments), timeout)
 
     def send(self, function: Callable[..., Any], *arguments: Any) -> range:
-        """Let the function begin in all ranks; `outcomes` waits for it. Ranks that were killed are started again."""
-        if not any(process.is_alive() for process in self.processes):
+        """Let the function begin in all ranks; `outcomes` waits for it. If one has died, all are started again."""
+        if not all(process.is_alive() for process in self.processes):
+            self.kill()
             self._start()
         for end in self._ends:
             end.send((function, arguments))
@@ -108,8 +115,7 @@ class Ranks:
         found = self.outcomes(expected, timeout)
         failures = {rank: str(what) for rank, (fine, what) in found.items() if not fine}
         if failures:
-            if any(not process.is_alive() for process in self.processes):
-                self.kill()
+            self.kill()
             raise RankError(failures)
         return [found[rank][1] for rank in expected]
 
@@ -130,10 +136,14 @@ def run_ranks(function: Callable[..., Any], *arguments: Any, size: int = 2, time
         return ranks.run(function, *arguments, timeout=timeout)
 
 
+def set_timeout(seconds: float, group: Any = None) -> None:
+    """Give the collectives of a group, or of that of all ranks, another timeout: until the function ends."""
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
 def _serve(end: Connection, *, rank: int, size: int, store: str, group_timeout: float) -> None:
     """A rank's life: join the group, then run what is sent, until the pipe closes."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}  # transformers reads these
-    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_ACCEL_MEASURE": "0"}
     torch.set_num_threads(1)
     try:
         torch.distributed.init_process_group(
@@ -147,6 +157,7 @@ def _serve(end: Connection, *, rank: int, size: int, store: str, group_timeout: 
         while True:
             function, arguments = end.recv()
             torch.manual_seed(0)
+            set_timeout(group_timeout)
             try:
                 answer = (True, function(*arguments))
             except Exception:

@@ -6,7 +6,6 @@ import gc
 import random
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,8 @@ from hf_accel.linear.formats import state
 from hf_accel.originals import fingerprint
 from hf_accel.state import state_of
 from hf_accel.tensors import is_plain_tensor, is_sharded, local_tensor, plain_tensors
+
+from .ranks import set_timeout
 
 VOCABULARY, NEW = 256, 12
 INT4 = {"bits": 4, "group_size": 32}
@@ -179,8 +180,7 @@ def page_shape(model: Any) -> list[int]:
 
 def wait_at_most(model: Any, seconds: float) -> None:
     """Give the collectives of a model's ranks another timeout."""
-    group = state_of(model).generation.agreement.group  # type: ignore[attr-defined]
-    distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    set_timeout(seconds, state_of(model).generation.agreement.group)  # type: ignore[attr-defined]
 
 
 # -- the jobs ------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def job_other_decisions(path: str) -> tuple[list[list[int]], int, list[int]]:
     """Speculation whose controller decides otherwise on each rank, as it may by the seconds that it measures."""
     model, rank = load(path), distributed.get_rank()
     hf_accel.patch(model, weights=None)
-    wait_at_most(model, 10.0)
+    wait_at_most(model, 40.0)
     decided: list[int] = []
 
     class Noted(NgramDrafter):
@@ -243,7 +243,7 @@ def job_engine_out_of_step(path: str) -> dict[str, Any]:
     """Requests and cancellations that reach each rank at other times."""
     model, rank = load(path), distributed.get_rank()
     hf_accel.patch(model, weights=None)
-    wait_at_most(model, 10.0)
+    wait_at_most(model, 40.0)
     tokens = engine_tokens(model, prompts(), late=0.01 * (1 + 3 * rank))
     with hf_accel.Engine(model) as engine:
         long = engine.submit(prompts()[0], max_new_tokens=400, temperature=0)
@@ -312,7 +312,7 @@ def job_family(path: str, plan: Any = "auto") -> dict[str, Any]:
         choices = state_of(model).description["choices"]
         found[f"{kind} plan"] = [choice["reason"] for choice in choices if choice["topic"] == "weights"]
         found[f"{kind} parts"] = sorted(
-            {type(m).__name__ for m in model.modules() if isinstance(m, QuantLinear) and m.is_part}
+            {type(m).__name__ for m in model.modules() if isinstance(m, QuantLinear) and m.part}
         )
         hf_accel.unpatch(model)
     found["stock again"] = generated(model, rows)

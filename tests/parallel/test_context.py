@@ -1,7 +1,4 @@
-"""Context parallel over two processes: the tokens of one, half of the keys and values, and an end to all waiting.
-
-Starting processes costs seconds, so one test asks one pair everything.
-"""
+"""Context parallel over two processes: the tokens of one, half of the keys and values, and an end to all waiting."""
 
 from __future__ import annotations
 
@@ -64,32 +61,47 @@ def check_example(rank: int, lines: list[str]) -> None:
     assert tokens == said[3]
 
 
-def test_two_ranks() -> None:
-    with Ranks(2) as ranks:
-        found = ranks.run(compare, list(CASES))
-        for name in CASES:
-            check_case(name, [each[name] for each in found])
-        for each in ranks.run(longer_than_one_rank_holds):
-            assert each["two bytes"] == each["one bytes"]
-            assert "the cache holds 60" in each["one"] and each["two"] == each["stock"]
-        for rank, text in enumerate(ranks.run(example, str(EXAMPLES / "context_parallel.py"))):
-            check_example(rank, text.splitlines())
-        for one, two in ranks.run(served):
-            assert one == two
-        check_refusals(ranks.run(refusals)[0])
-        assert all(
-            text.startswith("the ranks of context_parallel= do not compute") for text in ranks.run(other_prompts)
-        )
-        message, seconds, pages = ranks.run(late, SECONDS)[0]
-        assert message.startswith("rank 0 of 2 lost another rank while") and pages == 0
-        assert seconds > SECONDS / 2
-        # Half of a pair: the pipe of rank 1 ends, and rank 0 still answers.
-        outcomes = ranks.outcomes(ranks.send(half_way))
-        assert outcomes[1] == (False, "the process ended, exit code -9")
-        fine, (message, before, after) = outcomes[0]
-        assert fine and message.startswith("rank 0 of 2 lost another rank while")
-        assert before >= after == 0
-        assert ranks.processes[0].is_alive()
+def test_two_ranks(ranks: Ranks) -> None:
+    found = ranks.run(compare, list(CASES))
+    for name in CASES:
+        check_case(name, [each[name] for each in found])
+
+
+def test_a_context_longer_than_one_rank_holds(ranks: Ranks) -> None:
+    for each in ranks.run(longer_than_one_rank_holds):
+        assert each["two bytes"] == each["one bytes"]
+        assert "the cache holds 60" in each["one"] and each["two"] == each["stock"]
+
+
+def test_example(ranks: Ranks) -> None:
+    for rank, text in enumerate(ranks.run(example, str(EXAMPLES / "context_parallel.py"))):
+        check_example(rank, text.splitlines())
+
+
+def test_batches_and_an_engine(ranks: Ranks) -> None:
+    for one, two in ranks.run(served):
+        assert one == two
+
+
+def test_refusals(ranks: Ranks) -> None:
+    check_refusals(ranks.run(refusals)[0])
+    assert all(text.startswith("the ranks of context_parallel= do not compute") for text in ranks.run(other_prompts))
+
+
+def test_a_rank_that_does_not_come(ranks: Ranks) -> None:
+    message, seconds, pages = ranks.run(late, SECONDS)[0]
+    assert message.startswith("rank 0 of 2 lost another rank while") and pages == 0
+    assert seconds > SECONDS / 2
+
+
+def test_a_killed_rank(ranks: Ranks) -> None:
+    """The pipe of rank 1 ends, and rank 0 still answers."""
+    outcomes = ranks.outcomes(ranks.send(half_way))
+    assert outcomes[1] == (False, "the process ended, exit code -9")
+    fine, (message, before, after) = outcomes[0]
+    assert fine and message.startswith("rank 0 of 2 lost another rank while")
+    assert before >= after == 0
+    assert ranks.processes[0].is_alive()
 
 
 @pytest.mark.long

@@ -39,7 +39,7 @@ def test_results_tracebacks_and_silence() -> None:
         with pytest.raises(RankError, match="rank 1 has had enough") as raised:
             ranks.run(fail_on_one)
         assert list(raised.value.failures) == [1]
-        assert ranks.run(total, [1, 1]) == [(0, 2), (1, 2)]  # they live on
+        assert ranks.run(total, [1, 1]) == [(0, 2), (1, 2)]  # new ones
         with pytest.raises(RankError, match=r"no answer in 0\.5 s"):
             ranks.run(sleep_on_one, timeout=0.5)
         assert not any(process.is_alive() for process in ranks.processes)

@@ -10,7 +10,6 @@ import contextlib
 import io
 import re
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,6 @@ from .ranks import Ranks
 
 SHARE = 0.55
 KINDS = list(jobs.WEIGHTS)
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Rows of linears have biases, so that it shows who adds them."""
-    return jobs.save_llama(tmp_path_factory.mktemp("llama"), attention_bias=True, mlp_bias=True)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as pair:
-        yield pair
 
 
 @pytest.fixture(scope="module")
@@ -297,6 +284,19 @@ def test_a_rank_that_hangs(path: str, ranks: Ranks) -> None:
     assert all("LostRankError" in message for message in seen["messages"]), seen
     assert "the engine broke" in seen["after"]
     assert seen["blocks"] == 0 and 2 < seen["seconds"] < 40
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [lost_jobs.KILL, lost_jobs.STOP], ids=["killed", "silent"])
+@pytest.mark.parametrize("victim", [0, 1], ids=["first", "other"])
+def test_a_rank_that_is_lost_while_an_engine_is_idle(victim: int, number: int, path: str, ranks: Ranks) -> None:
+    """The next request of the rank that is left ends with an error: at once, or after the timeout."""
+    ranks.send(lost_jobs.job_lost_while_idle, path, victim, number, 3.0)
+    fine, seen = ranks.outcomes([1 - victim])[1 - victim]
+    ranks.kill()
+    assert fine, seen
+    assert "LostRankError" in seen["message"] and seen["blocks"] == 0
+    assert seen["seconds"] < 40 and (number == lost_jobs.KILL or seen["seconds"] > 2)
 
 
 @pytest.mark.long
