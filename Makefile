@@ -1,6 +1,6 @@
 # make demo      set up, then stock against patched on a small real model and on one larger than the caches
 # make test      set up, then the tests; make test-all adds the long statistical and random programmes
-# make check     lint, types and all tests; .ci/run does the same in a fresh virtual environment
+# make check     lint, types and all tests; .ci/run does lint, types and make test in a fresh virtual environment
 # make sanitize  the C++ kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make families  stock against patched for each model class of transformers' auto mappings; writes docs/support.md
 # make mutants   one wrong line after the other, each of which the tests must find (ONLY=attention: some of them)
