@@ -34,7 +34,7 @@ class LeadingEngine(Engine):
         self._relay = relay
         self._order = threading.Lock()
 
-    def submit(self, prompt: str | Iterable[int] | Tensor, **settings: Any) -> Request:  # type: ignore[override]
+    def submit(self, prompt: str | Iterable[int] | Tensor, **settings: Any) -> Request:
         """See Engine.submit. Raises UnsupportedError for settings that cannot be pickled."""
         ids = self._ids(prompt)
         try:

@@ -13,7 +13,7 @@ from transformers.cli.serving.utils import BaseHandler, Modality
 from transformers.utils import logging
 
 from ..api_errors import ApiError
-from ..bodies import ChatBody, Common, ResponseBody, read_body
+from ..bodies import ChatBody, Choices, Common, ResponseBody, read_body
 from ..service import Job, Service
 
 logger = logging.get_logger(__name__)
@@ -101,7 +101,7 @@ def event_stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
 
 
 async def with_usage(
-    chunks: AsyncIterator[dict[str, Any]], job: Job, asked: Common, head: dict[str, Any]
+    chunks: AsyncIterator[dict[str, Any]], job: Job, asked: Choices, head: dict[str, Any]
 ) -> AsyncIterator[dict[str, Any]]:
     """Hand on the chunks of a stream, with the counts of tokens where they were asked for. head: of each chunk."""
     async for chunk in chunks:

@@ -54,8 +54,8 @@ def load_service(
         keywords["distributed_config"] = DistributedConfig(tp_size=relay.ranks.size, tp_plan="auto")
     model = load(path, **keywords)
     model.eval()
-    leads = relay is not None and relay.leads
-    served = LeadingEngine(model, relay=relay, **settings) if leads else Engine(model, **settings)
+    leading = relay if relay is not None and relay.leads else None
+    served = Engine(model, **settings) if leading is None else LeadingEngine(model, relay=leading, **settings)
     return Service(served, tokenizer, name or path, limits)
 
 
