@@ -36,7 +36,7 @@ LEAST_SECONDS = 15.0  # a part that has less is not begun
 AGAIN_SECONDS = 60.0  # that making the models once more, for the topics that were not reached, is worth
 GRACE_SECONDS = 5.0  # in which a part that was interrupted may still say what it has found
 LOGS = Path("build") / "gpu"
-MOST_PRINTED = 1500  # characters of a log's end
+MOST_PRINTED = 2000  # characters of a log's end
 COLUMNS = 3  # of a table's rows that are printed, beside their name
 OURS = "hf_accel exact,hf_accel int8,hf_accel fp8,hf_accel int4"
 MODEL_TESTS = ("tests/parity/test_gpu.py",)
@@ -69,7 +69,7 @@ def benchmark(name: str, model: str, topics: str, *options: str, seconds: float,
     return Part(name, (("-m", "benchmarks.run", *shared, *limits, *options),), seconds, tuple(topics.split()))
 
 
-def pytest_parts(name: str, *paths: tuple[str, ...], seconds: float) -> Part:
+def pytest_part(name: str, *paths: tuple[str, ...], seconds: float) -> Part:
     """Without what cannot be imported here: the packages of developers need not be installed.
 
     What other packages warn of there is no fault.
@@ -81,11 +81,11 @@ def pytest_parts(name: str, *paths: tuple[str, ...], seconds: float) -> Part:
 
 # The first topic of a model also makes and verifies what is measured, and compiles for it.
 PARTS = (
-    pytest_parts("tests-models", MODEL_TESTS, seconds=70),
+    pytest_part("tests-models", MODEL_TESTS, seconds=70),
     benchmark(
         "8b", "bench-8b", "generate ladder decode prefill memory batching speculation", seconds=340, each=120,
     ),
-    pytest_parts("tests-kernels", *KERNEL_TESTS, seconds=100),
+    pytest_part("tests-kernels", *KERNEL_TESTS, seconds=100),
     benchmark(
         "1b", "bench-1b", "generate decode prefill ladder batching speculation", "--setups",
         f"{OURS},hf_accel int4 deterministic", seconds=250, each=90,

@@ -103,6 +103,9 @@ TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
 }
 
 
+REMINDER = 10.0  # seconds
+
+
 class TooLongError(BaseException):
     """A topic has taken all of its time. No Exception, since what a topic runs may go on after those."""
 
@@ -139,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise TooLongError in the main thread after so many seconds; None: never.
+    """Raise TooLongError in the main thread after so many seconds, and again while it is not heard; None: never.
 
     A call into another language is interrupted where it returns.
     """
@@ -151,7 +154,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         raise TooLongError(f"it took more than {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, REMINDER)
     try:
         yield
     finally:

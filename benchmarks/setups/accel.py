@@ -33,7 +33,7 @@ class Accel(Setup):
         self.tolerance = tolerance
         self.kv_dtype = kv_dtype
         self.exact = weights is None
-        self.multiplies = "float" if weights is None else "integer"
+        self.multiplies = "float" if weights in (None, "fp8") else "integer"
 
     def prepare(self, model: PreTrainedModel) -> PreTrainedModel:
         cache = hf_accel.CacheConfig(dtype=self.kv_dtype)
