@@ -47,7 +47,6 @@ def recorded() -> Iterator[Any]:
 @pytest.mark.parametrize("row", list(recorded()))
 def test_one_run(request: pytest.FixtureRequest, row: dict[str, Any]) -> None:
     error = row["estimated_seconds"] / row["measured_seconds"] - 1
-    assert row["error_share"] == pytest.approx(error)
     name = request.node.callspec.id
     if name in BEYOND:
         assert abs(error) > WITHIN, f"take it from the list: {BEYOND[name]}"
