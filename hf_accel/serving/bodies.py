@@ -313,7 +313,9 @@ def check_messages(messages: list[dict[str, Any]], *, field: str) -> None:
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_input=False)[0]
+    errors = error.errors(include_url=False, include_input=False)
+    # Of a field that may be of several types, what came nearest to one of them.
+    first = max((one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]), key=lambda one: len(one["loc"]))
     field = str(first["loc"][0]) if first["loc"] else None
     # pydantic also names the types that it tried, such as list[TextPart]
     where = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or _is_name(part))[:200]
@@ -321,13 +323,16 @@ def _refusal(error: ValidationError) -> ApiError:
         message = f"{where} is not served; leave it out (it is refused because it might change the answer)"
     elif first["type"] == "missing":
         message = f"{where} is missing"
+    elif first["type"] == "literal_error":
+        served = first["ctx"]["expected"].replace("True", "true").replace("False", "false")
+        message = f"{where}: only {served} is served"
     else:
         message = f"{where}: {first['msg'][:1].lower()}{first['msg'][1:]}"
     return ApiError(400, message, field=field and field[:200])
 
 
 def _is_name(part: str) -> bool:
-    return part not in ("str", "int") and "[" not in part
+    return part not in ("str", "int", "constrained-str") and "[" not in part
 
 
 def _token_id(token: str) -> int:

@@ -192,6 +192,23 @@ def test_refused(running: Running, client: httpx.Client, good: str, path: str, b
     assert running.stats["requests"] == before, "it reached the engine"
 
 
+@pytest.mark.parametrize(
+    ("path", "given", "message"),
+    [
+        (COMPLETIONS, {"echo": True}, "echo: only false is served"),
+        (COMPLETIONS, {"stop": [""]}, "stop.0: string should have at least 1 character"),
+        (COMPLETIONS, {"stop": 5}, "stop: input should be a valid string"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice: only 'auto' or 'none' is served"),
+        ("/v1/embeddings", {}, "POST /v1/embeddings is not served; POST /v1/chat/completions, /v1/completions, "
+         "/v1/responses are"),
+    ],
+    ids=["echo", "empty stop", "stop of another type", "tool choice", "path"],
+)  # fmt: skip
+def test_what_is_said(client: httpx.Client, path: str, given: dict[str, Any], message: str) -> None:
+    answer = client.post(path, json={**BASE.get(path, {}), **given})
+    assert answer.json()["error"]["message"] == message
+
+
 @pytest.mark.parametrize(("method", "path"), OTHERS)
 def test_what_is_not_there(client: httpx.Client, good: str, method: str, path: str) -> None:
     answer = client.request(method, path, json={})

@@ -88,8 +88,11 @@ def _add_errors(app: FastAPI) -> None:
         return JSONResponse(error.body(), error.status, error.headers)
 
     @app.exception_handler(HTTPException)
-    async def known(_: Request, error: HTTPException) -> Response:
-        return JSONResponse(error_body(error.status_code, str(error.detail)), error.status_code, error.headers)
+    async def known(request: Request, error: HTTPException) -> Response:
+        message = str(error.detail)
+        if error.status_code in (404, 405):
+            message = f"{request.method} {request.url.path[:200]} is not served; POST {', '.join(KEPT)} are"
+        return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> Response:
