@@ -27,7 +27,8 @@ Passes = list[tuple[int, Work]]  # of the model, and how many times each
 
 def measure(bench: Bench) -> list[Table]:
     context, new = bench.settings.context, bench.settings.new_tokens
-    entrants = {name: entrant for name, entrant in bench.entrants.items() if name in (BASELINE, *WEIGHTS)}
+    wanted = [setup for setup in bench.setups if setup.name in (BASELINE, *WEIGHTS)]
+    entrants = {setup.name: bench.entrant(setup) for setup in wanted}
     counts = {name: counted(bench, name) for name in entrants if name != BASELINE}
     for name, one in counts.items():
         print(f"    {name}: {one.machine}", flush=True)

@@ -143,8 +143,9 @@ def _rows(estimate: Estimate) -> Iterator[tuple[str, str]]:
     yield "attention", f"{tiled} tiled; naive {naive}, {per_head} a head"
     yield "activations", in_units(estimate.activation_bytes)
     yield "total", in_units(estimate.total_bytes)
-    yield "prefill", f"{estimate.bound.prefill} bound, {estimate.prefill_seconds:.3g} s"
-    yield "decode", f"{estimate.bound.decode} bound, {estimate.seconds_per_token:.3g} s a token"
+    least = "about" if estimate.counted.machine.is_measured else "at least"
+    yield "prefill", f"{estimate.bound.prefill} bound, {least} {estimate.prefill_seconds:.3g} s"
+    yield "decode", f"{estimate.bound.decode} bound, {least} {estimate.seconds_per_token:.3g} s a token"
     yield "", f"reads {read} at {bandwidth}/s"
     if estimate.cost_per_million_tokens is not None:
         yield "cost", f"{estimate.cost_per_million_tokens:.3g} a million output tokens"

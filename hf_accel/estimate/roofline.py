@@ -101,10 +101,14 @@ class Machine(NamedTuple):
         """Seconds."""
         return self.pass_seconds + work.layers * self.layer_seconds
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether its products are known, and not its two numbers alone."""
+        return self.floats is not None or self.quantized is not None
+
     def seconds(self, work: Work) -> float:
         """At least; of what was measured here, about."""
-        is_measured = self.floats is not None or self.quantized is not None
-        return self.seconds_in_turn(work) if is_measured else max(self.reading(work), self.computing(work))
+        return self.seconds_in_turn(work) if self.is_measured else max(self.reading(work), self.computing(work))
 
     def seconds_in_turn(self, work: Work) -> float:
         """At most, at these speeds: nothing is read while something is computed."""
