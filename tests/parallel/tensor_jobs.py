@@ -31,7 +31,7 @@ from hf_accel.tensors import is_plain_tensor, is_sharded, local_tensor, plain_te
 
 from .ranks import set_timeout
 
-VOCABULARY, NEW = 256, 12
+VOCABULARY, NEW = 256, 8
 INT4 = {"bits": 4, "group_size": 32}
 WEIGHTS = {"float": None, "int8": "int8", "int4": INT4}
 
