@@ -76,7 +76,6 @@ def leading(relay: Relay | None, service: Service, server: DrainingServer) -> It
     if relay is None:
         yield
         return
-
     found: list[BaseException] = []
 
     def lost(error: HfAccelError) -> None:
