@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from .fused.hf import JOINED, JOINS, KIND
 from .generation import graphs
 from .kernels import cpu as cpu_kernels
 from .originals import files_of
@@ -100,7 +101,7 @@ def _shapes(members: list[LinearPlan]) -> str:
 
 
 FUSED_KINDS = {
-    "layer": ("decoder layers", "one native call each"),
+    KIND: ("decoder layers", "one native call each"),
     "norm": ("RMSNorms", "one native call"),
     "rotary": ("rotary embeddings", "one native call"),
     "mlp": ("gated MLPs", "one call but for down"),
@@ -118,6 +119,10 @@ def _fused_lines(plan: Plan) -> Iterator[Line]:
         count = sum(site.kind == kind for site in fused.sites)
         if count:
             yield Line("fused", f"{count} {what}", choice, "checked on random input")
+    shared = Counter(site.state.joined for site in fused.sites if site.kind == JOINED)
+    for joined, count in shared.items():
+        named = "; ".join(what for kind, what in JOINS.items() if kind in joined)
+        yield Line("fused", f"{count} decoder layers", "one launch for two steps", named)
     covered = {site.name for site in fused.sites if site.kind == "mlp"}
     fused_layers = [site.layers for site in fused.projections if site.parent not in covered]
     groups = Counter(tuple(name.rpartition(".")[2] for name in names) for names in fused_layers)
@@ -126,7 +131,7 @@ def _fused_lines(plan: Plan) -> Iterator[Line]:
     if fused.linears:
         yield Line("fused", f"{len(fused.linears)} float linears", "native for few rows", "weights are read in place")
     for (kind, reason), count in Counter((d.kind, d.reason) for d in fused.dropped).items():
-        choice = "module by module" if kind == "layer" else "stock"
+        choice = "module by module" if kind == KIND else "stock"
         yield Line("fused", f"{count} {FUSED_KINDS[kind][0]}", choice, reason)
 
 

@@ -17,7 +17,7 @@ from .check import check_model
 from .config import PatchConfig, WeightConfig
 from .errors import UnsupportedError
 from .explain import explain
-from .fused.hf import layer_sites
+from .fused.hf import joined_sites, layer_sites
 from .fused.operators import has_library
 from .fused.operators import refusal as refuses_operators
 from .fused.projections import UNLIMITED, native_rows
@@ -314,7 +314,7 @@ def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[Att
 def _plan_fused(
     model: PreTrainedModel, config: PatchConfig, linears: Sequence[LinearPlan], attention: Iterable[AttentionPlan]
 ) -> FusedPlan:
-    """attention: what attends over pages; a layer of which all is known is one native call then."""
+    """attention: what attends over pages; a layer of which all is known goes by its trace then."""
     if not config.fuse:
         return FusedPlan(reason="fuse=False")
     device_type = model.device.type
@@ -325,8 +325,11 @@ def _plan_fused(
         return FusedPlan(reason=reason)
     float_rows = UNLIMITED if config.deterministic else native_rows(model.dtype)
     candidates, dropped = fused_sites(model, model.dtype, float_rows, device_type=device_type)
+    split = tensor_parallel(model)
     if not has_library(device_type):
-        return FusedPlan(tuple(candidates), dropped=tuple(dropped))
+        specs = {} if split is not None else {id(p.site.module): p.site.spec for p in attention}
+        layers, by_module = joined_sites(model, model.dtype, attention=specs, device_type=device_type)
+        return FusedPlan((*candidates, *layers), dropped=(*dropped, *by_module))
     replaced = {id(linear.site.module) for linear in linears if linear.choice is not None}
     foreign = {id(p.site.module) for p in linears if p.choice is not None and p.config.is_nf4}
     # Linears that transformers has split have a forward of their own, unless ours replace them.
@@ -341,7 +344,6 @@ def _plan_fused(
     native |= {id(module) for module in model.modules() if isinstance(module, QuantLinear)}
     served = {id(p.site.module): p.site.spec for p in attention if isinstance(p.backend, CpuBackend)}
     others = {id(p.site.module) for p in linears if p.choice is not None and not isinstance(p.choice.backend, Cpu)}
-    split = tensor_parallel(model)
     if split is not None:  # one call cannot wait for other ranks in its middle
         native -= {id(p.site.module) for p in linears if split.joins(p.site.name)}
     layers, by_module = layer_sites(model, model.dtype, float_rows, attention=served, linears=native - others)

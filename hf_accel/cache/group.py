@@ -127,8 +127,6 @@ def _write_by_triton(keys: Tensor, values: Tensor, pages: KV, slots: Tensor) -> 
     # Triton is optional, and slow to import: only who uses it needs it.
     from ..kernels.triton.kv_write import write_pages
 
-    if pages.is_int4:
-        keys, values = rotate(keys.float()), rotate(values.float())
     write_pages(keys, values, pages, slots)
 
 

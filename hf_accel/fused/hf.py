@@ -1,10 +1,15 @@
-"""Decoder layers of transformers that run as one native call over pages, and the plan of which ones do."""
+"""Decoder layers of transformers that run by their trace over pages, and the plan of which ones do.
+
+On the CPU such a layer is one native call; on a GPU some of its steps share a launch.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import NoneType
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +17,25 @@ from transformers.utils import output_capturing
 
 from ..attention import AttentionSpec, PlannedAttention
 from ..attention.cpu import CpuBackend
-from ..attention.hf.forward import KNOWN_KEYWORDS, NAME, NOT_OURS, window_of
-from ..cache.hf.handle import CacheOverPages, LayerOverPages
+from ..attention.hf.forward import KNOWN_KEYWORDS, NAME, NOT_OURS, attention_forward, window_of
+from ..cache.group import KVStorage, Step
+from ..cache.hf.handle import CacheOverPages, LayerOverPages, PagedKV
 from ..instance import Mixin
+from ..kernels.cpu.decoder_layer import INPUT
 from ..kernels.cpu.library import native
 from ..state import BACKEND_ATTRIBUTE, FUSED
 from .forms import ROTATION
-from .layer_programme import Attention, LayerProgramme, refuse_without_kernel
+from .joined_layer import JoinedLayer, joins
+from .layer_programme import LayerProgramme
+from .operators import computes
 from .sites import Dropped, FusedSite
-from .stand_ins import SCALARS, TENSORS, Read, UntraceableError
+from .stand_ins import SCALARS, TENSORS, Read, Span, UntraceableError
 from .traced import Operation, Trace
+from .traced_layer import Attention, TracedLayer, refuse_without_kernel
 
 KIND = "layer"
+JOINED = "joined layer"  # the kind of one on a GPU
+JOINS = {"rope": "rotation with the write of K and V", "add": "sum with the norm behind it"}  # for the plan
 USUAL_ARGUMENTS = dict.fromkeys(TENSORS, True) | {"use_cache": True}  # what transformers' models give a layer
 
 
@@ -37,6 +49,44 @@ def layer_sites(
     """
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
+    for name, module, found in _traces(model, dtype, float_rows, attention=attention, linears=linears):
+        if isinstance(found, str):
+            dropped.append(Dropped(name, KIND, found))
+        else:
+            sites.append(FusedSite(name, module, KIND, TracedForward, NativeCalls(float_rows)))
+    return sites, dropped
+
+
+def joined_sites(
+    model: nn.Module, dtype: torch.dtype, *, attention: dict[int, AttentionSpec], device_type: str
+) -> tuple[list[FusedSite], list[Dropped]]:
+    """Decoder layers on a GPU of which steps can share a launch, and those that are not known, with the reason.
+
+    attention: the specs of attention modules that attend over pages, by the module's id.
+    """
+    sites: list[FusedSite] = []
+    dropped: list[Dropped] = []
+    first_norms: dict[str, nn.Module] = {}  # of each layer whose first step is one
+    for name, module, found in _traces(model, dtype, 0, attention=attention, device_type=device_type):
+        if isinstance(found, str):
+            dropped.append(Dropped(name, KIND, found))
+            continue
+        sites.append(FusedSite(name, module, JOINED, TracedForward, JoinedCalls(joins(found.operations))))
+        first = found.operations[0]
+        if first.kind == "norm" and first.inputs == [Span(INPUT, 0, found.widths[INPUT])]:
+            first_norms[name] = first.modules[0]
+    for site in sites:
+        place, _, number = site.name.rpartition(".")
+        if number.isdecimal():
+            site.state.following = first_norms.get(f"{place}.{int(number) + 1}")
+    return sites, dropped
+
+
+def _traces(
+    model: nn.Module, dtype: torch.dtype, float_rows: int, *,
+    attention: dict[int, AttentionSpec], linears: set[int] | None = None, device_type: str = "cpu",
+) -> Iterator[tuple[str, nn.Module, Trace | str]]:  # fmt: skip
+    """The name of each decoder layer, the layer, and its trace; or why it has none, as a clause."""
     for name, module in model.named_modules():
         inner = [child for child in module.children() if id(child) in attention]
         if len(inner) != 1 or not _rotates(inner[0]) or "forward" in vars(module):  # by accelerate, or by hand
@@ -45,13 +95,14 @@ def layer_sites(
             trace = Trace(dtype, float_rows, attention=NAME)
             trace.layer(module, _width(module), **USUAL_ARGUMENTS)
             _attention_of(trace, attention[id(inner[0])])
-            refuse_without_kernel(trace, linears)
+            refuse_without_kernel(trace, linears, device_type)
             _refuse_partial_rotation(model.config)
+            if linears is None and not joins(trace.operations):
+                raise UntraceableError("none of its steps can share a launch")
         except UntraceableError as error:
-            dropped.append(Dropped(name, KIND, str(error)))
+            yield name, module, str(error)
         else:
-            sites.append(FusedSite(name, module, KIND, NativeLayer, LayerCalls(float_rows)))
-    return sites, dropped
+            yield name, module, trace
 
 
 def _rotates(attention: nn.Module) -> bool:
@@ -99,38 +150,56 @@ def _attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
     return Attention(dim**-0.5 if scale is None else scale, softcap, spec.window)
 
 
-class NativeLayer(Mixin):
-    """Mixed into a decoder layer: a pass of few tokens over pages is one native call; all else runs its own code."""
+class TracedForward(Mixin):
+    """Mixed into a decoder layer: a pass over pages goes by its trace; all else runs its own code."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """[B, Q, hidden] -> [B, Q, hidden]."""
-        calls: LayerCalls = self.__dict__[FUSED]
+        calls: LayerCalls[Any] = self.__dict__[FUSED]
         result = calls.run(self, args, kwargs)  # type: ignore[arg-type]
         return super().forward(*args, **kwargs) if result is None else result  # type: ignore[misc]
 
 
-class LayerCalls:
-    """The programme of one layer, made when it is first called, and made again when what it depends on has changed.
+class Place(NamedTuple):
+    """Where a pass writes K and V of a layer, and reads them. step: that of all groups of layers."""
 
-    A copy or a pickle starts without it, because it holds addresses.
+    pages: LayerOverPages
+    storage: KVStorage
+    step: Step
+
+
+Layer = TypeVar("Layer", bound=TracedLayer)
+
+
+class LayerCalls(ABC, Generic[Layer]):
+    """The traced layer of one module, made when it is first called, and again when what it depends on has changed.
+
+    A copy or a pickle starts without it, because it may hold addresses.
     """
 
-    def __init__(self, float_rows: int) -> None:
-        self.float_rows = float_rows
+    float_rows = 0
+    computes: Callable[[object], bool]  # whether it is for this input
+
+    def __init__(self) -> None:
         self.dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of the input and the tables that were traced
         self.names: frozenset[str] = frozenset()  # of the arguments of that call
         self.tensors: frozenset[str] = frozenset()  # those of TENSORS that were not None
         self.plain: dict[str, Any] = {}  # and those that were plain values
         self.reads: list[Read] = []  # what the trace depended on, if there is no programme
-        self.programme: LayerProgramme | None = None
+        self.programme: Layer | None = None
 
-    def __reduce__(self) -> Any:
-        return LayerCalls, (self.float_rows,)
+    @abstractmethod
+    def make(self, trace: Trace, planned: PlannedAttention, *, x: Tensor, table_dtype: torch.dtype) -> Layer:
+        """What computes the layer. Raises UntraceableError where it cannot."""
+
+    @abstractmethod
+    def compute(self, programme: Layer, x: Tensor, kwargs: dict[str, Any], place: Place) -> Tensor:
+        """The layer's result, with K and V written."""
 
     def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | tuple[Tensor] | None:
         """The layer's result; None where its own code must run."""
         cache = kwargs.get("past_key_values")
-        if not isinstance(cache, CacheOverPages) or len(args) != 1 or not native(args[0]):
+        if not isinstance(cache, CacheOverPages) or len(args) != 1 or not self.computes(args[0]):
             return None
         x, tables = args[0], kwargs.get("position_embeddings")
         if type(tables) is not tuple or list(map(type, tables)) != [Tensor, Tensor]:
@@ -158,13 +227,13 @@ class LayerCalls:
         storage = pages.group.storage(programme.layer_idx, *programme.written)
         if not programme.fits(storage):
             return None
-        out = programme(x, *tables, storage=storage, step=step)
+        out = self.compute(programme, x, kwargs, Place(pages, storage, whole))
         pages.pass_done(whole)
         return (out,) if programme.returns_tuple else out
 
     def _ready(
         self, layer: nn.Module, x: Tensor, tables: tuple[Tensor, Tensor], kwargs: dict[str, Any]
-    ) -> LayerProgramme | None:
+    ) -> Layer | None:
         dtypes, programme = (x.dtype, tables[0].dtype), self.programme
         tensors = frozenset(name for name in TENSORS if kwargs.get(name) is not None)
         same = dtypes == self.dtypes and kwargs.keys() == self.names and tensors == self.tensors
@@ -178,9 +247,7 @@ class LayerCalls:
         self.programme = self._make(layer, x, tables[0].dtype, kwargs)
         return self.programme
 
-    def _make(
-        self, layer: nn.Module, x: Tensor, table_dtype: torch.dtype, kwargs: dict[str, Any]
-    ) -> LayerProgramme | None:
+    def _make(self, layer: nn.Module, x: Tensor, table_dtype: torch.dtype, kwargs: dict[str, Any]) -> Layer | None:
         trace = Trace(x.dtype, self.float_rows)
         try:
             if not all(isinstance(value, SCALARS) for value in self.plain.values()):
@@ -189,15 +256,63 @@ class LayerCalls:
             (module,) = next(o.modules for o in trace.operations if o.kind == "attend")
             planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
             trace.note(vars(module), BACKEND_ATTRIBUTE, planned)
-            if planned is None or not isinstance(planned.backend, CpuBackend):
+            if planned is None:
                 raise UntraceableError("its attention has another backend")
-            spec = replace(planned.spec, dtype=x.dtype)
-            if planned.backend.refuses(spec) is not None:
-                raise UntraceableError("its attention has another backend")
-            return LayerProgramme(trace, table_dtype, _attention_of(trace, spec))
+            return self.make(trace, planned, x=x, table_dtype=table_dtype)
         except UntraceableError:
             self.reads = trace.reads
             return None
+
+
+class NativeCalls(LayerCalls[LayerProgramme]):
+    """Those of a layer on the CPU: one native call for a pass of few tokens."""
+
+    computes = staticmethod(native)
+
+    def __init__(self, float_rows: int) -> None:
+        super().__init__()
+        self.float_rows = float_rows
+
+    def __reduce__(self) -> Any:
+        return NativeCalls, (self.float_rows,)
+
+    def make(self, trace: Trace, planned: PlannedAttention, *, x: Tensor, table_dtype: torch.dtype) -> LayerProgramme:
+        spec = replace(planned.spec, dtype=x.dtype)
+        if not isinstance(planned.backend, CpuBackend) or planned.backend.refuses(spec) is not None:
+            raise UntraceableError("its attention has another backend")
+        return LayerProgramme(trace, table_dtype, _attention_of(trace, spec))
+
+    def compute(self, programme: LayerProgramme, x: Tensor, kwargs: dict[str, Any], place: Place) -> Tensor:
+        step = place.step.groups[place.pages.group_index]
+        return programme(x, *kwargs["position_embeddings"], storage=place.storage, step=step)
+
+
+class JoinedCalls(LayerCalls[JoinedLayer]):
+    """Those of a layer on a GPU. joined: what shares a launch, of JOINS. following: see JoinedLayer."""
+
+    computes = staticmethod(computes)
+
+    def __init__(self, joined: frozenset[str], following: nn.Module | None = None) -> None:
+        super().__init__()
+        self.joined, self.following = joined, following
+
+    def __reduce__(self) -> Any:
+        return JoinedCalls, (self.joined, self.following)
+
+    def make(self, trace: Trace, planned: PlannedAttention, *, x: Tensor, table_dtype: torch.dtype) -> JoinedLayer:
+        attention = _attention_of(trace, replace(planned.spec, dtype=x.dtype))
+        return JoinedLayer(trace, table_dtype, attention, device=x.device, following=self.following)
+
+    def compute(self, programme: JoinedLayer, x: Tensor, kwargs: dict[str, Any], place: Place) -> Tensor:
+        pages, storage, whole = place
+        step, mask = whole.groups[pages.group_index], kwargs.get("attention_mask")
+
+        def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+            paged = PagedKV(pages, storage, whole, step, True, v)
+            return attention_forward(module, q, paged.attach(k), v, mask, **options)[0]
+
+        tables = kwargs["position_embeddings"]
+        return programme(x, tables, storage=storage, slots=step.slots, attend=attend)
 
 
 def _is_same(value: object, traced: object) -> bool:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator
-from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from ..cache.group import GroupStep, KVStorage
 from ..kernels.cpu.decoder_layer import OPERATIONS, OUTPUT, run_layer
@@ -19,12 +17,10 @@ from ..kernels.cpu.library import DTYPES, threads
 from ..kernels.cpu.structs import Columns, LayerOp
 from ..linear import QuantLinear
 from ..state import FUSED
-from ..tensors import PLAIN
-from .forms import form_of_rotation, norm_form
-from .modules import NativeNorm
 from .projections import NativeCall, NativeLinear, make_call
 from .stand_ins import Read, Span, UntraceableError
-from .traced import Operation, Trace, original_class
+from .traced import Operation, Trace
+from .traced_layer import Attention, TracedLayer
 
 # The most tokens of a call: with more, the time between the kernels is nothing beside theirs, and the call's memory
 # would be large.
@@ -32,28 +28,16 @@ MOST_TOKENS = 256
 KINDS = {name: number for number, name in enumerate(OPERATIONS)}
 
 
-class Attention(NamedTuple):
-    """What the attend operation of a layer computes. window: in tokens, None for all."""
-
-    scale: float
-    softcap: float | None
-    window: int | None
-
-
-class LayerProgramme:
-    """The call of a layer whose trace was taken with tensors of one dtype, and tables of `table_dtype`.
+class LayerProgramme(TracedLayer):
+    """A traced layer as one native call on the CPU.
 
     It holds addresses, and what the trace read: `is_current` says whether both are still the layer's. Raises
     UntraceableError for an operation that has no kernel.
     """
 
     def __init__(self, trace: Trace, table_dtype: torch.dtype, attention: Attention) -> None:
-        assert trace.layer_idx is not None
-        self.dtype, self.table_dtype, self.attention = trace.dtype, table_dtype, attention
-        self.layer_idx, self.returns_tuple = trace.layer_idx, trace.returns_tuple
+        super().__init__(trace, table_dtype, attention, torch.device("cpu"))
         self.max_tokens = MOST_TOKENS
-        self.reads = trace.reads
-        self._hooks = [*trace.hooks, _global_forward_hooks, _global_forward_pre_hooks]
         self._calls: list[NativeCall] = []  # own the structs that the operations name
         self._tensors: list[Tensor] = []  # whose memory the operations name
         self._widths, self._moved = list(trace.widths), dict[int, Span]()
@@ -65,10 +49,7 @@ class LayerProgramme:
         self._starts = (ctypes.c_int64 * len(self._widths))(0, *starts[:-1])
         self._fixed = ctypes.addressof(self._ops), ctypes.addressof(self._starts), len(operations), starts[-1]
         self._pointers = [tensor.data_ptr() for tensor in self._tensors]
-        self._owners, self._names, self._values = zip(*self.reads, strict=True)
-        kv = next(operation.values for operation in trace.operations if operation.kind == "write")
-        # K and V of no token, which say what is written.
-        self.written = [torch.empty(0, kv["heads"], kv[size], dtype=self.dtype) for size in ("dim", "value_dim")]
+        self.freeze_reads()
 
     # -- while it is made ------------------------------------------------------------------------------
 
@@ -154,29 +135,16 @@ class LayerProgramme:
         return rows
 
     def _norm(self, operation: Operation) -> dict[str, Any]:
-        (module,), values = operation.modules, operation.values
-        own, weight = vars(module), module._parameters["weight"]
-        form = None
-        if isinstance(module, NativeNorm):
-            example = torch.empty(1, values["dim"], dtype=self.dtype)
-            form = own[FUSED].form(module, original_class(module), example)
-        if form is None or weight is None or not weight.is_contiguous():
-            raise UntraceableError("a norm has no native call")
-        if form.round_first and torch.promote_types(self.dtype, weight.dtype) is not self.dtype:
-            raise UntraceableError("a norm changes the dtype")
-        self.reads += [Read(own, name, own.get(name)) for name in ("eps", "variance_epsilon")]
-        self.reads.append(Read(module._parameters, "weight", weight))
+        form, weight = self.norm_form(operation), operation.modules[0]._parameters["weight"]
+        assert weight is not None
         self._tensors.append(weight)
         return {
-            "weight": weight.data_ptr(), "weight_dtype": DTYPES[weight.dtype], "heads": values["heads"],
-            "dim": values["dim"], "eps": form.eps, "offset": form.offset, "round_first": form.round_first,
+            "weight": weight.data_ptr(), "weight_dtype": DTYPES[weight.dtype], "heads": operation.values["heads"],
+            "dim": operation.values["dim"], "eps": form.eps, "offset": form.offset, "round_first": form.round_first,
         }  # fmt: skip
 
     def _rope(self, operation: Operation) -> dict[str, Any]:
-        values = operation.values
-        form = form_of_rotation(values["function"], self.dtype, self.table_dtype)
-        if form is None:
-            raise UntraceableError("its rotation has no native call")
+        form, values = self.rotary_form(operation), operation.values
         return {
             "heads": values["heads"], "kv_heads": values["kv_heads"], "dim": values["dim"],
             "interleaved": form.interleaved,
@@ -186,39 +154,7 @@ class LayerProgramme:
     # -- while it is used ------------------------------------------------------------------------------
 
     def is_current(self) -> bool:
-        # No loop of Python's: this is asked of each layer in each step.
-        found = map(dict.get, self._owners, self._names)
-        return all(map(is_, found, self._values)) and list(map(Tensor.data_ptr, self._tensors)) == self._pointers
-
-    def is_unobserved(self) -> bool:
-        """Whether nobody would notice that the modules are not called."""
-        return not any(self._hooks)
-
-    def takes(self, x: Tensor, cos: Tensor, sin: Tensor, *, tokens: int) -> bool:
-        """Whether the tensors of a pass over so many tokens are those that the trace stands for."""
-        if x.ndim != 3 or cos.ndim != 3:
-            return False
-        batch, row, size = x.shape
-        table = (cos.shape[0], row, self.written[0].shape[2])
-        return (
-            size == self._widths[OUTPUT]
-            and batch * row == tokens
-            and 0 < tokens <= self.max_tokens
-            and cos.shape[0] in (1, batch)
-            and x.is_contiguous()
-            and cos.dtype is sin.dtype
-            and cos.shape == sin.shape == table
-            and type(cos) in PLAIN
-            and type(sin) in PLAIN
-            and cos.is_cpu
-            and sin.is_cpu
-        )
-
-    def fits(self, storage: KVStorage) -> bool:
-        """Whether the pages hold K and V as the layer writes them, and attention reads them."""
-        pages, (keys, values) = storage.pages, self.written
-        dims = (pages.k.shape[1], pages.key_dim, pages.value_dim)
-        return storage.dtype is self.dtype and pages.k.is_cpu and dims == (*keys.shape[1:], values.shape[2])
+        return super().is_current() and list(map(Tensor.data_ptr, self._tensors)) == self._pointers
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, *, storage: KVStorage, step: GroupStep) -> Tensor:
         """x: [B, Q, hidden], contiguous; cos, sin: [B or 1, Q, head_dim] -> [B, Q, hidden]."""
@@ -237,21 +173,6 @@ class LayerProgramme:
             dtype if pages.k_scales is None else DTYPES[pages.k_scales.dtype], threads(),
         )  # fmt: skip
         return out
-
-
-def refuse_without_kernel(trace: Trace, linears: set[int]) -> None:
-    """Raise UntraceableError for what LayerProgramme would refuse in a layer that is still to be patched.
-
-    linears: the ids of the linear layers that will have a native call.
-    """
-    for operation in trace.operations:
-        match operation.kind:
-            case "linear" | "gated" if not all(id(module) in linears for module in operation.modules):
-                raise UntraceableError("a linear layer has no native call")
-            case "norm" if norm_form(operation.modules[0], dtype=trace.dtype) is None:
-                raise UntraceableError("a norm has no native call")
-            case "rope" if form_of_rotation(operation.values["function"], trace.dtype, trace.dtype) is None:
-                raise UntraceableError("its rotation has no native call")
 
 
 def _layers(operations: Iterable[Operation]) -> tuple[nn.Module, ...]:

@@ -15,7 +15,7 @@ from ..state import FUSED
 from ..tensors import PLAIN
 from .forms import ACTIVATIONS, ROTATION, GatedNames, NormForm, Rotation, form_of_rotation, norm_form, with_rotation
 from .operators import computes, gated, rms_norm, rope
-from .projections import is_bare_linear, is_unobserved
+from .projections import Pending, is_bare_linear, is_unobserved
 
 # -- norms ---------------------------------------------------------------------------------------------
 
@@ -25,6 +25,7 @@ class NormForms:
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], NormForm | None] = {}
+        self._pending: Pending | None = None
 
     def form(self, module: nn.Module, kind: type, x: Tensor) -> NormForm | None:
         """The form of `module`, whose class was `kind`, for inputs like x [..., n]; found when first asked for."""
@@ -37,6 +38,20 @@ class NormForms:
             self._known[key] = norm_form(module, kind, dtype=x.dtype)
         return self._known[key]
 
+    def leave(self, x: Tensor, normed: Tensor) -> None:
+        """Keep the norm of x, which was computed with x, until the module is called. x counts the writes to it."""
+        self._pending = Pending(x, x._version, {0: normed})
+
+    def take(self, x: Tensor) -> Tensor | None:
+        """The norm that was left for x; None if x is another tensor, or was written to since."""
+        pending, self._pending = self._pending, None
+        if pending is None or pending.x is not x or pending.version != x._version:
+            return None
+        return pending.results[0]
+
+    def __getstate__(self) -> dict[str, object]:
+        return vars(self) | {"_pending": None}
+
 
 class NativeNorm(Mixin):
     """Mixed into an RMSNorm: one native call instead of six operators."""
@@ -44,6 +59,9 @@ class NativeNorm(Mixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and computes(args[0]):
             own, x = self.__dict__, args[0]
+            left = own[FUSED].take(x)
+            if left is not None:
+                return left
             form = own[FUSED].form(self, self.original_class, x)
             if form is not None:
                 weight = own["_parameters"]["weight"]
@@ -143,10 +161,15 @@ class FusedGate(Mixin):
             if _is_held(parts.activation, own):
                 modules: dict[str, nn.Module] = own["_modules"]
                 gate, up, name = modules[parts.gate](args[0]), modules[parts.up](args[0]), str(parts.call.epilogue)
-                if gate.dtype is up.dtype and gate.shape == up.shape and computes(gate) and type(up) in PLAIN:
-                    return modules[parts.down](gated(gate, up, activation=name))
-                return modules[parts.down](ACTIVATIONS[name](gate) * up)
+                return modules[parts.down](gate_and_multiply(gate, up, name))
         return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+def gate_and_multiply(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up; one call where they are what it takes. activation: a name of ACTIVATIONS."""
+    if gate.dtype is up.dtype and gate.shape == up.shape and computes(gate) and type(up) in PLAIN:
+        return gated(gate, up, activation=activation)
+    return ACTIVATIONS[activation](gate) * up
 
 
 def _is_held(activation: tuple[str, Any] | None, own: dict[str, Any]) -> bool:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..kernels import cpu, triton
 from ..kernels.cpu import elementwise, library
+from ..layouts import KV
 from ..tensors import PLAIN, is_recorded
 
 
@@ -51,6 +52,26 @@ def rope(
 
     each = elementwise.rounds_each(q.dtype, cos.dtype, round_each=round_each)
     return layer_parts.rope(q, k, cos, sin, interleaved=interleaved, round_each=each)
+
+
+def add_rms_norm(
+    x: Tensor, y: Tensor, weight: Tensor, eps: float, *, offset: float, round_first: bool
+) -> tuple[Tensor, Tensor]:
+    """x + y and its `rms_norm`, by Triton in one launch: the bits of one after the other."""
+    from ..kernels.triton import layer_parts
+
+    return layer_parts.add_rms_norm(x, y, weight, eps, offset=offset, round_first=round_first)
+
+
+def rope_and_write(
+    heads: tuple[Tensor, Tensor, Tensor], tables: tuple[Tensor, Tensor], pages: KV, slots: Tensor, *,
+    interleaved: bool, round_each: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`rope` of q and k, and the write of K and V, by Triton in one launch. heads: q, k and v, [B, H, T, D]."""
+    from ..kernels.triton import kv_write
+
+    each = elementwise.rounds_each(heads[0].dtype, tables[0].dtype, round_each=round_each)
+    return kv_write.rope_and_write(heads, tables, pages, slots, interleaved=interleaved, round_each=each)
 
 
 def gated(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:

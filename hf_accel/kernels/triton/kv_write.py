@@ -1,6 +1,8 @@
-"""The launch that writes K and V into pages."""
+"""The launches that write K and V into pages: as they are, or with the rotation of queries and keys before."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -8,13 +10,14 @@ from torch import Tensor
 
 from ...layouts import KV
 from .launch import Launch
-from .programs.write import FP8, INT4, INT8, PLAIN, write
+from .layer_parts import HEADS
+from .programs.write import FP8, INT4, INT8, PLAIN, rotate_and_write, write
 
 
 def write_pages(keys: Tensor, values: Tensor, pages: KV, slots: Tensor) -> None:
     """Write keys [N, H, Dk] and values [N, H, Dv] to `slots` [N] int64 of contiguous pages; see KVStorage.write.
 
-    Those of int4 are rotated already, in float32. A token whose slot is below 0 is not written.
+    A token whose slot is below 0 is not written.
     """
     writing(keys, values, pages, slots).run()
 
@@ -22,24 +25,80 @@ def write_pages(keys: Tensor, values: Tensor, pages: KV, slots: Tensor) -> None:
 def writing(keys: Tensor, values: Tensor, pages: KV, slots: Tensor) -> Launch:
     """The launch of write_pages."""
     keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
-    (num_tokens, num_heads, key_dim), value_dim = keys.shape, values.shape[2]
-    kinds = {torch.int8: INT8, torch.float8_e4m3fn: FP8, torch.uint8: INT4}
-    kind = PLAIN if pages.k_scales is None else kinds[pages.k.dtype]
-    stored = [x.view(torch.uint8) if x.dtype is torch.float8_e4m3fn else x for x in pages[:2]]
-    blocks = [max(2, triton.next_power_of_2(x.shape[-1])) for x in stored]
+    num_tokens, num_heads = keys.shape[:2]
+    arguments, constants = _of_pages(pages)
     return Launch(
         kernel=write,
         grid=(num_tokens * num_heads,),
         arguments={
-            "keys": keys, "values": values, "k_pages": stored[0], "v_pages": stored[1],
-            "k_scales": pages.k_scales, "v_scales": pages.v_scales, "slots": slots,
+            "keys": keys, "values": values, "slots": slots, **arguments,
             "k_token": keys.stride(0), "k_head": keys.stride(1),
-            "v_token": values.stride(0), "v_head": values.stride(1),
-            "num_heads": num_heads, "block_size": stored[0].shape[2],
+            "v_token": values.stride(0), "v_head": values.stride(1), "num_heads": num_heads,
+        },
+        constants=constants,
+        num_warps=1,
+    )  # fmt: skip
+
+
+def rope_and_write(
+    heads: tuple[Tensor, Tensor, Tensor], tables: tuple[Tensor, Tensor], pages: KV, slots: Tensor, *,
+    interleaved: bool, round_each: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rotate q and k as `rope` of layer_parts, and write that k and v as write_pages, in one launch.
+
+    heads: q [B, Hq, T, Dk], k [B, H, T, Dk] and v [B, H, T, Dv] of one dtype, with a last stride of 1. tables: cos and
+    sin, [B or 1, T, Dk]. slots: [B * T] int64. Returns q and k, in the memory order [B, T, H, D].
+    """
+    launch = rotating_and_writing(heads, tables, pages, slots, interleaved=interleaved, round_each=round_each)
+    launch.run()
+    q, k = (launch.arguments[name].transpose(1, 2) for name in ("q_out", "k_out"))
+    return q, k
+
+
+def rotating_and_writing(
+    heads: tuple[Tensor, Tensor, Tensor], tables: tuple[Tensor, Tensor], pages: KV, slots: Tensor, *,
+    interleaved: bool, round_each: bool,
+) -> Launch:  # fmt: skip
+    """The launch of rope_and_write."""
+    (q, k, _), (cos, sin) = heads, tables
+    if cos.stride(-1) != 1 or sin.stride() != cos.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    batch, q_heads, tokens, size = q.shape
+    arguments, constants = _of_pages(pages)
+    strides = {
+        f"{name}_{axis}": x.stride(d)
+        for name, x in zip("qkv", heads, strict=True)
+        for d, axis in enumerate(("batch", "head", "token"))
+    }
+    return Launch(
+        kernel=rotate_and_write,
+        grid=(batch * tokens, -(-q_heads // HEADS) + k.shape[1]),
+        arguments={
+            **dict(zip("qkv", heads, strict=True)), **strides, **arguments, "cos": cos, "sin": sin, "slots": slots,
+            "q_out": q.new_empty(batch, tokens, q_heads, size), "k_out": k.new_empty(batch, tokens, k.shape[1], size),
+            "tokens": tokens, "q_heads": q_heads, "num_heads": k.shape[1],
+            "table_batch": cos.stride(0) if cos.shape[0] > 1 else 0, "table_token": cos.stride(1),
         },
         constants={
-            "KEY_DIM": key_dim, "VALUE_DIM": value_dim, "BLOCK_K": blocks[0], "BLOCK_V": blocks[1],
-            "KIND": kind.value,
+            **constants, "INTERLEAVED": interleaved, "ROUND_EACH": round_each, "HEADS": HEADS,
+            "PAIRS": triton.next_power_of_2(max(1, size // 2)),
         },
         num_warps=1,
     )  # fmt: skip
+
+
+def _of_pages(pages: KV) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a launch says of the pages: arguments and constants."""
+    kinds = {torch.int8: INT8, torch.float8_e4m3fn: FP8, torch.uint8: INT4}
+    kind = PLAIN if pages.k_scales is None else kinds[pages.k.dtype]
+    stored = [x.view(torch.uint8) if x.dtype is torch.float8_e4m3fn else x for x in pages[:2]]
+    arguments = {
+        "k_pages": stored[0], "v_pages": stored[1], "k_scales": pages.k_scales, "v_scales": pages.v_scales,
+        "block_size": stored[0].shape[2],
+    }  # fmt: skip
+    constants: dict[str, Any] = {"KEY_DIM": pages.key_dim, "VALUE_DIM": pages.value_dim, "KIND": kind.value}
+    for name, dim in (("K", pages.key_dim), ("V", pages.value_dim)):
+        constants[f"BLOCK_{name}"] = max(2, triton.next_power_of_2(dim))
+        # The factors of two of a head: int4 is rotated in blocks of so many numbers.
+        constants[f"STAGES_{name}"] = (dim & -dim).bit_length() - 1 if kind is INT4 else 0
+    return arguments, constants

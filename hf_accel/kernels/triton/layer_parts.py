@@ -1,4 +1,4 @@
-"""RMSNorm, the rotary embedding of queries and keys, and the gate of an MLP: one launch, a pass over memory, each."""
+"""RMSNorm, of a sum too, the rotary embedding of queries and keys, and the gate of an MLP: one launch each."""
 
 from __future__ import annotations
 
@@ -15,25 +15,48 @@ GATED = 1024  # numbers that one program gates
 GATES = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
-def norm_launch(x: Tensor, weight: Tensor, out: Tensor, *, eps: float, offset: float, round_first: bool) -> Launch:
-    """x, out: [..., H], contiguous. weight: [H], contiguous."""
+def norm_launch(
+    rows: tuple[Tensor, Tensor | None, Tensor | None], weight: Tensor, out: Tensor, *,
+    eps: float, offset: float, round_first: bool,
+) -> Launch:  # fmt: skip
+    """rows: x, what is added to it before, and where the sum goes; the last two may be None. All [..., H], contiguous,
+    as is out. weight: [H], contiguous.
+    """
+    x, added, total = rows
     size = x.shape[-1]
     block = triton.next_power_of_2(size)
     return Launch(
         kernel=norm,
         grid=(x.numel() // size if size else 0,),
-        arguments={"x": x, "weight": weight, "out": out, "size": size, "eps": eps, "offset": offset},
+        arguments={
+            "x": x, "added": added, "total": total, "weight": weight, "out": out, "size": size, "eps": eps,
+            "offset": offset,
+        },
         constants={"ROUND_FIRST": round_first, "BLOCK": block},
         num_warps=min(16, max(1, block // 512)),
-    )
+    )  # fmt: skip
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, round_first: bool = True) -> Tensor:
     """As the CPU's `rms_norm`, [..., H] with H up to LARGEST, but for the order of the sum."""
     x = x.contiguous()
-    out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype) if round_first else x.dtype)
-    norm_launch(x, weight.contiguous(), out, eps=eps, offset=offset, round_first=round_first).run()
+    out = _normed(x, weight, round_first)
+    norm_launch((x, None, None), weight.contiguous(), out, eps=eps, offset=offset, round_first=round_first).run()
     return out
+
+
+def add_rms_norm(
+    x: Tensor, y: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, round_first: bool = True
+) -> tuple[Tensor, Tensor]:
+    """x + y, of one shape and dtype, and the `rms_norm` of this sum: the bits of one after the other."""
+    x, y = x.contiguous(), y.contiguous()
+    total, out = torch.empty_like(x), _normed(x, weight, round_first)
+    norm_launch((x, y, total), weight.contiguous(), out, eps=eps, offset=offset, round_first=round_first).run()
+    return total, out
+
+
+def _normed(x: Tensor, weight: Tensor, round_first: bool) -> Tensor:
+    return torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype) if round_first else x.dtype)
 
 
 def rope_launch(

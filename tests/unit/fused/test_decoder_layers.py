@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_accel
-from hf_accel.fused.hf import KIND, LayerCalls, NativeLayer
+from hf_accel.fused.hf import KIND, LayerCalls, TracedForward
 from hf_accel.kernels import cpu as kernels
 from hf_accel.kernels.cpu.elementwise import add
 from hf_accel.state import FUSED
@@ -98,7 +98,7 @@ def same_bits(model: PreTrainedModel) -> Counter[bool]:
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, NativeLayer)]
+    return [module for module in model.modules() if isinstance(module, TracedForward)]
 
 
 # -- the same bits -------------------------------------------------------------------------------------

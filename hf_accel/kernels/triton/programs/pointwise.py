@@ -1,4 +1,4 @@
-"""RMSNorm, the rotary embedding of queries and keys, and the gate of an MLP; see ../layer_parts.py."""
+"""RMSNorm, of a sum too, the rotary embedding of queries and keys, and the gate of an MLP; see ../layer_parts.py."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import triton.language as tl
 
 
 @triton.jit
-def norm(x, weight, out, size, eps, offset, ROUND_FIRST: tl.constexpr, BLOCK: tl.constexpr):
-    """One row of x and out [rows, size]."""
+def norm(x, added, total, weight, out, size, eps, offset, ROUND_FIRST: tl.constexpr, BLOCK: tl.constexpr):
+    """One row of x and out [rows, size]. added: what is added to x before; total: where the sum goes. Both or none."""
     start = tl.program_id(0).to(tl.int64) * size
     place = tl.arange(0, BLOCK)
     is_there = place < size
     row = tl.load(x + start + place, mask=is_there, other=0).to(tl.float32)
+    if added is not None:
+        row += tl.load(added + start + place, mask=is_there, other=0).to(tl.float32)
+        row = row.to(x.dtype.element_ty)  # the norm is that of the rounded sum, which others read
+        tl.store(total + start + place, row, mask=is_there)
+        row = row.to(tl.float32)
     mean = tl.sum(row * row, axis=0) / size
     row = row * tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     if ROUND_FIRST:
@@ -22,7 +27,7 @@ def norm(x, weight, out, size, eps, offset, ROUND_FIRST: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def _rotated(first, second, cos, sin, DTYPE: tl.constexpr, ROUND_EACH: tl.constexpr):
+def rotated(first, second, cos, sin, DTYPE: tl.constexpr, ROUND_EACH: tl.constexpr):
     """first * cos + second * sin of float32 numbers; ROUND_EACH: both products are rounded to DTYPE."""
     one, other = first * cos, second * sin
     if ROUND_EACH:
@@ -31,22 +36,26 @@ def _rotated(first, second, cos, sin, DTYPE: tl.constexpr, ROUND_EACH: tl.conste
 
 
 @triton.jit
-def _rotate_heads(
-    x, out, head, heads, size, pair, tables, INTERLEAVED: tl.constexpr, ROUND_EACH: tl.constexpr, x_head, out_head
-):
-    """Some heads [HEADS, 1] of one token, which x and out point to. tables: cos and sin, each of both halves."""
+def rotate_heads(
+    x, out, head, heads, size, cos, sin, x_head, out_head,
+    INTERLEAVED: tl.constexpr, ROUND_EACH: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Some heads [HEADS, 1] of one token. x, out, cos, sin: point to what belongs to this token."""
     DTYPE: tl.constexpr = x.dtype.element_ty
-    first_cos, second_cos, first_sin, second_sin = tables
-    first_place = (pair * 2 if INTERLEAVED else pair)[None, :]
-    second_place = (pair * 2 + 1 if INTERLEAVED else pair + size // 2)[None, :]
-    is_there = (head < heads) & (pair < size // 2)[None, :]
+    pair = tl.arange(0, PAIRS)[None, :]
+    first_place = pair * 2 if INTERLEAVED else pair
+    second_place = pair * 2 + 1 if INTERLEAVED else pair + size // 2
+    is_pair = pair < size // 2
+    first_cos = tl.load(cos + first_place, mask=is_pair, other=0).to(tl.float32)
+    second_cos = tl.load(cos + second_place, mask=is_pair, other=0).to(tl.float32)
+    first_sin = tl.load(sin + first_place, mask=is_pair, other=0).to(tl.float32)
+    second_sin = tl.load(sin + second_place, mask=is_pair, other=0).to(tl.float32)
+    is_there = (head < heads) & is_pair
     first = tl.load(x + head * x_head + first_place, mask=is_there, other=0).to(tl.float32)
     second = tl.load(x + head * x_head + second_place, mask=is_there, other=0).to(tl.float32)
     to = out + head * out_head
-    rotated = _rotated(first, -second, first_cos, first_sin, DTYPE, ROUND_EACH)
-    tl.store(to + first_place, rotated, mask=is_there)
-    rotated = _rotated(second, first, second_cos, second_sin, DTYPE, ROUND_EACH)
-    tl.store(to + second_place, rotated, mask=is_there)
+    tl.store(to + first_place, rotated(first, -second, first_cos, first_sin, DTYPE, ROUND_EACH), mask=is_there)
+    tl.store(to + second_place, rotated(second, first, second_cos, second_sin, DTYPE, ROUND_EACH), mask=is_there)
 
 
 @triton.jit
@@ -62,16 +71,8 @@ def rotate(
     """
     batch = (tl.program_id(0) // tokens).to(tl.int64)
     token = (tl.program_id(0) % tokens).to(tl.int64)
-    pair = tl.arange(0, PAIRS)
-    first_place = pair * 2 if INTERLEAVED else pair
-    second_place = pair * 2 + 1 if INTERLEAVED else pair + size // 2
-    is_pair = pair < size // 2
-    table = batch * table_batch + token * table_token
-    first_cos = tl.load(cos + table + first_place, mask=is_pair, other=0).to(tl.float32)[None, :]
-    second_cos = tl.load(cos + table + second_place, mask=is_pair, other=0).to(tl.float32)[None, :]
-    first_sin = tl.load(sin + table + first_place, mask=is_pair, other=0).to(tl.float32)[None, :]
-    second_sin = tl.load(sin + table + second_place, mask=is_pair, other=0).to(tl.float32)[None, :]
-    tables = (first_cos, second_cos, first_sin, second_sin)
+    cos += batch * table_batch + token * table_token
+    sin += batch * table_batch + token * table_token
     of_q = (q_heads + HEADS - 1) // HEADS
     block = tl.program_id(1)
     head = tl.arange(0, HEADS).to(tl.int64)[:, None]
@@ -79,12 +80,12 @@ def rotate(
         head += block * HEADS
         q += batch * q_batch + token * q_token
         q_out += batch * q_out_batch + token * q_out_token
-        _rotate_heads(q, q_out, head, q_heads, size, pair, tables, INTERLEAVED, ROUND_EACH, q_head, q_out_head)
+        rotate_heads(q, q_out, head, q_heads, size, cos, sin, q_head, q_out_head, INTERLEAVED, ROUND_EACH, PAIRS)
     else:
         head += (block - of_q) * HEADS
         k += batch * k_batch + token * k_token
         k_out += batch * k_out_batch + token * k_out_token
-        _rotate_heads(k, k_out, head, k_heads, size, pair, tables, INTERLEAVED, ROUND_EACH, k_head, k_out_head)
+        rotate_heads(k, k_out, head, k_heads, size, cos, sin, k_head, k_out_head, INTERLEAVED, ROUND_EACH, PAIRS)
 
 
 @triton.jit

@@ -1,10 +1,11 @@
-"""Writing K and V into pages, quantized on the way: the bits of cache/quantized.py."""
+"""Writing K and V into pages, quantized on the way: the bits of cache/quantized.py. K may be rotated before."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from .pointwise import rotate_heads, rotated
 from .rounded import fp8_bits, round_to_even
 
 PLAIN, INT8, FP8, INT4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -26,55 +27,71 @@ def _scaled(x, scale, largest: tl.constexpr):
 
 
 @triton.jit
-def _write_head(
-    states, pages, scales, target, scale_target, DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr
-):
-    """One head of one token."""
-    dims = tl.arange(0, BLOCK)
-    if KIND == INT4:
-        mask = dims < DIM // 2
-        even = tl.load(states + 2 * dims, mask=mask, other=0.0).to(tl.float32)
-        odd = tl.load(states + 2 * dims + 1, mask=mask, other=0.0).to(tl.float32)
-        is_nan = tl.max(tl.where(mask & ((even != even) | (odd != odd)), 1, 0), 0) > 0
-        high = tl.max(tl.where(mask, tl.maximum(even, odd), -float("inf")), 0)
-        low = tl.min(tl.where(mask, tl.minimum(even, odd), float("inf")), 0)
-        high, low = tl.where(is_nan, float("nan"), high), tl.where(is_nan, float("nan"), low)
-        stored = scales.dtype.element_ty
-        middle = (low + high) * 0.5
-        scale = tl.div_rn(high - low, 15.0).to(stored).to(tl.float32)
-        equal = scale == 0
-        scale = tl.where(equal, middle.to(stored).to(tl.float32), scale)
-        added = tl.where(equal, 0.5, tl.div_rn(middle, scale)).to(stored).to(tl.float32)
-        added = tl.where((added == added) & (tl.abs(added) != float("inf")), added, 0.0)
-        divisor = tl.where(scale == 0, 1.0, scale)
-        first = tl.div_rn(even, divisor + tl.zeros_like(even)) - added + 7.5
-        second = tl.div_rn(odd, divisor + tl.zeros_like(odd)) - added + 7.5
-        tl.store(pages + target + dims, _nibble(first) | (_nibble(second) << 4), mask=mask)
-        tl.store(scales + 2 * scale_target, scale.to(stored))
-        tl.store(scales + 2 * scale_target + 1, added.to(stored))
-    else:
-        mask = dims < DIM
-        numbers = tl.load(states + dims, mask=mask, other=0.0)
-        if KIND == PLAIN:
-            tl.store(pages + target + dims, numbers, mask=mask)
-        else:
-            stored = scales.dtype.element_ty
-            largest: tl.constexpr = 127.0 if KIND == INT8 else 448.0
-            numbers = numbers.to(tl.float32)
-            scale = tl.div_rn(_maximum(numbers, mask), largest).to(stored)
-            levels = _scaled(numbers, scale.to(tl.float32), largest)
-            if KIND == INT8:
-                tl.store(pages + target + dims, round_to_even(levels).to(tl.int8), mask=mask)
-            else:
-                tl.store(pages + target + dims, fp8_bits(levels), mask=mask)
-            tl.store(scales + scale_target, scale)
+def _hadamard(x, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """x [BLOCK] float32, in blocks of 2 ** STAGES, as `rotate` of cache/quantized.py multiplies it, sum by sum."""
+    place = tl.arange(0, BLOCK)
+    for stage in tl.static_range(STAGES):
+        other = tl.gather(x, place ^ (1 << stage), 0)
+        x = tl.where((place >> stage) & 1 == 0, x + other, other - x)
+    return x * (2.0 ** (-0.5 * STAGES))
 
 
 @triton.jit
-def _nibble(levels):
-    """Levels 0..15, rounded; 0 for what is not a number."""
+def _store_range(x, pages, scales, target, scale_target, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """x [BLOCK] float32, of which DIM are there, by its range: two levels in a byte, a scale and a shift."""
+    place = tl.arange(0, BLOCK)
+    mask = place < DIM
+    is_number = mask & (x == x)
+    is_nan = tl.max(tl.where(mask & (x != x), 1, 0), 0) > 0
+    high = tl.where(is_nan, float("nan"), tl.max(tl.where(is_number, x, -float("inf")), 0))
+    low = tl.where(is_nan, float("nan"), tl.min(tl.where(is_number, x, float("inf")), 0))
+    stored = scales.dtype.element_ty
+    middle = (low + high) * 0.5
+    scale = tl.div_rn(high - low, 15.0).to(stored).to(tl.float32)
+    equal = scale == 0
+    scale = tl.where(equal, middle.to(stored).to(tl.float32), scale)
+    added = tl.where(equal, 0.5, tl.div_rn(middle, scale)).to(stored).to(tl.float32)
+    added = tl.where((added == added) & (tl.abs(added) != float("inf")), added, 0.0)
+    levels = tl.div_rn(x, tl.where(scale == 0, 1.0, scale) + tl.zeros_like(x)) - added + 7.5
     levels = tl.where(levels == levels, levels, 0.0)
-    return round_to_even(tl.minimum(tl.maximum(levels, 0.0), 15.0)).to(tl.uint8)
+    levels = round_to_even(tl.minimum(tl.maximum(levels, 0.0), 15.0)).to(tl.uint8)
+    first, second = tl.split(tl.reshape(levels, (BLOCK // 2, 2)))
+    byte = tl.arange(0, BLOCK // 2)
+    tl.store(pages + target + byte, first | (second << 4), mask=byte < DIM // 2)
+    tl.store(scales + 2 * scale_target, scale.to(stored))
+    tl.store(scales + 2 * scale_target + 1, added.to(stored))
+
+
+@triton.jit
+def _store_head(
+    numbers, pages, scales, place, DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, STAGES: tl.constexpr
+):
+    """One head of one token, [BLOCK], of which DIM are there, at a place among all heads of pages."""
+    dims = tl.arange(0, BLOCK)
+    mask = dims < DIM
+    if KIND == PLAIN:
+        tl.store(pages + place * DIM + dims, numbers, mask=mask)
+    elif KIND == INT4:
+        turned = _hadamard(numbers.to(tl.float32), BLOCK, STAGES)
+        _store_range(turned, pages, scales, place * (DIM // 2), place, DIM, BLOCK)
+    else:
+        stored = scales.dtype.element_ty
+        largest: tl.constexpr = 127.0 if KIND == INT8 else 448.0
+        numbers = numbers.to(tl.float32)
+        scale = tl.div_rn(_maximum(numbers, mask), largest).to(stored)
+        levels = _scaled(numbers, scale.to(tl.float32), largest)
+        if KIND == INT8:
+            tl.store(pages + place * DIM + dims, round_to_even(levels).to(tl.int8), mask=mask)
+        else:
+            tl.store(pages + place * DIM + dims, fp8_bits(levels), mask=mask)
+        tl.store(scales + place, scale)
+
+
+@triton.jit
+def _head(states, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """The numbers of one head of one token, [BLOCK]."""
+    dims = tl.arange(0, BLOCK)
+    return tl.load(states + dims, mask=dims < DIM, other=0.0)
 
 
 @triton.jit
@@ -82,6 +99,7 @@ def write(
     keys, values, k_pages, v_pages, k_scales, v_scales, slots,
     k_token, k_head, v_token, v_head, num_heads, block_size,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, KIND: tl.constexpr,
+    STAGES_K: tl.constexpr, STAGES_V: tl.constexpr,
 ):  # fmt: skip
     """K and V of one head of one token. A slot below 0 is none: nothing is written."""
     token, head = (tl.program_id(0) // num_heads).to(tl.int64), tl.program_id(0) % num_heads
@@ -89,12 +107,61 @@ def write(
     if slot < 0:
         return
     place = (slot // block_size * num_heads + head) * block_size + slot % block_size
-    columns: tl.constexpr = 2 if KIND == INT4 else 1
-    _write_head(
-        keys + token * k_token + head * k_head, k_pages, k_scales, place * (KEY_DIM // columns), place,
-        KEY_DIM, BLOCK_K, KIND,
-    )  # fmt: skip
-    _write_head(
-        values + token * v_token + head * v_head, v_pages, v_scales, place * (VALUE_DIM // columns), place,
-        VALUE_DIM, BLOCK_V, KIND,
-    )  # fmt: skip
+    key = _head(keys + token * k_token + head * k_head, KEY_DIM, BLOCK_K)
+    _store_head(key, k_pages, k_scales, place, KEY_DIM, BLOCK_K, KIND, STAGES_K)
+    value = _head(values + token * v_token + head * v_head, VALUE_DIM, BLOCK_V)
+    _store_head(value, v_pages, v_scales, place, VALUE_DIM, BLOCK_V, KIND, STAGES_V)
+
+
+@triton.jit
+def _rotated_head(
+    x, cos, sin, DIM: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, ROUND_EACH: tl.constexpr
+):
+    """The numbers of one head of one token, [BLOCK], rotated; in their order, as pages hold them."""
+    place = tl.arange(0, BLOCK)
+    mask = place < DIM
+    is_first = place % 2 == 0 if INTERLEAVED else place < DIM // 2
+    other = place ^ 1 if INTERLEAVED else tl.where(is_first, place + DIM // 2, place - DIM // 2)
+    own = tl.load(x + place, mask=mask, other=0).to(tl.float32)
+    turned = tl.load(x + other, mask=mask, other=0).to(tl.float32)
+    turned = tl.where(is_first, -turned, turned)
+    cos = tl.load(cos + place, mask=mask, other=0).to(tl.float32)
+    sin = tl.load(sin + place, mask=mask, other=0).to(tl.float32)
+    return rotated(own, turned, cos, sin, x.dtype.element_ty, ROUND_EACH)
+
+
+@triton.jit
+def rotate_and_write(
+    q, k, v, q_out, k_out, cos, sin, k_pages, v_pages, k_scales, v_scales, slots,
+    tokens, q_heads, num_heads, block_size, q_batch, q_head, q_token, k_batch, k_head, k_token,
+    v_batch, v_head, v_token, table_batch, table_token,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, KIND: tl.constexpr,
+    STAGES_K: tl.constexpr, STAGES_V: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ROUND_EACH: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of q of one token, rotated; and after those of q, one head of K, rotated and written, and of V.
+
+    q, k, v: [batch, heads, tokens, dim]; q_out, k_out: [batch, tokens, heads, dim], contiguous. A slot < 0 is none.
+    """
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, token = row // tokens, row % tokens
+    cos += batch * table_batch + token * table_token
+    sin += batch * table_batch + token * table_token
+    of_q = (q_heads + HEADS - 1) // HEADS
+    if block < of_q:
+        some = tl.arange(0, HEADS).to(tl.int64)[:, None] + block * HEADS
+        q += batch * q_batch + token * q_token
+        q_out += row * q_heads * KEY_DIM
+        rotate_heads(q, q_out, some, q_heads, KEY_DIM, cos, sin, q_head, KEY_DIM, INTERLEAVED, ROUND_EACH, PAIRS)
+    else:
+        head = block - of_q
+        k += batch * k_batch + token * k_token + head * k_head
+        key = _rotated_head(k, cos, sin, KEY_DIM, BLOCK_K, INTERLEAVED, ROUND_EACH)
+        dims = tl.arange(0, BLOCK_K)
+        tl.store(k_out + (row * num_heads + head) * KEY_DIM + dims, key, mask=dims < KEY_DIM)
+        slot = tl.load(slots + row).to(tl.int64)
+        if slot >= 0:
+            place = (slot // block_size * num_heads + head) * block_size + slot % block_size
+            _store_head(key, k_pages, k_scales, place, KEY_DIM, BLOCK_K, KIND, STAGES_K)
+            value = _head(v + batch * v_batch + token * v_token + head * v_head, VALUE_DIM, BLOCK_V)
+            _store_head(value, v_pages, v_scales, place, VALUE_DIM, BLOCK_V, KIND, STAGES_V)

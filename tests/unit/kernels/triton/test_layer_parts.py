@@ -1,4 +1,4 @@
-"""The Triton kernels of norms, rotations and gates: against torch in float32, and compiled for every GPU."""
+"""The Triton kernels of norms, rotations, writes and gates: against torch in float32, and compiled for every GPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_accel.cache.group import KVStorage
+from hf_accel.cache.quantized import INT4
 from hf_accel.kernels import triton as kernels
 from tests.devices import triton_device
 
@@ -16,6 +18,7 @@ from .processes import compiled
 
 pytest.importorskip("triton")
 from hf_accel.kernels.triton import layer_parts as module
+from hf_accel.kernels.triton.kv_write import rope_and_write, rotating_and_writing, write_pages, writing
 
 runs = pytest.mark.skipif(kernels.refusal(triton_device()) is not None, reason=str(kernels.refusal(triton_device())))
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -63,6 +66,26 @@ def test_norm_of_a_view():
     assert_close(module.rms_norm(x, weight, 1e-6), normed(x, weight, 1e-6, offset=0.0, round_first=True))
 
 
+@runs
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", PAIRS, ids=str)
+@pytest.mark.parametrize(("offset", "round_first"), [(0.0, True), (1.0, False)])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3, 48), pytest.param((2, 1000), marks=LONG), (0, 8)])
+def test_sum_and_norm_are_one_after_the_other(shape, offset, round_first, dtypes):
+    """To the bit, the sum rounded to its dtype in between; where numbers are not finite too."""
+    for magnitude in (1e-3, 300.0, float("inf")):
+        x, y = (on(torch.randn(shape) * min(magnitude, 300.0)).to(dtypes[0]) for _ in range(2))
+        if magnitude == float("inf") and x.numel():
+            x.flatten()[0] = magnitude
+        weight = on(torch.randn(shape[-1])).to(dtypes[1])
+        total, normed = module.add_rms_norm(x, y, weight, 1e-5, offset=offset, round_first=round_first)
+        expected = module.rms_norm(x + y, weight, 1e-5, offset=offset, round_first=round_first)
+        assert normed.dtype is expected.dtype and total.dtype is x.dtype
+        assert torch.equal(total, x + y)
+        assert torch.equal(normed.isnan(), expected.isnan())
+        assert torch.equal(normed.nan_to_num(), expected.nan_to_num())
+
+
 def turned(x: Tensor, interleaved: bool) -> Tensor:
     if interleaved:
         return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
@@ -93,6 +116,44 @@ def test_rotation(batch, heads, tokens, size, interleaved, round_each, dtypes):
             assert ours.stride() == x.stride() or 1 in x.shape
             assert dtype is FP32 or torch.equal(ours, expected)
             assert_close(ours, expected)
+
+
+@runs
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantized", [None, torch.int8, torch.float8_e4m3fn, INT4], ids=str)
+@pytest.mark.parametrize("dtypes", PAIRS, ids=str)
+@pytest.mark.parametrize(
+    ("batch", "heads", "tokens", "dims", "interleaved"),
+    [
+        (1, (9, 2), 3, (24, 20), False),
+        (2, (2, 2), 2, (16, 16), True),
+        pytest.param(1, (4, 1), 5, (96, 64), False, marks=LONG),
+    ],
+)
+def test_rotation_and_write_are_one_after_the_other(batch, heads, tokens, dims, interleaved, dtypes, quantized):
+    """To the bit, in pages and in what is returned; a slot below 0 is written nowhere."""
+    dtype, each = dtypes[0], dtypes[0] is dtypes[1]
+    wide = on(torch.randn(batch, tokens, heads[0] * dims[0] + heads[1] * sum(dims))).to(dtype)  # as one product
+    sizes = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])]
+    parts = wide.split([count * dim for count, dim in sizes], -1)
+    q, k, v = (x.view(batch, tokens, *size).transpose(1, 2) for x, size in zip(parts, sizes, strict=True))
+    v[0, 0, 0, 0] = float("nan")
+    slots = on(torch.tensor([3, -1, 17, 0, 9, 8][: batch * tokens]))
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (k, v)]
+    for tables in {1, batch}:
+        cos, sin = (on(torch.randn(tables, tokens, dims[0])).to(dtypes[1]) for _ in range(2))
+        both, apart = (KVStorage(5, 4, *flat, quantized=quantized).pages for _ in range(2))
+        for page in (*both, *apart):
+            if page is not None:
+                page.view(torch.uint8).zero_()
+        options = {"interleaved": interleaved, "round_each": each}
+        got = rope_and_write((q, k, v), (cos, sin), both, slots, **options)
+        expected = module.rope(q, k, cos, sin, **options)
+        write_pages(expected[1].transpose(1, 2).flatten(0, 1), flat[1], apart, slots)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        for a, b in zip(both, apart, strict=True):
+            assert (a is b is None) or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        assert both.k.view(torch.uint8).any()
 
 
 @runs
@@ -131,11 +192,17 @@ def test_all_fit_every_gpu(dtype, capability):
     launches = []
     for size in (64, 128, 4096, 5120, 16384, module.LARGEST):
         x, weight = torch.empty(3, size, dtype=dtype), torch.empty(size, dtype=dtype)
-        launches.append(module.norm_launch(x, weight, x, eps=1e-5, offset=0.0, round_first=True))
+        rows = (x, None, None) if size in (64, 5120) else (x, x, x)
+        launches.append(module.norm_launch(rows, weight, x, eps=1e-5, offset=0.0, round_first=True))
     for size, interleaved, each in ((64, False, True), (128, True, True), (256, False, False)):
         x, table = torch.empty(2, 8, 5, size, dtype=dtype), torch.empty(1, 5, size, dtype=dtype)
-        heads, tables = (x, x[:, :3]), (table, table)
-        launches.append(module.rope_launch(heads, heads, tables, interleaved=interleaved, round_each=each))
+        heads, tables, options = (x, x[:, :3]), (table, table), {"interleaved": interleaved, "round_each": each}
+        launches.append(module.rope_launch(heads, heads, tables, **options))
+        for quantized in {64: (None,), 128: (torch.int8, torch.float8_e4m3fn, INT4), 256: (None, INT4)}[size]:
+            states, slots = torch.empty(10, 3, size, dtype=dtype), torch.zeros(10, dtype=torch.int64)
+            pages = KVStorage(2, 16, states, states, quantized=quantized).pages
+            launches.append(rotating_and_writing((*heads, x[:, :3]), tables, pages, slots, **options))
+    launches.append(writing(states, states, pages, slots))
     x = torch.empty(3, 4096, dtype=dtype)
     launches += [module.gate_launch(x, x, x, activation=activation) for activation in ACTIVATIONS]
     for launch in launches:

@@ -1,0 +1,176 @@
+"""A traced decoder layer on a GPU: its modules one by one, and what stands between them in fewer launches.
+
+The write of K and V goes with the rotation, and a norm with the sum that it is of: the bits are the same. Linear
+layers and attention are called as the layer's own code calls them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..cache.group import KVStorage
+from ..kernels.cpu.decoder_layer import INPUT, OUTPUT
+from ..state import FUSED
+from .modules import NativeNorm, NormForms, gate_and_multiply
+from .operators import add_rms_norm, rope, rope_and_write
+from .stand_ins import Opaque, Span
+from .traced import Operation, Trace, original_class
+from .traced_layer import Attention, TracedLayer
+
+# What attends: (module, q, k, v, options) with q [B, Hq, T, D], k and v [B, H, T, ..] -> [B, T, Hq, Dv].
+Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
+
+
+def partner(operation: Operation, behind: Operation | None) -> Operation | None:
+    """What goes in one launch with an operation: the one behind it, or nothing."""
+    if behind is None or behind.inputs[0] != operation.outputs[-1]:
+        return None
+    match operation.kind, behind.kind:
+        case "rope", "write":
+            return behind
+        case "add", "norm" if operation.values["factor"] == 1 and behind.values["heads"] == 1:
+            return behind
+    return None
+
+
+def joined(operations: list[Operation]) -> Iterator[tuple[Operation, Operation | None]]:
+    """The operations, each with its partner; those that are partners do not come again."""
+    taken: Operation | None = None
+    for operation, behind in zip(operations, [*operations[1:], None], strict=True):
+        if operation is not taken:
+            taken = partner(operation, behind)
+            yield operation, taken
+
+
+def joins(operations: list[Operation]) -> frozenset[str]:
+    """The kinds of operations that have a partner."""
+    return frozenset(operation.kind for operation, behind in joined(operations) if behind is not None)
+
+
+class JoinedLayer(TracedLayer):
+    """A traced layer on a GPU. following: the norm that is given the layer's output, as far as is known, or None.
+
+    Raises UntraceableError for a norm or a rotation that has no kernel.
+    """
+
+    max_tokens = sys.maxsize
+
+    def __init__(
+        self, trace: Trace, table_dtype: torch.dtype, attention: Attention, *, device: torch.device,
+        following: nn.Module | None,
+    ) -> None:  # fmt: skip
+        super().__init__(trace, table_dtype, attention, device)
+        self.following = following
+        self._steps = list(joined(trace.operations))
+        for operation in trace.operations:
+            match operation.kind:
+                case "norm":
+                    self.norm_form(operation)
+                case "rope":
+                    self._rotation = vars(self.rotary_form(operation))
+                case "write":
+                    self._kv = operation
+                case "attend":
+                    options = operation.values["options"].items()
+                    self._options = {name: value for name, value in options if not isinstance(value, Opaque)}
+        self.freeze_reads()
+
+    def __call__(
+        self, x: Tensor, tables: tuple[Tensor, Tensor], *, storage: KVStorage, slots: Tensor, attend: Attend
+    ) -> Tensor:
+        """x: [B, T, hidden]; tables: cos and sin, [B or 1, T, head_dim]; slots: [B * T] int64 -> [B, T, hidden]."""
+        held = Held(x)
+        for operation, behind in self._steps:
+            match operation.kind:
+                case "linear" | "gated":
+                    held.put(operation.outputs[0], _product(held, operation))
+                case "norm":
+                    held.put(operation.outputs[0], _normed(held, operation))
+                case "rope":
+                    q, k = held.heads(operation, 0), held.heads(operation, 1)
+                    if behind is None:
+                        q, k = rope(q, k, *tables, **self._rotation)
+                    else:
+                        heads = q, k, held.heads(behind, 1)
+                        q, k = rope_and_write(heads, tables, storage.pages, slots, **self._rotation)
+                    held.put(operation.outputs[0], q.transpose(1, 2))
+                    held.put(operation.outputs[1], k.transpose(1, 2))
+                case "write":
+                    keys, values = (held.heads(operation, i).transpose(1, 2).flatten(0, 1) for i in (0, 1))
+                    storage.write(keys, values, slots)
+                case "attend":
+                    kv = held.heads(self._kv, 0), held.heads(self._kv, 1)
+                    out = attend(operation.modules[0], held.heads(operation, 0), *kv, self._options)
+                    held.put(operation.outputs[0], out)
+                case "add":
+                    self._add(held, operation, behind)
+        return held.columns(Span(OUTPUT, 0, self.width), self.width)
+
+    def _add(self, held: Held, operation: Operation, behind: Operation | None) -> None:
+        """A sum, and with it the norm that is behind it here, or at the beginning of the next layer."""
+        (span,), factor = operation.outputs, operation.values["factor"]
+        x, y = (held.columns(each, operation.values["dim"]) for each in operation.inputs)
+        norm = self.following if behind is None else behind.modules[0]
+        # The next layer takes the norm only of this tensor as it is now; in inference mode torch counts no writes.
+        is_known = behind is not None or (span.buffer == OUTPUT and not torch.is_inference_mode_enabled())
+        form = None
+        if isinstance(norm, NativeNorm) and is_known and factor == 1 and x.dtype is y.dtype:
+            forms: NormForms = vars(norm)[FUSED]
+            form = forms.form(norm, original_class(norm), x)
+        if form is None:
+            held.put(span, x + (y if factor == 1 else y * factor))
+            if behind is not None:
+                held.put(behind.outputs[0], _normed(held, behind))
+            return
+        weight = norm._parameters["weight"]
+        total, normed = add_rms_norm(x, y, weight, form.eps, offset=form.offset, round_first=form.round_first)
+        held.put(span, total)
+        if behind is not None:
+            held.put(behind.outputs[0], normed)
+        else:
+            forms.leave(total, normed)
+
+
+class Held:
+    """The tensors of one call by buffer, each [B, T, width]."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._tensors = {INPUT: x}
+
+    def put(self, span: Span, x: Tensor) -> None:
+        """x: [B, T, width] or [B, T, heads, dim]."""
+        self._tensors[span.buffer] = x if x.ndim == 3 else x.flatten(2)
+
+    def columns(self, span: Span, width: int) -> Tensor:
+        """[B, T, width]; of a whole buffer, the very tensor that was put."""
+        x = self._tensors[span.buffer]
+        return x if width == x.shape[-1] else x[..., span.offset : span.offset + width]
+
+    def heads(self, operation: Operation, index: int) -> Tensor:
+        """An input of rope (q, k), write (k, v) or attend (q), [B, heads, T, dim]."""
+        values = operation.values
+        count = values["kv_heads"] if (operation.kind, index) == ("rope", 1) else values["heads"]
+        dim = values["value_dim"] if (operation.kind, index) == ("write", 1) else values["dim"]
+        x = self.columns(operation.inputs[index], count * dim)
+        return x.view(*x.shape[:2], count, dim).transpose(1, 2)
+
+
+def _product(held: Held, operation: Operation) -> Tensor:
+    """What linear layers compute, [B, T, out]: one, or the gate and the other half of a gated MLP."""
+    linears: Any = operation.modules
+    x = held.columns(operation.inputs[0], linears[0].in_features)
+    first: Tensor = linears[0](x)
+    return gate_and_multiply(first, linears[1](x), operation.values["epilogue"]) if linears[1:] else first
+
+
+def _normed(held: Held, operation: Operation) -> Tensor:
+    """A norm of all columns, [B, T, width], or of each head, [B, T, heads, dim]."""
+    (norm,), heads, dim = operation.modules, operation.values["heads"], operation.values["dim"]
+    x = held.columns(operation.inputs[0], heads * dim)
+    normed: Tensor = norm(x if heads == 1 else x.view(*x.shape[:2], heads, dim))
+    return normed
