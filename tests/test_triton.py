@@ -22,6 +22,7 @@ from .features import ATTENTION, KERNELS, LINEARS, PAGED, PARITY
 ROOT = Path(__file__).parents[1]
 MODELS = [
     "tests/unit/fused/test_on_gpu.py",
+    "tests/unit/fused/test_joined_layers.py",
     f"{KERNELS}/test_end_to_end.py",
     f"{KERNELS}/test_captured_model.py",
 ]
@@ -29,6 +30,7 @@ ALL = [
     PARITY,
     "tests/unit/linear/test_stored_elsewhere.py",
     "tests/unit/fused/test_on_gpu.py",
+    "tests/unit/fused/test_joined_layers.py",
     # Dense attention goes through torch on a GPU as well: nothing of it is interpreted.
     PAGED,
     "tests/unit/attention/test_packed.py",

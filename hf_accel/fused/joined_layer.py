@@ -28,7 +28,7 @@ Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
 
 def partner(operation: Operation, behind: Operation | None) -> Operation | None:
     """What goes in one launch with an operation: the one behind it, or nothing."""
-    if behind is None or behind.inputs[0] != operation.outputs[-1]:
+    if behind is None or behind.inputs[:1] != operation.outputs[-1:]:
         return None
     match operation.kind, behind.kind:
         case "rope", "write":

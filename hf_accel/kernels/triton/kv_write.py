@@ -37,6 +37,7 @@ def writing(keys: Tensor, values: Tensor, pages: KV, slots: Tensor) -> Launch:
         },
         constants=constants,
         num_warps=1,
+        fuses=False,
     )  # fmt: skip
 
 
@@ -84,6 +85,7 @@ def rotating_and_writing(
             "PAIRS": triton.next_power_of_2(max(1, size // 2)),
         },
         num_warps=1,
+        fuses=False,
     )  # fmt: skip
 
 

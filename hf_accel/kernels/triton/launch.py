@@ -18,7 +18,8 @@ class Launch:
     """One launch of `kernel`, a function that triton.jit made, on the device of its first tensor.
 
     grid: programs along each axis; with 0 along one, nothing runs. arguments: tensors, numbers and None by name.
-    constants: the parameters that are tl.constexpr, by name. num_warps, num_stages: what the compiler is told.
+    constants: the parameters that are tl.constexpr, by name. num_warps, num_stages, fuses: what the compiler is told;
+    fuses: whether it may round a product and a sum at once, which it need not do alike in two kernels.
     """
 
     kernel: Any
@@ -27,6 +28,7 @@ class Launch:
     constants: dict[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 2
+    fuses: bool = True
 
     def run(self) -> None:
         if 0 in self.grid:
@@ -36,8 +38,8 @@ class Launch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the compiler is told. It may fuse products and sums: Triton's default changes."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+        """What the compiler is told, of fusing too: Triton's default changes."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fuses}
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Triton launches on the current GPU, which need not be that of the tensors."""

@@ -34,6 +34,7 @@ def norm_launch(
         },
         constants={"ROUND_FIRST": round_first, "BLOCK": block},
         num_warps=min(16, max(1, block // 512)),
+        fuses=False,
     )  # fmt: skip
 
 
@@ -82,6 +83,7 @@ def rope_launch(
             "INTERLEAVED": interleaved, "ROUND_EACH": round_each, "HEADS": HEADS,
             "PAIRS": triton.next_power_of_2(max(1, size // 2)),
         },
+        fuses=False,
     )  # fmt: skip
 
 

@@ -66,7 +66,7 @@ def test_greedy_tokens_are_stocks(model: PreTrainedModel, launched: Counter[str]
     expected = generated(model)
     with hf_accel.patched(model, weights=None):
         assert torch.equal(generated(model, **options), expected)
-    assert launched["write"] and launched["attend"], "the kernels did not run"
+    assert launched["rotate_and_write"] and launched["attend"], "the kernels did not run"
     assert torch.equal(generated(model), expected)
 
 
