@@ -20,9 +20,11 @@ from hf_accel.kernels import triton
 from .features import ATTENTION, KERNELS, LINEARS, PAGED, PARITY
 
 ROOT = Path(__file__).parents[1]
+JOINED = "tests/unit/fused/test_joined_layers.py"
 MODELS = [
     "tests/unit/fused/test_on_gpu.py",
-    "tests/unit/fused/test_joined_layers.py",
+    f"{JOINED}::test_launches_of_a_layer[triton]",
+    f"{JOINED}::test_weights_dtypes_and_pages[triton-bfloat16-int4]",
     f"{KERNELS}/test_end_to_end.py",
     f"{KERNELS}/test_captured_model.py",
 ]
@@ -30,7 +32,7 @@ ALL = [
     PARITY,
     "tests/unit/linear/test_stored_elsewhere.py",
     "tests/unit/fused/test_on_gpu.py",
-    "tests/unit/fused/test_joined_layers.py",
+    JOINED,
     # Dense attention goes through torch on a GPU as well: nothing of it is interpreted.
     PAGED,
     "tests/unit/attention/test_packed.py",

@@ -1,6 +1,6 @@
 """Decoder layers on a GPU whose steps share launches: the bits of their modules one by one, and fewer launches.
 
-In Triton's interpreter, where the native library is hidden, or on a GPU.
+By Triton, in its interpreter or on a GPU; and on the CPU, where the native library stands in for the two kernels.
 """
 
 from __future__ import annotations
@@ -14,69 +14,126 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import hf_accel
-from hf_accel.fused.forms import form_of_rotation
+from hf_accel import planning
+from hf_accel.fused import joined_layer, modules, sites
+from hf_accel.fused.forms import ACTIVATIONS, form_of_rotation
 from hf_accel.fused.hf import JOINED, JoinedCalls, TracedForward
 from hf_accel.fused.modules import NativeNorm
-from hf_accel.kernels import triton
+from hf_accel.fused.operators import rms_norm, rope
+from hf_accel.kernels import cpu, triton
+from hf_accel.kernels.cpu.attention import write_pages
 from hf_accel.kernels.triton.launch import Launch
+from hf_accel.layouts import KV
 from hf_accel.state import FUSED
 from tests.devices import triton_device, without_native_kernels
-from tests.families.models import build, families
 
-from .test_decoder_layers import PROMPTS, llama, padded
+from .test_decoder_layers import PROMPTS, SIZES, llama, padded
 
-DEVICE = triton_device()
-LONG = pytest.mark.long
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(triton.refusal(DEVICE) is not None, reason=str(triton.refusal(DEVICE))),
-]
+INT4 = {"bits": 4, "group_size": 32}
 BOTH = frozenset({"rope", "add"})
 # What of each can share a launch. Each has something that the others lack: HunYuan a norm between rotation and write,
 # Granite a factor of what is added, Olmo2 no norm behind a sum, Gemma2 a window.
-CLASSES: dict[str, frozenset[str]] = {
-    "Qwen3": BOTH, "Gemma2": BOTH, "Olmo2": frozenset({"rope"}), "Granite": frozenset({"rope"}),
-    "HunYuanDenseV1": frozenset({"add"}),
-}  # fmt: skip
+CLASSES: dict[str, tuple[frozenset[str], dict[str, Any]]] = {
+    "Qwen3": (BOTH, {}),
+    "Gemma2": (BOTH, {"sliding_window": 2, "head_dim": 16}),
+    "Olmo2": (frozenset({"rope"}), {}),
+    "Granite": (frozenset({"rope"}), {"residual_multiplier": 0.5}),
+    "HunYuanDenseV1": (frozenset({"add"}), {}),
+}
 
 
-@pytest.fixture(autouse=True)
-def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    without_native_kernels(monkeypatch, "it is hidden")
+def add_rms_norm(x: Tensor, y: Tensor, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """What the kernel computes, by the library."""
+    total = x + y
+    return total, rms_norm(total, *given, **options)
+
+
+def rope_and_write(
+    heads: tuple[Tensor, Tensor, Tensor], tables: tuple[Tensor, Tensor], pages: KV, slots: Tensor, **form: bool
+) -> tuple[Tensor, Tensor]:
+    q, k = rope(*heads[:2], *tables, **form)
+    write_pages(*(x.transpose(1, 2).flatten(0, 1) for x in (k, heads[2])), pages, slots)
+    return q, k
+
+
+@pytest.fixture(params=["library", pytest.param("triton", marks=pytest.mark.gpu)], autouse=True)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where models are, and what computes there."""
+    place = triton_device() if request.param == "triton" else "cpu"
     form_of_rotation.cache_clear()
-    yield
+    if request.param == "triton":
+        if triton.refusal(place) is not None:
+            pytest.skip(str(triton.refusal(place)))
+        without_native_kernels(monkeypatch, "it is hidden")
+    else:
+        if triton.is_interpreted() or cpu.refusal() is not None:
+            pytest.skip(cpu.refusal() or "Triton's interpreter takes the place of the library")
+        for planner in (planning, sites):
+            monkeypatch.setattr(planner, "has_library", lambda device_type: False)
+        monkeypatch.setattr(modules, "gated", lambda gate, up, activation: ACTIVATIONS[activation](gate) * up)
+        monkeypatch.setattr(joined_layer, "add_rms_norm", add_rms_norm)
+        monkeypatch.setattr(joined_layer, "rope_and_write", rope_and_write)
+    yield place
     form_of_rotation.cache_clear()
 
 
-def small(**changes: Any) -> PreTrainedModel:
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
-    return llama(**sizes | {"num_key_value_heads": 1} | changes).to(DEVICE)
+def small(device: str, **changes: Any) -> PreTrainedModel:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    return llama(**sizes | {"num_key_value_heads": 1} | changes).to(device)
+
+
+def of_class(name: str, device: str, **settings: Any) -> PreTrainedModel:
+    config = getattr(transformers, f"{name}Config")(**SIZES | {"num_hidden_layers": 2} | settings)
+    model: Any = getattr(transformers, f"{name}ForCausalLM")(config)
+    return model.eval().to(device)  # type: ignore[no-any-return]
 
 
 @contextmanager
 def counted(*, by_module: bool = False) -> Iterator[Counter[Any]]:
-    """Counts the calls of layers by whether they went by the trace, and launches by name; by_module: none does."""
+    """Counts the calls of layers by whether they went by the trace, and of what is joined; by_module: none does."""
     calls: Counter[Any] = Counter()
-    run, launch = JoinedCalls.run, Launch.run
+    run = JoinedCalls.run
 
     def watched(self: JoinedCalls, *args: Any) -> Any:
         result = None if by_module else run(self, *args)
         calls[result is not None] += 1
         return result
 
-    def launched(self: Launch) -> None:
-        of_sum = self.arguments.get("added") is not None
-        calls["sum and norm" if of_sum else self.kernel.__name__] += 1
-        launch(self)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JoinedCalls, "run", watched)
-        patch.setattr(Launch, "run", launched)
+        for name in ("add_rms_norm", "rope_and_write"):
+            patch.setattr(joined_layer, name, watching(calls, name))
         yield calls
+
+
+def watching(calls: Counter[Any], name: str) -> Any:
+    joint = getattr(joined_layer, name)
+
+    def counting(*args: Any, **options: Any) -> Any:
+        calls[name] += 1
+        return joint(*args, **options)
+
+    return counting
+
+
+@contextmanager
+def launched() -> Iterator[Counter[str]]:
+    """Counts the launches of each kernel; those of a norm that come with a sum apart."""
+    counts: Counter[str] = Counter()
+    run = Launch.run
+
+    def counting(launch: Launch) -> None:
+        counts["sum and norm" if launch.arguments.get("added") is not None else launch.kernel.__name__] += 1
+        run(launch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launch, "run", counting)
+        yield counts
 
 
 @torch.no_grad()
@@ -85,7 +142,7 @@ def logits_of(model: PreTrainedModel, *, inference: bool = False) -> list[Tensor
     seen = []
     with torch.inference_mode() if inference else nullcontext():
         for prompts in (PROMPTS[0][:3], PROMPTS[0][3:6]), (PROMPTS[0][:3], PROMPTS[1]):
-            ids, mask = (x.to(DEVICE) for x in padded([list(prompt) for prompt in prompts]))
+            ids, mask = (x.to(model.device) for x in padded([list(prompt) for prompt in prompts]))
             cache = hf_accel.PagedCache(model.config)
             for columns in (slice(0, 2), slice(2, 3)):
                 known = mask[:, : columns.stop]
@@ -113,85 +170,82 @@ def layers_of(model: PreTrainedModel) -> list[Any]:
 # -- the same bits, in fewer launches ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "HunYuanDenseV1" else LONG) for n in CLASSES])
-def test_bits_of_the_modules_one_by_one(name: str) -> None:
-    model = build(families()[f"{name}ForCausalLM"]).eval().to(DEVICE)
+@pytest.mark.parametrize("name", CLASSES)
+def test_bits_of_the_modules_one_by_one(name: str, device: str) -> None:
+    joined, settings = CLASSES[name]
+    model = of_class(name, device, **settings)
     plan = hf_accel.plan(model, weights=None)
-    sites = [site for site in plan.fused.sites if site.kind == JOINED]
-    assert {site.state.joined for site in sites} == {CLASSES[name]}, plan.fused.dropped
+    found = [site.state.joined for site in plan.fused.sites if site.kind == JOINED]
+    assert set(found) == {joined}, plan.fused.dropped
     hf_accel.patch(model, weights=None)
     calls = same_bits(model)
     assert calls[True] > calls[False] > 0  # padding runs the layer's own code
-    assert ("rope" in CLASSES[name]) is (calls["rotate_and_write"] > 0)
-    assert ("add" in CLASSES[name]) is (calls["sum and norm"] > 0)
+    assert ("rope" in joined) is (calls["rope_and_write"] > 0)
+    assert ("add" in joined) is (calls["add_rms_norm"] > 0)
 
 
+@pytest.mark.parametrize("kv", ["auto", "int8", "fp8", "int4"])
 @pytest.mark.parametrize(
-    ("dtype", "weights", "kv", "deterministic"),
+    ("dtype", "weights", "deterministic"),
     [
-        (torch.bfloat16, None, "int4", False),
-        pytest.param(torch.bfloat16, {"bits": 4, "group_size": 32}, "auto", True, marks=LONG),
-        pytest.param(torch.float16, "int8", "int8", False, marks=LONG),
-        pytest.param(torch.float32, None, "fp8", False, marks=LONG),
+        (torch.bfloat16, None, False),
+        (torch.float16, "int8", True),
+        (torch.float32, {"bits": 4, "group_size": 32}, True),
     ],
+    ids=["bfloat16", "int8", "int4"],
 )
-def test_weights_dtypes_and_pages(weights: Any, dtype: torch.dtype, kv: Any, deterministic: bool) -> None:
-    model = small(attention_bias=True).to(dtype)
+def test_weights_dtypes_and_pages(weights: Any, dtype: torch.dtype, kv: Any, deterministic: bool, device: str) -> None:
+    model = small(device, attention_bias=True).to(dtype)
     hf_accel.patch(model, weights=weights, cache=hf_accel.CacheConfig(dtype=kv), deterministic=deterministic)
     calls = same_bits(model)
-    assert calls[True] and calls["rotate_and_write"] == calls[True]
+    assert calls[True] == calls["rope_and_write"] > 0
 
 
-def test_launches_of_a_layer() -> None:
+def test_launches_of_a_layer(request: pytest.FixtureRequest, device: str) -> None:
     """Of a decode step: one less for K and V, one less for each sum but the last, which no layer's norm follows."""
-    model = small()
+    if "triton" not in request.node.name:
+        pytest.skip("the library launches nothing")
+    model = small(device)
     hf_accel.patch(model, weights=None, attention="triton")
     found = {}
     for by_module in (True, False):
-        with counted(by_module=by_module) as calls, torch.no_grad():
-            cache = hf_accel.PagedCache(model.config)
-            model(torch.tensor([[5, 6]], device=DEVICE), past_key_values=cache)
-            calls.clear()
-            model(torch.tensor([[7]], device=DEVICE), past_key_values=cache)
-        found[by_module] = calls
-    layers, attention = 2, found[True]["attend"]
-    apart = {"norm": 2 * layers + 1, "rotate": layers, "write": layers, "gate_and_multiply": layers, False: layers}
-    assert found[True] == apart | {"attend": attention} | rest(found[True])
-    together = {"rotate_and_write": layers, "sum and norm": 2 * layers - 1, "norm": 2, "gate_and_multiply": layers}
-    assert found[False] == together | {True: layers, "attend": attention} | rest(found[True])
+        cache = hf_accel.PagedCache(model.config)
+        with torch.no_grad(), counted(by_module=by_module):
+            model(torch.tensor([[5, 6]], device=device), past_key_values=cache)
+            with launched() as found[by_module]:
+                model(torch.tensor([[7]], device=device), past_key_values=cache)
+    layers = 2
+    same = {"attend": layers, "gate_and_multiply": layers}
+    assert found[True] == same | {"norm": 2 * layers + 1, "rotate": layers, "write": layers}
+    assert found[False] == same | {"norm": 2, "sum and norm": 2 * layers - 1, "rotate_and_write": layers}
 
 
-def rest(calls: Counter[Any]) -> dict[Any, int]:
-    """What attention launches besides "attend"."""
-    return {name: count for name, count in calls.items() if name == "merge"}
-
-
-def test_in_inference_mode_a_sum_at_the_end_of_a_layer_stays_alone() -> None:
+def test_in_inference_mode_a_sum_at_the_end_of_a_layer_stays_alone(device: str) -> None:
     """torch does not count writes to tensors there, and what stands between two layers may write."""
-    model = small()
+    model = small(device)
     hf_accel.patch(model, weights=None)
     calls = same_bits(model, inference=True)
-    assert calls["sum and norm"] == calls["rotate_and_write"] == calls[True] > 0
+    assert calls["add_rms_norm"] == calls["rope_and_write"] == calls[True] > 0
 
 
-def test_the_plan_says_what_shares_a_launch_and_why_other_layers_do_not() -> None:
+def test_the_plan_says_what_shares_a_launch_and_why_other_layers_do_not(device: str) -> None:
     def lines(model: PreTrainedModel, **options: Any) -> list[tuple[str, str]]:
-        plan = hf_accel.plan(model.to(DEVICE), weights=None, **options)
+        plan = hf_accel.plan(model.to(device), weights=None, **options)
         return [(line.choice, line.reason) for line in plan.lines if line.what.endswith("decoder layers")]
 
     both = "rotation with the write of K and V; sum with the norm behind it"
-    assert lines(small()) == [("one launch for two steps", both)]
-    [(choice, reason)] = lines(build(families()["MixtralForCausalLM"]))
+    assert lines(small(device)) == [("one launch for two steps", both)]
+    [(choice, reason)] = lines(of_class("Mixtral", device))
     assert choice == "module by module" and reason
-    assert lines(small(), fuse=False) == lines(small(), cache=None) == []
+    assert lines(small(device), fuse=False) == lines(small(device), cache=None) == []
 
 
 # -- what changes after patch() ------------------------------------------------------------------------
 
 
 @pytest.fixture
-def model() -> PreTrainedModel:
-    model = small()
+def model(device: str) -> PreTrainedModel:
+    model = small(device)
     hf_accel.patch(model, weights=None)
     return model
 
@@ -239,9 +293,7 @@ def change_scaling(layer: Any) -> None:
     layer.self_attn.scaling = 0.01
 
 
-@pytest.mark.parametrize(
-    "change", [*(pytest.param(c, marks=LONG) for c in (change_eps, change_scaling)), change_weight]
-)
+@pytest.mark.parametrize("change", [change_eps, change_weight, change_scaling])
 def test_a_change_is_seen(model: PreTrainedModel, change: Any) -> None:
     before = logits_of(model)
     change(layers_of(model)[1])
@@ -250,7 +302,7 @@ def test_a_change_is_seen(model: PreTrainedModel, change: Any) -> None:
 
 
 def test_gradients_run_the_own_code(model: PreTrainedModel) -> None:
-    ids = torch.tensor(PROMPTS[:1], device=DEVICE)
+    ids = torch.tensor(PROMPTS[:1], device=model.device)
     with counted() as calls:
         model(ids, labels=ids).loss.backward()
     assert calls[False] and not calls[True]
