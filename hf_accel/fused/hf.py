@@ -160,7 +160,7 @@ class TracedForward(Mixin):
         return super().forward(*args, **kwargs) if result is None else result  # type: ignore[misc]
 
 
-class Place(NamedTuple):
+class PassPlace(NamedTuple):
     """Where a pass writes K and V of a layer, and reads them. step: that of all groups of layers."""
 
     pages: LayerOverPages
@@ -193,7 +193,7 @@ class LayerCalls(ABC, Generic[Layer]):
         """What computes the layer. Raises UntraceableError where it cannot."""
 
     @abstractmethod
-    def compute(self, programme: Layer, x: Tensor, kwargs: dict[str, Any], place: Place) -> Tensor:
+    def compute(self, programme: Layer, x: Tensor, kwargs: dict[str, Any], place: PassPlace) -> Tensor:
         """The layer's result, with K and V written."""
 
     def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | tuple[Tensor] | None:
@@ -227,7 +227,7 @@ class LayerCalls(ABC, Generic[Layer]):
         storage = pages.group.storage(programme.layer_idx, *programme.written)
         if not programme.fits(storage):
             return None
-        out = self.compute(programme, x, kwargs, Place(pages, storage, whole))
+        out = self.compute(programme, x, kwargs, PassPlace(pages, storage, whole))
         pages.pass_done(whole)
         return (out,) if programme.returns_tuple else out
 
@@ -282,7 +282,7 @@ class NativeCalls(LayerCalls[LayerProgramme]):
             raise UntraceableError("its attention has another backend")
         return LayerProgramme(trace, table_dtype, _attention_of(trace, spec))
 
-    def compute(self, programme: LayerProgramme, x: Tensor, kwargs: dict[str, Any], place: Place) -> Tensor:
+    def compute(self, programme: LayerProgramme, x: Tensor, kwargs: dict[str, Any], place: PassPlace) -> Tensor:
         step = place.step.groups[place.pages.group_index]
         return programme(x, *kwargs["position_embeddings"], storage=place.storage, step=step)
 
@@ -303,11 +303,12 @@ class JoinedCalls(LayerCalls[JoinedLayer]):
         attention = _attention_of(trace, replace(planned.spec, dtype=x.dtype))
         return JoinedLayer(trace, table_dtype, attention, device=x.device, following=self.following)
 
-    def compute(self, programme: JoinedLayer, x: Tensor, kwargs: dict[str, Any], place: Place) -> Tensor:
+    def compute(self, programme: JoinedLayer, x: Tensor, kwargs: dict[str, Any], place: PassPlace) -> Tensor:
         pages, storage, whole = place
         step, mask = whole.groups[pages.group_index], kwargs.get("attention_mask")
 
-        def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        def attend(module: nn.Module, heads: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> Tensor:
+            q, k, v = heads
             paged = PagedKV(pages, storage, whole, step, True, v)
             return attention_forward(module, q, paged.attach(k), v, mask, **options)[0]
 

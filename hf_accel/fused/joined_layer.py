@@ -22,8 +22,8 @@ from .stand_ins import Opaque, Span
 from .traced import Operation, Trace, original_class
 from .traced_layer import Attention, TracedLayer
 
-# What attends: (module, q, k, v, options) with q [B, Hq, T, D], k and v [B, H, T, ..] -> [B, T, Hq, Dv].
-Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
+# What attends: (module, (q, k, v), options) with q [B, Hq, T, D], k and v [B, H, T, ..] -> [B, T, Hq, Dv].
+Attend = Callable[[nn.Module, tuple[Tensor, Tensor, Tensor], dict[str, Any]], Tensor]
 
 
 def partner(operation: Operation, behind: Operation | None) -> Operation | None:
@@ -104,9 +104,8 @@ class JoinedLayer(TracedLayer):
                     keys, values = (held.heads(operation, i).transpose(1, 2).flatten(0, 1) for i in (0, 1))
                     storage.write(keys, values, slots)
                 case "attend":
-                    kv = held.heads(self._kv, 0), held.heads(self._kv, 1)
-                    out = attend(operation.modules[0], held.heads(operation, 0), *kv, self._options)
-                    held.put(operation.outputs[0], out)
+                    heads = held.heads(operation, 0), held.heads(self._kv, 0), held.heads(self._kv, 1)
+                    held.put(operation.outputs[0], attend(operation.modules[0], heads, self._options))
                 case "add":
                     self._add(held, operation, behind)
         return held.columns(Span(OUTPUT, 0, self.width), self.width)

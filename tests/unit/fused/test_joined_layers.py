@@ -43,7 +43,7 @@ CLASSES: dict[str, tuple[frozenset[str], dict[str, Any]]] = {
     "Gemma2": (BOTH, {"sliding_window": 2, "head_dim": 16}),
     "Olmo2": (frozenset({"rope"}), {}),
     "Granite": (frozenset({"rope"}), {"residual_multiplier": 0.5}),
-    "HunYuanDenseV1": (frozenset({"add"}), {}),
+    "HunYuanDenseV1": (frozenset({"add"}), {"head_dim": 16}),
 }
 
 
