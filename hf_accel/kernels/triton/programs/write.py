@@ -123,7 +123,7 @@ def _rotated_head(
     is_first = place % 2 == 0 if INTERLEAVED else place < DIM // 2
     other = place ^ 1 if INTERLEAVED else tl.where(is_first, place + DIM // 2, place - DIM // 2)
     own = tl.load(x + place, mask=mask, other=0).to(tl.float32)
-    turned = tl.load(x + other, mask=mask, other=0).to(tl.float32)
+    turned = tl.gather(own, other, 0)
     turned = tl.where(is_first, -turned, turned)
     cos = tl.load(cos + place, mask=mask, other=0).to(tl.float32)
     sin = tl.load(sin + place, mask=mask, other=0).to(tl.float32)

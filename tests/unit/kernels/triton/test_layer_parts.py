@@ -14,7 +14,7 @@ from hf_accel.cache.quantized import INT4
 from hf_accel.kernels import triton as kernels
 from tests.devices import triton_device
 
-from .processes import compiled
+from .processes import compiled, interpreted
 
 pytest.importorskip("triton")
 from hf_accel.kernels.triton import layer_parts as module
@@ -172,6 +172,25 @@ def test_gate(activation, dtype):
     assert_close(got, ACTIVATIONS[activation](both[:, :40]) * both[:, 40:])
 
 
+@interpreted
+def test_what_is_joined_is_read_once_and_written_once():
+    """But for the tables, which each head reads, and the weight, which each row reads."""
+    from tests.unit.kernels.triton.bytes_moved import counted
+
+    x, y, weight = (torch.randn(shape).to(BF16) for shape in ((3, 256), (3, 256), (256,)))
+    with counted() as moved:
+        module.add_rms_norm(x, y, weight, 1e-5)
+    assert (moved.loaded, moved.stored) == (2 * x.nbytes + 3 * weight.nbytes, 2 * x.nbytes)
+    wide, cos = torch.randn(1, 2, 6 * 64).to(BF16), torch.randn(1, 2, 64).to(BF16)
+    q, k, v = (states.unflatten(-1, (2, 64)).transpose(1, 2) for states in wide.split(128, -1))
+    pages = KVStorage(2, 4, k.transpose(1, 2)[0], v.transpose(1, 2)[0]).pages
+    with counted() as moved:
+        rope_and_write((q, k, v), (cos, cos), pages, torch.tensor([1, 5]), interleaved=False, round_each=True)
+    tables, slots = 2 * cos.nbytes * 3, 2 * 2 * 8  # for the heads of q together, and for each of K
+    assert moved.loaded == wide.nbytes + tables + slots
+    assert moved.stored == q.nbytes + 2 * k.nbytes + v.nbytes
+
+
 # A GPU for each dtype; the others are long.
 QUICK = [(FP32, 80), (FP16, 89), (BF16, 90)]
 
@@ -194,11 +213,11 @@ def test_all_fit_every_gpu(dtype, capability):
         x, weight = torch.empty(3, size, dtype=dtype), torch.empty(size, dtype=dtype)
         rows = (x, None, None) if size in (64, 5120) else (x, x, x)
         launches.append(module.norm_launch(rows, weight, x, eps=1e-5, offset=0.0, round_first=True))
-    for size, interleaved, each in ((64, False, True), (128, True, True), (256, False, False)):
+    for size, interleaved, each in ((16, False, True), (128, True, True), (256, False, False)):
         x, table = torch.empty(2, 8, 5, size, dtype=dtype), torch.empty(1, 5, size, dtype=dtype)
         heads, tables, options = (x, x[:, :3]), (table, table), {"interleaved": interleaved, "round_each": each}
         launches.append(module.rope_launch(heads, heads, tables, **options))
-        for quantized in {64: (None,), 128: (torch.int8, torch.float8_e4m3fn, INT4), 256: (None, INT4)}[size]:
+        for quantized in {16: (INT4,), 128: (torch.int8, torch.float8_e4m3fn, None), 256: (None, INT4)}[size]:
             states, slots = torch.empty(10, 3, size, dtype=dtype), torch.zeros(10, dtype=torch.int64)
             pages = KVStorage(2, 16, states, states, quantized=quantized).pages
             launches.append(rotating_and_writing((*heads, x[:, :3]), tables, pages, slots, **options))
