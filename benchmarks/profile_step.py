@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_accel.cache.hf.handle import RaggedLayer
 from hf_accel.fused import layer_programme
-from hf_accel.fused.hf import NativeLayer
+from hf_accel.fused.hf import TracedForward
 from hf_accel.measuring.turns import time_generate
 
 from .bench import Bench, Entrant
@@ -59,7 +59,7 @@ class SelfTimes:
 
 def part_of(name: str, module: nn.Module, model: nn.Module) -> str | None:
     """The row that a module's own time is counted in."""
-    if isinstance(module, NativeLayer):
+    if isinstance(module, TracedForward):
         return AROUND
     if isinstance(module, nn.Linear):
         return "linear: head" if name == "lm_head" else "linear: layers"
@@ -86,7 +86,11 @@ def measured(entrant: Entrant, cache: Any, times: SelfTimes) -> Iterator[None]:
     before: list[tuple[Any, str, Any]] = []
     owners: list[tuple[Any, str, str]] = [(cache, "update", "cache: update")]
     whole = {
-        id(m) for layer in model.modules() if isinstance(layer, NativeLayer) for m in layer.modules() if m is not layer
+        id(m)
+        for layer in model.modules()
+        if isinstance(layer, TracedForward)
+        for m in layer.modules()
+        if m is not layer
     }
     modules = [(name, m) for name, m in model.named_modules() if id(m) not in whole]
     owners += [(m, "forward", part) for name, m in modules if (part := part_of(name, m, model))]

@@ -26,6 +26,7 @@ DTYPES = [FP32, BF16, FP16]
 LONG = pytest.mark.long
 TRIED = [pytest.param(FP32, marks=LONG), BF16, pytest.param(FP16, marks=LONG)]
 PAIRS = [(BF16, BF16), (BF16, FP32), pytest.param((FP32, FP32), marks=LONG), pytest.param((FP16, FP16), marks=LONG)]
+EIGHT_BITS = [torch.int8, torch.float8_e4m3fn]
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
@@ -120,7 +121,7 @@ def test_rotation(batch, heads, tokens, size, interleaved, round_each, dtypes):
 
 @runs
 @pytest.mark.gpu
-@pytest.mark.parametrize("quantized", [None, torch.int8, torch.float8_e4m3fn, INT4], ids=str)
+@pytest.mark.parametrize("quantized", [None, INT4, *(pytest.param(d, marks=LONG) for d in EIGHT_BITS)], ids=str)
 @pytest.mark.parametrize("dtypes", PAIRS, ids=str)
 @pytest.mark.parametrize(
     ("batch", "heads", "tokens", "dims", "interleaved"),
