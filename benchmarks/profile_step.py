@@ -85,13 +85,8 @@ def measured(entrant: Entrant, cache: Any, times: SelfTimes) -> Iterator[None]:
     model: Any = entrant.model
     before: list[tuple[Any, str, Any]] = []
     owners: list[tuple[Any, str, str]] = [(cache, "update", "cache: update")]
-    whole = {
-        id(m)
-        for layer in model.modules()
-        if isinstance(layer, TracedForward)
-        for m in layer.modules()
-        if m is not layer
-    }
+    layers = [layer for layer in model.modules() if isinstance(layer, TracedForward)]
+    whole = {id(m) for layer in layers for m in layer.modules() if m is not layer}
     modules = [(name, m) for name, m in model.named_modules() if id(m) not in whole]
     owners += [(m, "forward", part) for name, m in modules if (part := part_of(name, m, model))]
     attention = model.config._attn_implementation

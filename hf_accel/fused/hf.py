@@ -27,7 +27,7 @@ from ..state import BACKEND_ATTRIBUTE, FUSED
 from .forms import ROTATION
 from .joined_layer import JoinedLayer, joins
 from .layer_programme import LayerProgramme
-from .operators import computes
+from .operators import by_library, computes
 from .sites import Dropped, FusedSite
 from .stand_ins import SCALARS, TENSORS, Read, Span, UntraceableError
 from .traced import Operation, Trace
@@ -181,7 +181,7 @@ class LayerCalls(ABC, Generic[Layer]):
     computes: Callable[[object], bool]  # whether it is for this input
 
     def __init__(self) -> None:
-        self.dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of the input and the tables that were traced
+        self.kinds: tuple[object, ...] = ()  # the dtypes of the input and the tables that were traced, and the device
         self.names: frozenset[str] = frozenset()  # of the arguments of that call
         self.tensors: frozenset[str] = frozenset()  # those of TENSORS that were not None
         self.plain: dict[str, Any] = {}  # and those that were plain values
@@ -234,15 +234,15 @@ class LayerCalls(ABC, Generic[Layer]):
     def _ready(
         self, layer: nn.Module, x: Tensor, tables: tuple[Tensor, Tensor], kwargs: dict[str, Any]
     ) -> Layer | None:
-        dtypes, programme = (x.dtype, tables[0].dtype), self.programme
+        kinds, programme = (x.dtype, tables[0].dtype, x.device), self.programme
         tensors = frozenset(name for name in TENSORS if kwargs.get(name) is not None)
-        same = dtypes == self.dtypes and kwargs.keys() == self.names and tensors == self.tensors
+        same = kinds == self.kinds and kwargs.keys() == self.names and tensors == self.tensors
         if same and all(_is_same(kwargs[name], value) for name, value in self.plain.items()):
             if programme is not None and programme.is_current():
                 return programme
             if programme is None and all(read.owner.get(read.name) is read.value for read in self.reads):
                 return None  # what could not be traced has not changed since
-        self.dtypes, self.names, self.tensors = dtypes, frozenset(kwargs), tensors
+        self.kinds, self.names, self.tensors = kinds, frozenset(kwargs), tensors
         self.plain = {name: value for name, value in kwargs.items() if name not in TENSORS}
         self.programme = self._make(layer, x, tables[0].dtype, kwargs)
         return self.programme
@@ -300,6 +300,8 @@ class JoinedCalls(LayerCalls[JoinedLayer]):
         return JoinedCalls, (self.joined, self.following)
 
     def make(self, trace: Trace, planned: PlannedAttention, *, x: Tensor, table_dtype: torch.dtype) -> JoinedLayer:
+        if by_library(x):  # the model was moved to a CPU since
+            raise UntraceableError("its steps share launches on a GPU alone")
         attention = _attention_of(trace, replace(planned.spec, dtype=x.dtype))
         return JoinedLayer(trace, table_dtype, attention, device=x.device, following=self.following)
 

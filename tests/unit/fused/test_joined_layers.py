@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 import hf_accel
 from hf_accel import planning
-from hf_accel.fused import joined_layer, modules, sites
+from hf_accel.fused import hf, joined_layer, modules, operators, sites
 from hf_accel.fused.forms import ACTIVATIONS, form_of_rotation
 from hf_accel.fused.hf import JOINED, JoinedCalls, TracedForward
 from hf_accel.fused.modules import NativeNorm
@@ -75,6 +75,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             pytest.skip(cpu.refusal() or "Triton's interpreter takes the place of the library")
         for planner in (planning, sites):
             monkeypatch.setattr(planner, "has_library", lambda device_type: False)
+        monkeypatch.setattr(hf, "by_library", lambda x: False)
         monkeypatch.setattr(modules, "gated", lambda gate, up, activation: ACTIVATIONS[activation](gate) * up)
         monkeypatch.setattr(joined_layer, "add_rms_norm", add_rms_norm)
         monkeypatch.setattr(joined_layer, "rope_and_write", rope_and_write)
@@ -316,6 +317,20 @@ def test_copies_know_their_own_norms(model: PreTrainedModel) -> None:
         assert vars(first)[FUSED].following is second.input_layernorm is not model.model.layers[1].input_layernorm
     change_weight(second)
     assert same_bits(twin)[True]
+
+
+def test_a_model_that_was_moved_to_a_cpu_runs_module_by_module(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cpu.refusal() is not None:
+        pytest.skip("its kernels are not there")
+    assert same_bits(model)[True]
+    monkeypatch.setattr(hf, "by_library", operators.by_library)
+    layers = layers_of(model)
+    for layer in layers:
+        layer.self_attn.scaling *= 0.5  # they are traced again
+    calls = same_bits(model)
+    assert calls[False] == 4 * len(layers) and not calls[True]
 
 
 def test_unpatch_takes_the_layers_out(model: PreTrainedModel) -> None:
