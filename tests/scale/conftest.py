@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 from transformers import AutoTokenizer
@@ -21,11 +22,12 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def alone() -> Callable[[str, int], str]:
     """The text of generate() of one prompt, greedy, in INT8 as the examples have it."""
     model, tokenizer = hf_accel.load(SHIPPED), AutoTokenizer.from_pretrained(SHIPPED)
 
+    @cache
     def text(prompt: str, new_tokens: int) -> str:
         inputs = tokenizer(prompt, return_tensors="pt")
         ids = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)[0, inputs.input_ids.shape[1] :]
