@@ -48,6 +48,7 @@ def environment() -> Iterator[dict[str, str]]:
         "HF_HUB_OFFLINE": "1",
         "RAY_TMPDIR": folder,
         "RAY_AUTH_MODE": "disabled",
+        "RAY_worker_niceness": "0",  # not 15, at which its workers starve beside other processes
     }
     yield {**kept, **own}
     until(lambda: not processes_of(folder))
