@@ -101,11 +101,13 @@ def measure(bench: Bench) -> list[Table]:
             for number, (title, rate) in enumerate(rates.items(), start=1)
         }
         everything = list(loads.values())
-        arriving = [row for system in systems for row in run("", system, path, everything, titles=list(loads))]
+        asked = systems if loads else []
+        arriving = [row for system in asked for row in run("", system, path, everything, titles=list(loads))]
     arriving.sort(key=lambda row: list(loads).index(row["load"]))
     title = f"{len(workload.prompts)} requests, {workload.name} tokens each, prompts of {span(workload)} tokens"
     note = NOTE.format(stock=stock, ours=ours)
-    return [Table(f"{title}, all at once", at_once, note), Table(f"{title}, arriving at random", arriving, note)]
+    tables = [Table(f"{title}, all at once", at_once, note), Table(f"{title}, arriving at random", arriving, note)]
+    return tables if loads else tables[:1]
 
 
 def save(model: Any, path: Path) -> None:

@@ -230,6 +230,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default=defaults.device, help="where the models are")
     parser.add_argument("--label", default="", help="of the JSON files' names, so that one folder holds two models")
     parser.add_argument("--rounds", type=int, help="repetitions")
+    parser.add_argument("--at-once", action="store_true", help="of http_load: no load but all requests at once")
     parser.add_argument("--prompt", type=int, help="tokens of a prefill, where they are not as many as --context")
     parser.add_argument("--setups", default="", help=f"comma-separated, of {', '.join(s.name for s in SETUPS)}")
     parser.add_argument(
@@ -274,7 +275,8 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     settings = settings.quicker() if arguments.quick else settings
     rounds, tokens = arguments.rounds or settings.rounds, arguments.tokens or settings.quality_tokens
     prompt = arguments.prompt or settings.prompt
-    return dataclasses.replace(settings, rounds=rounds, quality_tokens=tokens, prompt=prompt)
+    latency = dataclasses.replace(settings.latency, loads=()) if arguments.at_once else settings.latency
+    return dataclasses.replace(settings, rounds=rounds, quality_tokens=tokens, prompt=prompt, latency=latency)
 
 
 if __name__ == "__main__":

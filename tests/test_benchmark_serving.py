@@ -277,3 +277,19 @@ def test_without_llama_server_the_result_says_so(monkeypatch: pytest.MonkeyPatch
         [f"llama-server {kind}" for kind in http_load.GGUF_KINDS],
         "llama-server is not on the PATH, and LLAMA_SERVER does not name it",
     )
+
+
+@pytest.mark.parametrize("options", [[], ["--at-once"]], ids=["loads", "all at once"])
+def test_loads_that_arrive_can_be_left_out(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def run(load: str, system: http_load.System, path: Path, workloads: list[Requests], *, titles: Any = None) -> Any:
+        asked.append(len(workloads))
+        return [{"load": title, "system": system.name, "requests_per_second": 1.0} for title in titles or [load]]
+
+    monkeypatch.setattr(http_load, "run", run)
+    monkeypatch.setattr(http_load, "save", lambda model, path: None)
+    monkeypatch.setattr(http_load, "llama_server", lambda: None)
+    tables = http_load.measure(Bench(parse(["http_load", "--model", "tiny", *options]).settings))
+    assert [len(table.rows) for table in tables] == ([5] if options else [5, 5 * 4])
+    assert asked == ([1] * 5 if options else [1] * 5 + [4] * 5)
