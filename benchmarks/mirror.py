@@ -25,12 +25,14 @@ from hf_accel.generation.hf.model_runner import ModelRunner
 from hf_accel.generation.hf.vocabulary import vocabulary_size
 from hf_accel.generation.speculation.drafters.model import ModelDrafter, PartialDraft
 from hf_accel.generation.speculation.verifiers import TokenVerifier
+from hf_accel.generation.unread import Unread, known
 from hf_accel.hardware import detect, read_bandwidth
 from hf_accel.hardware.processor import usable_cores
 from hf_accel.measuring.requests import Requests, draw
 from hf_accel.measuring.served import WrongResultError, accelerated
 from hf_accel.measuring.turns import median_ratio, ratios, take_turns
 from hf_accel.state import state_of
+from hf_accel.tensors import integers
 from hf_accel.twin import twin
 
 from .bench import Bench
@@ -176,9 +178,9 @@ class KnownTokens(ModelDrafter):
 
     known: Known
 
-    def _append_tokens(self, drafts: list[PartialDraft], logits: Tensor) -> None:
-        for draft in drafts:
-            draft.tokens.append(self._known(draft))
+    def _next_tokens(self, drafts: list[PartialDraft], logits: Tensor) -> tuple[Tensor, Unread[list[int]]]:
+        tokens = [self._known(draft) for draft in drafts]
+        return integers(tokens), known(tokens)
 
     def _guess(self, drafts: list[PartialDraft], logits: Tensor) -> list[int]:
         return [self._known(draft) for draft in drafts]

@@ -168,7 +168,10 @@ class MirrorDrafter(ModelDrafter):
 
     def _draft_one(self, drafts: list[PartialDraft]) -> None:
         if drafts:
-            self._append_tokens(drafts, self._pass(drafts, [draft.missing for draft in drafts]))
+            logits = self._over_target_vocabulary(self._pass(drafts, [draft.missing for draft in drafts]))
+            _, tokens = self._next_tokens(drafts, logits)
+            for draft, token in zip(drafts, tokens.read(), strict=True):
+                draft.tokens.append(token)
 
     def _begin_ahead(self, drafts: list[PartialDraft]) -> None:
         """Start the thread on all drafts after which another one may be asked for."""

@@ -55,6 +55,13 @@ def integers(numbers: Sequence[int], *, dtype: torch.dtype = torch.int64) -> Ten
     return torch.frombuffer(array("q" if dtype is torch.int64 else "i", numbers), dtype=dtype)
 
 
+def sent(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor of the host on the device of another one, by a copy for which the host does not wait."""
+    if like.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(like.device, non_blocking=True)
+
+
 def is_remote(tensor: Tensor) -> bool:
     """Whether the host must wait for a device to read a number of the tensor."""
     return tensor.device.type != "cpu"

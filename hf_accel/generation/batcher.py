@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..cache.pages import CachedSequence, Pages, TokenRange
 from ..errors import HfAccelError, HfAccelWarning
+from ..tensors import integers, sent
 from .agreement import ALONE, ProcessAgreement
 from .runner import Runner
 from .sampling.choice import Chosen, choose
@@ -214,7 +215,7 @@ class Batcher:
             chunk.sequence.num_computed += chunk.count
         sequences, rows = self._with_followers([s for s, _ in ends], [len(d) + 1 for _, d in ends])
         if len(rows) != len(logits):
-            logits = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
+            logits = logits[sent(integers(rows), logits)]
         proposed = [self.speculation.draft_of(sequence) for sequence in sequences]
         # A rank that rounds otherwise, or draws without a seed, would go on with other tokens than the others.
         chosen = self.agreement.agree(choose(logits, sequences, proposed, self.speculation.verifier))

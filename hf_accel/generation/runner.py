@@ -16,9 +16,10 @@ class Runner(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def __call__(self, ids: list[int], positions: list[int], step: Step, keep: list[int]) -> Tensor:
+    def __call__(self, ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int]) -> Tensor:
         """Compute N tokens of one or many sequences, which stand end to end.
 
-        ids, positions: N each. step: the slots that the pass writes and reads; its tensors are on the host. keep: the
+        ids: N, or a tensor [N] int64 on the model's device: one token of each sequence, which the host has not read.
+        positions: N. step: the slots that the pass writes and reads; its tensors are on the host. keep: the
         indices of the tokens whose logits are wanted. Returns logits [len(keep), V], on the model's device.
         """

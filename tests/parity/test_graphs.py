@@ -16,6 +16,7 @@ from hf_accel.generation.hf.graphed_runner import GraphedRunner
 from hf_accel.generation.hf.session import Session
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Sequence
+from hf_accel.generation.speculation.drafters import model as drafting
 
 from ..unit.generation.tape import TapeMaker, install
 from .families import FAMILIES, build
@@ -91,6 +92,32 @@ def test_verification(drafter: str, makers: list[TapeMaker]) -> None:
     assert found["replays"] > 5
     assert len(makers) == (1 if drafter == "ngram" else 2)
     assert all("replay" in maker.events for maker in makers)
+
+
+@pytest.mark.parametrize("graphed", [True, False], ids=["graphed", "eager"])
+@pytest.mark.parametrize("drafter", ["self-int4", "near model"])
+def test_tokens_that_the_host_has_not_read(
+    drafter: str, graphed: bool, makers: list[TapeMaker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: a pass of a draft model takes the tokens of the one before, by a graph and without one."""
+    monkeypatch.setattr(drafting, "is_remote", lambda tensor: True)
+    if not graphed:
+        monkeypatch.setattr(graphed_runner, "MOST_BYTES", 0)
+    taken: list[int] = []
+    make_pass = drafting.ModelDrafter._pass
+
+    def watched(self: Any, drafts: Any, counts: Any, last: Any = None) -> Any:
+        taken.append(0 if last is None else len(drafts))
+        return make_pass(self, drafts, counts, last)
+
+    monkeypatch.setattr(drafting.ModelDrafter, "_pass", watched)
+    model = patched()
+    made: dict[str, Any] = {"near model": near("llama")}
+    config = hf_accel.SpeculativeConfig(drafter=made.get(drafter, drafter), num_draft=3)
+    expected = answers("llama", PROMPTS, 2 * NEW_TOKENS)
+    assert by_generate_batch(model, PROMPTS, 2 * NEW_TOKENS, speculative=config) == expected
+    assert max(taken) > 3 and len([count for count in taken if count]) > 5
+    assert all(("replay" in maker.events) == graphed for maker in makers)
 
 
 def test_preemption_and_batches_that_shrink_and_grow() -> None:

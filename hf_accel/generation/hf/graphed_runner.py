@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...cache.group import PageGroup, Step
-from ...cache.pass_inputs import PassInputs, packed, views
+from ...cache.pass_inputs import packed, views
 from ...config import CacheConfig
 from ...tensors import autocast_dtype, integers
 from ..buckets import MOST_ROWS, Bucket, PaddedPass, padded
 from ..graphs import Graph, GraphMaker
 from .capturable import Dependencies, model_refusal_of_graphs
-from .model_runner import ModelRunner
+from .model_runner import ModelRunner, pass_inputs
 
 MOST_BYTES = 4 * 2**30  # of all graphs of a runner
 LEAST_FREE_BYTES = 2**30  # of the device; with less, no more graphs are captured
@@ -45,10 +45,11 @@ class GraphStatistics:
 
 @dataclass(frozen=True)
 class CapturedPass:
-    """A graph, and the memory from which it reads the inputs and to which it writes logits [n, V]."""
+    """A graph, and the memory from which it reads the inputs, ids among them, and to which it writes logits [n, V]."""
 
     graph: Graph
     static: Tensor
+    ids: Tensor
     logits: Tensor
 
 
@@ -89,17 +90,17 @@ class GraphedRunner(ModelRunner):
         """Compare the model with the one that was captured before the next pass. Its weights may have moved."""
         self._is_checked = False
 
-    def __call__(self, ids: list[int], positions: list[int], step: Step, keep: list[int]) -> Tensor:
+    def __call__(self, ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int]) -> Tensor:
         """Compute N tokens; see ModelRunner."""
         refusal = self._refusal()
         found: PaddedPass | str | None = None
         if refusal is None:
-            inputs = PassInputs(integers(ids), integers(positions), integers(keep or [0]), step)
+            inputs = pass_inputs(ids, positions, step, keep)
             found = padded(inputs, len(keep), self.groups, most_rows=self.most_rows)
             if isinstance(found, PaddedPass):
                 captured = self._captured(found)
                 if isinstance(captured, CapturedPass):
-                    return self._replay(captured, found)
+                    return self._replay(captured, found, ids if isinstance(ids, Tensor) else None)
                 refusal = captured
             else:
                 refusal = found
@@ -187,7 +188,7 @@ class GraphedRunner(ModelRunner):
             outputs[:] = [self._store(self.compute(inputs, everything=everything))]
 
         graph = self.maker.capture(run)
-        return CapturedPass(graph, static, outputs[0])
+        return CapturedPass(graph, static, inputs.ids, outputs[0])
 
     def _store(self, logits: Tensor) -> Tensor:
         """Copy logits [n, V] to where all graphs write them. Otherwise each graph would keep memory for its own."""
@@ -195,8 +196,10 @@ class GraphedRunner(ModelRunner):
             self._logits = torch.empty_like(logits)
         return self._logits[: len(logits)].copy_(logits)
 
-    def _replay(self, captured: CapturedPass, found: PaddedPass) -> Tensor:
+    def _replay(self, captured: CapturedPass, found: PaddedPass, ids: Tensor | None) -> Tensor:
         captured.static.copy_(packed(found.inputs.tensors, self.device), non_blocking=True)
+        if ids is not None:  # one of each sequence, so that padding stands behind them
+            captured.ids[: len(ids)].copy_(ids)
         captured.graph.replay()
         self.statistics.replays += 1
         kept = found.kept

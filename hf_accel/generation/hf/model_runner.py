@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -169,6 +170,12 @@ def _is_empty(value: object) -> bool:
     return value is None or (isinstance(value, Mapping) and not value)
 
 
+def pass_inputs(ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int]) -> PassInputs:
+    """The inputs of a pass on the host; zeros stand for ids that are on a device. See Runner."""
+    own = torch.zeros(len(ids), dtype=torch.int64) if isinstance(ids, Tensor) else integers(ids)
+    return PassInputs(own, integers(positions), integers(keep or [0]), step)
+
+
 class ModelRunner:
     """Calls a patched model on the tokens of many sequences, which stand end to end in one row [1, N].
 
@@ -186,10 +193,12 @@ class ModelRunner:
     def device(self) -> torch.device:
         return model_device(self.model)
 
-    def __call__(self, ids: list[int], positions: list[int], step: Step, keep: list[int]) -> Tensor:
+    def __call__(self, ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int]) -> Tensor:
         """Compute N tokens; returns logits [len(keep), V] of the tokens with the indices `keep`. See Runner."""
-        inputs = PassInputs(integers(ids), integers(positions), integers(keep or [0]), step)
-        return self.compute(inputs.to(self.device), everything=len(keep) == len(ids))[: len(keep)]
+        inputs = pass_inputs(ids, positions, step, keep).to(self.device)
+        if isinstance(ids, Tensor):
+            inputs = replace(inputs, ids=ids)
+        return self.compute(inputs, everything=len(keep) == len(ids))[: len(keep)]
 
     def compute(self, inputs: PassInputs, *, everything: bool) -> Tensor:
         """Compute a pass whose tensors are on the device. Returns the logits [K, V] of the tokens inputs.keep.

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process, stopping_criteria
 
+from ...tensors import integers, sent
 from ..sampling.processors import MinNewTokens, MinP, Processor, RepetitionPenalty, Temperature, TopKTopP
 from ..sampling.sampling import Draw, Sampling
 from ..sampling.stopping import StopRules
@@ -96,8 +97,9 @@ class Batched(Processor):
             by_length.setdefault(len(ids), []).append(row)
         out = torch.empty_like(scores)
         for rows in by_length.values():
-            ids = torch.stack([columns[row] for row in rows]).to(scores.device)
-            out[rows] = self._for([prefixes[row].sequence for row in rows])(ids, scores[rows])
+            ids = sent(torch.stack([columns[row] for row in rows]), scores)
+            own = sent(integers(rows), scores)
+            out[own] = self._for([prefixes[row].sequence for row in rows])(ids, scores[own])
         return out
 
     def _for(self, sequences: abc.Sequence[Tokens | None]) -> Any:

@@ -13,8 +13,10 @@ from ...errors import HfAccelError
 from ...kernels import cpu
 from ...kernels.cpu.library import DTYPES
 from ...kernels.cpu.logits import argmax as native_argmax
+from ...tensors import integers, sent
 from ..sequence import Draft, Sequence
 from ..speculation.verifiers.verifier import Place, Verifier
+from ..unread import Unread, known, together
 from .logprobs import TokenLogprobs, logprobs
 from .sampling import Sampling, processed_scores
 from .token_prefix import Prefix, prefix_of
@@ -70,11 +72,14 @@ def choose(
     groups: dict[Hashable, list[int]] = {}
     for index, sequence in enumerate(sequences):
         groups.setdefault(_group_key(sequence.sampling), []).append(index)
-    results: dict[int, Chosen | Exception] = {}
+    unread = []
     for indices in groups.values():
         own = [members[index] for index in indices]
         regrouped = _members([member.sequence for member in own], [member.draft for member in own])
-        results.update(zip(indices, _choose_group(_rows(logits, own), regrouped, verifier), strict=True))
+        unread.append(_choose_group(_rows(logits, own), regrouped, verifier))
+    results: dict[int, Chosen | Exception] = {}
+    for indices, chosen in zip(groups.values(), together(unread).read(), strict=True):
+        results.update(zip(indices, chosen, strict=True))
     return _with_logprobs(logits, members, [results[index] for index in range(len(members))])
 
 
@@ -89,12 +94,13 @@ def processed(logits: Tensor, rows: abc.Sequence[tuple[Sequence, list[int]]]) ->
     groups: dict[Hashable, list[int]] = {}
     for row, (sequence, _) in enumerate(rows):
         groups.setdefault(_group_key(sequence.sampling), []).append(row)
-    distributions = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    distributions = torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
     for members in groups.values():
         sampling = rows[members[0]][0].sampling
         prefixes = [prefix_of(*rows[row]) for row in members]
-        scores, _ = processed_scores(sampling, logits[members], prefixes)
-        distributions[members] = _one_hot(scores) if sampling.greedy else scores.softmax(-1)
+        own = sent(integers(members), logits)
+        scores, _ = processed_scores(sampling, logits[own], prefixes)
+        distributions[own] = _one_hot(scores) if sampling.greedy else scores.softmax(-1)
     return distributions
 
 
@@ -123,17 +129,24 @@ def _rows(tensor: Tensor, members: list[Member]) -> Tensor:
     indices = [row for member in members for row in member.rows]
     if indices and indices[-1] - indices[0] + 1 == len(indices):
         return tensor[indices[0] : indices[-1] + 1]
-    return tensor[indices]
+    return tensor[sent(integers(indices), tensor)]
 
 
-def _choose_group(logits: Tensor, members: list[Member], verifier: Verifier) -> list[Chosen | Exception]:
+def _choose_group(logits: Tensor, members: list[Member], verifier: Verifier) -> Unread[list[Chosen | Exception]]:
     """Choose for members with equal keys. `logits` holds their rows and no others."""
     sampling = members[0].sequence.sampling
     if sampling.plain:
         return _greedy(members, argmax(logits))
     scores, errors = processed_scores(sampling, logits, [prefix for member in members for prefix in member.prefixes()])
-    results = _greedy(members, argmax(scores)) if sampling.greedy else _sampled(scores.softmax(-1), members, verifier)
-    failed_rows = errors()  # after the tokens, because the host has waited for the device by now
+    chosen = _greedy(members, argmax(scores)) if sampling.greedy else _sampled(scores.softmax(-1), members, verifier)
+    # The errors are read after the tokens, because the host has waited for the device by then.
+    return chosen.then(lambda results: _with_errors(members, results, errors()))
+
+
+def _with_errors(
+    members: list[Member], results: list[Chosen | Exception], failed_rows: dict[int, Exception]
+) -> list[Chosen | Exception]:
+    """The results, with the errors of the rows that they come from."""
     for at, (member, result) in enumerate(zip(members, results, strict=True)):
         if failed_rows and isinstance(result, Chosen):
             used = member.rows[: len(result.tokens)]
@@ -144,12 +157,16 @@ def _choose_group(logits: Tensor, members: list[Member], verifier: Verifier) -> 
     return results
 
 
-def _greedy(members: list[Member], best: Tensor) -> list[Chosen | Exception]:
-    tokens = best.tolist()
-    return [_chosen(member.draft.accepted(tokens[member.rows.start : member.rows.stop])) for member in members]
+def _greedy(members: list[Member], best: Tensor) -> Unread[list[Chosen | Exception]]:
+    return Unread(
+        best,
+        lambda tokens: [
+            _chosen(member.draft.accepted(tokens[member.rows.start : member.rows.stop])) for member in members
+        ],
+    )
 
 
-def _sampled(distributions: Tensor, members: list[Member], verifier: Verifier) -> list[Chosen | Exception]:
+def _sampled(distributions: Tensor, members: list[Member], verifier: Verifier) -> Unread[list[Chosen | Exception]]:
     draw = members[0].sequence.sampling.draw
     undrafted = [at for at, member in enumerate(members) if draw is not None and not len(member.draft)]
     others = [at for at in range(len(members)) if at not in set(undrafted)]
@@ -163,11 +180,17 @@ def _sampled(distributions: Tensor, members: list[Member], verifier: Verifier) -
             results.update((at, error) for at in undrafted)
     if others:
         own = [members[at] for at in others]
-        kept = verifier.verify(
+        kept = verifier.verified(
             _rows(distributions, own), [member.draft for member in own], [member.place for member in own]
         )
-        results.update((at, _chosen(tokens)) for at, tokens in zip(others, kept, strict=True))
-    return [results[at] for at in range(len(members))]
+    else:
+        kept = known([])
+
+    def in_order(tokens: list[list[int]]) -> list[Chosen | Exception]:
+        found = results | {at: _chosen(own) for at, own in zip(others, tokens, strict=True)}
+        return [found[at] for at in range(len(members))]
+
+    return kept.then(in_order)
 
 
 def _chosen(tokens: list[int]) -> Chosen:
@@ -193,7 +216,7 @@ def _with_logprobs(
             tokens += result.tokens
             counts += [count] * len(result.tokens)
     if reported:
-        reports = iter(logprobs(logits[rows], tokens, counts))
+        reports = iter(logprobs(logits[sent(integers(rows), logits)], tokens, counts))
         for at in reported:
             result = results[at]
             if isinstance(result, Chosen):

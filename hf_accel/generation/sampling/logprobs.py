@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from ...tensors import HostCopy
+from ...tensors import HostCopy, integers, sent
 from .filters import topk
 
 
@@ -24,7 +23,7 @@ class TokenLogprobs:
 def logprobs(logits: Tensor, tokens: abc.Sequence[int], counts: abc.Sequence[int]) -> list[TokenLogprobs]:
     """For each row of logits [n, V], the log-probabilities of tokens[row] and of the counts[row] most probable ids."""
     logs = logits.float().log_softmax(-1)
-    own = logs.gather(1, torch.tensor(tokens, device=logs.device)[:, None])[:, 0]
+    own = logs.gather(1, sent(integers(tokens), logs)[:, None])[:, 0]
     most = min(max(counts, default=0), logs.shape[1])
     copies = [HostCopy(tensor) for tensor in (own, *topk(logs, most))]  # the host waits for all of them at once
     chosen, values, ids = (copy.tolist() for copy in copies)

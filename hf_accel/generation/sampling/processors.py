@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
+from ...tensors import integers, sent
 from . import filters
 from .token_prefix import Prefix
 
@@ -46,7 +47,7 @@ class RepetitionPenalty(Processor):
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         scores = scores.clone(memory_format=torch.contiguous_format)
-        places = _places([prefix.columns for prefix in prefixes], scores)
+        places = sent(_places([prefix.columns for prefix in prefixes], scores), scores)
         found = scores.view(-1)[places]
         scores.view(-1)[places] = torch.where(found < 0, found * self.penalty, found / self.penalty)
         return scores
@@ -64,14 +65,15 @@ class FrequencyPenalty(Processor):
         scores = scores.clone(memory_format=torch.contiguous_format)
         places = _places([prefix.ids[prefix.num_prompt :] for prefix in prefixes], scores)
         places, counts = torch.unique(places, return_counts=True)
+        places, counts = sent(places, scores), sent(counts, scores)
         scores.view(-1)[places] = scores.view(-1)[places] - self.frequency * counts - self.presence
         return scores
 
 
 def _places(rows: list[Tensor], scores: Tensor) -> Tensor:
-    """Return the indices of each row's ids in the flattened scores. Ids that have no logit are left out."""
+    """Return the indices of each row's ids in the flattened scores, on the host. Ids without a logit are left out."""
     size = scores.shape[1]
-    return torch.cat([ids[ids < size] + row * size for row, ids in enumerate(rows)]).to(scores.device)
+    return torch.cat([ids[ids < size] + row * size for row, ids in enumerate(rows)])
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,10 @@ class MinNewTokens(Processor):
         early = [prefix.num_new < self.count for prefix in prefixes]
         if not any(early):
             return scores
-        stops = torch.zeros(scores.shape[1], dtype=torch.bool, device=scores.device)
+        stops = torch.zeros(scores.shape[1], dtype=torch.bool)
         stops[[token for token in self.stop_token_ids if token < scores.shape[1]]] = True
-        return scores.masked_fill(torch.tensor(early, device=scores.device)[:, None] & stops, -torch.inf)
+        rows, stops = sent(torch.tensor(early), scores), sent(stops, scores)
+        return scores.masked_fill(rows[:, None] & stops, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -131,9 +134,8 @@ class OnlyTokens(Processor):
     ids: tuple[int, ...]
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
-        only = torch.full_like(scores, -torch.inf)
-        only[:, list(self.ids)] = scores[:, list(self.ids)]
-        return only
+        kept = sent(integers(self.ids), scores)
+        return torch.full_like(scores, -torch.inf).index_copy_(1, kept, scores.index_select(1, kept))
 
 
 # -- warpers -----------------------------------------------------------------------------------------------

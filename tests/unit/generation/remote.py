@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import Any
 
@@ -10,8 +11,6 @@ import torch
 from torch import Tensor
 
 import hf_accel.tensors
-from hf_accel.generation.sampling import filters, logprobs, sampling
-from hf_accel.generation.speculation.verifiers import inverse, seeded
 
 WAITING = {
     "tolist", "item", "cpu", "numpy", "nonzero", "unique", "masked_select", "equal", "__bool__", "__int__",
@@ -30,6 +29,8 @@ class Remote(Tensor):
             keys = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(key, Tensor) and key.dtype is torch.bool for key in keys):
                 WAITS["a mask as an index"] += 1
+            elif any(isinstance(key, list | range) or type(key) is Tensor for key in keys):
+                WAITS["an index from the host"] += 1  # torch copies it there and waits
         if name in WAITING or (name == "to" and "cpu" in map(str, args[1:])):
             WAITS[name] += 1
             if name == "tolist":
@@ -49,12 +50,19 @@ class RemoteCopy:
         return self.tensor.as_subclass(Tensor).tolist()
 
 
+def remote_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """tensors.sent."""
+    return tensor.as_subclass(Remote) if isinstance(like, Remote) else tensor
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Treat Remote tensors as those of a device; returns the counts of waits, which are reset."""
-    for module in (hf_accel.tensors, filters, sampling, inverse, seeded):
-        monkeypatch.setattr(module, "is_remote", lambda tensor: isinstance(tensor, Remote))
-    for module in (hf_accel.tensors, sampling, logprobs):
-        monkeypatch.setattr(module, "HostCopy", RemoteCopy)
+    stand_ins = {"is_remote": lambda tensor: isinstance(tensor, Remote), "HostCopy": RemoteCopy, "sent": remote_like}
+    real = {name: getattr(hf_accel.tensors, name) for name in stand_ins}
+    for module in [module for name, module in sys.modules.items() if name.startswith("hf_accel.")]:
+        for name, stand_in in stand_ins.items():
+            if getattr(module, name, None) is real[name]:
+                monkeypatch.setattr(module, name, stand_in)
     monkeypatch.setattr("hf_accel.kernels.cpu.refusal", lambda: "the tensors are on a pretended device")
     WAITS.clear()
     return WAITS

@@ -168,8 +168,8 @@ def test_llama_cpp_computes_the_same(name: str, weights: str, tmp_path: Path) ->
     found = LlamaCppModel(tmp_path / "model.gguf", model.config)(input_ids=ids).logits[0]
     expected = oracle(ids).logits[0]
     error = (found - expected).pow(2).mean() / expected.var()
-    # llama.cpp rounds activations to 8 bits beside quantized weights, and K and V to float16: enough to change which of
-    # two nearly equal tokens of an untrained model comes first, so that tokens are compared without it only
+    # llama.cpp rounds activations to 8 bits beside quantized weights, and K and V to float16: enough to change which
+    # of two nearly equal tokens of an untrained model comes first, so that only a float model's tokens are compared
     assert error < (1e-5 if weights == "float" else 1e-2)
     if weights == "float":
         assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.95

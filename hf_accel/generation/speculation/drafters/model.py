@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from ....cache.pages import CachedSequence, Pages, TokenRange
+from ....tensors import integers, is_remote, sent
 from ...runner import Runner
 from ...sampling.choice import argmax, processed
 from ...sequence import Draft, Sequence
+from ...unread import Unread, together
 from ..verifiers.verifier import Place, Verifier
 from .drafter import Drafter
 
@@ -19,6 +21,7 @@ MAX_CHUNK = 512  # the most tokens of one sequence in a pass of catch_up()
 # The first drafting pass computes up to so many tokens of a sequence: when a whole draft was accepted, its last token
 # and the bonus token are not computed yet.
 MAX_MISSING = 2
+UNREAD = -1  # stands for a drafted token that the host has not read
 
 
 @dataclass
@@ -73,6 +76,9 @@ class PartialDraft:
 class ModelDrafter(Drafter):
     """Drafts token by token with a model. Each pass drafts one token for all sequences.
 
+    On a device a pass takes the tokens of the one before from there, and the host reads all of them at the end, unless
+    a logits processor has to see them.
+
     runner: calls the draft model. pages: the draft model's own pages, or None if it reads and writes the target's. In
         that case its K and V are in the slots of the drafted tokens until the target overwrites them.
     num_tokens, target_tokens: the vocabulary sizes of the draft model and of the target. Their common ids mean the
@@ -107,11 +113,41 @@ class ModelDrafter(Drafter):
 
     def propose(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> list[Draft]:
         self.catch_up(sequences)
-        drafts = [PartialDraft(s, self._past(s), length) for s, length in zip(sequences, lengths, strict=True)]
-        for number in range(max(lengths, default=0)):
-            unfinished = [draft for draft in drafts if draft.length > number]
-            self._append_tokens(unfinished, self._pass(unfinished, [draft.missing for draft in unfinished]))
+        ahead = not any(sequence.sampling.uses_prefix for sequence in sequences)
+        drafts = self._drafted(sequences, lengths, ahead=ahead) or self._drafted(sequences, lengths, ahead=False)
         return [Draft(draft.tokens, draft.distribution) for draft in drafts]
+
+    def _drafted(
+        self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int], *, ahead: bool
+    ) -> list[PartialDraft]:
+        """Generate the drafts. Returns [] if a pass went on from a token that had to be drawn again.
+
+        ahead: whether the host reads the tokens of a device at the end only.
+        """
+        drafts = [PartialDraft(s, self._past(s), length) for s, length in zip(sequences, lengths, strict=True)]
+        longest_first = sorted(drafts, key=lambda draft: -draft.length)  # those that go on are then the first rows
+        passes: list[Unread[list[list[int]]]] = []
+        ids: Tensor | None = None
+        for number in range(max(lengths, default=0)):
+            unfinished = [draft for draft in longest_first if draft.length > number]
+            logits = self._pass(unfinished, [draft.missing for draft in unfinished], ids)
+            chosen, right = self._next_tokens(unfinished, self._over_target_vocabulary(logits))
+            if ahead and is_remote(logits):
+                ids = chosen
+                passes.append(together([Unread(chosen, list), right]))
+                tokens = [UNREAD] * len(unfinished)
+            else:
+                tokens = right.read()
+            for draft, token in zip(unfinished, tokens, strict=True):
+                draft.tokens.append(token)
+        for number, (used, read) in enumerate(together(passes).read()):
+            if used != read:
+                return []
+            for draft, token in zip(longest_first, read, strict=False):
+                draft.tokens[number] = token
+        for draft in drafts:
+            draft.past.drafted = draft.tokens[: len(draft.past.drafted)]
+        return drafts
 
     def forget(self, sequence: Sequence) -> None:
         past = self._pasts.pop(sequence, None)
@@ -134,6 +170,7 @@ class ModelDrafter(Drafter):
                 break
             past.final += 1
         past.drafted = []
+        past.final = min(past.final, len(sequence.tokens) - 1)  # it has all of them where a draft is made again
         past.cached.truncate(past.final)
         return past
 
@@ -143,8 +180,11 @@ class ModelDrafter(Drafter):
 
     # -- a pass ----------------------------------------------------------------------------------------
 
-    def _pass(self, drafts: list[PartialDraft], counts: list[int]) -> Tensor:
-        """Compute the next counts[i] tokens of each draft; returns the logits [n, num_tokens] of its last token."""
+    def _pass(self, drafts: list[PartialDraft], counts: list[int], last: Tensor | None = None) -> Tensor:
+        """Compute the next counts[i] tokens of each draft; returns the logits [n, num_tokens] of its last token.
+
+        last: the tokens of the pass before, on the device, where the host has not read them; one is missing then.
+        """
         ids: list[int] = []
         positions: list[int] = []
         ranges, keep = [], []
@@ -156,32 +196,37 @@ class ModelDrafter(Drafter):
             ids += self._in_vocabulary(draft.next_inputs(count))
             positions += range(start, start + count)
             keep.append(len(ids) - 1)
-        return self.runner(ids, positions, self.pages.step(ranges), keep)
+        given = ids if last is None else last[: len(drafts)]
+        return self.runner(given, positions, self.pages.step(ranges), keep)
 
     # -- tokens ----------------------------------------------------------------------------------------
 
-    def _append_tokens(self, drafts: list[PartialDraft], logits: Tensor) -> None:
-        """Append a token to each draft: the most probable one for greedy sequences, a drawn one for others.
+    def _next_tokens(self, drafts: list[PartialDraft], logits: Tensor) -> tuple[Tensor, Unread[list[int]]]:
+        """The next token of each draft: the most probable one for greedy sequences, a drawn one for others.
 
-        The logits are processed as the target's are.
+        logits: [n, target_tokens], processed here as the target's are. Returns the tokens [n] as they are on the
+        device, and as they are right: the rare ones that must be drawn again are known only when they are read.
         """
-        logits = self._over_target_vocabulary(logits)
         if all(draft.sequence.sampling.plain for draft in drafts):
-            tokens = argmax(logits).tolist()
-        else:
-            tokens = self._drawn(drafts, processed(logits, [(draft.sequence, draft.tokens) for draft in drafts]))
-        for draft, token in zip(drafts, tokens, strict=True):
-            draft.tokens.append(token)
+            best = argmax(logits)
+            return best, Unread(best, list)
+        distributions = processed(logits, [(draft.sequence, draft.tokens) for draft in drafts])
+        best = argmax(distributions)
+        rows = [row for row, draft in enumerate(drafts) if not draft.sequence.sampling.greedy]
+        if not rows:
+            return best, Unread(best, list)
+        at = sent(integers(rows), best)
+        drawn = self.verifier.drawn(distributions[at], [drafts[row].place for row in rows])
+        for row in rows:
+            drafts[row].distributions.append(distributions[row])
+        if len(drawn.numbers):
+            best = best.index_copy(0, at, drawn.numbers[: len(rows)])
 
-    def _drawn(self, drafts: list[PartialDraft], distributions: Tensor) -> list[int]:
-        tokens: list[int] = distributions.argmax(-1).tolist()
-        sampled = [i for i, draft in enumerate(drafts) if not draft.sequence.sampling.greedy]
-        if sampled:
-            drawn = self.verifier.draw(distributions[sampled], [drafts[i].place for i in sampled])
-            for i, token in zip(sampled, drawn, strict=True):
-                tokens[i] = token
-                drafts[i].distributions.append(distributions[i])
-        return tokens
+        def merged(read: list[list[int]]) -> list[int]:
+            tokens = dict(enumerate(read[0])) | dict(zip(rows, read[1], strict=True))
+            return list(tokens.values())
+
+        return best, together([Unread(best, list), drawn]).then(merged)
 
     def _over_target_vocabulary(self, logits: Tensor) -> Tensor:
         """Convert logits [n, num_tokens] to [n, target_tokens], with -inf for tokens that only the target has."""

@@ -12,22 +12,28 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ....tensors import is_remote
+from ...unread import Unread, known
 
 BLOCK = 128  # weights per block: the cumulative sum is over block sums, and then within one block
 
 
-def inverse_draw(weights: Tensor, uniforms: abc.Sequence[float]) -> list[int]:
+def inverse_draw(weights: Tensor, uniforms: Tensor) -> Unread[list[int]]:
     """Draw an index from each row of weights [n, V], with a probability proportional to its weight.
 
-    Weights are not negative, and the sum of a row is above 0. uniforms: n numbers in [0, 1). The index is the first at
-    which the cumulative sum exceeds uniforms[i] times the row's sum. An index of weight 0 is never drawn.
+    Weights are not negative, and the sum of a row is above 0. uniforms: numbers in [0, 1), [n] float64, on the same
+    device. The index is the first at which the cumulative sum exceeds uniforms[i] times the row's sum. An index of
+    weight 0 is never drawn. If there are numbers to read, the first n of them are the indices as first drawn.
     """
     if not len(weights):
-        return []
+        return known([])
     missing = -weights.shape[1] % BLOCK
     blocks = (pad(weights, (0, missing)) if missing else weights).reshape(len(weights), -1, BLOCK)
     if is_remote(weights):
         return _drawn_on_device(weights, blocks, uniforms)
+    return known(_drawn_on_host(weights, blocks, uniforms.tolist()))
+
+
+def _drawn_on_host(weights: Tensor, blocks: Tensor, uniforms: abc.Sequence[float]) -> list[int]:
     sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1).cpu().contiguous()
     # Searched by Python, in torch's memory: that takes half the time of as many calls of torch.
     rows = _rows(sums)
@@ -57,18 +63,18 @@ def _first_beyond(cumulative: ctypes.Array[ctypes.c_double], target: float) -> i
     return min(bisect_right(cumulative, min(target, below)), len(cumulative) - 1)
 
 
-def _drawn_on_device(weights: Tensor, blocks: Tensor, uniforms: abc.Sequence[float]) -> list[int]:
-    """Draw as inverse_draw does, and wait for the device once. blocks: weights in blocks, [n, V / BLOCK, BLOCK]."""
-    numbers = torch.tensor(uniforms, dtype=torch.float64, pin_memory=weights.is_cuda)
+def _drawn_on_device(weights: Tensor, blocks: Tensor, uniforms: Tensor) -> Unread[list[int]]:
+    """Draw as inverse_draw does. blocks: weights in blocks, [n, V / BLOCK, BLOCK]."""
     sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
-    targets = numbers.to(weights.device, non_blocking=True)[:, None] * sums[:, -1:]
+    targets = uniforms[:, None] * sums[:, -1:]
     found = _first_beyond_each(sums, targets)
     before = pad(sums, (1, 0)).gather(1, found)
     inner = blocks.gather(1, found[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
     indices = found * BLOCK + _first_beyond_each(inner, targets - before)
     indices = indices.clamp(max=weights.shape[1] - 1)
-    both = torch.cat([indices, (weights.gather(1, indices) > 0).long()], 1).tolist()
-    return _checked(weights, both, uniforms)
+    is_possible = weights.gather(1, indices) > 0
+    both = torch.cat([indices[:, 0], is_possible[:, 0].long()])
+    return Unread(both, lambda numbers: _checked(weights, numbers, uniforms))
 
 
 def _first_beyond_each(cumulative: Tensor, targets: Tensor) -> Tensor:
@@ -78,15 +84,16 @@ def _first_beyond_each(cumulative: Tensor, targets: Tensor) -> Tensor:
     return (cumulative <= below).sum(-1, keepdim=True).clamp(max=cumulative.shape[1] - 1)
 
 
-def _checked(weights: Tensor, drawn: list[list[int]], uniforms: abc.Sequence[float]) -> list[int]:
-    """Return the indices of pairs (index, whether its weight is above 0), but draw again on the CPU where it is 0.
+def _checked(weights: Tensor, numbers: list[int], uniforms: Tensor) -> list[int]:
+    """Return the indices, but draw again on the CPU where the weight is 0.
 
-    A parallel cumulative sum need not be monotonic, so this can happen.
+    numbers: n indices, and then for each whether its weight is above 0. A parallel cumulative sum need not be
+    monotonic, so that it can be 0.
     """
-    indices = [index for index, _ in drawn]
-    missed = [row for row, (_, is_possible) in enumerate(drawn) if not is_possible]
+    indices = numbers[: len(weights)]
+    missed = [row for row, is_possible in enumerate(numbers[len(weights) :]) if not is_possible]
     if missed:
-        again = inverse_draw(weights[missed].cpu(), [uniforms[row] for row in missed])
-        for row, index in zip(missed, again, strict=True):
+        again = inverse_draw(weights[missed].cpu(), uniforms[missed].cpu())
+        for row, index in zip(missed, again.read(), strict=True):
             indices[row] = index
     return indices

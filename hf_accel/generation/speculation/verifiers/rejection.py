@@ -13,11 +13,15 @@ from abc import abstractmethod
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from ....tensors import integers, is_remote, sent
 from ...sequence import Draft
+from ...unread import Unread, known, together
 from . import noise
 from .inverse import inverse_draw
 from .noise import Purpose
@@ -41,12 +45,31 @@ class Drawn:
     uniforms: list[float]
 
 
+@dataclass(frozen=True)
+class DrawnDrafts:
+    """n drafts of up to k tokens, all of which were drawn, on a device whose numbers the host does not read.
+
+    lengths: the number of tokens of each draft, above 0. starts: the row of p and q of its first one.
+    p, q: for each drafted token of all drafts, end to end, the model's and the draft's probabilities, [sum, V].
+    p_drafted, q_drafted, uniforms: the probabilities of the drafted token, and a number in [0, 1), [n, k] float64.
+        Beyond the end of a draft p is 0 and q is 1, so that no token is accepted there.
+    """
+
+    lengths: list[int]
+    starts: list[int]
+    p: Tensor
+    q: Tensor
+    p_drafted: Tensor
+    q_drafted: Tensor
+    uniforms: Tensor
+
+
 class RejectionVerifier(Verifier):
     """Accepts drafted tokens with a probability that leaves the output's distribution equal to the model's.
 
     Random numbers for DRAFT and ACCEPT depend on the offset too. In block verification, the numbers of later tokens
     decide about earlier tokens, so they must not be used again when their position is drafted again. A number for
-    TARGET is used only once, because its token is final.
+    TARGET decides only once, because its token is final.
     """
 
     def __init__(self, uniform: Uniform = noise.uniform) -> None:
@@ -59,86 +82,152 @@ class RejectionVerifier(Verifier):
         If not all tokens are accepted, the next token is drawn from this residual.
         """
 
-    def draw(self, probabilities: Tensor, places: abc.Sequence[Place]) -> list[int]:
-        return inverse_draw(probabilities, [self._number(place, Purpose.DRAFT) for place in places])
+    @abstractmethod
+    def accept_on_device(self, drafts: DrawnDrafts) -> tuple[Tensor, Tensor]:
+        """Return what `accept` does, as [n] int64 and [n] float64, without waiting for the device.
 
-    def verify(
+        The host's own arithmetic is several times faster where its numbers are at hand.
+        """
+
+    def drawn(self, probabilities: Tensor, places: abc.Sequence[Place]) -> Unread[list[int]]:
+        return inverse_draw(probabilities, self._numbers(places, Purpose.DRAFT, probabilities))
+
+    def verified(
         self, probabilities: Tensor, drafts: abc.Sequence[Draft], places: abc.Sequence[Place]
-    ) -> list[list[int]]:
+    ) -> Unread[list[list[int]]]:
         starts = first_rows(probabilities, drafts)
         drawn = [i for i, draft in enumerate(drafts) if len(draft) and draft.probabilities is not None]
         if not drawn:
-            return follow(drafts, inverse_draw(probabilities, self._targets(drafts, places)))
-        kept: list[list[int]] = [[]] * len(drafts)
+            return self._followed(probabilities, drafts, places)
         others = sorted(set(range(len(drafts))) - set(drawn))
-        if others:
-            rows = [starts[i] + j for i in others for j in range(len(drafts[i]) + 1)]
-            some_drafts = [drafts[i] for i in others]
-            chosen = inverse_draw(probabilities[rows], self._targets(some_drafts, [places[i] for i in others]))
-            for i, tokens in zip(others, follow(some_drafts, chosen), strict=True):
-                kept[i] = tokens
-        accepted = self.accept(self._drawn_drafts(probabilities, drafts, places, starts, drawn=drawn))
-        last_rows = [starts[i] + count for i, (count, _) in zip(drawn, accepted, strict=True)]
-        weights = probabilities[last_rows]
-        cut = [row for row, (i, (count, _)) in enumerate(zip(drawn, accepted, strict=True)) if count < len(drafts[i])]
-        if cut:
-            q = torch.stack([_distributions(drafts[drawn[row]])[accepted[row][0]] for row in cut])
-            weights[cut] = residual(weights[cut], q, [accepted[row][1] for row in cut])
-        last = [places[i].next(count) for i, (count, _) in zip(drawn, accepted, strict=True)]
-        tokens = inverse_draw(weights, [self._number(place, Purpose.TARGET) for place in last])
-        for i, (count, _), token in zip(drawn, accepted, tokens, strict=True):
-            kept[i] = [*drafts[i].tokens[:count], token]
-        return kept
+        rows = [starts[i] + j for i in others for j in range(len(drafts[i]) + 1)]
+        followed = self._followed(
+            probabilities[sent(integers(rows), probabilities)],
+            [drafts[i] for i in others],
+            [places[i] for i in others],
+        )
+        judge = self._judged_on_device if is_remote(probabilities) else self._judged_on_host
+        judged = judge(
+            probabilities, [drafts[i] for i in drawn], [places[i] for i in drawn], [starts[i] for i in drawn]
+        )
 
-    def _number(self, place: Place, purpose: Purpose) -> float:
-        offset = 0 if purpose is Purpose.TARGET else place.offset
-        return self._uniform(place.seed, place.position, purpose, offset)
+        def in_order(kept: list[list[list[int]]]) -> list[list[int]]:
+            found = dict(zip([*others, *drawn], [*kept[0], *kept[1]], strict=True))
+            return [found[i] for i in range(len(drafts))]
 
-    def _targets(self, drafts: abc.Sequence[Draft], places: abc.Sequence[Place]) -> list[float]:
-        return [
-            self._number(place.next(j), Purpose.TARGET)
-            for draft, place in zip(drafts, places, strict=True)
-            for j in range(len(draft) + 1)
-        ]
+        return together([followed, judged]).then(in_order)
 
-    def _drawn_drafts(
+    def _followed(
+        self, probabilities: Tensor, drafts: abc.Sequence[Draft], places: abc.Sequence[Place]
+    ) -> Unread[list[list[int]]]:
+        """Verify drafts that were not drawn. probabilities: their rows and no others."""
+        numbers = self._numbers(_places(places, drafts, 1), Purpose.TARGET, probabilities)
+        chosen = inverse_draw(probabilities, numbers)
+        return chosen.then(lambda tokens: follow(drafts, tokens))
+
+    def _judged_on_host(
         self,
         probabilities: Tensor,
         drafts: abc.Sequence[Draft],
         places: abc.Sequence[Place],
         starts: abc.Sequence[int],
-        *,
-        drawn: abc.Sequence[int],
+    ) -> Unread[list[list[int]]]:
+        """Verify drafts that were drawn. starts: the first of their rows of `probabilities`."""
+        accepted = self.accept(self._each_drawn(probabilities, drafts, places, starts))
+        weights = probabilities[[start + count for start, (count, _) in zip(starts, accepted, strict=True)]]
+        cut = [row for row, (count, _) in enumerate(accepted) if count < len(drafts[row])]
+        if cut:
+            q = torch.stack([_distributions(drafts[row])[accepted[row][0]] for row in cut])
+            factors = torch.tensor([accepted[row][1] for row in cut], dtype=torch.float64)
+            weights[cut] = residual(weights[cut], q, factors)
+        last = [place.next(count) for place, (count, _) in zip(places, accepted, strict=True)]
+        tokens = inverse_draw(weights, self._numbers(last, Purpose.TARGET, probabilities)).read()
+        return known(
+            [[*draft.tokens[:count], token] for draft, (count, _), token in zip(drafts, accepted, tokens, strict=True)]
+        )
+
+    def _judged_on_device(
+        self,
+        probabilities: Tensor,
+        drafts: abc.Sequence[Draft],
+        places: abc.Sequence[Place],
+        starts: abc.Sequence[int],
+    ) -> Unread[list[list[int]]]:
+        """Verify as _judged_on_host does."""
+        judged = self._all_drawn(probabilities, drafts, places, starts)
+        counts, factors = self.accept_on_device(judged)
+        lengths, firsts = (sent(integers(numbers), counts) for numbers in (judged.lengths, judged.starts))
+        weights = probabilities[sent(integers(starts), counts) + counts]
+        # Where all tokens are accepted there is no residual, and this row of q is not used.
+        q = judged.q[firsts + torch.minimum(counts, lengths - 1)]
+        weights = torch.where((counts < lengths)[:, None], residual(weights, q, factors), weights)
+        numbers = self._numbers(_places(places, drafts, 1), Purpose.TARGET, probabilities)
+        tokens = inverse_draw(weights, numbers[firsts + torch.arange(len(drafts), device=counts.device) + counts])
+
+        def joined(read: list[list[int]]) -> list[list[int]]:
+            return [
+                [*draft.tokens[:count], token] for draft, count, token in zip(drafts, *read, strict=True)
+            ]  # fmt: skip
+
+        return together([Unread(counts, list), tokens]).then(joined)
+
+    def _number(self, place: Place, purpose: Purpose) -> float:
+        offset = 0 if purpose is Purpose.TARGET else place.offset
+        return self._uniform(place.seed, place.position, purpose, offset)
+
+    def _numbers(self, places: abc.Sequence[Place], purpose: Purpose, like: Tensor) -> Tensor:
+        """A number for each place, [n] float64, on the device of `like`."""
+        numbers = [self._number(place, purpose) for place in places]
+        return sent(torch.tensor(numbers, dtype=torch.float64), like)
+
+    def _each_drawn(
+        self,
+        probabilities: Tensor,
+        drafts: abc.Sequence[Draft],
+        places: abc.Sequence[Place],
+        starts: abc.Sequence[int],
     ) -> list[Drawn]:
-        device = probabilities.device
-        rows = torch.tensor([starts[i] + j for i in drawn for j in range(len(drafts[i]))], device=device)
-        tokens = torch.tensor([token for i in drawn for token in drafts[i].tokens], device=device)
-        counts = [len(drafts[i]) for i in drawn]
-        q = [_distributions(drafts[i]) for i in drawn]
-        drafted = torch.split(tokens[:, None], counts)
-        q_drafted = [row.gather(1, own)[:, 0] for row, own in zip(q, drafted, strict=True)]
-        both = torch.stack([probabilities[rows, tokens].double(), torch.cat(q_drafted).double()]).tolist()
-        looked, at = [], 0
-        for i, count, own in zip(drawn, counts, q, strict=True):
-            uniforms = [self._number(places[i].next(j), Purpose.ACCEPT) for j in range(count)]
-            looked.append(
-                Drawn(
-                    probabilities[starts[i] : starts[i] + count + 1],
-                    own,
-                    both[0][at : at + count],
-                    both[1][at : at + count],
-                    uniforms,
-                )
-            )
-            at += count
+        looked = []
+        for draft, place, start in zip(drafts, places, starts, strict=True):
+            p, q = probabilities[start : start + len(draft) + 1], _distributions(draft)
+            drafted = integers(draft.tokens)[:, None]
+            uniforms = [self._number(place.next(j), Purpose.ACCEPT) for j in range(len(draft))]
+            p_drafted, q_drafted = (law.gather(1, drafted)[:, 0].tolist() for law in (p, q))
+            looked.append(Drawn(p, q, p_drafted, q_drafted, uniforms))
         return looked
 
+    def _all_drawn(
+        self,
+        probabilities: Tensor,
+        drafts: abc.Sequence[Draft],
+        places: abc.Sequence[Place],
+        starts: abc.Sequence[int],
+    ) -> DrawnDrafts:
+        lengths = [len(draft) for draft in drafts]
+        rows = [start + j for start, length in zip(starts, lengths, strict=True) for j in range(length)]
+        tokens = sent(integers([token for draft in drafts for token in draft.tokens]), probabilities)[:, None]
+        p = probabilities[sent(integers(rows), probabilities)]
+        q = torch.cat([_distributions(draft) for draft in drafts])
+        numbers = self._numbers(_places(places, drafts, 0), Purpose.ACCEPT, probabilities)
+        p_drafted, q_drafted, uniforms = (
+            pad_sequence(list(torch.split(values, lengths)), batch_first=True, padding_value=beyond)
+            for values, beyond in (
+                (p.gather(1, tokens)[:, 0].double(), 0.0), (q.gather(1, tokens)[:, 0].double(), 1.0), (numbers, 0.0),
+            )
+        )  # fmt: skip
+        firsts = [0, *accumulate(lengths)][:-1]
+        return DrawnDrafts(lengths, firsts, p, q, p_drafted, q_drafted, uniforms)
 
-def residual(p: Tensor, q: Tensor, factors: abc.Sequence[float]) -> Tensor:
+
+def residual(p: Tensor, q: Tensor, factors: Tensor) -> Tensor:
     """Return (factor * p - q)+ of each row, [n, V], not normalized; p for rows where only rounding errors remain."""
-    scale = torch.tensor(factors, dtype=torch.float64, device=p.device).to(p.dtype)[:, None]
-    rest = (p * scale - q).clamp_(min=0)
+    rest = (p * factors.to(p.dtype)[:, None] - q).clamp_(min=0)
     return torch.where(rest.sum(-1, keepdim=True) > torch.finfo(p.dtype).tiny, rest, p)
+
+
+def _places(places: abc.Sequence[Place], drafts: abc.Sequence[Draft], more: int) -> list[Place]:
+    """The places of each draft's tokens and of `more` tokens after them."""
+    return [place.next(j) for place, draft in zip(places, drafts, strict=True) for j in range(len(draft) + more)]
 
 
 def _distributions(draft: Draft) -> Tensor:

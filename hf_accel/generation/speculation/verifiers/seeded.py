@@ -7,8 +7,9 @@ from collections import abc
 import torch
 from torch import Tensor
 
-from ....tensors import is_remote
+from ....tensors import integers, is_remote, sent
 from ...sequence import Draft
+from ...unread import Unread, known
 from . import noise
 from .verifier import Place, Verifier, first_rows, follow
 
@@ -26,45 +27,44 @@ class SeededVerifier(Verifier):
 
     name = "seeded"
 
-    def draw(self, probabilities: Tensor, places: abc.Sequence[Place]) -> list[int]:
+    def drawn(self, probabilities: Tensor, places: abc.Sequence[Place]) -> Unread[list[int]]:
         return race(probabilities, [noise.race_key(place.seed, place.position) for place in places])
 
-    def verify(
+    def verified(
         self, probabilities: Tensor, drafts: abc.Sequence[Draft], places: abc.Sequence[Place]
-    ) -> list[list[int]]:
+    ) -> Unread[list[list[int]]]:
         first_rows(probabilities, drafts)
         every = [
             place.next(j) for draft, place in zip(drafts, places, strict=True) for j in range(len(draft) + 1)
         ]  # fmt: skip
-        return follow(drafts, self.draw(probabilities, every))
+        return self.drawn(probabilities, every).then(lambda chosen: follow(drafts, chosen))
 
 
-def race(probabilities: Tensor, keys: abc.Sequence[int]) -> list[int]:
-    """For each row of [n, V], return the id with the smallest quotient of its exponential number and its probability.
+def race(probabilities: Tensor, keys: abc.Sequence[int]) -> Unread[list[int]]:
+    """For each row of [n, V], find the id with the smallest quotient of its exponential number and its probability.
 
-    This is argmax(log p + gumbel). Among equal quotients the lowest id is returned.
+    This is argmax(log p + gumbel). Among equal quotients it is the lowest id.
     """
     size = probabilities.shape[1]
     if is_remote(probabilities):  # what follows asks how many tokens are possible
-        return _on_device(probabilities, keys)
+        return Unread(_on_device(probabilities, keys), list)
     enough = max(size // DENSE, LARGE)
     possible = (probabilities > 0).sum(-1).tolist()
     many = [row for row, count in enumerate(possible) if count > enough]
     few = [row for row, count in enumerate(possible) if count <= enough]
     winners = dict(zip(many, _over_all(probabilities, keys, many), strict=True))
     winners.update(zip(few, _over_possible(probabilities[few], [keys[row] for row in few]), strict=True))
-    return [winners[row] for row in range(len(keys))]
+    return known([winners[row] for row in range(len(keys))])
 
 
-def _on_device(probabilities: Tensor, keys: abc.Sequence[int]) -> list[int]:
-    """Race all tokens of all rows, and wait for the device once."""
+def _on_device(probabilities: Tensor, keys: abc.Sequence[int]) -> Tensor:
+    """Race all tokens of all rows, without waiting for the device. Returns ids [n] int64."""
     ids = torch.arange(probabilities.shape[1], device=probabilities.device)
-    numbers = torch.tensor(keys, dtype=torch.int64, pin_memory=probabilities.is_cuda)
-    moved = numbers.to(probabilities.device, non_blocking=True)[:, None]
+    moved = sent(integers(keys), probabilities)[:, None]
     starts = range(0, len(keys), ROWS)
     parts = ((moved[start : start + ROWS], probabilities[start : start + ROWS]) for start in starts)
     winners = [(noise.exponentials(some, ids) / own).argmin(-1) for some, own in parts]
-    return [int(token) for token in torch.cat(winners).tolist()]
+    return torch.cat(winners)
 
 
 def _over_all(probabilities: Tensor, keys: abc.Sequence[int], rows: abc.Sequence[int]) -> list[int]:

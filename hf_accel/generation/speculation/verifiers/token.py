@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import abc
 
-from .rejection import Drawn, RejectionVerifier
+import torch
+from torch import Tensor
+
+from .rejection import Drawn, DrawnDrafts, RejectionVerifier
 
 
 class TokenVerifier(RejectionVerifier):
@@ -14,6 +17,10 @@ class TokenVerifier(RejectionVerifier):
 
     def accept(self, drawn: abc.Sequence[Drawn]) -> list[tuple[int, float]]:
         return [(num_accepted(draft), 1.0) for draft in drawn]
+
+    def accept_on_device(self, drafts: DrawnDrafts) -> tuple[Tensor, Tensor]:
+        stays = drafts.uniforms * drafts.q_drafted < drafts.p_drafted
+        return stays.long().cumprod(1).sum(1), torch.ones_like(drafts.uniforms[:, 0])
 
 
 def num_accepted(draft: Drawn) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ....errors import UnsupportedError
 from ...sequence import Draft
+from ...unread import Unread
 
 
 @dataclass(frozen=True)
@@ -39,23 +40,34 @@ class Verifier(ABC):
     name: str
 
     @abstractmethod
-    def draw(self, probabilities: Tensor, places: abc.Sequence[Place]) -> list[int]:
+    def drawn(self, probabilities: Tensor, places: abc.Sequence[Place]) -> Unread[list[int]]:
         """Draw a drafted token from each row of probabilities [n, V] float32.
 
-        places: for drafted token j of a sequence, `first.next(j)`, where `first` is the Place that `verify` gets for
-        this sequence.
+        places: for drafted token j of a sequence, `first.next(j)`, where `first` is the Place that `verified` gets for
+        this sequence. If there are numbers to read, the first n of them are the tokens, but for the rare ones that
+        are drawn again when they are read.
         """
 
     @abstractmethod
-    def verify(
+    def verified(
         self, probabilities: Tensor, drafts: abc.Sequence[Draft], places: abc.Sequence[Place]
-    ) -> list[list[int]]:
-        """Return for each sequence the accepted tokens of its draft and one more.
+    ) -> Unread[list[list[int]]]:
+        """For each sequence, the accepted tokens of its draft and one more.
 
         probabilities: the model's, [sum(len(draft) + 1), V] float32, after all processing. The rows of a sequence are
         consecutive; row j is the distribution of the token after its first j drafted tokens. places: the Place of each
         sequence's first new token. With an empty draft, a token is drawn as without speculation.
         """
+
+    def draw(self, probabilities: Tensor, places: abc.Sequence[Place]) -> list[int]:
+        """Return what `drawn` describes; the host waits for the device."""
+        return self.drawn(probabilities, places).read()
+
+    def verify(
+        self, probabilities: Tensor, drafts: abc.Sequence[Draft], places: abc.Sequence[Place]
+    ) -> list[list[int]]:
+        """Return what `verified` describes; the host waits for the device."""
+        return self.verified(probabilities, drafts, places).read()
 
 
 def first_rows(probabilities: Tensor, drafts: abc.Sequence[Draft]) -> list[int]:

@@ -7,12 +7,13 @@ import itertools
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_accel.generation.sequence import Draft
 from hf_accel.generation.speculation.verifiers import BlockVerifier, Place, TokenVerifier, Verifier
 from hf_accel.generation.speculation.verifiers.block import acceptances
 from hf_accel.generation.speculation.verifiers.noise import Purpose
-from hf_accel.generation.speculation.verifiers.rejection import Drawn
+from hf_accel.generation.speculation.verifiers.rejection import Drawn, DrawnDrafts
 
 from .enumeration import ONE, Case, Kind, Tokens, error, law_of_pass, mean_length, run
 
@@ -147,6 +148,33 @@ def test_a_block_is_judged_by_its_residual_mass() -> None:
     assert acceptances(unlikely, [1, 0.5, 0.25]) == [0, 0.25]
     likely = Drawn(p, q, [2 / 3, 1 / 3], [1 / 3, 2 / 3], [0.0, 0.0])
     assert acceptances(likely, [1, 1, 0.5]) == [1, 0.5]
+
+
+def test_judged_on_a_device_as_on_the_host() -> None:
+    """Both rules over random drafts of different lengths, to the bit."""
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(30):
+        lengths = [int(n) for n in torch.randint(1, 6, (4,), generator=generator)]
+        laws = [torch.randn(sum(lengths), 6, generator=generator).mul(2).softmax(-1) for _ in range(2)]
+        p, q = (law * (torch.rand(law.shape, generator=generator) < 0.8) for law in laws)
+        tokens, every = torch.randint(0, 6, (sum(lengths),), generator=generator), torch.arange(sum(lengths))
+        uniforms = torch.rand(sum(lengths), generator=generator, dtype=torch.float64)
+        split = [
+            torch.split(values, lengths) for values in (p[every, tokens].double(), q[every, tokens].double(), uniforms)
+        ]
+        padded = [
+            pad_sequence(list(values), batch_first=True, padding_value=beyond)
+            for values, beyond in zip(split, (0.0, 1.0, 0.0), strict=True)
+        ]
+        starts = [0, *itertools.accumulate(lengths)][:-1]
+        drafts = DrawnDrafts(lengths, starts, p, q, *padded)
+        drawn = [
+            Drawn(*laws, *(values.tolist() for values in numbers))
+            for *laws, numbers in zip(p.split(lengths), q.split(lengths), zip(*split, strict=True), strict=True)
+        ]
+        for kind in KINDS:
+            counts, factors = kind().accept_on_device(drafts)
+            assert list(zip(counts.tolist(), factors.tolist(), strict=True)) == kind().accept(drawn)
 
 
 def test_purposes_and_offsets_are_told_to_the_source_of_numbers() -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
-from hf_accel.generation.speculation.verifiers.inverse import inverse_draw
+from hf_accel.generation.speculation.verifiers import inverse
 
 ONE = 1 - 2.0**-53
+
+
+def inverse_draw(weights: Tensor, uniforms: Sequence[float]) -> list[int]:
+    return inverse.inverse_draw(weights, torch.tensor(uniforms, dtype=torch.float64)).read()
 
 
 @pytest.mark.parametrize("size", [1, 127, 128, 129, 1000])

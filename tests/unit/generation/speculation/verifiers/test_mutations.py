@@ -61,8 +61,8 @@ def test_a_comparison_that_is_not_strict() -> None:
 
 
 def test_a_residual_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def bare(p: Tensor, q: Tensor, factors: abc.Sequence[float]) -> Tensor:
-        return (p * torch.tensor(factors, dtype=p.dtype)[:, None] - q).clamp(min=0)
+    def bare(p: Tensor, q: Tensor, factors: Tensor) -> Tensor:
+        return (p * factors.to(p.dtype)[:, None] - q).clamp(min=0)
 
     monkeypatch.setattr(rejection, "residual", bare)
     assert impossible_tokens(TokenVerifier, ONE)
