@@ -10,7 +10,6 @@ from torch import Tensor
 from ..kernels import triton as kernels
 from ..layouts import KV, AttentionOptions, Ragged
 from .contract import AttentionBackend, AttentionSpec, must_be_traced
-from .paged_kv import turned
 from .sdpa import SdpaBackend
 
 LARGEST_DIM = 256
@@ -61,8 +60,13 @@ class TritonBackend(AttentionBackend):
     def paged(self, q: Tensor, kv: KV, ragged: Ragged, options: AttentionOptions, *, return_lse: bool = False) -> Any:
         if must_be_traced(q, options.sinks):
             return self.torch.paged(q, kv, ragged, options, return_lse=return_lse)
-        out, lse = self._attention(turned(q, kv), kv, ragged, options, return_lse=return_lse)
-        out = turned(out, kv)
+        if not kv.is_int4:
+            out, lse = self._attention(q, kv, ragged, options, return_lse=return_lse)
+        else:
+            from ..kernels.triton.kv_write import turned
+
+            out, lse = self._attention(turned(q), kv, ragged, options, return_lse=return_lse)
+            out = turned(out)
         return (out, lse) if return_lse else out
 
     def _attention(

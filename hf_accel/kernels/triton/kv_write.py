@@ -11,7 +11,7 @@ from torch import Tensor
 from ...layouts import KV
 from .launch import Launch
 from .layer_parts import HEADS
-from .programs.write import FP8, INT4, INT8, PLAIN, rotate_and_write, write
+from .programs.write import FP8, INT4, INT8, PLAIN, rotate_and_write, turn, write
 
 
 def write_pages(keys: Tensor, values: Tensor, pages: KV, slots: Tensor) -> None:
@@ -39,6 +39,38 @@ def writing(keys: Tensor, values: Tensor, pages: KV, slots: Tensor) -> Launch:
         num_warps=1,
         fuses=False,
     )  # fmt: skip
+
+
+def turned(x: Tensor) -> Tensor:
+    """Queries [N, H, D] as they meet the keys of INT4 pages, or results as they were: `rotate` of cache."""
+    launch = turning(x)
+    launch.run()
+    out: Tensor = launch.arguments["out"]
+    return out
+
+
+def turning(x: Tensor) -> Launch:
+    """The launch of `turned`."""
+    x = x if x.stride(2) == 1 else x.contiguous()
+    num_tokens, num_heads, dim = x.shape
+    return Launch(
+        kernel=turn,
+        grid=(num_tokens * num_heads,),
+        arguments={
+            "x": x, "out": torch.empty_like(x, memory_format=torch.contiguous_format),
+            "x_token": x.stride(0), "x_head": x.stride(1), "num_heads": num_heads,
+        },
+        constants={"DIM": dim, **_of_dim(dim, "", turns=True)},
+        num_warps=1,
+        fuses=False,
+    )  # fmt: skip
+
+
+def _of_dim(dim: int, suffix: str, *, turns: bool) -> dict[str, Any]:
+    """The constants BLOCK and STAGES, with a suffix, of heads of `dim` numbers; turns: as INT4 pages have them."""
+    # The factors of two of a head: int4 is rotated in blocks of so many numbers.
+    stages = (dim & -dim).bit_length() - 1 if turns else 0
+    return {f"BLOCK{suffix}": max(2, triton.next_power_of_2(dim)), f"STAGES{suffix}": stages}
 
 
 def rope_and_write(
@@ -99,8 +131,6 @@ def _of_pages(pages: KV) -> tuple[dict[str, Any], dict[str, Any]]:
         "block_size": stored[0].shape[2],
     }  # fmt: skip
     constants: dict[str, Any] = {"KEY_DIM": pages.key_dim, "VALUE_DIM": pages.value_dim, "KIND": kind.value}
-    for name, dim in (("K", pages.key_dim), ("V", pages.value_dim)):
-        constants[f"BLOCK_{name}"] = max(2, triton.next_power_of_2(dim))
-        # The factors of two of a head: int4 is rotated in blocks of so many numbers.
-        constants[f"STAGES_{name}"] = (dim & -dim).bit_length() - 1 if kind is INT4 else 0
+    for suffix, dim in (("_K", pages.key_dim), ("_V", pages.value_dim)):
+        constants |= _of_dim(dim, suffix, turns=kind is INT4)
     return arguments, constants

@@ -95,6 +95,18 @@ def _head(states, DIM: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def turn(
+    x, out, x_token, x_head, num_heads, DIM: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """One head of one token, multiplied as K and V are for INT4 pages. out: contiguous, [tokens, heads, DIM]."""
+    row = tl.program_id(0).to(tl.int64)
+    numbers = _head(x + row // num_heads * x_token + row % num_heads * x_head, DIM, BLOCK)
+    turned = _hadamard(numbers.to(tl.float32), BLOCK, STAGES)
+    dims = tl.arange(0, BLOCK)
+    tl.store(out + row * DIM + dims, turned.to(out.dtype.element_ty), mask=dims < DIM)
+
+
+@triton.jit
 def write(
     keys, values, k_pages, v_pages, k_scales, v_scales, slots,
     k_token, k_head, v_token, v_head, num_heads, block_size,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_accel.cache.group import KVStorage
-from hf_accel.cache.quantized import INT4
+from hf_accel.cache.quantized import INT4, rotate
 from hf_accel.kernels import triton as kernels
 from tests.devices import triton_device
 
@@ -18,7 +18,14 @@ from .processes import compiled, interpreted
 
 pytest.importorskip("triton")
 from hf_accel.kernels.triton import layer_parts as module
-from hf_accel.kernels.triton.kv_write import rope_and_write, rotating_and_writing, write_pages, writing
+from hf_accel.kernels.triton.kv_write import (
+    rope_and_write,
+    rotating_and_writing,
+    turned,
+    turning,
+    write_pages,
+    writing,
+)
 
 runs = pytest.mark.skipif(kernels.refusal(triton_device()) is not None, reason=str(kernels.refusal(triton_device())))
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -87,7 +94,7 @@ def test_sum_and_norm_are_one_after_the_other(shape, offset, round_first, dtypes
         assert torch.equal(normed.nan_to_num(), expected.nan_to_num())
 
 
-def turned(x: Tensor, interleaved: bool) -> Tensor:
+def swapped(x: Tensor, interleaved: bool) -> Tensor:
     if interleaved:
         return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
@@ -112,7 +119,7 @@ def test_rotation(batch, heads, tokens, size, interleaved, round_each, dtypes):
         got = module.rope(q, k, cos, sin, interleaved=interleaved, round_each=each)
         for ours, x in zip(got, (q, k), strict=True):
             wide = dtype if each else FP32
-            parts = x.to(wide) * cos.to(wide)[:, None], turned(x, interleaved).to(wide) * sin.to(wide)[:, None]
+            parts = x.to(wide) * cos.to(wide)[:, None], swapped(x, interleaved).to(wide) * sin.to(wide)[:, None]
             expected = (parts[0] + parts[1]).to(dtype)
             assert ours.stride() == x.stride() or 1 in x.shape
             assert dtype is FP32 or torch.equal(ours, expected)
@@ -155,6 +162,18 @@ def test_rotation_and_write_are_one_after_the_other(batch, heads, tokens, dims, 
         for a, b in zip(both, apart, strict=True):
             assert (a is b is None) or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
         assert both.k.view(torch.uint8).any()
+
+
+@runs
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TRIED, ids=str)
+@pytest.mark.parametrize("dim", [2, 80, 96, 128])
+def test_turned_as_by_torch(dim, dtype):
+    """To the bit, for queries that are part of one product and for results that are not."""
+    both = on(torch.randn(3, 5 * dim) * 10).to(dtype)
+    for x in (both[:, : 4 * dim].unflatten(1, (4, dim)), both.unflatten(1, (5, dim)), both[:0].unflatten(1, (5, dim))):
+        expected = rotate(x.float()).to(dtype)
+        assert torch.equal(turned(x), expected) and turned(x).is_contiguous()
 
 
 @runs
@@ -222,6 +241,7 @@ def test_all_fit_every_gpu(dtype, capability):
             states, slots = torch.empty(10, 3, size, dtype=dtype), torch.zeros(10, dtype=torch.int64)
             pages = KVStorage(2, 16, states, states, quantized=quantized).pages
             launches.append(rotating_and_writing((*heads, x[:, :3]), tables, pages, slots, **options))
+        launches.append(turning(x[0].transpose(0, 1)))
     launches.append(writing(states, states, pages, slots))
     x = torch.empty(3, 4096, dtype=dtype)
     launches += [module.gate_launch(x, x, x, activation=activation) for activation in ACTIVATIONS]
