@@ -36,6 +36,12 @@ def generate(model: Any, **keywords: Any) -> Tensor:
     return model.generate(**inputs("left"), **{"max_new_tokens": 8, "do_sample": False, **keywords})
 
 
+def loaded_like(model: PreTrainedModel, path: Path, **keywords: Any) -> Any:
+    """With the attention of `model`, which a checkpoint does not name: the sdpa of older transformers does not cap."""
+    keywords["attn_implementation"] = model.config._attn_implementation
+    return AutoModelForCausalLM.from_pretrained(path, **keywords)
+
+
 def nf4_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if is_nf4(module)}
 
@@ -69,12 +75,13 @@ def test_the_layers_are_those_made_by_hand(family: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_of_transformers_own_quantization(family: str, tmp_path: Path) -> None:
-    build(family).save_pretrained(tmp_path)
+    stock = build(family)
+    stock.save_pretrained(tmp_path)
     settings = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["lm_head"],
     )  # fmt: skip
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings)
-    model = hf_accel.patch(AutoModelForCausalLM.from_pretrained(tmp_path), weights="nf4")
+    expected = loaded_like(stock, tmp_path, quantization_config=settings)
+    model = hf_accel.patch(loaded_like(stock, tmp_path), weights="nf4")
     assert len(nf4_layers(model)) == sum(isinstance(m, bnb.nn.Linear4bit) for m in expected.modules()) > 0
     last = (logits(m)[:, -1] for m in (model, expected))  # implementations differ in what they make of padding
     torch.testing.assert_close(*last, rtol=1e-4, atol=1e-4)
@@ -143,7 +150,7 @@ def test_originals_in_memory_are_kept_and_given_up() -> None:
 def test_saved_as_what_bitsandbytes_saves(family: str, tmp_path: Path) -> None:
     model = hf_accel.patch(build(family), weights="nf4", cache=None, attention=None, fuse=False)
     model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = loaded_like(model, tmp_path)
     assert not hf_accel.is_patched(loaded)
     names = {name for name, module in loaded.named_modules() if isinstance(module, bnb.nn.Linear4bit)}
     assert names == nf4_layers(model).keys()
