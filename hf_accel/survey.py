@@ -181,7 +181,7 @@ def attention_refusal(model: PreTrainedModel) -> str | None:
             return f"its attention was set to {implementation!r}, which may do what ours does not"
     if _has_window(model.config.get_text_config(decoder=True)) and not _masks_windows(model):
         return f"{name} has a window in its config that its masks leave out"
-    return _eager_refusal(model)
+    return _function_refusal(model)
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
@@ -189,11 +189,17 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [module for _, module in modules_outside(model) if attention_code(type(module)).attends]  # type: ignore[arg-type]
 
 
-def _eager_refusal(model: PreTrainedModel) -> str | None:
-    """A clause if a module's own attention function, tried on random input, does not compute what ours does."""
+def _function_refusal(model: PreTrainedModel) -> str | None:
+    """A clause if a function that attends in the model does not compute what ours does.
+
+    A module's own function is tried on random input. The sdpa of older transformers leaves a softcap out; newer ones
+    do not let a model that has one choose sdpa."""
     for site in attention_sites(model, quantized_kv=False):
-        if stock_implementation(model, site.module) == "eager" and not eager_agrees(site.module, site.spec):
-            return f"the attention function of {type(site.module).__name__} is not softmax(q k^T) v as we know it"
+        name, implementation = type(site.module).__name__, stock_implementation(model, site.module)
+        if implementation == "eager" and not eager_agrees(site.module, site.spec):
+            return f"the attention function of {name} is not softmax(q k^T) v as we know it"
+        if implementation == "sdpa" and site.spec.softcap is not None:
+            return f"{name} has a softcap that sdpa leaves out; model.set_attn_implementation('eager') keeps it"
     return None
 
 

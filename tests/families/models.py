@@ -80,6 +80,8 @@ def build(family: Family, *, seed: int = 0, gain: float = 1.0) -> PreTrainedMode
     kind: Any = getattr(transformers, family.name)
     given = OF_MODELS.get(family.name, {}) | ({"is_decoder": True} if family.is_decoder else {})
     config = tiny_config(family.model_type, kind.config_class, **given)
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        config._attn_implementation = "eager"  # as newer transformers choose: the sdpa of older ones does not cap
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: PreTrainedModel = kind(config)

@@ -164,6 +164,17 @@ def test_refusals(make: Any, attention: str | None, cache: str | None) -> None:
         assert (refusal is None) if expected is None else (expected in str(refusal))
 
 
+def test_a_softcap_that_stock_leaves_out() -> None:
+    """As Gemma-2 is loaded by older transformers; newer ones choose eager, which is set here by the way out."""
+    model = build("gemma2")
+    model.config._attn_implementation = "sdpa"
+    reason = "Gemma2Attention has a softcap that sdpa leaves out; model.set_attn_implementation('eager') keeps it"
+    assert attention_refusal(model) == reason
+    assert hf_accel.plan(model).stock_attention == reason
+    model.set_attn_implementation("eager")
+    assert attention_refusal(model) is None
+
+
 def test_no_cache_without_keys_and_values() -> None:
     model = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, state_size=4))
     assert cache_refusal(model)

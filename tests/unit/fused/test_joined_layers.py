@@ -40,7 +40,7 @@ BOTH = frozenset({"rope", "add"})
 # Granite a factor of what is added, Olmo2 no norm behind a sum, Gemma2 a window.
 CLASSES: dict[str, tuple[frozenset[str], dict[str, Any]]] = {
     "Qwen3": (BOTH, {}),
-    "Gemma2": (BOTH, {"sliding_window": 2, "head_dim": 16}),
+    "Gemma2": (BOTH, {"sliding_window": 2, "head_dim": 16, "attn_implementation": "eager"}),
     "Olmo2": (frozenset({"rope"}), {}),
     "Granite": (frozenset({"rope"}), {"residual_multiplier": 0.5}),
     "HunYuanDenseV1": (frozenset({"add"}), {"head_dim": 16}),
