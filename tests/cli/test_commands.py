@@ -41,7 +41,10 @@ def answer(result: Any) -> dict[str, Any]:
         (["--weights", "none", "--no-fuse"], {"weights": None, "fuse": False}),
         (["--weights", "int4", "--group-size", "32", "--skip", "down_proj", "--head", "none", "--cache-dtype", "int8"],
          {"weights": {"bits": 4, "group_size": 32, "skip": ["down_proj"], "head": None}, "cache": {"dtype": "int8"}}),
-        (["--speculative", "ngram", "--deterministic"], {"speculative": "ngram", "deterministic": True}),
+        pytest.param(
+            ["--speculative", "ngram", "--deterministic"], {"speculative": "ngram", "deterministic": True},
+            marks=pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal())),
+        ),
     ],
     ids=["default", "exact", "int4", "drafts"],
 )  # fmt: skip
