@@ -22,7 +22,6 @@ FAST = {  # and what must stay on hf_accel's own path
     Family("encoder", "bert", "BertForMaskedLM"): ("forward", "int8 forward"),
 }
 OLDER = {  # what the oldest supported transformers, 5.17, cannot show
-    "gemma2": "its default attention is sdpa, which does not cap scores as its config asks for",
     "llava": "its config does not declare its parts, so no tiny one can be made",
 }
 
