@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -20,6 +22,19 @@ if triton.is_interpreted():
     correct_interpreter()
 
 torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests stay: of their million objects, no later collection of garbage looks at one again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # libraries count at the end what was not freed, and complain
 
 
 @pytest.fixture(autouse=True)
