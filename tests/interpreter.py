@@ -1,10 +1,12 @@
-"""What Triton's interpreter computes wrong of bfloat16, put right.
+"""What Triton's interpreter computes wrong of bfloat16, put right, and work of its that has no effect, left out.
 
 It multiplies matrices of bits as if they were numbers, and rounds towards zero, where a GPU rounds to the nearest.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 
@@ -42,5 +44,29 @@ def correct_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = corrected_tensor
+    leave_out_what_is_idle(interpreter, tl)
     for name, corrected in (("cast_impl", corrected_cast), ("create_dot", corrected_dot)):
         setattr(InterpreterBuilder, name, corrected)
+
+
+def leave_out_what_is_idle(interpreter: Any, tl: Any) -> None:
+    """Each call of a function patches the language again, each operation makes a table of dtypes.
+
+    Each sum of integers is compared with their range too, for an assertion that is off.
+    """
+    patch_lang, dtype_of, cached_dtype = (
+        interpreter._patch_lang, interpreter._get_np_dtype, cache(interpreter._get_np_dtype),
+    )  # fmt: skip
+
+    def patch_once(fn: Any) -> Any:
+        languages = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        is_patched = languages and all(language.static_print is print for language in languages)
+        return interpreter._LangPatchScope() if is_patched else patch_lang(fn)
+
+    def numpy_dtype(dtype: Any) -> Any:
+        scalar = dtype.scalar  # a pointer is not hashable
+        return cached_dtype(scalar) if type(scalar) is tl.dtype else dtype_of(dtype)
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_once, numpy_dtype
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)

@@ -53,9 +53,8 @@ def run_tests(*arguments: str) -> None:
     assert int(re.findall(r"(\d+) passed", done.stdout + " 0 passed")[0]) > 0, done.stdout
 
 
-@pytest.mark.parametrize("cases", [ATTENTION, LINEARS, MODELS], ids=["attention", "linears", "models"])
-def test_features_in_the_interpreter(cases: list[str]) -> None:
-    run_tests("-rN", "-m", "not long", *cases)
+def test_features_in_the_interpreter() -> None:
+    run_tests("-rN", "-m", "not long", *ATTENTION, *LINEARS, *MODELS)
 
 
 @pytest.mark.long

@@ -120,9 +120,9 @@ def test_the_numbers_of_our_tiles(kind: str, torch_of_a_gpu: list[int], monkeypa
         assert got.isnan().any(1).nonzero().flatten().tolist() == [3, 4]
         assert ((got.double() - wanted).abs() <= TOLERANCE[BF16] * size)[wanted.isfinite()].all()
     assert torch_of_a_gpu == [48, 48], "cuBLAS takes whole multiples of 16 rows"
-    measured = ((FEW_ROWS, None), (2048, TorchBlocks()))
+    measured = ((16, None), (2048, TorchBlocks()))
     monkeypatch.setattr(tiles, "MEASURED", {tiles.key_of(packed, BF16, "always"): measured})
-    many = x[7:8].repeat(FEW_ROWS + 1, 1)
+    many = x[7:8].repeat(17, 1)
     FLOATS8.run(many, packed, None), FLOATS8.run(many[:-1], packed, None)
     assert len(torch_of_a_gpu) == 3, "what was measured is not taken"
     by_row = type(FLOATS8)(row_invariant=True, rounding="always", rounded_to="fp8")
