@@ -8,11 +8,13 @@ import io
 import re
 import textwrap
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hf_accel.distill.drafts import draft
 from hf_accel.kernels import cpu as kernels
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +44,8 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")  # Trainer's default, without a GPU
-def test_snippets_run_in_order_and_print_what_is_shown(clone: Path) -> None:
+def test_snippets_run_in_order_and_print_what_is_shown(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft, "measure_acceptance", partial(draft.measure_acceptance, max_tokens=256))
     namespace: dict[str, Any] = {}
     blocks = BLOCK.findall(README)
     assert len(blocks) == README.count("```python")
