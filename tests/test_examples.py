@@ -213,7 +213,7 @@ def test_distil_classifier(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run("distil_classifier", "--steps", "2", "--labelled", "64", monkeypatch=monkeypatch)
+    run("distil_classifier", "--steps", "1", "--labelled", "64", monkeypatch=monkeypatch)
     rows = [line.rsplit("  ", 1) for line in capsys.readouterr().out.splitlines() if line.endswith(" %")]
     assert [name.strip() for name, _ in rows] == ["teacher, 4 layers", "few labels", "teacher's answers"]
     drawn(tmp_path / "distil_classifier.png")
