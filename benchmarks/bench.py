@@ -19,7 +19,7 @@ from hf_accel.twin import twin
 
 from .checks import check, random_tokens
 from .integer_peak import integer_peak
-from .models import load_model
+from .models import MODELS, from_checkpoint, load_model
 from .settings import Settings
 from .setups import SETUPS, Setup
 
@@ -52,9 +52,10 @@ class Bench:
         settings = self.settings
         print(f"  making {settings.model} ...", flush=True)
         dtype: torch.dtype = getattr(torch, settings.dtype)
-        return load_model(
+        model = load_model(
             settings.model, layers=settings.layers, seed=settings.seed, dtype=dtype, device=settings.device
         )
+        return from_checkpoint(model) if settings.device == "cpu" and settings.model in MODELS else model
 
     @cached_property
     def bandwidth(self) -> float:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .device import Hardware
+from .large_pages import large_pages
 
 MIB = 2**20
 
@@ -43,7 +44,8 @@ def _fp8_peak(device: str) -> float | None:
 
 @lru_cache
 def _read_bandwidth(device: str, nbytes: int, threads: int) -> float:
-    buffer = torch.ones(nbytes // 4, dtype=torch.float32, device=device)  # ones: pages of zeros may be one page
+    # In large pages, as packed weights are; ones, because pages of zeros may be one page.
+    buffer = large_pages(torch.empty(nbytes // 4, dtype=torch.float32, device=device)).fill_(1)
     return buffer.nbytes / least_seconds(buffer.sum, device)
 
 

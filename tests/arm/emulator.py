@@ -124,7 +124,6 @@ class Emulated:
 
     def __init__(self, native: ctypes.CDLL, commands: dict[str, list[str]]) -> None:
         self.native, self.commands = native, commands
-        self.hfa_large_pages = native.hfa_large_pages
         self.memory, self.calls, self.error = Memory(), 0, b""
         self.drivers: dict[str, subprocess.Popen[bytes]] = {}
         self.level = next(iter(commands))

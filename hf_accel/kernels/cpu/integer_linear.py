@@ -11,8 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ...hardware.large_pages import large_pages
 from .. import ACTIVATION_GROUP
-from .library import DTYPES, kernel, large_pages, threads
+from .library import DTYPES, kernel, threads
 from .structs import EPILOGUES, ExpertsCall, Linear, LinearCall, Matrix, fields
 
 BLOCK = 64  # outputs of a packed block
@@ -121,9 +122,7 @@ def quantize(
 
 def _packed_bytes(bits: int, out_features: int, in_features: int) -> Tensor:
     outputs, inputs = -(-out_features // BLOCK) * BLOCK, -(-in_features // 4) * 4
-    packed = torch.empty(outputs * inputs * bits // 8, dtype=torch.uint8)
-    large_pages(packed)
-    return packed
+    return large_pages(torch.empty(outputs * inputs * bits // 8, dtype=torch.uint8))
 
 
 def _weight(

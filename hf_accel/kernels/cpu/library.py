@@ -125,13 +125,6 @@ def threads() -> int:
     return min(torch.get_num_threads(), _cores)
 
 
-def large_pages(memory: Tensor) -> None:
-    """Ask the system for large pages for a tensor that was not written yet; see api.cpp."""
-    call = _library().hfa_large_pages
-    call.argtypes = (ctypes.c_void_p, ctypes.c_int64)
-    call(memory.data_ptr(), memory.nbytes)
-
-
 def kernel(name: str, call: type[ctypes.Structure]) -> Callable[..., None]:
     """Return the kernel `name` of src/kernels.h as a function, whose arguments are all fields of its struct in order.
 

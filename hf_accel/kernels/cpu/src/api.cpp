@@ -7,9 +7,6 @@
 #if !defined(_WIN32)
 #include <pthread.h>
 #endif
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 #include "kernels.h"
 
@@ -66,19 +63,6 @@ HFA_API int hfa_select(const char* level) {
 }
 
 HFA_API const char* hfa_error() { return message; }
-
-// Asks the system for large pages for memory that was not written yet. Reading weights then misses the address cache
-// (TLB) every 2 MB instead of every 4 KB. The system may ignore this.
-HFA_API int hfa_large_pages(void* memory, int64_t bytes) {
-#if defined(__linux__)
-  const uintptr_t page = 1u << 21, first = (reinterpret_cast<uintptr_t>(memory) + page - 1) / page * page;
-  const uintptr_t last = (reinterpret_cast<uintptr_t>(memory) + static_cast<uintptr_t>(bytes)) / page * page;
-  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#else
-  (void)memory, (void)bytes;
-#endif
-  return 0;
-}
 
 // call: the bytes of the kernel's struct. They are copied, because they may not be aligned.
 #define HFA_CALL(name, Call, run)                    \
