@@ -50,8 +50,8 @@ def _read_bandwidth(device: str, nbytes: int, threads: int) -> float:
 
 
 def _buffer_bytes(hardware: Hardware) -> int:
-    """Four times the last cache, so that little of it is left in there from the pass before."""
-    wanted = 4 * (hardware.l3_bytes or hardware.l2_bytes or 16 * MIB)
+    """Eight times the last cache, so that little of it is left in there from the pass before."""
+    wanted = 8 * (hardware.l3_bytes or hardware.l2_bytes or 16 * MIB)
     if hardware.compute_capability:
         wanted = 1024 * MIB
     return min(max(wanted, 64 * MIB), 1024 * MIB, (hardware.free_memory or 256 * MIB) // 4)

@@ -37,7 +37,7 @@ def clock(monkeypatch):
 
 
 def test_bandwidth_is_bytes_over_the_least_time(clock):
-    assert read_bandwidth(CPU) == 128 * MIB / 0.25
+    assert read_bandwidth(CPU) == 256 * MIB / 0.25
 
 
 def test_bandwidth_is_measured_once_per_thread_count(clock, monkeypatch):
@@ -53,7 +53,7 @@ def test_bandwidth_is_measured_once_per_thread_count(clock, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "size"),
     [
-        ({}, 128 * MIB),
+        ({}, 256 * MIB),
         ({"l3_bytes": None}, 64 * MIB),
         ({"l3_bytes": 10**12}, 1024 * MIB),
         ({"free_memory": 40 * MIB}, 10 * MIB),
