@@ -103,7 +103,7 @@ def make_plan(
         on_disk=(find_originals or find_on_disk)(inner, linears) if config.keep_original == "auto" else None,
     )
     if config.deterministic and plan.variant:
-        raise UnsupportedError(f"deterministic=True cannot be met: {'; '.join(plan.variant)}; leave it False")
+        raise UnsupportedError(f"deterministic=True cannot be met: {'; '.join(plan.variant)}; leave it out")
     return replace(plan, lines=tuple(explain(plan)))
 
 

@@ -107,7 +107,7 @@ def test_texts_that_are_none(tmp_path: Path, name: str, content: bytes | None, m
     [
         ("weights='int3' is not known; one of None, 'int8'", "--weights int3 is not known; one of none, 'int8'"),
         ("calibration= is not read by method='rtn'", "--calibration is not read by --method rtn"),
-        ("deterministic=True cannot be met; leave it False", "--deterministic cannot be met; leave it False"),
+        ("deterministic=True cannot be met; leave it out", "--deterministic cannot be met; leave it out"),
         ("leave attention= out, or pass attention=None", "leave --attention out, or pass --attention none"),
         ("patch with keep_original=True or False", "patch with --keep-original yes or False"),
         ("choose weights={'bits': 4}", "choose weights={'bits': 4}"),
