@@ -124,8 +124,8 @@ def cut(block: Tensor, shape: torch.Size, *, start: int) -> Tensor:
 def from_checkpoint(model: PreTrainedModel) -> PreTrainedModel:
     """The model as a user has it, mapped from a checkpoint, which is on the disk until nobody uses its memory.
 
-    Linux may hold the pages of a file in larger units than those that are given to torch: in a virtual machine a step
-    reads them up to 1.1 times faster. The weights of llama.cpp are mapped, too.
+    Linux may hold the pages of a file in larger units than those that are given to torch, which are read faster. The
+    weights of llama.cpp are mapped, too.
     """
     with tempfile.TemporaryDirectory(prefix="hf_accel-checkpoint-") as folder:
         model.save_pretrained(folder)

@@ -193,7 +193,8 @@ def _function_refusal(model: PreTrainedModel) -> str | None:
     """A clause if a function that attends in the model does not compute what ours does.
 
     A module's own function is tried on random input. The sdpa of older transformers leaves a softcap out; newer ones
-    do not let a model that has one choose sdpa."""
+    do not let a model that has one choose sdpa.
+    """
     for site in attention_sites(model, quantized_kv=False):
         name, implementation = type(site.module).__name__, stock_implementation(model, site.module)
         if implementation == "eager" and not eager_agrees(site.module, site.spec):

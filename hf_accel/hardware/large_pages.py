@@ -1,6 +1,6 @@
 """Large pages of memory: the address cache (TLB) of a CPU then misses every 2 MB that are read, not every 4 KB.
 
-In a virtual machine, where a miss costs two walks through tables, memory was read 1.3 times faster so.
+In a virtual machine a miss costs two walks through tables.
 """
 
 from __future__ import annotations

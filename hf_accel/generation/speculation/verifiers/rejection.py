@@ -14,6 +14,7 @@ from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,13 +22,27 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ....tensors import integers, is_remote, sent
 from ...sequence import Draft
-from ...unread import Unread, known, together
+from ...unread import Unread, together
 from . import noise
 from .inverse import inverse_draw
 from .noise import Purpose
 from .verifier import Place, Verifier, first_rows, follow
 
 Uniform = Callable[[int, int, int, int], float]  # seed, position, purpose, offset
+
+
+class Given(NamedTuple):
+    """Drafts that were drawn. starts: of each, the first of its rows of the model's `probabilities`."""
+
+    probabilities: Tensor
+    drafts: list[Draft]
+    places: list[Place]
+    starts: list[int]
+
+    def kept(self, counts: abc.Sequence[int], last: abc.Sequence[int]) -> list[list[int]]:
+        """Of each draft the first `count` tokens, and one more."""
+        each = zip(self.drafts, counts, last, strict=True)
+        return [[*draft.tokens[:count], token] for draft, count, token in each]
 
 
 @dataclass(frozen=True)
@@ -106,10 +121,10 @@ class RejectionVerifier(Verifier):
             [drafts[i] for i in others],
             [places[i] for i in others],
         )
-        judge = self._judged_on_device if is_remote(probabilities) else self._judged_on_host
-        judged = judge(
+        given = Given(
             probabilities, [drafts[i] for i in drawn], [places[i] for i in drawn], [starts[i] for i in drawn]
         )
+        judged = self._judged_on_device(given) if is_remote(probabilities) else self._judged_on_host(given)
 
         def in_order(kept: list[list[list[int]]]) -> list[list[int]]:
             found = dict(zip([*others, *drawn], [*kept[0], *kept[1]], strict=True))
@@ -125,51 +140,31 @@ class RejectionVerifier(Verifier):
         chosen = inverse_draw(probabilities, numbers)
         return chosen.then(lambda tokens: follow(drafts, tokens))
 
-    def _judged_on_host(
-        self,
-        probabilities: Tensor,
-        drafts: abc.Sequence[Draft],
-        places: abc.Sequence[Place],
-        starts: abc.Sequence[int],
-    ) -> Unread[list[list[int]]]:
-        """Verify drafts that were drawn. starts: the first of their rows of `probabilities`."""
-        accepted = self.accept(self._each_drawn(probabilities, drafts, places, starts))
-        weights = probabilities[[start + count for start, (count, _) in zip(starts, accepted, strict=True)]]
-        cut = [row for row, (count, _) in enumerate(accepted) if count < len(drafts[row])]
+    def _judged_on_host(self, given: Given) -> Unread[list[list[int]]]:
+        accepted = self.accept(self._each_drawn(given))
+        counts = [count for count, _ in accepted]
+        weights = given.probabilities[[start + count for start, count in zip(given.starts, counts, strict=True)]]
+        cut = [row for row, draft in enumerate(given.drafts) if counts[row] < len(draft)]
         if cut:
-            q = torch.stack([_distributions(drafts[row])[accepted[row][0]] for row in cut])
+            q = torch.stack([_distributions(given.drafts[row])[counts[row]] for row in cut])
             factors = torch.tensor([accepted[row][1] for row in cut], dtype=torch.float64)
             weights[cut] = residual(weights[cut], q, factors)
-        last = [place.next(count) for place, (count, _) in zip(places, accepted, strict=True)]
-        tokens = inverse_draw(weights, self._numbers(last, Purpose.TARGET, probabilities)).read()
-        return known(
-            [[*draft.tokens[:count], token] for draft, (count, _), token in zip(drafts, accepted, tokens, strict=True)]
-        )
+        last = [place.next(count) for place, count in zip(given.places, counts, strict=True)]
+        tokens = inverse_draw(weights, self._numbers(last, Purpose.TARGET, weights))
+        return tokens.then(lambda read: given.kept(counts, read))
 
-    def _judged_on_device(
-        self,
-        probabilities: Tensor,
-        drafts: abc.Sequence[Draft],
-        places: abc.Sequence[Place],
-        starts: abc.Sequence[int],
-    ) -> Unread[list[list[int]]]:
+    def _judged_on_device(self, given: Given) -> Unread[list[list[int]]]:
         """Verify as _judged_on_host does."""
-        judged = self._all_drawn(probabilities, drafts, places, starts)
+        judged = self._all_drawn(given)
         counts, factors = self.accept_on_device(judged)
         lengths, firsts = (sent(integers(numbers), counts) for numbers in (judged.lengths, judged.starts))
-        weights = probabilities[sent(integers(starts), counts) + counts]
+        weights = given.probabilities[sent(integers(given.starts), counts) + counts]
         # Where all tokens are accepted there is no residual, and this row of q is not used.
         q = judged.q[firsts + torch.minimum(counts, lengths - 1)]
         weights = torch.where((counts < lengths)[:, None], residual(weights, q, factors), weights)
-        numbers = self._numbers(_places(places, drafts, 1), Purpose.TARGET, probabilities)
-        tokens = inverse_draw(weights, numbers[firsts + torch.arange(len(drafts), device=counts.device) + counts])
-
-        def joined(read: list[list[int]]) -> list[list[int]]:
-            return [
-                [*draft.tokens[:count], token] for draft, count, token in zip(drafts, *read, strict=True)
-            ]  # fmt: skip
-
-        return together([Unread(counts, list), tokens]).then(joined)
+        numbers = self._numbers(_places(given.places, given.drafts, 1), Purpose.TARGET, weights)
+        tokens = inverse_draw(weights, numbers[firsts + torch.arange(len(counts), device=counts.device) + counts])
+        return together([Unread(counts, list), tokens]).then(lambda read: given.kept(*read))
 
     def _number(self, place: Place, purpose: Purpose) -> float:
         offset = 0 if purpose is Purpose.TARGET else place.offset
@@ -180,29 +175,18 @@ class RejectionVerifier(Verifier):
         numbers = [self._number(place, purpose) for place in places]
         return sent(torch.tensor(numbers, dtype=torch.float64), like)
 
-    def _each_drawn(
-        self,
-        probabilities: Tensor,
-        drafts: abc.Sequence[Draft],
-        places: abc.Sequence[Place],
-        starts: abc.Sequence[int],
-    ) -> list[Drawn]:
+    def _each_drawn(self, given: Given) -> list[Drawn]:
         looked = []
-        for draft, place, start in zip(drafts, places, starts, strict=True):
-            p, q = probabilities[start : start + len(draft) + 1], _distributions(draft)
+        for draft, place, start in zip(given.drafts, given.places, given.starts, strict=True):
+            p, q = given.probabilities[start : start + len(draft) + 1], _distributions(draft)
             drafted = integers(draft.tokens)[:, None]
             uniforms = [self._number(place.next(j), Purpose.ACCEPT) for j in range(len(draft))]
             p_drafted, q_drafted = (law.gather(1, drafted)[:, 0].tolist() for law in (p, q))
             looked.append(Drawn(p, q, p_drafted, q_drafted, uniforms))
         return looked
 
-    def _all_drawn(
-        self,
-        probabilities: Tensor,
-        drafts: abc.Sequence[Draft],
-        places: abc.Sequence[Place],
-        starts: abc.Sequence[int],
-    ) -> DrawnDrafts:
+    def _all_drawn(self, given: Given) -> DrawnDrafts:
+        probabilities, drafts, places, starts = given
         lengths = [len(draft) for draft in drafts]
         rows = [start + j for start, length in zip(starts, lengths, strict=True) for j in range(length)]
         tokens = sent(integers([token for draft in drafts for token in draft.tokens]), probabilities)[:, None]
