@@ -17,7 +17,6 @@ from .options import Asked, Path_, common, texts_of
 from .plan import Dtype
 
 NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @common()
@@ -29,6 +28,9 @@ def serve(
     host: Annotated[str, typer.Option(help="The address that clients connect to.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     api_key: Annotated[str | None, typer.Option(envvar="HF_ACCEL_API_KEY", help="What clients must send.")] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="Without a key: another name to answer to; may be repeated; '*' is any.")
+    ] = None,
     chat_template: Annotated[Path | None, typer.Option(help="A file with a Jinja template.")] = None,
     max_running: Annotated[int, typer.Option(min=1, help="Choices that are computed at the same time.")] = 64,
     max_queue: Annotated[int, typer.Option(min=0, help="Choices that may wait; then clients get 429.")] = 256,
@@ -79,6 +81,8 @@ def serve(
             signal.signal(number, signal.SIG_IGN)
         return follow(service.engine, relay)
     with closing(bind(host, port)) as bound:
+        from hf_accel.serving.hosts import LOOPBACK, Hosts
+
         if host not in LOOPBACK and api_key is None:
             say(f"warning: {host} is open to others, and no --api-key is asked for")
         with asked.output.progress("loading the model"):
@@ -86,7 +90,10 @@ def serve(
             from hf_accel.serving.http_server import make_server
 
             service = load()
-            server = make_server(make_app(service, api_key=api_key), service, drain_seconds=drain_seconds)
+            if service.tokenizer.chat_template is not None:
+                service.templates.start()
+            app = make_app(service, api_key=api_key, hosts=Hosts.of(host, allow_host or ()))
+            server = make_server(app, service, drain_seconds=drain_seconds)
         address = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
         said = {"url": f"{address}/v1", "page": f"{address}/", "model": service.name}
         asked.output.write(said, f"{service.name} is served at {said['url']}; {said['page']} chats with it")

@@ -1,4 +1,4 @@
-"""The outermost layer of the server, in plain ASGI: keys, sizes, counts, and clients that go away."""
+"""The outermost layer of the server, in plain ASGI: hosts, keys, sizes, counts, and clients that go away."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .api_errors import ApiError
+from .connection import CONNECTION, Connection
+from .hosts import Hosts
 from .page import FILES
 from .service import Service, exchange
 
 # They need no key: they are for what starts and stops the server, and the page has a field for the key.
 OPEN_PATHS = ("/health", "/ready", *FILES)
 BODY_SECONDS = 30.0  # how long a client may take to send a body
+# How long a connection is kept for the next request. Clients keep theirs for less (httpx and OpenAI's client 5 s,
+# nginx and .NET 60, Go 90), so that it is they who close it: one that the server closes may carry a request already.
+KEEP_ALIVE_SECONDS = 120
+MOST_HEADERS = 100
+CLOSE = {"Connection": "close"}
 REQUEST_ID = "x-request-id"
 LONGEST_ID = 128  # characters
 
@@ -30,48 +37,76 @@ class ClientGone(Exception):
 class Guard:
     """Lets requests pass to `app`.
 
-    Answers 401 without the key, 413 for a body that is too large, and 408 for one that does not come. When the client
-    closes the connection, the work on its request is cancelled, streamed or not; and when an exchange ends, however it
-    ends, its job is closed.
+    Answers 421 to requests for other hosts than `hosts` if there is no key, 401 without the key, 431 for too many
+    headers, 413 for a body that is too large, and 408 for one that does not come. When the client closes the
+    connection, the work on its request is cancelled, streamed or not; and when an exchange ends, however it ends, its
+    job is closed.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, *, api_key: str | None, paths: Collection[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, service: Service, *, api_key: str | None, hosts: Hosts | None, paths: Collection[str]
+    ) -> None:
         self._app, self._service, self._paths = app, service, frozenset(paths)
         self._key = None if api_key is None else f"Bearer {api_key}".encode()
+        self._hosts = hosts if api_key is None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answer = _Answer(scope, send)
+        answer = _Answer(scope, send, self._service)
+        connection: Connection | None = scope.get("state", {}).pop(CONNECTION, None)
+        if connection is not None:
+            connection.request_came()
         try:
-            self._check_key(scope)
-            body = await asyncio.wait_for(self._body(scope, receive), BODY_SECONDS)
-            with ExitStack() as stack:
-                exchange.set(stack)
-                await self._run(scope, body, receive, answer)
+            await self._exchange(scope, receive, answer)
         except ApiError as error:
             await answer.error(error)
-        except TimeoutError:
-            await answer.error(ApiError(408, f"the body did not come within {BODY_SECONDS:.0f} seconds"))
         except ClientGone:
             pass
         finally:
+            if connection is not None:
+                connection.answered()
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._service.metrics.requests.labels(path, str(answer.status or 499)).inc()
 
-    def _check_key(self, scope: Scope) -> None:
-        if self._key is None or scope["path"] in OPEN_PATHS:
-            return
-        given = _header(scope, b"authorization") or b""
-        if not hmac.compare_digest(given, self._key):
-            message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
-            raise ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
+    async def _exchange(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        refusal = self._refusal(scope)
+        # The body of a refused request is read too, or the client would lose the answer while it sends.
+        try:
+            body = await asyncio.wait_for(self._body(scope, receive, keep=refusal is None), BODY_SECONDS)
+        except TimeoutError:
+            message = f"the body did not come within {BODY_SECONDS:.0f} seconds"
+            raise ApiError(408, message, headers=CLOSE) from None
+        if refusal is not None:
+            raise refusal
+        with ExitStack() as stack:
+            exchange.set(stack)
+            await self._run(scope, body, receive, answer)
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        """Return what a request is answered that must not come in, whatever its body."""
+        if len(scope["headers"]) > MOST_HEADERS:
+            return ApiError(431, f"the request has more than {MOST_HEADERS} headers", headers=CLOSE)
+        for name, value in scope["headers"]:
+            reason = self._hosts.refuses(value) if self._hosts is not None and name == b"host" else None
+            if reason is not None:
+                return ApiError(421, reason)
+        return self._wrong_key(scope)
+
+    def _wrong_key(self, scope: Scope) -> ApiError | None:
+        if self._key is None or scope["path"] in OPEN_PATHS:
+            return None
+        given = _header(scope, b"authorization") or b""
+        if hmac.compare_digest(given, self._key):
+            return None
+        message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
+        return ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
+
+    async def _body(self, scope: Scope, receive: Receive, *, keep: bool) -> bytes:
         """Read the whole body. One that is too large is read on, but not kept, so that the client gets its answer."""
         most = self._service.limits.max_body_bytes
-        refusal = ApiError(413, f"the body is larger than {most} bytes", headers={"Connection": "close"})
+        refusal = ApiError(413, f"the body is larger than {most} bytes", headers=CLOSE)
         stated = _header(scope, b"content-length")
         if stated is not None and stated.isdigit() and len(stated) < 20 and int(stated) > 16 * most:
             raise refusal
@@ -82,7 +117,7 @@ class Guard:
                 raise ClientGone
             part, more = message.get("body", b""), message.get("more_body", False)
             size += len(part)
-            if size <= most:
+            if size <= most and keep:
                 parts.append(part)
             elif size > 16 * most:
                 break
@@ -111,10 +146,10 @@ class Guard:
 
 
 class _Answer:
-    """Sends the answer, with the request's id, and remembers its status."""
+    """Sends the answer, with the request's id and what becomes of the connection, and remembers its status."""
 
-    def __init__(self, scope: Scope, send: Send) -> None:
-        self._send = send
+    def __init__(self, scope: Scope, send: Send, service: Service) -> None:
+        self._send, self._service = send, service
         self.status: int | None = None
         given = (_header(scope, REQUEST_ID.encode()) or b"").decode("latin-1")
         is_usable = 0 < len(given) <= LONGEST_ID and given.isascii() and given.isprintable()
@@ -123,8 +158,17 @@ class _Answer:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), (REQUEST_ID.encode(), self.request_id.encode())]
+            headers = [*message.get("headers", ()), (REQUEST_ID.encode(), self.request_id.encode())]
+            message["headers"] = [*headers, *self._about_connection(headers)]
         await self._send(message)
+
+    def _about_connection(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """Say that the connection ends here, as the server does, or how long it is kept: clients that heed it win."""
+        if any(name.lower() == b"connection" for name, _ in headers):
+            return []
+        if self._service.admission.draining:
+            return [(b"connection", b"close")]
+        return [(b"keep-alive", b"timeout=%d" % (KEEP_ALIVE_SECONDS - 5))]
 
     async def error(self, error: ApiError) -> None:
         if self.status is not None:

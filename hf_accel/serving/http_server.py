@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from .connection import HEAD_BYTES, Connections
+from .guard import KEEP_ALIVE_SECONDS
 from .service import Service
 
 CLOSE_SECONDS = 5  # for connections to close once all requests have ended
@@ -45,6 +48,7 @@ class DrainingServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         await self._service.admission.drain(self._drain_seconds)
+        self._service.templates.close()
         self.should_exit = True
 
 
@@ -61,13 +65,23 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-def make_server(app: ASGIApp, service: Service, *, drain_seconds: float, log_level: str = "warning") -> DrainingServer:
-    """A server for an application of `make_app`; run(sockets=[...]) serves until a signal."""
+def make_server(
+    app: ASGIApp, service: Service, *, drain_seconds: float, log_level: str = "warning", http: Any = "auto"
+) -> DrainingServer:
+    """A server for an application of `make_app`; run(sockets=[...]) serves until a signal. http: uvicorn's parser."""
     config = uvicorn.Config(
         app,
         log_level=log_level,
         access_log=False,
+        http=http,
+        ws="none",
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=CLOSE_SECONDS,
+        h11_max_incomplete_event_size=2 * HEAD_BYTES,  # so that our own limit, and its answer, come first
         lifespan="on",
     )
+    config.load()
+    connections = Connections(service.limits.most_connections, 32 * service.limits.max_body_bytes)
+    chosen: Any = connections.protocol(config.http_protocol_class)
+    config.http_protocol_class = chosen
     return DrainingServer(config, service, drain_seconds=drain_seconds)

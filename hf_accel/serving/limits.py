@@ -42,6 +42,11 @@ class Limits:
         """The choices of one request that can ever be admitted."""
         return min(self.max_choices, self.max_running + self.max_queue)
 
+    @property
+    def most_connections(self) -> int:
+        """The connections that are open at a time: for all that may run or wait, and as many that are told to."""
+        return 2 * (self.max_running + self.max_queue)
+
 
 class Inside(Protocol):
     """A request that was admitted. cancel: ends it before its time."""

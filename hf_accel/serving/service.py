@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import HfAccelError, OutOfBlocksError, UnsupportedError
 from ..generation.hf import Engine
@@ -20,8 +20,10 @@ from .api_errors import ApiError, unavailable
 from .bodies import Common
 from .limits import Admission, Limits
 from .metrics import Metrics
+from .templates import Templates
 from .token_text import ScoredToken, TokenText
 
+Found = TypeVar("Found")
 DEFAULT_NEW_TOKENS = 1024  # of a choice whose request names no number, as in `transformers serve`
 RETRY_SECONDS = 5
 
@@ -100,6 +102,7 @@ class Service:
         self.engine, self.tokenizer, self.name, self.limits = engine, tokenizer, name, limits
         self.admission = Admission(limits)
         self.metrics = Metrics(engine)
+        self.templates = Templates(4 * limits.max_body_bytes)
         # One thread, so that no tokenizer is used twice at a time, and a long prompt does not stop the streams.
         self._tokenizing = ThreadPoolExecutor(1, "hf_accel tokenizer")
 
@@ -131,7 +134,7 @@ class Service:
         if asked is not None and asked != self.name:
             raise ApiError(404, f"the model {asked[:200]!r} is not served here, but {self.name!r} is", field="model")
 
-    async def in_thread(self, work: Callable[[], list[list[int]]]) -> list[list[int]]:
+    async def in_thread(self, work: Callable[[], Found]) -> Found:
         """Run tokenization beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
 
@@ -202,6 +205,7 @@ class Service:
 
     def close(self) -> None:
         """End the engine, and with it all requests."""
+        self.templates.close()
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
         self.engine.close(wait=False)
 

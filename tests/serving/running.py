@@ -16,6 +16,7 @@ import hf_accel
 from hf_accel.kernels import cpu as kernels
 from hf_accel.serving.hf.application import make_app
 from hf_accel.serving.hf.served_model import load_service
+from hf_accel.serving.hosts import Hosts
 from hf_accel.serving.http_server import DrainingServer, bound_socket, make_server
 from hf_accel.serving.limits import Limits
 from hf_accel.serving.ranks import leading
@@ -75,7 +76,8 @@ def serving(
     bound = bound_socket("127.0.0.1", 0)
     given: dict[str, Any] = {"name": "tiny", "chat_template": CHAT_TEMPLATE, **EXACT, **loading}
     service = load_service(str(path), limits=limits, **given)
-    server = make_server(make_app(service, api_key=api_key), service, drain_seconds=drain_seconds)
+    app = make_app(service, api_key=api_key, hosts=Hosts.of("127.0.0.1"))
+    server = make_server(app, service, drain_seconds=drain_seconds)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, name="server")
     with leading(given.get("engine", {}).get("relay"), service, server):
         thread.start()

@@ -222,7 +222,25 @@ def test_other_types_of_content(client: httpx.Client, good: str, kind: str) -> N
     assert answer.status_code == 400 and "application/json" in answer.json()["error"]["message"]
 
 
-HALF = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 90\r\n\r\n{"
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "localhost.evil.example"])
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/plan"), ("POST", COMPLETIONS), ("GET", "/"), ("GET", "/health")]
+)
+def test_other_hosts(client: httpx.Client, good: str, method: str, path: str, host: str) -> None:
+    """A web page whose name was made to point here learns nothing."""
+    answer = client.request(method, path, json=BASE[COMPLETIONS], headers={"host": host, "origin": f"http://{host}"})
+    assert answer.status_code == 421 and "--allow-host" in answer.json()["error"]["message"]
+
+
+def test_web_pages_of_others_get_no_permission(client: httpx.Client, good: str) -> None:
+    asked = {"origin": "http://evil.example", "access-control-request-method": "POST"}
+    for path in (COMPLETIONS, "/plan"):
+        answer = client.options(path, headers=asked)
+        assert answer.status_code == 405
+        assert not [name for name in answer.headers if name.startswith("access-control-")]
+
+
+HALF = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 90\r\n\r\n{"
 
 
 def test_a_client_that_leaves_while_it_sends(running: Running, good: str) -> None:

@@ -15,6 +15,7 @@ from transformers.cli.serving.utils import GenerationState
 
 from ..api_errors import ApiError, error_body
 from ..guard import Guard
+from ..hosts import Hosts
 from ..page import page_routes
 from ..service import Service, known_keywords
 from .chat import Chat
@@ -28,10 +29,16 @@ OURS = ("/v1/models", "/health", "/ready", "/metrics", "/plan", "/stats", "/")
 
 
 def make_app(
-    service: Service, *, api_key: str | None = None, chat_template_kwargs: dict[str, Any] | None = None
+    service: Service,
+    *,
+    api_key: str | None = None,
+    hosts: Hosts | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
 ) -> ASGIApp:
     """Build the application of a service. api_key: what clients must send as `Authorization: Bearer KEY`.
 
+    hosts: the names that requests may be sent to if there is no key; None takes all, for an application behind another
+    server, which knows its names.
     chat_template_kwargs: what the chat template gets unless a request says otherwise.
     """
     manager, state = OneModel(service), GenerationState()
@@ -50,7 +57,7 @@ def make_app(
     _add_routes(app, service, manager)
     app.router.routes += page_routes(service)
     _add_errors(app)
-    return Guard(app, service, api_key=api_key, paths=(*KEPT, *OURS))
+    return Guard(app, service, api_key=api_key, hosts=hosts, paths=(*KEPT, *OURS))
 
 
 def _add_routes(app: FastAPI, service: Service, manager: OneModel) -> None:

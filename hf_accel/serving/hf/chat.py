@@ -70,8 +70,8 @@ class Chat(OfEngine, ChatCompletionHandler):
 
     body_type = ChatBody
 
-    def _prompts(self, asked: ChatBody, body: dict[str, Any]) -> list[list[int]]:
-        return [self._render(asked, body["messages"], _tools(asked, body))]
+    async def _prompts(self, asked: ChatBody, body: dict[str, Any]) -> list[list[int]]:
+        return [await self._render(asked, body["messages"], _tools(asked, body))]
 
     async def _answer(
         self, asked: ChatBody, body: dict[str, Any], prompts: list[list[int]], request_id: str

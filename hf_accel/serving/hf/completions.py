@@ -21,11 +21,13 @@ class Completions(OfEngine, CompletionHandler):
 
     body_type = CompletionBody
 
-    def _prompts(self, asked: CompletionBody, body: dict[str, Any]) -> list[list[int]]:
+    async def _prompts(self, asked: CompletionBody, body: dict[str, Any]) -> list[list[int]]:
         if len(asked.prompts) > self.service.limits.most_choices or not asked.prompts:
             message = f"prompt holds {len(asked.prompts)} prompts; send 1 to {self.service.limits.most_choices}"
             raise ApiError(400, message, field="prompt")
-        return [self._ids(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
+        return await self.service.in_thread(
+            lambda: [self._ids(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
+        )
 
     def _ids(self, text: str) -> list[int]:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any, ClassVar
 
 from starlette.responses import Response, StreamingResponse
@@ -15,6 +16,7 @@ from transformers.utils import logging
 from ..api_errors import ApiError
 from ..bodies import ChatBody, Choices, Common, ResponseBody, read_body
 from ..service import Job, Service
+from ..templates import CAN_RENDER
 
 logger = logging.get_logger(__name__)
 # What a client may not give to the chat template: these change apply_chat_template, not what a template says.
@@ -38,17 +40,17 @@ class OfEngine(BaseHandler):
         asked = read_body(self.body_type, body)
         self.service.check_name(asked.model)
         self.service.require_ready(asked.num_choices)
-        prompts = await self.service.in_thread(lambda: self._prompts(asked, body))
+        prompts = await self._prompts(asked, body)
         return await self._answer(asked, body, prompts, request_id)
 
-    def _prompts(self, asked: Any, body: dict[str, Any]) -> list[list[int]]:
+    async def _prompts(self, asked: Any, body: dict[str, Any]) -> list[list[int]]:
         """Return the token ids of each prompt."""
         raise NotImplementedError
 
     async def _answer(self, asked: Any, body: dict[str, Any], prompts: list[list[int]], request_id: str) -> Response:
         raise NotImplementedError
 
-    def _render(
+    async def _render(
         self, asked: ChatBody | ResponseBody, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> list[int]:
         """Return the token ids of a chat. Raises ApiError (400) for messages that the chat template refuses."""
@@ -61,19 +63,27 @@ class OfEngine(BaseHandler):
             raise ApiError(400, f"chat_template_kwargs: {name} is not served", field="chat_template_kwargs")
         try:
             inputs = self.get_processor_inputs_from_messages(messages, Modality.LLM)
-            encoded = tokenizer.apply_chat_template(
-                inputs,
-                add_generation_prompt=True,
-                tools=tools,
-                return_dict=True,
-                tokenize=True,
-                **{**self.chat_template_kwargs, **given},
-            )
+            return await self._tokens(inputs, tools, {**self.chat_template_kwargs, **given})
+        except ApiError:
+            raise
         except Exception as error:  # whatever a template raises is about what the client sent
             reason = (str(error).splitlines() or [""])[0][:300] or type(error).__name__
             raise ApiError(400, f"the chat template refuses the messages: {reason}", field="messages") from error
-        ids: list[int] = encoded["input_ids"]
-        return ids
+
+    async def _tokens(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, more: dict[str, Any]
+    ) -> list[int]:
+        """What apply_chat_template() of the tokenizer does, with the template in a process of its own."""
+        tokenizer, service = self.service.tokenizer, self.service
+        if not CAN_RENDER or type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+            encode = partial(tokenizer.apply_chat_template, messages, tools=tools, add_generation_prompt=True, **more)
+            return await service.in_thread(lambda: encode(return_dict=True)["input_ids"])
+        text = await service.templates.render(
+            conversations=[[{name: value for name, value in one.items() if value is not None} for one in messages]],
+            tools=tools, chat_template=tokenizer.get_chat_template(None, tools), add_generation_prompt=True,
+            **{**tokenizer.special_tokens_map, **more},
+        )  # fmt: skip
+        return await service.in_thread(lambda: tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @staticmethod
     def get_processor_inputs_from_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:

@@ -21,8 +21,8 @@ class Responses(OfEngine, ResponseHandler):
 
     body_type = ResponseBody
 
-    def _prompts(self, asked: ResponseBody, body: dict[str, Any]) -> list[list[int]]:
-        return [self._render(asked, self._messages(body), self._tools(asked, body))]
+    async def _prompts(self, asked: ResponseBody, body: dict[str, Any]) -> list[list[int]]:
+        return [await self._render(asked, self._messages(body), self._tools(asked, body))]
 
     def _messages(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the input as the messages of a chat. Raises ApiError (400) for items of another form."""

@@ -1,0 +1,124 @@
+"""Chat templates, which come with a model and are programs: they run beside the server, and not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .api_errors import ApiError, unavailable
+
+CAN_RENDER = os.name == "posix"
+SECONDS = 10.0  # for a template to render a chat; it takes milliseconds
+PATIENCE = 30.0  # seconds that a request waits for a process, its start included
+PROCESSES = 3  # of some 60 MB: so many hostile requests at a time delay no other one
+PROGRAM = Path(__file__).parent / "hf" / "template_process.py"
+
+
+class TemplateError(Exception):
+    """A chat template does not take a chat; the message says why."""
+
+
+class TemplateProcess:
+    """A process that renders one chat after the other."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(PROGRAM)], stdin=theirs.fileno(), stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,  # Ctrl-C is for the server, which lets requests end
+            )  # fmt: skip
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def render(self, given: dict[str, Any]) -> str:
+        """Return the text of a chat. Raises TemplateError, and ApiError (400) if the process has ended over it."""
+        if self._writer is None:
+            limit = 12 * self._longest + 2**16  # bytes, as JSON writes characters
+            self._reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=limit)
+        self._writer.write(json.dumps([SECONDS, self._longest, given], default=str).encode() + b"\n")
+        with suppress(ConnectionError):
+            await self._writer.drain()
+        line = await self._reader.readline()
+        if not line:
+            late = self._process.wait() == -signal.SIGALRM
+            what = f"did not end within {SECONDS:g} seconds" if late else "broke the process that runs it"
+            raise ApiError(400, f"the chat template {what}", field="messages")
+        answer: dict[str, str] = json.loads(line)
+        if "error" in answer:
+            raise TemplateError(answer["error"])
+        return answer["text"]
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        with suppress(RuntimeError):  # the event loop has ended before
+            (self._writer or self._socket).close()
+
+
+class Templates:
+    """The processes that render chat templates for a server. longest: characters of a text.
+
+    All methods are for one event loop.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._room = asyncio.Semaphore(PROCESSES)
+        self._idle: list[TemplateProcess] = []
+        self._all: set[TemplateProcess] = set()
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Start a process before the first request needs it, which would wait for half a second."""
+        self._idle.append(self._started())
+
+    async def render(self, **given: Any) -> str:
+        """Return the text of a chat. given: the keywords of transformers' render_jinja_template.
+
+        Raises TemplateError for a chat that the template refuses, and ApiError: 400 for one that it does not end
+        with, 503 if others keep all processes busy.
+        """
+        try:
+            async with asyncio.timeout(PATIENCE), self._room:
+                return await self._rendered(given)
+        except TimeoutError:
+            raise unavailable("the chat template is busy with other requests", int(SECONDS)) from None
+
+    async def _rendered(self, given: dict[str, Any]) -> str:
+        process = self._idle.pop() if self._idle else self._started()
+        try:
+            text = await process.render(given)
+        except TemplateError:
+            self._idle.append(process)
+            raise
+        except BaseException:  # it has ended, or nobody waits for what it does
+            self._all.discard(process)
+            process.end()
+            if self._is_closed:
+                raise unavailable("the server is shutting down; try another one", int(SECONDS)) from None
+            raise
+        self._idle.append(process)
+        return text
+
+    def _started(self) -> TemplateProcess:
+        process = TemplateProcess(self._longest)
+        self._all.add(process)
+        return process
+
+    def close(self) -> None:
+        """End all processes; whoever waits for one gets an ApiError (503)."""
+        self._is_closed = True
+        for process in self._all:
+            process.end()
+        self._all.clear()
