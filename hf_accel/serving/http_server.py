@@ -9,6 +9,7 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from .connection import HEAD_BYTES, Connections
 from .guard import KEEP_ALIVE_SECONDS
@@ -66,22 +67,20 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def make_server(
-    app: ASGIApp, service: Service, *, drain_seconds: float, log_level: str = "warning", http: Any = "auto"
+    app: ASGIApp, service: Service, *, drain_seconds: float, log_level: str = "warning", http: Any = AutoHTTPProtocol
 ) -> DrainingServer:
     """A server for an application of `make_app`; run(sockets=[...]) serves until a signal. http: uvicorn's parser."""
+    connections = Connections(service.limits.most_connections, 32 * service.limits.max_body_bytes)
+    bounded: Any = connections.protocol(http)
     config = uvicorn.Config(
         app,
         log_level=log_level,
         access_log=False,
-        http=http,
+        http=bounded,
         ws="none",
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=CLOSE_SECONDS,
         h11_max_incomplete_event_size=2 * HEAD_BYTES,  # so that our own limit, and its answer, come first
         lifespan="on",
     )
-    config.load()
-    connections = Connections(service.limits.most_connections, 32 * service.limits.max_body_bytes)
-    chosen: Any = connections.protocol(config.http_protocol_class)
-    config.http_protocol_class = chosen
     return DrainingServer(config, service, drain_seconds=drain_seconds)
