@@ -78,6 +78,43 @@ def test_coroutines(engine: Engine) -> None:
     assert asyncio.run(everyone()) == [expected(prompt) for prompt in PROMPTS]
 
 
+def test_requests_are_awaited() -> None:
+    async def everyone() -> list[Any]:
+        async with Engine(target("llama")) as engine:
+            requests = [engine.submit(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS]
+            found = await asyncio.gather(*requests, requests[0].samples[0])
+        assert not engine.is_live
+        return found
+
+    found = asyncio.run(everyone())
+    assert [one.tokens for one in found] == [expected(prompt) for prompt in [*PROMPTS, PROMPTS[0]]]
+
+
+def test_other_coroutines_run_while_an_engine_closes() -> None:
+    async def run(*, end_of: str) -> str | None:
+        async with Engine(target("llama")) as engine:
+            request = engine.submit(PROMPTS[0], max_new_tokens=LONG)
+            this = asyncio.current_task()
+            assert this is not None
+            asyncio.get_running_loop().call_later(0.01, request.cancel if end_of == "request" else this.cancel)
+        return request.finish_reason
+
+    assert asyncio.run(run(end_of="request")) == "cancelled"
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run(end_of="block"))
+
+
+def test_an_error_in_the_block_cancels_requests() -> None:
+    async def run() -> Any:
+        with pytest.raises(ZeroDivisionError):
+            async with Engine(target("llama")) as engine:
+                request = engine.submit(PROMPTS[0], max_new_tokens=LONG)
+                raise ZeroDivisionError
+        return await request
+
+    assert asyncio.run(run()).finish_reason == "cancelled"
+
+
 def test_beside_generate(engine: Engine) -> None:
     """Both use the model at the same time."""
     handles = [engine.submit(prompt, max_new_tokens=60) for prompt in PROMPTS]

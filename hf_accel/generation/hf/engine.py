@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import operator
@@ -46,6 +47,9 @@ class Engine:
             request = engine.submit(prompt_ids, max_new_tokens=64, temperature=0.8, seed=1)
             for token in request: ...
 
+        async with hf_accel.Engine(model, tokenizer=tokenizer) as engine:
+            result = await engine.submit(prompt_ids, max_new_tokens=64)
+
     model: a model that was patched by hf_accel. tokenizer: is needed for prompts and stop strings that are text.
     max_tokens: the tokens of all requests that the KV cache holds; None lets it grow as needed, and on a GPU takes as
         many as fit into its free memory. When no block is free, the latest request of the lowest priority is
@@ -57,7 +61,7 @@ class Engine:
 
     Common prefixes of prompts are stored and computed once. With seed=, the tokens of a request do not depend on other
     requests, if the plan calls the model row-invariant; with a draft model, this needs verify="seeded" too.
-    At its end, the `with` block waits until all requests have ended.
+    At its end, the `with` block waits until all requests have ended; `async with` lets other coroutines run meanwhile.
 
     Raises UnsupportedError for a model that is not patched or cannot run ragged.
     """
@@ -234,6 +238,18 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(wait=kind is None)
+
+    async def __aenter__(self) -> Engine:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await asyncio.to_thread(self.close, wait=kind is None)
+        except asyncio.CancelledError:  # whoever waited here does so no more
+            self.loop.retire(cancel=True)
+            raise
 
 
 def _integer(name: str, value: Any, *, least: int | None = None) -> int:

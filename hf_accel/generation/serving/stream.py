@@ -7,10 +7,10 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...errors import UnsupportedError
 
@@ -213,6 +213,9 @@ class Sample:
         await self._wait_for_more(math.inf)
         return self._generated()
 
+    def __await__(self) -> Generator[Any, None, Generated]:
+        return self.aresult().__await__()
+
     def _about_to_wait(self, seen: float) -> None:
         """Call on_wait if a reader has to wait for more than `seen` tokens. on_wait raises if the reader must not."""
         if self._on_wait is not None and not self.done and len(self._tokens) <= seen:
@@ -244,8 +247,8 @@ _numbers = itertools.count()
 class Request:
     """A submitted request: `num_samples` continuations of one prompt, each of which is a Sample.
 
-    To iterate over the request is to iterate over its first sample. It is done when all samples are; cancel() and
-    fail() end all samples.
+    To iterate over the request is to iterate over its first sample, and `await request` gives the result of that one.
+    It is done when all samples are; cancel() and fail() end all samples.
 
     decode: maps token ids to the text of Generated. on_cancel: is called once with each sample that a reader cancels,
     in the reader's thread. on_wait: is called in the reader's thread, with a description of the wait, before the
@@ -317,6 +320,9 @@ class Request:
 
     async def aresult(self) -> Generated:
         return await self.samples[0].aresult()
+
+    def __await__(self) -> Generator[Any, None, Generated]:
+        return self.samples[0].__await__()
 
     async def aresults(self) -> list[Generated]:
         return [await sample.aresult() for sample in self.samples]
