@@ -24,7 +24,8 @@ from .generation.speculation.drafters.drafter import Drafter
 from .linear.hf import AccelConfig
 from .loading import load
 from .loading import register as _register_quantizer
-from .patch import is_patched, patch, patched, plan, stats, unpatch
+from .outline import plan
+from .patch import is_patched, patch, patched, stats, unpatch
 from .plan import Plan
 from .verify import Certificate, verify
 

@@ -198,9 +198,10 @@ def _graphs_line(plan: Plan) -> Line:
 def _size_lines(plan: Plan) -> Iterator[Line]:
     before, after = plan.bytes_before / 1e6, plan.bytes_after / 1e6
     yield Line("bytes", "weights", f"{before:,.1f} -> {after:,.1f} MB", "while patched, without kept originals")
+    what, unit = ("decode, batch 1", "ms a token") if plan.model.can_generate() else ("a pass, few tokens", "ms")
     yield Line(
         "speed",
-        "decode, batch 1",
-        f"{plan.seconds_before * 1e3:,.2f} -> {plan.seconds_after * 1e3:,.2f} ms a token",
+        what,
+        f"{plan.seconds_before * 1e3:,.2f} -> {plan.seconds_after * 1e3:,.2f} {unit}",
         f"at least, at the measured {plan.bandwidth / 1e9:,.0f} GB/s",
     )

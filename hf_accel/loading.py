@@ -27,6 +27,7 @@ from .calibration import planned
 from .checkpoint import check_loaded, check_numbers, prepare
 from .config import PatchConfig
 from .errors import HfAccelError, UnsupportedError
+from .estimate.shapes import class_of
 from .foreign import Gguf, converters, is_ours, prepare_foreign, reader_of, state_dict_of
 from .hardware import release, trim
 from .interop.gguf_reader import forget_files
@@ -273,15 +274,6 @@ def stored_config(config: PreTrainedConfig) -> dict[str, Any] | None:
         if found is not None:
             return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
     return None
-
-
-def class_of(config: PreTrainedConfig) -> Any:
-    """The class that config.json names under architectures; for what transformers does not know, the auto class."""
-    for name in config.architectures or ():
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, PreTrainedModel) and not getattr(config, "auto_map", None):
-            return found
-    return transformers.AutoModelForCausalLM
 
 
 # -- transformers' part --------------------------------------------------------------------------------

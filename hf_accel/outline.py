@@ -4,36 +4,65 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .calibration import planned
 from .config import PatchConfig
 from .errors import UnsupportedError
+from .estimate.shapes import load_config, on_meta
 from .linear.hf import stored_experts
 from .loading import stored_config
 from .originals import Stored, checkpoint_files
+from .patch import plan as plan_model
 from .plan import LinearPlan, Plan
 
 SMALL = 2**20  # bytes; more are pages of their own
 WORDS = {torch.float32: ("F32",), torch.float16: ("F16",), torch.bfloat16: ("BF16",)}  # of safetensors' headers
 
 
-def plan_checkpoint(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, **keywords: Any) -> Plan:
+def plan(
+    model: nn.Module | str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    config: PatchConfig | Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> Plan:
+    """What `patch(model, **keywords)` would do, and why. Changes nothing.
+
+    model: a model, or the path or name of a float checkpoint, of which no weight is read. dtype: to load a checkpoint
+    in; None takes that of config.json.
+    """
+    if isinstance(model, (str, os.PathLike)):
+        return plan_checkpoint(model, dtype=dtype, config=config, **keywords)
+    if dtype is not None:
+        raise UnsupportedError(f"dtype={dtype} is for the path of a checkpoint; a model has its own: leave dtype= out")
+    return plan_model(model, config=config, **keywords)
+
+
+def plan_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    config: PatchConfig | Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> Plan:
     """The Plan for the float checkpoint `path`, without reading its weights: as of the model that would be loaded.
 
     dtype: to load it in; None takes that of config.json. keywords: those of patch(). Raises UnsupportedError for a
     checkpoint that is quantized already, and for what only the weights could tell (AWQ, average_bits).
     """
-    settings = PatchConfig.build(**keywords)
-    config = AutoConfig.from_pretrained(path)
-    if stored_config(config) is not None:
+    settings = PatchConfig.build(config, **keywords)
+    if os.fspath(path).endswith(".gguf"):
+        raise UnsupportedError(f"{os.fspath(path)!r}: the plan of a GGUF file is made when it is loaded")
+    described = load_config(path)
+    if stored_config(described) is not None:
         raise UnsupportedError(f"{os.fspath(path)!r} is quantized already; load it, and its plan is made then")
     if settings.weights is not None and settings.weights.needs_data:
         raise UnsupportedError("which layers a calibrated plan changes is known by their weights; load the model")
@@ -42,7 +71,7 @@ def plan_checkpoint(path: str | os.PathLike[str], *, dtype: torch.dtype | None =
     def find_originals(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str, Stored] | None:
         return _stored_alike(model, linears, stored)
 
-    return planned(outline(config, dtype=dtype), settings, find_originals=find_originals)
+    return planned(outline(described, dtype=dtype), settings, find_originals=find_originals)
 
 
 def outline(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -51,8 +80,7 @@ def outline(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> Pr
     Buffers are real. dtype: None takes the config's, else float32.
     """
     chosen = dtype or config.dtype or torch.float32
-    with torch.device("meta"):
-        shapes: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=chosen)
+    shapes = on_meta(config, dtype=chosen)
     weights = {name: _untouched(p) for name, p in shapes.named_parameters()}
     model: PreTrainedModel = type(shapes).from_pretrained(
         None, config=copy.deepcopy(config), state_dict=weights, dtype=chosen

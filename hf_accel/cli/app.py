@@ -39,7 +39,8 @@ class Commands(TyperGroup):
 
 
 app = typer.Typer(
-    name=NAME, cls=Commands, invoke_without_command=True, rich_markup_mode="rich", pretty_exceptions_enable=False
+    name=NAME, cls=Commands, invoke_without_command=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )  # fmt: skip
 for command in (plan, estimate, quantize, generate, verify, bench, serve):
     app.command()(command)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .failures import BadInputError
-from .models import load_float
+from .models import check_text_model, load_float
 from .options import Asked, common
 from .plan import Dtype
 
@@ -39,6 +39,7 @@ def bench(
     """
     topic, path = _topic_and_path(words)
     keywords = asked.keywords()
+    check_text_model(path, "bench", decoder_only=True)
     with asked.output.progress("loading the model") as now:
         model = load_float(path, dtype=dtype)
         from hf_accel.measuring.quiet import BUSY, busy_cores

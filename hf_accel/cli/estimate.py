@@ -19,7 +19,7 @@ def estimate(
     context: Annotated[int | None, typer.Option(help="Tokens of each sequence; 4096, or what a load takes.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
     kv_dtype: Annotated[
-        str | None, typer.Option(help="How keys and values are stored.", metavar="auto|int8|fp8|int4")
+        str | None, typer.Option(help="How keys and values are stored.", metavar="auto|int8|fp8|int4|none")
     ] = None,
     machine: Annotated[
         str | None, typer.Option(help="A GPU by its name, as L4 or 'A100 80GB'; this machine if left out.")
@@ -46,15 +46,17 @@ def estimate(
     place, wanted = check(path), named_dtype(dtype)
     import hf_accel
 
-    if context is None:
-        context = 4096 if requests_per_second is None else prompt_tokens + output_tokens
+    if context is None and requests_per_second is not None:
+        context = prompt_tokens + output_tokens
+    sizes: dict[str, Any] = {} if context is None else {"context": context}
     fp8 = None
     if machine is not None:
         bandwidth, compute, fp8, memory = _machine(machine, (bandwidth, compute, memory))
     with asked.output.progress("measuring this machine"), explained(path):
         found = hf_accel.estimate(
-            _config(place), context=context, batch=batch, weights=asked.weights, kv_dtype=kv_dtype, dtype=wanted,
-            bandwidth=bandwidth, compute=compute, compute_fp8=fp8, price_per_hour=price_per_hour,
+            _config(place), **sizes, batch=batch, weights=asked.weights, dtype=wanted,
+            kv_dtype=None if kv_dtype == "none" else kv_dtype, bandwidth=bandwidth, compute=compute, compute_fp8=fp8,
+            price_per_hour=price_per_hour,
         )  # fmt: skip
         document, text = found.to_dict(), str(found)
         if memory is not None:

@@ -16,6 +16,12 @@ from .patch_options import PATCH_OPTIONS
 
 BAD_INPUT, INTERRUPTED = 2, 130  # exit codes; 130 is what a shell gives a program that Ctrl-C has ended
 LONGEST = 600  # characters of a message
+# Options that are keywords of other functions than patch(); dtype= is in messages about caches too, which say so.
+OTHER_OPTIONS = (
+    "context", "batch", "bandwidth", "compute", "memory", "machine", "price_per_hour", "requests_per_second",
+    "prompt_tokens", "output_tokens", "seconds_per_token", "kv_dtype", "max_new_tokens", "reference",
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
+)  # fmt: skip
 
 
 class BadInputError(Exception):
@@ -65,9 +71,14 @@ def line_of(error: BaseException) -> str:
 
 def as_options(text: str) -> str:
     """A message of the library in the words of the command line: weights='int4' is --weights int4."""
-    names = "|".join(option.name for option in PATCH_OPTIONS)
-    text = re.sub(rf"\b({names})=(?!\{{|\[|\()('[^']*'|None|True|False|[\d.]*\d)?", _as_option, text)
-    return re.sub(r"\bone of None\b", "one of none", text)
+    names = "|".join((*dict.fromkeys(option.name for option in PATCH_OPTIONS), *OTHER_OPTIONS))
+    text = re.sub(rf"\b({names})=(?!\{{|\[|\()('[^']*'|None|True|False|-?[\d.]*\d)?", _as_option, text)
+    return re.sub(r"\bone of (?:None|'[^']*')(?:(?:, | or |, or | and )(?:None|'[^']*'))*", _as_words, text)
+
+
+def _as_words(found: re.Match[str]) -> str:
+    """A list of values without Python's quotes."""
+    return found[0].replace("'", "").replace("None", "none")
 
 
 def _as_option(found: re.Match[str]) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from .failures import BadInputError
-from .models import load_patched, load_tokenizer
+from .models import check_text_model, load_patched, load_tokenizer
 from .options import Asked, Path_, common, texts_of
 from .plan import Dtype
 
@@ -25,8 +25,11 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is what a user says in a chat.")] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: what the model is told first.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to write.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample among the likeliest with this sum.")] = 1.0,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0: always the likeliest token.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample among the likeliest of this sum.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="Sample among so many of the likeliest; 0: all.")] = None,
+    min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Least share of the likeliest's chance.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(min=1e-3, help="Above 1: repeats less.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text to stop at; may be repeated.")] = None,
     dtype: Dtype = "auto",
@@ -34,6 +37,8 @@ def generate(
     asked: Asked,
 ) -> None:
     """Write on from a prompt, token by token as they come.
+
+    How tokens are chosen, the model's generation_config.json says where no option does.
 
     \b
     Examples:
@@ -43,9 +48,11 @@ def generate(
     """
     text = prompt_of(prompt, prompt_file)
     keywords = asked.keywords()
-    sampling: dict[str, Any] = {"do_sample": temperature > 0}
-    if temperature > 0:
-        sampling |= {"temperature": temperature, "top_p": top_p}
+    given = {
+        "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }  # fmt: skip
+    check_text_model(path, "generate")
     with asked.output.progress("loading the model"):
         tokenizer = load_tokenizer(path)
         inputs = encoded(tokenizer, text, chat=chat, system=system)
@@ -58,7 +65,8 @@ def generate(
         torch.manual_seed(seed)
     streamer = None if asked.output.json else stream_to(asked.output, tokenizer)
     output = model.generate(
-        **inputs.to(model.device), max_new_tokens=max_new_tokens, streamer=streamer, **sampling,
+        **inputs.to(model.device), max_new_tokens=max_new_tokens, streamer=streamer,
+        **sampling_of(model.generation_config, given, seed=seed),
         **({"stop_strings": stop, "tokenizer": tokenizer} if stop else {}),
     )  # fmt: skip
     new = output[0, inputs["input_ids"].shape[1] :].tolist()
@@ -66,6 +74,21 @@ def generate(
         statistics = {name: value for name, value in hf_accel.stats(model).items() if not isinstance(value, list)}
         written = tokenizer.decode(new, skip_special_tokens=True)
         asked.output.write({"path": path, "prompt": text, "text": written, "tokens": new, "stats": statistics}, "")
+
+
+def sampling_of(config: Any, given: dict[str, Any], *, seed: int | None) -> dict[str, Any]:
+    """Keywords of generate(), as the server reads a request. given: options by name, None where they were left out.
+
+    Where the model's own settings are greedy, what makes sense only for samples is sampled at temperature 1.
+    """
+    found = {name: value for name, value in given.items() if value is not None}
+    means_samples = seed is not None or not found.keys().isdisjoint({"top_p", "top_k", "min_p"})
+    if "temperature" not in found and not config.do_sample and means_samples:
+        found["temperature"] = 1.0
+    if found.get("temperature") == 0:
+        penalty = found.get("repetition_penalty")
+        return {"do_sample": False} | ({} if penalty is None else {"repetition_penalty": penalty})
+    return found | ({"do_sample": True} if "temperature" in found else {})
 
 
 def prompt_of(prompt: str | None, file: Path | None) -> str:

@@ -90,6 +90,40 @@ def _first(text: str) -> str:
     return re.split(r"(?<=[a-z)'])\. ", text, maxsplit=1)[0].rstrip(".") or "no reason given"
 
 
+def check_text_model(path: str, command: str, *, decoder_only: bool = False) -> None:
+    """Raise BadInputError for a model that does not write on from a text, before its weights are loaded.
+
+    decoder_only: whether one with an encoder is refused too.
+    """
+    place = check(path)
+    if place.endswith(".gguf"):
+        return
+    from transformers import AutoConfig, PreTrainedModel
+
+    from hf_accel.estimate.shapes import class_of
+
+    with explained(path):
+        config = AutoConfig.from_pretrained(place)
+        kind = class_of(config)
+    if not issubclass(kind, PreTrainedModel):  # an auto class, which finds out
+        return
+    where = f"{command}: {kind.__name__}"
+    if not kind.can_generate():
+        raise BadInputError(
+            f"{where} does not generate text; hf-accel plan, estimate and quantize take it, and in Python "
+            "hf_accel.patch(model) speeds up its forward passes"
+        )
+    if kind.main_input_name != "input_ids":
+        raise BadInputError(
+            f"{where} starts from {kind.main_input_name} and not from a text; call its generate() in Python, after "
+            "hf_accel.patch(model)"
+        )
+    if decoder_only and config.is_encoder_decoder:
+        raise BadInputError(
+            f"{where} has an encoder, and this command is for decoder-only models; hf-accel generate runs it"
+        )
+
+
 def load_patched(path: str, *, dtype: str = "auto", device: str | None = None, **keywords: Any) -> Any:
     """The model, patched with `keywords`, in the bits of a checkpoint that is quantized already."""
     place, wanted = check(path), named_dtype(dtype)
@@ -107,7 +141,8 @@ def load_float(path: str, *, dtype: str = "auto") -> Any:
     place, wanted = check(path), named_dtype(dtype)
     from transformers import AutoConfig
 
-    from hf_accel.loading import class_of, stored_config
+    from hf_accel.estimate.shapes import class_of
+    from hf_accel.loading import stored_config
 
     if place.endswith(".gguf"):
         raise BadInputError(f"{path}: a .gguf file is not loaded in floating point here; give the float checkpoint")

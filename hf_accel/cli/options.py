@@ -39,6 +39,10 @@ class Asked:
             if option.name not in self.given:
                 continue
             value = self.given[option.name]
+            if option.values and value not in option.values:
+                raise BadInputError(
+                    f"--{option.name.replace('_', '-')} {value} is not known; choose one of {', '.join(option.values)}"
+                )
             value = WORDS.get(value, value) if option.values else value
             if option.field is None:
                 found[option.keyword] = value

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from .failures import BadInputError, say
-from .models import check, explained, named_dtype
+from .models import check, check_text_model, explained, named_dtype
 from .options import Asked, Path_, common, texts_of
 from .plan import Dtype
 
@@ -59,6 +59,7 @@ def serve(
         raise BadInputError(f'{", ".join(missing)} is not installed, which serve needs: pip install "hf_accel[serve]"')
     place, wanted, keywords = check(path), named_dtype(dtype), asked.keywords()
     keywords |= {} if device is None else {"device_map": device}
+    check_text_model(path, "serve", decoder_only=True)
     template = None if chat_template is None else texts_of(chat_template)[0]
     from hf_accel.serving.ranks import follow, join_ranks, leading
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .models import load_patched, load_tokenizer
+from .models import check, check_text_model, load_patched, load_tokenizer
 from .options import Asked, Path_, common, texts_of
 from .plan import Dtype
 
@@ -36,6 +36,9 @@ def verify(
     """
     keywords = asked.keywords()
     measured = None if text is None else texts_of(text)
+    check_text_model(path, "verify")
+    if reference is not None:
+        reference = check(reference)
     import hf_accel
 
     with asked.output.progress("loading the model") as now:

@@ -37,15 +37,21 @@ class AttentionBytes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionLayer:
-    """One layer that caches keys and values; `tokens` are what it keeps of a sequence (at most its window)."""
+    """One layer that attends; `tokens` are what a query sees of a sequence (at most the layer's window).
+
+    caches: whether it keeps keys and values for later tokens; else each query sees tokens on both sides.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     tokens: int
+    caches: bool = True
 
     def kv_bytes(self, *, dtype: torch.dtype, quantized: torch.dtype | None) -> int:
         """Keys and values of one sequence. quantized: the dtype of pages that have a scale per token and head."""
+        if not self.caches:
+            return 0
         return 2 * self.kv_heads * self.tokens * head_bytes(self.head_dim, dtype, quantized)
 
     @property
@@ -55,7 +61,9 @@ class AttentionLayer:
 
     def prefill_operations(self, context: int) -> int:
         """Operations of `context` queries, each of which sees itself and what the window leaves of those before."""
-        pairs = self.tokens * context - self.tokens * (self.tokens - 1) // 2
+        pairs = self.tokens * context
+        if self.caches:
+            pairs -= self.tokens * (self.tokens - 1) // 2
         return 4 * self.heads * self.head_dim * pairs
 
 
@@ -76,11 +84,20 @@ def attention_layers(config: Any, *, context: int) -> list[AttentionLayer]:
     return layers
 
 
-def _layer(config: Any, *, tokens: int) -> AttentionLayer:
+def encoder_layers(config: Any, *, context: int) -> list[AttentionLayer]:
+    """The layers of an encoder, which caches nothing."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    window = getattr(config, "sliding_window", None) or context
+    seen = {True: min(context, window), False: context}
+    return [_layer(config, tokens=seen["sliding" in kind], caches=False) for kind in kinds]
+
+
+def _layer(config: Any, *, tokens: int, caches: bool = True) -> AttentionLayer:
     heads = config.num_attention_heads
     return AttentionLayer(
         heads=heads,
         kv_heads=num_kv_heads(config),
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        head_dim=getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads,
         tokens=tokens,
+        caches=caches,
     )

@@ -12,10 +12,10 @@ from ..config import KVDtype, parse_weights
 from ..errors import UnsupportedError
 from ..keywords import Default, checked_keywords, one_of, positive_int
 from ..models import without_adapters
-from .attention_bytes import AttentionBytes, attention_layers
+from .attention_bytes import AttentionBytes, attention_layers, encoder_layers
 from .result import Bound, Counted, Estimate
 from .roofline import Machine
-from .shapes import decoder_config, shapes_of
+from .shapes import decoder_config, is_encoder, shapes_of
 from .this_machine import measure
 from .unpatched import settings_of
 from .weights import weight_tensors
@@ -28,7 +28,7 @@ AS_PATCHED: Any = Default("as patched")
 def estimate(
     model: Any,
     *,
-    context: int,
+    context: int = 4096,
     batch: int = 1,
     weights: Any = AS_PATCHED,
     kv_dtype: str | None = AS_PATCHED,
@@ -39,7 +39,7 @@ def estimate(
     price_per_hour: float | None = None,
     device: torch.device | str = "cpu",
 ) -> Estimate:
-    """Bytes, seconds and cost of a decoder model, from its shapes alone: no weight is loaded.
+    """Bytes, seconds and cost of a decoder or an encoder, from its shapes alone: no weight is loaded.
 
     model: a config, a path or name of one, or a model; a patched one counts as what it was before.
     context: tokens of each sequence; batch: sequences.
@@ -54,8 +54,8 @@ def estimate(
         a GPU that has them if the others are, else as fast as compute.
     price_per_hour: of the machine, in any currency.
 
-    Raises UnsupportedError for what has no decoder's KV cache (encoders, latent attention, recurrent layers), for a
-    path without a config, and for values out of range.
+    Raises UnsupportedError for other models (encoder-decoders, latent attention, recurrent layers), for a path without
+    a config, and for values out of range.
     """
     positive_int("context", context)
     positive_int("batch", batch)
@@ -69,7 +69,9 @@ def estimate(
     recipe = parse_weights(weights)
 
     shapes = shapes_of(model, dtype=dtype)
-    layers = tuple(attention_layers(decoder_config(shapes), context=context))
+    config = decoder_config(shapes)
+    find_layers = encoder_layers if is_encoder(config, shapes) else attention_layers
+    layers = tuple(find_layers(config, context=context))
     for refusal in filter(None, (dim_refusal(layer.head_dim, QUANTIZED.get(kv_dtype or "")) for layer in layers)):
         raise UnsupportedError(f"kv_dtype={kv_dtype!r} was asked for, but {refusal}")
     workload = Workload(
@@ -92,7 +94,9 @@ def _evaluate(workload: Workload, machine: Machine, *, name: str, price_per_hour
     heads = workload.batch * max(layer.heads for layer in workload.layers)
     attention_bytes = AttentionBytes.of(context=workload.context, heads=heads, dtype=workload.dtype)
     weights_bytes = sum(weights_by_kind.values())
-    seconds, prefill = machine.seconds(workload.decode), machine.seconds(workload.prefill)
+    seconds = machine.seconds(workload.decode) if workload.decodes else None
+    prefill = machine.seconds(workload.prefill)
+    each = None if seconds is None else 1e6 * seconds / workload.batch
     prompts = workload.batch * workload.context
     return Estimate(
         model=name,
@@ -108,14 +112,17 @@ def _evaluate(workload: Workload, machine: Machine, *, name: str, price_per_hour
         attention_bytes=attention_bytes,
         activation_bytes=workload.activation_bytes,
         total_bytes=weights_bytes + kv_bytes + attention_bytes.tiled + workload.activation_bytes,
-        read_bytes=round(workload.decode.nbytes),
+        read_bytes=round((workload.decode if workload.decodes else workload.prefill).nbytes),
         bandwidth=machine.bandwidth,
         compute=machine.compute,
         seconds_per_token=seconds,
-        bound=Bound(prefill=machine.bound(workload.prefill), decode=machine.bound(workload.decode)),
+        bound=Bound(
+            prefill=machine.bound(workload.prefill),
+            decode=machine.bound(workload.decode) if workload.decodes else None,
+        ),
         prefill_seconds=prefill,
         price_per_hour=price_per_hour,
-        cost_per_million_tokens=price_per_hour and 1e6 * price_per_hour / 3600 * seconds / workload.batch,
+        cost_per_million_tokens=each and price_per_hour and price_per_hour / 3600 * each,
         cost_per_million_input_tokens=price_per_hour and 1e6 * price_per_hour / 3600 * prefill / prompts,
         counted=Counted(workload, machine),
     )

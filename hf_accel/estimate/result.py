@@ -19,10 +19,10 @@ from .workload import Workload
 
 
 class Bound(NamedTuple):
-    """What limits a prefill of the whole context and a decode step, "memory" or "compute" each."""
+    """What limits a prefill of the whole context and a decode step: "memory" or "compute". None: there is none."""
 
     prefill: str
-    decode: str
+    decode: str | None
 
 
 class Counted(NamedTuple):
@@ -42,7 +42,8 @@ class Estimate:
     kv_bytes: of the tokens themselves; what stays empty of a sequence's last block is not counted.
     activation_bytes: hidden states of one layer in a prefill of the whole context at once, roughly.
     total_bytes: weights, KV cache, tiled attention and activations.
-    read_bytes: read by a decode step: the KV cache and all weights but embeddings and experts that are not chosen.
+    read_bytes: read by a decode step, or by a pass of an encoder: the KV cache and all weights but embeddings and
+        experts that are not chosen.
     seconds_per_token: a decode step, which gives each sequence of the batch a token. On a CPU that was measured, what
         its products and its reading of memory take; else a lower limit, set by the given bandwidth or compute
         (roofline, Williams et al., doi:10.1145/1498765.1498785).
@@ -50,6 +51,8 @@ class Estimate:
     cost_per_million_tokens: generated tokens, in the currency of the price per hour; cost_per_million_input_tokens: of
         prompts, which are computed many tokens at a time.
     counted: for `serving`.
+
+    An encoder has passes over the whole context (prefill_seconds), no KV cache, and None for a decode step.
     """
 
     model: str
@@ -68,7 +71,7 @@ class Estimate:
     read_bytes: int
     bandwidth: float
     compute: float
-    seconds_per_token: float
+    seconds_per_token: float | None
     prefill_seconds: float
     bound: Bound
     price_per_hour: float | None
@@ -100,6 +103,8 @@ class Estimate:
         seconds_per_token: the most that may pass between two tokens of a request.
         Raises UnsupportedError for what no number of machines can serve.
         """
+        if self.seconds_per_token is None:
+            raise UnsupportedError(f"{self.model} is an encoder and gives no tokens: serving() has nothing to count")
         if prompt_tokens + output_tokens > self.context:
             raise UnsupportedError(
                 f"prompt_tokens={prompt_tokens} and output_tokens={output_tokens} are more than the context of "
@@ -139,17 +144,24 @@ def _rows(estimate: Estimate) -> Iterator[tuple[str, str]]:
     yield "model", f"{estimate.model}, {estimate.parameters / 1e9:.3g} billion parameters in {estimate.dtype}"
     yield "request", f"{estimate.context:,} tokens of context, batch {estimate.batch}"
     yield "weights", f"{estimate.weights or estimate.dtype}, {in_units(estimate.weights_bytes)} ({kinds})"
-    yield "KV cache", f"{estimate.kv_dtype or estimate.dtype}, {in_units(estimate.kv_bytes)}"
+    if estimate.bound.decode is not None:
+        yield "KV cache", f"{estimate.kv_dtype or estimate.dtype}, {in_units(estimate.kv_bytes)}"
     yield "attention", f"{tiled} tiled; naive {naive}, {per_head} a head"
     yield "activations", in_units(estimate.activation_bytes)
     yield "total", in_units(estimate.total_bytes)
     least = "about" if estimate.counted.machine.is_measured else "at least"
-    yield "prefill", f"{estimate.bound.prefill} bound, {least} {estimate.prefill_seconds:.3g} s"
-    yield "decode", f"{estimate.bound.decode} bound, {least} {estimate.seconds_per_token:.3g} s a token"
+    whole = "prefill" if estimate.bound.decode is not None else "a pass"
+    yield whole, f"{estimate.bound.prefill} bound, {least} {estimate.prefill_seconds:.3g} s"
+    if estimate.seconds_per_token is not None:
+        yield "decode", f"{estimate.bound.decode} bound, {least} {estimate.seconds_per_token:.3g} s a token"
     yield "", f"reads {read} at {bandwidth}/s"
     if estimate.cost_per_million_tokens is not None:
         yield "cost", f"{estimate.cost_per_million_tokens:.3g} a million output tokens"
-        yield "", f"{estimate.cost_per_million_input_tokens:.3g} a million input tokens"
+    if estimate.cost_per_million_input_tokens is not None:
+        yield (
+            "cost" if estimate.cost_per_million_tokens is None else "",
+            (f"{estimate.cost_per_million_input_tokens:.3g} a million input tokens"),
+        )
 
 
 def in_units(size: float) -> str:

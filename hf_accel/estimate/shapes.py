@@ -7,8 +7,17 @@ import os
 from typing import Any, cast
 
 import torch
+import transformers
 from torch import nn
-from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from ..errors import UnsupportedError
 from ..models import without_adapters
@@ -18,21 +27,25 @@ from .unpatched import is_ours, unpatched_shapes
 def shapes_of(source: Any, *, dtype: torch.dtype | None) -> Any:
     """The model itself as it was before patch(), or one built from its config on meta: shapes without memory.
 
-    dtype: of the built model; None takes the config's, else float32. Raises UnsupportedError for what is no decoder.
+    dtype: of the built model; None takes the config's, else float32. Raises UnsupportedError for other
+    models than decoders and encoders.
     """
     if isinstance(source, nn.Module):
-        check_decoder(decoder_config(source))
         inner = without_adapters(source)
+        decoder_config(inner)
+        check_known(inner.config, inner)
         if dtype not in (None, inner.dtype):
             raise UnsupportedError(
                 f"dtype={dtype} is for a config or a path; the model given is counted in its own {inner.dtype}: leave "
                 "dtype= out, or pass model.config"
             )
         return unpatched_shapes(inner) if is_ours(inner) else inner
-    config = _load(source) if isinstance(source, (str, os.PathLike)) else source
+    config = load_config(source) if isinstance(source, (str, os.PathLike)) else source
     if not isinstance(config, PreTrainedConfig):
         raise UnsupportedError(f"estimate() takes a config, a model or a path, not {type(source).__name__}")
-    check_decoder(config)
+    check_known(config)
+    if is_encoder(config):
+        return on_meta(config, dtype=dtype)
     # A copy: building writes the attention implementation and the dtype into the config it is given.
     decoder = copy.deepcopy(config.get_text_config(decoder=True))
     try:
@@ -50,24 +63,56 @@ def decoder_config(model: nn.Module) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def check_decoder(config: Any) -> None:
-    """Raise UnsupportedError unless `config` describes a decoder that caches keys and values."""
-    name = type(config).__name__
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"{name} describes an encoder-decoder; estimate() knows decoder-only models")
+def is_encoder(config: Any, model: Any = None) -> bool:
+    """Whether `config` describes a model that has passes over whole sequences, and no decoder's KV cache.
+
+    model: the one it is of, if there is one.
+    """
     # is_decoder alone says nothing: GPT-NeoX, which is never anything else, has it False.
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
-        raise UnsupportedError(f"{name} describes an encoder, which has no KV cache")
+        return True
     text = config.get_text_config(decoder=True)
+    known = type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return not known and (class_of(config) if model is None else model).can_generate() is False
+
+
+def check_known(config: Any, model: Any = None) -> None:
+    """Raise UnsupportedError unless `config` describes a decoder that caches keys and values, or an encoder."""
+    name = type(config).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"{name} describes an encoder-decoder; estimate() knows decoders and encoders")
+    text = config.get_text_config(decoder=True)
+    if text is not config and is_encoder(config, model):
+        raise UnsupportedError(f"{name} describes a model of several parts; estimate() knows those of one")
     if getattr(text, "kv_lora_rank", None):
         raise UnsupportedError(f"{name} has multi-head latent attention, whose cache estimate() does not know yet")
     if getattr(text, "v_head_dim", None) not in (None, getattr(text, "head_dim", None)):
         raise UnsupportedError(f"{name} has values of another size than keys, which estimate() does not know yet")
     if not isinstance(getattr(text, "num_attention_heads", None), int):
-        raise UnsupportedError(f"{name} has no num_attention_heads, so it has no KV cache to estimate")
+        raise UnsupportedError(f"{name} has no num_attention_heads, by which estimate() counts attention")
 
 
-def _load(path: str | os.PathLike[str]) -> Any:
+def class_of(config: PreTrainedConfig) -> Any:
+    """The class that config.json names under architectures; for what transformers does not know, an auto class."""
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel) and not getattr(config, "auto_map", None):
+            return found
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_MAPPING:
+        return AutoModelForCausalLM
+    return MODEL_MAPPING[type(config)]
+
+
+def on_meta(config: PreTrainedConfig, *, dtype: Any) -> Any:
+    """The model of class_of(config), without memory. dtype: None takes the config's, else float32."""
+    kind, own = class_of(config), copy.deepcopy(config)  # building writes into the config it is given
+    build = kind._from_config if issubclass(kind, PreTrainedModel) else kind.from_config
+    with torch.device("meta"):
+        return build(own, **({"dtype": dtype} if dtype else {}))
+
+
+def load_config(path: str | os.PathLike[str]) -> Any:
+    """Read the config of a checkpoint. Raises UnsupportedError if there is none."""
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:

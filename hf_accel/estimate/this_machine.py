@@ -59,7 +59,7 @@ def measure(workload: Workload, device: torch.device | str) -> Machine:
     quantized = Counter({tensor: count for tensor, count in matrices.items() if tensor.spec is not None})
     tensor, count = largest(quantized or matrices)
     here = Conditions(_uncached_bytes(hardware), torch.get_num_threads())
-    layer = replace(max(workload.layers, key=lambda one: one.decode_operations), tokens=KEYS)
+    layer = replace(max(workload.layers, key=lambda one: one.decode_operations), tokens=KEYS, caches=True)
     machine = Machine(
         bandwidth,
         compute,

@@ -32,6 +32,11 @@ class Workload:
         return replace(self, layers=layers, context=context, batch=batch)
 
     @property
+    def decodes(self) -> bool:
+        """Whether it is a decoder's; an encoder has passes of `context` tokens alone."""
+        return all(layer.caches for layer in self.layers)
+
+    @property
     def weights_by_kind(self) -> dict[str, int]:
         return dict(sum((tensor.bytes_by_kind for tensor in self.tensors), Counter()))
 
@@ -55,7 +60,7 @@ class Workload:
 
     @property
     def prefill(self) -> Work:
-        """`context` tokens of each sequence; the head sees the last one only."""
+        """`context` tokens of each sequence; a decoder's head sees the last one only."""
         attention = sum(layer.prefill_operations(self.context) for layer in self.layers)
         return self._work(self.context, attention)
 
@@ -65,7 +70,9 @@ class Workload:
 
     def _work(self, tokens: int, attention: int) -> Work:
         """Of a pass over `tokens` tokens of each sequence. attention: operations of all layers, of one sequence."""
-        each = [(t, t.operations_per_token * (1 if t.kind == "head" else tokens)) for t in self.tensors]
+        each = [
+            (t, t.operations_per_token * (1 if t.kind == "head" and self.decodes else tokens)) for t in self.tensors
+        ]
         quantized = sum(operations for tensor, operations in each if tensor.spec is not None)
         fp8 = sum(operations for tensor, operations in each if _rounds_to_fp8(tensor, self.batch * tokens))
         total = attention + sum(operations for _, operations in each)
