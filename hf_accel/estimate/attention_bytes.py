@@ -87,7 +87,7 @@ def attention_layers(config: Any, *, context: int) -> list[AttentionLayer]:
 def encoder_layers(config: Any, *, context: int) -> list[AttentionLayer]:
     """The layers of an encoder, which caches nothing."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    window = getattr(config, "sliding_window", None) or context
+    window = getattr(config, "local_attention", None) or context  # ModernBERT's, of both sides together
     seen = {True: min(context, window), False: context}
     return [_layer(config, tokens=seen["sliding" in kind], caches=False) for kind in kinds]
 

@@ -155,13 +155,12 @@ def _rows(estimate: Estimate) -> Iterator[tuple[str, str]]:
     if estimate.seconds_per_token is not None:
         yield "decode", f"{estimate.bound.decode} bound, {least} {estimate.seconds_per_token:.3g} s a token"
     yield "", f"reads {read} at {bandwidth}/s"
-    if estimate.cost_per_million_tokens is not None:
-        yield "cost", f"{estimate.cost_per_million_tokens:.3g} a million output tokens"
-    if estimate.cost_per_million_input_tokens is not None:
-        yield (
-            "cost" if estimate.cost_per_million_tokens is None else "",
-            (f"{estimate.cost_per_million_input_tokens:.3g} a million input tokens"),
-        )
+    tokens, prompts = estimate.cost_per_million_tokens, estimate.cost_per_million_input_tokens
+    if tokens is not None:
+        yield "cost", f"{tokens:.3g} a million output tokens"
+        yield "", f"{prompts:.3g} a million input tokens"
+    elif prompts is not None and estimate.seconds_per_token is None:
+        yield "cost", f"{prompts:.3g} a million tokens"
 
 
 def in_units(size: float) -> str:

@@ -23,7 +23,7 @@ def test_help_needs_no_torch() -> None:
 
 
 def test_help_of_the_whole_names_all_commands(run: Run) -> None:
-    for words in ([], ["--help"]):
+    for words in ([], ["--help"], ["-h"]):
         result = run(*words)
         assert result.exit_code == 0
         assert all(re.search(rf"^\W+{name} ", result.stdout, re.MULTILINE) for name in COMMANDS)
@@ -53,6 +53,10 @@ def test_help_teaches_by_example(run: Run, command: str) -> None:
 )
 def test_what_is_not_understood_takes_one_line(run: Run, words: list[str], meant: str) -> None:
     assert meant in one_line(run(*words))
+
+
+def test_short_help_of_a_command(run: Run) -> None:
+    assert run("plan", "-h").stdout == run("plan", "--help").stdout
 
 
 def test_version(run: Run) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import hf_accel
 from hf_accel.kernels import cpu as kernels
 from hf_accel.measuring.served import WrongResultError
 from hf_accel_cli import topics
+from hf_accel_cli.generate import sampling_of
 
 from .conftest import TINY, Run, start
 
@@ -154,6 +155,47 @@ def test_generate_samples_by_seed(run: Run) -> None:
     words = ["--prompt", PROMPT, "--max-new-tokens", 12, "--temperature", 1, "--seed"]
     first, again, other = (run("generate", TINY, *words, seed).stdout for seed in (1, 1, 2))
     assert first == again != other
+
+
+def test_generate_chooses_as_the_model_says(run: Run, tmp_path: Path) -> None:
+    """By generation_config.json where no option says otherwise, as the server reads a request."""
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=1.5)
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path / "model")
+    hf_accel.patch(model)
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+
+    def expected(seed: int, **settings: Any) -> list[int]:
+        torch.manual_seed(seed)
+        return list(model.generate(**inputs, max_new_tokens=8, **settings)[0, inputs["input_ids"].shape[1] :].tolist())
+
+    cases: list[tuple[list[object], dict[str, Any]]] = [
+        ([], {}),
+        (["--temperature", 0], {"do_sample": False}),
+        (["--temperature", 0, "--repetition-penalty", 1], {"do_sample": False, "repetition_penalty": 1.0}),
+        (["--top-k", 3, "--min-p", 0.1], {"top_k": 3, "min_p": 0.1}),
+    ]
+    for options, settings in cases:
+        words = ["--prompt", PROMPT, "--max-new-tokens", 8, "--seed", 1, "--json", *options]
+        assert answer(run("generate", tmp_path / "model", *words))["tokens"] == expected(1, **settings), options
+
+
+@pytest.mark.parametrize(
+    ("given", "seed", "found"),
+    [
+        ({}, None, {}),
+        ({"repetition_penalty": 1.2}, None, {"repetition_penalty": 1.2}),
+        ({"top_k": 4}, None, {"top_k": 4, "temperature": 1.0, "do_sample": True}),
+        ({}, 1, {"temperature": 1.0, "do_sample": True}),
+        ({"temperature": 0.0, "top_p": 0.5}, 1, {"do_sample": False}),
+    ],
+)
+def test_what_makes_sense_only_for_samples(given: dict[str, Any], seed: int | None, found: dict[str, Any]) -> None:
+    """Of a model that is greedy by itself."""
+    every = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "repetition_penalty")) | given
+    assert sampling_of(GenerationConfig(), every, seed=seed) == found
 
 
 def test_generate_stops_where_it_is_told(run: Run) -> None:

@@ -105,7 +105,10 @@ def test_texts_that_are_none(tmp_path: Path, name: str, content: bytes | None, m
 @pytest.mark.parametrize(
     ("said", "shown"),
     [
-        ("weights='int3' is not known; one of None, 'int8'", "--weights int3 is not known; one of none, 'int8'"),
+        ("weights='int3' is not known; one of None, 'int8'", "--weights int3 is not known; one of none, int8"),
+        ("max_tokens=-1 must be", "--max-tokens -1 must be"),
+        ("kv_dtype='x'; choose one of 'a', None or 'b', not 'c'", "--kv-dtype x; choose one of a, none or b, not 'c'"),
+        ("give bandwidth= and compute=", "give --bandwidth and --compute"),
         ("calibration= is not read by method='rtn'", "--calibration is not read by --method rtn"),
         ("deterministic=True cannot be met; leave it out", "--deterministic cannot be met; leave it out"),
         ("leave attention= out, or pass attention=None", "leave --attention out, or pass --attention none"),

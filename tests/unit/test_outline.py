@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    LlamaConfig,
+    MixtralConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTModel,
+)
 
 import hf_accel
 from benchmarks.peak import resident
@@ -41,6 +52,47 @@ def test_the_plan_is_that_of_the_checkpoint(name: str, keywords: dict[str, Any],
     loaded = hf_accel.plan(AutoModelForCausalLM.from_pretrained(tmp_path), **keywords)
     assert choices(planned) == choices(loaded)
     assert (planned.bytes_before, planned.bytes_after) == (loaded.bytes_before, loaded.bytes_after)
+
+
+ENCODER: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        BertForSequenceClassification(BertConfig(**ENCODER)),
+        BertForMaskedLM(BertConfig(**ENCODER)),
+        ViTModel(ViTConfig(**ENCODER, image_size=32)),
+        T5ForConditionalGeneration(T5Config(vocab_size=256, d_model=64, d_kv=32, d_ff=96, num_layers=2, num_heads=2)),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_the_plan_of_what_is_no_decoder(model: Any, tmp_path: Path) -> None:
+    """It is that of the class which config.json names, and tells no speed of decode where there is no decode."""
+    model.save_pretrained(tmp_path)
+    planned = hf_accel.plan(tmp_path, weights="int8")
+    loaded = hf_accel.plan(type(model).from_pretrained(tmp_path), weights="int8")
+    assert type(planned.model) is type(model) and choices(planned) == choices(loaded)
+    (speed,) = (line for line in planned.lines if line.topic == "speed")
+    assert ("decode" in speed.what) == ("a token" in speed.choice) == model.can_generate()
+
+
+def test_a_path_in_python_as_in_the_shell(tmp_path: Path) -> None:
+    """Of a path no weight is read, and its context is 4,096 tokens if nobody says otherwise."""
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    model.config.save_pretrained(tmp_path)
+    settings = hf_accel.PatchConfig.build(weights=None)
+    assert choices(hf_accel.plan(str(tmp_path), config=settings)) == choices(plan_checkpoint(tmp_path, weights=None))
+    assert hf_accel.plan(tmp_path, dtype=torch.float32).bytes_before > 1.9 * hf_accel.plan(tmp_path).bytes_before
+    assert hf_accel.estimate(tmp_path, bandwidth=1e9).context == 4096
+    assert choices(hf_accel.plan(model, weights=None)) == choices(hf_accel.plan(model, config=settings))
+    with pytest.raises(UnsupportedError, match="leave dtype= out"):
+        hf_accel.plan(model, dtype=torch.float32)
+    for path, reason in (("/no/such", "no model config can be read"), ("a.gguf", "GGUF")):
+        with pytest.raises(UnsupportedError, match=reason):
+            hf_accel.plan(path)
 
 
 def test_what_is_not_stored_like_this_is_kept_in_memory(tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+"""Encoders, models of images and of sound, and encoder-decoders: each command works, or says what it is for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+
+from .conftest import TINY, Run, one_line
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64,
+}  # fmt: skip
+WHISPER: dict[str, Any] = {
+    "vocab_size": 2048, "d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "decoder_start_token_id": 1,
+}  # fmt: skip
+T5 = T5Config(
+    vocab_size=2048, d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2, decoder_start_token_id=0,
+)  # fmt: skip
+MODELS: dict[str, Callable[[], Any]] = {
+    "encoder": lambda: BertModel(BertConfig(vocab_size=2048, **SIZES)),
+    "classifier": lambda: BertForSequenceClassification(BertConfig(vocab_size=2048, **SIZES)),
+    "images": lambda: ViTForImageClassification(ViTConfig(image_size=32, **SIZES)),
+    "text to text": lambda: T5ForConditionalGeneration(T5),
+    "sound to text": lambda: WhisperForConditionalGeneration(WhisperConfig(**WHISPER)),
+}
+GENERATES_NOT = "does not generate text; hf-accel plan, estimate and quantize take it"
+NO_DECODER = "has an encoder, and this command is for decoder-only models; hf-accel generate runs it"
+FROM_SOUND = "starts from input_features and not from a text"
+NO_ENCODER_DECODER = "describes an encoder-decoder; estimate() knows decoders and encoders"
+COMMANDS: dict[str, list[object]] = {
+    "plan": [],
+    "estimate": ["--context", 64, "--bandwidth", "1e9"],
+    "bench": ["--context", 8],
+    "generate": ["--prompt", "x", "--max-new-tokens", 2],
+    "verify": ["--max-new-tokens", 2],
+    "serve": ["--port", 0],
+}
+# What is said on stdout, or else in the one line on stderr. verify of an encoder-decoder is not tried here.
+PASSES = {"plan": "a pass", "estimate": "a pass"}
+REFUSED = dict.fromkeys(("bench", "generate", "verify", "serve"), GENERATES_NOT)
+SAID: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("encoder", "classifier", "images"), PASSES | REFUSED),
+    "text to text": {
+        "plan": "decode", "estimate": NO_ENCODER_DECODER, "bench": NO_DECODER, "generate": "\n", "serve": NO_DECODER,
+    },
+    "sound to text": {
+        "plan": "decode", "estimate": NO_ENCODER_DECODER, "bench": FROM_SOUND, "generate": FROM_SOUND,
+        "verify": FROM_SOUND, "serve": FROM_SOUND,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found, tokenizer = {}, AutoTokenizer.from_pretrained(TINY)
+    for name, make in MODELS.items():
+        found[name] = tmp_path_factory.mktemp("model")
+        make().save_pretrained(found[name])
+        tokenizer.save_pretrained(found[name])
+    return found
+
+
+@pytest.mark.parametrize(("name", "command"), [(name, command) for name, said in SAID.items() for command in said])
+def test_each_command(run: Run, folders: dict[str, Path], name: str, command: str) -> None:
+    result, said = run(command, folders[name], *COMMANDS[command]), SAID[name][command]
+    if said in (GENERATES_NOT, NO_DECODER, FROM_SOUND, NO_ENCODER_DECODER):
+        line = one_line(result)
+        assert said in line and ("decode" in said or type(MODELS[name]()).__name__ in line)
+    else:
+        assert (result.exit_code, result.stderr) == (0, ""), result.output
+        assert said in result.stdout and ("decode" in result.stdout) == (said == "decode")
+
+
+def test_what_an_estimate_of_an_encoder_lacks(run: Run, folders: dict[str, Path]) -> None:
+    words = [folders["encoder"], "--bandwidth", "1e9"]
+    found = json.loads(run("estimate", *words, "--json").stdout)
+    assert found["kv_bytes"] == 0 and found["seconds_per_token"] is None and found["prefill_seconds"] > 0
+    assert "is an encoder" in one_line(run("estimate", *words, "--requests-per-second", 1))
