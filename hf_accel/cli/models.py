@@ -110,7 +110,7 @@ def check_text_model(path: str, command: str, *, decoder_only: bool = False) -> 
     where = f"{command}: {kind.__name__}"
     if not kind.can_generate():
         raise BadInputError(
-            f"{where} does not generate text; hf-accel plan, estimate and quantize take it, and in Python "
+            f"{where} does not generate text; hf-accel plan and quantize take it, and in Python "
             "hf_accel.patch(model) speeds up its forward passes"
         )
     if kind.main_input_name != "input_ids":

@@ -41,7 +41,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "text to text": lambda: T5ForConditionalGeneration(T5),
     "sound to text": lambda: WhisperForConditionalGeneration(WhisperConfig(**WHISPER)),
 }
-GENERATES_NOT = "does not generate text; hf-accel plan, estimate and quantize take it"
+GENERATES_NOT = "does not generate text; hf-accel plan and quantize take it"
 NO_DECODER = "has an encoder, and this command is for decoder-only models; hf-accel generate runs it"
 FROM_SOUND = "starts from input_features and not from a text"
 NO_ENCODER_DECODER = "describes an encoder-decoder; estimate() knows decoders and encoders"
