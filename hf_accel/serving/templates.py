@@ -44,12 +44,13 @@ class TemplateProcess:
     async def render(self, given: dict[str, Any]) -> str:
         """Return the text of a chat. Raises TemplateError, and ApiError (400) if the process has ended over it."""
         if self._writer is None:
-            limit = 12 * self._longest + 2**16  # bytes, as JSON writes characters
+            limit = 12 * self._longest + 2**16  # bytes: JSON writes a character in up to 12
             self._reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=limit)
-        self._writer.write(json.dumps([SECONDS, self._longest, given], default=str).encode() + b"\n")
-        with suppress(ConnectionError):
+        line = b""
+        with suppress(ConnectionError):  # it has ended
+            self._writer.write(json.dumps([SECONDS, self._longest, given], default=str).encode() + b"\n")
             await self._writer.drain()
-        line = await self._reader.readline()
+            line = await self._reader.readline()
         if not line:
             late = self._process.wait() == -signal.SIGALRM
             what = f"did not end within {SECONDS:g} seconds" if late else "broke the process that runs it"
@@ -96,6 +97,8 @@ class Templates:
             raise unavailable("the chat template is busy with other requests", int(SECONDS)) from None
 
     async def _rendered(self, given: dict[str, Any]) -> str:
+        if self._is_closed:
+            raise self._end()
         process = self._idle.pop() if self._idle else self._started()
         try:
             text = await process.render(given)
@@ -106,10 +109,14 @@ class Templates:
             self._all.discard(process)
             process.end()
             if self._is_closed:
-                raise unavailable("the server is shutting down; try another one", int(SECONDS)) from None
+                raise self._end() from None
             raise
         self._idle.append(process)
         return text
+
+    @staticmethod
+    def _end() -> ApiError:
+        return unavailable("the server is shutting down; try another one", int(PATIENCE))
 
     def _started(self) -> TemplateProcess:
         process = TemplateProcess(self._longest)

@@ -33,8 +33,9 @@ def test_templates(monkeypatch: pytest.MonkeyPatch) -> None:
         templates = Templates(longest=1000)
         try:
             with pytest.raises(ApiError, match=r"did not end within 0\.3 seconds") as error:
-                await rendered(templates, "{{ 9 ** 9 ** 9 }}")
+                await rendered(templates, "{{ 9 ** (9 ** 9) }}")
             assert error.value.status == 400
+            monkeypatch.setattr(module, "SECONDS", WAIT)
             text = await rendered(templates, "{{ messages[0].content }}{{ bos }}\n", bos="<s>", tools=None)
             assert text == "a ü \ud800<s>"
             refusals = {
