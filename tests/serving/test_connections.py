@@ -88,7 +88,9 @@ def one_answer(sent: socket.socket) -> bytes:
     found = b""
     head = body = b""
     while not head or len(body) < int(head.partition(b"content-length: ")[2].split(b"\r\n")[0]):
-        found += sent.recv(2**16)
+        part = sent.recv(2**16)
+        assert part, f"the connection was closed after {found!r}"
+        found += part
         head, _, body = found.partition(b"\r\n\r\n") if b"\r\n\r\n" in found else (b"", b"", b"")
     return found
 
