@@ -120,7 +120,7 @@ def _check_others(model: PreTrainedModel, layers: Mapping[str, QuantLinear], oth
 
 def converters(reader: Reader, layers: Mapping[str, QuantLinear]) -> list[WeightConverter]:
     """The steps by which transformers' loader hands the parts of each layer to the reader."""
-    sources = [rf"\.{suffix}$" for suffix in reader.suffixes]
+    sources = list(reader.patterns())
     return [
         WeightConverter(source_patterns=sources, target_patterns=COLLECTED, operations=[ReadStored(reader, layers)])
     ]
@@ -160,7 +160,7 @@ class ReadStored(ConversionOps):
     """The parts of a layer -> the tensors of a QuantLinear."""
 
     def __init__(self, reader: Reader, layers: Mapping[str, QuantLinear]) -> None:
-        self.reader, self.layers = reader, layers
+        self.reader, self.layers, self.suffixes = reader, layers, reader.patterns()
         self.hf_quantizer = self  # a mark by which transformers leaves the dtypes as they are
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReadStored:
@@ -173,9 +173,9 @@ class ReadStored(ConversionOps):
         if name not in self.layers:
             raise UnsupportedError(f"{name!r} is no layer that the checkpoint was found to hold")
         layer = self.layers[name]
-        parts = {pattern[2:-1]: tensors[0] for pattern, tensors in input_dict.items()}
+        parts = {self.suffixes[pattern]: tensors[0] for pattern, tensors in input_dict.items()}
         shape = (layer.out_features, layer.in_features)
-        tensors = self.reader.loose(parts, shape)
+        tensors = self.reader.loose(name, parts, shape)
         if tensors is None:
             tensors = state(self.reader.convert(name, parts, shape))
             for part in parts.values():

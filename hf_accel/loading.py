@@ -36,7 +36,7 @@ from .originals import Source, Stored, stored_tensors
 from .pack import Packed, pack_weight
 from .parallel.tensor_plan import split_sizes
 from .patch import apply_plan, patch
-from .plan import LinearPlan
+from .plan import Line, LinearPlan
 from .planning import find_on_disk, make_plan, plan_linears
 from .state import state_of
 
@@ -172,6 +172,7 @@ def _originals(
 def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
     """Patch a model that was saved quantized: it has its quantized layers already, and no originals."""
     check_loaded(model)
+    reader = None if settings.stored_as is None else reader_of(settings.stored_as)
     settings.stored_as = None
     for name, layer in model.named_modules():
         if isinstance(layer, QuantModule):
@@ -183,7 +184,8 @@ def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
                 release(tensor)
     trim()
     todo = make_plan(model, replace(settings.patch, weights=None))
-    apply_plan(replace(todo, config=settings.patch))
+    note = () if reader is None or reader.note is None else (Line("linear", "activations", "8 bits", reader.note),)
+    apply_plan(replace(todo, config=settings.patch, lines=(*todo.lines, *note)))
     state_of(model).originals.never_there = True
 
 
