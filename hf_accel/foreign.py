@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.pytorch_utils import Conv1D
 
-from .checkpoint import check_floats, empty_layer, headers_of, original_of, own_names, put_layers, shared_names
+from .checkpoint import empty_layer, original_of, put_layers
+from .contents import check_floats, headers_of, own_names, passed_over, shared_names, with_shared
 from .errors import HfAccelError, UnsupportedError
 from .hardware import release
 from .interop.awq import Awq
@@ -85,6 +86,8 @@ def _by_module(
             others.append((stored_as, found))
             continue
         (name, whole), *more = own_names(model, expected, [(f"{module}.weight", found)])
+        if name not in expected and passed_over(model, name):
+            continue
         if more or whole.shape is None:
             raise refuse(reader.method, f"holds {module!r} quantized, which the model has joined with others")
         parts.setdefault(name.rpartition(".")[0], {})[suffix] = found
@@ -103,11 +106,7 @@ def _check_others(model: PreTrainedModel, layers: Mapping[str, QuantLinear], oth
     replaced = {f"{name}.{suffix}" for name in layers for suffix in ("weight", "bias")}
     floats = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor) and name not in replaced}
     floats |= {f"{name}.bias": layer.bias for name, layer in layers.items() if layer.bias is not None}
-    stored = dict(others)
-    for names in shared_names(model, layers):
-        present = next((name for name in names if name in stored), None)
-        if present is not None:
-            stored = dict.fromkeys(names & floats.keys(), stored[present]) | stored
+    stored = with_shared(others, [names & floats.keys() for names in shared_names(model, layers)])
     for name, layer in layers.items():
         if layer.bias is None and original_of(model, name).bias is not None:
             raise HfAccelError(

@@ -25,6 +25,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from .calibration import planned
 from .checkpoint import check_loaded, check_numbers, prepare
+from .contents import check_float_model, check_report, headers_of
 from .config import PatchConfig
 from .errors import HfAccelError, UnsupportedError
 from .foreign import Gguf, converters, is_ours, prepare_foreign, reader_of, state_dict_of
@@ -32,6 +33,7 @@ from .hardware import release, trim
 from .interop.gguf_reader import forget_files
 from .linear import LinearSpec, QuantModule, Workers, choose
 from .linear.hf import METHOD, AccelConfig, AccelQuantizer
+from .model_config import read_config
 from .originals import Source, Stored, stored_tensors
 from .pack import Packed, pack_weight
 from .parallel.tensor_plan import split_sizes
@@ -211,22 +213,39 @@ def load(path: str | os.PathLike[str], **keywords: Any) -> PreTrainedModel:
     if str(path).endswith(".gguf"):
         return _load_gguf(str(path), ours, keywords)
     hub = {name: keywords[name] for name in HUB_KEYWORDS if name in keywords}
-    config = keywords.pop("config", None) or transformers.AutoConfig.from_pretrained(path, **hub)
+    config = keywords.pop("config", None) or read_config(path, **hub)
     load_model = partial(class_of(config).from_pretrained, path, config=config, **keywords)
     stored = stored_config(config)
     if stored is None and keywords.get("distributed_config") is not None:
-        return patch(load_model(), **ours)  # parts of weights are packed when they are all there
+        return patch(_whole(load_model), **ours)  # parts of weights are packed when they are all there
     if stored is None:
-        return load_model(quantization_config=AccelConfig(**ours))
+        return load_model(quantization_config=_for_float_files(ours, keywords))
     method = stored.get("quant_method")
     _leave_weights_out(ours, method)
     if method == METHOD:
         config.quantization_config = {**stored, **ours}
     elif reader_of(stored) is not None:
         config.quantization_config = {"quant_method": METHOD, "stored_as": stored, **ours}
-    else:
-        return patch(load_model(), weights=None, **ours)
+    elif method in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        return patch(_whole(load_model), weights=None, **ours)
+    else:  # transformers passes over it, with a warning, and reads floats
+        return load_model(quantization_config=_for_float_files({"weights": None, **ours}, keywords))
     return load_model()
+
+
+def _for_float_files(ours: Mapping[str, Any], keywords: Mapping[str, Any]) -> AccelConfig:
+    """Have the files checked before they are read. keywords: those of from_pretrained()."""
+    settings = AccelConfig(**ours)
+    shapes = not keywords.get("ignore_mismatched_sizes", False)
+    settings.check_files = {"key_mapping": keywords.get("key_mapping"), "shapes": shapes}
+    return settings
+
+
+def _whole(load_model: partial[Any]) -> PreTrainedModel:
+    """What transformers loads by itself. Raises HfAccelError if it had to fill in random numbers."""
+    model, report = load_model(output_loading_info=True)
+    check_report(model, report["missing_keys"], report["unexpected_keys"])
+    return model
 
 
 def _load_gguf(path: str, ours: dict[str, Any], keywords: dict[str, Any]) -> PreTrainedModel:
@@ -243,6 +262,7 @@ def _load_gguf(path: str, ours: dict[str, Any], keywords: dict[str, Any]) -> Pre
         config.quantization_config = {"quant_method": METHOD, "stored_as": stored, **ours}
     else:
         keywords["quantization_config"] = AccelConfig(**ours)
+        check_float_model(empty, reader.headers(empty))
     state_dict = state_dict_of(empty, reader)
     try:
         model: PreTrainedModel = type(empty).from_pretrained(None, config=config, state_dict=state_dict, **keywords)
@@ -311,6 +331,9 @@ class LoadingQuantizer(AccelQuantizer):
         elif self.pre_quantized:
             prepare(model, settings.modules, files)
         else:
+            if settings.check_files is not None and files:
+                with _torchs_defaults():
+                    check_float_model(model, headers_of([Path(file) for file in files]), **settings.check_files)
             self.packer = make_packer(model, settings.patch, device_map=device_map, files=files)
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .calibration import planned
 from .config import PatchConfig
 from .errors import UnsupportedError
 from .linear.hf import stored_experts
 from .loading import stored_config
+from .model_config import read_config
 from .originals import Stored, checkpoint_files
 from .plan import LinearPlan, Plan
 
@@ -32,7 +33,7 @@ def plan_checkpoint(path: str | os.PathLike[str], *, dtype: torch.dtype | None =
     checkpoint that is quantized already, and for what only the weights could tell (AWQ, average_bits).
     """
     settings = PatchConfig.build(**keywords)
-    config = AutoConfig.from_pretrained(path)
+    config = read_config(path)
     if stored_config(config) is not None:
         raise UnsupportedError(f"{os.fspath(path)!r} is quantized already; load it, and its plan is made then")
     if settings.weights is not None and settings.weights.needs_data:

@@ -42,8 +42,8 @@ OTHER_PACKAGES = {
 }
 COMPOSITION = [  # each may use those before it
     "parallel",
-    "originals", "check", "weight_sites", "survey", "plan", "explain", "planning", "pack", "nf4_model", "twin",
-    "calibration", "estimate", "ties", "interop", "patch", "checkpoint", "foreign", "loading", "outline",
+    "originals", "model_config", "check", "weight_sites", "survey", "plan", "explain", "planning", "pack", "nf4_model", "twin",
+    "calibration", "estimate", "ties", "interop", "patch", "contents", "checkpoint", "foreign", "loading", "outline",
     "verify", "measuring", "serving", "cli", "__main__",
 ]  # fmt: skip
 BOOKKEEPING = {  # and what that may use

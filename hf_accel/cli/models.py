@@ -105,14 +105,13 @@ def load_patched(path: str, *, dtype: str = "auto", device: str | None = None, *
 def load_float(path: str, *, dtype: str = "auto") -> Any:
     """The model as transformers loads it. Raises BadInputError for one that is quantized already."""
     place, wanted = check(path), named_dtype(dtype)
-    from transformers import AutoConfig
-
     from hf_accel.loading import class_of, stored_config
+    from hf_accel.model_config import read_config
 
     if place.endswith(".gguf"):
         raise BadInputError(f"{path}: a .gguf file is not loaded in floating point here; give the float checkpoint")
     with explained(path):
-        config = AutoConfig.from_pretrained(place)
+        config = read_config(place)
         if stored_config(config) is not None:
             raise BadInputError(f"{path} is quantized already; give the float checkpoint that it was made of")
         model: Any = class_of(config).from_pretrained(place, config=config, dtype=wanted or "auto")

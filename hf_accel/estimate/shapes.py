@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from ..errors import UnsupportedError
+from ..model_config import read_config
 from ..models import without_adapters
 from .unpatched import is_ours, unpatched_shapes
 
@@ -69,6 +70,6 @@ def check_decoder(config: Any) -> None:
 
 def _load(path: str | os.PathLike[str]) -> Any:
     try:
-        return AutoConfig.from_pretrained(path)
+        return read_config(path)
     except (OSError, ValueError) as error:
         raise UnsupportedError(f"no model config can be read from {os.fspath(path)!r}: {error}") from error

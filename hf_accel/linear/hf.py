@@ -49,7 +49,10 @@ class AccelConfig(QuantizationConfigMixin):
     modules that are quantized, so that from_pretrained(folder) needs nothing but `import hf_accel`.
 
     stored_as: the quantization_config of a checkpoint of another program, while hf_accel.load() reads it.
+    check_files: how hf_accel.load() has the files of a float checkpoint checked; None: from_pretrained() warns instead.
     """
+
+    check_files: dict[str, Any] | None = None
 
     def __init__(
         self, modules: Mapping[str, Mapping[str, Any]] | None = None, stored_as: Mapping[str, Any] | None = None,
