@@ -23,7 +23,7 @@ from .errors import HfAccelError
 from .hardware import release
 from .interop.reader import Found
 from .linear.formats import converts
-from .linear.hf import by_kind
+from .linear.hf import by_kind, lost_expert
 from .originals import read_tensor
 from .ties import remaining_ties
 
@@ -45,8 +45,12 @@ def check_float_model(
     model: on the meta device. key_mapping: as from_pretrained() takes it. shapes: whether they have to be the model's.
     """
     expected = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
-    found = dict(own_names(model, expected, headers, key_mapping=key_mapping))
+    stored = dict(headers)
+    found = dict(own_names(model, expected, stored.items(), key_mapping=key_mapping))
     _check_names(model, expected, with_shared(found, shared_names(model, ())), strict=False, again=COPY)
+    lost = lost_expert(model, stored)
+    if lost is not None:
+        raise HfAccelError(f"the checkpoint lacks a piece of expert {lost[1]} of {lost[0]!r}; {COPY}")
     check_tensors(expected, found, shapes=shapes, again=COPY)
     check_values(model, found, again=COPY)
 

@@ -30,8 +30,8 @@ def read_config(path: str | os.PathLike[str], **hub: Any) -> PreTrainedConfig:
     for name, value in _numbers(content):
         if COUNTS.search(name.rpartition(".")[2]) and value > MOST:
             raise HfAccelError(
-                f"config.json of {os.fspath(path)!r} says {name}={value}, and no model has more than {MOST:,}; copy the "
-                "checkpoint again"
+                f"config.json of {os.fspath(path)!r} says {name}={value}, and no model has more than {MOST:,}; copy "
+                "the checkpoint again"
             )
     if content.get("transformers_weights") is not None:
         check_inside(content["transformers_weights"], "transformers_weights in config.json")

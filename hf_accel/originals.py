@@ -58,7 +58,7 @@ def check_inside(file: object, said: str) -> None:
     """Raise HfAccelError unless `file`, which `said` names, is a path within the checkpoint's folder."""
     path = PureWindowsPath(file) if isinstance(file, str) else None  # it takes / and \\ for separators
     if path is None or path.anchor or ".." in path.parts:
-        raise HfAccelError(f"{said} is {file!r}, which is no file of the checkpoint's folder; copy the checkpoint again")
+        raise HfAccelError(f"{said} is {file!r}, which is no file in the checkpoint's folder; copy it again")
 
 
 def stored_tensors(files: Iterable[str | Path]) -> dict[str, Path]:

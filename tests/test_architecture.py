@@ -42,9 +42,9 @@ OTHER_PACKAGES = {
 }
 COMPOSITION = [  # each may use those before it
     "parallel",
-    "originals", "model_config", "check", "weight_sites", "survey", "plan", "explain", "planning", "pack", "nf4_model", "twin",
-    "calibration", "estimate", "ties", "interop", "patch", "contents", "checkpoint", "foreign", "loading", "outline",
-    "verify", "measuring", "serving", "cli", "__main__",
+    "originals", "model_config", "check", "weight_sites", "survey", "plan", "explain", "planning", "pack", "nf4_model",
+    "twin", "calibration", "estimate", "ties", "interop", "patch", "contents", "checkpoint", "foreign", "packer",
+    "loading", "outline", "verify", "measuring", "serving", "cli", "__main__",
 ]  # fmt: skip
 BOOKKEEPING = {  # and what that may use
     "cache.pool",

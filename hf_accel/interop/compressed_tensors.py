@@ -179,7 +179,7 @@ class CompressedTensors(Reader):
 
 def _checked(config: Mapping[str, Any], group: Mapping[str, Any]) -> Group:
     """Raises UnsupportedError for what is not read."""
-    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    weights, inputs = group.get("weights") or {}, group.get("input_activations") or None
     form, kind, bits = group.get("format") or config.get("format"), weights.get("type"), weights.get("num_bits")
     if form not in FORMATS.get(str(kind), ()) or bits not in ((4, 8) if kind == "int" else (8,)):
         what = f"format={form!r} with weights of {bits} bits and type {kind!r}"
@@ -191,15 +191,16 @@ def _checked(config: Mapping[str, Any], group: Mapping[str, Any]) -> Group:
         raise refuse(NAME, f"has strategy={weights.get('strategy')!r}, of which {names} are read")
     if group.get("output_activations"):
         raise refuse(NAME, "quantizes the outputs of layers")
-    static = bool(inputs) and not inputs.get("dynamic")
+    static = inputs is not None and not inputs.get("dynamic")
     if inputs and (inputs.get("num_bits") != 8 or inputs.get("type") != kind or (static and kind == "int")):
         known = "ones of 8 bits and of the weights' type, dynamic or of FP8,"
         raise refuse(NAME, f"has input_activations={inputs!r}, of which {known} are read")
     # Activations go to FP8 where that is faster, as with a weight of our own.
     activations: Activations = "int8" if inputs and kind == "int" else "auto"
     return Group(
-        targets=list(group.get("targets", ())), bits=int(weights["num_bits"]), format="int" if kind == "int" else "fp8",
-        activations=activations, strategy=weights["strategy"], group_size=weights.get("group_size"),
+        targets=list(group.get("targets", ())), bits=int(weights["num_bits"]),
+        format="int" if kind == "int" else "fp8", activations=activations,
+        strategy=weights["strategy"], group_size=weights.get("group_size"),
         symmetric=weights.get("symmetric", True) is not False, ordered=weights.get("actorder") in ("group", "dynamic"),
         static=static,
         block=checked_block(NAME, weights.get("block_structure")) if weights["strategy"] == "block" else None,
@@ -236,7 +237,8 @@ def _targets(target: str, name: str) -> bool:
 
 def _by_output(scale: Tensor, shape: tuple[int, int]) -> Tensor:
     """[out, groups], also where the whole tensor has one scale."""
-    return scale if scale.dim() == 2 and len(scale) == shape[0] else scale.reshape(1, 1).expand(shape[0], 1).contiguous()
+    by_output = scale.dim() == 2 and len(scale) == shape[0]
+    return scale if by_output else scale.reshape(1, 1).expand(shape[0], 1).contiguous()
 
 
 def _ordered(integers: Tensor, order: Tensor | None) -> Tensor:

@@ -106,9 +106,9 @@ class Gptq(Reader):
         if AUTO_GPTQ in self.writers:
             return (stored + 1) & 15
         raise HfAccelError(
-            f"'{name}.qzeros' holds 15 in the checkpoint, a zero point of 0 less 1, which AutoGPTQ and GPTQModel store "
-            "differently, and config.json does not say who wrote it; add \"meta\": {\"quantizer\": "
-            f"\"{AUTO_GPTQ}\"}} or \"{GPTQ_MODEL}\" to its quantization_config"
+            f"'{name}.qzeros' holds 15 in the checkpoint, a zero point of 0 less 1, which AutoGPTQ and GPTQModel "
+            'store differently, and config.json does not say who wrote it; add "meta": {"quantizer": '
+            f'"{AUTO_GPTQ}"}} or "{GPTQ_MODEL}" to its quantization_config'
         )
 
 
