@@ -216,7 +216,7 @@ def check_tensors(
         if converts(floats[name]) or found.dtype in FLOATS:
             check_tensor(name, floats[name], found, again=again)
         elif shapes and found.shape is not None and found.shape != tuple(floats[name].shape):
-            raise _misshapen(name, floats[name], found, "", again)
+            raise _misshapen(name, floats[name], found, again)
 
 
 def check_tensor(key: str, expected: Tensor, found: Found, described: str = "", *, again: str = AGAIN) -> None:
@@ -227,7 +227,7 @@ def check_tensor(key: str, expected: Tensor, found: Found, described: str = "", 
         wanted = "a floating-point dtype" if converts(expected) else expected.dtype
         raise HfAccelError(f"{key!r} is {found.dtype} in the checkpoint, but must be {wanted}{as_described}; {again}")
     if found.shape is not None and found.shape != tuple(expected.shape):
-        raise _misshapen(key, expected, found, as_described, again)
+        raise _misshapen(key, expected, found, again, as_described=as_described)
 
 
 def check_values(model: PreTrainedModel, found: Mapping[str, Found], *, again: str = AGAIN) -> None:
@@ -273,10 +273,10 @@ def missing(
     return HfAccelError(f"the checkpoint has no {key!r}, which {needs} needs{there}; {again}")
 
 
-def _misshapen(key: str, expected: Tensor, found: Found, described: str, again: str) -> HfAccelError:
+def _misshapen(key: str, expected: Tensor, found: Found, again: str, *, as_described: str = "") -> HfAccelError:
     return HfAccelError(
         f"{key!r} is {list(found.shape or ())} in the checkpoint, but {list(expected.shape)} in the model that "
-        f"config.json describes{described}; {again}"
+        f"config.json describes{as_described}; {again}"
     )
 
 
