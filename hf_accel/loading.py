@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -20,7 +20,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from .calibration import planned
 from .checkpoint import check_loaded, check_numbers, prepare
 from .config import PatchConfig
-from .contents import check_float_model, check_report, headers_of
+from .contents import COPY, check_float_model, check_report, headers_of
 from .errors import HfAccelError, UnsupportedError
 from .foreign import Gguf, converters, is_ours, prepare_foreign, reader_of, state_dict_of
 from .hardware import release, trim
@@ -117,7 +117,9 @@ def load(path: str | os.PathLike[str], **keywords: Any) -> PreTrainedModel:
         return _load_gguf(str(path), ours, keywords)
     hub = {name: keywords[name] for name in HUB_KEYWORDS if name in keywords}
     config = keywords.pop("config", None) or read_config(path, **hub)
-    load_model = partial(class_of(config).from_pretrained, path, config=config, **keywords)
+    kind = class_of(config)
+    config.architectures = [kind.__name__] if issubclass(kind, PreTrainedModel) else config.architectures
+    load_model = partial(_load, kind, path, config=config, **keywords)
     stored = stored_config(config)
     if stored is None and keywords.get("distributed_config") is not None:
         return patch(_whole(load_model), **ours)  # parts of weights are packed when they are all there
@@ -134,6 +136,16 @@ def load(path: str | os.PathLike[str], **keywords: Any) -> PreTrainedModel:
     else:  # transformers passes over it, with a warning, and reads floats
         return load_model(quantization_config=_for_float_files({"weights": None, **ours}, keywords))
     return load_model()
+
+
+def _load(kind: Any, path: str | os.PathLike[str], /, **keywords: Any) -> Any:
+    """from_pretrained(). Raises HfAccelError for what it reports only once it has read the tensors."""
+    try:
+        return kind.from_pretrained(path, **keywords)
+    except RuntimeError as error:
+        if "above report" not in str(error):
+            raise
+        raise HfAccelError(f"transformers cannot make {kind.__name__} of {path}: {error} {COPY}") from error
 
 
 def _for_float_files(ours: Mapping[str, Any], keywords: Mapping[str, Any]) -> AccelConfig:
@@ -201,12 +213,17 @@ def stored_config(config: PreTrainedConfig) -> dict[str, Any] | None:
 
 
 def class_of(config: PreTrainedConfig) -> Any:
-    """The class that config.json names under architectures; for what transformers does not know, the auto class."""
+    """The class that config.json names under architectures, else the one for causal language models.
+
+    For code that comes with the checkpoint, the auto class.
+    """
+    if getattr(config, "auto_map", None):
+        return transformers.AutoModelForCausalLM
     for name in config.architectures or ():
         found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, PreTrainedModel) and not getattr(config, "auto_map", None):
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found
-    return transformers.AutoModelForCausalLM
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), transformers.AutoModelForCausalLM)
 
 
 # -- transformers' part --------------------------------------------------------------------------------
