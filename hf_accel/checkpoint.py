@@ -144,7 +144,7 @@ def _check_files(model: PreTrainedModel, layers: Mapping[str, QuantModule], file
     replaced |= {site.tensor_name for name, site in experts_by_name(model).items() if name in layers}
     floats = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor) and name not in replaced}
     quantized = {f"{name}.{suffix}": t for name, layer in layers.items() for suffix, t in _expected(layer).items()}
-    found = dict(own_names(model, {**floats, **quantized}, headers_of(files)))
+    found = dict(own_names(model, {**floats, **quantized}, headers_of(files, way_out=f", or {AGAIN}")))
     stored = with_shared(found, shared_names(model, layers))
     for name, layer in layers.items():
         _check_layer(model, name, layer, {key: f for key, f in stored.items() if key.rpartition(".")[0] == name})

@@ -90,13 +90,13 @@ def own_names(
             yield name.replace(targets[pattern][0], target), Found(found.dtype, None, found.read)
 
 
-def headers_of(files: Sequence[Path], again: str = AGAIN) -> Iterator[tuple[str, Found]]:
-    """The tensors of files, by the names that they have there."""
+def headers_of(files: Sequence[Path], *, way_out: str = "") -> Iterator[tuple[str, Found]]:
+    """The tensors of files, by the names that they have there. way_out: what else to do where one cannot be read."""
     for file in files:
         try:
             yield from _safe_headers(file) if file.suffix == ".safetensors" else _pickled(file)
         except Exception as error:
-            raise HfAccelError(f"{file} cannot be read: {error}; copy it again, or {again}") from error
+            raise HfAccelError(f"{file} cannot be read: {error}; copy or download it again{way_out}") from error
 
 
 def _safe_headers(file: Path) -> Iterator[tuple[str, Found]]:

@@ -45,7 +45,9 @@ def tensors(edit: Edit) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         content = load_file(folder / "model.safetensors")
         edit(content)
-        save_file({name: t.contiguous() for name, t in content.items()}, folder / "model.safetensors", {"format": "pt"})
+        save_file(
+            {name: t.contiguous() for name, t in content.items()}, folder / "model.safetensors", {"format": "pt"}
+        )
 
     return apply
 
@@ -84,7 +86,8 @@ def index(file: object, *, kind: str = "model.safetensors") -> Callable[[Path], 
     def apply(folder: Path) -> None:
         names = dict.fromkeys(load_file(folder / "model.safetensors"), "a.safetensors")
         (folder / "model.safetensors").rename(folder / "a.safetensors")
-        (folder / f"{kind}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names | {"model.norm.weight": file}}))
+        content = {"metadata": {}, "weight_map": names | {"model.norm.weight": file}}
+        (folder / f"{kind}.index.json").write_text(json.dumps(content))
 
     return apply
 
@@ -129,7 +132,7 @@ REFUSED = {
     "shape": (change(DOWN, lambda t: t[:-1]), r"is \[31, 32\] in the checkpoint, but \[32, 32\]"),
     "pickled": (both(drop(DOWN), pickled), f"no '{DOWN}'"),
     "NaN in a norm": (put("model.norm.weight", NAN), r"'model.norm.weight' holds NaN or infinity at \[7\]"),
-    "NaN in an embedding": (put("model.embed_tokens.weight", NAN), r"tokens.weight' holds NaN or infinity at \[0, 7\]"),
+    "NaN in an embedding": (put("model.embed_tokens.weight", NAN), r"tokens.weight' holds NaN .* at \[0, 7\]"),
     "infinity": (put("model.norm.weight", -float("inf")), "'model.norm.weight' holds NaN or infinity"),
     "a layer more": (add("model.layers.2.mlp.up_proj.weight", 32, 32), "holds 'model.layers.2.mlp.up_proj.weight'"),
     "a layer less in config.json": (config(num_hidden_layers=1), "holds 'model.layers.1"),
@@ -143,7 +146,7 @@ REFUSED = {
     "path above, hidden": (index("b/../../a.safetensors"), "which is no file in"),
     "path on a drive": (index("C:\\a.safetensors"), "which is no file in"),
     "no path": (index(7), "is 7, which is no file in"),
-    "absolute path in config.json": (config(transformers_weights="/etc/a.safetensors"), "transformers_weights in conf"),
+    "absolute path in config.json": (config(transformers_weights="/etc/a.safetensors"), "transformers_weights in"),
     "no index": (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "is no index of shards"),
     "cut file": (
         lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:900]),
@@ -208,7 +211,7 @@ def test_keywords_that_ask_for_another_model(tmp_path: Path) -> None:
     mapping = {r"^model\.blocks": "model.layers"}
     model = hf_accel.load(tmp_path, weights=None, key_mapping=mapping, ignore_mismatched_sizes=True)
     assert torch.equal(model.get_submodule(Q).weight, make().get_submodule(Q).weight)
-    with pytest.raises(HfAccelError, match="no 'model.layers"):
+    with pytest.raises(HfAccelError, match=r"no 'model\.layers"):
         hf_accel.load(tmp_path)
 
 
@@ -221,7 +224,7 @@ def mixture(**more: Any) -> PreTrainedModel:
 def test_a_lost_expert(pieces: tuple[str, ...], tmp_path: Path) -> None:
     mixture().save_pretrained(tmp_path)
     drop(*(f"model.layers.1.mlp.experts.3.{piece}_proj.weight" for piece in pieces))(tmp_path)
-    with pytest.raises(HfAccelError, match="lacks a piece of expert 3 of 'model.layers.1.mlp.experts"):
+    with pytest.raises(HfAccelError, match=r"lacks a piece of expert 3 of 'model\.layers\.1"):
         hf_accel.load(tmp_path)
 
 
@@ -244,5 +247,5 @@ def test_layers_that_draft_are_left_out(drafting: int, tmp_path: Path) -> None:
     if drafting:
         assert hf_accel.is_patched(hf_accel.load(tmp_path))
         return
-    with pytest.raises(HfAccelError, match="holds 'model.layers.2.input_layernorm.weight'"):
+    with pytest.raises(HfAccelError, match=r"holds 'model\.layers\.2\.input_layernorm"):
         hf_accel.load(tmp_path)
