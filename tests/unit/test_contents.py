@@ -24,6 +24,7 @@ from transformers import (
 
 import hf_accel
 from hf_accel import HfAccelError
+from hf_accel.contents import check_report
 
 from .interop import encode
 
@@ -249,3 +250,21 @@ def test_layers_that_draft_are_left_out(drafting: int, tmp_path: Path) -> None:
         return
     with pytest.raises(HfAccelError, match=r"holds 'model\.layers\.2\.input_layernorm"):
         hf_accel.load(tmp_path)
+
+
+REPORTS = [
+    ({"model.norm.weight"}, set(), "no 'model.norm.weight'"),
+    (set(), {"model.layers.2.mlp.up_proj.weight"}, "holds 'model.layers.2.mlp.up_proj.weight'"),
+    (set(), {"model.something", "model.layers.0.self_attn.rotary_emb.inv_freq"}, None),
+]
+
+
+@pytest.mark.parametrize(("missing", "unexpected", "text"), REPORTS)
+def test_what_transformers_reports_of_other_quantizers(
+    missing: set[str], unexpected: set[str], text: str | None
+) -> None:
+    if text is None:
+        check_report(make(), missing, unexpected)
+        return
+    with pytest.raises(HfAccelError, match=text):
+        check_report(make(), missing, unexpected)
