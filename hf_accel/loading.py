@@ -108,7 +108,7 @@ def load(path: str | os.PathLike[str], **keywords: Any) -> PreTrainedModel:
     everything but its Linears is patched. With distributed_config= a float model is loaded split, and then patched.
 
     The class is the one that config.json names under architectures. Raises UnsupportedError for a layout that is not
-    read, HfAccelError for files that do not hold what config.json says.
+    read, HfAccelError, before anything is loaded, for files that do not hold the weights that config.json describes.
     """
     ours = {name: keywords.pop(name) for name in PATCH_KEYWORDS if name in keywords}
     if isinstance(keywords.get("config"), PatchConfig):

@@ -245,6 +245,24 @@ def test_a_bias_that_the_class_has_not_is_kept(saved: Any, tmp_path: Path) -> No
     assert torch.equal(model.get_submodule(Q).bias, torch.ones(64))
 
 
+def test_quantized_layers_that_draft_are_left_out(saved: Any, tmp_path: Path) -> None:
+    saved("gptq")
+    expected = hf_accel.load(tmp_path / "in")(IDS).logits
+    tensor_with("model.layers.2.mlp.up_proj.qweight", lambda _: torch.ones(8, 128).int())(tmp_path / "in")
+    config = json.loads((tmp_path / "in/config.json").read_text())
+    (tmp_path / "in/config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    assert torch.equal(hf_accel.load(tmp_path / "in")(IDS).logits, expected)
+
+
+def test_without_architectures_names_are_checked_too(saved: Any, tmp_path: Path) -> None:
+    saved("gptq")
+    tensor_with("model.norm.weight", None)(tmp_path / "in")
+    config = json.loads((tmp_path / "in/config.json").read_text())
+    (tmp_path / "in/config.json").write_text(json.dumps(config | {"architectures": None}))
+    with pytest.raises(HfAccelError, match=r"no 'model\.norm\.weight'"):
+        hf_accel.load(tmp_path / "in")
+
+
 def test_adapters_and_undo(saved: Any, tmp_path: Path) -> None:
     saved("gptq act-order")
     model = hf_accel.load(tmp_path / "in")
