@@ -23,6 +23,16 @@ def prompts(kind: str, *, rows: int = len(LENGTHS), seed: int = 1) -> dict[str, 
     return {"input_ids": ids.masked_fill(~mask, PADDING), "attention_mask": mask.long()}
 
 
+def shaped(kind: str, *, rows: int, columns: int, padded: bool) -> dict[str, Tensor]:
+    """The last `columns` columns of `rows` rows, with padding or without any."""
+    batch = prompts(kind, rows=rows)
+    if not padded:
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(FIRST_WORD, FIRST_SPECIAL, (rows, max(LENGTHS)), generator=generator)
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return {name: value[:, -columns:] for name, value in batch.items()}
+
+
 def single(kind: str) -> dict[str, Tensor]:
     """The longest prompt alone, without padding."""
     batch = prompts(kind)
