@@ -9,6 +9,8 @@ from .configs import BEGIN, FIRST_SPECIAL, PADDING
 
 FIRST_WORD = 3  # behind padding, begin and end
 LENGTHS = (9, 13, 11)
+# rows, columns, padded: prompts longer than the window of configs.py, as long, and shorter
+SHAPES = ((1, 13, False), (3, 13, False), (1, 6, False), (3, 4, False))
 
 
 def prompts(kind: str, *, rows: int = len(LENGTHS), seed: int = 1) -> dict[str, Tensor]:

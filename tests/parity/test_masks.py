@@ -19,6 +19,7 @@ from ..families.inputs import decoder_prompts, shaped
 from ..families.models import build, families
 
 WINDOWED = ["Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "Cohere2ForCausalLM", "MistralForCausalLM"]
+NOT_CAUSAL = ["BertLMHeadModel"]  # stock's sdpa goes by that wherever it is given no mask
 POSITIONAL = ["GPT2LMHeadModel", "BertLMHeadModel (is_decoder)", "BartForConditionalGeneration"]
 MORE = [
     "MarianMTModel", "RobertaForCausalLM (is_decoder)", "OPTForCausalLM", "BertForMaskedLM", "LlamaForCausalLM",
@@ -48,7 +49,7 @@ def given(name: str, rows: int = 3, columns: int = 13, *, padded: bool = False) 
 
 @pytest.mark.parametrize("cache_name", ["static", "as an object", "dynamic"])
 @pytest.mark.parametrize("rows, columns, padded", SHAPES)
-@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("name", WINDOWED + NOT_CAUSAL)
 def test_caches_of_windows(name: str, rows: int, columns: int, padded: bool, cache_name: str) -> None:
     inputs = given(name, rows, columns, padded=padded)
 

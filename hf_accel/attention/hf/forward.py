@@ -16,7 +16,7 @@ from ...state import BACKEND_ATTRIBUTE
 from ...tensors import is_recorded, product_dtype
 from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose
 from ..module_code import CALL_KEYWORDS
-from .mask import CausalMask, Meaning
+from .mask import as_known, numbers_of
 from .stock import EAGER, collects_attentions, name_before_patch, recorded_attention, stock_attention
 
 NAME = "hf_accel"
@@ -56,7 +56,7 @@ def attention_forward(
         )
         return traced
     if is_recorded():
-        mask = _numbers(attention_mask)  # one of ours was made outside of what is compiled
+        mask = numbers_of(attention_mask)  # one of ours was made outside of what is compiled
         return recorded_attention(
             module, query, KV(key, value), mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
@@ -64,46 +64,46 @@ def attention_forward(
     if paged is not None:
         paged.check_values(value)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    means = attention_mask.means if isinstance(attention_mask, CausalMask) else None
-    unknown = _unknown(module, attention_mask, means, causal=causal, kwargs=kwargs)
+    ours = as_known(attention_mask)
+    columns = None if paged is not None else (query.shape[2], key.shape[2])
+    unknown = _unknown(module, attention_mask, columns, causal=causal, kwargs=kwargs)
     if unknown is not None:
         if paged is not None:
             key, value = paged.columns(unknown)
         return stock_attention(
-            module, query, KV(key, value), _numbers(attention_mask),
-            left_out=means is not None and means.left_out,
+            module, query, KV(key, value), numbers_of(attention_mask),
+            left_out=ours is not None and ours.meaning.left_out,
             dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
         )  # fmt: skip
     wanted = product_dtype(query)
     query, key, value = _in_one_dtype(query, key, value, wanted if paged is None else paged.storage.dtype)
     options = AttentionOptions(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        causal=causal or means is not None,
-        window=None if means is None else means.window,
+        causal=causal or ours is not None,
+        window=None if ours is None else ours.meaning.window,
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux", kwargs.get("sinks")),
         dropout=dropout,
     )
     backend = _backend(module, query, value, options, paged=paged)
     if paged is not None:
-        plain = means is not None or (attention_mask is None and causal)
+        plain = ours is not None or (attention_mask is None and causal)
         if plain and paged.contiguous and paged.window == options.window and not dropout:
             return _paged(backend, query, KV(key, value), options, paged=paged).to(wanted).contiguous(), None
-        if means is not None:
-            paged.check_window(means.window)
+        if ours is not None:
+            paged.check_window(ours.meaning.window)
         key, value = paged.columns("it attends with a mask of its own, or drops weights")
     elif kwargs.get("cu_seq_lens_q") is not None and query.shape[0] == 1:
         return _packed(backend, query, KV(key, value), options, kwargs=kwargs).to(wanted), None
-    mask = None if means is not None and not means.padded else _numbers(attention_mask)
+    mask = None if ours is not None and not ours.meaning.padded else numbers_of(attention_mask)
+    if ours is not None and ours.seen < key.shape[2]:  # no query sees the rest of a static cache
+        key, value = key[:, :, : ours.seen], value[:, :, : ours.seen]
+        mask = None if mask is None else mask[..., : ours.seen]
     if mask is not None:
         options = options._replace(causal=False, window=None)
     elif options.window is not None and options.window >= key.shape[2]:
         options = options._replace(window=None)
     return backend.dense(query, KV(key, value), options, mask=mask).to(wanted).contiguous(), None
-
-
-def _numbers(mask: Tensor | None) -> Tensor | None:
-    return mask.whole() if isinstance(mask, CausalMask) else mask
 
 
 def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,19 +114,30 @@ def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype)
 
 
 def _unknown(
-    module: nn.Module, mask: Tensor | None, means: Meaning | None, *, causal: bool, kwargs: dict[str, Any]
+    module: nn.Module,
+    mask: Tensor | None,
+    columns: tuple[int, int] | None,
+    *,
+    causal: bool,
+    kwargs: dict[str, Any],
 ) -> str | None:
-    """What our attention does not understand of a call, as a clause; None if it understands all."""
+    """Return what our attention does not understand of a call, as a clause; None if it understands all.
+
+    columns: Q and T of a call without pages.
+    """
     if not kwargs.keys() <= KNOWN_KEYWORDS:
         name = next((n for n in kwargs if n not in KNOWN_KEYWORDS and kwargs[n] is not None), None)
         if name is not None:
             return f"it is given {name}="
     if kwargs.get("output_attentions") or (output_capturing._active_collector.get() and collects_attentions()):
         return "it is asked for attention weights"
-    if means is None:
+    ours = as_known(mask)
+    if ours is None:
         return None if mask is None or mask.ndim == 4 else f"it is given a mask of shape {tuple(mask.shape)}"
+    if columns is not None and columns != ours.lengths:
+        return f"it is given a mask of {ours.lengths[1]} columns for {columns[1]}"
     # a module that is not causal, where stock's sdpa would go by that
-    return None if causal or not means.left_out or name_before_patch(module) == EAGER else "it is not causal"
+    return None if causal or not ours.meaning.left_out or name_before_patch(module) == EAGER else "it is not causal"
 
 
 def _paged(backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionOptions, *, paged: PagedKV) -> Tensor:

@@ -8,9 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
-from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
+from transformers.masking_utils import (
+    _ignore_causal_mask_sdpa,
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
 
 from ...tensors import is_recorded
 
@@ -45,34 +51,41 @@ class CausalMask(Tensor):
     somebody can have changed them: from then on the mask means what its numbers say.
     """
 
-    columns: Tensor  # bool [B, T]: which columns are no padding
+    columns: Tensor  # bool [B, T'], up to the column of the last query: which are no padding
+    lengths: tuple[int, int]  # Q and T
     meaning: Meaning
     _numbers: Numbers
 
     @staticmethod
-    def __new__(cls, columns: Tensor, q_length: int, meaning: Meaning, numbers: Numbers | None = None) -> CausalMask:
-        rows, kv_length = columns.shape
-        shape = (rows, 1, q_length, kv_length)
+    def __new__(
+        cls, columns: Tensor, lengths: tuple[int, int], meaning: Meaning, numbers: Numbers | None = None
+    ) -> CausalMask:
+        shape = (len(columns), 1, *lengths)
         wrapper: Any = Tensor._make_wrapper_subclass
         made: CausalMask = wrapper(cls, shape, dtype=torch.bool, device=columns.device)
-        made.columns, made.meaning, made._numbers = columns, meaning, numbers or Numbers()
+        made.columns, made.lengths, made.meaning, made._numbers = columns, lengths, meaning, numbers or Numbers()
         return made
 
     @property
-    def means(self) -> Meaning | None:
-        """What it stands for; None where only its numbers say it."""
-        return None if self._numbers.handed_out else self.meaning
+    def is_known(self) -> bool:
+        """Whether it still has its meaning; if not, only its numbers say what it means."""
+        return not self._numbers.handed_out
+
+    @property
+    def seen(self) -> int:
+        """How many columns the last query may see; no query sees those behind."""
+        return self.columns.shape[1]
 
     def whole(self) -> Tensor:
         """The numbers, for our own code, which does not change them."""
         if self._numbers.tensor is None:
             # Made from `columns`, so that torch.compile sees where they come from.
-            places = self.columns.new_ones(self.columns.shape[1], dtype=torch.int64).cumsum(0)
-            queries = places[places.shape[0] - self.size(2) :, None]
+            places = self.columns.new_ones(self.seen, dtype=torch.int64).cumsum(0)
+            queries = places[self.seen - self.lengths[0] :, None]
             visible = places <= queries
             if self.meaning.window is not None:
                 visible = visible & (places > queries - self.meaning.window)
-            self._numbers.tensor = visible & self.columns[:, None, None, :]
+            self._numbers.tensor = pad(visible & self.columns[:, None, None, :], (0, self.lengths[1] - self.seen))
         return self._numbers.tensor
 
     def _for_others(self) -> Tensor:
@@ -93,18 +106,20 @@ class CausalMask(Tensor):
         kwargs = kwargs or {}
         mask = args[0] if args else None
         is_bool = kwargs.get("dtype") in (None, torch.bool)
-        if func in _COPIES and is_bool and isinstance(mask, CausalMask) and mask.means is not None:
+        if func in _COPIES and is_bool and isinstance(mask, CausalMask) and mask.is_known:
             shared = mask._numbers if func in _VIEWS else None
-            copy = CausalMask(func(mask.columns, *args[1:], **kwargs), mask.size(2), mask.meaning, shared)
+            copy = CausalMask(func(mask.columns, *args[1:], **kwargs), mask.lengths, mask.meaning, shared)
             return return_and_correct_aliasing(func, args, kwargs, copy)
         return func(*_with_numbers(args), **_with_numbers(kwargs))
 
     # torch.compile takes a mask that was made outside of what it compiles by these two.
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[int, Meaning]]:
-        return ["columns"], (self.size(2), self.meaning)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[tuple[int, int], Meaning]]:
+        return ["columns"], (self.lengths, self.meaning)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: tuple[int, Meaning], *_: Any) -> CausalMask:
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[tuple[int, int], Meaning], *_: Any
+    ) -> CausalMask:
         return CausalMask(inner["columns"], *context)
 
 
@@ -113,7 +128,8 @@ _COPIES = _VIEWS | {aten.clone.default, aten._to_copy.default}
 _FACTS = ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda", "layout")
 _NEED_NO_NUMBERS = {
     Tensor.clone, Tensor.detach, Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.size, Tensor.dim, Tensor.numel,
-    Tensor.is_floating_point, torch.clone, torch.detach, torch.is_floating_point,
+    Tensor.contiguous, Tensor.is_contiguous, Tensor.is_floating_point,
+    torch.clone, torch.detach, torch.is_floating_point,
     *(getattr(Tensor, name).__get__ for name in _FACTS), vars(torch._C.TensorBase)["requires_grad"].__set__,
 }  # fmt: skip
 
@@ -126,7 +142,7 @@ def mask_forward(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int = 0,
+    q_offset: Any = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
@@ -139,10 +155,9 @@ def mask_forward(
 
     It is never None where stock would make a mask: a module whose is_causal is False would lose it.
     """
-    aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    covered = attention_mask is None or attention_mask.shape[1] >= kv_offset + kv_length
-    known = aligned and covered and allow_is_causal_skip and _is_causal(mask_function, local_size)
-    if not known or is_recorded():
+    known = not is_recorded() and allow_is_causal_skip and _is_causal(mask_function, local_size)
+    seen = int(q_offset) + q_length - kv_offset if known else 0  # stock's static caches give q_offset as a tensor
+    if not q_length <= seen <= kv_length:
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -156,22 +171,36 @@ def mask_forward(
             config=config,
             **kwargs,
         )
-    columns = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
-    padded = columns is not None and not bool(columns.all())
+    columns = None if attention_mask is None else _columns(attention_mask, kv_offset, kv_length)
+    left_out = _ignore_causal_mask_sdpa(columns, q_length, kv_length, int(q_offset), 0, local_size)
+    padded = columns is not None and not bool(columns[:, :seen].all())
     if columns is not None and padded:
-        columns = columns.clone()  # what the user does to the mask later must not change this pass
+        columns = columns[:, :seen].clone()  # what the user does to the mask later must not change this pass
     else:
-        columns = torch.ones(1, 1, dtype=torch.bool, device=kwargs.get("device")).expand(batch_size, kv_length)
-    whole = q_length in (1, kv_length) and (local_size is None or kv_length < local_size)
-    return CausalMask(columns, q_length, Meaning(local_size, padded, left_out=whole and not padded))
+        columns = torch.ones(1, 1, dtype=torch.bool, device=kwargs.get("device")).expand(batch_size, seen)
+    return CausalMask(columns, (q_length, kv_length), Meaning(local_size, padded, left_out))
+
+
+def _columns(attention_mask: Tensor, start: int, length: int) -> Tensor:
+    """The columns of an attention mask from `start` on; those that it lacks are padding, as to stock."""
+    columns = attention_mask[:, start : start + length]
+    return pad(columns, (0, length - columns.shape[1])) if columns.shape[1] < length else columns
+
+
+def as_known(mask: Tensor | None) -> CausalMask | None:
+    """Return the mask if it is a CausalMask that has its meaning; None for any other."""
+    return mask if isinstance(mask, CausalMask) and mask.is_known else None
+
+
+def numbers_of(mask: Tensor | None) -> Tensor | None:
+    """Return the numbers of a CausalMask, and any other mask as it is."""
+    return mask.whole() if isinstance(mask, CausalMask) else mask
 
 
 def window_of(mask: Tensor | None) -> tuple[bool, int | None]:
-    """Whether a mask says no more than causal attention within a window; and this window, None for all tokens."""
-    if mask is None:
-        return True, None
-    means = mask.means if isinstance(mask, CausalMask) else None
-    return means is not None, None if means is None else means.window
+    """Return whether a mask says no more than causal attention within a window; and this window, None for all."""
+    known = as_known(mask)
+    return mask is None or known is not None, None if known is None else known.meaning.window
 
 
 _WINDOWED: Any = sliding_window_causal_mask_function(1)

@@ -52,12 +52,30 @@ def test_its_numbers_are_stock_s(padded: bool, queries: int, keys: int, window: 
     assert torch.equal(mask & True, stock(columns, window=window, queries=queries))
 
 
+@pytest.mark.parametrize("window", [None, 2, 20])
+@pytest.mark.parametrize("first", [0, 2, torch.tensor(2)])
+@pytest.mark.parametrize("offset", [0, 2])
+@pytest.mark.parametrize("length", [None, 3, 6, 12])
+def test_columns_that_no_query_sees(length: int | None, offset: int, first: Any, window: int | None) -> None:
+    """A static cache hands on all the columns that it has; an attention mask may have fewer or more of them."""
+    columns = None if length is None else torch.arange(2 * length).view(2, length) % 5 > 0
+    asked = arguments(None, window=window, queries=4) | {
+        "attention_mask": columns, "kv_length": 9, "q_offset": first + offset, "kv_offset": offset,
+    }  # fmt: skip
+    mask, expected = mask_forward(**asked), sdpa_mask(**asked, allow_is_causal_skip=False)
+    assert type(mask) is CausalMask
+    assert (mask.seen, mask.lengths) == (int(first) + 4, (4, 9))
+    assert mask.meaning.left_out == (sdpa_mask(**asked) is None)
+    assert torch.equal(mask & True, expected)
+
+
 COPIES: dict[str, Callable[[Tensor], Any]] = {
     "clone": lambda mask: mask.clone(),
     "contiguous clone": lambda mask: mask.clone(memory_format=torch.contiguous_format),
     "detach": lambda mask: mask.detach(),
     "to": lambda mask: mask.to("cpu", non_blocking=True),
     "to its dtype": lambda mask: mask.to(torch.bool, copy=True),
+    "contiguous": lambda mask: mask.contiguous(),
     "to a device": lambda mask: mask.to("meta"),
 }
 
@@ -66,7 +84,8 @@ COPIES: dict[str, Callable[[Tensor], Any]] = {
 def test_a_copy_means_the_same(name: str) -> None:
     mask = made()
     twin = COPIES[name](mask)
-    assert (twin.shape, twin.means, mask.means) == (mask.shape, mask.meaning, mask.meaning)
+    assert (twin.shape, twin.is_known, twin.meaning) == (mask.shape, mask.is_known, mask.meaning)
+    assert mask.is_known
     if not twin.is_meta:
         assert torch.equal(twin & True, stock())
 
@@ -82,7 +101,6 @@ READERS: dict[str, Callable[[Tensor], Any]] = {
     "data": lambda mask: mask.data,
     "float": lambda mask: mask.to(torch.float32),
     "expand": lambda mask: mask.expand(ROWS, 5, QUERIES, KEYS),
-    "contiguous": lambda mask: mask.contiguous(),
     "view": lambda mask: mask.view_as(mask),
     "dlpack": lambda mask: torch.from_dlpack(mask.to(torch.uint8)),
     "sum": lambda mask: mask.sum(),
@@ -146,11 +164,13 @@ def _backward(out: Tensor, query: Tensor) -> tuple[Tensor]:
     return (query.grad.clone(),)
 
 
-@pytest.mark.parametrize(
-    "changed", [{"q_offset": 1}, {"allow_is_causal_skip": False}, {"attention_mask": COLUMNS[:, 1:]}]
-)
+def all_to_all(*_: Any) -> Tensor:
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("changed", [{"q_offset": 9}, {"allow_is_causal_skip": False}, {"mask_function": all_to_all}])
 def test_another_kind_of_mask_is_stock_s(changed: dict[str, Any]) -> None:
-    """Queries that are not the last, a mask that a model changes, a mask of fewer columns."""
+    """Queries behind the last column, a mask that a model changes, another function."""
     asked = arguments(COLUMNS, window=WINDOW, queries=QUERIES) | changed
     mask = mask_forward(**asked)
     assert type(mask) is Tensor
