@@ -519,6 +519,7 @@ def gradient(model: PreTrainedModel, inputs: dict[str, Tensor], **checkpointing:
 def _changed(case: Case) -> Outcome:
     """A model that was used and is changed then, in each of the ways of changes.py, answers as stock so changed."""
     inputs, outcome, found = case.prompts(alone=True), Outcome("fast"), 0
+    by_stock(lambda: generate(case.stock, inputs))
     for name, change in CHANGES.items():
         stock, patched = case.fresh(), hf_accel.patch(case.fresh(), weights=None)
         generate(patched, inputs)

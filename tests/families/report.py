@@ -45,7 +45,7 @@ The columns, with `hf_accel.patch(model, weights=None)` where nothing else is sa
 | greedy, sampling, beams | `generate` over a padded batch: greedy search, sampling with the same seed, three beams |
 | no cache, static cache | `use_cache=False`, `cache_implementation="static"` |
 | checkpointing | the gradient under reentrant gradient checkpointing |
-| changed in use | the text after weights, hooks, a forward, buffers and scalars were changed in a model that was used |
+| changed in use | the text after weights, hooks, a forward, buffers or scalars of a model in use were changed |
 | prompt lookup, assistant | `prompt_lookup_num_tokens=`, `assistant_model=` |
 | image: ... | the same with images; two images behind the same words keep apart, also when a cache is passed along |
 | cache asked for | `patch(model, weights=None, cache="paged")`: a paged cache is insisted on |
