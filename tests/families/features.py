@@ -494,7 +494,13 @@ def _checkpointing(case: Case) -> Outcome:
     again = by_stock(lambda: gradient(case.fresh(), inputs, use_reentrant=True))
     if not torch.allclose(again, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())):
         raise StockCannot("checkpointing changes stock's own gradient")
-    close("gradients", gradient(patched, inputs, use_reentrant=True), expected, 1e-3)
+    actual = gradient(patched, inputs, use_reentrant=True)
+    try:
+        close("gradients", actual, expected, 1e-3)
+    except Wrong:  # a model that magnifies: as near to what float64 says as stock is
+        exact = by_stock(lambda: gradient(case.fresh().double(), inputs)).float()
+        if not (actual - exact).abs().max() <= 4 * (expected - exact).abs().max():
+            raise
     return _attention_word(case)
 
 

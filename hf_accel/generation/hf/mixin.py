@@ -72,7 +72,9 @@ class AcceleratedGeneration(Mixin):
 
     # -- transformers' generation modes ----------------------------------------------------------------
 
-    def _validate_generation_mode(self, mode: Any, generation_config: Any, arguments: dict[str, Any]) -> None:
+    def _validate_generation_mode(
+        self, generation_mode: Any, generation_config: Any, generation_mode_kwargs: dict[str, Any]
+    ) -> None:
         """Skip transformers' checks of assisted decoding if it runs ragged.
 
         Ragged passes need neither a batch of one row nor equally padded vocabularies.
@@ -82,15 +84,15 @@ class AcceleratedGeneration(Mixin):
         if (
             call is not None
             and call.requires_speculation
-            and mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+            and generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         ):
             raise UnsupportedError(
-                f"speculative= is for greedy search and sampling, and this call is {mode.value} (num_beams=, "
-                "assistant_model=, prompt_lookup_num_tokens=, ...): leave one of them out"
+                f"speculative= is for greedy search and sampling, and this call is {generation_mode.value} "
+                "(num_beams=, assistant_model=, prompt_lookup_num_tokens=, ...): leave one of them out"
             )
-        if mode == GenerationMode.ASSISTED_GENERATION and self._can_use_assistant(arguments):
+        if generation_mode == GenerationMode.ASSISTED_GENERATION and self._can_use_assistant(generation_mode_kwargs):
             return
-        super()._validate_generation_mode(mode, generation_config, arguments)  # type: ignore[misc]
+        super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)  # type: ignore[misc]
 
     def _can_use_assistant(self, arguments: dict[str, Any]) -> bool:
         if ragged_refusal(self) is not None or "assistant_tokenizer" in arguments:  # type: ignore[arg-type]
@@ -252,7 +254,12 @@ class AcceleratedGeneration(Mixin):
             )
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, *rest: Any
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> None:
         state = self._generation_state
         given = model_kwargs.get("past_key_values")
@@ -275,7 +282,7 @@ class AcceleratedGeneration(Mixin):
             model_kwargs["past_key_values"] = kept
         else:
             super()._prepare_cache_for_generation(  # type: ignore[misc]
-                generation_config, model_kwargs, generation_mode, batch_size, *rest
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, PagedCache):
