@@ -11,20 +11,22 @@ for.
 """
 
 from importlib import import_module
+from sys import modules
 from typing import TYPE_CHECKING, Any
 
 from .attention.hf import register as _register_attention
 from .cache.hf import PagedCache
-from .config import CacheConfig, PatchConfig, SpeculativeConfig, WeightConfig
+from .config import CacheConfig, SpeculativeConfig, WeightConfig
 from .errors import HfAccelError, HfAccelWarning, OutOfBlocksError, UnsupportedError
 from .estimate import Estimate, estimate
 from .generation.hf import Engine
 from .generation.sequence import Draft
 from .generation.speculation.drafters.drafter import Drafter
 from .linear.hf import AccelConfig
-from .loading import load
+from .load import load
 from .loading import register as _register_quantizer
 from .patch import is_patched, patch, patched, plan, stats, unpatch
+from .patch_config import PatchConfig
 from .plan import Plan
 from .verify import Certificate, verify
 
@@ -103,7 +105,9 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(  # with both, Python proposes the name that is meant
+            f"module {__name__!r} has no attribute {name!r}", name=name, obj=modules[__name__]
+        )
     value = globals()[name] = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
     return value
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -16,20 +16,31 @@ from .attention import PlannedAttention
 from .attention.hf import NAME as ATTENTION_NAME
 from .attention.hf.parts import implementation_of_config, set_our_attention, stock_implementation
 from .calibration import calibrate, planned
-from .check import transformers_model
-from .config import PatchConfig, WeightConfig
+from .check import is_patched_alike, transformers_model
+from .config import WeightConfig
 from .errors import HfAccelError, UnsupportedError
 from .fused.projections import FusedProjections
 from .generation.hf import AcceleratedGeneration, GenerationState, prepare_step
 from .instance import mixed_class
 from .journal import Journal
-from .keywords import Default
+from .keywords import MEANT_BY_PATCH, checked_keywords
 from .linear import QuantLinear, QuantModule
 from .linear.hf import METHOD, AccelConfig, AccelQuantizer, module_settings
 from .models import unwrapped
 from .nf4_model import check_nf4, label_nf4
 from .originals import Originals
 from .pack import LAYERS, Packed, replace_linears, replace_parameters
+from .patch_config import (
+    Attention,
+    Cache,
+    KeepOriginal,
+    PatchConfig,
+    PatchKeywords,
+    ProcessGroup,
+    Speculative,
+    Weights,
+    takes_patch_keywords,
+)
 from .plan import Plan
 from .state import (
     BACKEND_ATTRIBUTE,
@@ -47,32 +58,28 @@ from .ties import break_ties
 from .twin import twin
 
 Model = TypeVar("Model", bound=nn.Module)
-INT8: Any = Default("int8")
-AUTO: Any = Default("auto")
-PAGED: Any = Default("paged")
-ON: Any = Default("on")
-OFF: Any = Default("off")
-NONE: Any = Default("none")
 
 
-def plan(model: nn.Module, *, config: PatchConfig | Mapping[str, Any] | None = None, **keywords: Any) -> Plan:
+@takes_patch_keywords
+def plan(model: nn.Module, **keywords: Unpack[PatchKeywords]) -> Plan:
     """What `patch(model, **keywords)` would do, and why. Changes nothing."""
-    return planned(model, PatchConfig.build(config, **keywords))
+    return planned(model, PatchConfig.build(**keywords))
 
 
+@checked_keywords(**MEANT_BY_PATCH)
+@takes_patch_keywords
 def patch(
     model: Model,
     *,
-    weights: Any = INT8,
-    attention: Any = AUTO,
-    cache: Any = PAGED,
-    fuse: Any = ON,
-    speculative: Any = OFF,
-    keep_original: Any = AUTO,
-    deterministic: Any = OFF,
-    context_parallel: Any = NONE,
+    weights: Weights = "int8",
+    attention: Attention = "auto",
+    cache: Cache = "paged",
+    fuse: bool = True,
+    speculative: Speculative = None,
+    keep_original: KeepOriginal = "auto",
+    deterministic: bool = False,
+    context_parallel: ProcessGroup | None = None,
     config: PatchConfig | Mapping[str, Any] | None = None,
-    **unknown: Any,
 ) -> Model:
     """Accelerate a transformers model in place and return it; `unpatch` undoes it exactly.
 
@@ -88,34 +95,17 @@ def patch(
     context_parallel: a process group of torch.distributed whose ranks share out the KV cache: docs/parallel.md.
     config: a PatchConfig or a dict of these keywords, which the keywords given override.
 
-    Raises UnsupportedError, with the model as it was, for what cannot be done.
+    A model that is patched already with the same keywords is returned as it is. Raises UnsupportedError, with the
+    model as it was, for other keywords then, and for what cannot be done.
     """
     keywords = {
         "weights": weights, "attention": attention, "cache": cache, "fuse": fuse, "speculative": speculative,
         "keep_original": keep_original, "deterministic": deterministic, "context_parallel": context_parallel,
     }  # fmt: skip
-    settings = PatchConfig.build(config, **keywords, **unknown)
-    _check_unpatched(transformers_model(model))
-    apply_plan(planned(model, settings))
+    settings = PatchConfig.build(config, **keywords)
+    if not is_patched_alike(transformers_model(model), settings):
+        apply_plan(planned(model, settings))
     return model
-
-
-def _check_unpatched(model: PreTrainedModel) -> None:
-    """Raise UnsupportedError for a model that is patched, is part of a patched one, or has a part that is patched."""
-    if is_patched(model):
-        raise UnsupportedError("the model is patched already; call hf_accel.unpatch(model) first")
-    outer = vars(model).get(PART_OF)
-    if outer is not None:
-        raise UnsupportedError(
-            f"this {type(model).__name__} is a part of a patched {outer} and is patched with it; use it as it is, or "
-            f"call hf_accel.unpatch() on the {outer} first"
-        )
-    for name, module in model.named_modules():
-        if find_state(module) is not None:
-            raise UnsupportedError(
-                f"{name!r} in this {type(model).__name__}, a {type(module).__name__}, is patched already; call "
-                f"hf_accel.unpatch(model.{name}) first"
-            )
 
 
 def unpatch(model: Model) -> Model:
@@ -168,17 +158,20 @@ def _check_layers(model: PreTrainedModel, journal: Journal) -> None:
         )
 
 
+@takes_patch_keywords
 @contextmanager
-def patched(model: Model, **keywords: Any) -> Iterator[Model]:
+def patched(model: Model, **keywords: Unpack[PatchKeywords]) -> Iterator[Model]:
     """`with patched(model, ...):` patches for the length of a block, also if the block raises.
 
-    What the block has unpatched itself, or unpatched and patched again, stays as it left it.
+    What the block has unpatched itself, or unpatched and patched again, stays as it left it. A model that was patched
+    before, with the same keywords, stays patched.
     """
+    before = find_state(unwrapped(model))
     state = state_of(unwrapped(patch(model, **keywords)))
     try:
         yield model
     finally:
-        if find_state(unwrapped(model)) is state:
+        if state is not before and find_state(unwrapped(model)) is state:
             unpatch(model)
 
 
@@ -204,7 +197,7 @@ def stock_twin(model: PreTrainedModel) -> PreTrainedModel:
 def make_draft(model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
     """A patched model over the same Parameters, with its linears in `weights`; the model given does not notice."""
     draft: Any = stock_twin(model)
-    wanted = WeightConfig(bits=4, group_size=common_group_size(draft)) if weights == "int4" else weights
+    wanted: Any = WeightConfig(4, group_size=common_group_size(draft)) if weights == "int4" else weights
     made: PreTrainedModel = patch(draft, weights=wanted, keep_original=True)
     return made
 
@@ -291,7 +284,7 @@ def _mark_quantized(todo: Plan, journal: Journal) -> None:
     layers |= {linear.site.name: module_settings(linear.config) for linear in todo.quantized}
     if not layers:
         return
-    settings = AccelConfig(layers)
+    settings = AccelConfig(modules=layers)
     settings.patch = todo.config
     journal.attribute(model, "hf_quantizer", AccelQuantizer(settings))
     journal.attribute(model, "is_quantized", True)

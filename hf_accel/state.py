@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .config import PatchConfig
 from .errors import UnsupportedError
 from .journal import Journal
+from .patch_config import PatchConfig
 
 if TYPE_CHECKING:
     from .generation.hf.generation_state import GenerationState

@@ -18,8 +18,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # What `state` holds has types of higher rooms, which it imports for the type checker alone.
 FACTS = {
-    "atomic", "errors", "config", "hardware", "instance", "journal", "keywords", "layouts", "models", "source",
-    "state", "tensors",
+    "atomic", "errors", "config", "hardware", "instance", "journal", "keywords", "layouts", "models", "patch_config",
+    "printed", "source", "state", "tensors",
 }  # fmt: skip
 CORE = {  # room -> the rooms before it
     "kernels": set(),
@@ -43,7 +43,7 @@ OTHER_PACKAGES = {
 COMPOSITION = [  # each may use those before it
     "parallel",
     "originals", "check", "weight_sites", "survey", "plan", "explain", "planning", "pack", "nf4_model", "twin",
-    "calibration", "estimate", "ties", "interop", "patch", "checkpoint", "foreign", "loading", "outline",
+    "calibration", "estimate", "ties", "interop", "patch", "checkpoint", "foreign", "loading", "load", "outline",
     "verify", "measuring", "serving", "cli", "__main__",
 ]  # fmt: skip
 BOOKKEEPING = {  # and what that may use

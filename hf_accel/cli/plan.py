@@ -41,9 +41,9 @@ def _without_weights(place: str, dtype: Any, keywords: dict[str, Any]) -> tuple[
     """The plan as a document and as text; None where only the weights tell it."""
     from transformers import AutoConfig
 
-    from hf_accel.config import PatchConfig
     from hf_accel.loading import stored_config
     from hf_accel.outline import plan_checkpoint
+    from hf_accel.patch_config import PatchConfig
 
     settings = PatchConfig.build(**keywords)
     if place.endswith(".gguf") or (settings.weights is not None and settings.weights.needs_data):
