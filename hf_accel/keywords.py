@@ -112,16 +112,15 @@ def check_positions(call: Callable[..., Any]) -> Callable[[tuple[Any, ...], Mapp
     parameters = list(inspect.signature(call).parameters.values())
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     others = [f"{p.name}=" for p in parameters if p.kind is p.KEYWORD_ONLY]
-    needed = [
-        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    needed = [p.name for p in named if p.default is p.empty]
     takes_any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
     def check(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         if len(args) > len(positional) and not takes_any_number:
-            named = " and ".join(name for name in positional if name != "self") or "nothing"
+            alone = " and ".join(name for name in positional if name != "self") or "nothing"
             raise UnsupportedError(
-                f"{_place(call)} takes {named} without a name, and the others with theirs: {', '.join(others)}"
+                f"{_place(call)} takes {alone} without a name, and the others with theirs: {', '.join(others)}"
             )
         missing = [f"{name}=" for name in needed if name not in (*positional[: len(args)], *keywords)]
         if missing:

@@ -86,8 +86,6 @@ def takes_patch_keywords(target: Target) -> Target:
         others = [_parameter(name) for name in DEFAULTS if name not in names]
         shown = [*shown, *others] if others else written
 
-    check = check_positions(call)
-
     @functools.wraps(call)
     def marking(*args: Any, **keywords: Any) -> Any:
         check(args, keywords)
@@ -95,6 +93,7 @@ def takes_patch_keywords(target: Target) -> Target:
         return call(*args, **{**left_out, **keywords})
 
     marking.__signature__ = inspect.signature(call).replace(parameters=shown)  # type: ignore[attr-defined]
+    check = check_positions(marking)
     return with_call(target, marking)
 
 
