@@ -23,6 +23,7 @@ from .fused.projections import FusedProjections
 from .generation.hf import AcceleratedGeneration, GenerationState, prepare_step
 from .instance import mixed_class
 from .journal import Journal
+from .kernels import cpu as cpu_kernels
 from .keywords import MEANT_BY_PATCH, checked_keywords
 from .linear import QuantLinear, QuantModule
 from .linear.hf import METHOD, AccelConfig, AccelQuantizer, module_settings
@@ -232,6 +233,8 @@ def apply_plan(todo: Plan, loaded: Mapping[str, Packed] | None = None) -> None:
 
     loaded: weights that were packed while they were read, by the name of their module.
     """
+    if todo.model.device.type == "cpu":
+        cpu_kernels.warn_of_refusal()
     calibrated = calibrate(todo)  # which only reads
     packed = {**calibrated.packed, **(loaded or {})}
     todo = replace(todo, config=todo.config.without_data())

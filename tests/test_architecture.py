@@ -127,13 +127,13 @@ KEYWORDS = {
         "device",
     ],
     "WeightConfig": [
-        "bits", "format", "group_size", "symmetric", "activations", "method", "calibration", "resume", "average_bits",
+        "format", "group_size", "symmetric", "activations", "method", "calibration", "resume", "average_bits",
         "skip", "head", "only_if_faster",
     ],
     "quantization_report": ["reference"],
-    "CacheConfig": ["block_size", "dtype", "max_tokens", "prefix_sharing"],
+    "CacheConfig": ["block_size", "max_tokens", "prefix_sharing"],
     "SpeculativeConfig": ["drafter", "num_draft", "max_draft", "verify", "ngram"],
-    "Engine": ["max_tokens", "tokenizer", "token_budget", "max_running", "speculative"],
+    "Engine": ["max_tokens", "token_budget", "max_running", "speculative"],
     "save_gguf": ["tokenizer"],
     "save_compressed": ["activations", "tokenizer", "max_shard_size"],
     "distillation_loss": [

@@ -7,6 +7,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable
+from os import PathLike, fspath
 from types import TracebackType
 from typing import Any
 
@@ -66,9 +67,9 @@ class Engine:
     def __init__(
         self,
         model: Any,
+        tokenizer: Any = None,
         *,
         max_tokens: int | None = None,
-        tokenizer: Any = None,
         token_budget: int | None = TOKEN_BUDGET,
         max_running: int | None = None,
         speculative: Any = NOT_GIVEN,
@@ -251,6 +252,8 @@ def _integer(name: str, value: Any, *, least: int | None = None) -> int:
 
 
 def _state(model: Any) -> GenerationState:
+    if isinstance(model, str | PathLike):
+        raise UnsupportedError(f"an Engine takes a patched model, not a path; pass hf_accel.load({fspath(model)!r})")
     state = state_of(model).generation
     refusal = ragged_refusal(model)
     if refusal is not None:
