@@ -103,8 +103,18 @@ def _changes(name: str, old: Any, new: Any) -> list[str]:
         fields = [
             f.name for f in dataclasses.fields(old) if f.compare and getattr(old, f.name) != getattr(new, f.name)
         ]
-        return [f"{field}={getattr(old, field)!r} in {name}=, not {getattr(new, field)!r}" for field in fields]
-    return [f"{name}={old!r}, not {new!r}"]
+        return [f"{f}={_short(getattr(old, f))} in {name}=, not {_short(getattr(new, f))}" for f in fields]
+    return [f"{name}={_short(old)}, not {_short(new)}"]
+
+
+def _short(value: Any) -> str:
+    """A config by its settings that are not the default, a draft model by its class."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        default = type(value)()
+        given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.compare}
+        settings = [f"{name}={_short(v)}" for name, v in given.items() if v != getattr(default, name)]
+        return f"{type(value).__name__}({', '.join(settings)})"
+    return repr(value) if isinstance(value, str | int | float | tuple | None) else f"a {type(value).__name__}"
 
 
 def check_model(model: object) -> PreTrainedModel:

@@ -295,10 +295,11 @@ def test_files_are_small_and_well_named(path: Path) -> None:
 
 def test_public_names_are_a_decision() -> None:
     assert sorted(hf_accel.__all__) == PUBLIC_NAMES
-    assert set(PUBLIC_NAMES) <= set(dir(hf_accel))
     assert len(EAGER_NAMES) <= MOST_EAGER
-    with pytest.raises(AttributeError, match="'hf_accel' has no attribute 'patsch'"):
-        hf_accel.patsch  # noqa: B018
+    with pytest.raises(AttributeError, match="'hf_accel' has no attribute 'pach'") as raised:
+        hf_accel.pach  # noqa: B018
+    assert (raised.value.name, raised.value.obj) == ("pach", hf_accel), "Python proposes names that it finds by these"
+    assert set(dir(hf_accel)) == {*PUBLIC_NAMES, "__version__"}, "pack.py is no name that a user means"
 
 
 def test_distillation_is_loaded_when_it_is_asked_for() -> None:
