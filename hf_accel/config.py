@@ -59,13 +59,13 @@ def check_format(keyword: str, value: object, allowed: tuple[object, ...]) -> No
     """Raise UnsupportedError unless `value` is among `allowed`; for what is known elsewhere, with the way out."""
     if isinstance(value, str) and value in NOT_MADE:
         raise UnsupportedError(f"{keyword}={value!r} is not made here: {NOT_MADE[value]}")
+    one_of(keyword, value, allowed, instead=_meant(value) if keyword == "weights" else None)
+
+
+def _meant(value: object) -> str | None:
+    """What to write for a word, or a number of bits, that other libraries have."""
     word = str(value).lower() if isinstance(value, str | int) else ""
-    one_of(
-        keyword,
-        value,
-        allowed,
-        instead=next((use for p, use in MEANT_BY_WEIGHTS.items() if re.fullmatch(p, word)), None),
-    )
+    return next((use for pattern, use in MEANT_BY_WEIGHTS.items() if re.fullmatch(pattern, word)), None)
 
 
 @checked_keywords(
