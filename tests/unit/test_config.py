@@ -58,6 +58,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"explicit": {"cache"}}, "unknown keyword 'explicit'"),
     ({"weights": "int99"}, "weights='int99' is not known; choose one of None, 'int8', 'int4', 'fp8', 'nf4', 'auto'"),
     ({"weights": True}, "weights=True is not known; choose one of None"),
+    ({"weights": 48}, "weights=48 is not known; choose one of None"),
+    ({"weights": "gguf"}, r"weights='gguf' is not known; use hf_accel.load\(path\)"),
     ({"weights": {"bits": 5}}, "bits=5 is not known; choose one of 8, 4, 3, 2"),
     ({"weights": "nvfp4"}, "weights='nvfp4' is not made here: .* choose weights={'bits': 4, 'group_size': 32}"),
     ({"weights": "llm.int8"}, r"weights='llm.int8' is not made here: .* BitsAndBytesConfig\(load_in_8bit=True\)"),

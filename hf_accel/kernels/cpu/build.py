@@ -142,6 +142,7 @@ def build_or_note(folder: Path = HERE) -> None:
         build(folder / LIBRARY)
         reason.unlink(missing_ok=True)
     except BuildError as error:
+        _say(f"not built ({error})")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / LIBRARY).unlink(missing_ok=True)
         reason.write_text(str(error), encoding="utf-8")
