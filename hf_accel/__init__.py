@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .distill.trainer.callback import DistillationCallback
     from .distill.trainer.distillation_trainer import DistillationMixin, DistillationTrainer
     from .distill.trainer.settings import DistillationConfig, DistillationSettings
+    from .generation.hf.weights_changed import weights_changed
     from .interop.save_compressed import save_compressed
     from .interop.save_gguf import save_gguf
     from .verify.quantization_report import quantization_report
@@ -83,6 +84,7 @@ __all__ = [
     "stats",
     "unpatch",
     "verify",
+    "weights_changed",
 ]
 
 # Where each name is that is loaded when it is first asked for; the imports for type checkers above say the same.
@@ -100,6 +102,7 @@ _LAZY = {
     "quantization_report": "verify.quantization_report",
     "save_compressed": "interop.save_compressed",
     "save_gguf": "interop.save_gguf",
+    "weights_changed": "generation.hf.weights_changed",
 }
 
 

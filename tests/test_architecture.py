@@ -113,6 +113,7 @@ LAZY_NAMES = [
     "quantization_report",
     "save_compressed",
     "save_gguf",
+    "weights_changed",
 ]
 PUBLIC_NAMES = sorted(EAGER_NAMES + LAZY_NAMES)
 MOST_EAGER = 25

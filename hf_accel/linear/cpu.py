@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,8 +36,8 @@ class CpuWeight:
 
     weight: PackedWeight
     dtype: torch.dtype
-    bias: Tensor | None = None
-    linear: IntegerLinear | None = None
+    bias: Tensor | None = field(default=None, compare=False)
+    linear: IntegerLinear | None = field(default=None, compare=False)
 
     def call(self, bias: Tensor | None) -> IntegerLinear:
         if self.linear is None or self.bias is not bias:

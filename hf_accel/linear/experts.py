@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -29,7 +29,7 @@ class PackedExperts:
     """parts: each expert's weight, packed. call: over all of them, None if the backend has none."""
 
     parts: list[Any]
-    call: GroupedExperts | None
+    call: GroupedExperts | None = field(compare=False)
 
     @classmethod
     def of(cls, backend: Backend, parts: Sequence[Any]) -> PackedExperts:

@@ -257,6 +257,11 @@ class PagedCache(CacheOverPages):
         padded.sequences, padded.token_mask, padded.num_columns = sequences, token_mask, num_columns
         self._set_columns()
 
+    def fills_blocks(self, num_new: int) -> bool:
+        """Whether a pass over so many more columns may fill a block, or begins the sequences."""
+        before, size = self.get_seq_length(), self.settings.block_size
+        return not before or before // size != (before + num_new) // size
+
     @property
     def has_prefixes(self) -> bool:
         return bool(self.pages.index)

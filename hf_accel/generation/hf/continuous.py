@@ -219,6 +219,7 @@ class ContinuousManager(ContinuousBatchingManager):
             raise HfAccelError("cannot pause a manager that was not started; call start()")
         with self._loop.pause():
             yield
+            self.session.look_again()
 
     # -- requests --------------------------------------------------------------------------------------
 

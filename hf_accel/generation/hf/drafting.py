@@ -74,6 +74,13 @@ def draft_models(speculation: Speculation) -> list[Any]:
     return [runner.model for runner in runners if isinstance(runner, ModelRunner)]
 
 
+def remake_drafts(speculation: Speculation, target: PreTrainedModel) -> None:
+    """Make the drafts anew that are a quantized form of the target. Nothing may be in the middle of a pass."""
+    for drafter in speculation.drafters:
+        if isinstance(drafter, ModelDrafter) and drafter.is_shared and isinstance(drafter.runner, ModelRunner):
+            drafter.runner.model = _twin(state_of(target).generation, target, "int4")
+
+
 class _Drafters:
     """Makes the drafters for one target model. rule: the verifier."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,9 +17,8 @@ from ...cache.group import PageGroup, Step
 from ...cache.hf import CacheOverPages, PagedCache, RaggedCache
 from ...cache.pass_inputs import PassInputs
 from ...errors import UnsupportedError
-from ...linear import QuantLinear
 from ...state import state_of
-from ...tensors import autocast_dtype, integers, plain_tensors
+from ...tensors import autocast_dtype, integers
 
 # If a pass has only these inputs, equal token ids give equal keys and values. With other inputs this is not certain.
 TEXT_INPUTS = {
@@ -54,7 +52,7 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     cache.check_config(model.config)  # type: ignore[arg-type]
     mask = None if mask is None else mask.bool()
     fresh = cache.get_seq_length() == 0
-    shareable = ids is not None and other_input(kwargs) is None
+    shareable = cache.settings.prefix_sharing and ids is not None and other_input(kwargs) is None
     if fresh and shareable:
         shareable = not positions_depend_on_length(model.config) and positions_count_tokens(
             kwargs.get("position_ids"), mask
@@ -64,8 +62,8 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         source.shape[1],
         device=source.device,
         mask=mask,
-        token_ids=ids if shareable and cache.settings.prefix_sharing else None,
-        salt=weights_salt(model) if fresh and shareable else None,
+        token_ids=ids if shareable else None,
+        salt=weights_salt(model) if shareable and cache.fills_blocks(source.shape[1]) else None,
     )
 
 
@@ -116,24 +114,16 @@ def positions_count_tokens(position_ids: Tensor | None, mask: Tensor | None) -> 
 
 
 def weights_salt(model: nn.Module) -> bytes:
-    """Return a digest of what K and V depend on besides the tokens.
+    """Return what is another one when what K and V depend on besides the tokens is seen to have changed.
 
-    It changes with the patch, with the dtype of autocast, and when a Parameter is written to or replaced or an adapter
-    is switched.
+    That is all that a ModelWatch reads, and the dtype of autocast. All processes that run the model call this.
     """
-    digest = hashlib.blake2b(state_of(model).generation.patch_id, digest_size=16)
-    digest.update(str(autocast_dtype(model_device(model).type)).encode())
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            for tensor in () if parameter is None else plain_tensors(parameter):
-                version = 0 if tensor.is_inference() else tensor._version
-                digest.update(f"{tensor.data_ptr()}:{version};".encode())
-        if isinstance(module, QuantLinear):
-            digest.update(f"{module.writes};".encode())
-        if "_active_adapter" in vars(module):
-            switches = (vars(module).get(name) for name in ("_active_adapter", "_disable_adapters", "merged_adapters"))
-            digest.update(repr(tuple(switches)).encode())
-    return digest.digest()
+    state = state_of(model).generation
+    salt = state.watch.look(model)
+    if not state.agreement.least(int(salt == state.seen_salt)):
+        salt = state.watch.renew() if salt == state.seen_salt else salt  # it is another process that has seen it
+    state.seen_salt = salt
+    return salt + str(autocast_dtype(model_device(model).type)).encode()
 
 
 def model_device(model: nn.Module) -> torch.device:
