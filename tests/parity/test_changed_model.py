@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
+from transformers import MistralConfig, MistralForCausalLM
 
 import hf_accel
 from hf_accel.generation.hf import session as session_module
 
-from .families import build, prompts
+from .families import DECODER, build, prompts
 
 NEW_TOKENS = 4
 IDS = prompts(1, 34)
@@ -420,6 +421,21 @@ def test_quantized(name: str, weights: str) -> None:
         assert asked.answers() == [expected, expected]
 
 
+# -- other pages --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 4), (8, 4), (8, 20), (8, None)])
+def test_the_window_is_another(before: int | None, after: int | None) -> None:
+    model = MistralForCausalLM(MistralConfig(**DECODER, sliding_window=before)).eval()
+    with Asked(copy.deepcopy(model), weights=None) as asked:
+        first = stock(model)
+        for each in (model, asked.model):
+            each.config.sliding_window = after
+        expected = stock(model)
+        assert expected != first
+        assert asked.answers() == [expected, expected]
+
+
 # -- what cannot be seen ------------------------------------------------------------------------------------
 
 
@@ -520,5 +536,3 @@ def test_changes_at_random(seed: int) -> None:
             if choose.random() < 0.7:
                 expected = stock(model)
                 assert asked.answers() == [expected, expected], name
-
-

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, TrainerCallback
 
+from ...generation.hf.weights_changed import weights_changed
 from ...keywords import checked_keywords
 from ..losses.objective import Objective
 from ..teachers.as_teacher import as_teacher
@@ -77,6 +78,7 @@ class DistillationCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._hook.remove()
         self._hook.report(self._averages)
+        weights_changed(kwargs["model"])
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         # The logs of an evaluation, and those that a script writes, have no loss.

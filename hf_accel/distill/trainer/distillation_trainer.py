@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
 from ...errors import UnsupportedError
+from ...generation.hf.weights_changed import weights_changed
 from ...models import unwrapped
 from ..teachers.as_teacher import load_teacher
 from ..teachers.live import BaseTeacher, ModelTeacher
@@ -106,6 +107,7 @@ class DistillationMixin(_Base):
             yield
         finally:
             self._hook.remove()
+            weights_changed(self.model)
 
     def _refuse_callbacks(self) -> None:
         if any(isinstance(callback, DistillationCallback) for callback in self.callback_handler.callbacks):
@@ -162,6 +164,7 @@ class DistillationMixin(_Base):
         samples."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         step = self.state.global_step
+        weights_changed(self.model)  # by the optimizer's last step
         sampled = bool(batches) and self._sampler is not None and self._sampler.takes(step)
         self._averages.begin(sampled)
         if self._learns_logits:

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ...attention import PlannedAttention
-from ...cache.hf import PagedCache, fixed_settings, page_groups
+from ...cache.hf import PagedCache, fixed_settings, layer_windows, page_groups
 from ...cache.pages import CachedSequence, Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import LostRankError
@@ -56,6 +56,11 @@ class Session(Batcher):
         controller: Controller | None = None,
     ) -> None:
         state = state_of(model).generation
+        keywords = {
+            "speculative": speculative, "token_budget": token_budget, "max_running": max_running,
+            "controller": controller,
+        }  # fmt: skip
+        self._given: Any = None if isinstance(cache, PagedCache) else (cache, keywords)  # to make its pages again
         if isinstance(cache, PagedCache):
             pages, group_of_layer = cache.pages, cache.group_of_layer
         else:
@@ -76,17 +81,29 @@ class Session(Batcher):
         super().__init__(
             runner, pages, speculation, token_budget=token_budget, max_running=max_running, agreement=state.agreement
         )
-        self.model = model
+        self.model, self._group_of_layer = model, group_of_layer
         self._looked, self._declared = 0.0, state.watch.declared
         self._learns = speculative if controller is None else None
 
     def add(self, sequence: Sequence, cached: CachedSequence | None = None) -> None:
         """Add a sequence; see Batcher.add. Prefixes of another model are dropped if there is no other sequence."""
         if not self.has_work:
+            self._fit_windows()
             self._look()
         if self.agreement.size > 1:
             self._agree_on(sequence)
         super().add(sequence, cached)
+
+    def _fit_windows(self) -> None:
+        """Begin anew, with other pages, if the sliding windows in the model's config were changed."""
+        windows = [self.pages.groups[index].window for index in self._group_of_layer]
+        if self._given is None or windows == layer_windows(self.model.config):
+            return
+        self.close()
+        for group in self.pages.groups:
+            group.storages.clear()
+        cache, keywords = self._given
+        Session.__init__(self, self.model, cache, **keywords)
 
     def look_again(self) -> None:
         """Look at the model before the next pass."""
