@@ -107,7 +107,12 @@ class DistillationMixin(_Base):
             yield
         finally:
             self._hook.remove()
-            weights_changed(self.model)
+            self._note_step()
+
+    def _note_step(self) -> None:
+        """Note that the optimizer has written to the weights."""
+        assert self.model is not None
+        weights_changed(self.model)
 
     def _refuse_callbacks(self) -> None:
         if any(isinstance(callback, DistillationCallback) for callback in self.callback_handler.callbacks):
@@ -164,7 +169,7 @@ class DistillationMixin(_Base):
         samples."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         step = self.state.global_step
-        weights_changed(self.model)  # by the optimizer's last step
+        self._note_step()
         sampled = bool(batches) and self._sampler is not None and self._sampler.takes(step)
         self._averages.begin(sampled)
         if self._learns_logits:

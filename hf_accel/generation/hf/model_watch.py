@@ -70,7 +70,7 @@ class ModelWatch:
 
 
 class Reading:
-    """What was read of a model at one time: plain values, which objects there were, and samples of its tensors.
+    """What was read of a model at one time: plain values, which objects there were, and the numbers of its tensors.
 
     It keeps no weight alive.
     """
@@ -156,8 +156,8 @@ class Reading:
     def _tensor(self, tensor: Tensor) -> None:
         for plain in (tensor,) if type(tensor) in PLAIN else plain_tensors(tensor):
             self._values += plain.dtype, plain.shape, plain.device
-            address = plain.data_ptr()
-            if address:  # none is on meta, or sharded away now
+            address = _address(plain)
+            if address:
                 # No weak reference to the tensor: torch swaps none that has one.
                 self._values += address, 0 if plain.is_inference() else plain._version
                 self._tensors.append(plain)
@@ -225,7 +225,7 @@ def samples(tensors: Iterable[Tensor]) -> dict[Any, Tensor]:
     found: dict[Any, list[Tensor]] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in tensors:
-            if tensor.layout is torch.strided and not tensor.is_quantized and tensor.numel():
+            if tensor.numel() and not tensor.is_quantized:
                 sample = spread(tensor)
                 found.setdefault((sample.device, sample.dtype), []).append(sample)
         return {key: torch.cat(parts) for key, parts in found.items()}
@@ -240,6 +240,14 @@ def spread(tensor: Tensor) -> Tensor:
     count = min(SAMPLES, 1 + (length - 1) // step)
     view = tensor.as_strided((count,), (step,))
     return view.view(INTEGERS[tensor.dtype.itemsize])
+
+
+def _address(tensor: Tensor) -> int:
+    """Where its numbers are; 0 if none can be read: on meta, given away for now, or in a layout of their own."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _reach(tensor: Tensor) -> int:
