@@ -405,6 +405,23 @@ def test_a_tensor_of_a_hook_is_written_to(made: Callable[[], tuple[Any, Tensor]]
         assert asked.answers() == [before, before]
 
 
+def test_changed_for_a_part_of_a_sequence() -> None:
+    """What was computed of a prompt before a change and what was computed after it are no prefix together."""
+    model = build("llama")
+    patched = hf_accel.patch(copy.deepcopy(model), weights=None)
+    cache, kept = hf_accel.PagedCache(patched.config), {n: p.data.clone() for n, p in patched.named_parameters()}
+    ids = torch.cat([torch.zeros_like(IDS[:, :3]), IDS], dim=1)  # padded on the left
+    mask = (torch.arange(ids.shape[1]) >= 3).long()[None]
+    for start, end in ((0, 17), (17, 21), (21, 37)):
+        places = slice(start, end)
+        given = {"attention_mask": mask[:, :end], "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, places]}
+        with torch.no_grad():
+            patched(ids[:, places], past_key_values=cache, **given)
+        for name, parameter in patched.named_parameters():
+            parameter.data.copy_(kept[name] * (1.0 if start else 1.5))
+    assert cached(patched, cache) == stock(model)
+
+
 # -- quantized models ---------------------------------------------------------------------------------------
 
 

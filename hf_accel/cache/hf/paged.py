@@ -268,9 +268,10 @@ class PagedCache(CacheOverPages):
         self._set_columns()
 
     def fills_blocks(self, num_new: int) -> bool:
-        """Whether a pass over so many more columns may fill a block, or begins the sequences."""
-        before, size = self.get_seq_length(), self.settings.block_size
-        return not before or before // size != (before + num_new) // size
+        """Whether a pass over so many more columns begins the sequences, or may fill a block of one of them."""
+        size = self.settings.block_size
+        counts = [sequence.num_tokens % size for sequence in self.padded.sequences]
+        return not counts or max(counts) + num_new >= size
 
     @property
     def has_prefixes(self) -> bool:

@@ -82,7 +82,7 @@ class Session(Batcher):
             runner, pages, speculation, token_budget=token_budget, max_running=max_running, agreement=state.agreement
         )
         self.model, self._group_of_layer = model, group_of_layer
-        self._looked, self._declared = 0.0, state.watch.declared
+        self._looked, self._declared = float("-inf"), state.watch.declared
         self._learns = speculative if controller is None else None
 
     def add(self, sequence: Sequence, cached: CachedSequence | None = None) -> None:
@@ -107,7 +107,7 @@ class Session(Batcher):
 
     def look_again(self) -> None:
         """Look at the model before the next pass."""
-        self._looked = 0.0
+        self._looked = float("-inf")
 
     def _look(self) -> None:
         """Drop the prefixes, and what else was made of the model, if it is not what it was."""
