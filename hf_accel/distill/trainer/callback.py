@@ -13,7 +13,8 @@ from ..losses.objective import Objective
 from ..teachers.as_teacher import as_teacher
 from ..teachers.teacher import Teacher
 from .averages import Averages
-from .hook import DistillationHook, refuse
+from .hook import DistillationHook
+from .refused_losses import refuse_loss, refuse_settings, running_trainer
 
 
 class DistillationCallback(TrainerCallback):
@@ -37,8 +38,9 @@ class DistillationCallback(TrainerCallback):
     TensorBoardCallback()], report_to="none"), or use a DistillationTrainer, whose logs reach all.
 
     Raises UnsupportedError when training begins if the teacher cannot teach the student (another vocabulary, other
-    classes), or if the trainer would not use the model's own loss (label smoothing, Liger's fused loss, DataParallel);
-    in the first step, if a compute_loss_func or a subclass computes one, or if two callbacks teach one model.
+    classes), or if the trainer would not use the model's own loss (label smoothing, compute_loss_func, Liger's fused
+    loss, DataParallel, all of TRL's trainers but SFTTrainer); in the first step, if a subclass computes one, or weighs
+    tokens, or if two callbacks teach one model.
     """
 
     @checked_keywords(teacher_model="teacher=", lmbda="a DistillationTrainer")
@@ -59,7 +61,10 @@ class DistillationCallback(TrainerCallback):
         self._averages = Averages(["ce_loss", "kd_loss"] if alpha < 1 else [])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        refuse(args)
+        trainer = running_trainer()
+        if trainer is not None:
+            refuse_loss(trainer)
+        refuse_settings(args, getattr(trainer, "compute_loss_func", None))
         self._hook.remove()
         self._hook.prepare(kwargs["model"], kwargs.get("processing_class"))
         self._averages.clear()

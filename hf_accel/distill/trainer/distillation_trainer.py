@@ -22,8 +22,9 @@ from .averages import Averages
 from .callback import DistillationCallback
 from .capture import Projections, load_projections, save_projections
 from .evaluation import EvaluationMeter
-from .hook import DistillationHook, refuse
+from .hook import DistillationHook
 from .on_policy import StudentSampler
+from .refused_losses import refuse_loss, refuse_settings
 from .settings import DistillationSettings
 from .transfer import Transfer
 
@@ -95,7 +96,8 @@ class DistillationMixin(_Base):
         self._averages.clear()
         try:
             if self._learns_logits or self._transfer is not None:
-                refuse(self.args, self.compute_loss_func)
+                refuse_loss(self)
+                refuse_settings(self.args, self.compute_loss_func)
                 self._refuse_callbacks()
                 self._hook.objective = self._objective(sampled=self._sampler is not None)
                 if self._learns_logits:
