@@ -31,6 +31,7 @@ WRITERS = {
     "generation.hf.engine": {"config"},
     "generation.hf.factory": {"config"},
     "generation.hf.request_config": {"config", "setattr"},
+    "generation.sampling.purity": {"dict"},  # of a processor
     "attention.hf.stock": {"dict"},
     "calibration": {"hook", "submodule"},
     "estimate.unpatched": {"dict", "submodule"},

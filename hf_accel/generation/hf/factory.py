@@ -107,10 +107,11 @@ def request_rules(
     *,
     processors: abc.Iterable[Processor] = (),
     num_logprobs: int | None = None,
+    takes_drafts: bool = True,
 ) -> tuple[Sampling, StopRules]:
     """Make the Sampling and StopRules of a request from a GenerationConfig whose special tokens are prepared.
 
-    processors: what is applied after the config's own processors, and before its warpers.
+    processors: what is applied after the config's own processors, and before its warpers. takes_drafts: see Sampling.
     Raises UnsupportedError for settings that continuous batching cannot serve, and for values that have no meaning.
     """
     if (config.num_beams or 1) > 1:
@@ -133,8 +134,10 @@ def request_rules(
     refusal = processors_refusal(all_processors, criteria, batch_size=1)
     if refusal is not None:
         raise UnsupportedError(f"continuous batching cannot serve this generation_config: {refusal}; use generate()")
-    greedy = not config.do_sample
-    return stock_sampling(all_processors, greedy=greedy, num_logprobs=num_logprobs), stop_rules(criteria)
+    sampling = stock_sampling(
+        all_processors, greedy=not config.do_sample, num_logprobs=num_logprobs, takes_drafts=takes_drafts
+    )
+    return sampling, stop_rules(criteria)
 
 
 def complete_config(model: Any, config: GenerationConfig | None, what: str, keywords: dict[str, Any]) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-import warnings
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ...attention.hf import NAME as ATTENTION_NAME
 from ...attention.hf.parts import set_our_attention
 from ...cache.hf import PagedCache
 from ...config import parse_speculative
-from ...errors import HfAccelWarning, NotRaggedError, UnsupportedError
+from ...errors import NotRaggedError, UnsupportedError
 from ...instance import Mixin
 from ...keywords import Default
 from ...state import state_of
@@ -25,11 +25,11 @@ from .generation_state import CallState, GenerationState, LoopCall
 from .kept_runners import cache_of_kept
 from .managers import destroy_managers, manager_for
 from .model_runner import other_input, positions_count_tokens, positions_depend_on_length, weights_salt
-from .refusals import NO_PAGES, call_refusal, changed_refusal, ragged_refusal, refuse_clocks
+from .refusals import call_refusal, changed_refusal, drafts_refusal, ragged_refusal, refuse_clocks
+from .reports import report_no_drafts, report_stock_loop
 from .streams import RowStreams
 
 NOT_GIVEN = Default("unsaid")
-STACK_LEVEL = 6  # the number of frames from a warning to the line that calls generate()
 MAX_FIRST_TOKENS = 65536  # the largest initial capacity of a cache in tokens
 
 
@@ -118,7 +118,7 @@ class AcceleratedGeneration(Mixin):
             return output
         if call is not None and call.requires_speculation:
             raise UnsupportedError(f"speculative= cannot be used in this call: {refusal}; leave speculative= out")
-        self._report_stock_loop(refusal)
+        report_stock_loop(self._generation_state, refusal)
         return super()._sample(  # type: ignore[misc]
             *prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
         )
@@ -144,29 +144,16 @@ class AcceleratedGeneration(Mixin):
         output, refusal = self._ragged(call, refusal)
         if refusal is None:
             return output
-        self._report_stock_loop(refusal)
+        report_stock_loop(self._generation_state, refusal)
+        if len(input_ids) > 1:  # transformers' assisted decoding takes one row
+            return super()._sample(  # type: ignore[misc]
+                *prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
+            )
         return super()._assisted_decoding(  # type: ignore[misc]
             *prepared, synced_gpus=synced_gpus, streamer=streamer, inputs_tensor=inputs_tensor,
             assistant_model=assistant_model, assistant_tokenizer=assistant_tokenizer, tokenizer=tokenizer,
             **model_kwargs,
         )  # fmt: skip
-
-    def _report_stock_loop(self, refusal: str) -> None:
-        """Report in stats() that transformers' loop is used.
-
-        Warn once for each reason, unless the plan says it already or the user has chosen to have no paged cache.
-        """
-        state, call = self._generation_state, self._generation_state.call
-        if call is not None:
-            call.statistics["loop"] = f"stock: {refusal}"
-        if refusal not in (state.ragged_refusal, NO_PAGES) and refusal not in state.warned:
-            state.warned.add(refusal)
-            warnings.warn(
-                f"generate() runs transformers' own loop, which is slower, because {refusal}; this is said once, and "
-                "for each call in hf_accel.stats(model)['loop']",
-                HfAccelWarning,
-                stacklevel=STACK_LEVEL,
-            )
 
     def _ragged(self, call: LoopCall, refusal: str | None = None) -> tuple[Any, str | None]:
         """Return the output, or why transformers' loop must make it. In the latter case nothing has changed."""
@@ -178,6 +165,10 @@ class AcceleratedGeneration(Mixin):
             call.streams.expect(call.config)
         if refusal is not None:
             return None, refusal
+        without_drafts = drafts_refusal(call)
+        if without_drafts is not None:
+            call = dataclasses.replace(call, speculative=None)
+            report_no_drafts(self._generation_state, without_drafts)
         random_state = torch.get_rng_state()
         try:
             output, statistics = run(call)

@@ -15,7 +15,8 @@ from ...state import state_of
 from ..sampling.purity import stateful_refusal
 from .generation_state import LoopCall
 from .model_runner import is_compiled, other_input, positions_count_tokens, positions_depend_on_length
-from .processing import is_stock, processors_refusal
+from .processing import is_users, processors_refusal
+from .vocabulary import vocabulary_size
 
 NO_PAGES = "it has no paged cache"
 # Phi-3 has its own prepare_inputs_for_generation only for rotary scaling that depends on the length, which is refused
@@ -102,11 +103,15 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return "padding stands behind or between tokens"
     if not positions_count_tokens(positions, None if mask is None else mask.bool()):
         return "position_ids do not count tokens"
-    refusal = processors_refusal(call.processors, call.criteria, batch_size=len(input_ids))
-    if refusal is None and call.speculative is not None:
-        own = [processor for processor in call.processors if not is_stock(processor)]
-        return stateful_refusal(own, max(int(input_ids.max()) + 1, 8))
-    return refusal
+    return processors_refusal(call.processors, call.criteria, batch_size=len(input_ids))
+
+
+def drafts_refusal(call: LoopCall) -> str | None:
+    """Why a call that can run ragged must do without drafts, as one clause; None if it need not."""
+    if call.speculative is None:
+        return None
+    own = [processor for processor in call.processors if is_users(processor)]
+    return stateful_refusal(own, call.input_ids[:1], vocabulary_size(call.model))
 
 
 def _only_left_padded(mask: Tensor) -> bool:
