@@ -65,18 +65,24 @@ def positive_int(name: str, value: object) -> None:
 
 
 def check_keywords(
-    where: str, given: Iterable[str], known: Iterable[str], meant: Mapping[str, str] | None = None
+    where: str,
+    given: Iterable[str],
+    known: Iterable[str],
+    meant: Mapping[str, str] | None = None,
+    *,
+    known_as: str | None = None,
 ) -> None:
     """Raise UnsupportedError for the first of `given` that is not among `known`; it names the nearest one that is.
 
-    where: whose keywords they are. meant: for words of other libraries, what to write instead.
+    where: whose keywords they are. meant: for words of other libraries, what to write instead. known_as: what the
+    known ones are, where they are too many to be listed.
     """
     names = sorted(known)
     for name in given:
         if name in names:
             continue
         close = difflib.get_close_matches(name, names, n=1) or [n for n in names if n.startswith(name)]
-        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(names)}"
+        hint = f"did you mean {close[0]!r}?" if close else known_as or f"known are {', '.join(names)}"
         if meant and name in meant:
             hint = f"use {meant[name]}"
         raise UnsupportedError(f"{where} got an unknown keyword {name!r}; {hint}")

@@ -347,8 +347,9 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
     for part in model.modules():
         if part is not model and isinstance(part, PreTrainedModel):
             journal.attribute(part, PART_OF, type(model).__name__)
-    if not todo.stock_cache:
+    if model.can_generate():
         journal.attribute(model, "__class__", mixed_class(AcceleratedGeneration, type(model)))
+    if not todo.stock_cache:
         # The journal writes the entries itself. The handle is only asked for an id that no other hook has.
         hook_id = RemovableHandle(model._forward_pre_hooks).id
         journal.item(model, "_forward_pre_hooks_with_kwargs", hook_id, True)

@@ -264,5 +264,6 @@ def _state(model: Any) -> GenerationState:
     state = state_of(model).generation
     refusal = ragged_refusal(model)
     if refusal is not None:
-        raise UnsupportedError(f"an Engine cannot serve this model: {refusal}; use model.generate()")
+        way_out = "use model.generate()" if model.can_generate() else "call the model itself"
+        raise UnsupportedError(f"an Engine cannot serve this model: {refusal}; {way_out}")
     return state

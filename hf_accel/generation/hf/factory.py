@@ -26,6 +26,17 @@ from .processing import processors_refusal, stock_sampling, stop_rules
 from .refusals import refuse_clocks
 from .vocabulary import check_ids, token_ids
 
+# Keywords of generate() that are no fields of a config, and what serves instead.
+MEANT = {
+    "prefix_allowed_tokens_fn": "generate(), or Engine.submit(processors=)",
+    "logits_processor": "generate(logits_processor=), or Engine.submit(processors=)",
+    "stopping_criteria": "generate(stopping_criteria=), or Engine.submit(stop=)",
+    "streamer": "generate(streamer=), or Engine.submit(), whose requests stream",
+    "assistant_model": "speculative=",
+    "input_ids": "inputs=, a list of token ids for each prompt",
+    "attention_mask": "lists of token ids without padding",
+    "tokenizer": "stop strings in generate(), or Engine(tokenizer=)",
+}
 TOKEN_BUDGET = 2048  # tokens of a pass; it is large because only throughput counts here
 
 
@@ -147,12 +158,28 @@ def complete_config(model: Any, config: GenerationConfig | None, what: str, keyw
     not have.
     """
     complete, _ = model._prepare_generation_config(config)
-    check_keywords(what, complete.update(**keywords), GenerationConfig().to_dict())
+    fields = [name for name in GenerationConfig().to_dict() if not name.startswith("_")]
+    known_as = "it takes the fields of a GenerationConfig"
+    check_keywords(what, complete.update(**keywords), fields, MEANT, known_as=known_as)
     model._prepare_special_tokens(complete, device=model.device)
     return complete
 
 
 # -- transformers' ContinuousBatchingConfig ----------------------------------------------------------------
+
+
+def with_fields(
+    given: ContinuousBatchingConfig | None, keywords: dict[str, Any]
+) -> tuple[ContinuousBatchingConfig | None, dict[str, Any]]:
+    """Return a config that has those of the keywords that are its fields, and the other keywords."""
+    names = {field_.name for field_ in dataclasses.fields(ContinuousBatchingConfig)}
+    own = {name: value for name, value in keywords.items() if name in names}
+    if not own:
+        return given, keywords
+    config = ContinuousBatchingConfig() if given is None else copy.copy(given)
+    vars(config).update(own)
+    return config, {name: value for name, value in keywords.items() if name not in own}
+
 
 HONOURED = (
     "page_size", "num_blocks", "max_batch_tokens", "return_logprobs", "max_requests_per_batch", "allow_block_sharing",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,10 +20,11 @@ from ...keywords import Default
 from ...state import state_of
 from .assisted import assistant_refusal, assisted
 from .batch import generate_batch, with_configs
+from .factory import with_fields
 from .generate import run
 from .generation_state import CallState, GenerationState, LoopCall
 from .kept_runners import cache_of_kept
-from .managers import destroy_managers, manager_for
+from .managers import destroy_managers, manager_for, refuse_batching
 from .model_runner import other_input, positions_count_tokens, positions_depend_on_length, weights_salt
 from .refusals import call_refusal, changed_refusal, drafts_refusal, ragged_refusal, refuse_clocks
 from .reports import report_no_drafts, report_stock_loop
@@ -46,8 +47,10 @@ class AcceleratedGeneration(Mixin):
         state = self._generation_state
         config = state.speculative if speculative is NOT_GIVEN else parse_speculative(speculative)
         call = CallState(config, requires_speculation=speculative is not NOT_GIVEN and config is not None)
+        if call.requires_speculation and state.ragged_refusal is not None:
+            _refuse_speculation(state.ragged_refusal)
         if streamer is not None:
-            kwargs["streamer"] = RowStreams(streamer)
+            kwargs["streamer"] = streamer if state.cache is None else RowStreams(streamer)
         start = time.perf_counter()
         with state.calling(call), state.agreement.watching("it ran generate()"):
             output = super().generate(*args, **kwargs)  # type: ignore[misc]
@@ -117,7 +120,7 @@ class AcceleratedGeneration(Mixin):
         if refusal is None:
             return output
         if call is not None and call.requires_speculation:
-            raise UnsupportedError(f"speculative= cannot be used in this call: {refusal}; leave speculative= out")
+            _refuse_speculation(refusal)
         report_stock_loop(self._generation_state, refusal)
         return super()._sample(  # type: ignore[misc]
             *prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
@@ -139,7 +142,9 @@ class AcceleratedGeneration(Mixin):
     ) -> Any:
         """Serve assistant_model= and prompt_lookup_num_tokens= by speculation, and others by transformers' loop."""
         prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
-        config, refusal = assisted(self, generation_config, assistant_model, assistant_tokenizer)
+        config, refusal = None, ragged_refusal(self)  # type: ignore[arg-type]
+        if refusal is None:
+            config, refusal = assisted(self, generation_config, assistant_model, assistant_tokenizer)
         call = LoopCall(self, *prepared, model_kwargs, synced_gpus, streamer, config)  # type: ignore[arg-type]
         output, refusal = self._ragged(call, refusal)
         if refusal is None:
@@ -196,16 +201,19 @@ class AcceleratedGeneration(Mixin):
         """Generate for prompts of any length without padding, as transformers' generate_batch.
 
         inputs: a list of token ids for each prompt. generation_config: may also be a list with a config for each
-        prompt. kwargs: fields of GenerationConfig. speculative: see generate(). persistent_manager and warmup have an
-        effect only on transformers' own manager.
+        prompt. kwargs: fields of GenerationConfig, or of ContinuousBatchingConfig, such as allow_block_sharing.
+        speculative: see generate(). persistent_manager and warmup have an effect only on transformers' own manager.
 
-        Returns transformers' dict of GenerationOutput, in the order of the prompts.
+        Returns transformers' dict of GenerationOutput, in the order of the prompts. Raises UnsupportedError for
+        keywords that neither config has, and for models that no continuous batching serves.
         """
         state = self._generation_state
         if not len(inputs):
             return {}
+        continuous_batching_config, kwargs = with_fields(continuous_batching_config, kwargs)
         refusal = ragged_refusal(self)  # type: ignore[arg-type]
         if refusal is not None:
+            refuse_batching(self)  # type: ignore[arg-type]
             self._refuse_batch(generation_config, speculative, refusal)
             return super().generate_batch(  # type: ignore[misc]
                 inputs, generation_config, continuous_batching_config, record_timestamps=record_timestamps,
@@ -325,6 +333,10 @@ def record(state: GenerationState, call: CallState, sequences: object, seconds: 
     rows, columns = sequences.shape if is_ids else (0, call.prompt_columns)  # type: ignore[attr-defined]
     cache = {} if call.cache is None else call.cache.statistics()
     state.record(rows * (columns - call.prompt_columns), rows, seconds, {**cache, **call.statistics})
+
+
+def _refuse_speculation(refusal: str) -> NoReturn:
+    raise UnsupportedError(f"speculative= cannot be used in this call: {refusal}; leave speculative= out")
 
 
 def _every_nth(value: Any, repeats: int, rows: int) -> Any:

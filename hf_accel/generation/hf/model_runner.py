@@ -20,6 +20,8 @@ from ...errors import UnsupportedError
 from ...state import state_of
 from ...tensors import autocast_dtype, integers
 
+# PEFT binds these to hooks on its layers during a call.
+FOR_EACH_ROW = ("adapter_names", "alora_offsets")
 # If a pass has only these inputs, equal token ids give equal keys and values. With other inputs this is not certain.
 TEXT_INPUTS = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict", "logits_to_keep",
@@ -50,6 +52,8 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not attention_is_ours(model.config):
         return  # another attention function needs K and V of all columns, which the cache then returns
     cache.check_config(model.config)  # type: ignore[arg-type]
+    if keyword_for_each_row(model) is not None:
+        ids = None  # rows of equal ids have different keys and values
     mask = None if mask is None else mask.bool()
     fresh = cache.get_seq_length() == 0
     shareable = cache.settings.prefix_sharing and ids is not None and other_input(kwargs) is None
@@ -86,6 +90,16 @@ def _check_context(model: nn.Module, cache: object, inputs: dict[str, Any]) -> N
 def _parameters(kind: type) -> tuple[str, ...]:
     """The names of the parameters of a class's forward()."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]  # type: ignore[attr-defined]
+
+
+def keyword_for_each_row(model: nn.Module) -> str | None:
+    """The keyword of this call that gives each row of its batch something of its own in the layers; None without."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            for name in FOR_EACH_ROW:
+                if name in getattr(hook, "keywords", ()):
+                    return name
+    return None
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -14,7 +14,13 @@ from ...errors import UnsupportedError
 from ...state import state_of
 from ..sampling.purity import stateful_refusal
 from .generation_state import LoopCall
-from .model_runner import is_compiled, other_input, positions_count_tokens, positions_depend_on_length
+from .model_runner import (
+    is_compiled,
+    keyword_for_each_row,
+    other_input,
+    positions_count_tokens,
+    positions_depend_on_length,
+)
 from .processing import is_users, processors_refusal
 from .vocabulary import vocabulary_size
 
@@ -53,7 +59,12 @@ def model_refusal(model: nn.Module) -> str | None:
 
 def ragged_refusal(model: nn.Module) -> str | None:
     """Why a patched model cannot run ragged as it is now, as one clause; None if it can."""
-    return state_of(model).generation.ragged_refusal or changed_refusal(model)
+    return state_of(model).generation.ragged_refusal or changed_refusal(model) or _rows_refusal(model)
+
+
+def _rows_refusal(model: nn.Module) -> str | None:
+    name = keyword_for_each_row(model)
+    return None if name is None else f"{name}= gives each row of the batch an adapter, or a place where it begins"
 
 
 def changed_refusal(model: nn.Module) -> str | None:
