@@ -13,15 +13,18 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from ...config import CacheConfig
+from ...cache.hf import share_settings
+from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ...keywords import check_keywords
+from ...state import state_of
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.processors import Processor
 from ..sampling.sampling import Sampling
 from ..sampling.stopping import StopRules
 from ..sequence import Sequence
 from .defaults import default_new_tokens
+from .model_runner import model_device
 from .processing import processors_refusal, stock_sampling, stop_rules
 from .refusals import refuse_clocks
 from .vocabulary import check_ids, token_ids
@@ -176,14 +179,13 @@ def with_fields(
     own = {name: value for name, value in keywords.items() if name in names}
     if not own:
         return given, keywords
-    config = ContinuousBatchingConfig() if given is None else copy.copy(given)
-    vars(config).update(own)
+    config = dataclasses.replace(given or ContinuousBatchingConfig(), **own)
     return config, {name: value for name, value in keywords.items() if name not in own}
 
 
 HONOURED = (
     "page_size", "num_blocks", "max_batch_tokens", "return_logprobs", "max_requests_per_batch", "allow_block_sharing",
-    "max_queue_size", "per_request_processors", "seed", "block_size",
+    "max_queue_size", "per_request_processors", "seed", "block_size", "max_memory_percent",
 )  # fmt: skip
 # These settings choose details of transformers' own loop. They have no effect here, and need none.
 WITHOUT_EFFECT = (
@@ -192,13 +194,16 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 
 
-def session_settings(given: ContinuousBatchingConfig | None, cache: CacheConfig) -> dict[str, Any]:
-    """Return the keywords for Session that a ContinuousBatchingConfig asks for.
+def session_settings(
+    model: Any, given: ContinuousBatchingConfig | None, speculative: SpeculativeConfig | None
+) -> dict[str, Any]:
+    """Return the keywords for a Session of the model that a ContinuousBatchingConfig asks for.
 
     Raises UnsupportedError for fields that are set and have no meaning here.
     """
+    cache = state_of(model).generation.cache or CacheConfig()
     if given is None:
-        return {"cache": cache, "token_budget": TOKEN_BUDGET}
+        return {"cache": cache, "speculative": speculative, "token_budget": TOKEN_BUDGET}
     plain = type(given)()
     for field_ in dataclasses.fields(given):
         name, value = field_.name, getattr(given, field_.name)
@@ -214,8 +219,16 @@ def session_settings(given: ContinuousBatchingConfig | None, cache: CacheConfig)
         cache = dataclasses.replace(cache, max_tokens=asked["num_blocks"] * size)
     if asked["allow_block_sharing"] is False:
         cache = dataclasses.replace(cache, prefix_sharing=False)
+    budget, share = asked["max_batch_tokens"] or TOKEN_BUDGET, asked["max_memory_percent"]
+    if share is not None:
+        if not 0 < share <= 1:
+            raise UnsupportedError(
+                f"max_memory_percent={share!r} is a share of the free memory, above 0 and at most 1"
+            )
+        cache = share_settings(model, cache, model_device(model), rows=budget, share=share)
     return {
         "cache": cache,
-        "token_budget": asked["max_batch_tokens"] or TOKEN_BUDGET,
+        "speculative": speculative,
+        "token_budget": budget,
         "max_running": asked["max_requests_per_batch"],
     }
