@@ -287,8 +287,8 @@ class SpeculativeConfig:
             one_of("drafter", name, DRAFTERS)
         if self.drafter is None or not self.drafters:
             raise UnsupportedError(f"drafter={self.drafter!r} names none; leave speculative=None for no speculation")
-        if self.num_draft != "auto" and self.num_draft != 0:
-            positive_int("num_draft", self.num_draft)
+        if self.num_draft != "auto":
+            positive_int("num_draft", self.num_draft, way_out="; speculative=None is for no drafts, 'auto' for few")
         positive_int("max_draft", self.max_draft)
         one_of("verify", self.verify, ("token", "block", "seeded"))
         object.__setattr__(self, "ngram", tuple(self.ngram))

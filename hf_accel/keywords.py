@@ -59,9 +59,9 @@ def one_of(name: str, value: object, allowed: tuple[object, ...], *, instead: st
         raise UnsupportedError(f"{name}={value!r} is not known; {way_out if instead is None else f'use {instead}'}")
 
 
-def positive_int(name: str, value: object) -> None:
+def positive_int(name: str, value: object, *, way_out: str = "") -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UnsupportedError(f"{name}={value!r} must be an integer of at least 1")
+        raise UnsupportedError(f"{name}={value!r} must be an integer of at least 1{way_out}")
 
 
 def check_keywords(

@@ -70,6 +70,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"weights": {"head": "int4"}}, "head='int4' is not known"),
     ({"weights": {"symmetric": False}}, r"symmetric=False is for 4 bits or fewer, INT8 .* leave it True"),
     ({"weights": {"bits": 4, "symmetric": 0}}, "symmetric=0 is not known; choose one of True, False"),
+    ({"speculative": {"num_draft": 0}}, "num_draft=0 must be an integer of at least 1; speculative=None is for no"),
     ({"weights": {"method": "hqq"}}, "method='hqq' is not known; choose one of 'rtn', 'gptq', 'awq'$"),
     ({"weights": {"calibration": ["text"]}}, "calibration= is not read by method='rtn'; leave it out, or choose"),
     ({"weights": {"method": "gptq", "resume": 3}}, "resume=3 must be the path of a folder"),

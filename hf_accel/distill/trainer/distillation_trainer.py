@@ -18,6 +18,7 @@ from ...models import unwrapped
 from ..teachers.as_teacher import load_teacher
 from ..teachers.live import BaseTeacher, ModelTeacher
 from ..teachers.teacher import Teacher
+from ..teachers.teacher_keyword import takes_teacher_model
 from .averages import Averages
 from .callback import DistillationCallback
 from .capture import Projections, load_projections, save_projections
@@ -40,9 +41,9 @@ class DistillationMixin(_Base):
         class KD(hf_accel.DistillationMixin, SFTTrainer): ...
         KD(student, teacher_model=teacher, args=SFTConfig(...), distillation=hf_accel.DistillationSettings(alpha=0.5))
 
-    model, args and all the rest are those of that trainer. teacher_model: a PreTrainedModel, its name or path, or a
-    Teacher such as a TeacherCache. distillation: the settings; not needed where args is a DistillationConfig, or
-    another config that DistillationSettings is mixed into.
+    model, args and all the rest are those of that trainer. teacher_model: a PreTrainedModel, its name or path, "base"
+    for a LoRA student without its adapters, or a TeacherCache or its folder. distillation: the settings; not needed
+    where args is a DistillationConfig, or another config that DistillationSettings is mixed into.
 
     Losses are logged as ce_loss, kd_loss, hidden_loss and attention_loss, each without its weight and averaged as
     Trainer averages `loss`; evaluation reports CE as eval_loss, and eval_kd_loss and eval_acceptance beside it.
@@ -57,6 +58,7 @@ class DistillationMixin(_Base):
     Raises UnsupportedError for settings that cannot be had together.
     """
 
+    @takes_teacher_model
     def __init__(
         self,
         model: Any = None,

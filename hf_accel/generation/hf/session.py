@@ -75,9 +75,9 @@ class Session(Batcher):
             pages = Pages(groups)
         rows = state.invariant_rows
         runner = make_runner(model, pages.groups, group_of_layer, rows)
-        speculation = Speculation() if speculative is None else make_speculation(speculative, runner, pages)
-        if controller is not None:
-            speculation.controller = controller
+        speculation = Speculation()
+        if speculative is not None:
+            speculation = make_speculation(speculative, runner, pages, controller)
         super().__init__(
             runner, pages, speculation, token_budget=token_budget, max_running=max_running, agreement=state.agreement
         )
