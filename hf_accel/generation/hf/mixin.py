@@ -50,7 +50,7 @@ class AcceleratedGeneration(Mixin):
         if call.requires_speculation and state.ragged_refusal is not None:
             _refuse_speculation(state.ragged_refusal)
         if streamer is not None:
-            kwargs["streamer"] = streamer if state.cache is None else RowStreams(streamer)
+            kwargs["streamer"] = RowStreams(streamer)
         start = time.perf_counter()
         with state.calling(call), state.agreement.watching("it ran generate()"):
             output = super().generate(*args, **kwargs)  # type: ignore[misc]
