@@ -42,6 +42,8 @@ WRITERS = {
     # notes on a tensor of one forward pass, and on a process that is being started
     "cache.hf.handle": {"setattr"},
     "linear.layer": {"dict"},
+    # tensors that a quantized layer lends
+    "linear.writable": {"class", "data"},
     # the signature of a command, from its options
     "cli.options": {"dict"},
     # a student, while it is made or trained
