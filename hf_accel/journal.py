@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from .errors import HfAccelError
+from .instance import unmixed_class
 
 
 @dataclass
@@ -92,7 +93,7 @@ class Journal:
 
     def _take_back(self, write: Write, holders: Holders) -> None:
         if write.key == "__class__" and write.container is None:
-            write.owner.__class__ = write.old
+            write.owner.__class__ = unmixed_class(type(write.owner), write.old)
             return
         entries, key = self._place(write, holders)
         if write.had_it:
