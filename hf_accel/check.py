@@ -16,7 +16,7 @@ from .errors import UnsupportedError
 from .linear.hf import holds_experts
 from .models import without_adapters
 from .patch_config import PatchConfig
-from .state import PART_OF, PatchState, find_state
+from .state import MARKS, PART_OF, PatchState, find_state
 
 
 def transformers_model(given: Any) -> PreTrainedModel:
@@ -76,6 +76,12 @@ def is_patched_alike(model: PreTrainedModel, settings: PatchConfig) -> bool:
             raise UnsupportedError(
                 f"{name!r} in this {type(model).__name__}, a {type(module).__name__}, is patched already; call "
                 f"hf_accel.unpatch(model.{name}) first"
+            )
+        if any(mark in vars(module) for mark in MARKS):
+            raise UnsupportedError(
+                f"{name!r} in this {type(model).__name__}, a {type(module).__name__}, belongs to another model too, "
+                "which is patched, or was copied out of one; this model runs as it is, on what was patched of it; "
+                "to patch it whole, call hf_accel.unpatch() on the other one first"
             )
     return False
 

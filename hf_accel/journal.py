@@ -7,7 +7,7 @@ themselves let a journal be deep-copied and pickled together with the model it b
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,13 @@ class Journal:
 
     def __init__(self) -> None:
         self.writes: list[Write] = []
+
+    @classmethod
+    def of(cls, writes: Iterable[Write]) -> Journal:
+        """One with some of the writes of another."""
+        journal = cls()
+        journal.writes = list(writes)
+        return journal
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
         """owner.name = value, in the instance's own dict; `__class__` is allowed."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +38,7 @@ from .patch_config import PatchConfig
 from .plan import LinearPlan
 from .planning import find_on_disk, make_plan, plan_linears
 from .state import state_of
+from .tensors import torchs_defaults
 
 HUB_KEYWORDS = (
     "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
@@ -105,7 +105,7 @@ def make_packer(
     whole = weights is not None and (weights.needs_data or weights.is_nf4)
     if device_type is None or whole or keep is True or (keep == "auto" and not stored):
         return None
-    with _torchs_defaults():
+    with torchs_defaults():
         linears = [
             linear
             for linear in plan_linears(
@@ -114,18 +114,6 @@ def make_packer(
             if linear.choice is not None and not linear.site.is_tied
         ]
     return Packer(linears, device_type=device_type, files=stored, lose=keep is False) if linears else None
-
-
-@contextmanager
-def _torchs_defaults() -> Iterator[None]:
-    """Leave the dtype and the meta device under which transformers builds a model: numbers are computed here."""
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
 
 
 def _device_type(device_map: Any) -> str | None:
@@ -289,7 +277,7 @@ class LoadingQuantizer(AccelQuantizer):
             )
         reader = None if settings.stored_as is None else reader_of(settings.stored_as)
         if reader is not None:
-            with _torchs_defaults():
+            with torchs_defaults():
                 self.conversions = converters(reader, prepare_foreign(model, reader, files))
         elif self.pre_quantized:
             prepare(model, settings.modules, files)

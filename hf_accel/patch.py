@@ -18,7 +18,7 @@ from .attention.hf.parts import implementation_of_config, set_our_attention, sto
 from .calibration import calibrate, planned
 from .check import is_patched_alike, transformers_model
 from .config import WeightConfig
-from .errors import HfAccelError, UnsupportedError
+from .errors import UnsupportedError
 from .fused.projections import FusedProjections
 from .generation.hf import AcceleratedGeneration, GenerationState, prepare_step
 from .instance import mixed_class
@@ -28,9 +28,9 @@ from .keywords import MEANT_BY_PATCH, checked_keywords
 from .linear import QuantLinear, QuantModule
 from .linear.hf import METHOD, AccelConfig, AccelQuantizer, module_settings
 from .models import unwrapped
-from .nf4_model import check_nf4, label_nf4
+from .nf4_model import label_nf4
 from .originals import Originals
-from .pack import LAYERS, Packed, replace_linears, replace_parameters
+from .pack import Packed, replace_linears, replace_parameters
 from .patch_config import (
     Attention,
     Cache,
@@ -55,8 +55,10 @@ from .state import (
     state_of,
 )
 from .survey import attention_modules, common_group_size
+from .tensors import torchs_defaults
 from .ties import break_ties
 from .twin import twin
+from .undo import unpatch
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -64,7 +66,9 @@ Model = TypeVar("Model", bound=nn.Module)
 @takes_patch_keywords
 def plan(model: nn.Module, **keywords: Unpack[PatchKeywords]) -> Plan:
     """What `patch(model, **keywords)` would do, and why. Changes nothing."""
-    return planned(model, PatchConfig.build(**keywords))
+    settings = PatchConfig.build(**keywords)
+    with torchs_defaults():
+        return planned(model, settings)
 
 
 @checked_keywords(**MEANT_BY_PATCH)
@@ -105,58 +109,9 @@ def patch(
     }  # fmt: skip
     settings = PatchConfig.build(config, **keywords)
     if not is_patched_alike(transformers_model(model), settings):
-        apply_plan(planned(model, settings))
+        with torchs_defaults():
+            apply_plan(planned(model, settings))
     return model
-
-
-def unpatch(model: Model) -> Model:
-    """Take everything that patch() did out of the model, bit for bit, and return it.
-
-    Raises UnsupportedError if the model is not patched, an Engine runs it, or its originals were dropped by
-    keep_original=False, HfAccelError if they cannot be read back or another library replaced a module since; nothing
-    is changed then.
-    """
-    inner = transformers_model(model)
-    if not is_patched(inner):
-        outer = vars(inner).get(PART_OF)
-        if outer is not None:
-            raise UnsupportedError(f"this is a part of a patched {outer}; call hf_accel.unpatch() on the whole")
-        raise UnsupportedError("the model is not patched; there is nothing to take out")
-    state = state_of(inner)
-    state.generation.require_idle("unpatch()")
-    state.originals.check()
-    _check_layers(inner, state.journal)
-    check_nf4(inner)
-    state.journal.check(inner)
-    state.originals.restore()
-    layers = _catch_up(inner, state.journal)
-    folded = [(w.owner, w.new) for w in state.journal.writes if w.container == "_parameters"]
-    state.journal.undo(inner)
-    for module, parameter in folded:
-        module.to(parameter.device, parameter.dtype)
-    for layer in layers:
-        layer.fused_projections = None  # which hold the layers, and would keep them until a collection of cycles
-    return model
-
-
-def _check_layers(model: PreTrainedModel, journal: Journal) -> None:
-    """Raise if quantized layers were given other weights since patch(), or if something has put copies of them in."""
-    placed = {id(m) for write in journal.writes if isinstance(write.new, nn.Module) for m in write.new.modules()}
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantModule)}
-    written = [name for name, layer in layers.items() if layer.changes]
-    if written:
-        raise UnsupportedError(
-            f"cannot unpatch: {len(written)} quantized layers, {written[0]!r} first, have been given other weights "
-            "since patch(), as merging a LoRA adapter does, and the originals know nothing of it; call "
-            "hf_accel.unpatch(model) before merge_and_unload(), which then merges into the float weights, or "
-            "unmerge_adapter() before unpatch"
-        )
-    copied = [name for name, layer in layers.items() if id(layer) not in placed]
-    if copied:
-        raise HfAccelError(
-            f"cannot unpatch: {copied[0]!r} is a copy of a quantized layer, which something else has put there, as "
-            "PEFT's modules_to_save does; take it out, or reload the model"
-        )
 
 
 @takes_patch_keywords
@@ -215,16 +170,6 @@ def with_stock_attention(model: PreTrainedModel) -> PreTrainedModel:
     return attending
 
 
-def _catch_up(model: PreTrainedModel, journal: Journal) -> list[Any]:
-    """Do to the originals what .train(), .to() and hooks did to the quantized layers since patch(); return these."""
-    replaced: list[tuple[Any, Any]] = [(w.new, w.old) for w in journal.writes if isinstance(w.new, LAYERS)]
-    for layer, original in replaced:
-        original.train(layer.training)
-        original.to(model.device, layer.compute_dtype)
-        original._is_full_backward_hook = layer._is_full_backward_hook
-    return [layer for layer, _ in replaced]
-
-
 # -- writing -------------------------------------------------------------------------------------------
 
 
@@ -268,13 +213,16 @@ def _recover(journal: Journal, originals: Originals, error: BaseException) -> No
 
 
 def _replace_config(model: PreTrainedModel, journal: Journal) -> None:
-    """Give the model configs of its own: another model may share them, and we write into ours."""
+    """Give all modules configs of their own: another model may share them, and we write into ours.
+
+    A model that was put together of others' parts has more than one.
+    """
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if isinstance(value, PreTrainedConfig) and id(value) in copies:
-                journal.attribute(module, name, copies[id(value)])
+            if isinstance(value, PreTrainedConfig):
+                journal.attribute(module, name, copy.deepcopy(value, copies))
 
 
 def _mark_quantized(todo: Plan, journal: Journal) -> None:
@@ -307,6 +255,10 @@ def _switch_attention(todo: Plan, journal: Journal) -> None:
     chosen = todo.model.config.get_text_config(decoder=True)._attn_implementation
     if chosen != ATTENTION_NAME:
         raise UnsupportedError(f"{todo.title} kept attention {chosen!r}; patch it with attention=None")
+    for module in attention_modules(todo.model):
+        config: Any = getattr(module, "config", todo.model.config)
+        if config._attn_implementation != ATTENTION_NAME:  # one that transformers does not know of
+            config._attn_implementation_internal = ATTENTION_NAME
     for attention in todo.attention:
         planned = PlannedAttention(attention.backend, attention.site.spec)
         journal.attribute(attention.site.module, BACKEND_ATTRIBUTE, planned)

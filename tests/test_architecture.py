@@ -43,7 +43,8 @@ OTHER_PACKAGES = {
 COMPOSITION = [  # each may use those before it
     "parallel",
     "originals", "check", "weight_sites", "survey", "plan", "explain", "planning", "pack", "nf4_model", "twin",
-    "calibration", "estimate", "ties", "interop", "patch", "checkpoint", "foreign", "loading", "load", "outline",
+    "calibration", "estimate", "ties", "interop", "undo", "patch", "checkpoint", "foreign", "loading", "load",
+    "outline",
     "verify", "measuring", "serving", "cli", "__main__",
 ]  # fmt: skip
 BOOKKEEPING = {  # and what that may use

@@ -13,6 +13,8 @@ WRITERS = {
     # a user's model, through the journal; configs that the journal has put in the place of the user's
     "patch": {"journal", "config"},
     "pack": {"journal", "dict"},
+    # a head and configs that a user has changed since, which stay
+    "undo": {"setattr", "dict"},
     "nf4_model": {"journal", "config"},
     "ties": {"journal", "config"},
     "attention.hf.parts": {"config"},

@@ -78,6 +78,9 @@ class ProjectionCall:
         if call is None or call.in_features != size or x.numel() == 0:
             return None
         if isinstance(call, FloatLinear):
+            if not call.has_shapes():  # its data was replaced, as by resize_token_embeddings()
+                self._held = []
+                return self.ready(layers, x)
             takes = x.dtype is call.weights[0].dtype and x.numel() <= self.float_rows * size
             return call if takes else None
         return call

@@ -106,7 +106,7 @@ class Cpu(Backend):
         minimum = stored_by_group(packed.weight, "minima")
         if packed.weight.bits == 8:
             return Int8Weight(stored, scale, None, minimum)
-        shape = torch.tensor([packed.weight.out_features, packed.weight.in_features])
+        shape = torch.tensor([packed.weight.out_features, packed.weight.in_features], device="cpu")
         zeros = stored_by_group(packed.weight, "zeros")
         zero_point = None if zeros is None else pack_zero_points(zeros.view(torch.int8) - 8)
         return Int4Weight(stored.view(torch.int32), scale, shape, zero_point, minimum)

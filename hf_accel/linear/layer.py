@@ -156,7 +156,7 @@ class QuantModule(Lender, nn.Module):
             after = ((readable(tensor), self._buffers[name]) for name, tensor in before.items())
             if not all(new is not None and torch.equal(old, readable(new)) for old, new in after):
                 self.writes += 1
-                self.changes.append(torch.zeros(1))  # which no later change takes back
+                self.changes.append(torch.zeros(1, device="cpu"))  # which no later change takes back
                 if self.held is not None:
                     self.held.refresh()
         if packed:
@@ -327,8 +327,9 @@ class QuantLinear(QuantModule, nn.Linear):
     def _note_change(self, change: Tensor) -> None:
         """Remember a change of the weight [out, in], or forget the last one if this takes it back."""
         self.writes += 1
-        generator = torch.Generator().manual_seed(self.in_features)
-        sketch = change @ torch.randn(self.in_features, generator=generator).to(change.device)  # [out]
+        generator = torch.Generator("cpu").manual_seed(self.in_features)
+        drawn = torch.randn(self.in_features, generator=generator, device="cpu")
+        sketch = change @ drawn.to(change.device)  # [out]
         if not self.changes or (sketch + self.changes[-1]).norm() > TAKEN_BACK * self.changes[-1].norm():
             self.changes.append(sketch)
             return

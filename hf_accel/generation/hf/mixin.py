@@ -18,6 +18,7 @@ from ...errors import NotRaggedError, UnsupportedError
 from ...instance import Mixin
 from ...keywords import Default
 from ...state import state_of
+from ...tensors import made_on_host
 from .assisted import assistant_refusal, assisted
 from .batch import generate_batch, with_configs
 from .factory import with_fields
@@ -37,6 +38,7 @@ MAX_FIRST_TOKENS = 65536  # the largest initial capacity of a cache in tokens
 class AcceleratedGeneration(Mixin):
     """Is mixed into a patched model's class, before the original class."""
 
+    @made_on_host()
     def generate(self, *args: Any, speculative: Any = NOT_GIVEN, streamer: Any = None, **kwargs: Any) -> Any:
         """Generate as in transformers, with two more options.
 
@@ -186,6 +188,7 @@ class AcceleratedGeneration(Mixin):
         state.statistics |= {"loop": "ragged", **statistics}
         return output, None
 
+    @made_on_host()
     def generate_batch(
         self,
         inputs: Any,

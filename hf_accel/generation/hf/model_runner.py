@@ -16,7 +16,7 @@ from ...attention.hf import attention_is_ours
 from ...cache.group import PageGroup, Step
 from ...cache.hf import CacheOverPages, PagedCache, RaggedCache
 from ...cache.pass_inputs import PassInputs
-from ...errors import UnsupportedError
+from ...errors import NotRaggedError, UnsupportedError
 from ...state import state_of
 from ...tensors import autocast_dtype, integers
 
@@ -174,6 +174,18 @@ def _is_empty(value: object) -> bool:
     return value is None or (isinstance(value, Mapping) and not value)
 
 
+def attention_refusal(config: Any) -> str | None:
+    """Why a model with this config cannot read pages, as one clause; None if it can."""
+    if attention_is_ours(config):
+        return None
+    now = config.get_text_config(decoder=True)._attn_implementation
+    return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"
+
+
+def _num_layers(config: Any) -> int:
+    return int(config.get_text_config(decoder=True).num_hidden_layers)
+
+
 def pass_inputs(ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int]) -> PassInputs:
     """The inputs of a pass on the host; zeros stand for ids that are on a device. See Runner."""
     own = torch.zeros(len(ids), dtype=torch.int64) if isinstance(ids, Tensor) else integers(ids)
@@ -189,6 +201,7 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, groups: list[PageGroup], group_of_layer: list[int]) -> None:
         self.model: Any = model
         self.group_of_layer = group_of_layer
+        self.num_layers = _num_layers(model.config)
         self.cache = RaggedCache(groups, group_of_layer)
         supports: Any = self.model._supports_logits_to_keep
         self.selects = bool(supports())
@@ -210,6 +223,25 @@ class ModelRunner:
         everything: whether these are all tokens, in order; inputs.keep is then not read. Nothing here waits for the
         device.
         """
+        try:
+            return self._compute(inputs, everything=everything)
+        except NotRaggedError:
+            raise
+        except (IndexError, UnsupportedError) as error:  # of layers that were not there, or do not read pages
+            changed = self._changed()
+            if changed is None:
+                raise
+            raise UnsupportedError(f"the model was changed while it was in use: {changed}") from error
+
+    def _changed(self) -> str | None:
+        """What was done to the model since its pages were made, so that it cannot use them, and the way out."""
+        refusal, layers = attention_refusal(self.model.config), _num_layers(self.model.config)
+        if refusal is None and layers != self.num_layers:
+            own = self.num_layers
+            return f"it has {layers} layers, and its pages were made for {own}; close the Engine, and make another"
+        return refusal
+
+    def _compute(self, inputs: PassInputs, *, everything: bool) -> Tensor:
         self.cache.step, self.cache.unread = inputs.step, None  # a pass that failed may have left a layer unread
         selection = {"logits_to_keep": 0 if everything else inputs.keep} if self.selects else {}
         output = self.model(

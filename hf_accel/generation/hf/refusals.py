@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
-from ...attention.hf import attention_is_ours
 from ...cache.hf import PagedCache
 from ...errors import UnsupportedError
 from ...state import state_of
 from ..sampling.purity import stateful_refusal
 from .generation_state import LoopCall
 from .model_runner import (
+    attention_refusal,
     is_compiled,
     keyword_for_each_row,
     other_input,
@@ -69,10 +69,9 @@ def _rows_refusal(model: nn.Module) -> str | None:
 
 def changed_refusal(model: nn.Module) -> str | None:
     """Why the model cannot read pages because it was changed after patch(), as one clause; None if it can."""
-    config: Any = model.config
-    if not attention_is_ours(config):
-        now = config.get_text_config(decoder=True)._attn_implementation
-        return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"
+    refusal = attention_refusal(model.config)
+    if refusal is not None:
+        return refusal
     for name in OWN_METHODS:
         own = vars(model).get(name)  # PEFT's prompt learning replaces methods on the model itself
         if own is not None and getattr(own, "__func__", None) is not getattr(type(model), name):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...errors import HfAccelError, HfAccelWarning, UnsupportedError
 from ...hardware.processor import ISA_LEVELS, choose_isa, instruction_sets, usable_cores
-from ...tensors import PLAIN, is_recorded
+from ...tensors import PLAIN, default_is_host, is_recorded
 from .build import HERE, LIBRARY, REASON
 from .structs import LayerOp, Linear, Matrix, packed_format
 
@@ -171,6 +171,7 @@ def native(x: object) -> bool:
         and x.is_cpu  # type: ignore[attr-defined]
         and x.dtype in FLOATS  # type: ignore[attr-defined]
         and not torch.is_autocast_enabled("cpu")
+        and default_is_host()
     )
 
 
