@@ -75,6 +75,12 @@ def _check_layers(model: PreTrainedModel, journal: Journal) -> None:
             "hf_accel.unpatch(model) before merge_and_unload(), which then merges into the float weights, or "
             "unmerge_adapter() before unpatch"
         )
+    computed = [n for n, layer in layers.items() if isinstance(layer, QuantLinear) and "bias" not in layer._parameters]
+    if computed:
+        raise HfAccelError(
+            f"cannot unpatch: the bias of the quantized {computed[0]!r} is pruned or parametrized, and the original "
+            "knows nothing of it; take that back, call hf_accel.unpatch(model), and prune or parametrize the float layer"
+        )
     copied = [name for name, layer in layers.items() if id(layer) not in placed]
     if copied:
         raise HfAccelError(

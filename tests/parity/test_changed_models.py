@@ -139,6 +139,12 @@ def test_a_bias_that_is_computed(weights: str | None, how: str) -> None:
     off = (logits(model) - logits(stock)).norm() / logits(stock).norm()
     assert off < (1e-5 if weights is None else 0.1)
     assert not torch.equal(logits(model), before)
+    if weights is None:
+        hf_accel.unpatch(model)
+        assert torch.equal(logits(model), logits(stock))
+        return
+    with pytest.raises(hf_accel.HfAccelError, match=r"the bias of the quantized 'model.layers.0.*take that back"):
+        hf_accel.unpatch(model)
 
 
 @pytest.mark.parametrize("weights", [None, "int8"])
