@@ -79,7 +79,7 @@ def _check_layers(model: PreTrainedModel, journal: Journal) -> None:
     if computed:
         raise HfAccelError(
             f"cannot unpatch: the bias of the quantized {computed[0]!r} is pruned or parametrized, and the original "
-            "knows nothing of it; take that back, call hf_accel.unpatch(model), and prune or parametrize the float layer"
+            "knows nothing of it; take that back, call hf_accel.unpatch(model), and do it to the float layer"
         )
     copied = [name for name, layer in layers.items() if id(layer) not in placed]
     if copied:
