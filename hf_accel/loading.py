@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from .calibration import planned
 from .checkpoint import check_loaded, check_numbers, prepare
-from .config import PatchConfig
 from .contents import COPY, check_float_model, check_report, headers_of
 from .errors import HfAccelError, UnsupportedError
 from .foreign import Gguf, converters, is_ours, prepare_foreign, reader_of, state_dict_of
@@ -30,14 +29,14 @@ from .linear.hf import METHOD, AccelConfig, AccelQuantizer
 from .model_config import read_config
 from .originals import Stored
 from .pack import Packed
-from .packer import Packer, make_packer, torchs_defaults
+from .packer import Packer, make_packer
 from .parallel.tensor_plan import split_sizes
 from .patch import apply_plan, patch
 from .plan import Line, LinearPlan
 from .planning import find_on_disk, make_plan
 from .state import state_of
+from .tensors import torchs_defaults
 
-PATCH_KEYWORDS = tuple(field.name for field in fields(PatchConfig) if field.name not in ("explicit", "config"))
 HUB_KEYWORDS = (
     "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
     "trust_remote_code",
@@ -94,25 +93,11 @@ def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
     state_of(model).originals.never_there = True
 
 
-# -- load() -------------------------------------------------------------------------------------------
+# -- load_checkpoint() ----------------------------------------------------------------------------------------
 
 
-def load(path: str | os.PathLike[str], **keywords: Any) -> PreTrainedModel:
-    """Load a checkpoint and patch it: a float one, one of ours, or one that another program quantized.
-
-    path: a folder, a name on the Hub or a .gguf file. keywords: those of hf_accel.patch(); the others go to
-    from_pretrained(). compressed-tensors (INT4, INT8, FP8), GPTQ (4 and 8 bits, also with act-order), AWQ, FP8 in
-    blocks (DeepSeek, Qwen) and GGUF (Llama and Qwen; all types of blocks from Q2_K to Q8_0) are run in the bits that
-    they have: nothing is rounded again, and nothing but the embedding of a GGUF file is held in floating point. Leave
-    weights= out for them. A checkpoint of another quantizer, such as bitsandbytes, is loaded as transformers does, and
-    everything but its Linears is patched. With distributed_config= a float model is loaded split, and then patched.
-
-    The class is the one that config.json names under architectures. Raises UnsupportedError for a layout that is not
-    read, HfAccelError, before anything is loaded, for files that do not hold the weights that config.json describes.
-    """
-    ours = {name: keywords.pop(name) for name in PATCH_KEYWORDS if name in keywords}
-    if isinstance(keywords.get("config"), PatchConfig):
-        ours["config"] = keywords.pop("config")
+def load_checkpoint(path: str | os.PathLike[str], ours: dict[str, Any], keywords: dict[str, Any]) -> PreTrainedModel:
+    """hf_accel.load(). ours: the keywords for patch() that were given. keywords: those for from_pretrained()."""
     if str(path).endswith(".gguf"):
         return _load_gguf(str(path), ours, keywords)
     hub = {name: keywords[name] for name in HUB_KEYWORDS if name in keywords}

@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .calibration import planned
-from .config import PatchConfig
 from .errors import UnsupportedError
 from .linear.hf import stored_experts
 from .loading import stored_config
 from .model_config import read_config
 from .originals import Stored, checkpoint_files
+from .patch_config import PatchConfig
 from .plan import LinearPlan, Plan
 
 SMALL = 2**20  # bytes; more are pages of their own

@@ -6,8 +6,7 @@ one that patch() would make of the float model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .config import PatchConfig
 from .hardware import release
 from .linear import LinearSpec, Workers, choose
 from .originals import Source, stored_tensors
 from .pack import Packed, pack_weight
+from .patch_config import PatchConfig
 from .plan import LinearPlan
 from .planning import plan_linears
+from .tensors import torchs_defaults
 
 
 class Packer:
@@ -93,18 +93,6 @@ def make_packer(
             if linear.choice is not None and not linear.site.is_tied
         ]
     return Packer(linears, device_type=device_type, files=stored, lose=keep is False) if linears else None
-
-
-@contextmanager
-def torchs_defaults() -> Iterator[None]:
-    """Leave the dtype and the meta device under which transformers builds a model: numbers are computed here."""
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
 
 
 def _device_type(device_map: Any) -> str | None:

@@ -97,7 +97,7 @@ def load_patched(path: str, *, dtype: str = "auto", device: str | None = None, *
 
     with explained(path):
         hf_accel.PatchConfig.build(**keywords)  # refuses at once what would be refused after loading
-        more = {} if device is None else {"device_map": device}
+        more: dict[str, Any] = {} if device is None else {"device_map": device}
         model: Any = hf_accel.load(place, **keywords, **more, dtype=wanted or "auto")
         return model.eval()
 

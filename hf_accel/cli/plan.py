@@ -39,10 +39,10 @@ def plan(path: Path_, dtype: Dtype = "auto", *, asked: Asked) -> None:
 
 def _without_weights(place: str, dtype: Any, keywords: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
     """The plan as a document and as text; None where only the weights tell it."""
-    from hf_accel.config import PatchConfig
     from hf_accel.loading import stored_config
     from hf_accel.model_config import read_config
     from hf_accel.outline import plan_checkpoint
+    from hf_accel.patch_config import PatchConfig
 
     settings = PatchConfig.build(**keywords)
     if place.endswith(".gguf") or (settings.weights is not None and settings.weights.needs_data):

@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Unpack, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +28,16 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_imp
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..config import PatchConfig, WeightConfig, check_patch_keywords
+from ..config import WeightConfig
 from ..errors import UnsupportedError
 from ..keywords import one_of
+from ..patch_config import (
+    KeywordsBesideWeights,
+    PatchConfig,
+    Weights,
+    check_patch_keywords,
+    takes_patch_keywords,
+)
 from ..tensors import is_plain_tensor, is_sharded
 from .backend import LinearSpec
 from .experts import WEIGHT_MODULES, activated, grouped, one_by_one
@@ -45,8 +52,9 @@ SCALE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": 
 class AccelConfig(QuantizationConfigMixin):
     """`from_pretrained(path, quantization_config=hf_accel.AccelConfig(weights="int4"))` loads patched, whole.
 
-    Takes the keywords of hf_accel.patch. Written into config.json by save_pretrained, together with the
-    modules that are quantized, so that from_pretrained(folder) needs nothing but `import hf_accel`.
+    Takes the keywords of hf_accel.patch; AccelConfig("int4") is AccelConfig(weights="int4"). Written into config.json
+    by save_pretrained, together with the modules that are quantized, so that from_pretrained(folder) needs nothing but
+    `import hf_accel`.
 
     stored_as: the quantization_config of a checkpoint of another program, while hf_accel.load() reads it.
     check_files: how hf_accel.load() has the files of a float checkpoint checked; None: from_pretrained() only warns.
@@ -54,11 +62,17 @@ class AccelConfig(QuantizationConfigMixin):
 
     check_files: dict[str, Any] | None = None
 
+    @takes_patch_keywords
     def __init__(
-        self, modules: Mapping[str, Mapping[str, Any]] | None = None, stored_as: Mapping[str, Any] | None = None,
-        **keywords: Any,
-    ) -> None:  # fmt: skip
-        keywords.pop("quant_method", None)
+        self,
+        weights: Weights = "int8",
+        *,
+        modules: Mapping[str, Mapping[str, Any]] | None = None,
+        stored_as: Mapping[str, Any] | None = None,
+        **others: Unpack[KeywordsBesideWeights],
+    ) -> None:
+        keywords: dict[str, Any] = {"weights": weights, **others}
+        keywords.pop("quant_method", None)  # which a checkpoint's config has
         self.stored_as = None if stored_as is None else dict(stored_as)
         self.quant_method = METHOD  # type: ignore[assignment]  # transformers takes any registered name
         check_patch_keywords("AccelConfig", (name for name in keywords if name != "config"))
