@@ -55,8 +55,8 @@ def load(
     Linears is patched. With distributed_config= a float model is loaded split, and then patched.
 
     The class is the one that config.json names under architectures. Raises UnsupportedError for an unknown keyword and
-    for a layout that is not read, HfAccelError, before anything is loaded, for files that do
-    not hold the weights that config.json describes.
+    for a layout that is not read, HfAccelError, before anything is loaded, for files that do not hold the weights that
+    config.json describes.
     """
     written = {
         "weights": weights, "attention": attention, "cache": cache, "fuse": fuse, "speculative": speculative,

@@ -31,13 +31,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..config import WeightConfig
 from ..errors import UnsupportedError
 from ..keywords import one_of
-from ..patch_config import (
-    KeywordsBesideWeights,
-    PatchConfig,
-    Weights,
-    check_patch_keywords,
-    takes_patch_keywords,
-)
+from ..patch_config import KeywordsBesideWeights, PatchConfig, Weights, check_patch_keywords, takes_patch_keywords
 from ..tensors import is_plain_tensor, is_sharded
 from .backend import LinearSpec
 from .experts import WEIGHT_MODULES, activated, grouped, one_by_one
