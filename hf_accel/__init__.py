@@ -11,21 +11,23 @@ for.
 """
 
 from importlib import import_module
+from sys import modules
 from typing import TYPE_CHECKING, Any
 
 from .attention.hf import register as _register_attention
 from .cache.hf import PagedCache
-from .config import CacheConfig, PatchConfig, SpeculativeConfig, WeightConfig
+from .config import CacheConfig, SpeculativeConfig, WeightConfig
 from .errors import HfAccelError, HfAccelWarning, OutOfBlocksError, UnsupportedError
 from .estimate import Estimate, estimate
 from .generation.hf import Engine
 from .generation.sequence import Draft
 from .generation.speculation.drafters.drafter import Drafter
 from .linear.hf import AccelConfig
-from .loading import load
+from .load import load
 from .loading import register as _register_quantizer
 from .outline import plan
 from .patch import is_patched, patch, patched, stats, unpatch
+from .patch_config import PatchConfig
 from .plan import Plan
 from .verify import Certificate, verify
 
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from .distill.trainer.callback import DistillationCallback
     from .distill.trainer.distillation_trainer import DistillationMixin, DistillationTrainer
     from .distill.trainer.settings import DistillationConfig, DistillationSettings
+    from .generation.hf.weights_changed import weights_changed
     from .interop.save_compressed import save_compressed
     from .interop.save_gguf import save_gguf
     from .verify.quantization_report import quantization_report
@@ -82,6 +85,7 @@ __all__ = [
     "stats",
     "unpatch",
     "verify",
+    "weights_changed",
 ]
 
 # Where each name is that is loaded when it is first asked for; the imports for type checkers above say the same.
@@ -99,18 +103,21 @@ _LAZY = {
     "quantization_report": "verify.quantization_report",
     "save_compressed": "interop.save_compressed",
     "save_gguf": "interop.save_gguf",
+    "weights_changed": "generation.hf.weights_changed",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(  # with both, Python proposes the name that is meant
+            f"module {__name__!r} has no attribute {name!r}", name=name, obj=modules[__name__]
+        )
     value = globals()[name] = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted([*__all__, "__version__"])  # without the package's files, which nobody means
 
 
 _register_attention()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import Any
 
@@ -14,6 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from .errors import UnsupportedError
 from .linear.hf import holds_experts
 from .models import without_adapters
+from .patch_config import PatchConfig
+from .state import MARKS, PART_OF, PatchState, find_state
 
 
 def transformers_model(given: Any) -> PreTrainedModel:
@@ -49,6 +52,77 @@ def _within(given: Any) -> str | None:
     return "model" if found is None and isinstance(getattr(given, "model", None), PreTrainedModel) else found
 
 
+def is_patched_alike(model: PreTrainedModel, settings: PatchConfig) -> bool:
+    """Whether the model is patched already, with these settings.
+
+    Raises UnsupportedError where it is patched with others, is part of a patched model, or has a part that is patched.
+    """
+    state = find_state(model)
+    if state is not None:
+        others = _differences(state, settings)
+        if others:
+            raise UnsupportedError(
+                f"the model is patched already, with {'; '.join(others)}; call hf_accel.unpatch(model) first"
+            )
+        return True
+    outer = vars(model).get(PART_OF)
+    if outer is not None:
+        raise UnsupportedError(
+            f"this {type(model).__name__} is a part of a patched {outer} and is patched with it; use it as it is, or "
+            f"call hf_accel.unpatch() on the {outer} first"
+        )
+    for name, module in model.named_modules():
+        if find_state(module) is not None:
+            raise UnsupportedError(
+                f"{name!r} in this {type(model).__name__}, a {type(module).__name__}, is patched already; call "
+                f"hf_accel.unpatch(model.{name}) first"
+            )
+        if any(mark in vars(module) for mark in MARKS):
+            raise UnsupportedError(
+                f"{name!r} in this {type(model).__name__}, a {type(module).__name__}, belongs to another model too, "
+                "which is patched, or was copied out of one; this model runs as it is, on what was patched of it; "
+                "to patch it whole, call hf_accel.unpatch() on the other one first"
+            )
+    return False
+
+
+def _differences(state: PatchState, settings: PatchConfig) -> list[str]:
+    """What a model was patched with where something else is asked for now."""
+    before = state.config
+    found = []
+    for name in (f.name for f in dataclasses.fields(PatchConfig) if f.compare):
+        old, new = getattr(before, name), getattr(settings, name)
+        if old != new:
+            found += _changes(name, old, new)
+        elif name in settings.explicit - before.explicit and new is not None:
+            found.append(f"{name}= left out, so that it need not have been met")
+    if settings.weights is not None and settings.weights.calibration is not None:
+        found.append("calibration data that was not kept, so that it cannot be compared")
+    if getattr(getattr(state.generation.context, "ranks", None), "group", None) is not settings.context_parallel:
+        found.append("another context_parallel=")
+    return found
+
+
+def _changes(name: str, old: Any, new: Any) -> list[str]:
+    """Of two configs, the settings that differ."""
+    if dataclasses.is_dataclass(old) and type(old) is type(new):
+        fields = [
+            f.name for f in dataclasses.fields(old) if f.compare and getattr(old, f.name) != getattr(new, f.name)
+        ]
+        return [f"{f}={_short(getattr(old, f))} in {name}=, not {_short(getattr(new, f))}" for f in fields]
+    return [f"{name}={_short(old)}, not {_short(new)}"]
+
+
+def _short(value: Any) -> str:
+    """A config by its settings that are not the default, a draft model by its class."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        default = type(value)()
+        given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.compare}
+        settings = [f"{name}={_short(v)}" for name, v in given.items() if v != getattr(default, name)]
+        return f"{type(value).__name__}({', '.join(settings)})"
+    return repr(value) if isinstance(value, str | int | float | tuple | None) else f"a {type(value).__name__}"
+
+
 def check_model(model: object) -> PreTrainedModel:
     """`transformers_model`, and refuse one whose parameters have no values here."""
     inner = transformers_model(model)
@@ -65,7 +139,7 @@ def check_model(model: object) -> PreTrainedModel:
     )
 
 
-def check_skip(model: nn.Module, skip: tuple[str, ...]) -> None:
+def check_skip(model: nn.Module, skip: Sequence[str]) -> None:
     """Raise UnsupportedError for a name in skip= that no Linear has, and that would skip nothing."""
     modules = dict(model.named_modules())
     linears = [n for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D) or holds_experts(m)]

@@ -6,33 +6,24 @@ transformers would cast what has another dtype, and fill in random numbers for w
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import rename_source_key
-from transformers.modeling_utils import str_to_torch_dtype
 from transformers.pytorch_utils import Conv1D
 
+from .contents import AGAIN, check_floats, check_tensor, headers_of, missing, own_names, shared_names, with_shared
 from .errors import HfAccelError, UnsupportedError
 from .interop.reader import Found
 from .linear import ExpertWeights, QuantExperts, QuantLinear, QuantModule
-from .linear.formats import chunks, converts, readable, state, zeros
-from .linear.hf import by_kind, spec_of
-from .originals import read_tensor
+from .linear.formats import chunks, readable, state, zeros
+from .linear.hf import spec_of
 from .survey import experts_sites
-from .ties import broken_ties, remaining_ties
+from .ties import broken_ties
 from .weight_sites import ExpertsSite
-
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-AGAIN = "save the model again with save_pretrained, or load the float one with quantization_config=AccelConfig(...)"
 
 
 def prepare(model: PreTrainedModel, modules: Mapping[str, Mapping[str, Any]], files: Sequence[str]) -> None:
@@ -153,82 +144,11 @@ def _check_files(model: PreTrainedModel, layers: Mapping[str, QuantModule], file
     replaced |= {site.tensor_name for name, site in experts_by_name(model).items() if name in layers}
     floats = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor) and name not in replaced}
     quantized = {f"{name}.{suffix}": t for name, layer in layers.items() for suffix, t in _expected(layer).items()}
-    stored = dict(own_names(model, {**floats, **quantized}, headers_of(files)))
-    for names in shared_names(model, layers):
-        present = next((name for name in names if name in stored), None)
-        if present is not None:
-            stored = dict.fromkeys(names, stored[present]) | stored
+    found = dict(own_names(model, {**floats, **quantized}, headers_of(files, way_out=f", or {AGAIN}")))
+    stored = with_shared(found, shared_names(model, layers))
     for name, layer in layers.items():
         _check_layer(model, name, layer, {key: f for key, f in stored.items() if key.rpartition(".")[0] == name})
     check_floats(model, floats, {name: found for name, found in stored.items() if name not in quantized})
-
-
-def own_names(
-    model: PreTrainedModel, expected: Mapping[str, Tensor], headers: Iterable[tuple[str, Found]]
-) -> Iterator[tuple[str, Found]]:
-    """What files hold, by the names that transformers will give to it in the model.
-
-    expected: tensors of the model by name, of which some may be among them.
-    """
-    renamings, converters = by_kind(get_model_conversion_mapping(model))
-    targets = {pattern: entry.target_patterns for entry in converters for pattern in entry.source_patterns}
-    prefix, known = model.base_model_prefix, dict(expected)
-    for stored_as, found in headers:
-        name, pattern = rename_source_key(stored_as, renamings, converters, prefix, known)
-        if name not in expected and stored_as in expected:
-            name, pattern = rename_source_key(stored_as, [], [], prefix, known)
-        if pattern is None:
-            yield name, found
-            continue
-        for target in targets[pattern]:
-            yield name.replace(targets[pattern][0], target), Found(found.dtype, None, found.read)
-
-
-def headers_of(files: Sequence[Path]) -> Iterator[tuple[str, Found]]:
-    """The tensors of safetensors files, by the names that they have there."""
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118  # it is no dict
-                    header = tensors.get_slice(name)
-                    dtype = str_to_torch_dtype.get(header.get_dtype(), header.get_dtype())
-                    yield name, Found(dtype, tuple(header.get_shape()), partial(read_tensor, file, name))
-        except Exception as error:
-            raise HfAccelError(f"{file} cannot be read: {error}; copy it again, or {AGAIN}") from error
-
-
-def check_floats(model: PreTrainedModel, floats: Mapping[str, Tensor], stored: Mapping[str, Found]) -> None:
-    """Raise HfAccelError unless the files hold the tensors outside of the quantized layers, and no others."""
-    if type(model).__name__ in (model.config.architectures or ()):  # another class may have a new head
-        _check_names(model, floats, stored.keys())
-    for name in sorted(floats.keys() & stored.keys()):
-        _check_tensor(name, floats[name], stored[name])
-
-
-def _check_names(model: PreTrainedModel, floats: Mapping[str, Tensor], found: Collection[str]) -> None:
-    for name in sorted(floats.keys() - set(found) - set(model._keys_to_ignore_on_save or ())):
-        if not _matches(name, model._keys_to_ignore_on_load_missing):
-            raise _missing(model, name)
-    for name in sorted(set(found) - floats.keys()):
-        if not _matches(name, model._keys_to_ignore_on_load_unexpected) and "rotary_emb.inv_freq" not in name:
-            raise HfAccelError(
-                f"the checkpoint holds {name!r}, which {type(model).__name__} has no place for: config.json describes "
-                f"it without that part, or does not list the module as quantized; {AGAIN}"
-            )
-
-
-def shared_names(model: PreTrainedModel, layers: Mapping[str, QuantModule]) -> Iterable[set[str]]:
-    """Sets of names of one tensor: of tied weights, or of a module that stands at two places. A file has one name."""
-    groups: dict[Any, set[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        groups.setdefault(id(tensor), set()).add(name)
-    for target, source in remaining_ties(model.all_tied_weights_keys, layers).items():
-        groups.setdefault(source, {source}).add(target)
-    return (names for names in groups.values() if len(names) > 1)
-
-
-def _matches(name: str, patterns: Collection[str] | None) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns or ())
 
 
 # -- tensors -------------------------------------------------------------------------------------------
@@ -248,8 +168,8 @@ def _check_layer(model: PreTrainedModel, name: str, layer: QuantModule, found: M
         described += f", group_size={layer.group_size}, symmetric={layer.symmetric}"
     for key, tensor in expected.items():
         if key not in found:
-            raise _missing(model, key, described)
-        _check_tensor(key, tensor, found[key], described)
+            raise missing(model, key, described)
+        check_tensor(key, tensor, found[key], described)
     for key in sorted(found.keys() - expected.keys()):
         raise HfAccelError(
             f"the checkpoint holds {key!r}, which a layer with {described}, as config.json has it, has not; {AGAIN}"
@@ -300,21 +220,3 @@ def check_numbers(name: str, layer: QuantModule) -> None:
             row, column = wrong.nonzero()[0].tolist()
             place = [outputs.start + row, column]
             raise HfAccelError(f"'{name}.weight' holds NaN at {place} in the checkpoint; {AGAIN}")
-
-
-def _check_tensor(key: str, expected: Tensor, found: Found, described: str = "") -> None:
-    as_described = f" with {described}" if described else ""
-    same_kind = found.dtype in FLOATS if converts(expected) else found.dtype == expected.dtype
-    if not same_kind:
-        wanted = "a floating-point dtype" if converts(expected) else expected.dtype
-        raise HfAccelError(f"{key!r} is {found.dtype} in the checkpoint, but must be {wanted}{as_described}; {AGAIN}")
-    if found.shape is not None and found.shape != tuple(expected.shape):
-        raise HfAccelError(
-            f"{key!r} is {list(found.shape)} in the checkpoint, but {list(expected.shape)} in the model that "
-            f"config.json describes{as_described}; {AGAIN}"
-        )
-
-
-def _missing(model: PreTrainedModel, key: str, described: str = "") -> HfAccelError:
-    needs = f"a layer with {described}" if described else type(model).__name__
-    return HfAccelError(f"the checkpoint has no {key!r}, which {needs} needs; {AGAIN}")

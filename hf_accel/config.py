@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from os import PathLike
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from .errors import UnsupportedError
-from .keywords import MEANT_BY_PATCH, Default, check_keywords, checked_keywords, one_of, positive_int
+from .keywords import Default, checked_keywords, one_of, positive_int
 
 Activations = Literal["auto", "int8", "fp8"] | None
 Method = Literal["rtn", "gptq", "awq"]
+Bits = Literal[8, 4, 3, 2]
+GroupSize = Literal[32, 64, 128]
+WeightFormat = Literal["int", "fp8", "nf4"]
 KVDtype = Literal["auto", "int8", "fp8", "int4"]
-KeepOriginal = Literal["auto"] | bool
-GROUP_SIZES = (32, 64, 128)
-METHODS = ("rtn", "gptq", "awq")
+GROUP_SIZES = get_args(GroupSize)
+METHODS = get_args(Method)
 NF4_BLOCK = 64  # weights that share a scale
 NF4: dict[str, tuple[object, ...]] = {  # all that bitsandbytes, and transformers' checkpoints of it, can be asked for
     "bits": (4,), "group_size": (NF4_BLOCK,), "symmetric": (True,), "activations": ("auto", None), "method": ("rtn",),
@@ -36,13 +39,34 @@ NOT_MADE = {  # formats that users know, and what to do
     "as many bytes; choose weights={'bits': 4, 'group_size': 32}",
     **dict.fromkeys(("llm.int8", "llm_int8"), LLM_INT8),
 }
+BY_DATA = (
+    "weights=hf_accel.WeightConfig(4, method={!r}, calibration=texts), or hf_accel.load(path) for a checkpoint of it"
+)
+OF_GGUF = "weights={!r}, or hf_accel.load('model.gguf') for a file of it"
+MEANT_BY_WEIGHTS = {  # words of other libraries, as patterns, and what to write instead
+    "awq": BY_DATA.format("awq"), "gptq": BY_DATA.format("gptq"),
+    r"i?q4(_.*)?": OF_GGUF.format("int4"), r"i?q[568](_.*)?": OF_GGUF.format("int8"),
+    r"i?q[23](_.*)?": "weights=hf_accel.WeightConfig(3), or hf_accel.load('model.gguf') for a file of it",
+    r"(nf4|fp4|bnb|bitsandbytes).*": "weights='nf4'", r"(fp8|float8|e4m3|f8).*": "weights='fp8'",
+    r"(u?int|w)?4(\D.*)?|.*[-_]4-?bit": "weights='int4'", r"(u?int|w)?8(\D.*)?|.*[-_]8-?bit": "weights='int8'",
+    r"gguf|mxfp4|compressed[-_]tensors": "hf_accel.load(path) for a checkpoint of it",
+    r"(int)?3([-_]?bit)?": "weights=hf_accel.WeightConfig(3)",
+    r"(int)?2([-_]?bit)?": "weights=hf_accel.WeightConfig(2)",
+    r"none|no|off|false|float|(b?float|b?f|fp)(16|32)|half": "weights=None",
+}  # fmt: skip
 
 
 def check_format(keyword: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise UnsupportedError unless `value` is among `allowed`; for what is known elsewhere, with the reason."""
+    """Raise UnsupportedError unless `value` is among `allowed`; for what is known elsewhere, with the way out."""
     if isinstance(value, str) and value in NOT_MADE:
         raise UnsupportedError(f"{keyword}={value!r} is not made here: {NOT_MADE[value]}")
-    one_of(keyword, value, allowed)
+    one_of(keyword, value, allowed, instead=_meant(value) if keyword == "weights" else None)
+
+
+def _meant(value: object) -> str | None:
+    """What to write for a word, or a number of bits, that other libraries have."""
+    word = str(value).lower() if isinstance(value, str | int) else ""
+    return next((use for pattern, use in MEANT_BY_WEIGHTS.items() if re.fullmatch(pattern, word)), None)
 
 
 @checked_keywords(
@@ -53,9 +77,9 @@ def check_format(keyword: str, value: object, allowed: tuple[object, ...]) -> No
     block_size="group_size=",
     zero_point="symmetric=False",
 )
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class WeightConfig:
-    """How Linear weights are stored and multiplied.
+    """How Linear weights are stored and multiplied. WeightConfig(4) is WeightConfig(bits=4).
 
     bits: 8 (one scale per output channel), or 4, 3 or 2 (one scale per group). No kernel multiplies by 3 or 2 bits:
         plain torch does, slowly, to see what they lose.
@@ -78,16 +102,17 @@ class WeightConfig:
     only_if_faster: leave a layer alone where its quantized form was measured to be slower than stock.
     """
 
-    bits: int = 8
-    format: Literal["int", "fp8", "nf4"] = "int"
-    group_size: int = BY_FORMAT
+    bits: Bits = 8
+    _: KW_ONLY
+    format: WeightFormat = "int"
+    group_size: GroupSize = BY_FORMAT
     symmetric: bool = True
     activations: Activations = "auto"
     method: Method = "rtn"
     calibration: Any = field(default=None, compare=False, repr=False)
-    resume: str | None = field(default=None, compare=False, repr=False)
+    resume: str | PathLike[str] | None = field(default=None, compare=False, repr=False)
     average_bits: float | None = None
-    skip: tuple[str, ...] = ()
+    skip: Sequence[str] = ()
     head: Literal["int8"] | None = BY_FORMAT
     only_if_faster: bool = False
 
@@ -95,8 +120,10 @@ class WeightConfig:
         object.__setattr__(self, "skip", (self.skip,) if isinstance(self.skip, str) else tuple(self.skip))
         if self.average_bits is not None:
             self._check_average_bits()
-        one_of("bits", self.bits, (8, 4, 3, 2))
-        check_format("format", self.format, ("int", "fp8", "nf4"))
+        if isinstance(self.bits, str) and self.bits in WEIGHTS:
+            raise UnsupportedError(f"bits={self.bits!r} is a word of weights=; pass weights={self.bits!r} to patch()")
+        one_of("bits", self.bits, get_args(Bits))
+        check_format("format", self.format, get_args(WeightFormat))
         if isinstance(self.group_size, Default):
             object.__setattr__(self, "group_size", NF4_BLOCK if self.is_nf4 else 128)
         if isinstance(self.head, Default):
@@ -174,30 +201,56 @@ class WeightConfig:
 
 
 @checked_keywords(kv_dtype="dtype=", bits="dtype='int8'", page_size="block_size=", max_length="max_tokens=")
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CacheConfig:
-    """The paged KV cache.
+    """The paged KV cache. CacheConfig("int8") is CacheConfig(dtype="int8").
 
-    block_size: tokens in a block.
     dtype: "auto" stores K and V as the model computes them, "int8" or "fp8" (e4m3) with a scale per
         token and head, "int4" rotated, with a scale and a shift, for heads of an even size: it loses little where
         heads are as large as usual (64 numbers, 128), and a lot where they are small.
+    block_size: tokens in a block.
     max_tokens: a fixed capacity in tokens over all sequences; None grows as needed. On a GPU, None gives an Engine
         and generate_batch() as many as fit into its free memory.
     prefix_sharing: keep one copy of blocks whose tokens and history are equal.
     """
 
-    block_size: int = 16
     dtype: KVDtype = "auto"
+    _: KW_ONLY
+    block_size: int = 16
     max_tokens: int | None = None
     prefix_sharing: bool = True
 
     def __post_init__(self) -> None:
         positive_int("block_size", self.block_size)
-        one_of("cache dtype", self.dtype, get_args(KVDtype))
+        as_block = f"block_size={self.dtype}" if str(self.dtype).isdigit() else None
+        one_of("cache dtype", self.dtype, get_args(KVDtype), instead=as_block)
         if self.max_tokens is not None:
             positive_int("max_tokens", self.max_tokens)
         one_of("prefix_sharing", self.prefix_sharing, (True, False))
+
+
+class DraftModel(Protocol):
+    """A model that drafts, with the tokenizer of the model it drafts for."""
+
+    @property
+    def forward(self) -> Any: ...
+
+
+class Candidates(Protocol):
+    """A CandidateGenerator of transformers."""
+
+    def get_candidates(self, *args: Any, **keywords: Any) -> Any: ...
+
+
+class Proposals(Protocol):
+    """A hf_accel.Drafter."""
+
+    def propose(self, *args: Any, **keywords: Any) -> Any: ...
+
+
+DrafterName = Literal["auto", "ngram", "suffix", "self-int4"]
+Drafting = DrafterName | DraftModel | Candidates | Proposals
+Drafters = Drafting | Sequence[Drafting]
 
 
 @checked_keywords(
@@ -223,7 +276,7 @@ class SpeculativeConfig:
     ngram: fewest and most tokens that an n-gram lookup matches.
     """
 
-    drafter: Any = "auto"
+    drafter: Drafters = "auto"
     num_draft: int | Literal["auto"] = "auto"
     max_draft: int = 8
     verify: Literal["token", "block", "seeded"] = "token"
@@ -234,8 +287,8 @@ class SpeculativeConfig:
             one_of("drafter", name, DRAFTERS)
         if self.drafter is None or not self.drafters:
             raise UnsupportedError(f"drafter={self.drafter!r} names none; leave speculative=None for no speculation")
-        if self.num_draft != "auto" and self.num_draft != 0:
-            positive_int("num_draft", self.num_draft)
+        if self.num_draft != "auto":
+            positive_int("num_draft", self.num_draft, way_out="; speculative=None is for no drafts, 'auto' for few")
         positive_int("max_draft", self.max_draft)
         one_of("verify", self.verify, ("token", "block", "seeded"))
         object.__setattr__(self, "ngram", tuple(self.ngram))
@@ -257,7 +310,7 @@ class SpeculativeConfig:
         return self
 
 
-DRAFTERS = ("auto", "ngram", "suffix", "self-int4")
+DRAFTERS = get_args(DrafterName)
 
 
 def parse_speculative(speculative: object) -> SpeculativeConfig | None:
@@ -266,74 +319,8 @@ def parse_speculative(speculative: object) -> SpeculativeConfig | None:
         return speculative
     if isinstance(speculative, Mapping):
         return SpeculativeConfig(**speculative)
-    return SpeculativeConfig(drafter=speculative)
-
-
-@checked_keywords(**MEANT_BY_PATCH)
-@dataclass(frozen=True, kw_only=True)
-class PatchConfig:
-    """Every keyword of `patch`, resolved to its config object.
-
-    explicit: the keywords that were given, as opposed to left at their default.
-    """
-
-    weights: WeightConfig | None = WeightConfig()
-    attention: str | None = "auto"
-    cache: CacheConfig | None = CacheConfig()
-    fuse: bool = True
-    speculative: SpeculativeConfig | None = None
-    keep_original: KeepOriginal = "auto"
-    deterministic: bool = False
-    context_parallel: Any = field(default=None, compare=False, repr=False)
-    explicit: frozenset[str] = field(default=frozenset(), compare=False)
-
-    @classmethod
-    def build(cls, config: PatchConfig | Mapping[str, Any] | None = None, **keywords: Any) -> PatchConfig:
-        """Parse the user's keywords ("int8", "paged", ...) on top of `config`.
-
-        Raises UnsupportedError for an unknown keyword or value.
-        """
-        if isinstance(config, PatchConfig):
-            base = {name: getattr(config, name) for name in config.explicit}
-        elif config is None or isinstance(config, Mapping):
-            base = dict(config or {})
-        else:
-            raise UnsupportedError(f"config={config!r} must be a hf_accel.PatchConfig or a dict of keywords")
-        given = base | {name: value for name, value in keywords.items() if not isinstance(value, Default)}
-        check_patch_keywords("patch()", given)
-        return cls(**given, explicit=frozenset(given))
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "weights", parse_weights(self.weights))
-        object.__setattr__(self, "cache", parse_cache(self.cache))
-        object.__setattr__(self, "speculative", parse_speculative(self.speculative))
-        one_of("fuse", self.fuse, (True, False))
-        one_of("keep_original", self.keep_original, ("auto", True, False))
-        one_of("deterministic", self.deterministic, (True, False))
-        if self.attention is not None and not isinstance(self.attention, str):
-            raise UnsupportedError(f"attention={self.attention!r} must be 'auto', a backend's name or None")
-
-    def without_data(self) -> PatchConfig:
-        """The same without what is not part of a model: calibration data, and a process group."""
-        weights = self.weights
-        if weights is not None and weights.calibration is not None:
-            weights = dataclasses.replace(weights, calibration=None, resume=None)
-        return dataclasses.replace(self, weights=weights, context_parallel=None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able keywords that `build` turns into an equal config."""
-        keywords = dataclasses.asdict(dataclasses.replace(self.without_data(), speculative=None))
-        del keywords["explicit"], keywords["context_parallel"]
-        if keywords["weights"] is not None:
-            del keywords["weights"]["calibration"], keywords["weights"]["resume"]
-        if self.speculative is not None and self.speculative.is_plain:  # a draft model is not part of this one
-            keywords["speculative"] = dataclasses.asdict(self.speculative)
-        return keywords
-
-
-def check_patch_keywords(where: str, given: Iterable[str]) -> None:
-    known = (f.name for f in dataclasses.fields(PatchConfig) if f.name != "explicit")
-    check_keywords(where, given, known, MEANT_BY_PATCH)
+    drafter: Any = speculative
+    return SpeculativeConfig(drafter=drafter)
 
 
 WEIGHTS: dict[str, dict[str, Any]] = {  # the fields of a WeightConfig that a word stands for
@@ -351,10 +338,19 @@ def parse_weights(weights: object) -> WeightConfig | None:
     return WeightConfig(**WEIGHTS[str(weights)])
 
 
+MEANT_BY_CACHE = dict.fromkeys(  # transformers' words
+    ("dynamic", "dynamic_full", "static", "offloaded", "offloaded_static", "quantized", "none", "stock"),
+    "cache=None, and transformers' own cache is made as without hf_accel",
+)
+
+
 def parse_cache(cache: object) -> CacheConfig | None:
     if cache is None or isinstance(cache, CacheConfig):
         return cache
     if isinstance(cache, Mapping):
         return CacheConfig(**cache)
-    one_of("cache", cache, (None, "paged"))
+    instead = (
+        f"cache=hf_accel.CacheConfig({cache!r})" if cache in get_args(KVDtype) else MEANT_BY_CACHE.get(str(cache))
+    )
+    one_of("cache", cache, (None, "paged"), instead=instead)
     return CacheConfig()

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.pytorch_utils import Conv1D
 
-from .checkpoint import check_floats, empty_layer, headers_of, original_of, own_names, put_layers, shared_names
+from .checkpoint import empty_layer, original_of, put_layers
+from .contents import check_floats, headers_of, own_names, passed_over, shared_names, with_shared
 from .errors import HfAccelError, UnsupportedError
 from .hardware import release
 from .interop.awq import Awq
@@ -85,6 +86,8 @@ def _by_module(
             others.append((stored_as, found))
             continue
         (name, whole), *more = own_names(model, expected, [(f"{module}.weight", found)])
+        if name not in expected and passed_over(model, name):
+            continue
         if more or whole.shape is None:
             raise refuse(reader.method, f"holds {module!r} quantized, which the model has joined with others")
         parts.setdefault(name.rpartition(".")[0], {})[suffix] = found
@@ -103,11 +106,7 @@ def _check_others(model: PreTrainedModel, layers: Mapping[str, QuantLinear], oth
     replaced = {f"{name}.{suffix}" for name in layers for suffix in ("weight", "bias")}
     floats = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor) and name not in replaced}
     floats |= {f"{name}.bias": layer.bias for name, layer in layers.items() if layer.bias is not None}
-    stored = dict(others)
-    for names in shared_names(model, layers):
-        present = next((name for name in names if name in stored), None)
-        if present is not None:
-            stored = dict.fromkeys(names & floats.keys(), stored[present]) | stored
+    stored = with_shared(others, [names & floats.keys() for names in shared_names(model, layers)])
     for name, layer in layers.items():
         if layer.bias is None and original_of(model, name).bias is not None:
             raise HfAccelError(
@@ -120,7 +119,7 @@ def _check_others(model: PreTrainedModel, layers: Mapping[str, QuantLinear], oth
 
 def converters(reader: Reader, layers: Mapping[str, QuantLinear]) -> list[WeightConverter]:
     """The steps by which transformers' loader hands the parts of each layer to the reader."""
-    sources = [rf"\.{suffix}$" for suffix in reader.suffixes]
+    sources = list(reader.patterns())
     return [
         WeightConverter(source_patterns=sources, target_patterns=COLLECTED, operations=[ReadStored(reader, layers)])
     ]
@@ -160,7 +159,7 @@ class ReadStored(ConversionOps):
     """The parts of a layer -> the tensors of a QuantLinear."""
 
     def __init__(self, reader: Reader, layers: Mapping[str, QuantLinear]) -> None:
-        self.reader, self.layers = reader, layers
+        self.reader, self.layers, self.suffixes = reader, layers, reader.patterns()
         self.hf_quantizer = self  # a mark by which transformers leaves the dtypes as they are
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReadStored:
@@ -173,9 +172,9 @@ class ReadStored(ConversionOps):
         if name not in self.layers:
             raise UnsupportedError(f"{name!r} is no layer that the checkpoint was found to hold")
         layer = self.layers[name]
-        parts = {pattern[2:-1]: tensors[0] for pattern, tensors in input_dict.items()}
+        parts = {self.suffixes[pattern]: tensors[0] for pattern, tensors in input_dict.items()}
         shape = (layer.out_features, layer.in_features)
-        tensors = self.reader.loose(parts, shape)
+        tensors = self.reader.loose(name, parts, shape)
         if tensors is None:
             tensors = state(self.reader.convert(name, parts, shape))
             for part in parts.values():

@@ -28,5 +28,25 @@ def mixed_class(mixin: type[Mixin], original: type) -> type:
     return _MIXED[mixin, original]
 
 
+def unmixed_class(kind: type, original: type) -> type:
+    """What an object of class `kind`, to which the mixed class of `original` was given, is without that class.
+
+    Others may have derived a class for the object from it since, as parametrizations and FSDP do: it is made anew.
+    """
+
+    def is_ours(each: type) -> bool:
+        return vars(each).get("original_class") is original
+
+    def without(each: type) -> type:
+        if is_ours(each):
+            return original
+        if not any(map(is_ours, each.__mro__)):
+            return each
+        own = {name: value for name, value in vars(each).items() if name not in ("__dict__", "__weakref__")}
+        return type(each)(each.__name__, tuple(map(without, each.__bases__)), own)
+
+    return without(kind) if any(map(is_ours, kind.__mro__)) else original
+
+
 def rebuild(mixin: type[Mixin], original: type) -> Any:
     return object.__new__(mixed_class(mixin, original))

@@ -7,13 +7,14 @@ themselves let a journal be deep-copied and pickled together with the model it b
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from .errors import HfAccelError
+from .instance import unmixed_class
 
 
 @dataclass
@@ -41,6 +42,13 @@ class Journal:
 
     def __init__(self) -> None:
         self.writes: list[Write] = []
+
+    @classmethod
+    def of(cls, writes: Iterable[Write]) -> Journal:
+        """One with some of the writes of another."""
+        journal = cls()
+        journal.writes = list(writes)
+        return journal
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
         """owner.name = value, in the instance's own dict; `__class__` is allowed."""
@@ -92,7 +100,7 @@ class Journal:
 
     def _take_back(self, write: Write, holders: Holders) -> None:
         if write.key == "__class__" and write.container is None:
-            write.owner.__class__ = write.old
+            write.owner.__class__ = unmixed_class(type(write.owner), write.old)
             return
         entries, key = self._place(write, holders)
         if write.had_it:

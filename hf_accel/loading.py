@@ -1,23 +1,17 @@
-"""from_pretrained with an AccelConfig: each weight is packed as it is read, so that the float model never exists.
-
-A weight that was taken leaves a Parameter of its shape over a single number, so that the plan made afterwards is the
-one that patch() would make of the float model.
-"""
+"""from_pretrained with an AccelConfig, and load(): a checkpoint is checked, and packed while it is read."""
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import register_quantization_config, register_quantizer
@@ -25,119 +19,29 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from .calibration import planned
 from .checkpoint import check_loaded, check_numbers, prepare
-from .config import PatchConfig
+from .contents import COPY, check_float_model, check_report, headers_of
 from .errors import HfAccelError, UnsupportedError
 from .estimate.shapes import class_of
 from .foreign import Gguf, converters, is_ours, prepare_foreign, reader_of, state_dict_of
 from .hardware import release, trim
 from .interop.gguf_reader import forget_files
-from .linear import LinearSpec, QuantModule, Workers, choose
+from .linear import QuantModule
 from .linear.hf import METHOD, AccelConfig, AccelQuantizer
-from .originals import Source, Stored, stored_tensors
-from .pack import Packed, pack_weight
+from .model_config import read_config
+from .originals import Stored
+from .pack import Packed
+from .packer import Packer, make_packer
 from .parallel.tensor_plan import split_sizes
 from .patch import apply_plan, patch
-from .plan import LinearPlan
-from .planning import find_on_disk, make_plan, plan_linears
+from .plan import Line, LinearPlan
+from .planning import find_on_disk, make_plan
 from .state import state_of
+from .tensors import torchs_defaults
 
-PATCH_KEYWORDS = tuple(field.name for field in fields(PatchConfig) if field.name not in ("explicit", "config"))
 HUB_KEYWORDS = (
     "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
     "trust_remote_code",
 )  # fmt: skip
-
-
-class Packer:
-    """Takes the weights that the plan quantizes, in a few threads, and gives them back packed."""
-
-    def __init__(self, linears: Sequence[LinearPlan], *, device_type: str, files: Mapping[str, Path], lose: bool):
-        """files: where tensors are stored, by their names there. lose: pack also what cannot be read back."""
-        self._linears = {linear.site.tensor_name: linear for linear in linears}
-        self._device_type, self._files, self._lose = device_type, files, lose
-        self._workers = Workers[Packed]()
-        self._packed: list[Packed] = []
-        self._failure: Exception | None = None
-
-    def wants(self, name: str) -> bool:
-        return name in self._linears
-
-    def take(self, name: str, tensor: Tensor, stored_as: str | None) -> Tensor:
-        """Pack the parameter `name`, and return a stand-in over a single number.
-
-        Returns `tensor` itself where it could not be read back, or is on another device than was planned.
-        """
-        file = self._files.get(stored_as) if stored_as is not None else None
-        if tensor.device.type != self._device_type or (file is None and not self._lose):
-            return tensor
-        if self._failure is None:
-            try:
-                self._packed += self._workers.put(partial(self._pack, self._linears[name], tensor, file, stored_as))
-            except Exception as error:  # transformers would make a report of it, and go on
-                self._failure = error
-        return torch.empty(1, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-
-    def finish(self) -> dict[str, Packed]:
-        """By the names of modules. Raises UnsupportedError for a weight that cannot be quantized."""
-        with self._workers as workers:
-            if self._failure is not None:
-                raise self._failure
-            self._packed += workers.finish()
-        return {packed.name: packed for packed in self._packed}
-
-    def _pack(self, linear: LinearPlan, tensor: Tensor, file: Path | None, stored_as: str | None) -> Packed:
-        source = None
-        if file is not None and stored_as is not None:
-            source = None if self._lose else Source.of(tensor, file, stored_as)
-        assert linear.choice is not None
-        spec = LinearSpec.of(linear.site.matrices(tensor)[0], linear.config)
-        choice = choose(spec, row_invariant=linear.choice.row_invariant)
-        packed = pack_weight(linear, tensor, choice, source=source)
-        release(tensor)  # transformers holds its mapping until the whole model is loaded
-        return packed
-
-
-def make_packer(
-    model: PreTrainedModel, settings: PatchConfig, *, device_map: Any, files: Sequence[str]
-) -> Packer | None:
-    """The Packer for a model on meta; None where the model has to be loaded whole and patched then."""
-    device_type, keep = _device_type(device_map), settings.keep_original
-    stored = stored_tensors(files)
-    weights = settings.weights  # calibration needs the whole model; NF4 is not ours to pack from pieces
-    whole = weights is not None and (weights.needs_data or weights.is_nf4)
-    if device_type is None or whole or keep is True or (keep == "auto" and not stored):
-        return None
-    with _torchs_defaults():
-        linears = [
-            linear
-            for linear in plan_linears(
-                model, settings.weights, device_type=device_type, row_invariant=settings.deterministic
-            )
-            if linear.choice is not None and not linear.site.is_tied
-        ]
-    return Packer(linears, device_type=device_type, files=stored, lose=keep is False) if linears else None
-
-
-@contextmanager
-def _torchs_defaults() -> Iterator[None]:
-    """Leave the dtype and the meta device under which transformers builds a model: numbers are computed here."""
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-
-
-def _device_type(device_map: Any) -> str | None:
-    """The kind of the one device that all weights go to; None if there may be several."""
-    if device_map is None or (isinstance(device_map, str) and not torch.accelerator.is_available()):
-        return "cpu"
-    devices = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
-    if len(devices) != 1 or devices & {"disk", "meta"} or isinstance(device_map, str):
-        return None
-    return torch.device(devices.pop()).type
 
 
 def finish_loading(model: PreTrainedModel, settings: AccelConfig, packer: Packer | None) -> None:
@@ -173,6 +77,7 @@ def _originals(
 def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
     """Patch a model that was saved quantized: it has its quantized layers already, and no originals."""
     check_loaded(model)
+    reader = None if settings.stored_as is None else reader_of(settings.stored_as)
     settings.stored_as = None
     for name, layer in model.named_modules():
         if isinstance(layer, QuantModule):
@@ -184,48 +89,64 @@ def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
                 release(tensor)
     trim()
     todo = make_plan(model, replace(settings.patch, weights=None))
-    apply_plan(replace(todo, config=settings.patch))
+    note = () if reader is None or reader.note is None else (Line("linear", "activations", "8 bits", reader.note),)
+    apply_plan(replace(todo, config=settings.patch, lines=(*todo.lines, *note)))
     state_of(model).originals.never_there = True
 
 
-# -- load() -------------------------------------------------------------------------------------------
+# -- load_checkpoint() ----------------------------------------------------------------------------------------
 
 
-def load(path: str | os.PathLike[str], **keywords: Any) -> PreTrainedModel:
-    """Load a checkpoint and patch it: a float one, one of ours, or one that another program quantized.
-
-    path: a folder, a name on the Hub or a .gguf file. keywords: those of hf_accel.patch(); the others go to
-    from_pretrained(). compressed-tensors (INT4, INT8, FP8), GPTQ (4 and 8 bits, also with act-order), AWQ, FP8 in
-    blocks (DeepSeek, Qwen) and GGUF (Llama and Qwen; all types of blocks from Q2_K to Q8_0) are run in the bits that
-    they have: nothing is rounded again, and nothing but the embedding of a GGUF file is held in floating point. Leave
-    weights= out for them. A checkpoint of another quantizer, such as bitsandbytes, is loaded as transformers does, and
-    everything but its Linears is patched. With distributed_config= a float model is loaded split, and then patched.
-
-    The class is the one that config.json names under architectures. Raises UnsupportedError for a layout that is not
-    read, HfAccelError for files that do not hold what config.json says.
-    """
-    ours = {name: keywords.pop(name) for name in PATCH_KEYWORDS if name in keywords}
-    if isinstance(keywords.get("config"), PatchConfig):
-        ours["config"] = keywords.pop("config")
+def load_checkpoint(path: str | os.PathLike[str], ours: dict[str, Any], keywords: dict[str, Any]) -> PreTrainedModel:
+    """hf_accel.load(). ours: the keywords for patch() that were given. keywords: those for from_pretrained()."""
     if str(path).endswith(".gguf"):
         return _load_gguf(str(path), ours, keywords)
     hub = {name: keywords[name] for name in HUB_KEYWORDS if name in keywords}
-    config = keywords.pop("config", None) or transformers.AutoConfig.from_pretrained(path, **hub)
-    load_model = partial(class_of(config).from_pretrained, path, config=config, **keywords)
+    config = keywords.pop("config", None) or read_config(path, **hub)
+    kind = class_of(config)
+    config.architectures = [kind.__name__] if issubclass(kind, PreTrainedModel) else config.architectures
+    load_model = partial(_load, kind, path, config=config, **keywords)
     stored = stored_config(config)
     if stored is None and keywords.get("distributed_config") is not None:
-        return patch(load_model(), **ours)  # parts of weights are packed when they are all there
+        return patch(_whole(load_model), **ours)  # parts of weights are packed when they are all there
     if stored is None:
-        return load_model(quantization_config=AccelConfig(**ours))
+        return load_model(quantization_config=_for_float_files(ours, keywords))
     method = stored.get("quant_method")
     _leave_weights_out(ours, method)
     if method == METHOD:
         config.quantization_config = {**stored, **ours}
     elif reader_of(stored) is not None:
         config.quantization_config = {"quant_method": METHOD, "stored_as": stored, **ours}
-    else:
-        return patch(load_model(), weights=None, **ours)
+    elif method in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        return patch(_whole(load_model), weights=None, **ours)
+    else:  # transformers passes over it, with a warning, and reads floats
+        return load_model(quantization_config=_for_float_files({"weights": None, **ours}, keywords))
     return load_model()
+
+
+def _load(kind: Any, path: str | os.PathLike[str], /, **keywords: Any) -> Any:
+    """from_pretrained(). Raises HfAccelError for what it reports only once it has read the tensors."""
+    try:
+        return kind.from_pretrained(path, **keywords)
+    except RuntimeError as error:
+        if "above report" not in str(error):
+            raise
+        raise HfAccelError(f"transformers cannot make {kind.__name__} of {path}: {error} {COPY}") from error
+
+
+def _for_float_files(ours: Mapping[str, Any], keywords: Mapping[str, Any]) -> AccelConfig:
+    """Have the files checked before they are read. keywords: those of from_pretrained()."""
+    settings = AccelConfig(**ours)
+    shapes = not keywords.get("ignore_mismatched_sizes", False)
+    settings.check_files = {"key_mapping": keywords.get("key_mapping"), "shapes": shapes}
+    return settings
+
+
+def _whole(load_model: partial[Any]) -> PreTrainedModel:
+    """What transformers loads by itself. Raises HfAccelError if it had to fill in random numbers."""
+    model, report = load_model(output_loading_info=True)
+    check_report(model, report["missing_keys"], report["unexpected_keys"])
+    return model
 
 
 def _load_gguf(path: str, ours: dict[str, Any], keywords: dict[str, Any]) -> PreTrainedModel:
@@ -242,6 +163,7 @@ def _load_gguf(path: str, ours: dict[str, Any], keywords: dict[str, Any]) -> Pre
         config.quantization_config = {"quant_method": METHOD, "stored_as": stored, **ours}
     else:
         keywords["quantization_config"] = AccelConfig(**ours)
+        check_float_model(empty, reader.headers(empty))
     state_dict = state_dict_of(empty, reader)
     try:
         model: PreTrainedModel = type(empty).from_pretrained(None, config=config, state_dict=state_dict, **keywords)
@@ -296,11 +218,14 @@ class LoadingQuantizer(AccelQuantizer):
             )
         reader = None if settings.stored_as is None else reader_of(settings.stored_as)
         if reader is not None:
-            with _torchs_defaults():
+            with torchs_defaults():
                 self.conversions = converters(reader, prepare_foreign(model, reader, files))
         elif self.pre_quantized:
             prepare(model, settings.modules, files)
         else:
+            if settings.check_files is not None and files:
+                with torchs_defaults():
+                    check_float_model(model, headers_of([Path(file) for file in files]), **settings.check_files)
             self.packer = make_packer(model, settings.patch, device_map=device_map, files=files)
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:

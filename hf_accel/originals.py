@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 import torch
 from safetensors import safe_open
@@ -39,9 +39,26 @@ def checkpoint_files(folder: str | None) -> dict[str, Path]:
         return {}
     root = Path(folder)
     if (root / INDEX).is_file():
-        names = json.loads((root / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        return {name: root / file for name, file in names.items()}
+        return indexed(root / INDEX)
     return stored_tensors([root / SINGLE]) if (root / SINGLE).is_file() else {}
+
+
+def indexed(index: Path) -> dict[str, Path]:
+    """Tensor name -> file, as an index of shards has them. Raises HfAccelError for one that names files elsewhere."""
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        for name, file in names.items():
+            check_inside(file, f"{index}, weight_map[{name!r}]")
+        return {name: index.parent / file for name, file in names.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HfAccelError(f"{index} is no index of shards: {error!r}; copy it again") from error
+
+
+def check_inside(file: object, said: str) -> None:
+    """Raise HfAccelError unless `file`, which `said` names, is a path within the checkpoint's folder."""
+    path = PureWindowsPath(file) if isinstance(file, str) else None  # it takes / and \\ for separators
+    if path is None or path.anchor or ".." in path.parts:
+        raise HfAccelError(f"{said} is {file!r}, which is no file in the checkpoint's folder; copy it again")
 
 
 def stored_tensors(files: Iterable[str | Path]) -> dict[str, Path]:

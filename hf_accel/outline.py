@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import torch
 from safetensors import safe_open
@@ -14,25 +14,25 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .calibration import planned
-from .config import PatchConfig
 from .errors import UnsupportedError
 from .estimate.shapes import load_config, on_meta
 from .linear.hf import stored_experts
 from .loading import stored_config
 from .originals import Stored, checkpoint_files
 from .patch import plan as plan_model
+from .patch_config import PatchConfig, PatchKeywords, takes_patch_keywords
 from .plan import LinearPlan, Plan
 
 SMALL = 2**20  # bytes; more are pages of their own
 WORDS = {torch.float32: ("F32",), torch.float16: ("F16",), torch.bfloat16: ("BF16",)}  # of safetensors' headers
 
 
+@takes_patch_keywords
 def plan(
     model: nn.Module | str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
-    config: PatchConfig | Mapping[str, Any] | None = None,
-    **keywords: Any,
+    **keywords: Unpack[PatchKeywords],
 ) -> Plan:
     """What `patch(model, **keywords)` would do, and why. Changes nothing.
 
@@ -40,25 +40,24 @@ def plan(
     in; None takes that of config.json.
     """
     if isinstance(model, (str, os.PathLike)):
-        return plan_checkpoint(model, dtype=dtype, config=config, **keywords)
+        return plan_checkpoint(model, dtype=dtype, **keywords)
     if dtype is not None:
         raise UnsupportedError(f"dtype={dtype} is for the path of a checkpoint; a model has its own: leave dtype= out")
-    return plan_model(model, config=config, **keywords)
+    return plan_model(model, **keywords)
 
 
 def plan_checkpoint(
     path: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
-    config: PatchConfig | Mapping[str, Any] | None = None,
-    **keywords: Any,
+    **keywords: Unpack[PatchKeywords],
 ) -> Plan:
     """The Plan for the float checkpoint `path`, without reading its weights: as of the model that would be loaded.
 
     dtype: to load it in; None takes that of config.json. keywords: those of patch(). Raises UnsupportedError for a
     checkpoint that is quantized already, and for what only the weights could tell (AWQ, average_bits).
     """
-    settings = PatchConfig.build(config, **keywords)
+    settings = PatchConfig.build(**keywords)
     if os.fspath(path).endswith(".gguf"):
         raise UnsupportedError(f"{os.fspath(path)!r}: the plan of a GGUF file is made when it is loaded")
     described = load_config(path)

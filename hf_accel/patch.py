@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -16,20 +16,32 @@ from .attention import PlannedAttention
 from .attention.hf import NAME as ATTENTION_NAME
 from .attention.hf.parts import implementation_of_config, set_our_attention, stock_implementation
 from .calibration import calibrate, planned
-from .check import transformers_model
-from .config import PatchConfig, WeightConfig
-from .errors import HfAccelError, UnsupportedError
+from .check import is_patched_alike, transformers_model
+from .config import WeightConfig
+from .errors import UnsupportedError
 from .fused.projections import FusedProjections
 from .generation.hf import AcceleratedGeneration, GenerationState, prepare_step
 from .instance import mixed_class
 from .journal import Journal
-from .keywords import Default
+from .kernels import cpu as cpu_kernels
+from .keywords import MEANT_BY_PATCH, checked_keywords
 from .linear import QuantLinear, QuantModule
 from .linear.hf import METHOD, AccelConfig, AccelQuantizer, module_settings
 from .models import unwrapped
-from .nf4_model import check_nf4, label_nf4
+from .nf4_model import label_nf4
 from .originals import Originals
-from .pack import LAYERS, Packed, replace_linears, replace_parameters
+from .pack import Packed, replace_linears, replace_parameters
+from .patch_config import (
+    Attention,
+    Cache,
+    KeepOriginal,
+    PatchConfig,
+    PatchKeywords,
+    ProcessGroup,
+    Speculative,
+    Weights,
+    takes_patch_keywords,
+)
 from .plan import Plan
 from .state import (
     BACKEND_ATTRIBUTE,
@@ -43,36 +55,36 @@ from .state import (
     state_of,
 )
 from .survey import attention_modules, common_group_size
+from .tensors import torchs_defaults
 from .ties import break_ties
 from .twin import twin
+from .undo import unpatch
 
 Model = TypeVar("Model", bound=nn.Module)
-INT8: Any = Default("int8")
-AUTO: Any = Default("auto")
-PAGED: Any = Default("paged")
-ON: Any = Default("on")
-OFF: Any = Default("off")
-NONE: Any = Default("none")
 
 
-def plan(model: nn.Module, *, config: PatchConfig | Mapping[str, Any] | None = None, **keywords: Any) -> Plan:
+@takes_patch_keywords
+def plan(model: nn.Module, **keywords: Unpack[PatchKeywords]) -> Plan:
     """What `patch(model, **keywords)` would do, and why. Changes nothing."""
-    return planned(model, PatchConfig.build(config, **keywords))
+    settings = PatchConfig.build(**keywords)
+    with torchs_defaults():
+        return planned(model, settings)
 
 
+@checked_keywords(**MEANT_BY_PATCH)
+@takes_patch_keywords
 def patch(
     model: Model,
     *,
-    weights: Any = INT8,
-    attention: Any = AUTO,
-    cache: Any = PAGED,
-    fuse: Any = ON,
-    speculative: Any = OFF,
-    keep_original: Any = AUTO,
-    deterministic: Any = OFF,
-    context_parallel: Any = NONE,
+    weights: Weights = "int8",
+    attention: Attention = "auto",
+    cache: Cache = "paged",
+    fuse: bool = True,
+    speculative: Speculative = None,
+    keep_original: KeepOriginal = "auto",
+    deterministic: bool = False,
+    context_parallel: ProcessGroup | None = None,
     config: PatchConfig | Mapping[str, Any] | None = None,
-    **unknown: Any,
 ) -> Model:
     """Accelerate a transformers model in place and return it; `unpatch` undoes it exactly.
 
@@ -88,97 +100,34 @@ def patch(
     context_parallel: a process group of torch.distributed whose ranks share out the KV cache: docs/parallel.md.
     config: a PatchConfig or a dict of these keywords, which the keywords given override.
 
-    Raises UnsupportedError, with the model as it was, for what cannot be done.
+    A model that is patched already with the same keywords is returned as it is. Raises UnsupportedError, with the
+    model as it was, for other keywords then, and for what cannot be done.
     """
     keywords = {
         "weights": weights, "attention": attention, "cache": cache, "fuse": fuse, "speculative": speculative,
         "keep_original": keep_original, "deterministic": deterministic, "context_parallel": context_parallel,
     }  # fmt: skip
-    settings = PatchConfig.build(config, **keywords, **unknown)
-    _check_unpatched(transformers_model(model))
-    apply_plan(planned(model, settings))
+    settings = PatchConfig.build(config, **keywords)
+    if not is_patched_alike(transformers_model(model), settings):
+        with torchs_defaults():
+            apply_plan(planned(model, settings))
     return model
 
 
-def _check_unpatched(model: PreTrainedModel) -> None:
-    """Raise UnsupportedError for a model that is patched, is part of a patched one, or has a part that is patched."""
-    if is_patched(model):
-        raise UnsupportedError("the model is patched already; call hf_accel.unpatch(model) first")
-    outer = vars(model).get(PART_OF)
-    if outer is not None:
-        raise UnsupportedError(
-            f"this {type(model).__name__} is a part of a patched {outer} and is patched with it; use it as it is, or "
-            f"call hf_accel.unpatch() on the {outer} first"
-        )
-    for name, module in model.named_modules():
-        if find_state(module) is not None:
-            raise UnsupportedError(
-                f"{name!r} in this {type(model).__name__}, a {type(module).__name__}, is patched already; call "
-                f"hf_accel.unpatch(model.{name}) first"
-            )
-
-
-def unpatch(model: Model) -> Model:
-    """Take everything that patch() did out of the model, bit for bit, and return it.
-
-    Raises UnsupportedError if the model is not patched, an Engine runs it, or its originals were dropped by
-    keep_original=False, HfAccelError if they cannot be read back or another library replaced a module since; nothing
-    is changed then.
-    """
-    inner = transformers_model(model)
-    if not is_patched(inner):
-        outer = vars(inner).get(PART_OF)
-        if outer is not None:
-            raise UnsupportedError(f"this is a part of a patched {outer}; call hf_accel.unpatch() on the whole")
-        raise UnsupportedError("the model is not patched; there is nothing to take out")
-    state = state_of(inner)
-    state.generation.require_idle("unpatch()")
-    state.originals.check()
-    _check_layers(inner, state.journal)
-    check_nf4(inner)
-    state.journal.check(inner)
-    state.originals.restore()
-    layers = _catch_up(inner, state.journal)
-    folded = [(w.owner, w.new) for w in state.journal.writes if w.container == "_parameters"]
-    state.journal.undo(inner)
-    for module, parameter in folded:
-        module.to(parameter.device, parameter.dtype)
-    for layer in layers:
-        layer.fused_projections = None  # which hold the layers, and would keep them until a collection of cycles
-    return model
-
-
-def _check_layers(model: PreTrainedModel, journal: Journal) -> None:
-    """Raise if quantized layers were given other weights since patch(), or if something has put copies of them in."""
-    placed = {id(m) for write in journal.writes if isinstance(write.new, nn.Module) for m in write.new.modules()}
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantModule)}
-    written = [name for name, layer in layers.items() if layer.changes]
-    if written:
-        raise UnsupportedError(
-            f"cannot unpatch: {len(written)} quantized layers, {written[0]!r} first, have been given other weights "
-            "since patch(), as merging a LoRA adapter does, and the originals know nothing of it; call "
-            "hf_accel.unpatch(model) before merge_and_unload(), which then merges into the float weights, or "
-            "unmerge_adapter() before unpatch"
-        )
-    copied = [name for name, layer in layers.items() if id(layer) not in placed]
-    if copied:
-        raise HfAccelError(
-            f"cannot unpatch: {copied[0]!r} is a copy of a quantized layer, which something else has put there, as "
-            "PEFT's modules_to_save does; take it out, or reload the model"
-        )
-
-
+@takes_patch_keywords
 @contextmanager
-def patched(model: Model, **keywords: Any) -> Iterator[Model]:
+def patched(model: Model, **keywords: Unpack[PatchKeywords]) -> Iterator[Model]:
     """`with patched(model, ...):` patches for the length of a block, also if the block raises.
 
-    What the block has unpatched itself, or unpatched and patched again, stays as it left it.
+    What the block has unpatched itself, or unpatched and patched again, stays as it left it. A model that was patched
+    before, with the same keywords, stays patched.
     """
+    before = find_state(unwrapped(model))
     state = state_of(unwrapped(patch(model, **keywords)))
     try:
         yield model
     finally:
-        if find_state(unwrapped(model)) is state:
+        if state is not before and find_state(unwrapped(model)) is state:
             unpatch(model)
 
 
@@ -204,7 +153,7 @@ def stock_twin(model: PreTrainedModel) -> PreTrainedModel:
 def make_draft(model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
     """A patched model over the same Parameters, with its linears in `weights`; the model given does not notice."""
     draft: Any = stock_twin(model)
-    wanted = WeightConfig(bits=4, group_size=common_group_size(draft)) if weights == "int4" else weights
+    wanted: Any = WeightConfig(4, group_size=common_group_size(draft)) if weights == "int4" else weights
     made: PreTrainedModel = patch(draft, weights=wanted, keep_original=True)
     return made
 
@@ -221,16 +170,6 @@ def with_stock_attention(model: PreTrainedModel) -> PreTrainedModel:
     return attending
 
 
-def _catch_up(model: PreTrainedModel, journal: Journal) -> list[Any]:
-    """Do to the originals what .train(), .to() and hooks did to the quantized layers since patch(); return these."""
-    replaced: list[tuple[Any, Any]] = [(w.new, w.old) for w in journal.writes if isinstance(w.new, LAYERS)]
-    for layer, original in replaced:
-        original.train(layer.training)
-        original.to(model.device, layer.compute_dtype)
-        original._is_full_backward_hook = layer._is_full_backward_hook
-    return [layer for layer, _ in replaced]
-
-
 # -- writing -------------------------------------------------------------------------------------------
 
 
@@ -239,6 +178,8 @@ def apply_plan(todo: Plan, loaded: Mapping[str, Packed] | None = None) -> None:
 
     loaded: weights that were packed while they were read, by the name of their module.
     """
+    if todo.model.device.type == "cpu":
+        cpu_kernels.warn_of_refusal()
     calibrated = calibrate(todo)  # which only reads
     packed = {**calibrated.packed, **(loaded or {})}
     todo = replace(todo, config=todo.config.without_data())
@@ -272,13 +213,16 @@ def _recover(journal: Journal, originals: Originals, error: BaseException) -> No
 
 
 def _replace_config(model: PreTrainedModel, journal: Journal) -> None:
-    """Give the model configs of its own: another model may share them, and we write into ours."""
+    """Give all modules configs of their own: another model may share them, and we write into ours.
+
+    A model that was put together of others' parts has more than one.
+    """
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if isinstance(value, PreTrainedConfig) and id(value) in copies:
-                journal.attribute(module, name, copies[id(value)])
+            if isinstance(value, PreTrainedConfig):
+                journal.attribute(module, name, copy.deepcopy(value, copies))
 
 
 def _mark_quantized(todo: Plan, journal: Journal) -> None:
@@ -291,7 +235,7 @@ def _mark_quantized(todo: Plan, journal: Journal) -> None:
     layers |= {linear.site.name: module_settings(linear.config) for linear in todo.quantized}
     if not layers:
         return
-    settings = AccelConfig(layers)
+    settings = AccelConfig(modules=layers)
     settings.patch = todo.config
     journal.attribute(model, "hf_quantizer", AccelQuantizer(settings))
     journal.attribute(model, "is_quantized", True)
@@ -311,6 +255,10 @@ def _switch_attention(todo: Plan, journal: Journal) -> None:
     chosen = todo.model.config.get_text_config(decoder=True)._attn_implementation
     if chosen != ATTENTION_NAME:
         raise UnsupportedError(f"{todo.title} kept attention {chosen!r}; patch it with attention=None")
+    for module in attention_modules(todo.model):
+        config: Any = getattr(module, "config", todo.model.config)
+        if config._attn_implementation != ATTENTION_NAME:  # one that transformers does not know of
+            config._attn_implementation_internal = ATTENTION_NAME
     for attention in todo.attention:
         planned = PlannedAttention(attention.backend, attention.site.spec)
         journal.attribute(attention.site.module, BACKEND_ATTRIBUTE, planned)
@@ -351,8 +299,9 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
     for part in model.modules():
         if part is not model and isinstance(part, PreTrainedModel):
             journal.attribute(part, PART_OF, type(model).__name__)
-    if not todo.stock_cache:
+    if model.can_generate():
         journal.attribute(model, "__class__", mixed_class(AcceleratedGeneration, type(model)))
+    if not todo.stock_cache:
         # The journal writes the entries itself. The handle is only asked for an id that no other hook has.
         hook_id = RemovableHandle(model._forward_pre_hooks).id
         journal.item(model, "_forward_pre_hooks_with_kwargs", hook_id, True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .attention import AttentionBackend
-from .config import PatchConfig, WeightConfig
+from .config import WeightConfig
 from .fused.projections import UNLIMITED
 from .fused.sites import Dropped, FusedSite, ProjectionSite
 from .generation.agreement import ALONE, ProcessAgreement
@@ -20,6 +20,8 @@ from .linear import BackendChoice, QuantLinear, QuantModule
 from .originals import Stored
 from .parallel.context import ContextParallel
 from .parallel.tensor_plan import TensorParallel
+from .patch_config import PatchConfig
+from .printed import Printed, Row
 from .survey import AttentionSite
 from .weight_sites import LinearSite
 
@@ -32,6 +34,10 @@ class Line:
     what: str
     choice: str
     reason: str
+
+
+def row_of(line: Line) -> Row:
+    return line.topic, line.what, line.choice, line.reason
 
 
 WIDTH = 100  # columns of a table
@@ -110,8 +116,8 @@ class FusedPlan:
     reason: str | None = None
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Printed):
     """What patch() will do to a model and why. print() it, or read to_dict().
 
     stock_attention, stock_cache, stock_loop: why that stays stock, as one clause; None where it does not. stock_parts:
@@ -202,6 +208,9 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join([f"hf_accel plan: {self.title}", *table(self.lines)])
+
+    def _table_rows(self) -> Iterable[Row]:
+        return [(f"hf_accel plan: {self.title}",), *map(row_of, self.lines)]
 
 
 def _has_matrix_of_its_own(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from . import attention as attention_backends
 from .attention.cpu import CpuBackend
 from .attention.hf.parts import stock_parts
 from .check import check_model
-from .config import PatchConfig, WeightConfig
+from .config import WeightConfig
 from .errors import UnsupportedError
 from .explain import explain
 from .fused.hf import joined_sites, layer_sites
@@ -34,6 +34,7 @@ from .linear.nf4 import choose_nf4, nf4_refusal, require_bitsandbytes
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
 from .parallel.context import context_parallel
 from .parallel.tensor_plan import check_split, tensor_parallel
+from .patch_config import PatchConfig
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
 from .survey import (
     attention_refusal,
@@ -349,10 +350,9 @@ def _plan_fused(
     layers, by_module = layer_sites(model, model.dtype, float_rows, attention=served, linears=native - others)
     sites, dropped = sites + layers, dropped + by_module
     projections = [
-        site
-        for site in projection_sites(model)
+        site for site in projection_sites(model)
         if all(id(model.get_submodule(name)) in native for name in site.layers)
-    ]
+    ]  # fmt: skip
     return FusedPlan(tuple(sites), tuple(floats), tuple(projections), tuple(dropped), float_rows)
 
 

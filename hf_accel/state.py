@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .config import PatchConfig
 from .errors import UnsupportedError
 from .journal import Journal
+from .patch_config import PatchConfig
 
 if TYPE_CHECKING:
     from .generation.hf.generation_state import GenerationState
@@ -25,6 +25,8 @@ STOCK_ATTRIBUTE = "_hf_accel_stock_attention"  # the implementation that the mod
 FUSED = "_hf_accel_fused"  # of a norm, an MLP or a float Linear
 FUSED_PROJECTIONS = "_hf_accel_fused_projections"  # of Linears that are called on one tensor
 
+# What a module has that was patched as a part of some model.
+MARKS = (BACKEND_ATTRIBUTE, STOCK_ATTRIBUTE, FUSED, FUSED_PROJECTIONS)
 
 # On layers of bitsandbytes: how often each of the 16 levels stands in the weight that patch() made.
 LEVELS = "_hf_accel_levels"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from .attention.module_code import attention_code, code_of
 from .cache.hf import NOT_PAGED, layer_windows
 from .cache.quantized import QUANTIZED, dim_refusal
 from .check import check_skip, named
-from .config import GROUP_SIZES, CacheConfig, WeightConfig
+from .config import GROUP_SIZES, CacheConfig, GroupSize, WeightConfig
 from .errors import UnsupportedError
 from .linear.experts import WEIGHT_MODULES
 from .linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving
@@ -29,7 +29,7 @@ from .tensors import is_plain_tensor, is_sharded
 from .weight_sites import ExpertsSite, LinearSite
 
 
-def experts_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[ExpertsSite]:
+def experts_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[ExpertsSite]:
     """The weights of all fused experts, each with the reason to leave it alone, if any, which is one for a module."""
     other, is_lost = other_quantizer(model), lost_on_saving(model)
     for name, module in model.named_modules():
@@ -47,7 +47,7 @@ def experts_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[Exp
             yield ExpertsSite(names[key], module, is_head=False, is_tied=False, skip=reason, key=key)
 
 
-def linear_sites(model: PreTrainedModel, skip: tuple[str, ...]) -> Iterator[LinearSite]:
+def linear_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[LinearSite]:
     """Every Linear (and GPT-2's Conv1D) with a weight of its own, each with the reason to leave it alone, if any.
 
     Pruning and weight normalization compute the weight anew in each pass, so that there is none to replace.
@@ -91,7 +91,7 @@ def _check_groups(sites: Iterable[LinearSite], group_size: int) -> None:
     )
 
 
-def common_group_size(model: PreTrainedModel) -> int:
+def common_group_size(model: PreTrainedModel) -> GroupSize:
     """The largest group of inputs that divides those of every Linear; the smallest known if none does."""
     widths = [site.weight.shape[1] for site in linear_sites(model, ()) if not site.is_head and site.skip is None]
     fitting = [size for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
@@ -120,7 +120,7 @@ def _weight_owners(model: PreTrainedModel) -> dict[int, list[nn.Module]]:
 
 
 def _reason_to_skip(
-    model: PreTrainedModel, name: str, owners: dict[int, list[nn.Module]], skip: tuple[str, ...]
+    model: PreTrainedModel, name: str, owners: dict[int, list[nn.Module]], skip: Sequence[str]
 ) -> str | None:
     module, head = model.get_submodule(name), model.get_output_embeddings()
     if any(named(name, wanted) for wanted in skip):

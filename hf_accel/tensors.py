@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch._C import (
     _is_any_autocast_enabled,
     _is_tracing,
     _len_torch_dispatch_stack,
+    _len_torch_function_stack,
 )
 from torch.compiler import is_compiling
 
@@ -51,7 +53,7 @@ def local_tensor(tensor: Any) -> Tensor:
 def integers(numbers: Sequence[int], *, dtype: torch.dtype = torch.int64) -> Tensor:
     """A tensor [len(numbers)] of int64 or int32 on the host; some times faster than torch.tensor for many numbers."""
     if not numbers:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(array("q" if dtype is torch.int64 else "i", numbers), dtype=dtype)
 
 
@@ -112,3 +114,30 @@ def has_instructions(dtype: torch.dtype) -> bool:
         return True
     has_onednn: bool = torch.backends.mkldnn.is_available()
     return has_onednn and bool(getattr(torch.ops.mkldnn, support[dtype])())
+
+
+def default_is_host() -> bool:
+    """Whether tensors are made on the host where no device is named; cheap where nobody has changed that."""
+    return not _len_torch_function_stack() or torch.get_default_device().type == "cpu"
+
+
+@contextmanager
+def made_on_host() -> Iterator[None]:
+    """Leave a default device that a user has set, as `with torch.device("meta")` does: our own tensors are small."""
+    if default_is_host():
+        yield
+        return
+    with torch.device("cpu"):
+        yield
+
+
+@contextmanager
+def torchs_defaults() -> Iterator[None]:
+    """Leave the default dtype and device that a user, or transformers, has set to make a model: we compute here."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with made_on_host():
+            yield
+    finally:
+        torch.set_default_dtype(dtype)

@@ -90,7 +90,7 @@ def test_wheel(tree: Path, tmp_path: Path) -> None:
         names = set(archive.namelist())
     sources = {str(p.relative_to(tree)) for p in (tree / KERNELS / "src").rglob("*") if p.is_file()}
     assert sources
-    assert {str(KERNELS / "build.py")} | sources <= names
+    assert {str(KERNELS / "build.py"), "hf_accel/py.typed"} | sources <= names
     assert [name for name in names if ".so" in name] == [str(LIBRARY)]  # no OpenMP of its own
     assert str(REASON) not in names
     assert not [n for n in names if n.startswith(("tests", "benchmarks")) or n == "setup.py"]

@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 
 EXEMPT = {  # function -> why its signature, or its length, is what it is
     "hf_accel/patch.py::patch": "public",
+    "hf_accel/load.py::load": "public",
     "hf_accel/estimate/estimate.py::estimate": "public",
     "hf_accel/verify/verify.py::verify": "public",
     "hf_accel/generation/hf/engine.py::Engine.submit": "public",
@@ -42,10 +43,12 @@ EXEMPT = {  # function -> why its signature, or its length, is what it is
     "hf_accel/cli/generate.py::generate": "the options of a command",
     "hf_accel/cli/verify.py::verify": "the options of a command",
     "hf_accel/attention/hf/forward.py::attention_forward": "called by transformers",
-    "hf_accel/attention/hf/forward.py::mask_forward": "called by transformers",
+    "hf_accel/attention/hf/mask.py::mask_forward": "called by transformers",
+    "hf_accel/attention/hf/mask.py::CausalMask.__new__": "the parts of a tensor",
     "hf_accel/distill/trainer/distillation_trainer.py::DistillationMixin.evaluation_loop": "called by transformers",
     "hf_accel/generation/hf/mixin.py::AcceleratedGeneration._sample": "called by transformers",
     "hf_accel/generation/hf/mixin.py::AcceleratedGeneration._assisted_decoding": "called by transformers",
+    "hf_accel/generation/hf/mixin.py::AcceleratedGeneration._prepare_cache_for_generation": "called by transformers",
     "hf_accel/generation/hf/mixin.py::AcceleratedGeneration.generate_batch": "as transformers has it",
     "hf_accel/generation/hf/continuous.py::ContinuousManager.add_request": "as transformers has it",
     "hf_accel/linear/reference.py::_DifferentiableLinear.forward": "called by torch.autograd",

@@ -158,13 +158,13 @@ class PaddedBatch:
 
     def column_slots(self, index: int, device: torch.device) -> Tensor:
         """Return the slot of each column, [B, num_columns] int64; -1 for padding and for columns behind the window."""
-        out = torch.full((len(self.sequences), self.num_columns), -1, dtype=torch.int64)
+        out = torch.full((len(self.sequences), self.num_columns), -1, dtype=torch.int64, device="cpu")
         for number, sequence in enumerate(self.sequences):
             table = sequence.tables[index]
             dropped = table.num_dropped_blocks * self.pages.block_size
             slots = [-1] * dropped + table.slots(dropped, table.num_tokens)
             where = slice(None) if self.token_mask is None else self.token_mask[number].cpu()
-            out[number, where] = torch.tensor(slots, dtype=torch.int64)
+            out[number, where] = torch.tensor(slots, dtype=torch.int64, device="cpu")
         return out.to(device)
 
     # -- changes between passes ------------------------------------------------------------------------

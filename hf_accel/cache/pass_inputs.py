@@ -66,7 +66,7 @@ def packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """The bytes of tensors of the host, end to end, as uint8, in memory from which `device` copies by itself."""
     starts = _starts(tensors)
     # torch reuses pinned memory only when the copies from it are done.
-    buffer = torch.zeros(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    buffer = torch.zeros(starts[-1], dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     numbers = buffer.numpy()  # whose slices cost a fraction of a tensor's
     for start, tensor in zip(starts, tensors, strict=False):
         numbers[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8).numpy()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import PatchConfig
 from ..explain import explain
+from ..patch_config import PatchConfig
 from ..plan import FindOriginals, Plan
 from ..planning import make_plan
 from ..twin import twin

@@ -68,7 +68,7 @@ def _warn_of_missed(names: list[str]) -> None:
             f"{len(names)} linear layers, {names[0]!r} first, are not reached by the calibration data; their weights "
             "are rounded to nearest",
             HfAccelWarning,
-            stacklevel=5,
+            stacklevel=8,  # the line that calls patch()
         )
 
 

@@ -131,7 +131,7 @@ def load_patched(path: str, *, dtype: str = "auto", device: str | None = None, *
 
     with explained(path):
         hf_accel.PatchConfig.build(**keywords)  # refuses at once what would be refused after loading
-        more = {} if device is None else {"device_map": device}
+        more: dict[str, Any] = {} if device is None else {"device_map": device}
         model: Any = hf_accel.load(place, **keywords, **more, dtype=wanted or "auto")
         return model.eval()
 
@@ -139,15 +139,14 @@ def load_patched(path: str, *, dtype: str = "auto", device: str | None = None, *
 def load_float(path: str, *, dtype: str = "auto") -> Any:
     """The model as transformers loads it. Raises BadInputError for one that is quantized already."""
     place, wanted = check(path), named_dtype(dtype)
-    from transformers import AutoConfig
-
     from hf_accel.estimate.shapes import class_of
     from hf_accel.loading import stored_config
+    from hf_accel.model_config import read_config
 
     if place.endswith(".gguf"):
         raise BadInputError(f"{path}: a .gguf file is not loaded in floating point here; give the float checkpoint")
     with explained(path):
-        config = AutoConfig.from_pretrained(place)
+        config = read_config(place)
         if stored_config(config) is not None:
             raise BadInputError(f"{path} is quantized already; give the float checkpoint that it was made of")
         model: Any = class_of(config).from_pretrained(place, config=config, dtype=wanted or "auto")

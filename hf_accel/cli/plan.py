@@ -39,16 +39,15 @@ def plan(path: Path_, dtype: Dtype = "auto", *, asked: Asked) -> None:
 
 def _without_weights(place: str, dtype: Any, keywords: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
     """The plan as a document and as text; None where only the weights tell it."""
-    from transformers import AutoConfig
-
-    from hf_accel.config import PatchConfig
     from hf_accel.loading import stored_config
+    from hf_accel.model_config import read_config
     from hf_accel.outline import plan_checkpoint
+    from hf_accel.patch_config import PatchConfig
 
     settings = PatchConfig.build(**keywords)
     if place.endswith(".gguf") or (settings.weights is not None and settings.weights.needs_data):
         return None
-    if stored_config(AutoConfig.from_pretrained(place)) is not None:
+    if stored_config(read_config(place)) is not None:
         return None
     made = plan_checkpoint(place, dtype=dtype, **keywords)
     return made.to_dict(), str(made)

@@ -67,6 +67,8 @@ def estimate(
     for name, value in {**speeds, "price_per_hour": price_per_hour}.items():
         _positive_number(name, value)
     recipe = parse_weights(weights)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise UnsupportedError(f"dtype={dtype!r} must be a dtype of torch, as torch.bfloat16")
 
     shapes = shapes_of(model, dtype=dtype)
     config = decoder_config(shapes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 
 from ..errors import UnsupportedError
 from ..hardware import Hardware, detect
+from ..printed import Printed, Row
 from .attention_bytes import AttentionBytes
 from .devices import memory_of
 from .roofline import Machine
@@ -32,8 +33,8 @@ class Counted(NamedTuple):
     machine: Machine
 
 
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Estimate(Printed):
     """What a model needs at one context and batch: bytes, seconds, bytes and operations per second.
 
     weights, kv_dtype: how both are quantized, None if they are not.
@@ -121,6 +122,9 @@ class Estimate:
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<12} {text}" for name, text in _rows(self))
+
+    def _table_rows(self) -> Iterable[Row]:
+        return _rows(self)
 
 
 def _room(where: float | torch.device | str | Hardware) -> float:

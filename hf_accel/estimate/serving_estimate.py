@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import UnsupportedError
 from ..keywords import positive_int
+from ..printed import Printed, Row
 from .attention_bytes import AttentionBytes
 from .roofline import Machine, Work
 from .weights import WeightTensor
@@ -41,8 +42,8 @@ class Load(NamedTuple):
     output_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServingEstimate:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ServingEstimate(Printed):
     """What a load takes. Seconds and bytes are of one machine; costs are in the currency of the price per hour.
 
     replicas: machines, each with the whole model. busy: the share of their time that grows with the load.
@@ -72,6 +73,9 @@ class ServingEstimate:
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<12} {text}" for name, text in _rows(self))
+
+    def _table_rows(self) -> Iterable[Row]:
+        return _rows(self)
 
 
 @dataclass(frozen=True)

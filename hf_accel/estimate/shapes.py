@@ -13,13 +13,13 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 from ..errors import UnsupportedError
+from ..model_config import read_config
 from ..models import without_adapters
 from .unpatched import is_ours, unpatched_shapes
 
@@ -93,14 +93,18 @@ def check_known(config: Any, model: Any = None) -> None:
 
 
 def class_of(config: PreTrainedConfig) -> Any:
-    """The class that config.json names under architectures; for what transformers does not know, an auto class."""
+    """The class that config.json names under architectures, else the one for causal models, or the plain one.
+
+    For code that comes with the checkpoint, and for what transformers does not know, an auto class.
+    """
+    if getattr(config, "auto_map", None):
+        return AutoModelForCausalLM
     for name in config.architectures or ():
         found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, PreTrainedModel) and not getattr(config, "auto_map", None):
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_MAPPING:
-        return AutoModelForCausalLM
-    return MODEL_MAPPING[type(config)]
+    known: Any = next((m for m in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING) if type(config) in m), {})
+    return known.get(type(config), AutoModelForCausalLM)
 
 
 def on_meta(config: PreTrainedConfig, *, dtype: Any) -> Any:
@@ -114,6 +118,6 @@ def on_meta(config: PreTrainedConfig, *, dtype: Any) -> Any:
 def load_config(path: str | os.PathLike[str]) -> Any:
     """Read the config of a checkpoint. Raises UnsupportedError if there is none."""
     try:
-        return AutoConfig.from_pretrained(path)
+        return read_config(path)
     except (OSError, ValueError) as error:
         raise UnsupportedError(f"no model config can be read from {os.fspath(path)!r}: {error}") from error

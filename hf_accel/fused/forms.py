@@ -66,10 +66,12 @@ def _difference(module: Any, kind: Any, form: NormForm, dtype: torch.dtype) -> f
 
     torch's own sums differ in the last bit by how memory is aligned, so that equality cannot be asked for.
     """
-    generator, weight = torch.Generator().manual_seed(0), module._parameters["weight"]
+    generator, weight = torch.Generator("cpu").manual_seed(0), module._parameters["weight"]
     different = 0.0
     for magnitude, shape, module.training in TRIALS:
-        x = (torch.randn(*shape, weight.shape[0], generator=generator) * magnitude).to(weight.device, dtype)
+        x = (torch.randn(*shape, weight.shape[0], generator=generator, device="cpu") * magnitude).to(
+            weight.device, dtype
+        )
         got = rms_norm(x, weight, form.eps, offset=form.offset, round_first=form.round_first)
         expected = kind.forward(module, x)
         if not isinstance(expected, Tensor) or got.dtype != expected.dtype or got.shape != expected.shape:
@@ -133,8 +135,10 @@ def _unlike(original: Rotation, form: RotaryForm, dtypes: tuple[torch.dtype, tor
 
     The native library's may not differ at all. dtypes: of q and k, and of the tables.
     """
-    generator = torch.Generator().manual_seed(0)
-    q, k, angle = (torch.randn(2, *shape, generator=generator) for shape in ((6, 5, 16), (2, 5, 16), (5, 8)))
+    generator = torch.Generator("cpu").manual_seed(0)
+    q, k, angle = (
+        torch.randn(2, *shape, generator=generator, device="cpu") for shape in ((6, 5, 16), (2, 5, 16), (5, 8))
+    )
     q, k = q.to(device_type, dtypes[0]), k.to(device_type, dtypes[0])
     angle = angle.repeat_interleave(2, dim=-1) if form.interleaved else torch.cat((angle, angle), dim=-1)
     cos, sin = ((angle * 3).cos().to(device_type, dtypes[1]), (angle * 3).sin().to(device_type, dtypes[1]))
@@ -194,8 +198,8 @@ def _epilogue(activation: Any) -> str | None:
     """Which of our activations a callable computes, found by calling it."""
     if not callable(activation) or (isinstance(activation, nn.Module) and not _is_stateless(activation)):
         return None
-    large = torch.logspace(1, 4, 7)
-    x = torch.cat([torch.linspace(-12, 12, 97), large, -large])
+    large = torch.logspace(1, 4, 7, device="cpu")
+    x = torch.cat([torch.linspace(-12, 12, 97, device="cpu"), large, -large])
     try:
         got = activation(x.clone())
     except Exception:  # a module that is not an activation fails in its own way

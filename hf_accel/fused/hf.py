@@ -17,7 +17,8 @@ from transformers.utils import output_capturing
 
 from ..attention import AttentionSpec, PlannedAttention
 from ..attention.cpu import CpuBackend
-from ..attention.hf.forward import KNOWN_KEYWORDS, NAME, NOT_OURS, attention_forward, window_of
+from ..attention.hf.forward import KNOWN_KEYWORDS, NAME, NOT_OURS, attention_forward
+from ..attention.hf.mask import window_of
 from ..cache.group import KVStorage, Step
 from ..cache.hf.handle import CacheOverPages, LayerOverPages, PagedKV
 from ..instance import Mixin

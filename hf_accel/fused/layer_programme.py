@@ -121,6 +121,10 @@ class LayerProgramme(TracedLayer):
         """The most rows that the layer is multiplied by natively. Notes what the call depends on."""
         own, parameters = vars(layer), layer._parameters
         rows = MOST_TOKENS
+        self.reads.append(Read(parameters, "bias", parameters.get("bias")))
+        if "bias" not in parameters or (isinstance(layer, NativeLinear) and parameters.get("weight") is None):
+            self.reads.append(Read(parameters, "weight", parameters.get("weight")))
+            raise UntraceableError("a linear layer computes its weight or bias")  # by prune or a parametrization
         if type(layer) is QuantLinear:
             self.reads += [Read(own, "_packed", own["_packed"]), Read(own, "choice", layer.choice)]
             if layer.choice is None or layer.choice.spec.dtype is not self.dtype:
@@ -130,7 +134,6 @@ class LayerProgramme(TracedLayer):
             rows = own[FUSED].float_rows
         else:
             raise UntraceableError("a linear layer has no native call")
-        self.reads.append(Read(parameters, "bias", parameters.get("bias")))
         self._tensors += [tensor for tensor in parameters.values() if tensor is not None]
         return rows
 

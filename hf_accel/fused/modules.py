@@ -30,7 +30,7 @@ class NormForms:
     def form(self, module: nn.Module, kind: type, x: Tensor) -> NormForm | None:
         """The form of `module`, whose class was `kind`, for inputs like x [..., n]; found when first asked for."""
         own = module.__dict__
-        weight = own["_parameters"]["weight"]
+        weight = own["_parameters"].get("weight")  # None where it is computed: prune, parametrize
         if weight is None or x.shape[-1:] != weight.shape or weight.device != x.device:
             return None
         key = x.dtype, weight.dtype, x.device.type, own.get("variance_epsilon") or own.get("eps")

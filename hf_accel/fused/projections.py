@@ -78,6 +78,9 @@ class ProjectionCall:
         if call is None or call.in_features != size or x.numel() == 0:
             return None
         if isinstance(call, FloatLinear):
+            if not call.has_shapes():  # its data was replaced, as by resize_token_embeddings()
+                self._held = []
+                return self.ready(layers, x)
             takes = x.dtype is call.weights[0].dtype and x.numel() <= self.float_rows * size
             return call if takes else None
         return call
@@ -124,7 +127,7 @@ def make_call(layers: tuple[nn.Module, ...], epilogue: str | None, float_rows: i
 def _make_integer(layers: list[QuantLinear], epilogue: str | None) -> IntegerLinear | None:
     if not all(layer.choice is not None and isinstance(layer.choice.backend, Cpu) for layer in layers):
         return None
-    if any(layer._input_order is not None for layer in layers):
+    if any(layer._input_order is not None or "bias" not in layer._parameters for layer in layers):
         return None
     weights: list[CpuWeight] = [layer._packed for layer in layers]
     if len({(w.weight.format, w.weight.in_features, w.weight.activation_group) for w in weights}) > 1:
@@ -137,6 +140,8 @@ def _make_integer(layers: list[QuantLinear], epilogue: str | None) -> IntegerLin
 def is_readable(layer: nn.Module) -> bool:
     """Whether the kernels can read the layer's weight and bias where they are, and torch would multiply by them."""
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    if "bias" not in layer._parameters:  # prune and parametrize take away what they compute
+        return False
     if weight is None or weight.ndim != 2 or weight.dtype not in FLOATS:
         return False
     if bias is not None and (bias.dtype is not weight.dtype or bias.shape != weight.shape[:1]):

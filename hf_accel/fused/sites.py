@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..instance import Mixin, mixed_class
 from ..kernels.cpu.library import FLOATS
@@ -75,6 +76,8 @@ def _checked(
     name, module = site.name, site.module
     if "forward" in vars(module):  # by accelerate, a compiler, or hand
         return Dropped(name, site.kind, "its forward was replaced on the module itself")
+    if is_parametrized(module):  # which is taken off by setting the module's class
+        return Dropped(name, site.kind, "a parametrization computes its parameters")
     used = {p.dtype for p in module.parameters(recurse=False)} or {dtype}
     if unknown := used.difference(FLOATS):
         named = ", ".join(sorted(str(d).removeprefix("torch.") for d in unknown))

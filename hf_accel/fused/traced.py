@@ -212,6 +212,7 @@ class Trace:
 
     def norm(self, module: nn.Module, x: Any) -> StandIn:
         weight = module._parameters.get("weight")
+        self.note(module._parameters, "weight", weight)
         if not isinstance(x, StandIn) or x.factor != 1 or weight is None:
             raise UntraceableError("a norm takes something else than numbers of tokens")
         if x.shape[-1] != weight.shape[0]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..linear import Int4Weight, QuantizedWeight
 from ..linear.formats import Layout, unpack_words
 from .gptq import FLOATS, cut
-from .reader import Description, Parts, Reader, cut_group, group_of, refuse
+from .reader import Description, Parts, Reader, contradiction, cut_group, group_of, refuse
 
 PER_WORD = 8
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of 8 outputs, in a word
@@ -35,6 +35,8 @@ class Awq(Reader):
             raise refuse("AWQ", f"has weights of {bits} bits, of which 4 are read")
         if version != "gemm":
             raise refuse("AWQ", f"has version={version!r}, of which 'gemm' is read")
+        self.asymmetric = config.get("zero_point") is True
+        self.group = config.get("group_size", config.get("q_group_size"))
 
     def describe(self, stored: Parts, shape: tuple[int, int]) -> Description:
         name = stored.name
@@ -45,8 +47,10 @@ class Awq(Reader):
         scales = stored.expect("scales", FLOATS)
         groups = scales.shape[0] if scales.shape else 0
         stored.expect("scales", FLOATS, (groups, outputs))
-        group = group_of(name, inputs, groups)
+        group = group_of(name, inputs, groups, stated=self.group)
         symmetric = True
+        if self.asymmetric and "qzeros" not in stored:
+            raise contradiction("zero_point=True", f"there is no '{name}.qzeros'")
         if "qzeros" in stored:
             zeros = _levels(stored.expect("qzeros", (torch.int32,), (groups, outputs // PER_WORD)).read())
             symmetric = bool((zeros == 0).all())

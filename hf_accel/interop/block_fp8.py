@@ -41,7 +41,7 @@ class BlockFp8(Reader):
     def convert(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         return Float8Weight(stored["weight"], by_output(stored[SCALES], self._block, shape))
 
-    def loose(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
+    def loose(self, name: str, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
         return {"weight_scale": by_output(parts[SCALES], self._block, shape)}
 
 

@@ -4,6 +4,10 @@ Source of the layout: AutoGPTQ's QuantLinear.pack. `qweight` int32 [in * bits / 
 consecutive inputs, the first in the lowest bits; `qzeros` int32 [groups, out * bits / 32] packs zero points in the
 same way along the outputs, less 1 in the first version of the format; `scales` [groups, out]; `g_idx` int32 [in] is
 the group of each input. The weight is (level - zero point) * scale.
+
+Less 1, a zero point of 0 leaves its bits, and the two writers took that differently. AutoGPTQ's reader adds 1 to each
+and keeps the bits that there are, so that 15 means 0. GPTQModel subtracts 1 from all zero points of a word by a
+subtraction of words, where a zero borrows from its neighbour, and adds it again in the same way.
 """
 
 from __future__ import annotations
@@ -15,11 +19,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..errors import HfAccelError
 from ..linear import Int4Weight, Int8Weight, QuantizedWeight
 from ..linear.formats import Layout, pack_zero_points, unpack_words
-from .reader import Description, Parts, Reader, cut_group, group_of, order_of, refuse
+from .reader import Description, Parts, Reader, contradiction, cut_group, group_of, order_of, refuse
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+AUTO_GPTQ, GPTQ_MODEL = "auto_gptq", "gptqmodel"
+ONES = 0x11111111  # 1 in each of the eight zero points of a word
 
 
 class Gptq(Reader):
@@ -35,6 +42,9 @@ class Gptq(Reader):
         if version not in ("gptq", "gptq_v2"):
             raise refuse("GPTQ", f"has checkpoint_format={version!r}, of which 'gptq' and 'gptq_v2' are read")
         self.bits, self.less = int(bits), 1 if version == "gptq" else 0
+        self.symmetric, self.ordered = config.get("sym") is True, config.get("desc_act") is True
+        self.group = None if config.get("dynamic") else config.get("group_size")  # "dynamic": some layers have others
+        self.writers = _writers(config)
 
     def describe(self, stored: Parts, shape: tuple[int, int]) -> Description:
         name = stored.name
@@ -46,20 +56,23 @@ class Gptq(Reader):
         scales = stored.expect("scales", FLOATS)
         groups = scales.shape[0] if scales.shape else 0
         stored.expect("scales", FLOATS, (groups, outputs))
-        group = group_of(name, inputs, groups)
-        zeros = self._zeros(stored.expect("qzeros", (torch.int32,), (groups, outputs // per_word)).read())
+        group = group_of(name, inputs, groups, stated=self.group)
+        zeros = self._zeros(name, stored.expect("qzeros", (torch.int32,), (groups, outputs // per_word)).read())
         order = stored.order("g_idx", inputs, group)
+        if self.ordered and "g_idx" not in stored:
+            raise contradiction("desc_act=True", f"there is no '{name}.g_idx'")
         middle = 2 ** (self.bits - 1)
         symmetric = bool((zeros == middle).all())
         if self.bits == 8 and not symmetric:
             raise refuse("GPTQ", f"has {name!r} in 8 bits with zero points, which are read for 4 bits only")
+        if self.symmetric and not symmetric:
+            raise contradiction("sym=True", f"'{name}.qzeros' holds zero points other than {middle}")
         layout = Layout(
             bits=self.bits, group_size=None if self.bits == 8 and groups == 1 else cut_group(group),
-            symmetric=symmetric, minima=int(zeros.max()) > 15 and self.bits == 4, ordered=order is not None,
+            symmetric=symmetric, ordered=order is not None,
         )  # fmt: skip
-        scale_dtype = scales.dtype
-        assert isinstance(scale_dtype, torch.dtype)
-        return Description(layout, torch.float32 if layout.minima else scale_dtype)
+        assert isinstance(scales.dtype, torch.dtype)
+        return Description(layout, scales.dtype)
 
     def convert(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         inputs = shape[1]
@@ -72,22 +85,44 @@ class Gptq(Reader):
             integers = (words.view(torch.uint8) ^ 128).view(torch.int8)
             integers = integers if order is None else integers.index_select(1, order)
             return Int8Weight(integers, cut(scale, 1 if scale.shape[1] == 1 else pieces), order)
-        zeros = self._zeros(stored["qzeros"]).t().contiguous()  # [out, groups]
+        zeros = self._zeros(name, stored["qzeros"]).t().contiguous()  # [out, groups]
         weight = Int4Weight(words, cut(scale, pieces), torch.tensor(shape, device=words.device), input_order=order)
         if order is not None:
             integers = unpack_words(words).index_select(1, order)
             weight = replace(weight, weight_packed=Int4Weight.from_integers(integers, scale).weight_packed)
         if (zeros == 8).all():
             return weight
-        if zeros.max() > 15:  # which 4 bits do not hold: the zero point in the scale's unit then
-            minimum = cut(zeros.float() * scale.float(), pieces)
-            return replace(weight, weight_scale=weight.weight_scale.float(), weight_minimum=minimum)
         return replace(weight, weight_zero_point=pack_zero_points(cut(zeros - 8, pieces).to(torch.int8)))
 
-    def _zeros(self, words: Tensor) -> Tensor:
-        """int32 [groups, out / 8] -> int16 [groups, out], from 0 to 16."""
-        levels = (unpack_words(words) + 8).short() if self.bits == 4 else words.contiguous().view(torch.uint8).short()
-        return levels + self.less
+    def _zeros(self, name: str, words: Tensor) -> Tensor:
+        """int32 [groups, out * bits / 32] -> int16 [groups, out]; of 4 bits from 0 to 15."""
+        if self.bits == 8:
+            return words.contiguous().view(torch.uint8).short() + self.less
+        stored = _levels(words)
+        if not self.less or stored.max() < 15:
+            return stored + self.less
+        if GPTQ_MODEL in self.writers:
+            return _levels(words + ONES)
+        if AUTO_GPTQ in self.writers:
+            return (stored + 1) & 15
+        raise HfAccelError(
+            f"'{name}.qzeros' holds 15 in the checkpoint, a zero point of 0 less 1, which AutoGPTQ and GPTQModel "
+            'store differently, and config.json does not say who wrote it; add "meta": {"quantizer": '
+            f'"{AUTO_GPTQ}"}} or "{GPTQ_MODEL}" to its quantization_config'
+        )
+
+
+def _levels(words: Tensor) -> Tensor:
+    """int32 [groups, out / 8] -> int16 [groups, out], as they are stored."""
+    return (unpack_words(words.contiguous()) + 8).short()
+
+
+def _writers(config: Mapping[str, Any]) -> set[str]:
+    """The programs that config.json names: "gptqmodel" of "gptqmodel:5.0.0"."""
+    meta = config.get("meta")
+    named = meta.get("quantizer") if isinstance(meta, Mapping) else None
+    names = named if isinstance(named, list) else [named]
+    return {str(name).partition(":")[0].strip().lower().replace("-", "_") for name in names}
 
 
 def cut(values: Tensor, pieces: int) -> Tensor:

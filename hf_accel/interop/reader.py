@@ -76,10 +76,12 @@ class Reader(ABC):
     """One way in which Linears are stored quantized.
 
     method: quant_method in config.json. suffixes: the last part of the names of the tensors that stand for a weight.
+    note: what the plan says of a checkpoint that is used otherwise than its writer does; None: nothing.
     """
 
     method: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]
+    note: str | None = None
 
     @abstractmethod
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -89,7 +91,11 @@ class Reader(ABC):
         """Whether a tensor of this name stands for a quantized weight, or for a part of it."""
         return suffix in self.suffixes
 
-    def loose(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
+    def patterns(self) -> dict[str, str]:
+        """Regular expressions of the ends of names that are collected, each with its suffix; after `describe`."""
+        return {rf"\.{suffix}$": suffix for suffix in self.suffixes}
+
+    def loose(self, name: str, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
         """Our tensors for parts of a layer [out, in] whose integers are loaded under their own name; else None."""
         return None
 
@@ -106,13 +112,22 @@ class Reader(ABC):
         """The weight [out, in] that the tensors of a Linear stand for, exactly, in the layout that `describe` gave."""
 
 
-def group_of(name: str, in_features: int, groups: int) -> int:
-    """Inputs of a group."""
+def group_of(name: str, in_features: int, groups: int, *, stated: Any = None) -> int:
+    """Inputs of a group. stated: group_size in config.json, -1 for all inputs; None: it says nothing of it."""
     if groups < 1 or in_features % groups:
         raise HfAccelError(
             f"'{name}' has {groups} groups in the checkpoint, which do not divide its {in_features} inputs"
         )
-    return in_features // groups
+    group = in_features // groups
+    is_part = isinstance(stated, int) and 0 < stated < in_features
+    if stated is not None and group != (stated if is_part else in_features):
+        raise contradiction(f"group_size={stated}", f"{name!r} has groups of {group} inputs")
+    return group
+
+
+def contradiction(said: str, there: str) -> HfAccelError:
+    """An error for tensors that are not what quantization_config in config.json says."""
+    return HfAccelError(f"config.json says {said}, but in the checkpoint {there}; copy both again, or save them again")
 
 
 def cut_group(group: int) -> int:

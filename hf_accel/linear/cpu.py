@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,8 +36,8 @@ class CpuWeight:
 
     weight: PackedWeight
     dtype: torch.dtype
-    bias: Tensor | None = None
-    linear: IntegerLinear | None = None
+    bias: Tensor | None = field(default=None, compare=False)
+    linear: IntegerLinear | None = field(default=None, compare=False)
 
     def call(self, bias: Tensor | None) -> IntegerLinear:
         if self.linear is None or self.bias is not bias:
@@ -106,7 +106,7 @@ class Cpu(Backend):
         minimum = stored_by_group(packed.weight, "minima")
         if packed.weight.bits == 8:
             return Int8Weight(stored, scale, None, minimum)
-        shape = torch.tensor([packed.weight.out_features, packed.weight.in_features])
+        shape = torch.tensor([packed.weight.out_features, packed.weight.in_features], device="cpu")
         zeros = stored_by_group(packed.weight, "zeros")
         zero_point = None if zeros is None else pack_zero_points(zeros.view(torch.int8) - 8)
         return Int4Weight(stored.view(torch.int32), scale, shape, zero_point, minimum)

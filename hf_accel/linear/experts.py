@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -29,7 +29,7 @@ class PackedExperts:
     """parts: each expert's weight, packed. call: over all of them, None if the backend has none."""
 
     parts: list[Any]
-    call: GroupedExperts | None
+    call: GroupedExperts | None = field(compare=False)
 
     @classmethod
     def of(cls, backend: Backend, parts: Sequence[Any]) -> PackedExperts:
@@ -182,7 +182,10 @@ class QuantExperts(nn.Module):
         return grouped(hidden_states, top_k_index, top_k_weights, experts=self.num_experts, compute=compute)
 
     def _biases(self, name: str) -> Tensor | None:
-        return self._parameters.get(f"{name}_bias")
+        held = self._parameters.get(f"{name}_bias")
+        if held is None and vars(self).get("has_bias"):  # prune and parametrize take away what they compute
+            held = getattr(self, f"{name}_bias")
+        return held
 
     def _product(self, named: tuple[str, ExpertWeights], index: int, rows: Tensor) -> Tensor:
         name, weights = named

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Unpack, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +28,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_imp
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..config import PatchConfig, WeightConfig, check_patch_keywords
+from ..config import WeightConfig
 from ..errors import UnsupportedError
 from ..keywords import one_of
+from ..patch_config import KeywordsBesideWeights, PatchConfig, Weights, check_patch_keywords, takes_patch_keywords
 from ..tensors import is_plain_tensor, is_sharded
 from .backend import LinearSpec
 from .experts import WEIGHT_MODULES, activated, grouped, one_by_one
@@ -45,17 +46,27 @@ SCALE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": 
 class AccelConfig(QuantizationConfigMixin):
     """`from_pretrained(path, quantization_config=hf_accel.AccelConfig(weights="int4"))` loads patched, whole.
 
-    Takes the keywords of hf_accel.patch. Written into config.json by save_pretrained, together with the
-    modules that are quantized, so that from_pretrained(folder) needs nothing but `import hf_accel`.
+    Takes the keywords of hf_accel.patch; AccelConfig("int4") is AccelConfig(weights="int4"). Written into config.json
+    by save_pretrained, together with the modules that are quantized, so that from_pretrained(folder) needs nothing but
+    `import hf_accel`.
 
     stored_as: the quantization_config of a checkpoint of another program, while hf_accel.load() reads it.
+    check_files: how hf_accel.load() has the files of a float checkpoint checked; None: from_pretrained() only warns.
     """
 
+    check_files: dict[str, Any] | None = None
+
+    @takes_patch_keywords
     def __init__(
-        self, modules: Mapping[str, Mapping[str, Any]] | None = None, stored_as: Mapping[str, Any] | None = None,
-        **keywords: Any,
-    ) -> None:  # fmt: skip
-        keywords.pop("quant_method", None)
+        self,
+        weights: Weights = "int8",
+        *,
+        modules: Mapping[str, Mapping[str, Any]] | None = None,
+        stored_as: Mapping[str, Any] | None = None,
+        **others: Unpack[KeywordsBesideWeights],
+    ) -> None:
+        keywords: dict[str, Any] = {"weights": weights, **others}
+        keywords.pop("quant_method", None)  # which a checkpoint's config has
         self.stored_as = None if stored_as is None else dict(stored_as)
         self.quant_method = METHOD  # type: ignore[assignment]  # transformers takes any registered name
         check_patch_keywords("AccelConfig", (name for name in keywords if name != "config"))
@@ -205,27 +216,45 @@ def stored_experts(model: PreTrainedModel, files: Mapping[str, Path]) -> dict[st
     """Where a checkpoint has the weights that transformers joins while it loads them: one for each expert.
 
     files: the file of each stored tensor. By the name in the model: of each expert, the files and names of the tensors
-    that lie end to end.
+    that lie end to end. Left out where a piece is missing.
     """
+    pieces = {}
+    for name, (places, size) in _expert_places(model, files).items():
+        experts = range(len(places) // size)
+        if places.keys() == {(expert, piece) for expert in experts for piece in range(size)}:
+            named = {place: (files[stored], stored) for place, stored in places.items()}
+            pieces[name] = tuple(tuple(named[expert, piece] for piece in range(size)) for expert in experts)
+    return pieces
+
+
+def lost_expert(model: PreTrainedModel, stored: Collection[str]) -> tuple[str, int] | None:
+    """The name in the model, and the number, of an expert of which `stored`, names in a checkpoint, lack a piece."""
+    shapes = model.state_dict()
+    for name, (places, size) in _expert_places(model, stored).items():
+        for expert in range(shapes[name].shape[0] if name in shapes else 0):
+            if any((expert, piece) not in places for piece in range(size)):
+                return name, expert
+    return None
+
+
+Places = dict[tuple[int, int], str]  # the stored name of each (expert, piece)
+
+
+def _expert_places(model: PreTrainedModel, stored: Collection[str]) -> dict[str, tuple[Places, int]]:
+    """By the name in the model: where its experts are, and the number of pieces of one."""
     renamings, converters = by_kind(get_model_conversion_mapping(model, add_legacy=False))
     joining = {pattern: one for one in converters if _joins_experts(one) for pattern in one.source_patterns}
-    found: dict[str, dict[tuple[int, int], tuple[Path, str]]] = {}
-    sizes: dict[str, int] = {}
-    for stored, file in files.items() if joining else ():
-        name, pattern = rename_source_key(stored, renamings, converters)
+    found: dict[str, tuple[Places, int]] = {}
+    for own in stored if joining else ():
+        name, pattern = rename_source_key(own, renamings, converters)
         if pattern not in joining:
             continue
-        number = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), rename_source_key(stored, renamings, [])[0])
+        number = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), rename_source_key(own, renamings, [])[0])
         if number is not None:
             patterns = joining[pattern].source_patterns
-            found.setdefault(name, {})[int(number[1]), patterns.index(pattern)] = (file, stored)
-            sizes[name] = len(patterns)
-    pieces = {}
-    for name, places in found.items():
-        experts = range(len(places) // sizes[name])
-        if places.keys() == {(expert, piece) for expert in experts for piece in range(sizes[name])}:
-            pieces[name] = tuple(tuple(places[expert, piece] for piece in range(sizes[name])) for expert in experts)
-    return pieces
+            places, _ = found.setdefault(name, ({}, len(patterns)))
+            places[int(number[1]), patterns.index(pattern)] = own
+    return found
 
 
 def _joins_experts(converter: WeightConverter) -> bool:

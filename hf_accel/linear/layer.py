@@ -20,7 +20,7 @@ from .formats import FLOAT8, Layout, QuantizedWeight, converts, from_state, read
 from .methods.rtn import quantize_like
 from .reference import differentiable_linear
 from .registry import BackendChoice, choose
-from .writable import WritableWeight
+from .writable import Lender, WritableWeight, plain
 
 TAKEN_BACK = 0.25  # share of a change that may be left of it: rounding in bfloat16
 
@@ -35,7 +35,7 @@ class RankPart(NamedTuple):
         return f"rank_{self.rank}_of_{self.ranks}"
 
 
-class QuantModule(nn.Module):
+class QuantModule(Lender, nn.Module):
     """Holds a quantized weight [out, in] once: packed for a backend, or as buffers that a checkpoint is loaded into.
 
     state_dict, pickle and deepcopy carry the stored form either way. `.to(dtype)` converts the scales and never the
@@ -62,6 +62,7 @@ class QuantModule(nn.Module):
     @property
     def quantized(self) -> QuantizedWeight:
         """The weight in its stored form; unpacked from the backend's form if it is packed."""
+        self.settle()
         if self.choice is not None:
             weight = self._unpack(self.choice)
             return weight if self._input_order is None else replace(weight, input_order=self._input_order)
@@ -91,7 +92,6 @@ class QuantModule(nn.Module):
 
     @property
     def chosen(self) -> BackendChoice:
-        """What it is packed for, or will be."""
         return self.choice or choose(self.packed_spec, self.requested_backend, row_invariant=self.row_invariant)
 
     def _pack(self, choice: BackendChoice, weight: QuantizedWeight) -> Any:
@@ -120,7 +120,11 @@ class QuantModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         packed = self.choice is not None
         self.unpack()
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self._buffers["weight_scale"].device)).dtype  # type: ignore[union-attr]
+        before = torch.empty(0, dtype=self.dtype, device=self._buffers["weight_scale"].device)  # type: ignore[union-attr]
+        after = fn(before)
+        self.dtype = after.dtype
+        if self.held is not None and (before.dtype, before.device) != (after.dtype, after.device):
+            self.held.let_go()
         stored = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
         self._buffers.update({name: readable(tensor) for name, tensor in stored.items()})  # else fn would convert FP8
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -152,7 +156,9 @@ class QuantModule(nn.Module):
             after = ((readable(tensor), self._buffers[name]) for name, tensor in before.items())
             if not all(new is not None and torch.equal(old, readable(new)) for old, new in after):
                 self.writes += 1
-                self.changes.append(torch.zeros(1))  # which no later change takes back
+                self.changes.append(torch.zeros(1, device="cpu"))  # which no later change takes back
+                if self.held is not None:
+                    self.held.refresh()
         if packed:
             self.pack()
 
@@ -190,7 +196,8 @@ class QuantModule(nn.Module):
         buffers = {name: None if tensor is None else readable(tensor) for name, tensor in stored.items()}
         _keep_for_child(buffers)
         packed = self.choice is not None
-        return self.__dict__ | {"_buffers": buffers, "choice": None, "_packed": packed, "_input_order": None}
+        gone = {"choice": None, "_input_order": None, "_lent": None}
+        return self.__dict__ | {"_buffers": buffers, "_packed": packed, **gone}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         packed, buffers = attributes["_packed"], dict(attributes["_buffers"])
@@ -255,6 +262,7 @@ class QuantLinear(QuantModule, nn.Linear):
         return cls(weight, biases, activations=spec.activations, backend=backend, dtype=spec.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        self.settle()
         choice = self.choice or self.pack().choice
         assert choice is not None
         if self.fused_projections is not None and native(x):
@@ -281,19 +289,23 @@ class QuantLinear(QuantModule, nn.Linear):
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "weight" or not isinstance(value, Tensor) or "weight" in self._buffers:
             super().__setattr__(name, value)
-        elif not (isinstance(value, WritableWeight) and value.is_current(self)):  # PEFT hands a layer its own weight
-            self.write(value)
+        elif not (isinstance(value, WritableWeight) and value.is_weight_of(self)):  # PEFT hands a layer its own weight
+            self.write(plain(value))
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The dequantized weight [out, in]: a copy, but what is written to it goes to `write`."""
-        return WritableWeight.of(self)
+        """The dequantized weight [out, in]: a copy, but what is written to it goes to `write`.
+
+        One and the same tensor for as long as somebody holds it, with the numbers that were written to it unrounded.
+        """
+        return self.lend()
 
     @torch.no_grad()
     def write(self, value: Tensor) -> None:
         """Take a float weight [out, in] in the place of the own one, rounded to nearest in the same format.
 
-        Raises UnsupportedError for another shape and for NaN and infinity, with the layer as it was.
+        The weight that it has already is not rounded again. Raises UnsupportedError for another shape and for NaN and
+        infinity, with the layer as it was.
         """
         if tuple(value.shape) != (self.out_features, self.in_features):
             raise UnsupportedError(
@@ -302,6 +314,8 @@ class QuantLinear(QuantModule, nn.Linear):
         stored = self.pack().quantized
         before = stored.dequantize(torch.float32)
         value = value.to(before.device, self.dtype)
+        if torch.equal(value, before.to(self.dtype)):
+            return
         weight = quantize_like(value, stored)
         self.unpack()
         self._buffers.update(state(weight))
@@ -313,8 +327,9 @@ class QuantLinear(QuantModule, nn.Linear):
     def _note_change(self, change: Tensor) -> None:
         """Remember a change of the weight [out, in], or forget the last one if this takes it back."""
         self.writes += 1
-        generator = torch.Generator().manual_seed(self.in_features)
-        sketch = change @ torch.randn(self.in_features, generator=generator).to(change.device)  # [out]
+        generator = torch.Generator("cpu").manual_seed(self.in_features)
+        drawn = torch.randn(self.in_features, generator=generator, device="cpu")
+        sketch = change @ drawn.to(change.device)  # [out]
         if not self.changes or (sketch + self.changes[-1]).norm() > TAKEN_BACK * self.changes[-1].norm():
             self.changes.append(sketch)
             return

@@ -44,7 +44,7 @@ class OneDNN(Backend):
         assert isinstance(weight, Int8Weight)
         scales = weight.weight_scale.float().flatten()
         packed = torch.ops.onednn.qlinear_prepack(weight.weight, None)
-        return OneDNNWeight(packed, weight.weight_scale, scales, torch.zeros(len(scales), dtype=torch.int64))
+        return OneDNNWeight(packed, weight.weight_scale, scales, scales.new_zeros(len(scales), dtype=torch.int64))
 
     def unpack(self, packed: OneDNNWeight) -> Int8Weight:
         return Int8Weight(packed.weight.to_dense().t().contiguous(), packed.weight_scale)
@@ -58,7 +58,7 @@ class OneDNN(Backend):
 
 def _unsigned_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [rows, in] -> uint8 [rows, in] and scales [rows, 1], block by block: the float copies stay in the cache."""
-    levels, scales = torch.empty(x.shape, dtype=torch.uint8), torch.empty(len(x), 1)
+    levels, scales = x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(len(x), 1, dtype=torch.float32)
     for start in range(0, len(x), ROWS):
         block = slice(start, start + ROWS)
         integers, scales[block] = quantize_rows(x[block])

@@ -54,7 +54,7 @@ class RankAgreement(ProcessAgreement):
     def least(self, number: int) -> int:
         """See ProcessAgreement."""
         found = torch.tensor(number, device=self.device)
-        with self.watching("the ranks agree on the size of the cache"):
+        with self.watching("the ranks agree on a number"):
             distributed.all_reduce(found, distributed.ReduceOp.MIN, group=self.group)
         return int(found)
 

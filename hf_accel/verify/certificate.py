@@ -7,6 +7,8 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..printed import Printed
+
 COLUMNS = 100
 LARGEST = 700.0  # nats whose exponential is a number
 
@@ -62,8 +64,8 @@ class Verdict:
         )
 
 
-@dataclass(frozen=True)
-class Cost:
+@dataclass(frozen=True, repr=False)
+class Cost(Printed):
     """What quantization costs in quality, teacher-forced: losses and divergences are means over the tokens, in nats.
 
     error: standard error of loss - reference_loss over the tokens. kl: KL(reference || model).
@@ -106,8 +108,8 @@ class Cost:
         )
 
 
-@dataclass(frozen=True)
-class Certificate:
+@dataclass(frozen=True, repr=False)
+class Certificate(Printed):
     """The verdict for every prompt, against which reference, and what quantization costs against float.
 
     reference: where weights or the KV cache are quantized, the same quantized weights in plain torch; else the

@@ -19,6 +19,7 @@ from ..linear import QuantModule
 from ..linear.nf4 import is_nf4, stored_bytes
 from ..models import evaluating, layer_lists
 from ..patch import stock_twin
+from ..printed import Printed
 
 WORST = 5  # layers that are printed
 
@@ -39,8 +40,8 @@ class LayerReport:
     added: float
 
 
-@dataclass(frozen=True)
-class QuantizationReport:
+@dataclass(frozen=True, repr=False)
+class QuantizationReport(Printed):
     """print() it, or read to_dict(), which is JSON-able.
 
     tokens: that were predicted. bits: of a quantized weight on average, scales included. weight_bytes, float_bytes: of

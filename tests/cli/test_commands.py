@@ -219,7 +219,8 @@ def test_generate_in_a_chat(run: Run, tmp_path: Path) -> None:
 def test_a_process_streams_and_says_nothing_else() -> None:
     process = start("generate", TINY, "--max-new-tokens", 8, "--weights", "none")
     out, error = process.communicate(PROMPT, timeout=120)
-    assert (process.returncode, error) == (0, "")
+    unexpected = [line for line in error.splitlines() if "warning: cpu kernels: " not in line]  # without a compiler
+    assert (process.returncode, unexpected) == (0, [])
     assert out == f"{expected_text(8, weights=None)}\n"
 
 

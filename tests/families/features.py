@@ -26,8 +26,9 @@ from hf_accel.linear import QuantLinear
 
 from ..parity.dequantize import dequantized
 from ..parity.snapshot import snapshot
+from .changes import CHANGES
 from .images import alone_with_image, image_prompts
-from .inputs import decoder_prompts, prompts, single
+from .inputs import SHAPES, decoder_prompts, prompts, shaped, single
 from .models import Family, build
 
 NEW_TOKENS = 10
@@ -112,6 +113,16 @@ class Case:
         if self.needs_images:
             return alone_with_image(self.images, 0) if alone else self.images
         return single(self.family.kind) if alone else prompts(self.family.kind)
+
+    def shapes(self) -> dict[str, dict[str, Tensor]]:
+        """The padded batch, and prompts of other shapes, by what they are called in a fault."""
+        if self.needs_images:
+            return {"with images": self.images}
+        kind = self.family.kind
+        other = {shape: shaped(kind, rows=shape[0], columns=shape[1], padded=shape[2]) for shape in SHAPES}
+        return {"padded": prompts(kind)} | {
+            f"{rows} x {columns}": other[rows, columns, p] for rows, columns, p in other
+        }
 
     def forward_inputs(self) -> dict[str, Tensor]:
         return self.with_decoder(self.prompts())
@@ -291,10 +302,28 @@ def lively(family: Family) -> Case:
     return first
 
 
+def over_shapes(case: Case, compare: Callable[[dict[str, Tensor]], Outcome]) -> Outcome:
+    """The slowest word of all shapes that stock can answer; a fault names its shape."""
+    found, reasons = [], []
+    for name, inputs in case.shapes().items():
+        try:
+            found.append(compare(inputs))
+        except StockCannot as reason:
+            reasons.append(reason)
+        except Wrong as reason:
+            raise Wrong(f"{name}: {reason}") from None
+    if not found:
+        raise reasons[0]
+    return next((outcome for outcome in found if outcome.word != "fast"), found[0])
+
+
 @feature("forward", *ALL)
 def _forward(case: Case) -> Outcome:
-    _same_forward(case.stock, case.patched, case.forward_inputs())
-    return _attention_word(case)
+    def compare(inputs: dict[str, Tensor]) -> Outcome:
+        _same_forward(case.stock, case.patched, case.with_decoder(inputs))
+        return _attention_word(case)
+
+    return over_shapes(case, compare)
 
 
 def _same_forward(
@@ -355,17 +384,24 @@ def _same_attentions(name: str, expected: list[Tensor], actual: list[Tensor], ma
         close(name, ours, theirs, 1e-3)  # a layer magnifies what the one before rounds
 
 
-def _generates(name: str, *, alone: bool = False, settings: Callable[[Case], dict[str, Any]]) -> None:
+def _generates(name: str, *, settings: Callable[[Case], dict[str, Any]], shapes: str = "padded") -> None:
+    """shapes: "padded", the batch of it; "alone", its longest prompt; "all", over_shapes."""
+
     @feature(name, *GENERATING)
     def compare(case: Case) -> Outcome:
-        inputs = case.prompts(alone=alone)
-        wanted = settings(case)
-        expected = by_stock(
-            lambda: generate(case.stock, inputs, return_dict_in_generate=True, output_logits=True, **wanted)
-        )
-        actual = generate(case.patched, inputs, **settings(case))
-        same_tokens(expected, actual, _prompt_columns(case, inputs))
-        return _loop_word(case.patched)
+        if shapes == "all":
+            return over_shapes(case, lambda inputs: _same_text(case, inputs, settings))
+        return _same_text(case, case.prompts(alone=shapes == "alone"), settings)
+
+
+def _same_text(case: Case, inputs: dict[str, Tensor], settings: Callable[[Case], dict[str, Any]]) -> Outcome:
+    wanted = settings(case)
+    expected = by_stock(
+        lambda: generate(case.stock, inputs, return_dict_in_generate=True, output_logits=True, **wanted)
+    )
+    actual = generate(case.patched, inputs, **settings(case))
+    same_tokens(expected, actual, _prompt_columns(case, inputs))
+    return _loop_word(case.patched)
 
 
 def _prompt_columns(case: Case, inputs: dict[str, Tensor]) -> int:
@@ -377,7 +413,7 @@ def _loop_word(patched: PreTrainedModel) -> Outcome:
     return Outcome("fast") if loop == "ragged" else Outcome("stock's loop", loop.removeprefix("stock: "))
 
 
-_generates("greedy", settings=lambda case: {})
+_generates("greedy", settings=lambda case: {}, shapes="all")
 _generates("sampling", settings=lambda case: {"do_sample": True, "top_k": 20, "temperature": 1.3})
 
 
@@ -403,9 +439,9 @@ def _same_beams(case: Case, inputs: dict[str, Tensor]) -> Outcome:
 
 
 _generates("no cache", settings=lambda case: {"use_cache": False})
-_generates("static cache", settings=lambda case: {"cache_implementation": "static"})
-_generates("prompt lookup", alone=True, settings=lambda case: {"prompt_lookup_num_tokens": 3})
-_generates("assistant", alone=True, settings=lambda case: {"assistant_model": case.fresh(seed=1)})
+_generates("static cache", settings=lambda case: {"cache_implementation": "static"}, shapes="all")
+_generates("prompt lookup", settings=lambda case: {"prompt_lookup_num_tokens": 3}, shapes="alone")
+_generates("assistant", settings=lambda case: {"assistant_model": case.fresh(seed=1)}, shapes="alone")
 
 
 @feature("image: forward", "vision")
@@ -447,6 +483,63 @@ def _one_cache_for_two_images(case: Case) -> None:
 @feature("image: beams", "vision")
 def _image_beams(case: Case) -> Outcome:
     return _same_beams(case, case.images)
+
+
+@feature("checkpointing", *ALL)
+def _checkpointing(case: Case) -> Outcome:
+    """The gradient under reentrant checkpointing, which copies what it is given, is stock's without any."""
+    inputs = case.with_decoder(case.prompts(alone=True))
+    stock, patched = case.fresh(), hf_accel.patch(case.fresh(), weights=None)
+    expected = by_stock(lambda: gradient(stock, inputs))
+    again = by_stock(lambda: gradient(case.fresh(), inputs, use_reentrant=True))
+    if not torch.allclose(again, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())):
+        raise StockCannot("checkpointing changes stock's own gradient")
+    actual = gradient(patched, inputs, use_reentrant=True)
+    try:
+        close("gradients", actual, expected, 1e-3)
+    except Wrong:  # a model that magnifies: as near to what float64 says as stock is
+        exact = by_stock(lambda: gradient(case.fresh().double(), inputs)).float()
+        if not (actual - exact).abs().max() <= 4 * (expected - exact).abs().max():
+            raise
+    return _attention_word(case)
+
+
+def gradient(model: PreTrainedModel, inputs: dict[str, Tensor], **checkpointing: Any) -> Tensor:
+    """Of the mean square of what the model answers, by all parameters that have one; with nothing left to chance."""
+    model.train()
+    for module in model.modules():
+        for rate in [name for name, value in vars(module).items() if isinstance(value, float) and "drop" in name]:
+            setattr(module, rate, 0.0)
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    if checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable(checkpointing)
+    torch.manual_seed(0)
+    (_, value), *_ = tensors_of(model(**copy.deepcopy(inputs))).items()
+    value.float().square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@feature("changed in use", *GENERATING)
+def _changed(case: Case) -> Outcome:
+    """A model that was used and is changed then, in each of the ways of changes.py, answers as stock so changed."""
+    inputs, outcome, found = case.prompts(alone=True), Outcome("fast"), 0
+    by_stock(lambda: generate(case.stock, inputs))
+    for name, change in CHANGES.items():
+        stock, patched = case.fresh(), hf_accel.patch(case.fresh(), weights=None)
+        generate(patched, inputs)
+        if not (change(stock) and change(patched)):
+            continue
+        expected = by_stock(lambda m=stock: generate(m, inputs, return_dict_in_generate=True, output_logits=True))
+        try:
+            same_tokens(expected, generate(patched, inputs), _prompt_columns(case, inputs))
+        except Wrong as reason:
+            raise Wrong(f"{name}: {reason}") from None
+        outcome, found = _loop_word(patched) if outcome.word == "fast" else outcome, found + 1
+    if not found:
+        raise NotTried("no change of changes.py fits the model")
+    return outcome
 
 
 @feature("cache asked for", *GENERATING)

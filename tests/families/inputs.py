@@ -9,6 +9,8 @@ from .configs import BEGIN, FIRST_SPECIAL, PADDING
 
 FIRST_WORD = 3  # behind padding, begin and end
 LENGTHS = (9, 13, 11)
+# rows, columns, padded: prompts longer than the window of configs.py, as long, and shorter
+SHAPES = ((1, 13, False), (3, 13, False), (1, 6, False), (3, 4, False))
 
 
 def prompts(kind: str, *, rows: int = len(LENGTHS), seed: int = 1) -> dict[str, Tensor]:
@@ -21,6 +23,16 @@ def prompts(kind: str, *, rows: int = len(LENGTHS), seed: int = 1) -> dict[str, 
     places = torch.arange(columns)
     mask = places >= missing if kind in ("causal", "vision") else places < columns - missing
     return {"input_ids": ids.masked_fill(~mask, PADDING), "attention_mask": mask.long()}
+
+
+def shaped(kind: str, *, rows: int, columns: int, padded: bool) -> dict[str, Tensor]:
+    """The last `columns` columns of `rows` rows, with padding or without any."""
+    batch = prompts(kind, rows=rows)
+    if not padded:
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(FIRST_WORD, FIRST_SPECIAL, (rows, max(LENGTHS)), generator=generator)
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return {name: value[:, -columns:] for name, value in batch.items()}
 
 
 def single(kind: str) -> dict[str, Tensor]:

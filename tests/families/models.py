@@ -15,6 +15,7 @@ from transformers.models.auto import modeling_auto
 
 from .configs import BEGIN, tiny_config
 from .overrides import OF_MODELS
+from .variants import variation
 
 MAPPINGS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -32,13 +33,15 @@ class Family:
     model_type: str
     name: str
     is_decoder: bool = False
+    variant: int = 0  # 0: the configuration of configs.py; any other: one that variants.py draws
 
     def __str__(self) -> str:
         return self.label
 
     @property
     def label(self) -> str:
-        return f"{self.name} (is_decoder)" if self.is_decoder else self.name
+        name = f"{self.name} (is_decoder)" if self.is_decoder else self.name
+        return f"{name} {self.variant}" if self.variant else name
 
 
 @cache
@@ -79,6 +82,8 @@ def build(family: Family, *, seed: int = 0, gain: float = 1.0) -> PreTrainedMode
     """In evaluation mode and float32; the same seed and gain give the same weights."""
     kind: Any = getattr(transformers, family.name)
     given = OF_MODELS.get(family.name, {}) | ({"is_decoder": True} if family.is_decoder else {})
+    if family.variant:
+        given |= variation(kind.config_class, family.variant)
     config = tiny_config(family.model_type, kind.config_class, **given)
     if getattr(config, "attn_logit_softcapping", None) is not None:
         config._attn_implementation = "eager"  # as newer transformers choose: the sdpa of older ones does not cap

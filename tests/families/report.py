@@ -40,16 +40,21 @@ The columns, with `hf_accel.patch(model, weights=None)` where nothing else is sa
 
 | column | what was compared |
 |---|---|
-| forward | the logits of a padded batch |
+| forward | the logits of a padded batch, and of prompts of the shapes below |
 | output_attentions | the logits, and the attention weights where transformers gives some |
 | greedy, sampling, beams | `generate` over a padded batch: greedy search, sampling with the same seed, three beams |
 | no cache, static cache | `use_cache=False`, `cache_implementation="static"` |
+| checkpointing | the gradient under reentrant gradient checkpointing |
+| changed in use | the text after weights, hooks, a forward, buffers or scalars of a model in use were changed |
 | prompt lookup, assistant | `prompt_lookup_num_tokens=`, `assistant_model=` |
 | image: ... | the same with images; two images behind the same words keep apart, also when a cache is passed along |
 | cache asked for | `patch(model, weights=None, cache="paged")`: a paged cache is insisted on |
 | int8 forward, int8 greedy | INT8 weights against the same numbers in the model's own float modules |
 | int8 save, load | `save_pretrained`, then `from_pretrained` of the INT8 model |
 | unpatch | class, configs, hooks and weights after `patch`, use and `unpatch` |
+
+"forward", "greedy" and "static cache" are compared in five shapes: three rows with padding; one row and three of 13
+tokens without padding, which is more than the attention windows of 6; one row of 6; three of 4.
 """
 
 

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="every class of the mappings")
     parser.add_argument("--kind", choices=sorted({f.kind for f in families().values()}), help="only of this mapping")
     parser.add_argument("--features", nargs="+", choices=list(FEATURES), help="only these")
+    parser.add_argument("--variants", type=int, default=0, help="so many random configurations of each model instead")
     parser.add_argument("--shard", default="1/1", help="1/4: the first of four parts")
     parser.add_argument("--resume", action="store_true", help="leave out what stands in the results")
     parser.add_argument("--results", type=Path, default=FOLDER, help="the folder of the JSON lines")
@@ -141,6 +143,8 @@ def main(arguments: list[str]) -> int:
     chosen = select(parsed.names) if parsed.names else list(families().values())
     if parsed.kind:
         chosen = [family for family in chosen if family.kind == parsed.kind]
+    if parsed.variants:
+        chosen = [replace(family, variant=i) for family in chosen for i in range(1, parsed.variants + 1)]
     part, parts = map(int, parsed.shard.split("/"))
     return summary(run(chosen[part - 1 :: parts], parsed))
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import transformers
 
 from .features import FAULTS, outcomes
-from .models import Family
+from .models import Family, families
 
 RAGGED = ("greedy", "sampling", "prompt lookup", "assistant", "cache asked for", "int8 greedy")
 FAST = {  # and what must stay on hf_accel's own path
@@ -26,6 +28,9 @@ OLDER = {  # what the oldest supported transformers, 5.17, cannot show
 }
 
 
+VARIED = ["LlamaForCausalLM", "Gemma3ForCausalLM", "Qwen3ForCausalLM", "GPT2LMHeadModel", "GptOssForCausalLM"]
+
+
 @pytest.mark.parametrize("family", FAST, ids=str)
 def test_patched_answers_as_stock(family: Family) -> None:
     if family.model_type in OLDER and transformers.__version__.startswith("5.17."):
@@ -33,3 +38,12 @@ def test_patched_answers_as_stock(family: Family) -> None:
     words = {feature: (result.word, result.reason) for feature, result in outcomes(family)}
     assert {feature: words[feature] for feature in words if words[feature][0] in (*FAULTS, "build")} == {}
     assert [feature for feature in FAST[family] if words[feature][0] != "fast"] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variant", range(1, 7))
+@pytest.mark.parametrize("name", VARIED)
+def test_other_configurations_answer_as_stock(name: str, variant: int) -> None:
+    """`python -m tests.families.run --all --variants 20` compares every class so."""
+    found = outcomes(replace(families()[name], variant=variant))
+    assert {feature: result for feature, result in found if result.word in (*FAULTS, "build")} == {}

@@ -146,3 +146,56 @@ def test_other_kinds_of_adapters(kind: str) -> None:
         return greedy(outer)
 
     assert torch.equal(tokens(patched=True), tokens(patched=False))
+
+
+# -- an adapter for each row ---------------------------------------------------------------------------------
+
+NAMES = ["default", "other", "__base__"]
+
+
+def of_rows(ids: Tensor, model: Any, **more: Any) -> Tensor:
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False, **more}
+    return model.generate(input_ids=ids, adapter_names=NAMES, **given)
+
+
+@pytest.mark.filterwarnings("ignore:generate.. runs transformers. own loop:hf_accel.HfAccelWarning")
+@pytest.mark.parametrize("speculative", [None, "ngram"])
+@pytest.mark.parametrize("alike", [True, False], ids=["equal prompts", "other prompts"])
+def test_an_adapter_for_each_row(alike: bool, speculative: str | None) -> None:
+    """Rows of equal ids do not share their keys and values, because their adapters differ."""
+    outer = adapted(build("llama"))
+    ids = prompts(1, 9).expand(3, -1) if alike else prompts(3, 9)
+    ways: list[dict[str, Any]] = [{}, {"num_beams": 2}, {"use_cache": False}]
+    expected = [of_rows(ids, outer, **way) for way in ways]
+    assert len({tuple(row) for row in expected[0].tolist()}) == 3
+    hf_accel.patch(outer, weights=None, speculative=speculative)
+    assert all(torch.equal(of_rows(ids, outer, **way), each) for way, each in zip(ways, expected, strict=True))
+    assert hf_accel.stats(outer)["loop"].startswith("stock: adapter_names= gives each row")
+    assert torch.equal(of_rows(ids, outer, prompt_lookup_num_tokens=2), expected[0])
+    assert torch.equal(greedy(outer), greedy(adapted(build("llama")))) and hf_accel.stats(outer)["loop"] == "ragged"
+
+
+@pytest.mark.filterwarnings("ignore:generate.. runs transformers. own loop:hf_accel.HfAccelWarning")
+def test_rows_on_quantized_weights() -> None:
+    outer = adapted(hf_accel.patch(build("llama")))
+    ids = prompts(1, 9)
+    found = of_rows(ids.expand(3, -1), outer)
+    for row, name in enumerate(NAMES[:2]):
+        outer.set_adapter(name)
+        assert torch.equal(found[row : row + 1], outer.generate(input_ids=ids, max_new_tokens=6, do_sample=False))
+
+
+@pytest.mark.filterwarnings("ignore:generate.. runs transformers. own loop:hf_accel.HfAccelWarning")
+def test_adapters_that_begin_inside_a_row() -> None:
+    """Activated LoRA, whose offsets PEFT reads from the tokens of each row."""
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6]
+    )
+    outer = peft.get_peft_model(build("llama"), config).eval()
+    randomize({name: p for name, p in outer.named_parameters() if "lora_" in name})
+    ids = prompts(2, 12)
+    ids[0, 4], ids[0, 5], ids[1, 8], ids[1, 9] = 5, 6, 5, 6
+    asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+    expected = outer.generate(**asked)
+    hf_accel.patch(outer, weights=None)
+    assert torch.equal(outer.generate(**asked), expected)

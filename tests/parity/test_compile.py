@@ -38,7 +38,7 @@ def logits(model: Any) -> Tensor:
     return model(**given).logits[given["attention_mask"].bool()]
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore:cpu kernels. :UserWarning")
 def test_two_patched_models_are_each_one_graph() -> None:
     for seed in (0, 1):
         model = build(seed)

@@ -327,21 +327,6 @@ def test_bad_requests(engine: Engine, arguments: dict[str, Any], message: str) -
     assert engine.stats["requests"] == 0
 
 
-def test_stateful_processors_are_refused_with_drafts_only(engine: Engine) -> None:
-    class Counting:
-        calls = 0
-
-        def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-            self.calls += 1
-            return scores + self.calls * torch.arange(scores.shape[1]) % 7
-
-    if engine.session.speculation.drafters:
-        with pytest.raises(UnsupportedError, match="Counting returns different scores for the same input"):
-            engine.submit(PROMPTS[0], processors=(Counting(),))
-    else:
-        assert engine.submit(PROMPTS[0], processors=(Counting(),), max_new_tokens=3).result(WAIT)
-
-
 # -- the end --------------------------------------------------------------------------------------------------
 
 

@@ -278,6 +278,17 @@ def test_text_without_a_tokenizer_says_what_to_give(model: Any) -> None:
         engine.submit("text")
 
 
+def test_a_path_says_what_to_give() -> None:
+    with pytest.raises(UnsupportedError, match=r"takes a patched model, not a path; pass hf_accel.load\('folder'\)"):
+        Engine("folder")
+
+
+def test_a_tokenizer_needs_no_name(model: Any) -> None:
+    with Engine(model, letters()) as engine:
+        ids = letters()("abc")["input_ids"]
+        assert list(engine.submit("abc", max_new_tokens=3)) == list(engine.submit(ids, max_new_tokens=3))
+
+
 def test_chat_messages_as_the_message_says(model: Any) -> None:
     tokenizer = letters()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 import hf_accel
@@ -119,6 +119,9 @@ def test_few_blocks() -> None:
             {"max_new_token": 2},
             r"generate_batch\(\) got .* 'max_new_token'; did you mean 'max_new_tokens'",
         ),
+        ([[1]], {"logits_processor": []}, r"use generate\(logits_processor=\), or Engine.submit\(processors=\)$"),
+        ([[1]], {"xyzzy": 1}, "unknown keyword 'xyzzy'; it takes the fields of a GenerationConfig$"),
+        ([[1]], {"scheduler_type": "prefill_first"}, "scheduler_type='prefill_first' has no meaning"),
         ([[1], [2]], {"generation_config": [GenerationConfig()]}, "1 configs for 2 prompts"),
         ([[1]], {"speculative": "ngrams"}, "drafter='ngrams' is not known"),
     ],
@@ -127,3 +130,22 @@ def test_few_blocks() -> None:
 def test_what_cannot_be(prompts: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         target("llama").generate_batch(prompts, **settings)
+
+
+@pytest.mark.parametrize(
+    "given", [None, ContinuousBatchingConfig(max_batch_tokens=64)], ids=["alone", "beside a config"]
+)
+def test_fields_of_transformers_config_as_keywords(given: ContinuousBatchingConfig | None) -> None:
+    """As transformers spelt them in generate_batch, and spells them in its config now."""
+    shared, apart = (
+        hf_accel.patch(build("llama"), weights=None, cache=hf_accel.CacheConfig(block_size=4)) for _ in range(2)
+    )
+    settings = {"max_new_tokens": 4, "do_sample": False, "continuous_batching_config": given}
+    prompts = [PROMPTS[0][:4] * 3] * 3
+    outputs = [
+        shared.generate_batch(prompts, **settings),
+        apart.generate_batch(prompts, allow_block_sharing=False, **settings),
+    ]
+    assert tokens(outputs[0]) == tokens(outputs[1]) == answers("llama", prompts, 4)
+    assert hf_accel.stats(shared)["prefix_hits"] > 0 == hf_accel.stats(apart)["prefix_hits"]
+    assert given is None or given.allow_block_sharing  # the user's own config stays

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformers import (
     Lfm2Config,
     Lfm2ForCausalLM,
+    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Seq2SeqTrainer,
@@ -25,6 +27,7 @@ from transformers import (
 
 import hf_accel
 from hf_accel.fused.modules import NativeGatedMLP
+from hf_accel.generation.hf import AcceleratedGeneration
 from hf_accel.kernels import cpu as kernels
 
 from .families import DECODER, PADDING, VOCABULARY, build, inputs, prompts
@@ -79,6 +82,21 @@ def test_a_text_generation_pipeline(batch_size: int) -> None:
     hf_accel.patch(model, weights=None)
     assert answers() == expected
     assert hf_accel.stats(model)["loop"] == "ragged"
+
+
+# -- signatures ----------------------------------------------------------------------------------------------
+
+
+OVERRIDDEN = sorted(name for name in vars(AcceleratedGeneration) if callable(getattr(LlamaForCausalLM, name, None)))
+
+
+@pytest.mark.parametrize("name", [name for name in OVERRIDDEN if not name.startswith("__")])
+def test_what_is_overridden_can_be_called_as_stock_s(name: str) -> None:
+    """By position and by name: models call these methods in ways of their own."""
+    stock, ours = (inspect.signature(getattr(kind, name)) for kind in (LlamaForCausalLM, AcceleratedGeneration))
+    named = [p for p in stock.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    ours.bind(**{parameter.name: None for parameter in named})
+    ours.bind(*[None for parameter in named if parameter.kind is parameter.POSITIONAL_OR_KEYWORD])
 
 
 # -- training ----------------------------------------------------------------------------------------------

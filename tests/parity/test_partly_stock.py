@@ -20,6 +20,8 @@ from transformers import (
     LlamaConfig,
     LlamaForSequenceClassification,
     PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -174,3 +176,34 @@ def test_a_model_of_text_and_images() -> None:
         expected = model(**given).logits_per_text
         hf_accel.patch(model, weights=None)
         assert torch.allclose(model(**given).logits_per_text, expected, atol=1e-5)
+
+
+def test_what_needs_pages_is_refused_in_our_words() -> None:
+    """And what stock runs without them still runs: see test_nothing_changes."""
+    model = hf_accel.patch(build(t5), weights=None)
+    with pytest.raises(hf_accel.UnsupportedError, match=r"speculative= .*encoder-decoder.*leave speculative= out"):
+        model.generate(**inputs("left"), max_new_tokens=2, speculative="ngram")
+    run(model)
+    assert hf_accel.stats(model)["loop"].startswith("stock: T5ForConditionalGeneration is an encoder-decoder")
+    for call in (model.generate_batch, lambda ids: model.generate_batch(ids, speculative="ngram")):
+        with pytest.raises(hf_accel.UnsupportedError, match=r"cannot serve .* or without: T5.*call generate\(\)"):
+            call([[1, 2]])
+    with pytest.raises(hf_accel.UnsupportedError, match="is an encoder-decoder"):
+        model.init_continuous_batching()
+
+
+def test_layers_with_a_state_have_no_pages() -> None:
+    config = Qwen3_5TextConfig(
+        **TINY, intermediate_size=64, num_key_value_heads=2, head_dim=8, linear_num_key_heads=2,
+        linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    model = build(lambda: Qwen3_5ForCausalLM(config))
+    expected = run(model)
+    hf_accel.patch(model, weights=None)
+    torch.testing.assert_close(run(model), expected)
+    with pytest.raises(hf_accel.UnsupportedError, match=r"keeps a state that has no pages \(linear_attention\)"):
+        model.generate_batch([[1, 2]])
+    with pytest.raises(hf_accel.UnsupportedError, match="leave speculative= out"):
+        model.generate(**inputs("left"), speculative="suffix")
+    assert "generate" not in vars(hf_accel.unpatch(model)) and torch.equal(run(model), expected)

@@ -19,6 +19,7 @@ from hf_accel.generation.hf.drafting import make_speculation
 from hf_accel.generation.hf.model_runner import ModelRunner
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Sequence
+from hf_accel.generation.speculation.controller import Controller
 from hf_accel.kernels import cpu as kernels
 
 from .families import FAMILIES, build
@@ -31,8 +32,8 @@ PROMPTS = requests(5, longest=14, seed=4, shared=9)
 def batcher_of(model: Any, settings: CacheConfig, drafter: Any, num_draft: int) -> Batcher:
     groups, group_of_layer = page_groups(model.config, settings)
     runner, pages = ModelRunner(model, groups, group_of_layer), Pages(groups)
-    config = SpeculativeConfig(drafter=drafter, num_draft=num_draft)
-    return Batcher(runner, pages, make_speculation(config, runner, pages))
+    config, lengths = SpeculativeConfig(drafter=drafter), Controller(num_draft)  # which may be 0
+    return Batcher(runner, pages, make_speculation(config, runner, pages, lengths))
 
 
 def held(batcher: Batcher, cached: CachedSequence, layer: int) -> tuple[Tensor, Tensor, int]:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import hf_accel
 from hf_accel import CacheConfig, OutOfBlocksError
 from hf_accel.cache.hf import room
-from hf_accel.cache.hf.room import fixed_settings, pass_bytes, token_bytes
+from hf_accel.cache.hf.room import fixed_settings, pass_bytes, share_settings, token_bytes
 from hf_accel.distill.drafts import decoding
 from hf_accel.generation.hf.session import Session
 from hf_accel.hardware.memory import pool_memory
@@ -73,6 +74,23 @@ def test_all_that_is_free_but_what_passes_need(monkeypatch: pytest.MonkeyPatch) 
     fewer = fixed_settings(model, CacheConfig(block_size=4), CPU, rows=64, drafts=[model])
     assert fewer.max_tokens is not None and abs(2 * fewer.max_tokens - settings.max_tokens) <= 8
     assert fixed_settings(model, CacheConfig(max_tokens=40), CPU, rows=64).max_tokens == 40
+
+
+def test_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As max_memory_percent= of transformers' ContinuousBatchingConfig asks for it."""
+    model, settings = patched(), CacheConfig(block_size=4)
+    assert share_settings(model, settings, CPU, rows=64, share=0.1) is settings  # a host has no pool
+    free(monkeypatch, 10_000_000)
+    tokens = share_settings(model, settings, CPU, rows=64, share=0.1).max_tokens
+    assert tokens is not None and 0 <= 1_000_000 // token_bytes(model, settings) - tokens < 4
+    assert share_settings(model, settings, CPU, rows=64, share=1.0) == fixed_settings(model, settings, CPU, rows=64)
+    assert share_settings(model, CacheConfig(max_tokens=40), CPU, rows=64, share=0.1).max_tokens == 40
+    asked = transformers.ContinuousBatchingConfig(max_memory_percent=0.1)
+    with model.continuous_batching_context_manager(continuous_batching_config=asked) as manager:
+        assert manager.session.pages.groups[0].pool.num_blocks * 4 <= tokens
+    asked.max_memory_percent = 50.0
+    with pytest.raises(hf_accel.UnsupportedError, match="above 0 and at most 1"):
+        model.generate_batch(PROMPTS, continuous_batching_config=asked)
 
 
 @pytest.mark.parametrize("draft", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -192,7 +193,7 @@ POINTS = [
 def test_exception_in_the_middle_of_patch(family: str, name: str, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(family)
     before = snapshot(model)
-    functions = patch_module.__globals__
+    functions = inspect.unwrap(patch_module).__globals__
     monkeypatch.setitem(functions, name, fail_at(call)(functions[name]))
     with pytest.raises(Broken):
         hf_accel.patch(model)

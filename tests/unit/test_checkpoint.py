@@ -211,7 +211,7 @@ MUTATIONS: list[tuple[str, Callable[[Path], None], str]] = [
     # -- the files
     ("int8", cut(0), "model.safetensors cannot be read"),
     ("int8", cut(100), "model.safetensors cannot be read"),
-    ("int8", cut(20000), "model.safetensors cannot be read: .*; copy it again, or save"),
+    ("int8", cut(20000), "model.safetensors cannot be read: .*; copy or download it again, or save"),
     ("int8", lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 1000), "safetensors cannot be read"),
     ("shards", shard(lambda file: file.unlink()), "00002-of-.*.safetensors cannot be read"),
     ("shards", shard(lambda file: file.write_bytes(file.read_bytes()[:300])), "00002-of-.* cannot be read"),

@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
 
+import hf_accel
 from hf_accel import CacheConfig, PatchConfig, UnsupportedError, WeightConfig
 from hf_accel.keywords import Default
+
+NF4 = WeightConfig(4, format="nf4")
 
 
 def test_defaults() -> None:
@@ -52,8 +56,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"attn": "sdpa"}, r"unknown keyword 'attn'"),
     ({"xyz": 1}, "unknown keyword 'xyz'; known are attention, cache"),
     ({"explicit": {"cache"}}, "unknown keyword 'explicit'"),
-    ({"weights": "int3"}, "weights='int3' is not known; choose one of None, 'int8', 'int4', 'fp8', 'nf4', 'auto'"),
-    ({"weights": 8}, "weights=8 is not known"),
+    ({"weights": "int99"}, "weights='int99' is not known; choose one of None, 'int8', 'int4', 'fp8', 'nf4', 'auto'"),
+    ({"weights": True}, "weights=True is not known; choose one of None"),
+    ({"weights": 48}, "weights=48 is not known; choose one of None"),
+    ({"weights": "gguf"}, r"weights='gguf' is not known; use hf_accel.load\(path\)"),
     ({"weights": {"bits": 5}}, "bits=5 is not known; choose one of 8, 4, 3, 2"),
     ({"weights": "nvfp4"}, "weights='nvfp4' is not made here: .* choose weights={'bits': 4, 'group_size': 32}"),
     ({"weights": "llm.int8"}, r"weights='llm.int8' is not made here: .* BitsAndBytesConfig\(load_in_8bit=True\)"),
@@ -64,6 +70,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"weights": {"head": "int4"}}, "head='int4' is not known"),
     ({"weights": {"symmetric": False}}, r"symmetric=False is for 4 bits or fewer, INT8 .* leave it True"),
     ({"weights": {"bits": 4, "symmetric": 0}}, "symmetric=0 is not known; choose one of True, False"),
+    ({"speculative": {"num_draft": 0}}, "num_draft=0 must be an integer of at least 1; speculative=None is for no"),
     ({"weights": {"method": "hqq"}}, "method='hqq' is not known; choose one of 'rtn', 'gptq', 'awq'$"),
     ({"weights": {"calibration": ["text"]}}, "calibration= is not read by method='rtn'; leave it out, or choose"),
     ({"weights": {"method": "gptq", "resume": 3}}, "resume=3 must be the path of a folder"),
@@ -74,7 +81,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"weights": {"skip": [3]}}, "must hold module names"),
     ({"weights": {"skip": [""]}}, "must hold module names"),
     ({"weights": {"only_if_faster": 1}}, "only_if_faster=1 is not known"),
-    ({"cache": "dynamic"}, "cache='dynamic' is not known; choose one of None, 'paged'"),
+    ({"cache": "mamba"}, "cache='mamba' is not known; choose one of None, 'paged'"),
+    ({"cache": "dynamic"}, "cache='dynamic' is not known; use cache=None"),
+    ({"cache": {"dtype": 16}}, "cache dtype=16 is not known; use block_size=16"),
+    ({"weights": {"bits": "int4"}}, r"bits='int4' is a word of weights=; pass weights='int4' to patch\(\)"),
     ({"cache": {"block_size": 0}}, "block_size=0 must be an integer of at least 1"),
     ({"cache": {"block_size": True}}, "block_size=True must be an integer"),
     ({"cache": {"block_size": 16.0}}, "block_size=16.0 must be an integer"),
@@ -134,10 +144,46 @@ def test_to_dict_is_json_and_comes_back() -> None:
 
 
 @pytest.mark.parametrize("config", [PatchConfig(), WeightConfig(), CacheConfig()])
-def test_frozen_and_keyword_only(config: Any) -> None:
+def test_frozen(config: Any) -> None:
     name = dataclasses.fields(config)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(config, name, None)
-    with pytest.raises(TypeError):
-        type(config)(8)
     assert hash(config) == hash(dataclasses.replace(config))
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), [(WeightConfig, "bits", 4), (CacheConfig, "dtype", "int8")])
+def test_one_setting_needs_no_name(kind: Any, name: str, value: object) -> None:
+    assert kind(value) == kind(**{name: value}) != kind()
+    with pytest.raises(
+        UnsupportedError, match=f"{kind.__name__} takes {name} without a name, and the others with the"
+    ):
+        kind(value, 32)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("awq gptq AWQ", [WeightConfig(4, method="awq"), WeightConfig(4, method="gptq")]),
+        ("q4 Q4_K_M Q4_0 iq4_xs 4bit 4-bit uint4 int4_asym w4a16 bnb-4bit", [WeightConfig(4), NF4]),
+        ("q8 Q8_0 8bit w8a8 int8_dynamic load_in_8bit Q6_K q5_1", [WeightConfig()]),
+        ("nf4-dq nf4_dq fp4 bnb bitsandbytes", [NF4]),
+        ("fp8_e4m3 float8 float8_e4m3fn f8", [WeightConfig(format="fp8")]),
+        ("int3 3bit 3 int2 2 Q2_K q3_k_s", [WeightConfig(3), WeightConfig(2)]),
+        ("none bf16 bfloat16 float16 fp16 float32 half", [None]),
+    ],
+)
+def test_what_is_proposed_for_a_word_of_others_is_taken(words: str, expected: list[WeightConfig | None]) -> None:
+    for word in words.split():
+        value = int(word) if word.isdigit() else word
+        with pytest.raises(UnsupportedError, match=rf"weights={value!r} is not known; use weights=") as raised:
+            PatchConfig.build(weights=value)
+        call = f"dict({re.split(', or ', str(raised.value).partition('; use ')[2])[0]})"
+        proposed = eval(call, {"hf_accel": hf_accel, "texts": ["text"]})  # the message is ours
+        assert PatchConfig.build(**proposed).weights in expected, word
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "int4"])
+def test_what_is_proposed_for_a_cache_is_taken(dtype: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"use cache=hf_accel.CacheConfig\('{dtype}'\)"):
+        PatchConfig.build(cache=dtype)
+    assert CacheConfig(dtype).dtype == dtype  # type: ignore[arg-type]

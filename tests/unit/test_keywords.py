@@ -15,8 +15,8 @@ from transformers import TrainingArguments
 
 import hf_accel
 from hf_accel import UnsupportedError
-from hf_accel.config import PatchConfig
 from hf_accel.keywords import MEANT_BY_PATCH, checked_keywords
+from hf_accel.patch_config import PatchConfig
 from tests.parity.families import build
 
 UNKNOWN: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
@@ -87,9 +87,28 @@ def test_what_patch_proposes_is_taken(hint: str) -> None:
     assert keywords and PatchConfig.build(**keywords).explicit == set(keywords)
 
 
+@pytest.mark.parametrize(
+    ("call", "given", "keywords", "text"),
+    [
+        (hf_accel.estimate, [None, 4096], {}, r"estimate\(\) takes model without a name, and the others .*: context="),
+        (hf_accel.estimate, [], {"context": 9}, r"estimate\(\) needs model="),
+        (hf_accel.patch, [None, "int8"], {}, r"patch\(\) takes model without a name, and the others .*: weights="),
+        (hf_accel.plan, [None, "int8"], {}, r"plan\(\) takes model without a name, and the others .*: weights="),
+        (hf_accel.load, ["path", "int8"], {}, r"load\(\) takes path without a name, and the others .*: weights="),
+        (hf_accel.Engine, [None, None, 9], {}, "Engine takes model and tokenizer without a name, .*: max_tokens="),
+        (hf_accel.SpeculativeConfig, ["ngram"], {}, "SpeculativeConfig takes nothing without a name, .*: drafter="),
+    ],
+)
+def test_what_needs_a_name_is_said(
+    call: Callable[..., Any], given: list[Any], keywords: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=text):
+        call(*given, **keywords)
+
+
 def test_the_signature_stays() -> None:
     assert list(inspect.signature(hf_accel.CacheConfig).parameters) == [
-        "block_size", "dtype", "max_tokens", "prefix_sharing"
+        "dtype", "block_size", "max_tokens", "prefix_sharing"
     ]  # fmt: skip
     with pytest.raises(AssertionError):
         checked_keywords()(lambda **anything: None)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_accel
+from hf_accel.kernels.cpu import library
 from hf_accel.linear import QuantLinear
 
 from ..parity.families import build, inputs
@@ -25,7 +27,7 @@ def generate(model: PreTrainedModel, **settings: Any) -> torch.Tensor:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"weight": "int8"}, r"unknown keyword 'weight'; did you mean 'weights'\?"),
-    ({"weights": "int3"}, "weights='int3' is not known; choose one of None, 'int8', 'int4', 'fp8', 'nf4', 'auto'"),
+    ({"weights": "int9"}, "weights='int9' is not known; choose one of None, 'int8', 'int4', 'fp8', 'nf4', 'auto'"),
     (
         {"weights": "int4"},
         r"group_size=128 does not divide the 32 inputs of '.*q_proj'; use weights=\{'bits': 4, 'gr",
@@ -59,12 +61,57 @@ def test_meta_device() -> None:
     assert not hf_accel.is_patched(model)
 
 
-def test_patch_twice() -> None:
-    model = hf_accel.patch(build("llama"))
+OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"weights": None}, r"with weights=WeightConfig\(\), not None"),
+    ({}, {"weights": {"activations": None}}, "with activations='auto' in weights=, not None"),
+    ({}, {"cache": {"dtype": "int8"}, "fuse": False}, "with dtype='auto' in cache=, not 'int8'; fuse=True, not False"),
+    ({}, {"cache": "paged"}, "with cache= left out, so that it need not have been met"),
+    ({}, {"weights": {"average_bits": 5, "calibration": ["a"]}}, ".*calibration data that was not kept"),
+    (
+        {"weights": None, "cache": {"block_size": 4}},
+        {},
+        r"with weights=None, not WeightConfig\(\); block_size=4 in cache",
+    ),
+    ({"keep_original": True}, {}, "with keep_original=True, not 'auto'"),
+    ({"speculative": "ngram"}, {"speculative": {"num_draft": 2}}, "with drafter='ngram' in speculative=, not 'auto'"),
+]
+
+
+@pytest.mark.parametrize(("keywords", "others", "text"), OTHERS, ids=str)
+def test_patch_twice(keywords: dict[str, Any], others: dict[str, Any], text: str) -> None:
+    """The cell of a notebook can be run again; with other keywords the error says which, and the way out works."""
+    model = hf_accel.patch(build("llama"), **keywords)
     before = snapshot(model)
-    with pytest.raises(hf_accel.UnsupportedError, match=r"patched already; call hf_accel.unpatch\(model\) first"):
-        hf_accel.patch(model, weights=None)
+    assert hf_accel.patch(model, **keywords) is model and snapshot(model) == before
+    with pytest.raises(hf_accel.UnsupportedError, match=rf"patched already, {text}.*; call hf_accel.unpatch\(model\)"):
+        hf_accel.patch(model, **others)
     assert snapshot(model) == before
+    with hf_accel.patched(model, **keywords):
+        assert hf_accel.is_patched(model)
+    assert hf_accel.is_patched(model), "it was before the block"
+
+
+def test_a_draft_model_is_compared_by_itself() -> None:
+    draft, other = hf_accel.patch(build("llama"), weights=None), hf_accel.patch(build("llama"), weights=None)
+    model = hf_accel.patch(build("llama"), speculative=draft)
+    assert hf_accel.patch(model, speculative=draft) is model
+    with pytest.raises(
+        hf_accel.UnsupportedError, match="drafter=a LlamaForCausalLM in speculative=, not a Llama"
+    ) as no:
+        hf_accel.patch(model, speculative=other)
+    assert len(str(no.value)) < 300
+
+
+def test_one_warning_where_the_kernels_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the reason and the way out, at the line that calls patch(); once a process."""
+    monkeypatch.setattr(library, "refusal", lambda: "cpu kernels: not built (no compiler)")
+    library.warn_of_refusal.cache_clear()
+    with pytest.warns(hf_accel.HfAccelWarning) as found:
+        hf_accel.patch(build("llama"), weights=None)
+        hf_accel.patch(build("llama"), weights=None)
+    assert [warning.filename for warning in found] == [__file__]
+    assert re.search(r"not built \(no compiler\): .*run python -m hf_accel.kernels.cpu.build", str(found[0].message))
+    library.warn_of_refusal.cache_clear()
 
 
 def test_unpatch_twice() -> None:

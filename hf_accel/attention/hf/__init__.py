@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from .forward import NAME, attention_forward, attention_is_ours, mask_forward
+from .forward import NAME, attention_forward, attention_is_ours
+from .mask import mask_forward
 
 __all__ = ["NAME", "attention_is_ours", "register"]
 

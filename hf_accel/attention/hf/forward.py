@@ -1,18 +1,12 @@
-"""The attention function: a backend of ours for what it understands, the model's own function for all else.
-
-And the mask function: a small mask that says what it means where that is known, stock's own for all else.
-"""
+"""The attention function: a backend of ours for what it understands, the model's own function for all else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 from transformers.utils import output_capturing
 
 from ...cache.hf import PAGED_HANDLE, PagedKV
@@ -22,10 +16,10 @@ from ...state import BACKEND_ATTRIBUTE
 from ...tensors import is_recorded, product_dtype
 from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose
 from ..module_code import CALL_KEYWORDS
+from .mask import as_known, numbers_of
 from .stock import EAGER, collects_attentions, name_before_patch, recorded_attention, stock_attention
 
 NAME = "hf_accel"
-_INFO = "_hf_accel_mask"  # on a mask of ours: its MaskInfo
 
 # The keywords of attention, and those that models pass to all layers though only other modules read them.
 KNOWN_KEYWORDS = CALL_KEYWORDS | {
@@ -61,9 +55,8 @@ def attention_forward(
             module, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
         return traced
-    info: MaskInfo | None = getattr(attention_mask, _INFO, None)
     if is_recorded():
-        mask = _whole_mask(attention_mask, info, query)  # if it is one of ours, made outside of what is compiled
+        mask = numbers_of(attention_mask)  # one of ours was made outside of what is compiled
         return recorded_attention(
             module, query, KV(key, value), mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
@@ -71,36 +64,41 @@ def attention_forward(
     if paged is not None:
         paged.check_values(value)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    unknown = _unknown(module, attention_mask, info, causal=causal, kwargs=kwargs)
+    ours = as_known(attention_mask)
+    columns = None if paged is not None else (query.shape[2], key.shape[2])
+    unknown = _unknown(module, attention_mask, columns, causal=causal, kwargs=kwargs)
     if unknown is not None:
         if paged is not None:
             key, value = paged.columns(unknown)
-        mask, left_out = _whole_mask(attention_mask, info, query), info is not None and info.left_out
         return stock_attention(
-            module, query, KV(key, value), mask,
-            left_out=left_out, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
+            module, query, KV(key, value), numbers_of(attention_mask),
+            left_out=ours is not None and ours.meaning.left_out,
+            dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
         )  # fmt: skip
     wanted = product_dtype(query)
     query, key, value = _in_one_dtype(query, key, value, wanted if paged is None else paged.storage.dtype)
     options = AttentionOptions(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        causal=causal or info is not None,
-        window=None if info is None else info.window,
+        causal=causal or ours is not None,
+        window=None if ours is None else ours.meaning.window,
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux", kwargs.get("sinks")),
         dropout=dropout,
     )
     backend = _backend(module, query, value, options, paged=paged)
     if paged is not None:
-        plain = info is not None or (attention_mask is None and causal)
+        plain = ours is not None or (attention_mask is None and causal)
         if plain and paged.contiguous and paged.window == options.window and not dropout:
             return _paged(backend, query, KV(key, value), options, paged=paged).to(wanted).contiguous(), None
-        if info is not None:
-            paged.check_window(info.window)
+        if ours is not None:
+            paged.check_window(ours.meaning.window)
         key, value = paged.columns("it attends with a mask of its own, or drops weights")
     elif kwargs.get("cu_seq_lens_q") is not None and query.shape[0] == 1:
         return _packed(backend, query, KV(key, value), options, kwargs=kwargs).to(wanted), None
-    mask = None if info is not None and not info.padded else _whole_mask(attention_mask, info, query)
+    mask = None if ours is not None and not ours.meaning.padded else numbers_of(attention_mask)
+    if ours is not None and ours.seen < key.shape[2]:  # no query sees the rest of a static cache
+        key, value = key[:, :, : ours.seen], value[:, :, : ours.seen]
+        mask = None if mask is None else mask[..., : ours.seen]
     if mask is not None:
         options = options._replace(causal=False, window=None)
     elif options.window is not None and options.window >= key.shape[2]:
@@ -116,19 +114,30 @@ def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype)
 
 
 def _unknown(
-    module: nn.Module, mask: Tensor | None, info: MaskInfo | None, *, causal: bool, kwargs: dict[str, Any]
+    module: nn.Module,
+    mask: Tensor | None,
+    columns: tuple[int, int] | None,
+    *,
+    causal: bool,
+    kwargs: dict[str, Any],
 ) -> str | None:
-    """What our attention does not understand of a call, as a clause; None if it understands all."""
+    """Return what our attention does not understand of a call, as a clause; None if it understands all.
+
+    columns: Q and T of a call without pages.
+    """
     if not kwargs.keys() <= KNOWN_KEYWORDS:
         name = next((n for n in kwargs if n not in KNOWN_KEYWORDS and kwargs[n] is not None), None)
         if name is not None:
             return f"it is given {name}="
     if kwargs.get("output_attentions") or (output_capturing._active_collector.get() and collects_attentions()):
         return "it is asked for attention weights"
-    if info is None:
+    ours = as_known(mask)
+    if ours is None:
         return None if mask is None or mask.ndim == 4 else f"it is given a mask of shape {tuple(mask.shape)}"
+    if columns is not None and columns != ours.lengths:
+        return f"it is given a mask of {ours.lengths[1]} columns for {columns[1]}"
     # a module that is not causal, where stock's sdpa would go by that
-    return None if causal or not info.left_out or name_before_patch(module) == EAGER else "it is not causal"
+    return None if causal or not ours.meaning.left_out or name_before_patch(module) == EAGER else "it is not causal"
 
 
 def _paged(backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionOptions, *, paged: PagedKV) -> Tensor:
@@ -203,98 +212,3 @@ def _choose(spec: AttentionSpec, name: str, *, row_invariant: bool) -> Attention
         return choose(spec, name, row_invariant=row_invariant)[0]
     except UnsupportedError:
         return choose(spec, row_invariant=row_invariant)[0]
-
-
-# -- masks ---------------------------------------------------------------------------------------------
-
-
-@dataclass
-class MaskInfo:
-    """What a 2-D mask [B, T] stands for: causal attention, within `window`, to columns that are not padding.
-
-    left_out: where stock's sdpa makes no mask, and goes by is_causal instead.
-    """
-
-    window: int | None
-    padded: bool
-    left_out: bool
-    expanded: Tensor | None = None
-
-
-def mask_forward(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    config: Any = None,
-    **kwargs: Any,
-) -> Tensor | None:
-    """A 2-D mask that carries a MaskInfo for causal attention, within a window or not; stock's 4-D one for all else.
-
-    It is never None where stock would make a mask: a module whose is_causal is False would lose it.
-    """
-    aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    known = aligned and allow_is_causal_skip and _is_causal(mask_function, local_size)
-    if not known or is_recorded():
-        return sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            allow_is_causal_skip=False,
-            config=config,
-            **kwargs,
-        )
-    columns = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
-    padded = columns is not None and not bool(columns.all())
-    if not padded or columns is None:
-        columns = torch.ones(1, 1, dtype=torch.bool, device=kwargs.get("device")).expand(batch_size, kv_length)
-    mask = columns.view_as(columns)  # a tensor of our own: the note must not stick to the user's mask
-    whole = q_length in (1, kv_length) and (local_size is None or kv_length < local_size)
-    setattr(mask, _INFO, MaskInfo(local_size, padded, left_out=whole and not padded))
-    return mask
-
-
-def window_of(mask: Tensor | None) -> tuple[bool, int | None]:
-    """Whether a mask says no more than causal attention within a window; and this window, None for all tokens."""
-    if mask is None:
-        return True, None
-    info: MaskInfo | None = getattr(mask, _INFO, None)
-    return info is not None, None if info is None else info.window
-
-
-_WINDOWED: Any = sliding_window_causal_mask_function(1)
-
-
-def _is_causal(mask_function: Any, local_size: int | None) -> bool:
-    """Whether it is transformers' own function for causal attention, within a window of `local_size` if given."""
-    if local_size is None:
-        return mask_function is causal_mask_function
-    if getattr(mask_function, "__code__", None) is not _WINDOWED.__code__:
-        return False
-    (window, causal), (own_window, _) = (f.__closure__[0].cell_contents for f in (mask_function, _WINDOWED))
-    same = window.__code__ is own_window.__code__ and causal is causal_mask_function
-    return bool(same and window.__closure__[0].cell_contents == local_size)
-
-
-def _whole_mask(mask: Tensor | None, info: MaskInfo | None, query: Tensor) -> Tensor | None:
-    """The 4-D bool mask [B, 1, Q, T] of a 2-D one of ours, made once a forward pass; any other as it is."""
-    if mask is None or info is None:
-        return mask
-    if info.expanded is None:
-        columns = torch.arange(mask.shape[1], device=mask.device)
-        queries = columns[-query.shape[2] :, None]
-        visible = columns <= queries
-        if info.window is not None:
-            visible &= columns > queries - info.window
-        info.expanded = visible & mask[:, None, None, :]
-    return info.expanded

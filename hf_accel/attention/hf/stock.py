@@ -90,10 +90,12 @@ def eager_agrees(module: nn.Module, spec: AttentionSpec) -> bool:
         return False
     generator = torch.Generator().manual_seed(0)
     shapes = ((spec.num_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.value_dim))
-    query, key, value = (torch.randn(1, heads, TRIED, width, generator=generator) for heads, width in shapes)
-    sinks = torch.randn(spec.num_heads, generator=generator) if spec.sinks else None
+    query, key, value = (
+        torch.randn(1, heads, TRIED, width, generator=generator, device="cpu") for heads, width in shapes
+    )
+    sinks = torch.randn(spec.num_heads, generator=generator, device="cpu") if spec.sinks else None
     scale = spec.head_dim**-0.5
-    mask = torch.full((TRIED, TRIED), torch.finfo(torch.float32).min).triu(1)[None, None]
+    mask = torch.full((TRIED, TRIED), torch.finfo(torch.float32).min, device="cpu").triu(1)[None, None]
     options = {"softcap": spec.softcap, "s_aux": sinks}
     twin = copy.copy(module)
     own: dict[str, Any] = {} if sinks is None else {"sinks": sinks}

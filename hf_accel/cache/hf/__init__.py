@@ -3,7 +3,7 @@
 from .handle import PAGED_HANDLE, CacheOverPages, PagedKV, RaggedCache
 from .layers import NOT_PAGED, layer_windows, page_groups
 from .paged import PagedCache
-from .room import fixed_settings
+from .room import fixed_settings, share_settings
 
 __all__ = [
     "NOT_PAGED",
@@ -15,4 +15,5 @@ __all__ = [
     "fixed_settings",
     "layer_windows",
     "page_groups",
+    "share_settings",
 ]

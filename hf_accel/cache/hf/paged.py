@@ -18,7 +18,7 @@ from ..group import PageGroup, SharedContext, Step
 from ..padded import PaddedBatch
 from ..pages import CachedSequence, Pages
 from .handle import CacheOverPages, LayerOverPages, as_attended
-from .layers import FIRST_TOKENS, REMADE, check_windows, page_groups
+from .layers import FIRST_TOKENS, REMADE, check_windows, layer_windows, page_groups
 
 
 class PagedLayer(LayerOverPages):
@@ -142,10 +142,20 @@ class PagedCache(CacheOverPages):
         return cache
 
     def check_config(self, config: PreTrainedConfig) -> None:
-        """Raise UnsupportedError unless the cache has the layers and sliding windows of this model's config."""
-        if config is self._checked_config:
+        """Raise UnsupportedError unless the cache has the layers and sliding windows of this model's config.
+
+        An empty cache takes other pages if these were changed in the config for which it was made.
+        """
+        is_known = config is self._checked_config
+        if is_known and self.padded.num_columns:
             return
-        check_windows([layer.group.window for layer in self.paged_layers], config)
+        own = [layer.group.window for layer in self.paged_layers]
+        if is_known and own != layer_windows(config):
+            context = self.pages.groups[0].context
+            groups, group_of_layer = page_groups(config, self.settings, context=context)
+            self._bind(self.settings, PaddedBatch(Pages(groups)), group_of_layer)
+        elif not is_known:
+            check_windows(own, config)
         self._checked_config = config
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -256,6 +266,12 @@ class PagedCache(CacheOverPages):
         padded = self.padded
         padded.sequences, padded.token_mask, padded.num_columns = sequences, token_mask, num_columns
         self._set_columns()
+
+    def fills_blocks(self, num_new: int) -> bool:
+        """Whether a pass over so many more columns begins the sequences, or may fill a block of one of them."""
+        size = self.settings.block_size
+        counts = [sequence.num_tokens % size for sequence in self.padded.sequences]
+        return not counts or max(counts) + num_new >= size
 
     @property
     def has_prefixes(self) -> bool:

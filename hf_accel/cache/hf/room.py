@@ -50,6 +50,28 @@ def fixed_settings(
     return dataclasses.replace(settings, max_tokens=tokens)
 
 
+def share_settings(
+    model: PreTrainedModel,
+    settings: CacheConfig,
+    device: torch.device,
+    *,
+    rows: int,
+    share: float,
+    drafts: Sequence[Any] = (),
+) -> CacheConfig:
+    """The settings as of fixed_settings, where the cache takes at most `share` of the free memory.
+
+    Nothing is changed where the user has said max_tokens, or where memory is committed only when it is used.
+    """
+    free = pool_memory(device) if settings.max_tokens is None else None
+    if free is None:
+        return settings
+    size = settings.block_size
+    tokens = int(free * share) // token_bytes(model, settings) // size * size
+    fitting = fixed_settings(model, settings, device, rows=rows, drafts=drafts)
+    return dataclasses.replace(fitting, max_tokens=max(size, min(tokens, fitting.max_tokens or tokens)))
+
+
 def token_bytes(model: PreTrainedModel, settings: CacheConfig, own_heads: Mapping[int, int] | None = None) -> int:
     """The bytes of a token's K and V in all layers.
 

@@ -48,8 +48,7 @@ class Decoder:
     ) -> None:
         self.model, self.temperature = model, temperature
         self._seeds = random.Random(seed)
-        # No call of a user has num_draft=0, so the model has kept no controller for this config.
-        self._config = None if draft is None else SpeculativeConfig(drafter=draft, num_draft=0)
+        self._config = None if draft is None else SpeculativeConfig(drafter=draft)
 
     def run(
         self,

@@ -73,9 +73,11 @@ def measure_acceptance(
     if refusal is not None:
         raise UnsupportedError(f"{refusal}; a draft needs the target's")
     rows = token_rows(dataset, target, tokenizer=tokenizer, limit=max_tokens)
-    bar = logging.tqdm(total=2 * max_tokens, desc="Measuring the draft", unit=" tokens", disable=not progress_bar)
+    total = min(max_tokens, sum(map(len, rows))) + max_tokens  # of what is read, and of what is decoded
+    bar = logging.tqdm(total=total, desc="Measuring the draft", unit=" tokens", disable=not progress_bar)
     with bar, evaluating(target, draft):
         read = _read(target, draft, rows, temperature, most=max_tokens, bar=bar)
+        bar.update(total - max_tokens - bar.n)  # tokens of windows that are too short
         patched = as_patched(target)
         limit = _limit(patched, max_draft, batch_size)
         watch = Watch(limit, batch_size, seed)
@@ -183,8 +185,8 @@ def _decode(
 
     def progress(brought: int) -> bool:
         nonlocal tokens
+        bar.update(min(brought, max(0, most - tokens)))  # the last pass may bring more than are wanted
         tokens += brought
-        bar.update(brought)
         return tokens < most
 
     while tokens < most:

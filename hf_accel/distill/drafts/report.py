@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ...generation.speculation.break_even import break_even_acceptance, expected_tokens, speed_up
+from ...printed import Printed
 from ..losses.closed_forms import agreement
 
 WEIGHT = 4
@@ -72,8 +73,8 @@ class Trials:
         return rates
 
 
-@dataclass(frozen=True)
-class AcceptanceReport:
+@dataclass(frozen=True, repr=False)
+class AcceptanceReport(Printed):
     """How often a target accepts a draft's tokens, what that costs on this machine, and whether it pays.
 
     temperature: of both; 0 is greedy search. batch_size: sequences that decoded together.

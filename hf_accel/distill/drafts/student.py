@@ -16,6 +16,7 @@ from ...errors import UnsupportedError
 from ...keywords import checked_keywords
 from ...models import evaluating, layer_lists
 from ...patch import is_patched, stock_twin
+from ..teachers.teacher_keyword import takes_teacher_model
 from .kept_layers import (
     block_influence,
     check_layers,
@@ -31,9 +32,10 @@ INFLUENCE_TOKENS = 16384
 WINDOW = 512
 
 
+@takes_teacher_model
 @checked_keywords()
 def init_student(
-    teacher: PreTrainedModel,
+    teacher_model: PreTrainedModel,
     *,
     num_layers: int | None = None,
     layers: Sequence[int] | None = None,
@@ -56,7 +58,7 @@ def init_student(
     Raises UnsupportedError for an encoder-decoder, a quantized teacher, an adapter that is not merged, and layers that
     would not be what they were.
     """
-    source = _floats_of(teacher)
+    source = _floats_of(teacher_model)
     total = source.config.get_text_config(decoder=True).num_hidden_layers
     influence = partial(_influence, source, dataset, tokenizer)
     kept = choose_layers(total, num_layers, layers, strategy=strategy, influence=influence)
@@ -72,7 +74,7 @@ def init_student(
         _share(source, student)
     if getattr(source, "generation_config", None) is not None:
         student.generation_config = copy.deepcopy(source.generation_config)
-    return student.train(teacher.training)
+    return student.train(teacher_model.training)
 
 
 def _influence(model: PreTrainedModel, dataset: Any, tokenizer: Any) -> list[float]:

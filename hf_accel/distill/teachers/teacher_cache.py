@@ -18,6 +18,7 @@ from .cache_building import BuildOptions, survey, write_cache
 from .cache_files import INDEX, PARTIAL, CacheSettings, Index, Shard
 from .identity import describe, hash_vocabulary, task_of
 from .teacher import Teacher
+from .teacher_keyword import takes_teacher_model
 from .texts import SHOWN, Text, texts_of
 from .top_logits import TopLogits
 
@@ -52,10 +53,11 @@ class TeacherCache(Teacher):
         self._objective: Objective | None = None
 
     @classmethod
+    @takes_teacher_model
     @checked_keywords(k="top_k=", temperature="temperatures=[...]")
     def build(
         cls,
-        teacher: Any,
+        teacher_model: Any,
         dataset: Iterable[Any],
         path: str | Path,
         *,
@@ -72,7 +74,7 @@ class TeacherCache(Teacher):
         overwrite: bool = False,
         progress: bool = True,
     ) -> TeacherCache:
-        """Ask `teacher`, a causal or masked language model or a classifier, for every text of `dataset`, and open it.
+        """Ask a teacher, a causal or masked language model or a classifier, for every text of `dataset`, and open it.
 
         The teacher may be patched or quantized; it is asked in eval mode, and left as it was.
         dataset: what a Trainer takes: rows with input_ids, and attention_mask, labels, token_type_ids,
@@ -98,11 +100,11 @@ class TeacherCache(Teacher):
         path = Path(path)
         if path.exists() and not path.is_dir():
             raise UnsupportedError(f"{path} is a file; a cache is a folder")
-        task, size = survey(teacher, vocab_size)
+        task, size = survey(teacher_model, vocab_size)
         top_k = min(top_k, size)
         tokenizer = tokenizer if tokenizer is not None else getattr(collator, "tokenizer", None)
         settings = CacheSettings(
-            teacher=describe(teacher),
+            teacher=describe(teacher_model),
             tokenizer=hash_vocabulary(tokenizer) if tokenizer is not None else None,
             task=task,
             positions=positions,
@@ -113,7 +115,7 @@ class TeacherCache(Teacher):
             dtype=dtype,
         )
         options = BuildOptions(batch_size, collator, shard_bytes, overwrite, progress)
-        write_cache(teacher, dataset, path, settings, options=options)
+        write_cache(teacher_model, dataset, path, settings, options=options)
         return cls(path)
 
     @property

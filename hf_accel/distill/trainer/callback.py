@@ -7,22 +7,26 @@ from typing import Any
 
 from transformers import PreTrainedModel, TrainerCallback
 
+from ...generation.hf.weights_changed import weights_changed
 from ...keywords import checked_keywords
 from ..losses.objective import Objective
-from ..teachers.as_teacher import as_teacher
+from ..teachers.as_teacher import as_teacher, load_teacher, names_model
 from ..teachers.teacher import Teacher
+from ..teachers.teacher_keyword import takes_teacher_model
 from .averages import Averages
-from .hook import DistillationHook, refuse
+from .hook import DistillationHook
+from .refused_losses import refuse_loss, refuse_settings, running_trainer
 
 
 class DistillationCallback(TrainerCallback):
-    """One line in a Trainer: its model learns from `teacher` too.
+    """One line in a Trainer: its model learns from a teacher too.
 
         Trainer(..., callbacks=[hf_accel.DistillationCallback(teacher, alpha=0.5, temperature=2.0, loss="fkl")])
 
-    teacher: a transformers model (patched or quantized by hf_accel, in any float dtype), "base" for a LoRA student
-    without its adapters, or a TeacherCache or its folder. Asked once for each micro-batch, without gradients; it is
-    never a part of the student, its state dict or its checkpoints.
+    teacher_model: a transformers model (patched or quantized by hf_accel, in any float dtype), its name or path, which
+    is loaded when training begins, "base" for a LoRA student without its adapters, or a TeacherCache or its folder.
+    It is asked once for each micro-batch, without gradients; it is never a part of the student, its state dict or its
+    checkpoints.
     alpha, temperature, loss, beta, eta: see Objective; alpha is the share of the student's own loss, and alpha=1 is
     plain training, bit for bit. shift: whether position i learns label i + 1; None to read it from the model.
     fused: never hold logits [B, T, V], of the student or the teacher: both losses are computed from the last hidden
@@ -36,14 +40,16 @@ class DistillationCallback(TrainerCallback):
     TensorBoardCallback()], report_to="none"), or use a DistillationTrainer, whose logs reach all.
 
     Raises UnsupportedError when training begins if the teacher cannot teach the student (another vocabulary, other
-    classes), or if the trainer would not use the model's own loss (label smoothing, Liger's fused loss, DataParallel);
-    in the first step, if a compute_loss_func or a subclass computes one, or if two callbacks teach one model.
+    classes), or if the trainer would not use the model's own loss (label smoothing, compute_loss_func, Liger's fused
+    loss, DataParallel, all of TRL's trainers but SFTTrainer); in the first step, if a subclass computes one, or weighs
+    tokens, or if two callbacks teach one model.
     """
 
-    @checked_keywords(teacher_model="teacher=", lmbda="a DistillationTrainer")
+    @takes_teacher_model
+    @checked_keywords(lmbda="a DistillationTrainer")
     def __init__(
         self,
-        teacher: PreTrainedModel | Teacher | str | PathLike[str],
+        teacher_model: PreTrainedModel | Teacher | str | PathLike[str],
         *,
         alpha: float = 0.5,
         temperature: float = 2.0,
@@ -54,12 +60,19 @@ class DistillationCallback(TrainerCallback):
         fused: bool = False,
     ) -> None:
         objective = Objective(alpha, temperature, loss, beta, eta)
-        self._hook = DistillationHook(as_teacher(teacher), objective, shift=shift, fused=fused)
+        self._named = teacher_model if names_model(teacher_model) else None  # loaded when the student is known
+        teacher: Any = None if self._named is not None else as_teacher(teacher_model)
+        self._hook = DistillationHook(teacher, objective, shift=shift, fused=fused)
         self._averages = Averages(["ce_loss", "kd_loss"] if alpha < 1 else [])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        refuse(args)
+        trainer = running_trainer()
+        if trainer is not None:
+            refuse_loss(trainer)
+        refuse_settings(args, getattr(trainer, "compute_loss_func", None))
         self._hook.remove()
+        if self._named is not None and self._hook.teacher is None:
+            self._hook.teacher = load_teacher(self._named, kwargs["model"], args.device)
         self._hook.prepare(kwargs["model"], kwargs.get("processing_class"))
         self._averages.clear()
 
@@ -77,6 +90,7 @@ class DistillationCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._hook.remove()
         self._hook.report(self._averages)
+        weights_changed(kwargs["model"])
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         # The logs of an evaluation, and those that a script writes, have no loss.

@@ -13,16 +13,19 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
 from ...errors import UnsupportedError
+from ...generation.hf.weights_changed import weights_changed
 from ...models import unwrapped
 from ..teachers.as_teacher import load_teacher
 from ..teachers.live import BaseTeacher, ModelTeacher
 from ..teachers.teacher import Teacher
+from ..teachers.teacher_keyword import takes_teacher_model
 from .averages import Averages
 from .callback import DistillationCallback
 from .capture import Projections, load_projections, save_projections
 from .evaluation import EvaluationMeter
-from .hook import DistillationHook, refuse
+from .hook import DistillationHook
 from .on_policy import StudentSampler
+from .refused_losses import refuse_loss, refuse_settings
 from .settings import DistillationSettings
 from .transfer import Transfer
 
@@ -38,9 +41,9 @@ class DistillationMixin(_Base):
         class KD(hf_accel.DistillationMixin, SFTTrainer): ...
         KD(student, teacher_model=teacher, args=SFTConfig(...), distillation=hf_accel.DistillationSettings(alpha=0.5))
 
-    model, args and all the rest are those of that trainer. teacher_model: a PreTrainedModel, its name or path, or a
-    Teacher such as a TeacherCache. distillation: the settings; not needed where args is a DistillationConfig, or
-    another config that DistillationSettings is mixed into.
+    model, args and all the rest are those of that trainer. teacher_model: a PreTrainedModel, its name or path, "base"
+    for a LoRA student without its adapters, or a TeacherCache or its folder. distillation: the settings; not needed
+    where args is a DistillationConfig, or another config that DistillationSettings is mixed into.
 
     Losses are logged as ce_loss, kd_loss, hidden_loss and attention_loss, each without its weight and averaged as
     Trainer averages `loss`; evaluation reports CE as eval_loss, and eval_kd_loss and eval_acceptance beside it.
@@ -55,6 +58,7 @@ class DistillationMixin(_Base):
     Raises UnsupportedError for settings that cannot be had together.
     """
 
+    @takes_teacher_model
     def __init__(
         self,
         model: Any = None,
@@ -94,7 +98,8 @@ class DistillationMixin(_Base):
         self._averages.clear()
         try:
             if self._learns_logits or self._transfer is not None:
-                refuse(self.args, self.compute_loss_func)
+                refuse_loss(self)
+                refuse_settings(self.args, self.compute_loss_func)
                 self._refuse_callbacks()
                 self._hook.objective = self._objective(sampled=self._sampler is not None)
                 if self._learns_logits:
@@ -106,6 +111,12 @@ class DistillationMixin(_Base):
             yield
         finally:
             self._hook.remove()
+            self._note_step()
+
+    def _note_step(self) -> None:
+        """Note that the optimizer has written to the weights."""
+        assert self.model is not None
+        weights_changed(self.model)
 
     def _refuse_callbacks(self) -> None:
         if any(isinstance(callback, DistillationCallback) for callback in self.callback_handler.callbacks):
@@ -162,6 +173,7 @@ class DistillationMixin(_Base):
         samples."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         step = self.state.global_step
+        self._note_step()
         sampled = bool(batches) and self._sampler is not None and self._sampler.takes(step)
         self._averages.begin(sampled)
         if self._learns_logits:

@@ -24,6 +24,7 @@ from .averages import Averages
 from .transfer import Transfer
 
 TARGETS = ("labels", "shift_labels", "num_items_in_batch")
+UNEQUAL = 1e-3  # the part by which rounding may let the weights of a loss's labels differ
 
 
 class DistillationHook:
@@ -73,7 +74,8 @@ class DistillationHook:
         """Forget what was learnt of the model before. In the place of `prepare` if nothing is learnt from logits."""
         self._model = model
         self._divisor = Divisor()
-        self._is_checked = self._is_underway = self._answered = self._learnt = False
+        self._is_checked = self._is_underway = self._answered = False
+        self._learnt: bool | None = None  # None before a backward pass
         self._inputs: dict[str, Any] = {}
         self._hidden: LastHidden | None = None
         self._losses: list[tuple[Tensor, Tensor, int | None]] = []
@@ -116,9 +118,10 @@ class DistillationHook:
             self._hidden = None
 
     def confirm(self) -> None:
-        """After a backward pass: raises UnsupportedError if it did not go through the loss that was given."""
+        """After a backward pass: raises UnsupportedError if it did not go through the loss that was given, or not with
+        the same weight for each label, so that the teacher's share got another gradient than the objective's."""
         answered, learnt = self._answered, self._learnt
-        self._answered = self._learnt = False
+        self._answered, self._learnt = False, None
         if learnt or not self._handles:
             return
         what = "did not learn from" if answered else "never asked for"
@@ -181,7 +184,8 @@ class DistillationHook:
         finally:
             self._release()
         self._answered, self._is_underway = True, False
-        output[name].register_hook(self._on_backward)
+        labels = output.label_mask.bool() if is_summed else None
+        output[name].register_hook(lambda gradient: self._on_backward(gradient, labels))
         return output
 
     def _mixed(self, model: Any, inputs: dict[str, Any], output: Any) -> Tensor:
@@ -190,8 +194,11 @@ class DistillationHook:
             return self._mix_log_probs(model, inputs, output)
         return self._mix_hidden(model, inputs, output) if self.fused else self._mix_logits(model, inputs, output)
 
-    def _on_backward(self, gradient: Tensor) -> None:
-        self._learnt = self._is_underway = True
+    def _on_backward(self, gradient: Tensor, labels: Tensor | None) -> None:
+        """labels: which log_probs are of a label; None where `gradient` is that of a loss."""
+        weights = -gradient[labels] if labels is not None else gradient
+        self._learnt = self._learnt is not False and is_mean(weights)
+        self._is_underway = True
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._on_backward_end)
 
@@ -288,31 +295,12 @@ class DistillationHook:
         return len(chosen), sums
 
 
-def refuse(args: Any, compute_loss_func: Any = None) -> None:
-    """Raises UnsupportedError for what a Trainer is given and under which a model does not tell its loss or logits."""
-    if args.label_smoothing_factor:
-        raise UnsupportedError(
-            f"label_smoothing_factor={args.label_smoothing_factor} takes the labels from the model, and the teacher's "
-            "softened answers are a better smoothing: set it to 0"
-        )
-    if compute_loss_func is not None:
-        raise UnsupportedError(
-            "compute_loss_func takes the labels from the model, so its loss cannot be mixed with the teacher's: leave "
-            "it out, or call hf_accel.distillation_loss in it"
-        )
-    liger = args.liger_kernel_config or {}
-    if args.use_liger_kernel and liger.get("fused_linear_cross_entropy", True):
-        raise UnsupportedError(
-            "use_liger_kernel=True fuses the head into the loss and keeps no logits: give "
-            "liger_kernel_config={'fused_linear_cross_entropy': False}"
-        )
-    if args.n_gpu > 1:
-        raise UnsupportedError(
-            f"{args.n_gpu} GPUs in one process (DataParallel) copy the model at each step, without its hooks: start "
-            "one process for each GPU (accelerate launch, torchrun), or set CUDA_VISIBLE_DEVICES to one"
-        )
-    if getattr(args, "loss_type", None) == "dft":
-        raise UnsupportedError("loss_type='dft' weighs tokens by their own probability: distil with loss_type='nll'")
+def is_mean(weights: Tensor) -> bool:
+    """Whether a trainer's loss falls with each of the model's by the same: of log_probs, their mean or sum."""
+    if not weights.numel():
+        return True
+    least, most = weights.min(), weights.max()
+    return bool(least > 0 and most - least <= UNEQUAL * most)
 
 
 def is_learning(model: Any) -> bool:

@@ -9,9 +9,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from transformers.generation.continuous_batching.requests import GenerationOutput
 from transformers.utils import logging
 
-from ...config import CacheConfig, SpeculativeConfig
+from ...config import SpeculativeConfig
 from ...errors import UnsupportedError
-from ...state import state_of
 from .factory import Reply, SequenceFactory, complete_config, session_settings
 from .session import Session
 
@@ -29,11 +28,8 @@ def generate_batch(
 
     Returns transformers' outputs by the name of their request, and statistics.
     """
-    state = state_of(model).generation
     factory = SequenceFactory(model, settings)
-    with Session(
-        model, speculative=speculative, **session_settings(settings, state.cache or CacheConfig())
-    ) as session:
+    with Session(model, **session_settings(model, settings, speculative)) as session:
         replies = [
             reply
             for number, (ids, config) in enumerate(prompts)

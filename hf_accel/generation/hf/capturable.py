@@ -15,12 +15,9 @@ from ...state import BACKEND_ATTRIBUTE, find_state
 from ...tensors import plain_tensors
 from ..graphs import SPLIT
 from .model_runner import prepare_step
+from .model_watch import GLOBAL_HOOKS, HOOKS
 
 SCALARS = (bool, int, float, str, NoneType, torch.dtype)
-
-# The dictionaries in which torch keeps hooks; of each module, and of all modules.
-HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
 def model_refusal_of_graphs(model: nn.Module) -> str | None:

@@ -18,7 +18,6 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from transformers.generation.continuous_batching.requests import GenerationOutput
 from transformers.utils import logging
 
-from ...config import CacheConfig
 from ...errors import HfAccelError, UnsupportedError
 from ...state import state_of
 from ..sampling.logprobs import TokenLogprobs
@@ -123,9 +122,7 @@ class ContinuousManager(ContinuousBatchingManager):
         self.model: Any = model
         self.continuous_batching_config = settings or ContinuousBatchingConfig()
         self.generation_config = complete_config(model, generation_config, "init_continuous_batching()", {})
-        self.session = Session(
-            model, speculative=state.speculative, **session_settings(settings, state.cache or CacheConfig())
-        )
+        self.session = Session(model, **session_settings(model, settings, state.speculative))
         self.output_router = OutputRouter()
         self.output_router.output_queue = Outputs()  # type: ignore[assignment]
         self.warmed_up = False
@@ -219,6 +216,7 @@ class ContinuousManager(ContinuousBatchingManager):
             raise HfAccelError("cannot pause a manager that was not started; call start()")
         with self._loop.pause():
             yield
+            self.session.look_again()
 
     # -- requests --------------------------------------------------------------------------------------
 

@@ -30,8 +30,10 @@ from .refusals import ragged_refusal
 from .vocabulary import vocabulary_refusal, vocabulary_size
 
 
-def make_speculation(config: SpeculativeConfig, runner: ModelRunner, pages: Pages) -> Speculation:
-    """Make the Speculation of a config. runner, pages: those of the target.
+def make_speculation(
+    config: SpeculativeConfig, runner: ModelRunner, pages: Pages, controller: Controller | None = None
+) -> Speculation:
+    """Make the Speculation of a config. runner, pages: those of the target. controller: None for the kept one.
 
     Raises UnsupportedError for a drafter that cannot draft for this model.
     """
@@ -40,9 +42,8 @@ def make_speculation(config: SpeculativeConfig, runner: ModelRunner, pages: Page
     wanted = config.drafters
     made = [drafters.make(drafter) for drafter in wanted]
     state = drafters.state
-    return Speculation(
-        rule, made, _controller(config, state), invariant_rows=state.invariant_rows, agreement=state.agreement
-    )
+    controller = _controller(config, state) if controller is None else controller
+    return Speculation(rule, made, controller, invariant_rows=state.invariant_rows, agreement=state.agreement)
 
 
 def _controller(config: SpeculativeConfig, state: GenerationState) -> Controller:
@@ -72,6 +73,13 @@ def draft_models(speculation: Speculation) -> list[Any]:
     """The patched models of model drafters."""
     runners = [drafter.runner for drafter in speculation.drafters if isinstance(drafter, ModelDrafter)]
     return [runner.model for runner in runners if isinstance(runner, ModelRunner)]
+
+
+def remake_drafts(speculation: Speculation, target: PreTrainedModel) -> None:
+    """Make the drafts anew that are a quantized form of the target. Nothing may be in the middle of a pass."""
+    for drafter in speculation.drafters:
+        if isinstance(drafter, ModelDrafter) and drafter.is_shared and isinstance(drafter.runner, ModelRunner):
+            drafter.runner.model = _twin(state_of(target).generation, target, "int4")
 
 
 class _Drafters:

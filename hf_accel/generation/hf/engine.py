@@ -8,6 +8,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable
+from os import PathLike, fspath
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +20,7 @@ from ...errors import UnsupportedError
 from ...keywords import Default, checked_keywords
 from ...models import without_adapters
 from ...state import state_of
-from ..sampling.processors import OneByOne
+from ..sampling.processors import OneByOne, Processor
 from ..sampling.purity import stateful_refusal
 from ..sampling.sampling import Sampling
 from ..sampling.stopping import StopRules, StopStrings
@@ -31,6 +32,7 @@ from .drafting import draft_models
 from .factory import request_rules
 from .generation_state import GenerationState
 from .refusals import ragged_refusal
+from .reports import warn_once
 from .request_config import request_config
 from .session import Session
 from .vocabulary import check_ids, token_ids, vocabulary_size
@@ -70,9 +72,9 @@ class Engine:
     def __init__(
         self,
         model: Any,
+        tokenizer: Any = None,
         *,
         max_tokens: int | None = None,
-        tokenizer: Any = None,
         token_budget: int | None = TOKEN_BUDGET,
         max_running: int | None = None,
         speculative: Any = NOT_GIVEN,
@@ -132,8 +134,8 @@ class Engine:
         stop_token_ids: the tokens that end the request. allowed_token_ids: only these tokens are chosen.
         bad_token_ids: these tokens are never chosen.
         processors: functions of (input_ids [1, T] int64, scores [1, V] float32) that return scores, as transformers'
-            LogitsProcessor. They must be pure functions, because a position is processed again if its draft was
-            rejected.
+            LogitsProcessor. A request whose processors keep a state is decoded without drafts, because a position is
+            processed again if its draft was rejected.
         logprobs: the number of most probable tokens whose log-probabilities are reported beside the chosen token's.
 
         Any thread may call this.
@@ -146,7 +148,7 @@ class Engine:
         limits = self._limit(max_new_tokens, len(ids))
         ends = (self.model.generation_config.stop_strings or ()) if stop is None else stop
         strings = StopStrings(ends, self._decode)
-        params, rules = self._rules(sampling, len(ids), limits)
+        params, rules = self._rules(sampling, ids, limits)
         if strings.strings:
             rules = dataclasses.replace(rules, others=(*rules.others, strings))
         first = next(self._seeds) * 2654435761 % 2**62 if seed is None else _integer("seed", seed)
@@ -188,19 +190,25 @@ class Engine:
             return default_new_tokens(self.model.generation_config, num_prompt)
         return _integer("max_new_tokens", max_new_tokens, least=1)
 
-    def _rules(self, given: dict[str, Any], num_prompt: int, max_new_tokens: int) -> tuple[Sampling, StopRules]:
+    def _rules(self, given: dict[str, Any], ids: list[int], max_new_tokens: int) -> tuple[Sampling, StopRules]:
         config, processors = request_config(self.model, given, OWN_KEYWORDS)
         config.max_new_tokens, config.stop_strings = max_new_tokens, None
         self.model._prepare_special_tokens(config, device=self.model.device)
-        if self.session.speculation.drafters:
-            functions = [each for step in processors if isinstance(step, OneByOne) for each in step.functions]
-            refusal = stateful_refusal(functions, vocabulary_size(self.model))
-            if refusal is not None:
-                raise UnsupportedError(
-                    f"{refusal}, so drafts cannot be verified with it; make it a function of (input_ids, scores) "
-                    "alone, or make the Engine with speculative=None"
-                )
-        return request_rules(self.model, config, num_prompt, processors=processors, num_logprobs=given.get("logprobs"))
+        asked, drafted = given.get("logprobs"), self._takes_drafts(processors, ids)
+        return request_rules(
+            self.model, config, len(ids), processors=processors, num_logprobs=asked, takes_drafts=drafted
+        )
+
+    def _takes_drafts(self, processors: Iterable[Processor], ids: list[int]) -> bool:
+        functions = [each for step in processors if isinstance(step, OneByOne) for each in step.functions]
+        if not functions or not self.session.speculation.drafters:
+            return True
+        prompt = torch.tensor([ids], device=self.model.device)
+        refusal = stateful_refusal(functions, prompt, vocabulary_size(self.model))
+        if refusal is not None:
+            text = f"requests with this processor are decoded without drafts, because {refusal}; this is said once"
+            warn_once(state_of(self.model).generation, refusal, text, stack_level=5)
+        return refusal is None
 
     @property
     def _decode(self) -> Callable[[list[int]], str] | None:
@@ -267,8 +275,11 @@ def _integer(name: str, value: Any, *, least: int | None = None) -> int:
 
 
 def _state(model: Any) -> GenerationState:
+    if isinstance(model, str | PathLike):
+        raise UnsupportedError(f"an Engine takes a patched model, not a path; pass hf_accel.load({fspath(model)!r})")
     state = state_of(model).generation
     refusal = ragged_refusal(model)
     if refusal is not None:
-        raise UnsupportedError(f"an Engine cannot serve this model: {refusal}; use model.generate()")
+        way_out = "use model.generate()" if model.can_generate() else "call the model itself"
+        raise UnsupportedError(f"an Engine cannot serve this model: {refusal}; {way_out}")
     return state

@@ -13,19 +13,33 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from ...config import CacheConfig
+from ...cache.hf import share_settings
+from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ...keywords import check_keywords
+from ...state import state_of
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.processors import Processor
 from ..sampling.sampling import Sampling
 from ..sampling.stopping import StopRules
 from ..sequence import Sequence
 from .defaults import default_new_tokens
+from .model_runner import model_device
 from .processing import processors_refusal, stock_sampling, stop_rules
 from .refusals import refuse_clocks
 from .vocabulary import check_ids, token_ids
 
+# Keywords of generate() that are no fields of a config, and what serves instead.
+MEANT = {
+    "prefix_allowed_tokens_fn": "generate(), or Engine.submit(processors=)",
+    "logits_processor": "generate(logits_processor=), or Engine.submit(processors=)",
+    "stopping_criteria": "generate(stopping_criteria=), or Engine.submit(stop=)",
+    "streamer": "generate(streamer=), or Engine.submit(), whose requests stream",
+    "assistant_model": "speculative=",
+    "input_ids": "inputs=, a list of token ids for each prompt",
+    "attention_mask": "lists of token ids without padding",
+    "tokenizer": "stop strings in generate(), or Engine(tokenizer=)",
+}
 TOKEN_BUDGET = 2048  # tokens of a pass; it is large because only throughput counts here
 
 
@@ -107,10 +121,11 @@ def request_rules(
     *,
     processors: abc.Iterable[Processor] = (),
     num_logprobs: int | None = None,
+    takes_drafts: bool = True,
 ) -> tuple[Sampling, StopRules]:
     """Make the Sampling and StopRules of a request from a GenerationConfig whose special tokens are prepared.
 
-    processors: what is applied after the config's own processors, and before its warpers.
+    processors: what is applied after the config's own processors, and before its warpers. takes_drafts: see Sampling.
     Raises UnsupportedError for settings that continuous batching cannot serve, and for values that have no meaning.
     """
     if (config.num_beams or 1) > 1:
@@ -133,8 +148,10 @@ def request_rules(
     refusal = processors_refusal(all_processors, criteria, batch_size=1)
     if refusal is not None:
         raise UnsupportedError(f"continuous batching cannot serve this generation_config: {refusal}; use generate()")
-    greedy = not config.do_sample
-    return stock_sampling(all_processors, greedy=greedy, num_logprobs=num_logprobs), stop_rules(criteria)
+    sampling = stock_sampling(
+        all_processors, greedy=not config.do_sample, num_logprobs=num_logprobs, takes_drafts=takes_drafts
+    )
+    return sampling, stop_rules(criteria)
 
 
 def complete_config(model: Any, config: GenerationConfig | None, what: str, keywords: dict[str, Any]) -> Any:
@@ -144,16 +161,31 @@ def complete_config(model: Any, config: GenerationConfig | None, what: str, keyw
     not have.
     """
     complete, _ = model._prepare_generation_config(config)
-    check_keywords(what, complete.update(**keywords), GenerationConfig().to_dict())
+    fields = [name for name in GenerationConfig().to_dict() if not name.startswith("_")]
+    known_as = "it takes the fields of a GenerationConfig"
+    check_keywords(what, complete.update(**keywords), fields, MEANT, known_as=known_as)
     model._prepare_special_tokens(complete, device=model.device)
     return complete
 
 
 # -- transformers' ContinuousBatchingConfig ----------------------------------------------------------------
 
+
+def with_fields(
+    given: ContinuousBatchingConfig | None, keywords: dict[str, Any]
+) -> tuple[ContinuousBatchingConfig | None, dict[str, Any]]:
+    """Return a config that has those of the keywords that are its fields, and the other keywords."""
+    names = {field_.name for field_ in dataclasses.fields(ContinuousBatchingConfig)}
+    own = {name: value for name, value in keywords.items() if name in names}
+    if not own:
+        return given, keywords
+    config = dataclasses.replace(given or ContinuousBatchingConfig(), **own)
+    return config, {name: value for name, value in keywords.items() if name not in own}
+
+
 HONOURED = (
     "page_size", "num_blocks", "max_batch_tokens", "return_logprobs", "max_requests_per_batch", "allow_block_sharing",
-    "max_queue_size", "per_request_processors", "seed", "block_size",
+    "max_queue_size", "per_request_processors", "seed", "block_size", "max_memory_percent",
 )  # fmt: skip
 # These settings choose details of transformers' own loop. They have no effect here, and need none.
 WITHOUT_EFFECT = (
@@ -162,13 +194,16 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 
 
-def session_settings(given: ContinuousBatchingConfig | None, cache: CacheConfig) -> dict[str, Any]:
-    """Return the keywords for Session that a ContinuousBatchingConfig asks for.
+def session_settings(
+    model: Any, given: ContinuousBatchingConfig | None, speculative: SpeculativeConfig | None
+) -> dict[str, Any]:
+    """Return the keywords for a Session of the model that a ContinuousBatchingConfig asks for.
 
     Raises UnsupportedError for fields that are set and have no meaning here.
     """
+    cache = state_of(model).generation.cache or CacheConfig()
     if given is None:
-        return {"cache": cache, "token_budget": TOKEN_BUDGET}
+        return {"cache": cache, "speculative": speculative, "token_budget": TOKEN_BUDGET}
     plain = type(given)()
     for field_ in dataclasses.fields(given):
         name, value = field_.name, getattr(given, field_.name)
@@ -184,8 +219,16 @@ def session_settings(given: ContinuousBatchingConfig | None, cache: CacheConfig)
         cache = dataclasses.replace(cache, max_tokens=asked["num_blocks"] * size)
     if asked["allow_block_sharing"] is False:
         cache = dataclasses.replace(cache, prefix_sharing=False)
+    budget, share = asked["max_batch_tokens"] or TOKEN_BUDGET, asked["max_memory_percent"]
+    if share is not None:
+        if not 0 < share <= 1:
+            raise UnsupportedError(
+                f"max_memory_percent={share!r} is a share of the free memory, above 0 and at most 1"
+            )
+        cache = share_settings(model, cache, model_device(model), rows=budget, share=share)
     return {
         "cache": cache,
-        "token_budget": asked["max_batch_tokens"] or TOKEN_BUDGET,
+        "speculative": speculative,
+        "token_budget": budget,
         "max_running": asked["max_requests_per_batch"],
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ..agreement import ALONE, ProcessAgreement
 from ..speculation.controller import Controller
+from .model_watch import ModelWatch
 
 # Maps (model, weights) to a patched model over the same Parameters. The given model is not changed.
 MakeDraft = Callable[[PreTrainedModel, str | None], PreTrainedModel]
@@ -93,7 +93,7 @@ class GenerationState:
     """The state for generate() of one patched model.
 
     cache: how PagedCaches are made; None means transformers' own caches.
-    patch_id: differs for every patch, because patches of the same Parameters may have different quantized weights.
+    watch: sees whether the model has changed. seen_salt: the last one of its salts that all processes have agreed on.
     speculative: the default of calls without speculative=. ragged_refusal: why the model cannot compute the tokens of
         many sequences in one row; None if it can.
     invariant_rows: the largest number of rows for which the model's linears round each row as they round a single one;
@@ -114,7 +114,8 @@ class GenerationState:
     ragged_refusal: str | None = None
     invariant_rows: int | None = None
     make_draft: MakeDraft | None = None
-    patch_id: bytes = field(default_factory=lambda: os.urandom(16))
+    watch: ModelWatch = field(default_factory=ModelWatch)
+    seen_salt: bytes = b""
     calls: dict[int, CallState] = field(default_factory=dict)
     drafts: dict[Any, Any] = field(default_factory=dict)
     controllers: dict[tuple[Any, ...], Controller] = field(default_factory=dict)
@@ -141,6 +142,11 @@ class GenerationState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state | {"engines": weakref.WeakSet()})
+
+    def forget_weights(self) -> None:
+        """Note that the weights have changed, though nobody may be able to see it."""
+        self.drafts.clear()
+        self.watch.declare()
 
     def require_idle(self, what: str) -> None:
         """Raise UnsupportedError if an Engine runs the model. what: the change of the model, for the message."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,28 +14,31 @@ from ...attention.hf import NAME as ATTENTION_NAME
 from ...attention.hf.parts import set_our_attention
 from ...cache.hf import PagedCache
 from ...config import parse_speculative
-from ...errors import HfAccelWarning, NotRaggedError, UnsupportedError
+from ...errors import NotRaggedError, UnsupportedError
 from ...instance import Mixin
 from ...keywords import Default
 from ...state import state_of
+from ...tensors import made_on_host
 from .assisted import assistant_refusal, assisted
 from .batch import generate_batch, with_configs
+from .factory import with_fields
 from .generate import run
 from .generation_state import CallState, GenerationState, LoopCall
 from .kept_runners import cache_of_kept
-from .managers import destroy_managers, manager_for
+from .managers import destroy_managers, manager_for, refuse_batching
 from .model_runner import other_input, positions_count_tokens, positions_depend_on_length, weights_salt
-from .refusals import NO_PAGES, call_refusal, changed_refusal, ragged_refusal, refuse_clocks
+from .refusals import call_refusal, changed_refusal, drafts_refusal, ragged_refusal, refuse_clocks
+from .reports import report_no_drafts, report_stock_loop
 from .streams import RowStreams
 
 NOT_GIVEN = Default("unsaid")
-STACK_LEVEL = 6  # the number of frames from a warning to the line that calls generate()
 MAX_FIRST_TOKENS = 65536  # the largest initial capacity of a cache in tokens
 
 
 class AcceleratedGeneration(Mixin):
     """Is mixed into a patched model's class, before the original class."""
 
+    @made_on_host()
     def generate(self, *args: Any, speculative: Any = NOT_GIVEN, streamer: Any = None, **kwargs: Any) -> Any:
         """Generate as in transformers, with two more options.
 
@@ -46,6 +49,8 @@ class AcceleratedGeneration(Mixin):
         state = self._generation_state
         config = state.speculative if speculative is NOT_GIVEN else parse_speculative(speculative)
         call = CallState(config, requires_speculation=speculative is not NOT_GIVEN and config is not None)
+        if call.requires_speculation and state.ragged_refusal is not None:
+            _refuse_speculation(state.ragged_refusal)
         if streamer is not None:
             kwargs["streamer"] = RowStreams(streamer)
         start = time.perf_counter()
@@ -72,7 +77,9 @@ class AcceleratedGeneration(Mixin):
 
     # -- transformers' generation modes ----------------------------------------------------------------
 
-    def _validate_generation_mode(self, mode: Any, generation_config: Any, arguments: dict[str, Any]) -> None:
+    def _validate_generation_mode(
+        self, generation_mode: Any, generation_config: Any, generation_mode_kwargs: dict[str, Any]
+    ) -> None:
         """Skip transformers' checks of assisted decoding if it runs ragged.
 
         Ragged passes need neither a batch of one row nor equally padded vocabularies.
@@ -82,15 +89,15 @@ class AcceleratedGeneration(Mixin):
         if (
             call is not None
             and call.requires_speculation
-            and mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+            and generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         ):
             raise UnsupportedError(
-                f"speculative= is for greedy search and sampling, and this call is {mode.value} (num_beams=, "
-                "assistant_model=, prompt_lookup_num_tokens=, ...): leave one of them out"
+                f"speculative= is for greedy search and sampling, and this call is {generation_mode.value} "
+                "(num_beams=, assistant_model=, prompt_lookup_num_tokens=, ...): leave one of them out"
             )
-        if mode == GenerationMode.ASSISTED_GENERATION and self._can_use_assistant(arguments):
+        if generation_mode == GenerationMode.ASSISTED_GENERATION and self._can_use_assistant(generation_mode_kwargs):
             return
-        super()._validate_generation_mode(mode, generation_config, arguments)  # type: ignore[misc]
+        super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)  # type: ignore[misc]
 
     def _can_use_assistant(self, arguments: dict[str, Any]) -> bool:
         if ragged_refusal(self) is not None or "assistant_tokenizer" in arguments:  # type: ignore[arg-type]
@@ -115,8 +122,8 @@ class AcceleratedGeneration(Mixin):
         if refusal is None:
             return output
         if call is not None and call.requires_speculation:
-            raise UnsupportedError(f"speculative= cannot be used in this call: {refusal}; leave speculative= out")
-        self._report_stock_loop(refusal)
+            _refuse_speculation(refusal)
+        report_stock_loop(self._generation_state, refusal)
         return super()._sample(  # type: ignore[misc]
             *prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
         )
@@ -137,34 +144,23 @@ class AcceleratedGeneration(Mixin):
     ) -> Any:
         """Serve assistant_model= and prompt_lookup_num_tokens= by speculation, and others by transformers' loop."""
         prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
-        config, refusal = assisted(self, generation_config, assistant_model, assistant_tokenizer)
+        config, refusal = None, ragged_refusal(self)  # type: ignore[arg-type]
+        if refusal is None:
+            config, refusal = assisted(self, generation_config, assistant_model, assistant_tokenizer)
         call = LoopCall(self, *prepared, model_kwargs, synced_gpus, streamer, config)  # type: ignore[arg-type]
         output, refusal = self._ragged(call, refusal)
         if refusal is None:
             return output
-        self._report_stock_loop(refusal)
+        report_stock_loop(self._generation_state, refusal)
+        if len(input_ids) > 1:  # transformers' assisted decoding takes one row
+            return super()._sample(  # type: ignore[misc]
+                *prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
+            )
         return super()._assisted_decoding(  # type: ignore[misc]
             *prepared, synced_gpus=synced_gpus, streamer=streamer, inputs_tensor=inputs_tensor,
             assistant_model=assistant_model, assistant_tokenizer=assistant_tokenizer, tokenizer=tokenizer,
             **model_kwargs,
         )  # fmt: skip
-
-    def _report_stock_loop(self, refusal: str) -> None:
-        """Report in stats() that transformers' loop is used.
-
-        Warn once for each reason, unless the plan says it already or the user has chosen to have no paged cache.
-        """
-        state, call = self._generation_state, self._generation_state.call
-        if call is not None:
-            call.statistics["loop"] = f"stock: {refusal}"
-        if refusal not in (state.ragged_refusal, NO_PAGES) and refusal not in state.warned:
-            state.warned.add(refusal)
-            warnings.warn(
-                f"generate() runs transformers' own loop, which is slower, because {refusal}; this is said once, and "
-                "for each call in hf_accel.stats(model)['loop']",
-                HfAccelWarning,
-                stacklevel=STACK_LEVEL,
-            )
 
     def _ragged(self, call: LoopCall, refusal: str | None = None) -> tuple[Any, str | None]:
         """Return the output, or why transformers' loop must make it. In the latter case nothing has changed."""
@@ -176,6 +172,10 @@ class AcceleratedGeneration(Mixin):
             call.streams.expect(call.config)
         if refusal is not None:
             return None, refusal
+        without_drafts = drafts_refusal(call)
+        if without_drafts is not None:
+            call = dataclasses.replace(call, speculative=None)
+            report_no_drafts(self._generation_state, without_drafts)
         random_state = torch.get_rng_state()
         try:
             output, statistics = run(call)
@@ -188,6 +188,7 @@ class AcceleratedGeneration(Mixin):
         state.statistics |= {"loop": "ragged", **statistics}
         return output, None
 
+    @made_on_host()
     def generate_batch(
         self,
         inputs: Any,
@@ -203,16 +204,19 @@ class AcceleratedGeneration(Mixin):
         """Generate for prompts of any length without padding, as transformers' generate_batch.
 
         inputs: a list of token ids for each prompt. generation_config: may also be a list with a config for each
-        prompt. kwargs: fields of GenerationConfig. speculative: see generate(). persistent_manager and warmup have an
-        effect only on transformers' own manager.
+        prompt. kwargs: fields of GenerationConfig, or of ContinuousBatchingConfig, such as allow_block_sharing.
+        speculative: see generate(). persistent_manager and warmup have an effect only on transformers' own manager.
 
-        Returns transformers' dict of GenerationOutput, in the order of the prompts.
+        Returns transformers' dict of GenerationOutput, in the order of the prompts. Raises UnsupportedError for
+        keywords that neither config has, and for models that no continuous batching serves.
         """
         state = self._generation_state
         if not len(inputs):
             return {}
+        continuous_batching_config, kwargs = with_fields(continuous_batching_config, kwargs)
         refusal = ragged_refusal(self)  # type: ignore[arg-type]
         if refusal is not None:
+            refuse_batching(self)  # type: ignore[arg-type]
             self._refuse_batch(generation_config, speculative, refusal)
             return super().generate_batch(  # type: ignore[misc]
                 inputs, generation_config, continuous_batching_config, record_timestamps=record_timestamps,
@@ -252,7 +256,12 @@ class AcceleratedGeneration(Mixin):
             )
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, *rest: Any
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> None:
         state = self._generation_state
         given = model_kwargs.get("past_key_values")
@@ -275,7 +284,7 @@ class AcceleratedGeneration(Mixin):
             model_kwargs["past_key_values"] = kept
         else:
             super()._prepare_cache_for_generation(  # type: ignore[misc]
-                generation_config, model_kwargs, generation_mode, batch_size, *rest
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, PagedCache):
@@ -327,6 +336,10 @@ def record(state: GenerationState, call: CallState, sequences: object, seconds: 
     rows, columns = sequences.shape if is_ids else (0, call.prompt_columns)  # type: ignore[attr-defined]
     cache = {} if call.cache is None else call.cache.statistics()
     state.record(rows * (columns - call.prompt_columns), rows, seconds, {**cache, **call.statistics})
+
+
+def _refuse_speculation(refusal: str) -> NoReturn:
+    raise UnsupportedError(f"speculative= cannot be used in this call: {refusal}; leave speculative= out")
 
 
 def _every_nth(value: Any, repeats: int, rows: int) -> Any:

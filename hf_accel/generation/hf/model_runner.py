@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,11 +16,12 @@ from ...attention.hf import attention_is_ours
 from ...cache.group import PageGroup, Step
 from ...cache.hf import CacheOverPages, PagedCache, RaggedCache
 from ...cache.pass_inputs import PassInputs
-from ...errors import UnsupportedError
-from ...linear import QuantLinear
+from ...errors import NotRaggedError, UnsupportedError
 from ...state import state_of
-from ...tensors import autocast_dtype, integers, plain_tensors
+from ...tensors import autocast_dtype, integers
 
+# PEFT binds these to hooks on its layers during a call.
+FOR_EACH_ROW = ("adapter_names", "alora_offsets")
 # If a pass has only these inputs, equal token ids give equal keys and values. With other inputs this is not certain.
 TEXT_INPUTS = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict", "logits_to_keep",
@@ -52,9 +52,11 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not attention_is_ours(model.config):
         return  # another attention function needs K and V of all columns, which the cache then returns
     cache.check_config(model.config)  # type: ignore[arg-type]
+    if keyword_for_each_row(model) is not None:
+        ids = None  # rows of equal ids have different keys and values
     mask = None if mask is None else mask.bool()
     fresh = cache.get_seq_length() == 0
-    shareable = ids is not None and other_input(kwargs) is None
+    shareable = cache.settings.prefix_sharing and ids is not None and other_input(kwargs) is None
     if fresh and shareable:
         shareable = not positions_depend_on_length(model.config) and positions_count_tokens(
             kwargs.get("position_ids"), mask
@@ -64,8 +66,8 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         source.shape[1],
         device=source.device,
         mask=mask,
-        token_ids=ids if shareable and cache.settings.prefix_sharing else None,
-        salt=weights_salt(model) if fresh and shareable else None,
+        token_ids=ids if shareable else None,
+        salt=weights_salt(model) if shareable and cache.fills_blocks(source.shape[1]) else None,
     )
 
 
@@ -88,6 +90,16 @@ def _check_context(model: nn.Module, cache: object, inputs: dict[str, Any]) -> N
 def _parameters(kind: type) -> tuple[str, ...]:
     """The names of the parameters of a class's forward()."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]  # type: ignore[attr-defined]
+
+
+def keyword_for_each_row(model: nn.Module) -> str | None:
+    """The keyword of this call that gives each row of its batch something of its own in the layers; None without."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            for name in FOR_EACH_ROW:
+                if name in getattr(hook, "keywords", ()):
+                    return name
+    return None
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -116,24 +128,16 @@ def positions_count_tokens(position_ids: Tensor | None, mask: Tensor | None) -> 
 
 
 def weights_salt(model: nn.Module) -> bytes:
-    """Return a digest of what K and V depend on besides the tokens.
+    """Return what is another one when what K and V depend on besides the tokens is seen to have changed.
 
-    It changes with the patch, with the dtype of autocast, and when a Parameter is written to or replaced or an adapter
-    is switched.
+    That is all that a ModelWatch reads, and the dtype of autocast. All processes that run the model call this.
     """
-    digest = hashlib.blake2b(state_of(model).generation.patch_id, digest_size=16)
-    digest.update(str(autocast_dtype(model_device(model).type)).encode())
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            for tensor in () if parameter is None else plain_tensors(parameter):
-                version = 0 if tensor.is_inference() else tensor._version
-                digest.update(f"{tensor.data_ptr()}:{version};".encode())
-        if isinstance(module, QuantLinear):
-            digest.update(f"{module.writes};".encode())
-        if "_active_adapter" in vars(module):
-            switches = (vars(module).get(name) for name in ("_active_adapter", "_disable_adapters", "merged_adapters"))
-            digest.update(repr(tuple(switches)).encode())
-    return digest.digest()
+    state = state_of(model).generation
+    salt = state.watch.look(model)
+    if not state.agreement.least(int(salt == state.seen_salt)):
+        salt = state.watch.renew() if salt == state.seen_salt else salt  # it is another process that has seen it
+    state.seen_salt = salt
+    return salt + str(autocast_dtype(model_device(model).type)).encode()
 
 
 def model_device(model: nn.Module) -> torch.device:
@@ -170,6 +174,18 @@ def _is_empty(value: object) -> bool:
     return value is None or (isinstance(value, Mapping) and not value)
 
 
+def attention_refusal(config: Any) -> str | None:
+    """Why a model with this config cannot read pages, as one clause; None if it can."""
+    if attention_is_ours(config):
+        return None
+    now = config.get_text_config(decoder=True)._attn_implementation
+    return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"
+
+
+def _num_layers(config: Any) -> int:
+    return int(config.get_text_config(decoder=True).num_hidden_layers)
+
+
 def pass_inputs(ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int]) -> PassInputs:
     """The inputs of a pass on the host; zeros stand for ids that are on a device. See Runner."""
     own = torch.zeros(len(ids), dtype=torch.int64) if isinstance(ids, Tensor) else integers(ids)
@@ -185,6 +201,7 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, groups: list[PageGroup], group_of_layer: list[int]) -> None:
         self.model: Any = model
         self.group_of_layer = group_of_layer
+        self.num_layers = _num_layers(model.config)
         self.cache = RaggedCache(groups, group_of_layer)
         supports: Any = self.model._supports_logits_to_keep
         self.selects = bool(supports())
@@ -206,6 +223,25 @@ class ModelRunner:
         everything: whether these are all tokens, in order; inputs.keep is then not read. Nothing here waits for the
         device.
         """
+        try:
+            return self._compute(inputs, everything=everything)
+        except NotRaggedError:
+            raise
+        except (IndexError, UnsupportedError) as error:  # of layers that were not there, or do not read pages
+            changed = self._changed()
+            if changed is None:
+                raise
+            raise UnsupportedError(f"the model was changed while it was in use: {changed}") from error
+
+    def _changed(self) -> str | None:
+        """What was done to the model since its pages were made, so that it cannot use them, and the way out."""
+        refusal, layers = attention_refusal(self.model.config), _num_layers(self.model.config)
+        if refusal is None and layers != self.num_layers:
+            own = self.num_layers
+            return f"it has {layers} layers, and its pages were made for {own}; close the Engine, and make another"
+        return refusal
+
+    def _compute(self, inputs: PassInputs, *, everything: bool) -> Tensor:
         self.cache.step, self.cache.unread = inputs.step, None  # a pass that failed may have left a layer unread
         selection = {"logits_to_keep": 0 if everything else inputs.keep} if self.selects else {}
         output = self.model(

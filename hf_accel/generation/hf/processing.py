@@ -70,6 +70,11 @@ def is_stock(processor: object) -> bool:
     return type(processor).__module__ in (logits_process.__name__, stopping_criteria.__name__)
 
 
+def is_users(processor: object) -> bool:
+    """Whether this processor runs code of the user: its own, or a function that was given to one of transformers'."""
+    return not is_stock(processor) or isinstance(processor, logits_process.PrefixConstrainedLogitsProcessor)
+
+
 @dataclass(frozen=True)
 class Batched(Processor):
     """Calls transformers' processors on rows with prefixes of any length.
@@ -125,6 +130,7 @@ def stock_sampling(
     greedy: bool,
     num_logprobs: int | None = None,
     draw: Draw | None = None,
+    takes_drafts: bool = True,
 ) -> Sampling:
     """Make a Sampling from a LogitsProcessorList. Processors that have a fast form are replaced by it."""
     steps: list[Processor] = []
@@ -138,7 +144,7 @@ def stock_sampling(
             steps[-1] = Batched(together, last.scores_only and step.scores_only, last.settings + step.settings)
         else:
             steps.append(step)
-    return Sampling(steps, greedy=greedy, num_logprobs=num_logprobs, draw=draw)
+    return Sampling(steps, greedy=greedy, num_logprobs=num_logprobs, draw=draw, takes_drafts=takes_drafts)
 
 
 def _batched(processor: Any) -> Batched:

@@ -8,14 +8,21 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
-from ...attention.hf import attention_is_ours
 from ...cache.hf import PagedCache
 from ...errors import UnsupportedError
 from ...state import state_of
 from ..sampling.purity import stateful_refusal
 from .generation_state import LoopCall
-from .model_runner import is_compiled, other_input, positions_count_tokens, positions_depend_on_length
-from .processing import is_stock, processors_refusal
+from .model_runner import (
+    attention_refusal,
+    is_compiled,
+    keyword_for_each_row,
+    other_input,
+    positions_count_tokens,
+    positions_depend_on_length,
+)
+from .processing import is_users, processors_refusal
+from .vocabulary import vocabulary_size
 
 NO_PAGES = "it has no paged cache"
 # Phi-3 has its own prepare_inputs_for_generation only for rotary scaling that depends on the length, which is refused
@@ -52,15 +59,19 @@ def model_refusal(model: nn.Module) -> str | None:
 
 def ragged_refusal(model: nn.Module) -> str | None:
     """Why a patched model cannot run ragged as it is now, as one clause; None if it can."""
-    return state_of(model).generation.ragged_refusal or changed_refusal(model)
+    return state_of(model).generation.ragged_refusal or changed_refusal(model) or _rows_refusal(model)
+
+
+def _rows_refusal(model: nn.Module) -> str | None:
+    name = keyword_for_each_row(model)
+    return None if name is None else f"{name}= gives each row of the batch an adapter, or a place where it begins"
 
 
 def changed_refusal(model: nn.Module) -> str | None:
     """Why the model cannot read pages because it was changed after patch(), as one clause; None if it can."""
-    config: Any = model.config
-    if not attention_is_ours(config):
-        now = config.get_text_config(decoder=True)._attn_implementation
-        return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"
+    refusal = attention_refusal(model.config)
+    if refusal is not None:
+        return refusal
     for name in OWN_METHODS:
         own = vars(model).get(name)  # PEFT's prompt learning replaces methods on the model itself
         if own is not None and getattr(own, "__func__", None) is not getattr(type(model), name):
@@ -102,11 +113,15 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return "padding stands behind or between tokens"
     if not positions_count_tokens(positions, None if mask is None else mask.bool()):
         return "position_ids do not count tokens"
-    refusal = processors_refusal(call.processors, call.criteria, batch_size=len(input_ids))
-    if refusal is None and call.speculative is not None:
-        own = [processor for processor in call.processors if not is_stock(processor)]
-        return stateful_refusal(own, max(int(input_ids.max()) + 1, 8))
-    return refusal
+    return processors_refusal(call.processors, call.criteria, batch_size=len(input_ids))
+
+
+def drafts_refusal(call: LoopCall) -> str | None:
+    """Why a call that can run ragged must do without drafts, as one clause; None if it need not."""
+    if call.speculative is None:
+        return None
+    own = [processor for processor in call.processors if is_users(processor)]
+    return stateful_refusal(own, call.input_ids[:1], vocabulary_size(call.model))
 
 
 def _only_left_padded(mask: Tensor) -> bool:

@@ -23,7 +23,8 @@ class Sampling:
     steps: the logits processors, in order. greedy: whether the token with the largest score is chosen; otherwise a
     token is drawn from the softmax of the scores. num_logprobs: the number of most probable tokens whose
     log-probabilities are reported beside the chosen token's; None reports none. draw: a function that draws token ids
-    from probabilities [n, V] for n sequences without a draft; None lets the Verifier draw.
+    from probabilities [n, V] for n sequences without a draft; None lets the Verifier draw. takes_drafts: whether a
+    position may be processed again, so that drafts can be verified.
     """
 
     def __init__(
@@ -33,7 +34,9 @@ class Sampling:
         greedy: bool = True,
         num_logprobs: int | None = None,
         draw: Draw | None = None,
+        takes_drafts: bool = True,
     ) -> None:
+        self.takes_drafts = takes_drafts
         self.steps, self.greedy, self.num_logprobs, self.draw = tuple(steps), greedy, num_logprobs, draw
         self.uses_prefix = any(step.uses_prefix for step in self.steps)
         self.plain = greedy and not self.steps  # the token is the argmax of the unprocessed logits
@@ -47,7 +50,8 @@ class Sampling:
         """Return scores [n, V] float32 of logits [n, V], which are not written to.
 
         prefixes: one for each row if `uses_prefix` is set, otherwise they may be None. Raises UnsupportedError if they
-        are missing. This is a pure function, because a position is processed again if its draft was rejected.
+        are missing. This is a pure function unless `takes_drafts` is False, because a position is processed again if
+        its draft was rejected.
         """
         if self.uses_prefix and (prefixes is None or len(prefixes) != len(logits)):
             raise UnsupportedError(f"{len(logits)} rows of logits need as many prefixes; Sampling.uses_prefix is set")

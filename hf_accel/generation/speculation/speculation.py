@@ -61,7 +61,11 @@ class Speculation:
         rows = sum(chunk.count for chunk in chunks)
         if self.invariant_rows is not None and rows <= self.invariant_rows:
             room = min(self.invariant_rows - rows, sys.maxsize if room is None else room)
-        waiting = [chunk.sequence for chunk in chunks if chunk.sequence.decodes and chunk.sequence.num_left > 1]
+        waiting = [
+            chunk.sequence
+            for chunk in chunks
+            if chunk.sequence.decodes and chunk.sequence.num_left > 1 and chunk.sequence.sampling.takes_drafts
+        ]
         for drafter in self.drafters:
             if not waiting:
                 break

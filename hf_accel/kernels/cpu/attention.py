@@ -54,12 +54,12 @@ def attend(q: Tensor, kv: KV, options: AttentionOptions, ragged: Ragged | None =
     if cu_q is None:
         batch, num_heads, num_queries, dim = q.shape
         num_keys, sequences, q_stride = k.shape[2], batch, q.stride()
-        out = torch.empty(batch, num_queries, num_heads, v.shape[3], dtype=q.dtype)
+        out = q.new_empty(batch, num_queries, num_heads, v.shape[3])
         (k_batch, k_head, k_token, _), (v_batch, v_head, v_token, _) = k.stride(), v.stride()
         q_batch, q_head, q_token, _ = q_stride
     else:
         (_, num_heads, dim), num_queries, num_keys, sequences = q.shape, 0, 0, len(cu_q) - 1
-        out = torch.empty(q.shape[0], num_heads, v.shape[2], dtype=q.dtype)
+        out = q.new_empty(q.shape[0], num_heads, v.shape[2])
         (q_token, q_head, _), (k_token, k_head, _), (v_token, v_head, _) = q.stride(), k.stride(), v.stride()
         q_batch = k_batch = v_batch = 0
     sinks = None if options.sinks is None else options.sinks.contiguous()
@@ -88,8 +88,8 @@ def attend_pages(
     q = q if q.stride(2) == 1 else q.contiguous()
     num_tokens, num_heads, dim = q.shape
     kv_heads, block_size, value_dim = v_pages.shape[1], v_pages.shape[2], kv.value_dim
-    out = torch.empty((num_tokens, num_heads, value_dim), dtype=q.dtype)
-    lse = torch.empty((num_tokens, num_heads), dtype=torch.float32) if return_lse else None
+    out = q.new_empty((num_tokens, num_heads, value_dim))
+    lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32) if return_lse else None
     sinks = sinks if sinks is None else sinks.contiguous()
     k_block, k_head, k_token, _ = k_pages.stride()
     v_block, v_head, v_token, _ = v_pages.stride()

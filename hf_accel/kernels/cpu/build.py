@@ -12,13 +12,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).parent
 SOURCE = HERE / "src"
 LIBRARY = "libhf_accel_cpu.so"
+SHARED = "what all instruction sets share"  # the first round of compiling
 REASON = "not_built.txt"  # a file that says why there is no library; the plan shows its text
 
 COMMON = [
@@ -72,20 +75,61 @@ def build(target: Path = HERE / LIBRARY, *, sanitize: bool = False, only: Sequen
         wanted = [level for level in known if not sanitize or level in SANITIZED_LEVELS] or ["portable"]
         levels = [level for level in wanted if _accepts(compiler, LEVELS[level], scratch)]
         (scratch / "levels.inc").write_text("".join(f"HFA_LEVEL({level})\n" for level in levels))
-        jobs = [(source, scratch / f"{source.stem}.o", [f"-I{scratch}"]) for source in sorted(SOURCE.glob("*.cpp"))]
-        for level in levels:
-            names = [*LEVELS[level], f"-DHFA_NAMESPACE=hfa_{level}", f"-DHFA_TABLE=hfa_table_{level}"]
-            for source in sorted((SOURCE / "kernels").glob("*.cpp")):
-                jobs.append((source, scratch / f"{source.stem}.{level}.o", names))
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda job: _run([compiler, *common, *job[2], "-c", str(job[0]), "-o", str(job[1])]), jobs))
+        jobs = _jobs(levels, scratch)
+        _compile(jobs, [compiler, *common])
         linked = scratch / LIBRARY
-        _run([compiler, *common, "-shared", *(str(job[1]) for job in jobs), "-o", str(linked)])
+        _run([compiler, *common, "-shared", *(str(job.made) for job in jobs), "-o", str(linked)])
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = target.with_name(f".{target.name}.{os.getpid()}")
         shutil.copyfile(linked, beside)
         os.replace(beside, target)  # a process that has loaded the old library can go on using it
     return levels
+
+
+class Compilation(NamedTuple):
+    """A file to compile. level: what it is compiled for, as the progress names it. made: the object file."""
+
+    level: str
+    source: Path
+    made: Path
+    flags: list[str]
+
+
+def _jobs(levels: Sequence[str], scratch: Path) -> list[Compilation]:
+    """All files, level by level. scratch: the folder of object files, and of levels.inc."""
+    shared = [
+        Compilation(SHARED, source, scratch / f"{source.stem}.o", [f"-I{scratch}"])
+        for source in sorted(SOURCE.glob("*.cpp"))
+    ]
+    return shared + [
+        Compilation(
+            level,
+            source,
+            scratch / f"{source.stem}.{level}.o",
+            [*LEVELS[level], f"-DHFA_NAMESPACE=hfa_{level}", f"-DHFA_TABLE=hfa_table_{level}"],
+        )
+        for level in levels
+        for source in sorted((SOURCE / "kernels").glob("*.cpp"))
+    ]
+
+
+def _compile(jobs: Sequence[Compilation], command: Sequence[str]) -> None:
+    """Run the compiler for all jobs, and say which levels are done: together they take minutes."""
+    rounds = list(dict.fromkeys(job.level for job in jobs))
+    _say(f"compiling {len(jobs)} files for {len(rounds) - 1} instruction sets, with {os.cpu_count()} at a time")
+    start = time.monotonic()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        done = pool.map(lambda job: _run([*command, *job.flags, "-c", str(job.source), "-o", str(job.made)]), jobs)
+        for job, following in zip(jobs, [*jobs[1:], None], strict=True):
+            next(done)
+            if following is None or following.level != job.level:
+                number = rounds.index(job.level) + 1
+                _say(f"{number} of {len(rounds)}: {job.level}, after {time.monotonic() - start:.0f} s")
+
+
+def _say(text: str) -> None:
+    """pip shows it with -v."""
+    print(f"cpu kernels: {text}", file=sys.stderr, flush=True)
 
 
 def build_or_note(folder: Path = HERE) -> None:
@@ -98,6 +142,7 @@ def build_or_note(folder: Path = HERE) -> None:
         build(folder / LIBRARY)
         reason.unlink(missing_ok=True)
     except BuildError as error:
+        _say(f"not built ({error})")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / LIBRARY).unlink(missing_ok=True)
         reason.write_text(str(error), encoding="utf-8")

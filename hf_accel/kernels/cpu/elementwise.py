@@ -54,7 +54,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, roun
     x, stride = as_rows(x)
     size, dtype = x.shape[-1], x.dtype
     out_dtype = torch.promote_types(dtype, weight.dtype) if round_first and weight.dtype is not dtype else dtype
-    out = torch.empty(x.shape, dtype=out_dtype)
+    out = x.new_empty(x.shape, dtype=out_dtype)
     weight = weight if weight.is_contiguous() else weight.contiguous()
     _norm(
         x.data_ptr(), out.data_ptr(), weight.data_ptr(), stride, x.numel() // size if size else 0, size, eps, offset,

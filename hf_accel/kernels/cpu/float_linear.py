@@ -83,6 +83,10 @@ class FloatLinear:
             self._point(pointers)
         return self._address
 
+    def has_shapes(self) -> bool:
+        """Whether its weights have the shapes that they had when it was made."""
+        return all(weight.shape == shape for weight, shape in zip(self.weights, self._shapes, strict=True))
+
     def _trains(self) -> bool:
         return any(tensor.requires_grad for _, _, tensor in self._sources)
 
@@ -92,7 +96,7 @@ class FloatLinear:
         Raises UnsupportedError if their shapes have changed.
         """
         check_weights(self.weights, self.biases, self._epilogue)
-        if any(w.shape != shape for w, shape in zip(self.weights, self._shapes, strict=True)):
+        if not self.has_shapes():
             raise UnsupportedError(f"float linear: weights of another shape than when it was made, {self._shapes}")
         self._linear.format = DTYPES[self.weights[0].dtype]
         for matrix, bias in zip(self._matrices, self.biases, strict=True):

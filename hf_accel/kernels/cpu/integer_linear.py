@@ -92,7 +92,7 @@ def unpack(weight: PackedWeight) -> Tensor:
     """Return the `stored` levels that `pack` was given."""
     outputs, inputs = weight.out_features, weight.in_features
     columns, dtype = (inputs, torch.int8) if weight.bits == 8 else (inputs // 2, torch.uint8)
-    stored = torch.empty(outputs, columns, dtype=dtype)
+    stored = torch.empty(outputs, columns, dtype=dtype, device="cpu")
     _unpack(FORMATS[weight.bits], threads(), outputs, inputs, stored.data_ptr(), weight.packed.data_ptr())
     return stored
 
@@ -109,9 +109,9 @@ def quantize(
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     group = in_features if bits == 8 else group_size
     packed = _packed_bytes(bits, out_features, in_features)
-    scales = torch.empty(out_features, in_features // group, dtype=weight.dtype)
-    zeros = None if symmetric or bits == 8 else torch.empty(scales.shape, dtype=torch.uint8)
-    finite = torch.zeros(1, dtype=torch.bool)
+    scales = weight.new_empty(out_features, in_features // group)
+    zeros = None if symmetric or bits == 8 else scales.new_empty(scales.shape, dtype=torch.uint8)
+    finite = scales.new_zeros(1, dtype=torch.bool)
     _quantize_weight(
         FORMATS[bits], DTYPES[weight.dtype], threads(), out_features, in_features, group,
         weight.data_ptr(), weight.stride(0), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(),
@@ -122,7 +122,7 @@ def quantize(
 
 def _packed_bytes(bits: int, out_features: int, in_features: int) -> Tensor:
     outputs, inputs = -(-out_features // BLOCK) * BLOCK, -(-in_features // 4) * 4
-    return large_pages(torch.empty(outputs * inputs * bits // 8, dtype=torch.uint8))
+    return large_pages(torch.empty(outputs * inputs * bits // 8, dtype=torch.uint8, device="cpu"))
 
 
 def _weight(

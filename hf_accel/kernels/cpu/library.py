@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import struct
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,9 +14,9 @@ from typing import Any
 import torch  # before the library is loaded, because the kernels share torch's OpenMP runtime
 from torch import Tensor
 
-from ...errors import HfAccelError, UnsupportedError
+from ...errors import HfAccelError, HfAccelWarning, UnsupportedError
 from ...hardware.processor import ISA_LEVELS, choose_isa, instruction_sets, usable_cores
-from ...tensors import PLAIN, is_recorded
+from ...tensors import PLAIN, default_is_host, is_recorded
 from .build import HERE, LIBRARY, REASON
 from .structs import LayerOp, Linear, Matrix, packed_format
 
@@ -28,6 +29,8 @@ DTYPES: dict[torch.dtype, int] = {
     torch.float8_e4m3fn: 4,
     torch.uint8: 5,  # two numbers of 4 bits
 }
+BUILD = "python -m hf_accel.kernels.cpu.build"
+STACK_LEVEL = 6  # frames from the warning to the line that calls patch()
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -41,12 +44,26 @@ def refusal() -> str | None:
     return None
 
 
+@functools.cache  # one warning a process says enough
+def warn_of_refusal() -> None:
+    """Warn that models will run slower than they could, and say what to do; nothing where the kernels can run."""
+    reason = refusal()
+    if reason is None:
+        return
+    way_out = "" if BUILD in reason else f"; once a C++ compiler (g++ or clang) works here, run {BUILD}"
+    warnings.warn(
+        f"{reason}: the model runs on torch's own kernels, which are slower{way_out}",
+        HfAccelWarning,
+        stacklevel=STACK_LEVEL,
+    )
+
+
 @functools.cache
 def _library() -> ctypes.CDLL:
     path = os.environ.get("HF_ACCEL_LIBRARY") or HERE / LIBRARY
     if not os.path.exists(path):
         note = HERE / REASON
-        reason = note.read_text(encoding="utf-8") if note.exists() else "run python -m hf_accel.kernels.cpu.build"
+        reason = note.read_text(encoding="utf-8") if note.exists() else f"run {BUILD}"
         raise UnsupportedError(f"cpu kernels: not built ({reason})")
     library = ctypes.CDLL(str(path))
     _check_sizes(library)
@@ -79,7 +96,7 @@ def _check_sizes(library: ctypes.CDLL) -> None:
         sizes = {name: library.hfa_size_of(name.encode()) for name in _structs}
         if sizes == {name: ctypes.sizeof(struct) for name, struct in _structs.items()}:
             return
-    raise UnsupportedError("cpu kernels: compiled from other sources; run python -m hf_accel.kernels.cpu.build")
+    raise UnsupportedError(f"cpu kernels: compiled from other sources; run {BUILD}")
 
 
 def _below(level: str) -> list[str]:
@@ -154,6 +171,7 @@ def native(x: object) -> bool:
         and x.is_cpu  # type: ignore[attr-defined]
         and x.dtype in FLOATS  # type: ignore[attr-defined]
         and not torch.is_autocast_enabled("cpu")
+        and default_is_host()
     )
 
 

@@ -29,7 +29,7 @@ def argmax(logits: Tensor) -> Tensor:
         raise UnsupportedError("argmax: a row of no logits has no largest")
     logits, stride = as_rows(logits)
     size = logits.shape[-1]
-    indices = torch.empty(logits.shape[:-1], dtype=torch.int64)
+    indices = logits.new_empty(logits.shape[:-1], dtype=torch.int64)
     _argmax(
         logits.data_ptr(), stride, indices.numel(), size, 1, 0, indices.data_ptr(), DTYPES[logits.dtype], threads()
     )
@@ -46,8 +46,8 @@ def topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if not 0 <= k <= logits.shape[-1]:
         raise UnsupportedError(f"topk: k={k} of {logits.shape[-1]} logits; choose k from 0 to that number")
     logits, stride = as_rows(logits)
-    values = torch.empty((*logits.shape[:-1], k), dtype=logits.dtype)
-    indices = torch.empty(values.shape, dtype=torch.int64)
+    values = logits.new_empty((*logits.shape[:-1], k))
+    indices = values.new_empty(values.shape, dtype=torch.int64)
     _topk(
         logits.data_ptr(), stride, indices.numel() // k if k else 0, logits.shape[-1], k, values.data_ptr(),
         indices.data_ptr(), DTYPES[logits.dtype], threads(),

@@ -11,7 +11,8 @@ from transformers.distributed import DistributedConfig
 
 from ...errors import UnsupportedError
 from ...generation.hf import Engine
-from ...loading import load, load_tokenizer
+from ...load import load
+from ...loading import load_tokenizer
 from ...parallel.relay import Relay
 from ..limits import Limits
 from ..ranks import LeadingEngine

@@ -126,8 +126,9 @@ def test_data_that_leads_to_nan_names_the_layer_and_leaves_the_model() -> None:
 def test_layers_that_are_not_reached_are_rounded_to_nearest() -> None:
     model = build("llama")
     model.extra = nn.Linear(32, 32)
-    with pytest.warns(hf_accel.HfAccelWarning, match="1 linear layers, 'extra' first, are not reached"):
+    with pytest.warns(hf_accel.HfAccelWarning, match="1 linear layers, 'extra' first, are not reached") as found:
         hf_accel.patch(model, weights=config())
+    assert {warning.filename for warning in found} == {__file__}
     expected = hf_accel.linear.quantize(
         model._hf_accel.journal.writes[-1].old.weight, WeightConfig(bits=4, group_size=32)
     )

@@ -239,6 +239,7 @@ def test_the_machine_is_measured_if_nothing_is_given():
         ({"context": 1, "weights": "int3"}, "weights='int3' is not known"),
         ({"context": 1, "weights": "nf3"}, "weights='nf3' is not known"),
         ({"context": 1, "kv_dtype": "fp4"}, "kv_dtype='fp4' is not known; choose one of None, 'auto', 'int8'"),
+        ({"context": 1, "dtype": "bf16"}, "dtype='bf16' must be a dtype of torch, as torch.bfloat16"),
         ({"context": 1, "bandwidth": 0}, "bandwidth=0 must be a finite number above 0"),
         ({"context": 1, "compute": float("nan")}, "compute=nan must be a finite number above 0"),
         ({"context": 1, "compute_fp8": -1}, "compute_fp8=-1 must be a finite number above 0"),

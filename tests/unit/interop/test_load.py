@@ -98,6 +98,22 @@ def pack(bits: int = 4, *, group: int | None = 32, middle: bool = True, order: b
     return compressed("pack-quantized", args(bits, strategy, middle, group)), encoded
 
 
+def bytes_of_4_bits(strategy: str = "group", *, middle: bool = True) -> Any:
+    """W4A8: a byte for each number."""
+    group = 32 if strategy == "group" else None
+
+    def encoded(name: str, weight: Tensor) -> tuple[encode.Parts, Tensor]:
+        levels, zeros, scales = draw(weight, bits=4, group=group, middle=middle)
+        zeros = zeros.clamp(max=15)
+        parts = {"weight": (levels - 8).to(torch.int8), "weight_scale": scales}
+        return parts | ({} if middle else {"weight_zero_point": (zeros - 8).to(torch.int8)}), encode.dense(
+            levels, zeros, scales
+        )
+
+    inputs = args(8, "token", dynamic=True)
+    return compressed("int-quantized", args(4, strategy, middle, group), inputs), encoded
+
+
 def integers(strategy: str = "channel") -> Any:
     def encoded(name: str, weight: Tensor) -> tuple[encode.Parts, Tensor]:
         levels, _, scales = draw(weight, bits=8, group=None, middle=True)
@@ -109,7 +125,7 @@ def integers(strategy: str = "channel") -> Any:
     return compressed("int-quantized", args(8, strategy), inputs), encoded
 
 
-def float8(strategy: str = "channel", *, rounds: bool = False) -> Any:
+def float8(strategy: str = "channel", *, rounds: bool = False, static: bool = False) -> Any:
     """compressed-tensors' FP8; "fine-grained": as transformers writes it."""
     block = (24, 32)  # which cuts off the last block of outputs, but not of inputs
 
@@ -120,12 +136,13 @@ def float8(strategy: str = "channel", *, rounds: bool = False) -> Any:
         whole = scales.double().repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)
         suffix = "weight_scale_inv" if strategy == "fine-grained" else "weight_scale"
         exact = numbers.double() * whole[: weight.shape[0], : weight.shape[1]]
-        return {"weight": numbers, suffix: scales.view(1) if strategy == "tensor" else scales}, exact
+        more = {"input_scale": torch.tensor([0.01])} if static else {}
+        return {"weight": numbers, suffix: scales.view(1) if strategy == "tensor" else scales} | more, exact
 
     if strategy == "fine-grained":
         return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(block)}, encoded
     weights = args(8, strategy, type="float", block_structure=list(block) if strategy == "block" else None)
-    inputs = args(8, "token", type="float", dynamic=True) if rounds else None
+    inputs = args(8, "token", type="float", dynamic=not static) if rounds else None
     return compressed("float-quantized", weights, inputs), encoded
 
 
@@ -136,6 +153,8 @@ KINDS = {
     "gptq 8 bits act-order": gptq(8, act_order=True), "awq": awq(), "w4a16": pack(),
     "w4a16 asymmetric": pack(middle=False), "w4a16 by output": pack(group=None), "w4a16 act-order": pack(order=True),
     "w8a16": pack(8, group=None), "w8a16 by group": pack(8), "w8a8": integers(), "w8a8 by tensor": integers("tensor"),
+    "w4a8": bytes_of_4_bits(), "w4a8 by output": bytes_of_4_bits("channel"),
+    "w4a8 asymmetric": bytes_of_4_bits(middle=False), "fp8 static": float8("tensor", rounds=True, static=True),
     "fp8": float8(), "fp8 by tensor": float8("tensor", rounds=True), "fp8 by block": float8("block", rounds=True),
     "fp8 of transformers": float8("fine-grained"),
 }  # fmt: skip
@@ -224,6 +243,24 @@ def test_a_bias_that_the_class_has_not_is_kept(saved: Any, tmp_path: Path) -> No
     encode.write(make(), tmp_path / "in", config, with_bias)
     model = hf_accel.load(tmp_path / "in")
     assert torch.equal(model.get_submodule(Q).bias, torch.ones(64))
+
+
+def test_quantized_layers_that_draft_are_left_out(saved: Any, tmp_path: Path) -> None:
+    saved("gptq")
+    expected = hf_accel.load(tmp_path / "in")(IDS).logits
+    tensor_with("model.layers.2.mlp.up_proj.qweight", lambda _: torch.ones(8, 128).int())(tmp_path / "in")
+    config = json.loads((tmp_path / "in/config.json").read_text())
+    (tmp_path / "in/config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    assert torch.equal(hf_accel.load(tmp_path / "in")(IDS).logits, expected)
+
+
+def test_without_architectures_names_are_checked_too(saved: Any, tmp_path: Path) -> None:
+    saved("gptq")
+    tensor_with("model.norm.weight", None)(tmp_path / "in")
+    config = json.loads((tmp_path / "in/config.json").read_text())
+    (tmp_path / "in/config.json").write_text(json.dumps(config | {"architectures": None}))
+    with pytest.raises(HfAccelError, match=r"no 'model\.norm\.weight'"):
+        hf_accel.load(tmp_path / "in")
 
 
 def test_adapters_and_undo(saved: Any, tmp_path: Path) -> None:
@@ -320,6 +357,11 @@ def byte_at(row: int, column: int, byte: int) -> Any:
     return change
 
 
+def both(*damages: Any) -> Any:
+    return lambda folder: [damage(folder) for damage in damages] and None
+
+
+FIFTEEN = tensor_with(f"{Q}.qzeros", lambda t: torch.full_like(t, 0x5555F555))
 SHORT, FLOAT, LONGER = (lambda t: t[:-1]), (lambda t: t.float()), (lambda t: torch.cat([t, t]))
 WIDE = lambda t: torch.cat([t, t], dim=-1)  # noqa: E731
 REFUSED = [
@@ -332,7 +374,13 @@ REFUSED = [
     ("gptq", config_with(bits=8), "qweight' is"),
     *[("gptq", tensor_with(f"{Q}.{part}", None), f"no '{Q}.{part}'") for part in ("qweight", "qzeros", "scales")],
     *[("gptq", tensor_with(f"{Q}.{part}", SHORT), part) for part in ("qweight", "qzeros", "g_idx")],
-    ("gptq", tensor_with(f"{Q}.scales", SHORT), "qzeros' is .2, 8. in the checkpoint, but must be .1, 8."),
+    ("gptq", tensor_with(f"{Q}.scales", SHORT), "says group_size=32, but .* has groups of 64 inputs"),
+    ("gptq", config_with(group_size=-1), "says group_size=-1, but"),
+    ("gptq", config_with(group_size="32"), "says group_size=32, but"),
+    ("gptq", both(config_with(desc_act=True), tensor_with(f"{Q}.g_idx", None)), "says desc_act=True, but .* no"),
+    ("gptq asymmetric", config_with(sym=True), "says sym=True, but .*qzeros' holds zero points other than 8"),
+    ("gptq asymmetric", both(config_with(meta={"quantizer": 7}), FIFTEEN), "holds 15 in the checkpoint"),
+    ("gptq asymmetric", both(config_with(meta=[1]), FIFTEEN), "holds 15 in the checkpoint"),
     *[("gptq", tensor_with(f"{Q}.{part}", LONGER), part) for part in ("qweight", "qzeros", "g_idx")],
     *[("gptq", tensor_with(f"{Q}.{part}", WIDE), part) for part in ("qweight", "qzeros", "scales")],
     *[("gptq", tensor_with(f"{Q}.{part}", FLOAT), part) for part in ("qweight", "qzeros", "g_idx")],
@@ -364,7 +412,8 @@ REFUSED = [
     ("awq", config_with(version="marlin"), "version='marlin'"),
     *[("awq", tensor_with(f"{Q}.{part}", None), f"no '{Q}.{part}'") for part in ("qweight", "scales")],
     *[("awq", tensor_with(f"{Q}.{part}", SHORT), part) for part in ("qweight", "qzeros")],
-    ("awq", tensor_with(f"{Q}.scales", SHORT), "qzeros' is .2, 8. in the checkpoint, but must be .1, 8."),
+    ("awq", tensor_with(f"{Q}.scales", SHORT), "says group_size=32, but .* has groups of 64 inputs"),
+    ("awq", tensor_with(f"{Q}.qzeros", None), "says zero_point=True, but .* no '.*qzeros'"),
     *[("awq", tensor_with(f"{Q}.{part}", WIDE), part) for part in ("qweight", "qzeros", "scales")],
     *[("awq", tensor_with(f"{Q}.{part}", FLOAT), part) for part in ("qweight", "qzeros")],
     ("awq", tensor_with(f"{Q}.scales", nan_first), "scales' holds NaN"),
@@ -386,7 +435,7 @@ REFUSED = [
     ("w4a16", group_with(input_activations=args(4, "token", dynamic=True)), "input_activations"),
     ("w8a8", group_with("input_activations", dynamic=False), "input_activations"),
     ("w8a8", group_with("input_activations", type="float"), "input_activations"),
-    ("fp8 by tensor", group_with("input_activations", dynamic=False), "input_activations"),
+    ("fp8 by tensor", group_with("input_activations", dynamic=False), "no '.*input_scale'"),
     ("fp8", group_with("weights", strategy="group"), "strategy='group', of which channel, tensor and block are read"),
     ("fp8 by block", group_with("weights", block_structure=None), "blocks of None"),
     ("fp8", tensor_with(f"{Q}.weight", lambda t: t.view(torch.int8)), "must be float8_e4m3fn"),
@@ -401,7 +450,22 @@ REFUSED = [
     *[("w4a16", tensor_with(f"{Q}.{p}", SHORT), p) for p in ("weight_packed", "weight_scale")],
     *[("w4a16", tensor_with(f"{Q}.{p}", WIDE), p) for p in ("weight_packed",)],
     ("w4a16", tensor_with(f"{Q}.weight_packed", FLOAT), "weight_packed' is torch.float32"),
-    ("w4a16", tensor_with(f"{Q}.weight_scale", lambda t: t[:, :1].repeat(1, 3)), "3 groups"),
+    ("w4a16", tensor_with(f"{Q}.weight_scale", lambda t: t[:, :1].repeat(1, 3)), "is .64, 3. .* must be .64, 2"),
+    ("w4a16", group_with("weights", symmetric=False), "says symmetric=false, but .* no '.*weight_zero_point'"),
+    ("w4a16", group_with("weights", actorder="group"), "says actorder='group', but .* no '.*weight_g_idx'"),
+    ("w4a16", group_with("weights", group_size=48), "says group_size=48, but .* inputs"),
+    ("w4a16", group_with("weights", group_size=None), "says group_size=None, but"),
+    ("w4a16", group_with("weights", strategy="tensor"), "says strategy='tensor', but .*weight_scale' is .64, 4."),
+    ("w4a16 by output", tensor_with(f"{Q}.weight_scale", lambda t: t[0, 0]), "scale' is .. in the .* must be .64, 1"),
+    ("w8a8", tensor_with(f"{Q}.weight_scale", lambda t: t[0, 0]), "scale' is .. in the .* must be .64, 1"),
+    ("w4a8", tensor_with(f"{Q}.weight", lambda t: t + 1), "says num_bits=4, but .*weight' holds numbers from -7 to 8"),
+    ("w4a8 asymmetric", tensor_with(f"{Q}.weight_zero_point", SHORT), "weight_zero_point' is"),
+    ("w4a8 asymmetric", tensor_with(f"{Q}.weight_zero_point", FLOAT), "weight_zero_point' is torch.float32"),
+    ("w4a8", group_with("input_activations", type="float"), "of 8 bits and of the weights' type"),
+    ("fp8 static", tensor_with(f"{Q}.input_scale", None), "with dynamic=false, but .* no '.*input_scale'"),
+    ("fp8 static", tensor_with(f"{Q}.input_scale", nan_first), "input_scale' holds NaN"),
+    ("w4a16", tensor_with("model.norm.weight", nan_first), "model.norm.weight' holds NaN"),
+    ("gptq", tensor_with("model.embed_tokens.weight", nan_first), "tokens.weight' holds NaN"),
     ("w4a16", tensor_with(f"{Q}.weight_scale", nan_first), "weight_scale' holds NaN"),
     ("w4a16", tensor_with(f"{Q}.weight_shape", lambda t: t.flip(0) + 1), "weight_shape"),
     ("w4a16", tensor_with(f"{Q}.weight_shape", lambda t: t.float()), "weight_shape"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -97,6 +98,17 @@ def test_installation_without_a_compiler(
     build.build_or_note(tmp_path)
     assert reason in (tmp_path / build.REASON).read_text()
     assert not (tmp_path / build.LIBRARY).exists()  # it may have another interface than the sources
+
+
+def test_the_build_says_what_it_compiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = build._jobs(["avx2", "portable"], tmp_path)
+    build._compile(jobs, ["true"])  # in the place of a compiler
+    lines = [line.partition(", after")[0] for line in capsys.readouterr().err.splitlines()]
+    assert re.fullmatch(
+        rf"cpu kernels: compiling {len(jobs)} files for 2 instruction sets, with \d+ at a time", lines[0]
+    )
+    rounds = ["what all instruction sets share", "avx2", "portable"]
+    assert lines[1:] == [f"cpu kernels: {number} of 3: {name}" for number, name in enumerate(rounds, 1)]
 
 
 def test_every_level_is_of_one_kind_of_processor() -> None:

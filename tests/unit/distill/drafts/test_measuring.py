@@ -136,6 +136,32 @@ def test_padded_vocabularies_are_cut_to_what_both_have() -> None:
     ).text_acceptance == pytest.approx(0.18 + 0.3 + 0.2, abs=1e-5)
 
 
+@pytest.mark.parametrize(("rows", "batch_size"), [([[1, 2, 3]] * 4, 1), ([list(range(50))] * 8, 3)])
+def test_the_bar_ends_at_its_end(rows: list[list[int]], batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much text there is, and though the last pass brings more tokens than are wanted."""
+    bars = []
+
+    class Bar:
+        def __init__(self, total: int, **rest: Any) -> None:
+            self.total, self.n = total, 0
+            bars.append(self)
+
+        def update(self, count: int) -> None:
+            assert count >= 0
+            self.n += count
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *rest: Any) -> None:
+            pass
+
+    monkeypatch.setattr("hf_accel.distill.drafts.measuring.logging.tqdm", Bar)
+    model = llama(num_hidden_layers=1)
+    measure_acceptance(model, copy.deepcopy(model), rows, max_draft=1, max_tokens=100, batch_size=batch_size)
+    assert [bar.n for bar in bars] == [bar.total for bar in bars] == [min(100, sum(map(len, rows))) + 100]
+
+
 def test_what_cannot_be_measured_is_refused() -> None:
     target, draft, rows = pair()
     with pytest.raises(UnsupportedError, match="not the same tokenizer"):

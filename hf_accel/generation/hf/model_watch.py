@@ -1,0 +1,255 @@
+"""Whether a model still computes what it did: all that can be read of it, and numbers spread over its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Set
+from functools import lru_cache, partial
+from types import CellType, FunctionType, MethodType, NoneType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+from transformers import PreTrainedConfig
+
+from ...linear import QuantModule
+from ...tensors import PLAIN, plain_tensors
+
+SAMPLES = 256  # numbers of each tensor
+SCALARS = (bool, int, float, complex, str, bytes, NoneType, torch.dtype, torch.device, type)
+PLAIN_KINDS, DICTS = frozenset(SCALARS), frozenset({dict, OrderedDict})
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
+
+# The dictionaries in which torch keeps hooks that a pass calls; of each module, and of all modules.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+# Packages whose functions go by what they are called with.
+KNOWN_PACKAGES = frozenset({"hf_accel", "torch", "transformers", "accelerate", "peft"})
+FUNCTIONS = (FunctionType, MethodType, partial)
+READ_OF_CODE = (bool, int, float, Tensor, nn.Module, *FUNCTIONS)
+
+
+class ModelWatch:
+    """Gives a model a salt, which is another one as soon as the model is seen to have changed.
+
+    declared: how often a program has said that the weights changed. A copy or a pickle of a watch has seen nothing.
+    """
+
+    def __init__(self) -> None:
+        self.declared = 0
+        self._salt = os.urandom(16)
+        self._last: Reading | None = None
+
+    def look(self, model: nn.Module) -> bytes:
+        """Read the model, and return its salt.
+
+        Threads need not wait for each other: what they can do is to take another salt without need.
+        """
+        reading = Reading(model)
+        last, self._last = self._last, reading
+        if last is None or not last.equals(reading):
+            self.renew()
+        return self._salt
+
+    def renew(self) -> bytes:
+        """Take another salt, whatever can be seen."""
+        self._salt = os.urandom(16)
+        return self._salt
+
+    def declare(self) -> None:
+        """Note that the weights have changed."""
+        self.renew()
+        self.declared += 1
+
+    def __reduce__(self) -> Any:
+        return ModelWatch, ()
+
+
+class Reading:
+    """What was read of a model at one time: plain values, which objects there were, and the numbers of its tensors.
+
+    It keeps no weight alive.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._values: list[Any] = []
+        self._objects: list[Any] = []  # those whose ids are among the values: weak where possible
+        self._tensors: list[Tensor] = []
+        self._numbers: dict[int, int] = {}  # of what was read already, by its id
+        for name in GLOBAL_HOOKS:
+            self._hooks(getattr(torch_modules, name))
+        self._module(model)
+        self._samples = samples(self._tensors)
+        del self._tensors, self._numbers
+
+    def equals(self, later: Reading) -> bool:
+        if self._values != later._values or self._samples.keys() != later._samples.keys():
+            return False
+        # Another object may have the address of one that is gone.
+        if any(reference() is None for reference in self._objects):
+            return False
+        return all(torch.equal(sample, later._samples[key]) for key, sample in self._samples.items())
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def _all(self, values: Iterable[Any]) -> None:
+        read = self._values
+        for value in list(values):
+            kind: Any = type(value)
+            if kind in PLAIN_KINDS:  # most are, and this is asked of each module
+                read.append(value)
+            elif kind in DICTS and not value:
+                read.append(kind)
+            else:
+                _reader(kind)(self, value)
+
+    def _plain(self, value: Any) -> None:
+        self._values.append(value)
+
+    def _members(self, members: Set[Any]) -> None:
+        self._values.append(frozenset(members))
+
+    def _held(self, value: Any) -> None:
+        """Read what an object holds; once, however often it is met."""
+        number = self._numbers.setdefault(id(value), len(self._numbers))
+        self._values.append(number)
+        if number < len(self._numbers) - 1:
+            return
+        if isinstance(value, nn.Module):
+            self._module(value)
+        elif isinstance(value, (list, tuple)):
+            self._values.append(len(value))
+            self._all(value)
+        else:
+            self._entries(value if isinstance(value, dict) else vars(value))
+
+    def _entries(self, entries: dict[Any, Any]) -> None:
+        self._values += entries
+        self._all(entries.values())
+
+    def _module(self, module: nn.Module) -> None:
+        own = vars(module)
+        self._values.append(type(module))
+        for name in HOOKS:
+            if own[name]:
+                self._hooks(own[name])
+        self._entries(own)
+        if isinstance(module, QuantModule):
+            self._all(stored_tensors(module._packed))
+
+    def _hooks(self, hooks: dict[int, Any]) -> None:
+        for number, hook in list(hooks.items()):
+            self._values.append(number)
+            self._code(hook)
+
+    def _code(self, code: Any) -> None:
+        """Read a function, or an object that is called, and the numbers, tensors and modules that it may go by."""
+        self._object(code)
+        if id(code) not in self._numbers:
+            self._numbers[id(code)] = len(self._numbers)
+            self._all(value for value in variables(code) if isinstance(value, READ_OF_CODE))
+
+    def _tensor(self, tensor: Tensor) -> None:
+        for plain in (tensor,) if type(tensor) in PLAIN else plain_tensors(tensor):
+            self._values += plain.dtype, plain.shape, plain.device
+            address = _address(plain)
+            if address:
+                # No weak reference to the tensor: torch swaps none that has one.
+                self._values += address, 0 if plain.is_inference() else plain._version
+                self._tensors.append(plain)
+
+    def _object(self, value: Any) -> None:
+        self._values.append(id(value))
+        try:
+            self._objects.append(weakref.ref(value))
+        except TypeError:
+            self._objects.append(lambda: value)
+
+
+@lru_cache(maxsize=4096)
+def _reader(kind: type) -> Callable[[Reading, Any], None]:
+    """How values of a kind are read."""
+    if issubclass(kind, SCALARS):
+        return Reading._plain
+    if issubclass(kind, Tensor):
+        return Reading._tensor
+    if issubclass(kind, (nn.Module, PreTrainedConfig, dict, list, tuple)):
+        return Reading._held
+    if issubclass(kind, FUNCTIONS):
+        return Reading._code
+    return Reading._members if issubclass(kind, (set, frozenset)) else Reading._object
+
+
+def variables(code: Any) -> Iterator[Any]:
+    """What a function reads besides its arguments, one step deep; nothing for one of a known package."""
+    if isinstance(code, partial):
+        yield from (code.func, *code.args, *code.keywords.values())
+    elif isinstance(code, MethodType):
+        yield code.__func__
+        yield from [code.__self__] if isinstance(code.__self__, nn.Module) else variables(code.__self__)
+    elif not isinstance(code, FunctionType):
+        yield from getattr(code, "__dict__", {}).values()
+    # functools.wraps copies __module__, and not this.
+    elif str(code.__globals__.get("__name__")).partition(".")[0] not in KNOWN_PACKAGES:
+        yield from (*(code.__defaults__ or ()), *(code.__kwdefaults__ or {}).values())
+        yield from (cell.cell_contents for cell in code.__closure__ or () if cell != CellType())
+        yield from (code.__globals__[name] for name in code.__code__.co_names if name in code.__globals__)
+
+
+def stored_tensors(packed: Any) -> Iterator[Tensor]:
+    """The tensors that a packed weight is made of. What it keeps of its last call does not count."""
+    if isinstance(packed, Tensor):
+        yield packed
+    elif isinstance(packed, list):
+        for part in packed[:: max(1, len(packed) - 1)]:  # the first and the last of many experts
+            yield from stored_tensors(part)
+    else:
+        kind: Any = type(packed)
+        for name in _stored_fields(kind):
+            yield from stored_tensors(getattr(packed, name))
+
+
+@lru_cache(maxsize=4096)
+def _stored_fields(kind: type) -> tuple[str, ...]:
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    return tuple(field.name for field in fields if field.compare)
+
+
+@torch.no_grad()
+def samples(tensors: Iterable[Tensor]) -> dict[Any, Tensor]:
+    """The bits of numbers that are spread over each tensor, by their device and dtype [numbers of all tensors]."""
+    found: dict[Any, list[Tensor]] = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in tensors:
+            if tensor.numel() and not tensor.is_quantized:
+                sample = spread(tensor)
+                found.setdefault((sample.device, sample.dtype), []).append(sample)
+        return {key: torch.cat(parts) for key, parts in found.items()}
+
+
+def spread(tensor: Tensor) -> Tensor:
+    """Up to SAMPLES numbers of a tensor, from its first to its last, as integers [n]: a view."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    length = tensor.numel() if tensor.is_contiguous() else _reach(tensor)
+    # An odd step, because rows have even lengths: numbers of one column alone would say little.
+    step = max(1, length // SAMPLES - 1) | 1
+    count = min(SAMPLES, 1 + (length - 1) // step)
+    view = tensor.as_strided((count,), (step,))
+    return view.view(INTEGERS[tensor.dtype.itemsize])
+
+
+def _address(tensor: Tensor) -> int:
+    """Where its numbers are; 0 if none can be read: on meta, given away for now, or in a layout of their own."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
+
+
+def _reach(tensor: Tensor) -> int:
+    """How far the last number of a tensor is from its first in memory, and one."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
