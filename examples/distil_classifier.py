@@ -97,7 +97,7 @@ def main() -> None:
 
     few = rows[: arguments.labelled]
     curves["few labels"] = train(student(), few, held_out, arguments.steps)
-    curves["teacher's answers"] = train(student(), rows, held_out, arguments.steps, teacher=teacher, alpha=0.0)
+    curves["teacher's answers"] = train(student(), rows, held_out, arguments.steps, teacher_model=teacher, alpha=0.0)
     last = [[name, f"{100 * points[-1][1]:.1f} %"] for name, points in curves.items()]
     print(table(["", "held-out accuracy"], last))
     plot("distil_classifier.png", "lines of Python: which package?", {"held-out accuracy": curves})

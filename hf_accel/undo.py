@@ -18,7 +18,8 @@ from .state import PART_OF, PatchState, find_state
 from .tensors import torchs_defaults
 
 Model = TypeVar("Model", bound=nn.Module)
-OURS = ("quantization_config", "tie_word_embeddings")  # settings that patch() writes into its copy of a config
+# Settings that patch(), and save_pretrained() of a patched model, write into its copy of a config.
+OURS = ("quantization_config", "tie_word_embeddings", "architectures", "dtype")
 
 
 def unpatch(model: Model) -> Model:

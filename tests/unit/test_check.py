@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaModel, PreTrainedModel, Text
 import hf_accel
 from hf_accel import UnsupportedError
 from hf_accel.check import check_model
+from hf_accel.patch import plan
 
 from ..parity.families import build, prompts
 from ..parity.letters import letters
@@ -52,7 +53,7 @@ def test_not_a_model(what: str) -> None:
     make, message = NOT_A_MODEL[what]
     given: Any = make()
     verify = partial(hf_accel.verify, prompts=[[1, 2]])
-    for function in (hf_accel.plan, hf_accel.patch, hf_accel.unpatch, hf_accel.stats, verify):
+    for function in (plan, hf_accel.patch, hf_accel.unpatch, hf_accel.stats, verify):
         with pytest.raises(UnsupportedError, match=f"PreTrainedModel, not on .*{message}"):
             function(given)
     assert not hf_accel.is_patched(given)

@@ -77,7 +77,7 @@ def measure_acceptance(
     bar = logging.tqdm(total=total, desc="Measuring the draft", unit=" tokens", disable=not progress_bar)
     with bar, evaluating(target, draft):
         read = _read(target, draft, rows, temperature, most=max_tokens, bar=bar)
-        bar.update(total - max_tokens - bar.n)  # tokens of windows that are too short
+        bar.update(total - max_tokens - read.positions)  # tokens of windows that are too short
         patched = as_patched(target)
         limit = _limit(patched, max_draft, batch_size)
         watch = Watch(limit, batch_size, seed)

@@ -8,7 +8,7 @@ from ...errors import HfAccelWarning
 from .generation_state import GenerationState
 from .refusals import NO_PAGES
 
-STACK_LEVEL = 7  # the number of frames from a warning of _sample() to the line that calls generate()
+STACK_LEVEL = 8  # the number of frames from a warning of _sample() to the line that calls generate()
 
 
 def report_stock_loop(state: GenerationState, refusal: str) -> None:
