@@ -1,4 +1,9 @@
-"""Float linears by number of rows: our product, which reads weights in place, against torch's, which packs them."""
+"""Float linears by number of rows: our product, which reads weights in place, against torch's, which packs them.
+
+Only a quiet machine gives a figure. Torch multiplies one float32 row by one thread, and ours has one for each core:
+where another program keeps the cores busy, a call waits for its last thread until the system lets it run. That is 4 to
+8 ms on Linux, and so 0.02 to 0.1 of torch's speed for a product of 0.1 to 0.5 ms, of any shape.
+"""
 
 from __future__ import annotations
 
