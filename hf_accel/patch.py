@@ -10,7 +10,7 @@ from typing import Any, TypeVar, Unpack
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from .attention import PlannedAttention
 from .attention.hf import NAME as ATTENTION_NAME
@@ -299,7 +299,7 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
     for part in model.modules():
         if part is not model and isinstance(part, PreTrainedModel):
             journal.attribute(part, PART_OF, type(model).__name__)
-    if model.can_generate():
+    if isinstance(model, GenerationMixin) and model.can_generate():  # others have a generate() of their own
         journal.attribute(model, "__class__", mixed_class(AcceleratedGeneration, type(model)))
     if not todo.stock_cache:
         # The journal writes the entries itself. The handle is only asked for an id that no other hook has.

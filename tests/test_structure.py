@@ -48,7 +48,6 @@ EXEMPT = {  # function -> why its signature, or its length, is what it is
     "hf_accel/distill/trainer/distillation_trainer.py::DistillationMixin.evaluation_loop": "called by transformers",
     "hf_accel/generation/hf/mixin.py::AcceleratedGeneration._sample": "called by transformers",
     "hf_accel/generation/hf/mixin.py::AcceleratedGeneration._assisted_decoding": "called by transformers",
-    "hf_accel/generation/hf/mixin.py::AcceleratedGeneration._prepare_cache_for_generation": "called by transformers",
     "hf_accel/generation/hf/mixin.py::AcceleratedGeneration.generate_batch": "as transformers has it",
     "hf_accel/generation/hf/continuous.py::ContinuousManager.add_request": "as transformers has it",
     "hf_accel/linear/reference.py::_DifferentiableLinear.forward": "called by torch.autograd",

@@ -261,7 +261,8 @@ class AcceleratedGeneration(Mixin):
         model_kwargs: dict[str, Any],
         generation_mode: Any,
         batch_size: int,
-        max_cache_length: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         state = self._generation_state
         given = model_kwargs.get("past_key_values")
@@ -284,7 +285,7 @@ class AcceleratedGeneration(Mixin):
             model_kwargs["past_key_values"] = kept
         else:
             super()._prepare_cache_for_generation(  # type: ignore[misc]
-                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+                generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs
             )
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, PagedCache):
