@@ -29,6 +29,8 @@ from transformers import (
 import hf_accel
 from hf_accel.kernels import cpu as kernels
 
+from ..families import inputs as family_inputs
+from ..families import models
 from .families import DECODER, PADDING, VOCABULARY, inputs, prompts
 from .snapshot import snapshot
 
@@ -207,3 +209,19 @@ def test_layers_with_a_state_have_no_pages() -> None:
     with pytest.raises(hf_accel.UnsupportedError, match="leave speculative= out"):
         model.generate(**inputs("left"), speculative="suffix")
     assert "generate" not in vars(hf_accel.unpatch(model)) and torch.equal(run(model), expected)
+
+
+def test_a_model_with_a_generate_of_its_own() -> None:
+    """Its methods have the names of transformers' and other parameters."""
+    family = models.families().get("DiffusionGemmaForBlockDiffusion")
+    if family is None:
+        pytest.skip("this transformers does not have it")
+    stock, given = models.build(family), family_inputs.prompts("vision")
+    patched = hf_accel.patch(models.build(family), weights=None)
+    assert type(patched) is type(stock)
+
+    def text(model: Any) -> Tensor:
+        torch.manual_seed(0)
+        return model.generate(**given, max_new_tokens=6).sequences
+
+    assert torch.equal(text(patched), text(stock))
