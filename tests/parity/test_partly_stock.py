@@ -211,6 +211,7 @@ def test_layers_with_a_state_have_no_pages() -> None:
     assert "generate" not in vars(hf_accel.unpatch(model)) and torch.equal(run(model), expected)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # it calls that
 def test_a_model_with_a_generate_of_its_own() -> None:
     """Its methods have the names of transformers' and other parameters."""
     family = models.families().get("DiffusionGemmaForBlockDiffusion")
