@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     BertConfig,
@@ -215,8 +216,8 @@ def test_layers_with_a_state_have_no_pages() -> None:
 def test_a_model_with_a_generate_of_its_own() -> None:
     """Its methods have the names of transformers' and other parameters."""
     family = models.families().get("DiffusionGemmaForBlockDiffusion")
-    if family is None:
-        pytest.skip("this transformers does not have it")
+    if family is None or transformers.__version__.startswith("5.17."):
+        pytest.skip("this transformers does not have it, or its config does not declare its parts")
     stock, given = models.build(family), family_inputs.prompts("vision")
     patched = hf_accel.patch(models.build(family), weights=None)
     assert type(patched) is type(stock)

@@ -105,6 +105,8 @@ def test_using_a_model_does_not_change_it(family: str, weights: str | None) -> N
     assert len(salts) == 1
 
 
+# older transformers warn of offloaded weights
+@pytest.mark.filterwarnings("ignore:You are calling .generate\\(\\):UserWarning")
 def test_an_offloaded_model() -> None:
     accelerate = pytest.importorskip("accelerate")
     stock, model = build("llama"), hf_accel.patch(build("llama"), weights=None)
