@@ -28,8 +28,8 @@ import torch
 
 from tests.features import ATTENTION, LINEARS
 
-from .results_folder import FOLDER, file_stem
-from .tables import cell
+from .harness.results_folder import FOLDER, file_stem
+from .harness.tables import cell
 
 SECONDS = 570.0  # of all parts, so that ten minutes have room for the beginning and the end
 LEAST_SECONDS = 15.0  # a part that has less is not begun

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .results_folder import file_stem, readme, replace
+from .harness.results_folder import file_stem, readme, replace
 
 SIZE = (9.0, 3.6)  # inches
 DPI = 110

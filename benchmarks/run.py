@@ -23,7 +23,15 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from . import (
+from . import plots
+from .harness.bench import Bench
+from .harness.machine import machine, require_kernels, versions
+from .harness.quiet import wait_until_quiet
+from .harness.results_folder import machine_folder, write
+from .harness.settings import Drafters, Methods, Settings, Students
+from .harness.tables import Table
+from .setups import SETUPS
+from .topics import (
     batching,
     decode,
     distill_memory,
@@ -44,7 +52,6 @@ from . import (
     never_slower,
     patch_memory,
     patch_time,
-    plots,
     prefill,
     profile_step,
     quality,
@@ -57,13 +64,6 @@ from . import (
     tiles,
     waste,
 )
-from .bench import Bench
-from .machine import machine, require_kernels, versions
-from .quiet import wait_until_quiet
-from .results_folder import machine_folder, write
-from .settings import Drafters, Methods, Settings, Students
-from .setups import SETUPS
-from .tables import Table
 
 TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
     "isa": isa.measure,  # first: its processes need several GB, which later the models have

@@ -25,9 +25,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .machine import machine, versions
-from .results_folder import FOLDER, write
-from .tables import Table
+from .harness.machine import machine, versions
+from .harness.results_folder import FOLDER, write
+from .harness.tables import Table
 
 TOPIC = "structure"
 COMMAND = "python -m benchmarks.structure"
@@ -206,7 +206,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 def passed_files(tree: Path) -> dict[str, list[str]]:
     """Files of the package that patch(), generate() and one step of it pass through, by structure_run.py."""
-    return json.loads(python(tree, str(Path(__file__).with_name("structure_run.py"))).splitlines()[-1])
+    return json.loads(python(tree, str(Path(__file__).parent / "harness" / "structure_run.py")).splitlines()[-1])
 
 
 def import_seconds(tree: Path, times: int) -> tuple[float, float]:

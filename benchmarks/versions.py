@@ -20,14 +20,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from .machine import machine, versions
-from .quiet import wait_until_quiet
-from .results_folder import machine_folder, write
+from .harness.machine import machine, versions
+from .harness.quiet import wait_until_quiet
+from .harness.results_folder import machine_folder, write
+from .harness.tables import Row, Table
 from .structure import HERE, commit_of
-from .tables import Row, Table
 
 TOPIC = "versions"
-WORKER = Path(__file__).with_name("versions_run.py")
+WORKER = Path(__file__).parent / "harness" / "versions_run.py"
 WORKLOADS = [
     *(
         f"decode {size} {weights} {rows}"

@@ -24,7 +24,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 import hf_accel
-from hf_accel.loading import load_tokenizer
+from hf_accel.checkpoints.loading import load_tokenizer
 
 SHIPPED = Path(__file__).parent / "stdlib-tiny"
 PROMPTS = ["import re\n\ndef ", "class Reader:\n    def ", "def main(", "import os\n", "try:\n    "]
@@ -84,7 +84,7 @@ def report(arguments: argparse.Namespace, answers: list[dict[str, Any]], num_pro
         for number, one in enumerate(answers):
             print(f"{number}: {one['text']!r}")
     else:
-        from hf_accel.atomic import replaced_file
+        from hf_accel.hardware.atomic import replaced_file
 
         with replaced_file(arguments.out) as path:
             path.write_text(json.dumps([one["text"] for one in answers]), encoding="utf-8")

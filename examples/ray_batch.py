@@ -39,7 +39,7 @@ class Answer:
         import torch
 
         import hf_accel
-        from hf_accel.loading import load_tokenizer
+        from hf_accel.checkpoints.loading import load_tokenizer
 
         torch.set_num_threads(threads)
         device = "cuda" if torch.cuda.is_available() else "cpu"  # Ray shows an actor the GPUs that it was given
@@ -82,7 +82,7 @@ def write(out: Path, answers: dict[str, Any], id_column: str) -> None:
     import pyarrow
     from pyarrow import parquet
 
-    from hf_accel.atomic import replaced_file
+    from hf_accel.hardware.atomic import replaced_file
 
     ids = json.dumps([str(one) for one in answers[id_column]])
     name = f"part-{hashlib.sha256(ids.encode()).hexdigest()[:16]}.parquet"

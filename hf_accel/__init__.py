@@ -16,22 +16,23 @@ from typing import TYPE_CHECKING, Any
 
 from .attention.hf import register as _register_attention
 from .cache.hf import PagedCache
-from .config import CacheConfig, SpeculativeConfig, WeightConfig
+from .checkpoints.load import load
+from .checkpoints.loading import register as _register_quantizer
+from .checkpoints.outline import plan
+from .config import CacheConfig, PatchConfig, SpeculativeConfig, WeightConfig
 from .errors import HfAccelError, HfAccelWarning, OutOfBlocksError, UnsupportedError
 from .estimate import Estimate, estimate
 from .generation.hf import Engine
 from .generation.sequence import Draft
 from .generation.speculation.drafters.drafter import Drafter
 from .linear.hf import AccelConfig
-from .load import load
-from .loading import register as _register_quantizer
-from .outline import plan
-from .patch import is_patched, patch, patched, stats, unpatch
-from .patch_config import PatchConfig
-from .plan import Plan
+from .patching.patch import is_patched, patch, patched, stats, unpatch
+from .patching.plan import Plan
 from .verify import Certificate, verify
 
 if TYPE_CHECKING:
+    from .checkpoints.writers.save_compressed import save_compressed
+    from .checkpoints.writers.save_gguf import save_gguf
     from .distill.drafts.draft import distill_draft
     from .distill.drafts.measuring import measure_acceptance
     from .distill.drafts.student import init_student
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from .distill.trainer.distillation_trainer import DistillationMixin, DistillationTrainer
     from .distill.trainer.settings import DistillationConfig, DistillationSettings
     from .generation.hf.weights_changed import weights_changed
-    from .interop.save_compressed import save_compressed
-    from .interop.save_gguf import save_gguf
     from .verify.quantization_report import quantization_report
 
 __version__ = "0.1.0"
@@ -101,8 +100,8 @@ _LAZY = {
     "init_student": "distill.drafts.student",
     "measure_acceptance": "distill.drafts.measuring",
     "quantization_report": "verify.quantization_report",
-    "save_compressed": "interop.save_compressed",
-    "save_gguf": "interop.save_gguf",
+    "save_compressed": "checkpoints.writers.save_compressed",
+    "save_gguf": "checkpoints.writers.save_gguf",
     "weights_changed": "generation.hf.weights_changed",
 }
 

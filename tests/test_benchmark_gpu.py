@@ -15,18 +15,20 @@ import pytest
 import torch
 
 import hf_accel
-from benchmarks import gpu, ladder, machine, plots, run
-from benchmarks.bench import Bench
+from benchmarks import gpu, plots, run
 from benchmarks.gpu import PARTS, Part
-from benchmarks.models import MODELS, random_model_on
-from benchmarks.results_folder import FOLDER, machine_folder, readme, write
-from benchmarks.settings import Settings
+from benchmarks.harness import machine
+from benchmarks.harness.bench import Bench
+from benchmarks.harness.models import MODELS, random_model_on
+from benchmarks.harness.results_folder import FOLDER, machine_folder, readme, write
+from benchmarks.harness.settings import Settings
+from benchmarks.harness.tables import Table
 from benchmarks.setups import accel
-from benchmarks.tables import Table
+from benchmarks.topics import ladder
+from hf_accel.cli.measuring.turns import finish
 from hf_accel.hardware import detect
 from hf_accel.kernels import triton
-from hf_accel.measuring.turns import finish
-from hf_accel.state import state_of
+from hf_accel.undo.state import state_of
 
 ROOT = Path(__file__).parent.parent
 GPU = {

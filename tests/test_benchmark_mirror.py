@@ -13,14 +13,14 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import hf_accel
-from benchmarks import mirror
-from benchmarks.mirror import Case, Run, Way, balance, drafter_of
-from benchmarks.mirror_drafter import MirrorDrafter, Split
+from benchmarks.topics import mirror
+from benchmarks.topics.mirror import Case, Run, Way, balance, drafter_of
+from benchmarks.topics.mirror_drafter import MirrorDrafter, Split
 from hf_accel import Draft, SpeculativeConfig
+from hf_accel.cli.measuring.served import WrongResultError
 from hf_accel.errors import HfAccelError
 from hf_accel.generation.speculation.drafters.model import ModelDrafter
 from hf_accel.generation.speculation.verifiers import verifier
-from hf_accel.measuring.served import WrongResultError
 
 Asked = list[tuple[list[int], list[int], torch.Tensor | None]]
 ONE = Split(1, 1)

@@ -12,14 +12,16 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_accel
-from benchmarks import attention_peak, integer_peak, isa, kv, memory, prefill, profile_step, quality, rows, versions
-from benchmarks.bench import Bench
-from benchmarks.models import load_model
-from benchmarks.processes import ProcessError, call
-from benchmarks.profile_step import SelfTimes
-from benchmarks.quality import Variant, joined, make_variants, predictions, score
-from benchmarks.settings import Settings
+from benchmarks import versions
+from benchmarks.harness import integer_peak
+from benchmarks.harness.bench import Bench
+from benchmarks.harness.models import load_model
+from benchmarks.harness.processes import ProcessError, call
+from benchmarks.harness.settings import Settings
 from benchmarks.setups import SETUPS, accel
+from benchmarks.topics import attention_peak, isa, kv, memory, prefill, profile_step, quality, rows
+from benchmarks.topics.profile_step import SelfTimes
+from benchmarks.topics.quality import Variant, joined, make_variants, predictions, score
 from hf_accel.fused import layer_programme
 from hf_accel.hardware import speed
 from hf_accel.kernels import cpu as kernels
@@ -200,8 +202,8 @@ def test_levels_are_those_of_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_int8_keys_and_values_count_half() -> None:
-    from benchmarks.bench import Entrant
-    from benchmarks.decode import kv_bytes
+    from benchmarks.harness.bench import Entrant
+    from benchmarks.topics.decode import kv_bytes
 
     bench = bench_of()
     wide, narrow = (

@@ -9,16 +9,16 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
-from benchmarks.bench import Bench
-from benchmarks.checks import random_tokens
-from benchmarks.models import load_model, weight_bytes
-from benchmarks.settings import Settings
+from benchmarks.harness.bench import Bench
+from benchmarks.harness.checks import random_tokens
+from benchmarks.harness.models import load_model, weight_bytes
+from benchmarks.harness.settings import Settings
 from benchmarks.setups import SETUPS, llama_cpp, openvino
 from benchmarks.setups.base import Setup
 from benchmarks.setups.gguf_file import gguf_refuses
 from benchmarks.setups.model_folder import folder_of
 from benchmarks.setups.openvino_file import openvino_file, openvino_refuses
-from hf_accel.twin import twin
+from hf_accel.patching.twin import twin
 
 LLAMA_CPP, OPENVINO = llama_cpp.SETUPS[0], openvino.SETUPS[0]
 QUANTIZED = ["llama.cpp Q8_0", "llama.cpp Q4_0", "OpenVINO int8", "OpenVINO int4"]

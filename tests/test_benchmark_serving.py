@@ -13,19 +13,20 @@ import pytest
 from transformers import PreTrainedModel
 
 import hf_accel
-from benchmarks import batching, drafters, engine_ladder, http_load, latency, serving, texts
-from benchmarks.bench import Bench
-from benchmarks.engine_waste import engine_waste
-from benchmarks.engine_waste import requests as requests_of
-from benchmarks.models import load_model
-from benchmarks.oracle import OracleDrafter, spoilt
+from benchmarks.harness import texts
+from benchmarks.harness.bench import Bench
+from benchmarks.harness.models import load_model
+from benchmarks.harness.oracle import OracleDrafter, spoilt
+from benchmarks.harness.settings import Drafters, Settings, Waste
 from benchmarks.run import parse, without_path
-from benchmarks.serving import continuous, stock_settings
-from benchmarks.settings import Drafters, Settings, Waste
-from benchmarks.waste import lengths
-from hf_accel.measuring.requests import Requests, draw, poisson, shared_prefix
-from hf_accel.measuring.served import Served, WrongResultError, accelerated, one_by_one, padded
-from hf_accel.twin import twin
+from benchmarks.topics import batching, drafters, engine_ladder, http_load, latency, serving
+from benchmarks.topics.engine_waste import engine_waste
+from benchmarks.topics.engine_waste import requests as requests_of
+from benchmarks.topics.serving import continuous, stock_settings
+from benchmarks.topics.waste import lengths
+from hf_accel.cli.measuring.requests import Requests, draw, poisson, shared_prefix
+from hf_accel.cli.measuring.served import Served, WrongResultError, accelerated, one_by_one, padded
+from hf_accel.patching.twin import twin
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,20 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel
 
 import hf_accel
-from benchmarks import (
+from benchmarks import plots, run
+from benchmarks.harness import quiet, results_folder
+from benchmarks.harness.bench import Bench
+from benchmarks.harness.checks import check
+from benchmarks.harness.machine import NoKernelsError, loaded_kernels, machine
+from benchmarks.harness.models import BLOCK, cut, load_model, random_model, read_bytes, tensor_bytes, weight_bytes
+from benchmarks.harness.peak import peak_bytes, peaks, resident
+from benchmarks.harness.processes import call
+from benchmarks.harness.results_folder import beside, provenance, replace, write
+from benchmarks.harness.settings import Methods, NeverSlower, Settings, Waste
+from benchmarks.harness.tables import Table, cell
+from benchmarks.setups import SETUPS
+from benchmarks.setups.stock import Stock
+from benchmarks.topics import (
     decode,
     distill_memory,
     drafts,
@@ -33,35 +46,20 @@ from benchmarks import (
     memory,
     never_slower,
     patch_memory,
-    plots,
-    quiet,
-    results_folder,
-    run,
     scale_out,
     students,
     tiles,
 )
-from benchmarks.bench import Bench
-from benchmarks.checks import check
-from benchmarks.machine import NoKernelsError, loaded_kernels, machine
-from benchmarks.models import BLOCK, cut, load_model, random_model, read_bytes, tensor_bytes, weight_bytes
-from benchmarks.peak import peak_bytes, peaks, resident
-from benchmarks.processes import call
-from benchmarks.results_folder import beside, provenance, replace, write
-from benchmarks.settings import Methods, NeverSlower, Settings, Waste
-from benchmarks.setups import SETUPS
-from benchmarks.setups.stock import Stock
-from benchmarks.tables import Table, cell
-from benchmarks.waste import admit, lengths, waste
+from benchmarks.topics.waste import admit, lengths, waste
 from hf_accel.cache.pool import BlockPool
 from hf_accel.cache.table import BlockTable
+from hf_accel.checkpoints.loading import load_tokenizer
+from hf_accel.cli.measuring import turns
+from hf_accel.cli.measuring.served import WrongResultError
+from hf_accel.cli.measuring.turns import Generation, median_ratio, take_turns, time_generate
 from hf_accel.hardware.resident import PAGEMAP
 from hf_accel.kernels import cpu as kernels
-from hf_accel.loading import load_tokenizer
-from hf_accel.measuring import turns
-from hf_accel.measuring.served import WrongResultError
-from hf_accel.measuring.turns import Generation, median_ratio, take_turns, time_generate
-from hf_accel.twin import twin
+from hf_accel.patching.twin import twin
 
 from .serving.running import serving
 
@@ -157,7 +155,7 @@ def call_here(module: str, *arguments: object, environment: Mapping[str, str] | 
     gc.freeze()  # a process of its own has less that a collection of garbage looks at
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        importlib.import_module(f"benchmarks.{module}").main(*map(type_of(module), arguments))
+        importlib.import_module(f"benchmarks.topics.{module}").main(*map(type_of(module), arguments))
     return json.loads(printed.getvalue().splitlines()[-1])
 
 
@@ -413,7 +411,7 @@ def begin(bench: Bench) -> list[Table]:
 def test_nothing_is_measured_without_the_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Torch's fallback would stand in the file as hf_accel."""
     lacking = SimpleNamespace(refusal=lambda: "cpu kernels: not built (no compiler)")
-    monkeypatch.setattr(importlib.import_module("benchmarks.machine"), "kernels", lacking)
+    monkeypatch.setattr(importlib.import_module("benchmarks.harness.machine"), "kernels", lacking)
     monkeypatch.setitem(run.TOPICS, "decode", begin)
     monkeypatch.setattr(quiet, "busy_cores", lambda seconds: 0.0)
     argv = ["decode", *SMALL, "--out", str(tmp_path)]
@@ -474,7 +472,7 @@ def test_unknown_names_are_one_line_and_exit_code_2(
 def test_bench_1b_has_the_parameters_that_its_name_says() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from benchmarks.models import MODELS
+    from benchmarks.harness.models import MODELS
 
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**MODELS["bench-1b"], tie_word_embeddings=False))
@@ -534,7 +532,7 @@ def test_bytes_of_weights(model: PreTrainedModel) -> None:
 def test_a_tied_embedding_is_read_as_the_head() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from benchmarks.models import MODELS
+    from benchmarks.harness.models import MODELS
 
     tied = LlamaForCausalLM(LlamaConfig(**MODELS["tiny"], tie_word_embeddings=True))
     assert read_bytes(tied) == weight_bytes(tied) == 4 * sum(p.numel() for p in tied.parameters())

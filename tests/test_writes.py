@@ -8,26 +8,26 @@ from collections.abc import Iterator
 from .test_architecture import FILES, module_name
 
 # Rooms that never hold a model: their setattr is about their own objects.
-WITHOUT_MODELS = ("cache.group", "generation.hf.processing", "kernels", "keywords", "journal")
+WITHOUT_MODELS = ("cache.group", "generation.hf.processing", "kernels", "keywords", "undo.journal")
 WRITERS = {
     # a user's model, through the journal; configs that the journal has put in the place of the user's
-    "patch": {"journal", "config"},
-    "pack": {"journal", "dict"},
+    "patching.patch": {"journal", "config"},
+    "patching.pack": {"journal", "dict"},
     # a head and configs that a user has changed since, which stay
-    "undo": {"setattr", "dict"},
-    "nf4_model": {"journal", "config"},
-    "ties": {"journal", "config"},
+    "patching.unpatch": {"setattr", "dict"},
+    "patching.nf4_model": {"journal", "config"},
+    "patching.ties": {"journal", "config"},
     "attention.hf.parts": {"config"},
     # storage of weights that the journal has put aside
     "parallel.tensor_parts": {"data"},
     # a model that from_pretrained is making, before anybody has it
-    "checkpoint": {"setattr", "submodule", "dict"},
-    "loading": {"config", "dict"},
-    "interop.gguf_reader": {"config"},
+    "checkpoints.checkpoint": {"setattr", "submodule", "dict"},
+    "checkpoints.loading": {"config", "dict"},
+    "checkpoints.readers.gguf_reader": {"config"},
     # what transformers writes into config.json
     "linear.hf": {"config", "dict"},  # and a copy of our own
     # copies of our own
-    "interop.save_compressed": {"config", "submodule"},
+    "checkpoints.writers.save_compressed": {"config", "submodule"},
     "linear.experts": {"dict"},
     "linear.nf4": {"dict"},
     "generation.hf.engine": {"config"},
@@ -35,10 +35,10 @@ WRITERS = {
     "generation.hf.request_config": {"config", "setattr"},
     "generation.sampling.purity": {"dict"},  # of a processor
     "attention.hf.stock": {"dict"},
-    "calibration": {"hook", "submodule"},
+    "patching.calibration": {"hook", "submodule"},
     "estimate.unpatched": {"dict", "submodule"},
     "fused.sites": {"class", "dict"},
-    "twin": {"dict"},
+    "patching.twin": {"dict"},
     "verify.references": {"setattr", "submodule"},
     "verify.rounding": {"hook"},
     # notes on a tensor of one forward pass, and on a process that is being started
@@ -116,4 +116,4 @@ def test_attributes_on_a_model_are_named_in_one_file() -> None:
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         named = [string for string in strings if string.startswith("_hf_accel")]
-        assert not named or module_name(path) in {"state"} | notes
+        assert not named or module_name(path) in {"undo.state"} | notes

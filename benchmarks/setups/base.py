@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from ..models import read_bytes, weight_bytes
+from ..harness.models import read_bytes, weight_bytes
 
 
 class Setup(ABC):

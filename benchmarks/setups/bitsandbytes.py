@@ -7,7 +7,7 @@ import logging
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
-from ..models import reload
+from ..harness.models import reload
 from .base import Setup, missing
 
 

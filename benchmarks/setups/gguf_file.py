@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_accel.interop.gguf_model import gguf_refusal
-from hf_accel.interop.save_gguf import write_gguf
+from hf_accel.checkpoints.readers.gguf_model import gguf_refusal
+from hf_accel.checkpoints.writers.save_gguf import write_gguf
 
 from .model_folder import model_file
 

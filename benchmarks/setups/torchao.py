@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, TorchAoConfig
 
-from ..models import reload
+from ..harness.models import reload
 from .base import Setup, missing
 
 CONFIGS = {"int8": "Int8WeightOnlyConfig", "int8 dynamic": "Int8DynamicActivationInt8WeightConfig"}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..layouts import KV, AttentionOptions
+from ..kernels.layouts import KV, AttentionOptions
 from .masking import restrict, visible, visible_keys
 
 

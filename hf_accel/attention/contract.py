@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layouts import KV, AttentionOptions, Ragged
+from ..kernels.layouts import KV, AttentionOptions, Ragged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class AttentionSpec:
 
 
 class AttentionBackend(ABC):
-    """softmax(softcap(scale * q k^T) + mask) v over three layouts of the same operands (hf_accel/layouts.py).
+    """softmax(softcap(scale * q k^T) + mask) v over three layouts of the same operands (hf_accel/kernels/layouts.py).
 
     Heads: Hq query heads read Hkv key heads in order, G = Hq / Hkv of them each; K and V are never repeated.
     A query that sees no key gets zeros. Results have the dtype of q.

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels import cpu as kernels
 from ..kernels.cpu.attention import attend, attend_pages
 from ..kernels.cpu.library import FLOATS
-from ..layouts import KV, AttentionOptions, Ragged
+from ..kernels.layouts import KV, AttentionOptions, Ragged
 from .contract import AttentionBackend, AttentionSpec, must_be_traced
 from .sdpa import SdpaBackend
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from ..kernels import triton as kernels
-from ..layouts import KV, AttentionOptions, Ragged
+from ..kernels.layouts import KV, AttentionOptions, Ragged
 from .contract import AttentionBackend, AttentionSpec, must_be_traced
 from .sdpa import SdpaBackend
 from .triton import TritonBackend

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cache.quantized import dequantize, rotate
-from ..layouts import KV, Ragged
+from ..kernels.layouts import KV, Ragged
 from .masking import visible_keys
 
 

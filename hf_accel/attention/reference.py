@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layouts import KV, AttentionOptions, Ragged
+from ..kernels.layouts import KV, AttentionOptions, Ragged
 from .blocks import row_blocks
 from .contract import AttentionBackend, AttentionSpec, empty_lse
 from .masking import apply_mask

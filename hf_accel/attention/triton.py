@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import triton as kernels
-from ..layouts import KV, AttentionOptions, Ragged
+from ..kernels.layouts import KV, AttentionOptions, Ragged
 from .contract import AttentionBackend, AttentionSpec, must_be_traced
 from .sdpa import SdpaBackend
 

@@ -16,7 +16,7 @@ from ..kernels import cpu as kernels
 from ..kernels import triton
 from ..kernels.cpu import attention as cpu
 from ..kernels.cpu.library import FLOATS
-from ..layouts import KV, AttentionOptions, Ragged
+from ..kernels.layouts import KV, AttentionOptions, Ragged
 from ..tensors import integers, is_recorded
 from .pool import BlockPool, PrefixIndex
 from .quantized import INT4, SCALE_DTYPES, dequantize, dim_refusal, quantize, rotate, stored_columns

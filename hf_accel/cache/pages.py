@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from ..layouts import Ragged
+from ..kernels.layouts import Ragged
 from ..tensors import integers
 from .group import GroupStep, PageGroup, Step, offsets
 from .table import BlockTable

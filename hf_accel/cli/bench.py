@@ -42,9 +42,8 @@ def bench(
     check_text_model(path, "bench", decoder_only=True)
     with asked.output.progress("loading the model") as now:
         model = load_float(path, dtype=dtype)
-        from hf_accel.measuring.quiet import BUSY, busy_cores
-
         from . import topics
+        from .measuring.quiet import BUSY, busy_cores
 
         now("looking whether the machine is quiet")
         busy = busy_cores(0.5)

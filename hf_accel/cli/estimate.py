@@ -88,9 +88,9 @@ def _machine(
 def _config(place: str) -> Any:
     """What estimate() takes."""
     if not place.endswith(".gguf"):
-        from hf_accel.model_config import read_config
+        from hf_accel.patching.model_config import read_config
 
         return read_config(place)
-    from hf_accel.interop.gguf_reader import Gguf
+    from hf_accel.checkpoints.readers.gguf_reader import Gguf
 
     return Gguf({"path": place}).config()

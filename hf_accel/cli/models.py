@@ -139,9 +139,9 @@ def load_patched(path: str, *, dtype: str = "auto", device: str | None = None, *
 def load_float(path: str, *, dtype: str = "auto") -> Any:
     """The model as transformers loads it. Raises BadInputError for one that is quantized already."""
     place, wanted = check(path), named_dtype(dtype)
+    from hf_accel.checkpoints.loading import stored_config
     from hf_accel.estimate.shapes import class_of
-    from hf_accel.loading import stored_config
-    from hf_accel.model_config import read_config
+    from hf_accel.patching.model_config import read_config
 
     if place.endswith(".gguf"):
         raise BadInputError(f"{path}: a .gguf file is not loaded in floating point here; give the float checkpoint")
@@ -155,7 +155,7 @@ def load_float(path: str, *, dtype: str = "auto") -> Any:
 
 def load_tokenizer(path: str) -> Any:
     """The tokenizer beside the model. Raises BadInputError if there is none."""
-    from hf_accel import loading
+    from hf_accel.checkpoints import loading
 
     place = check(path)
     try:

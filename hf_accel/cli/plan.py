@@ -39,10 +39,10 @@ def plan(path: Path_, dtype: Dtype = "auto", *, asked: Asked) -> None:
 
 def _without_weights(place: str, dtype: Any, keywords: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
     """The plan as a document and as text; None where only the weights tell it."""
-    from hf_accel.loading import stored_config
-    from hf_accel.model_config import read_config
-    from hf_accel.outline import plan_checkpoint
-    from hf_accel.patch_config import PatchConfig
+    from hf_accel.checkpoints.loading import stored_config
+    from hf_accel.checkpoints.outline import plan_checkpoint
+    from hf_accel.config.patch_config import PatchConfig
+    from hf_accel.patching.model_config import read_config
 
     settings = PatchConfig.build(**keywords)
     if place.endswith(".gguf") or (settings.weights is not None and settings.weights.needs_data):
@@ -56,8 +56,8 @@ def _without_weights(place: str, dtype: Any, keywords: dict[str, Any]) -> tuple[
 def _of_the_loaded(path: str, dtype: str, keywords: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Of a checkpoint that is quantized already, or of a plan that a run of the model decides."""
     import hf_accel
-    from hf_accel.plan import Line, table
-    from hf_accel.state import state_of
+    from hf_accel.patching.plan import Line, table
+    from hf_accel.undo.state import state_of
 
     from .models import load_float
 

@@ -14,12 +14,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_accel
 from hf_accel.kernels import cpu as kernels
-from hf_accel.measuring.requests import draw
-from hf_accel.measuring.served import WrongResultError, accelerated, padded
-from hf_accel.measuring.turns import BASELINE, ratios, take_turns, time_generate
-from hf_accel.twin import twin
+from hf_accel.patching.twin import twin
 from hf_accel.verify.certificate import Cost
 from hf_accel.verify.cost import measure_cost, windows_of
+
+from .measuring.requests import draw
+from .measuring.served import WrongResultError, accelerated, padded
+from .measuring.turns import BASELINE, ratios, take_turns, time_generate
 
 PATCHED = "patched"
 COMPARED = 256  # tokens of the prompt that are computed by both before anything is timed

@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from ..errors import UnsupportedError
-from ..model_config import read_config
 from ..models import without_adapters
+from ..patching.model_config import read_config
 from .unpatched import is_ours, unpatched_shapes
 
 

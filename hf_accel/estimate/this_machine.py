@@ -26,7 +26,7 @@ from ..hardware import Hardware, detect, float_peak, read_bandwidth
 from ..hardware.speed import fp8_peak, least_seconds
 from ..kernels.cpu.float_linear import TILE_ROWS, FloatLinear
 from ..kernels.cpu.library import FLOATS, refusal
-from ..layouts import KV, AttentionOptions
+from ..kernels.layouts import KV, AttentionOptions
 from ..linear import LinearSpec, choose
 from ..linear.timing import example, timed_outputs
 from .attention_bytes import AttentionLayer

@@ -8,8 +8,8 @@ from torch import nn
 
 from ..linear import QuantExperts, QuantLinear, QuantModule
 from ..linear.nf4 import is_nf4
-from ..state import find_state
-from ..twin import twin
+from ..patching.twin import twin
+from ..undo.state import find_state
 
 
 def is_ours(model: nn.Module) -> bool:

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from ..config import WeightConfig
 from ..errors import UnsupportedError
 from ..linear import LinearSpec
-from ..survey import linear_sites, sites_for
-from ..weight_sites import ExpertsSite, LinearSite
+from ..patching.survey import linear_sites, sites_for
+from ..patching.weight_sites import ExpertsSite, LinearSite
 from .shapes import decoder_config
 
 MULTIPLIED = ("linears", "experts", "head")  # the kinds that a token is multiplied with

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.cpu.library import FLOATS
+from ..recognition.structure import gated_code
 from ..tensors import is_plain_tensor
 from .operators import by_library, refusal, rms_norm, rope
 from .projections import ProjectionCall, is_unobserved
-from .structure import gated_code
 
 # -- norms ---------------------------------------------------------------------------------------------
 

@@ -21,16 +21,16 @@ from ..attention.hf.forward import KNOWN_KEYWORDS, NAME, NOT_OURS, attention_for
 from ..attention.hf.mask import window_of
 from ..cache.group import KVStorage, Step
 from ..cache.hf.handle import CacheOverPages, LayerOverPages, PagedKV
-from ..instance import Mixin
 from ..kernels.cpu.decoder_layer import INPUT
 from ..kernels.cpu.library import native
-from ..state import BACKEND_ATTRIBUTE, FUSED
+from ..recognition.stand_ins import SCALARS, TENSORS, Read, Span, UntraceableError
+from ..undo.instance import Mixin
+from ..undo.state import BACKEND_ATTRIBUTE, FUSED
 from .forms import ROTATION
 from .joined_layer import JoinedLayer, joins
 from .layer_programme import LayerProgramme
 from .operators import by_library, computes
 from .sites import Dropped, FusedSite
-from .stand_ins import SCALARS, TENSORS, Read, Span, UntraceableError
 from .traced import Operation, Trace
 from .traced_layer import Attention, TracedLayer, refuse_without_kernel
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from ..cache.group import KVStorage
 from ..kernels.cpu.decoder_layer import INPUT, OUTPUT
-from ..state import FUSED
+from ..recognition.stand_ins import Opaque, Span
+from ..undo.state import FUSED
 from .modules import NativeNorm, NormForms, gate_and_multiply
 from .operators import add_rms_norm, rope, rope_and_write
-from .stand_ins import Opaque, Span
 from .traced import Operation, Trace, original_class
 from .traced_layer import Attention, TracedLayer
 

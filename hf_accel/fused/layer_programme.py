@@ -16,9 +16,9 @@ from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.library import DTYPES, threads
 from ..kernels.cpu.structs import Columns, LayerOp
 from ..linear import QuantLinear
-from ..state import FUSED
+from ..recognition.stand_ins import Read, Span, UntraceableError
+from ..undo.state import FUSED
 from .projections import NativeCall, NativeLinear, make_call
-from .stand_ins import Read, Span, UntraceableError
 from .traced import Operation, Trace
 from .traced_layer import Attention, TracedLayer
 

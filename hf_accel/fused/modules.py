@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from ..instance import Mixin
 from ..kernels.cpu.library import native
-from ..state import FUSED
 from ..tensors import PLAIN
+from ..undo.instance import Mixin
+from ..undo.state import FUSED
 from .forms import ACTIVATIONS, ROTATION, GatedNames, NormForm, Rotation, form_of_rotation, norm_form, with_rotation
 from .operators import computes, gated, rms_norm, rope
 from .projections import Pending, is_bare_linear, is_unobserved

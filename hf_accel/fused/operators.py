@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..kernels import cpu, triton
 from ..kernels.cpu import elementwise, library
-from ..layouts import KV
+from ..kernels.layouts import KV
 from ..tensors import PLAIN, is_recorded
 
 

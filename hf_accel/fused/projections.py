@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from ..instance import Mixin
 from ..kernels.cpu.float_linear import TILE_ROWS, FloatLinear
 from ..kernels.cpu.integer_linear import IntegerLinear
 from ..kernels.cpu.library import FLOATS, isa, native, refusal
 from ..linear import QuantLinear
 from ..linear.cpu import Cpu, CpuWeight
-from ..state import FUSED, FUSED_PROJECTIONS
 from ..tensors import has_instructions, is_plain_tensor
+from ..undo.instance import Mixin
+from ..undo.state import FUSED, FUSED_PROJECTIONS
 
 # Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place
 # (`python -m benchmarks.run float_rows`).

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..instance import Mixin, mixed_class
 from ..kernels.cpu.library import FLOATS
-from ..state import FUSED
+from ..recognition.structure import siblings
+from ..undo.instance import Mixin, mixed_class
+from ..undo.state import FUSED
 from .forms import GatedNames, gated_names, norm_form, rotary_form
 from .modules import FusedGate, NativeGatedMLP, NativeNorm, NativeRotary, NormForms
 from .operators import has_library
 from .projections import NativeLinear, ProjectionCall, is_readable
-from .structure import siblings
 from .widened import WidenedConv1D, is_conv1d, is_slow_in_torch
 
 DIFFERS = "the native call differs from the module's own result on random input"

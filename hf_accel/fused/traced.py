@@ -16,9 +16,7 @@ import torch
 from torch import nn
 
 from ..kernels.cpu.decoder_layer import INPUT, OUTPUT
-from ..state import FUSED
-from .forms import ROTATION, GatedNames, gated_names, with_rotation
-from .stand_ins import (
+from ..recognition.stand_ins import (
     BATCH,
     SCALARS,
     TENSORS,
@@ -32,6 +30,8 @@ from .stand_ins import (
     StandIn,
     UntraceableError,
 )
+from ..undo.state import FUSED
+from .forms import ROTATION, GatedNames, gated_names, with_rotation
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 Kind = Literal["linear", "gated", "norm", "rope", "write", "attend", "add"]

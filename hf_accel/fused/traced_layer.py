@@ -11,11 +11,11 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from ..cache.group import KVStorage
 from ..kernels.cpu.decoder_layer import OUTPUT
-from ..state import FUSED
+from ..recognition.stand_ins import Read, UntraceableError
 from ..tensors import PLAIN
+from ..undo.state import FUSED
 from .forms import NormForm, RotaryForm, form_of_rotation, norm_form
 from .modules import NativeNorm
-from .stand_ins import Read, UntraceableError
 from .traced import Operation, Trace, original_class
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..instance import Mixin
 from ..kernels.cpu.library import native
 from ..tensors import is_plain_tensor
+from ..undo.instance import Mixin
 from .projections import UNLIMITED, native_rows
 
 HALVES = (torch.bfloat16, torch.float16)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..cache.group import GroupStep, PageGroup
 from ..cache.pass_inputs import PassInputs
-from ..layouts import Ragged
+from ..kernels.layouts import Ragged
 
 SEQUENCES: Final = (1, 2, 4, *range(8, 513, 8))  # as vLLM has them
 WIDTHS: Final = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # tokens of each sequence

@@ -28,10 +28,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_imp
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..config import WeightConfig
+from ..config import KeywordsBesideWeights, PatchConfig, WeightConfig, Weights
+from ..config.patch_config import check_patch_keywords, takes_patch_keywords
 from ..errors import UnsupportedError
 from ..keywords import one_of
-from ..patch_config import KeywordsBesideWeights, PatchConfig, Weights, check_patch_keywords, takes_patch_keywords
 from ..tensors import is_plain_tensor, is_sharded
 from .backend import LinearSpec
 from .experts import WEIGHT_MODULES, activated, grouped, one_by_one

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from ..atomic import replaced_file
 from ..errors import HfAccelError, HfAccelWarning
+from ..hardware.atomic import replaced_file
 from ..kernels import triton as kernels
 from .backend import Backend, LinearSpec
 from .registry import BackendChoice

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..config import NF4_BLOCK, WeightConfig
 from ..errors import UnsupportedError
-from ..state import LEVELS
+from ..undo.state import LEVELS
 from .backend import Backend, LinearSpec
 from .formats import QuantizedWeight
 from .registry import BackendChoice

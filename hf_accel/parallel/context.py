@@ -15,9 +15,9 @@ from torch import Tensor, distributed, nn
 from ..attention.contract import AttentionBackend
 from ..cache.group import GroupStep, SharedContext
 from ..cache.table import BlockTable
+from ..config import PatchConfig
 from ..errors import LostRankError, UnsupportedError
-from ..layouts import KV, AttentionOptions
-from ..patch_config import PatchConfig
+from ..kernels.layouts import KV, AttentionOptions
 from ..tensors import is_sharded
 from .context_attention import attend_own, merge
 from .context_blocks import num_own, own_step

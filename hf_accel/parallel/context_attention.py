@@ -11,7 +11,7 @@ from ..attention.contract import AttentionBackend, empty_lse
 from ..attention.masking import visible
 from ..attention.paged_kv import gather, turned
 from ..attention.sdpa.grouped import grouped_attention
-from ..layouts import KV, AttentionOptions
+from ..kernels.layouts import KV, AttentionOptions
 from .context_blocks import OwnKeys, OwnPart
 
 MOST_BYTES = 2**26  # of the K and V that are gathered at a time

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..cache.group import GroupStep
 from ..cache.table import BlockTable
-from ..layouts import Ragged
+from ..kernels.layouts import Ragged
 from ..tensors import integers
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..config import PatchConfig
 from ..errors import UnsupportedError
-from ..patch_config import PatchConfig
 from ..tensors import is_sharded
 from .rank_agreement import RankAgreement
 

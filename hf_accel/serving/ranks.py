@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, distributed
 
 from ..errors import HfAccelError, UnsupportedError
+from ..generation.engine.stream import Request
 from ..generation.hf import Engine
-from ..generation.serving.stream import Request
 from ..parallel.relay import Relay
 from .http_server import DrainingServer
 from .service import Service

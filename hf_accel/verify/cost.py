@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..errors import UnsupportedError
-from ..pack import PATIENCE
+from ..patching.pack import PATIENCE
 from .certificate import Cost
 from .passes import new_cache
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from ..cache.hf import PagedCache
 from ..errors import HfAccelWarning
-from ..patch import is_patched
-from ..state import state_of
+from ..patching.patch import is_patched
+from ..undo.state import state_of
 
 SCORES = {"output_scores": True, "return_dict_in_generate": True}
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..calibration.windows import windows_of
-from ..check import transformers_model
 from ..errors import UnsupportedError
 from ..linear import QuantModule
 from ..linear.nf4 import is_nf4, stored_bytes
 from ..models import evaluating, layer_lists
-from ..patch import stock_twin
-from ..printed import Printed
+from ..patching.calibration.windows import windows_of
+from ..patching.check import transformers_model
+from ..patching.patch import stock_twin
+from ..patching.printed import Printed
 
 WORST = 5  # layers that are printed
 

@@ -7,14 +7,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..attention.hf import NAME as ATTENTION_NAME
-from ..check import check_model
 from ..config import CacheConfig
 from ..linear import QuantExperts, QuantLinear, QuantModule
 from ..linear.nf4 import is_nf4
-from ..patch import is_patched, patch
-from ..state import state_of
-from ..survey import attention_sites
-from ..twin import twin
+from ..patching.check import check_model
+from ..patching.patch import is_patched, patch
+from ..patching.survey import attention_sites
+from ..patching.twin import twin
+from ..undo.state import state_of
 
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 

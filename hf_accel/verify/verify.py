@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils import logging
 
-from ..check import transformers_model
 from ..errors import HfAccelError, UnsupportedError
 from ..generation.hf.vocabulary import check_ids, token_ids
 from ..keywords import check_keywords, positive_int
-from ..pack import PATIENCE
-from ..patch import is_patched, stock_twin
-from ..state import state_of
+from ..patching.check import transformers_model
+from ..patching.pack import PATIENCE
+from ..patching.patch import is_patched, stock_twin
+from ..undo.state import state_of
 from .certificate import Certificate, Cost, Verdict
 from .cost import measure_cost, windows_of
 from .passes import continuation, logits_of_the_run

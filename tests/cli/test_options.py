@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_accel.config import CacheConfig, SpeculativeConfig, WeightConfig
-from hf_accel.patch_config import PatchConfig
+from hf_accel.config import CacheConfig, PatchConfig, SpeculativeConfig, WeightConfig
 from hf_accel_cli.failures import BadInputError, as_options
 from hf_accel_cli.options import Asked, texts_of
 from hf_accel_cli.patch_options import PATCH_OPTIONS, PatchOption

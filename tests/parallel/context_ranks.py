@@ -19,7 +19,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, LogitsProcessor, Logit
 import hf_accel
 from hf_accel.cache.group import KVStorage
 from hf_accel.errors import LostRankError
-from hf_accel.state import state_of
+from hf_accel.undo.state import state_of
 
 from ..parity.families import DECODER, PADDING, WINDOW, build, prompts
 from ..parity.snapshot import snapshot

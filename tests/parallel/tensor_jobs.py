@@ -25,9 +25,9 @@ from hf_accel.generation.hf.session import heads_of_rank
 from hf_accel.generation.speculation.drafters.ngram import NgramDrafter
 from hf_accel.linear import QuantLinear
 from hf_accel.linear.formats import state
-from hf_accel.originals import fingerprint
-from hf_accel.state import state_of
+from hf_accel.patching.originals import fingerprint
 from hf_accel.tensors import is_plain_tensor, is_sharded, local_tensor, plain_tensors
+from hf_accel.undo.state import state_of
 
 from .ranks import set_timeout
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_accel.attention import BACKENDS, AttentionBackend
 from hf_accel.cache.group import GroupStep
 from hf_accel.cache.quantized import INT4
-from hf_accel.layouts import KV
+from hf_accel.kernels.layouts import KV
 from hf_accel.parallel import context_attention
 from hf_accel.parallel.context_attention import attend_own, merge
 from hf_accel.parallel.context_blocks import num_own, own_slots, own_step

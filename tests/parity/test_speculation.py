@@ -11,7 +11,7 @@ import torch
 import hf_accel
 from hf_accel import SpeculativeConfig
 from hf_accel.kernels import cpu as kernels
-from hf_accel.state import find_state
+from hf_accel.undo.state import find_state
 
 from .families import FAMILIES, build
 from .snapshot import snapshot

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import scale_out
-from benchmarks.http_load import save
-from benchmarks.models import load_model
-from benchmarks.settings import ScaleOut
+from benchmarks.harness.models import load_model
+from benchmarks.harness.settings import ScaleOut
+from benchmarks.topics import scale_out
+from benchmarks.topics.http_load import save
 
 
 @pytest.mark.long

@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
+from hf_accel.generation.engine.stream import Request
 from hf_accel.generation.sequence import Sequence
-from hf_accel.generation.serving.stream import Request
 from hf_accel.serving.service import Job
 
 from .running import WAIT, Running, until

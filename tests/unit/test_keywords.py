@@ -15,8 +15,8 @@ from transformers import TrainingArguments
 
 import hf_accel
 from hf_accel import UnsupportedError
+from hf_accel.config import PatchConfig
 from hf_accel.keywords import MEANT_BY_PATCH, checked_keywords
-from hf_accel.patch_config import PatchConfig
 from tests.parity.families import build
 
 UNKNOWN: list[tuple[Callable[..., Any], dict[str, Any], str]] = [

@@ -11,11 +11,11 @@ from transformers.utils import output_capturing
 
 from ...cache.hf import PAGED_HANDLE, PagedKV
 from ...errors import UnsupportedError
-from ...layouts import KV, AttentionOptions, Ragged
-from ...state import BACKEND_ATTRIBUTE
+from ...kernels.layouts import KV, AttentionOptions, Ragged
+from ...recognition.module_code import CALL_KEYWORDS
 from ...tensors import is_recorded, product_dtype
+from ...undo.state import BACKEND_ATTRIBUTE
 from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose
-from ..module_code import CALL_KEYWORDS
 from .mask import as_known, numbers_of
 from .stock import EAGER, collects_attentions, name_before_patch, recorded_attention, stock_attention
 

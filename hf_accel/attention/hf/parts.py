@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...models import is_within
-from ..module_code import code_of
+from ...recognition.module_code import code_of
 from .forward import NAME
 
 

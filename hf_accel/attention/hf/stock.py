@@ -12,11 +12,11 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import output_capturing
 
-from ...instance import Mixin
-from ...layouts import KV, AttentionOptions
-from ...state import STOCK_ATTRIBUTE
+from ...kernels.layouts import KV, AttentionOptions
+from ...recognition.module_code import attention_code
+from ...undo.instance import Mixin
+from ...undo.state import STOCK_ATTRIBUTE
 from .. import AttentionSpec, ReferenceBackend
-from ..module_code import attention_code
 
 SDPA, EAGER = "sdpa", "eager"
 TRIED = 5  # tokens on which a function is compared

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...layouts import KV, AttentionOptions, Ragged
+from ...kernels.layouts import KV, AttentionOptions, Ragged
 from ..contract import AttentionBackend, AttentionSpec
 from .dense import attend
 from .gathering import paged_attention

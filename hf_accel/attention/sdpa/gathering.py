@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from ...layouts import KV, AttentionOptions, Ragged
+from ...kernels.layouts import KV, AttentionOptions, Ragged
 from ..contract import empty_lse
 from ..masking import visible
 from ..paged_kv import PagedSequence, gather, gather_sequence, paged_sequences, turned

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...layouts import KV, AttentionOptions
+from ...kernels.layouts import KV, AttentionOptions
 from ..masking import apply_mask, hidden
 
 

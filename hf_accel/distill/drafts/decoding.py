@@ -20,7 +20,7 @@ from ...generation.sampling.processors import Temperature
 from ...generation.sampling.sampling import Sampling
 from ...generation.sampling.stopping import StopRules
 from ...generation.speculation.controller import Controller
-from ...patch import is_patched, make_draft
+from ...patching.patch import is_patched, make_draft
 
 # The tokens of a pass: many, since a prompt delays nobody here.
 TOKEN_BUDGET = 2048

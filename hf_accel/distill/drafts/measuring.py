@@ -20,8 +20,8 @@ from ...generation.speculation.controller import Controller
 from ...generation.speculation.cost_table import isotonic
 from ...keywords import checked_keywords, positive_int
 from ...models import evaluating
-from ...patch import is_patched
-from ...state import state_of
+from ...patching.patch import is_patched
+from ...undo.state import state_of
 from .decoding import Decoder, as_patched
 from .report import AcceptanceReport, Agreement, Trials
 from .token_rows import prompt_of, token_rows, windows

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ...generation.speculation.break_even import break_even_acceptance, expected_tokens, speed_up
-from ...printed import Printed
+from ...patching.printed import Printed
 from ..losses.closed_forms import agreement
 
 WEIGHT = 4

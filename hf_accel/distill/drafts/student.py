@@ -15,7 +15,7 @@ from transformers.initialization import no_init_weights
 from ...errors import UnsupportedError
 from ...keywords import checked_keywords
 from ...models import evaluating, layer_lists
-from ...patch import is_patched, stock_twin
+from ...patching.patch import is_patched, stock_twin
 from ..teachers.teacher_keyword import takes_teacher_model
 from .kept_layers import (
     block_influence,

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...atomic import replaced_file
 from ...errors import HfAccelError, UnsupportedError
+from ...hardware.atomic import replaced_file
 from ...keywords import one_of
 from .identity import hash_json
 from .texts import DIGEST_BYTES

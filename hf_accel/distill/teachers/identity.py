@@ -13,7 +13,7 @@ from transformers.models.auto import modeling_auto
 
 from ...errors import UnsupportedError
 from ...models import unwrapped
-from ...state import find_state
+from ...undo.state import find_state
 from .texts import DIGEST_BYTES
 
 SAMPLES = 4096

@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ...atomic import replaced_file
 from ...errors import UnsupportedError
+from ...hardware.atomic import replaced_file
 from ...models import layer_lists, unwrapped
 
 RELATIONS = ("query", "key", "value")

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from ...errors import UnsupportedError
 from ...models import evaluating, unwrapped
-from ...patch import is_patched, patched
+from ...patching.patch import is_patched, patched
 from .settings import DistillationSettings
 
 KNOWN = {"input_ids", "attention_mask", "labels", "position_ids"}

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 from ...attention import PlannedAttention
-from ...state import BACKEND_ATTRIBUTE, find_state
 from ...tensors import plain_tensors
+from ...undo.state import BACKEND_ATTRIBUTE, find_state
 from ..graphs import SPLIT
 from .model_runner import prepare_step
 from .model_watch import GLOBAL_HOOKS, HOOKS

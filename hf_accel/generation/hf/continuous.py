@@ -19,10 +19,10 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.utils import logging
 
 from ...errors import HfAccelError, UnsupportedError
-from ...state import state_of
+from ...undo.state import state_of
+from ..engine.agreed_loop import make_loop
+from ..engine.engine_loop import EngineLoop
 from ..sampling.logprobs import TokenLogprobs
-from ..serving.agreed_loop import make_loop
-from ..serving.engine_loop import EngineLoop
 from .factory import Reply, SequenceFactory, complete_config, session_settings
 from .session import Session
 

@@ -13,7 +13,7 @@ from ...cache.pages import Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ...models import without_adapters
-from ...state import find_state, state_of
+from ...undo.state import find_state, state_of
 from ..speculation.controller import Controller
 from ..speculation.drafters.drafter import Drafter
 from ..speculation.drafters.model import ModelDrafter

@@ -19,14 +19,14 @@ from ...config import CacheConfig, parse_speculative
 from ...errors import UnsupportedError
 from ...keywords import Default, checked_keywords
 from ...models import without_adapters
-from ...state import state_of
+from ...undo.state import state_of
+from ..engine.agreed_loop import make_loop
+from ..engine.stream import Request, Sample
 from ..sampling.processors import OneByOne, Processor
 from ..sampling.purity import stateful_refusal
 from ..sampling.sampling import Sampling
 from ..sampling.stopping import StopRules, StopStrings
 from ..sequence import Sequence
-from ..serving.agreed_loop import make_loop
-from ..serving.stream import Request, Sample
 from .defaults import default_new_tokens
 from .drafting import draft_models
 from .factory import request_rules

@@ -17,7 +17,7 @@ from ...cache.hf import share_settings
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ...keywords import check_keywords
-from ...state import state_of
+from ...undo.state import state_of
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.processors import Processor
 from ..sampling.sampling import Sampling

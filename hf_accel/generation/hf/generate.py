@@ -12,7 +12,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ...cache.hf import PagedCache
 from ...cache.pages import CachedSequence, TokenRange
 from ...errors import UnsupportedError
-from ...state import state_of
+from ...undo.state import state_of
 from ..sequence import Sequence
 from .generation_state import LoopCall
 from .kept_runners import keep_runner

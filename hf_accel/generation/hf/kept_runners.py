@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ...cache.group import PageGroup
 from ...cache.hf import PagedCache
 from ...config import CacheConfig
-from ...state import find_state
+from ...undo.state import find_state
 from ..graphs import make_graphs
 from .generation_state import GenerationState
 from .graphed_runner import GraphedRunner, GraphStatistics

@@ -8,7 +8,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ...attention.hf import attention_is_ours
 from ...errors import UnsupportedError
-from ...state import state_of
+from ...undo.state import state_of
 from .continuous import ContinuousManager
 from .generation_state import GenerationState
 from .model_runner import weights_salt

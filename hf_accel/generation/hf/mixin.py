@@ -15,10 +15,10 @@ from ...attention.hf.parts import set_our_attention
 from ...cache.hf import PagedCache
 from ...config import parse_speculative
 from ...errors import NotRaggedError, UnsupportedError
-from ...instance import Mixin
 from ...keywords import Default
-from ...state import state_of
 from ...tensors import made_on_host
+from ...undo.instance import Mixin
+from ...undo.state import state_of
 from .assisted import assistant_refusal, assisted
 from .batch import generate_batch, with_configs
 from .factory import with_fields

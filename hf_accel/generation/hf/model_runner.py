@@ -17,8 +17,8 @@ from ...cache.group import PageGroup, Step
 from ...cache.hf import CacheOverPages, PagedCache, RaggedCache
 from ...cache.pass_inputs import PassInputs
 from ...errors import NotRaggedError, UnsupportedError
-from ...state import state_of
 from ...tensors import autocast_dtype, integers
+from ...undo.state import state_of
 
 # PEFT binds these to hooks on its layers during a call.
 FOR_EACH_ROW = ("adapter_names", "alora_offsets")

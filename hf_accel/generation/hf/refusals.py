@@ -10,7 +10,7 @@ from transformers import GenerationMixin
 
 from ...cache.hf import PagedCache
 from ...errors import UnsupportedError
-from ...state import state_of
+from ...undo.state import state_of
 from ..sampling.purity import stateful_refusal
 from .generation_state import LoopCall
 from .model_runner import (

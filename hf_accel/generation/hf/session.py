@@ -13,7 +13,7 @@ from ...cache.hf import PagedCache, fixed_settings, layer_windows, page_groups
 from ...cache.pages import CachedSequence, Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import LostRankError
-from ...state import BACKEND_ATTRIBUTE, state_of
+from ...undo.state import BACKEND_ATTRIBUTE, state_of
 from ..batcher import Batcher, Progress
 from ..sequence import Sequence
 from ..speculation.controller import Controller

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ...errors import UnsupportedError
-from ...state import PART_OF, find_state
+from ...undo.state import PART_OF, find_state
 
 
 def weights_changed(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ from ctypes import Structure
 import torch
 from torch import Tensor
 
-from ...layouts import KV, AttentionOptions, Ragged
+from ..layouts import KV, AttentionOptions, Ragged
 from .library import DTYPES, kernel, threads
 from .structs import fields
 

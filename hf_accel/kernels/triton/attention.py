@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...layouts import KV, AttentionOptions, Ragged
+from ..layouts import KV, AttentionOptions, Ragged
 from .launch import Launch
 from .programs.attend import INT4, PLAIN, SCALED, attend, merge
 

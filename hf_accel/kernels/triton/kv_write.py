@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...layouts import KV
+from ..layouts import KV
 from .launch import Launch
 from .layer_parts import HEADS
 from .programs.write import FP8, INT4, INT8, PLAIN, rotate_and_write, turn, write

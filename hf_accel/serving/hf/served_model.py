@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.distributed import DistributedConfig
 
+from ...checkpoints.load import load
+from ...checkpoints.loading import load_tokenizer
 from ...errors import UnsupportedError
 from ...generation.hf import Engine
-from ...load import load
-from ...loading import load_tokenizer
 from ...parallel.relay import Relay
 from ..limits import Limits
 from ..ranks import LeadingEngine

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from ...state import state_of
+from ...undo.state import state_of
 from ..service import Service
 
 FOLDER = Path(__file__).parent

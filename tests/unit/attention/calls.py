@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_accel.attention import AttentionBackend
-from hf_accel.layouts import KV, AttentionOptions
+from hf_accel.kernels.layouts import KV, AttentionOptions
 
 from ...devices import device_of
 from .paging import on

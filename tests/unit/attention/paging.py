@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_accel.attention import AttentionBackend
 from hf_accel.cache.quantized import INT4, dequantize, rotate
 from hf_accel.cache.quantized import quantize as stored
-from hf_accel.layouts import KV, AttentionOptions, Ragged
+from hf_accel.kernels.layouts import KV, AttentionOptions, Ragged
 
 from ...devices import device_of
 from .oracle import oracle

@@ -16,7 +16,7 @@ from hf_accel.cache.quantized import INT4
 from hf_accel.errors import UnsupportedError
 from hf_accel.hardware.processor import ISA_LEVELS, instruction_sets
 from hf_accel.kernels import cpu as kernels
-from hf_accel.layouts import KV, AttentionOptions, Ragged
+from hf_accel.kernels.layouts import KV, AttentionOptions, Ragged
 
 from .calls import dense
 from .oracle import assert_close

@@ -5,7 +5,7 @@ import torch
 
 from hf_accel.attention.blocks import row_blocks
 from hf_accel.attention.masking import apply_mask, restrict, visible, visible_keys
-from hf_accel.layouts import KV, AttentionOptions
+from hf_accel.kernels.layouts import KV, AttentionOptions
 
 INF = float("inf")
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_accel.attention import AttentionBackend
-from hf_accel.layouts import KV, AttentionOptions, Ragged
+from hf_accel.kernels.layouts import KV, AttentionOptions, Ragged
 
 from ...devices import device_of
 from .backends import each_backend

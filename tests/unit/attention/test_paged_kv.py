@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_accel.attention.paged_kv import PagedSequence, gather, paged_sequences
-from hf_accel.layouts import KV, Ragged
+from hf_accel.kernels.layouts import KV, Ragged
 
 
 @pytest.mark.parametrize(

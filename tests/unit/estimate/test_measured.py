@@ -16,12 +16,12 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from benchmarks.models import MODELS
+from benchmarks.harness.models import MODELS
+from hf_accel.cli.measuring.requests import draw
 from hf_accel.estimate import estimate
 from hf_accel.estimate.roofline import ByRows, Machine
 from hf_accel.estimate.serving_estimate import Load, service
 from hf_accel.estimate.workload import Workload
-from hf_accel.measuring.requests import draw
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 AVX512 = "amd-epyc-avx512_vnni_bf16"

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_accel
-from hf_accel.patch_config import PatchConfig
+from hf_accel.config import PatchConfig
 
 from ...parity.families import build
 from ...parity.snapshot import snapshot

@@ -19,7 +19,7 @@ import hf_accel
 from hf_accel.fused.hf import KIND, LayerCalls, TracedForward
 from hf_accel.kernels import cpu as kernels
 from hf_accel.kernels.cpu.elementwise import add
-from hf_accel.state import FUSED
+from hf_accel.undo.state import FUSED
 from tests.families.models import build, families
 
 pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))

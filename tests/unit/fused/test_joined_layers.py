@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import hf_accel
-from hf_accel import planning
 from hf_accel.fused import hf, joined_layer, modules, operators, sites
 from hf_accel.fused.forms import ACTIVATIONS, form_of_rotation
 from hf_accel.fused.hf import JOINED, JoinedCalls, TracedForward
@@ -27,9 +26,10 @@ from hf_accel.fused.modules import NativeNorm
 from hf_accel.fused.operators import rms_norm, rope
 from hf_accel.kernels import cpu, triton
 from hf_accel.kernels.cpu.attention import write_pages
+from hf_accel.kernels.layouts import KV
 from hf_accel.kernels.triton.launch import Launch
-from hf_accel.layouts import KV
-from hf_accel.state import FUSED
+from hf_accel.patching import planning
+from hf_accel.undo.state import FUSED
 from tests.devices import triton_device, without_native_kernels
 
 from .test_decoder_layers import PROMPTS, SIZES, llama, padded

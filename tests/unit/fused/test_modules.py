@@ -13,9 +13,9 @@ from torch import nn
 from hf_accel.fused.forms import NormForm, RotaryForm, gated_names, norm_form, rotary_form
 from hf_accel.fused.modules import NativeGatedMLP, NativeNorm, NativeRotary, NormForms
 from hf_accel.fused.sites import fused_sites
-from hf_accel.instance import mixed_class
 from hf_accel.kernels import cpu as kernels
-from hf_accel.state import FUSED
+from hf_accel.undo.instance import mixed_class
+from hf_accel.undo.state import FUSED
 
 from . import models
 from .models import Attention, ClampedMLP, ClampedRMSNorm, GatedMLP, GemmaRMSNorm, LlamaRMSNorm, Rotating, SwappedMLP

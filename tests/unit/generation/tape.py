@@ -24,8 +24,8 @@ from hf_accel.attention.masking import visible
 from hf_accel.attention.reference import ReferenceBackend
 from hf_accel.attention.sdpa.gathering import gather
 from hf_accel.generation.hf import kept_runners
+from hf_accel.kernels.layouts import KV, AttentionOptions, Ragged
 from hf_accel.kernels.triton.launch import Launch
-from hf_accel.layouts import KV, AttentionOptions, Ragged
 
 from ...devices import without_native_kernels
 

@@ -15,10 +15,10 @@ from hf_accel.cache.pool import BlockPool, PrefixIndex
 from hf_accel.cache.table import BlockTable
 from hf_accel.errors import HfAccelError, HfAccelWarning, OutOfBlocksError
 from hf_accel.generation.batcher import Batcher
+from hf_accel.generation.engine.engine_loop import EngineLoop
+from hf_accel.generation.engine.stream import Sample
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Sequence
-from hf_accel.generation.serving.engine_loop import EngineLoop
-from hf_accel.generation.serving.stream import Sample
 from hf_accel.generation.speculation.controller import Controller
 from hf_accel.generation.speculation.speculation import Speculation
 from hf_accel.generation.speculation.verifiers import verifier as verifier_named

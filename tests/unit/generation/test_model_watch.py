@@ -15,7 +15,7 @@ import hf_accel
 from hf_accel.generation.agreement import ProcessAgreement
 from hf_accel.generation.hf.model_runner import weights_salt
 from hf_accel.generation.hf.model_watch import SAMPLES, ModelWatch, Reading, samples, spread
-from hf_accel.state import state_of
+from hf_accel.undo.state import state_of
 
 from ...parity.families import FAMILIES, build, inputs
 

@@ -15,7 +15,7 @@ from hf_accel.linear import LinearSpec, QuantExperts, QuantLinear, QuantModule, 
 from hf_accel.linear.experts import joined, parts_of
 from hf_accel.linear.formats import readable, state
 from hf_accel.linear.hf import experts_refusal
-from hf_accel.state import state_of
+from hf_accel.undo.state import state_of
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -350,7 +350,7 @@ def test_dequantized_experts_stand_in_the_files_of_other_engines(tmp_path):
 
 def test_twins_share_the_packed_weights():
     model = hf_accel.patch(make("mixtral"), weights="int8")
-    from hf_accel.twin import twin
+    from hf_accel.patching.twin import twin
 
     first, second = (experts_of(m)[0].weights["down_proj"] for m in (model, twin(model)))
     assert first is not second and first._packed.parts[0] is second._packed.parts[0]

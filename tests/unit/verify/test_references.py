@@ -13,9 +13,9 @@ from hf_accel.cache.hf import PagedCache
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear, choose
 from hf_accel.linear.onednn import is_exact
-from hf_accel.patch import stock_twin
-from hf_accel.state import BACKEND_ATTRIBUTE, state_of
-from hf_accel.twin import twin
+from hf_accel.patching.patch import stock_twin
+from hf_accel.patching.twin import twin
+from hf_accel.undo.state import BACKEND_ATTRIBUTE, state_of
 from hf_accel.verify.passes import new_cache
 from hf_accel.verify.references import quantized_reference, widened
 

@@ -16,7 +16,7 @@ from hf_accel.distill.drafts.student import init_student
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation.break_even import gains
-from hf_accel.state import state_of
+from hf_accel.undo.state import state_of
 
 from .families import V, llama, made
 from .test_student import assert_same, snapshot

@@ -14,7 +14,7 @@ from transformers import AlbertConfig, AlbertForMaskedLM, T5Config, T5ForConditi
 import hf_accel
 from hf_accel import UnsupportedError
 from hf_accel.distill.drafts.student import init_student
-from hf_accel.state import state_of
+from hf_accel.undo.state import state_of
 
 from .families import DECODERS, ENCODERS, SMALL, V, llama, made
 

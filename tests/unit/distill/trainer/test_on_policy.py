@@ -13,7 +13,7 @@ from hf_accel.distill.trainer.distillation_trainer import DistillationTrainer
 from hf_accel.distill.trainer.on_policy import StudentSampler, prompts_of
 from hf_accel.distill.trainer.settings import DistillationSettings
 from hf_accel.errors import UnsupportedError
-from hf_accel.patch import is_patched
+from hf_accel.patching.patch import is_patched
 
 from ..classroom import ALPHA, distance, llama, reference, texts, update
 from .test_trainer import trainer

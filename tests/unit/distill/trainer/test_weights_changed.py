@@ -10,7 +10,7 @@ from transformers import Trainer
 
 import hf_accel
 from hf_accel import DistillationCallback, DistillationSettings, DistillationTrainer
-from hf_accel.state import state_of
+from hf_accel.undo.state import state_of
 
 from ..classroom import arguments, llama, texts
 

@@ -7,7 +7,7 @@ import torch
 
 import hf_accel
 from hf_accel import Draft, Drafter
-from hf_accel.state import state_of
+from hf_accel.undo.state import state_of
 from tests.parity.families import build, prompts
 
 

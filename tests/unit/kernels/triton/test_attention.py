@@ -13,10 +13,10 @@ import torch
 pytest.importorskip("triton")
 
 from hf_accel.attention import TritonBackend
+from hf_accel.kernels.layouts import KV, AttentionOptions, Ragged
 from hf_accel.kernels.triton import attention as kernels
 from hf_accel.kernels.triton.attention import Operands, attention, launches
 from hf_accel.kernels.triton.launch import Launch
-from hf_accel.layouts import KV, AttentionOptions, Ragged
 
 from ...attention.paging import make_case
 from .bytes_moved import counted

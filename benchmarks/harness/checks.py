@@ -1,0 +1,56 @@
+"""Verify, then time: a model that computes something else is not faster, it is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import hf_accel
+from hf_accel.cli.measuring.served import WrongResultError
+from hf_accel.undo.state import state_of
+
+PROMPT_TOKENS = 16
+NEW_TOKENS = 8
+
+
+def check(
+    name: str, model: PreTrainedModel, stock: PreTrainedModel, *, tolerance: float, exact: bool
+) -> dict[str, Any]:
+    """What was compared and how it came out; raises WrongResultError if it is out of bounds.
+
+    tolerance: of the logits' difference, relative to their norm; logits that have nothing in common differ by 1.41.
+    """
+    prompt = random_tokens(stock, batch=1, length=PROMPT_TOKENS)
+    error, correlation = compare_logits(model, stock, prompt)
+    if not error <= tolerance:
+        raise WrongResultError(f"{name}: logits differ from stock's by {error:.3f} of their norm, above {tolerance}")
+    result = {"setup": name, "logits_error": error, "correlation": correlation, "tolerance": tolerance}
+    result |= {"choices": choices(model)} if hf_accel.is_patched(model) else {}
+    if not exact:
+        return result
+    certificate = hf_accel.verify(model, [prompt[0]], reference=stock, max_new_tokens=NEW_TOKENS)
+    if not certificate.explained:
+        raise WrongResultError(f"{name}: tokens differ from stock's by more than rounding: {certificate}")
+    return {**result, "tokens": [str(verdict) for verdict in certificate.verdicts]}
+
+
+def choices(model: PreTrainedModel) -> list[str]:
+    """What the patch really chose, so that a part that fell back is not taken for ours."""
+    lines = state_of(model).description["choices"]
+    return [f"{line['topic']}, {line['what']}: {line['choice']}" for line in lines]
+
+
+@torch.no_grad()
+def compare_logits(model: PreTrainedModel, stock: PreTrainedModel, prompt: Tensor) -> tuple[float, float]:
+    """Norm of the difference, relative to the norm of stock's logits; and their correlation (Pearson)."""
+    expected, actual = (m(input_ids=prompt).logits.float() for m in (stock, model))
+    correlation = torch.corrcoef(torch.stack([expected.flatten(), actual.flatten()]))[0, 1]
+    return float((actual - expected).norm() / expected.norm()), float(correlation)
+
+
+def random_tokens(model: PreTrainedModel, *, batch: int, length: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(model.config.vocab_size, (batch, length), generator=generator).to(model.device)

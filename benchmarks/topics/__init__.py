@@ -1,0 +1,1 @@
+"""A file for each topic that `python -m benchmarks.run` measures."""

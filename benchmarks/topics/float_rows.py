@@ -1,0 +1,75 @@
+"""Float linears by number of rows: our product, which reads weights in place, against torch's, which packs them.
+
+Only a quiet machine gives a figure. Torch multiplies one float32 row by one thread, and ours has one for each core:
+where another program keeps the cores busy, a call waits for its last thread until the system lets it run. That is 4 to
+8 ms on Linux, and so 0.02 to 0.1 of torch's speed for a product of 0.1 to 0.5 ms, of any shape.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_accel.fused.projections import native_rows
+from hf_accel.kernels.cpu.float_linear import FloatLinear
+
+from ..harness.bench import Bench
+from ..harness.tables import Row, Table
+
+SHAPES = (
+    (576, 576), (1536, 576), (576, 1536), (768, 768), (3072, 768), (768, 3072), (896, 896), (4864, 896), (896, 4864),
+    (2048, 2048), (8192, 2048), (2048, 8192), (4096, 4096), (14336, 4096),
+)  # fmt: skip
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256, 512)
+# Torch takes seconds for many rows of half precision on some CPUs.
+DTYPES = {"float32": ROWS, "bfloat16": ROWS[:9], "float16": ROWS[:9]}
+COLD_BYTES = 2**27  # of the copies of a weight that are used in turn, so that none is found in a cache
+SECONDS = 0.25  # of each number of rows
+NOTE = (
+    "Torch's seconds over ours, in turns, the median of their ratios, over weights that no cache holds. A patched "
+    "model uses ours up to `native_rows` rows, and torch's above; with deterministic=True always ours."
+)
+
+
+def measure(bench: Bench) -> list[Table]:
+    return [
+        Table(name, [row(*shape, getattr(torch, name), numbers) for shape in SHAPES], NOTE)
+        for name, numbers in DTYPES.items()
+    ]
+
+
+@torch.inference_mode()
+def row(out_features: int, in_features: int, dtype: torch.dtype, numbers: Sequence[int]) -> Row:
+    weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weights = [weight.clone() for _ in range(max(2, COLD_BYTES // weight.nbytes))]
+    ours = [FloatLinear([each], [None]) for each in weights]
+    most = native_rows(dtype)
+    found = {}
+    for rows in numbers:
+        x = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(1)).to(dtype)
+        found[f"{rows}_rows_ratio"] = ratio(x, weights, ours)
+    print(f"    {dtype} {out_features} x {in_features}: {found}", flush=True)
+    return {"weight": f"{out_features} x {in_features}", "native_rows": most if most < 2**31 else "any", **found}
+
+
+def ratio(x: Tensor, weights: list[Tensor], ours: list[FloatLinear]) -> float:
+    """The median ratio of torch's seconds to ours, of calls in turns, each on the next weight."""
+    ratios: list[float] = []
+    end, number = time.perf_counter() + SECONDS, 0
+    while time.perf_counter() < end or len(ratios) < 3:
+        torchs = timed(F.linear, x, weights[number % len(weights)])
+        own = timed(ours[(number + 1) % len(weights)], x)
+        number += 2
+        ratios.append(torchs / own)
+    return statistics.median(ratios)
+
+
+def timed(call: Callable[..., object], *arguments: Tensor) -> float:
+    start = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - start

@@ -1,0 +1,1 @@
+"""Checkpoints, our own and those of other programs: checked, loaded and written."""

@@ -1,0 +1,109 @@
+"""A checkpoint's model without its weights, so that a plan takes a second whatever the model's size."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Unpack
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..config.patch_config import PatchConfig, PatchKeywords, takes_patch_keywords
+from ..errors import UnsupportedError
+from ..estimate.shapes import load_config, on_meta
+from ..linear.hf import stored_experts
+from ..patching.calibration import planned
+from ..patching.originals import Stored, checkpoint_files
+from ..patching.patch import plan as plan_model
+from ..patching.plan import LinearPlan, Plan
+from .loading import stored_config
+
+SMALL = 2**20  # bytes; more are pages of their own
+WORDS = {torch.float32: ("F32",), torch.float16: ("F16",), torch.bfloat16: ("BF16",)}  # of safetensors' headers
+
+
+@takes_patch_keywords
+def plan(
+    model: nn.Module | str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    **keywords: Unpack[PatchKeywords],
+) -> Plan:
+    """What `patch(model, **keywords)` would do, and why. Changes nothing.
+
+    model: a model, or the path or name of a float checkpoint, of which no weight is read. dtype: to load a checkpoint
+    in; None takes that of config.json.
+    """
+    if isinstance(model, (str, os.PathLike)):
+        return plan_checkpoint(model, dtype=dtype, **keywords)
+    if dtype is not None:
+        raise UnsupportedError(f"dtype={dtype} is for the path of a checkpoint; a model has its own: leave dtype= out")
+    return plan_model(model, **keywords)
+
+
+def plan_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    **keywords: Unpack[PatchKeywords],
+) -> Plan:
+    """The Plan for the float checkpoint `path`, without reading its weights: as of the model that would be loaded.
+
+    dtype: to load it in; None takes that of config.json. keywords: those of patch(). Raises UnsupportedError for a
+    checkpoint that is quantized already, and for what only the weights could tell (AWQ, average_bits).
+    """
+    settings = PatchConfig.build(**keywords)
+    if os.fspath(path).endswith(".gguf"):
+        raise UnsupportedError(f"{os.fspath(path)!r}: the plan of a GGUF file is made when it is loaded")
+    described = load_config(path)
+    if stored_config(described) is not None:
+        raise UnsupportedError(f"{os.fspath(path)!r} is quantized already; load it, and its plan is made then")
+    if settings.weights is not None and settings.weights.needs_data:
+        raise UnsupportedError("which layers a calibrated plan changes is known by their weights; load the model")
+    stored = checkpoint_files(os.fspath(path))
+
+    def find_originals(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str, Stored] | None:
+        return _stored_alike(model, linears, stored)
+
+    return planned(outline(described, dtype=dtype), settings, find_originals=find_originals)
+
+
+def outline(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """A model on the CPU whose weights nobody has written, so that they take no memory.
+
+    Buffers are real. dtype: None takes the config's, else float32.
+    """
+    chosen = dtype or config.dtype or torch.float32
+    shapes = on_meta(config, dtype=chosen)
+    weights = {name: _untouched(p) for name, p in shapes.named_parameters()}
+    model: PreTrainedModel = type(shapes).from_pretrained(
+        None, config=copy.deepcopy(config), state_dict=weights, dtype=chosen
+    )
+    return model.eval()
+
+
+def _untouched(like: Tensor) -> Tensor:
+    """Contiguous, as a plan looks at it; a large one in pages that the system gives out when they are written to."""
+    empty = torch.empty_like(like, device="cpu")
+    return empty.zero_() if empty.nbytes < SMALL else empty
+
+
+def _stored_alike(
+    model: PreTrainedModel, linears: Sequence[LinearPlan], stored: dict[str, Path]
+) -> dict[str, Stored] | None:
+    """Where each weight to be replaced is stored; None unless all are there, in the dtype that they are loaded in."""
+    files: dict[str, Stored] = {**stored, **stored_experts(model, stored)}
+    names = [p.site.tensor_name for p in linears if p.choice is not None and not p.site.is_tied]
+    if not stored or any(name not in files for name in names):
+        return None
+    first = next((name for name in names if name in stored), None)
+    if first is not None:
+        with safe_open(stored[first], framework="pt") as tensors:
+            if tensors.get_slice(first).get_dtype() not in WORDS.get(model.dtype, ()):
+                return None
+    return files

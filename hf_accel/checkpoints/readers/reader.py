@@ -1,0 +1,161 @@
+"""What a reader of another program's checkpoints is: which tensors stand for a weight, and what they mean."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...config import Activations
+from ...errors import HfAccelError, UnsupportedError
+from ...linear import QuantizedWeight
+from ...linear.formats import Layout, settings_of
+
+MOST_GROUP = 128  # inputs: a larger group is cut, so that activations have scales of their own for as many inputs
+
+
+@dataclass(frozen=True)
+class Found:
+    """A tensor that a checkpoint holds. shape None: transformers will make another one of it."""
+
+    dtype: torch.dtype | str  # safetensors' name where torch's is not known
+    shape: tuple[int, ...] | None
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The tensors that stand for the weight of the Linear `name`, by the last part of their names."""
+
+    name: str
+    tensors: Mapping[str, Found]
+
+    def __contains__(self, suffix: str) -> bool:
+        return suffix in self.tensors
+
+    def expect(self, suffix: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None = None) -> Found:
+        """The tensor of this suffix. Raises HfAccelError unless it is there, of one of the dtypes and of the shape."""
+        if suffix not in self.tensors:
+            raise HfAccelError(f"the checkpoint has no '{self.name}.{suffix}', without which the layer cannot be read")
+        found = self.tensors[suffix]
+        if found.dtype not in dtypes:
+            wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+            raise HfAccelError(f"'{self.name}.{suffix}' is {found.dtype} in the checkpoint, but must be {wanted}")
+        if shape is not None and found.shape != shape:
+            has = None if found.shape is None else list(found.shape)
+            raise HfAccelError(f"'{self.name}.{suffix}' is {has} in the checkpoint, but must be {list(shape)}")
+        return found
+
+    def order(self, suffix: str, in_features: int, group: int) -> Tensor | None:
+        """The order that `order_of` finds; None also if there is no tensor of this suffix."""
+        if suffix not in self.tensors:
+            return None
+        index = self.expect(suffix, (torch.int32, torch.int64), (in_features,)).read()
+        return order_of(self.name, index, in_features, group)
+
+
+@dataclass(frozen=True)
+class Description:
+    """How a Linear will be held here. scale_dtype: of the stored scales."""
+
+    layout: Layout
+    scale_dtype: torch.dtype
+    activations: Activations = "auto"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As config.json has them of a layer of ours."""
+        return settings_of(self.layout, activations=self.activations, scale_dtype=self.scale_dtype)
+
+
+class Reader(ABC):
+    """One way in which Linears are stored quantized.
+
+    method: quant_method in config.json. suffixes: the last part of the names of the tensors that stand for a weight.
+    note: what the plan says of a checkpoint that is used otherwise than its writer does; None: nothing.
+    """
+
+    method: ClassVar[str]
+    suffixes: ClassVar[tuple[str, ...]]
+    note: str | None = None
+
+    @abstractmethod
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """config: quantization_config of config.json. Raises UnsupportedError for what this reader does not know."""
+
+    def is_part(self, suffix: str, found: Found) -> bool:
+        """Whether a tensor of this name stands for a quantized weight, or for a part of it."""
+        return suffix in self.suffixes
+
+    def patterns(self) -> dict[str, str]:
+        """Regular expressions of the ends of names that are collected, each with its suffix; after `describe`."""
+        return {rf"\.{suffix}$": suffix for suffix in self.suffixes}
+
+    def loose(self, name: str, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
+        """Our tensors for parts of a layer [out, in] whose integers are loaded under their own name; else None."""
+        return None
+
+    @abstractmethod
+    def describe(self, stored: Parts, shape: tuple[int, int]) -> Description:
+        """How a Linear [out, in] is to be held.
+
+        Reads small tensors only. Raises UnsupportedError for a layout that this reader does not know, and HfAccelError
+        for tensors that no such layout has.
+        """
+
+    @abstractmethod
+    def convert(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
+        """The weight [out, in] that the tensors of a Linear stand for, exactly, in the layout that `describe` gave."""
+
+
+def group_of(name: str, in_features: int, groups: int, *, stated: Any = None) -> int:
+    """Inputs of a group. stated: group_size in config.json, -1 for all inputs; None: it says nothing of it."""
+    if groups < 1 or in_features % groups:
+        raise HfAccelError(
+            f"'{name}' has {groups} groups in the checkpoint, which do not divide its {in_features} inputs"
+        )
+    group = in_features // groups
+    is_part = isinstance(stated, int) and 0 < stated < in_features
+    if stated is not None and group != (stated if is_part else in_features):
+        raise contradiction(f"group_size={stated}", f"{name!r} has groups of {group} inputs")
+    return group
+
+
+def contradiction(said: str, there: str) -> HfAccelError:
+    """An error for tensors that are not what quantization_config in config.json says."""
+    return HfAccelError(f"config.json says {said}, but in the checkpoint {there}; copy both again, or save them again")
+
+
+def cut_group(group: int) -> int:
+    """The group size that the layer gets here: a large group is cut into pieces of the same scale."""
+    return MOST_GROUP if group > MOST_GROUP and group % MOST_GROUP == 0 else group
+
+
+def order_of(name: str, index: Tensor, in_features: int, group: int) -> Tensor | None:
+    """The order that makes the inputs of each group lie together, int32 [in]; None if they do.
+
+    index: the group of each input, integers [in]. Raises HfAccelError unless each group has `group` inputs.
+    """
+    index = index.long().cpu()
+    whole = torch.arange(in_features) // group
+    if torch.equal(index, whole):
+        return None
+    order = torch.argsort(index, stable=True)
+    if not torch.equal(index[order], whole):
+        raise HfAccelError(f"'{name}' has groups of unequal size in the checkpoint; each must have {group} inputs")
+    return order.to(torch.int32)
+
+
+STOCK = "load it as transformers does, with from_pretrained(), and patch the model with weights=None, or "
+PASSED_OVER = "transformers would load it as if that were not there; "
+
+
+def refuse(method: str, what: str, *, way_out: str = STOCK) -> UnsupportedError:
+    """An error for a checkpoint that only other programs can read."""
+    return UnsupportedError(
+        f"this {method} checkpoint {what}; {way_out}load the float checkpoint that it was made from"
+    )

@@ -1,0 +1,202 @@
+"""Write a model as a GGUF file, which llama.cpp and what is built on it run."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...errors import UnsupportedError
+from ...hardware.atomic import replaced_file
+from ...linear import QuantLinear
+from ...patching.plan import Line
+from ..readers.ggml_blocks import TYPES
+from ..readers.gguf_model import check_gguf, frequency_factors, rotated_rows, write_settings
+from ..readers.gguf_tokenizer import write_no_tokenizer, write_tokenizer
+from .ggml_packing import blocks, kind_of, rounding_of_scales
+from .savable import check_finite, savable
+from .saved import Saved
+from .target import check_room
+
+FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+FILE_TYPES = {
+    "F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16",
+    "Q8_0": "MOSTLY_Q8_0", "Q4_0": "MOSTLY_Q4_0", "Q4_1": "MOSTLY_Q4_1",
+}  # fmt: skip
+
+
+def save_gguf(
+    model: nn.Module, path: str | os.PathLike[str], *, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Saved:
+    """Write a Llama, Mistral, Qwen2 or Qwen3 model, patched or not, as one GGUF file; returns what was written.
+
+    What a patched model computes with is what the file holds: INT8 becomes Q8_0, fewer bits become Q4_0, or Q4_1 where
+    there are zero points, with the very same integers, as a scale of ours is for whole blocks of 32 inputs. Scales
+    are rounded to float16, which keeps all bits of those of a bfloat16 or float16 model but the smallest. A layer
+    whose inputs are no multiple of 32, or that another program quantized in a way that has no such blocks (groups of
+    16, K blocks of 8 bits, act-order), is written dequantized. All else is written as it is, in the model's dtype;
+    norms and biases in float32. A quantized head is written as such, also where it is the embedding's copy.
+
+    tokenizer: a byte-level BPE, or a BPE with byte fallback as Llama 2 has it; without one the file has no vocabulary
+        and takes token ids alone.
+    The file is replaced whole: a process killed at any moment leaves the old file or the new one.
+    Raises UnsupportedError, with nothing written, for other models and tokenizers, and without the package gguf;
+    HfAccelError if the disk does not take it.
+    """
+    return write_gguf(model, Path(path), tokenizer=tokenizer)
+
+
+def write_gguf(
+    model: nn.Module,
+    path: Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype | None = None,
+) -> Saved:
+    """`save_gguf`, with matrices that are not quantized in `dtype`."""
+    inner = savable(model)
+    architecture = check_gguf(inner)
+    if path.is_dir():
+        raise UnsupportedError(f"{path} is a folder; name a file in it, as {path / 'model.gguf'}")
+    entries = list(_entries(inner, dtype or inner.dtype))
+    size = sum(entry.bytes for entry in entries)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    check_room(path, size)
+
+    import gguf
+
+    with replaced_file(path) as unfinished:
+        writer: Any = gguf.GGUFWriter(unfinished, gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, architecture.name)])
+        try:
+            _write(writer, gguf, inner, entries)
+            if tokenizer is None:
+                write_no_tokenizer(writer)
+            else:
+                write_tokenizer(writer, tokenizer, inner.config.vocab_size)
+            _write_tensors(writer, gguf, entries)
+        finally:
+            writer.close()
+    return Saved(path, size, tuple(_lines(inner, entries)))
+
+
+# -- tensors -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to write. name: in the model. kind: of its blocks or numbers. make: its bytes, uint8 [rows, bytes]."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    bytes: int
+    make: Callable[[], Tensor]
+    scale_error: float = 0.0
+
+
+def _entries(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[Entry]:
+    """Parameters that are tied come once; a quantized head is one more."""
+    if dtype not in FLOATS:
+        raise UnsupportedError(f"a model in {dtype} cannot be written as GGUF; convert it with model.float() first")
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLinear):
+            yield _quantized(f"{name}.weight", module, model.config, dtype)
+    for name, parameter in model.named_parameters():
+        rows = rotated_rows(name, model.config)
+        yield _dense(name, parameter.detach, tuple(parameter.shape), dtype=dtype, rows=rows)
+    factors = frequency_factors(model.config)
+    if factors is not None:
+        yield _dense("rope_freqs.weight", lambda: factors, tuple(factors.shape), dtype=torch.float32)
+
+
+def _quantized(name: str, layer: QuantLinear, config: Any, dtype: torch.dtype) -> Entry:
+    rows, weight = rotated_rows(name, config), layer.quantized
+    check_finite(name, weight.weight_scale)
+    kind = kind_of(weight)
+    if kind is None:
+        return _dense(name, lambda: layer.quantized.dequantize(dtype), weight.shape, dtype=dtype, rows=rows)
+    size = weight.shape[0] * weight.shape[1] // TYPES[kind].inputs * TYPES[kind].bytes
+    make = partial(_blocks_of, layer, rows)
+    return Entry(name, weight.shape, kind, size, make, rounding_of_scales(weight))
+
+
+def _blocks_of(layer: QuantLinear, rows: Tensor | None) -> Tensor:
+    return blocks(layer.quantized, rows)
+
+
+def _dense(
+    name: str, read: Callable[[], Tensor], shape: tuple[int, ...], *, dtype: torch.dtype, rows: Tensor | None = None
+) -> Entry:
+    kind = dtype if len(shape) > 1 else torch.float32
+
+    def make() -> Tensor:
+        tensor = read().to("cpu", kind)
+        check_finite(name, tensor)
+        return (tensor if rows is None else tensor[rows]).contiguous().view(torch.uint8)
+
+    size = torch.Size(shape).numel() * kind.itemsize
+    return Entry(name, shape, FLOATS[kind], size, make)
+
+
+# -- the file ------------------------------------------------------------------------------------------
+
+
+def _write(writer: Any, gguf: Any, model: PreTrainedModel, entries: list[Entry]) -> None:
+    """The settings, and where each tensor will be."""
+    writer.add_type("model")
+    writer.add_file_type(getattr(gguf.LlamaFileType, FILE_TYPES[_main_kind(entries)]))
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    write_settings(writer, model.config)
+    architecture = getattr(gguf.MODEL_ARCH, check_gguf(model).name)
+    names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
+    for entry in entries:
+        target = names.get_name(entry.name, try_suffixes=(".weight", ".bias"))
+        target = entry.name if target is None and entry.name == "rope_freqs.weight" else target
+        if target is None:
+            raise UnsupportedError(f"llama.cpp has no place for {entry.name!r} in a {model.config.model_type} model")
+        writer.add_tensor_info(
+            target, entry.shape, None, entry.bytes, raw_dtype=getattr(gguf.GGMLQuantizationType, entry.kind)
+        )
+
+
+def _write_tensors(writer: Any, gguf: Any, entries: list[Entry]) -> None:
+    """One after the other, so that no more than one is in memory twice."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for entry in entries:
+        writer.write_tensor_data(entry.make().numpy(), tensor_endianess=gguf.GGUFEndian.LITTLE)
+
+
+def _main_kind(entries: list[Entry]) -> str:
+    """The kind of most bytes among the matrices."""
+    counted: Counter[str] = Counter()
+    for entry in entries:
+        if len(entry.shape) > 1:
+            counted[entry.kind] += entry.bytes
+    return counted.most_common(1)[0][0]
+
+
+def _lines(model: PreTrainedModel, entries: list[Entry]) -> Iterator[Line]:
+    layers = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    matrices = [entry for entry in entries if len(entry.shape) > 1]
+    for (kind, quantized), count in Counter((entry.kind, entry.name in layers) for entry in matrices).items():
+        if not quantized:
+            reason = "as they are"
+        elif kind in TYPES:
+            error = max(entry.scale_error for entry in matrices if entry.kind == kind)
+            reason = "the same integers; scales " + (
+                f"change by up to {error:.1e}" if error else "are exact in float16"
+            )
+        else:
+            reason = "dequantized: no blocks hold them (inputs no multiple of 32, or as another program made them)"
+        yield Line("weights", f"{count} matrices", kind, reason)
+    yield Line("weights", f"{len(entries) - len(matrices)} vectors", "F32", "norms and biases")

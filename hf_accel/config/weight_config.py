@@ -1,0 +1,214 @@
+"""How the weights of linear layers are stored, as a user asks for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from os import PathLike
+from typing import Any, Literal, get_args
+
+from ..errors import UnsupportedError
+from ..keywords import Default, checked_keywords, one_of
+
+Activations = Literal["auto", "int8", "fp8"] | None
+Method = Literal["rtn", "gptq", "awq"]
+Bits = Literal[8, 4, 3, 2]
+GroupSize = Literal[32, 64, 128]
+WeightFormat = Literal["int", "fp8", "nf4"]
+GROUP_SIZES = get_args(GroupSize)
+METHODS = get_args(Method)
+NF4_BLOCK = 64  # weights that share a scale
+NF4: dict[str, tuple[object, ...]] = {  # all that bitsandbytes, and transformers' checkpoints of it, can be asked for
+    "bits": (4,), "group_size": (NF4_BLOCK,), "symmetric": (True,), "activations": ("auto", None), "method": ("rtn",),
+    "average_bits": (None,), "head": (None,), "only_if_faster": (False,),
+}  # fmt: skip
+FP8: dict[str, tuple[object, ...]] = {
+    "average_bits": (None,), "bits": (8,), "activations": ("auto", None, "fp8"), "method": ("rtn",),
+}  # fmt: skip
+BY_FORMAT: Any = Default("by format=")
+LLM_INT8 = (
+    "patch() makes no layers of bitsandbytes' LLM.int8(); choose weights='int8', or load the model with "
+    "BitsAndBytesConfig(load_in_8bit=True) and patch it without weights=: it keeps those layers"
+)
+NOT_MADE = {  # formats that users know, and what to do
+    "nvfp4": "nothing but the tensor cores of a Blackwell GPU multiplies by it fast, and INT4 in groups of 32 takes "
+    "as many bytes; choose weights={'bits': 4, 'group_size': 32}",
+    **dict.fromkeys(("llm.int8", "llm_int8"), LLM_INT8),
+}
+BY_DATA = (
+    "weights=hf_accel.WeightConfig(4, method={!r}, calibration=texts), or hf_accel.load(path) for a checkpoint of it"
+)
+OF_GGUF = "weights={!r}, or hf_accel.load('model.gguf') for a file of it"
+MEANT_BY_WEIGHTS = {  # words of other libraries, as patterns, and what to write instead
+    "awq": BY_DATA.format("awq"), "gptq": BY_DATA.format("gptq"),
+    r"i?q4(_.*)?": OF_GGUF.format("int4"), r"i?q[568](_.*)?": OF_GGUF.format("int8"),
+    r"i?q[23](_.*)?": "weights=hf_accel.WeightConfig(3), or hf_accel.load('model.gguf') for a file of it",
+    r"(nf4|fp4|bnb|bitsandbytes).*": "weights='nf4'", r"(fp8|float8|e4m3|f8).*": "weights='fp8'",
+    r"(u?int|w)?4(\D.*)?|.*[-_]4-?bit": "weights='int4'", r"(u?int|w)?8(\D.*)?|.*[-_]8-?bit": "weights='int8'",
+    r"gguf|mxfp4|compressed[-_]tensors": "hf_accel.load(path) for a checkpoint of it",
+    r"(int)?3([-_]?bit)?": "weights=hf_accel.WeightConfig(3)",
+    r"(int)?2([-_]?bit)?": "weights=hf_accel.WeightConfig(2)",
+    r"none|no|off|false|float|(b?float|b?f|fp)(16|32)|half": "weights=None",
+}  # fmt: skip
+
+
+def check_format(keyword: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise UnsupportedError unless `value` is among `allowed`; for what is known elsewhere, with the way out."""
+    if isinstance(value, str) and value in NOT_MADE:
+        raise UnsupportedError(f"{keyword}={value!r} is not made here: {NOT_MADE[value]}")
+    one_of(keyword, value, allowed, instead=_meant(value) if keyword == "weights" else None)
+
+
+def _meant(value: object) -> str | None:
+    """What to write for a word, or a number of bits, that other libraries have."""
+    word = str(value).lower() if isinstance(value, str | int) else ""
+    return next((use for pattern, use in MEANT_BY_WEIGHTS.items() if re.fullmatch(pattern, word)), None)
+
+
+@checked_keywords(
+    load_in_4bit="bits=4",
+    load_in_8bit="bits=8",
+    dtype="bits=",
+    modules_to_not_convert="skip=",
+    block_size="group_size=",
+    zero_point="symmetric=False",
+)
+@dataclass(frozen=True)
+class WeightConfig:
+    """How Linear weights are stored and multiplied. WeightConfig(4) is WeightConfig(bits=4).
+
+    bits: 8 (one scale per output channel), or 4, 3 or 2 (one scale per group). No kernel multiplies by 3 or 2 bits:
+        plain torch does, slowly, to see what they lose.
+    format: "int", or "fp8" with bits=8: float8_e4m3fn, one scale per output channel, or "nf4" with bits=4:
+        bitsandbytes' own layers in the place of ours, see `weights="nf4"`.
+    group_size: inputs that share a scale, for 4 bits or fewer: 32, 64 or 128 (default); 64 for NF4.
+    symmetric: False, for 4 bits or fewer, gives each group a zero point too, so that no level is lost on a lopsided
+        range.
+    activations: "int8", or "fp8" with FP8 weights, quantizes each row of the input on the fly, None keeps it in
+        floating point, "auto" takes what the chosen backend is both accurate and fast at (the plan says which).
+    method: "rtn" rounds to nearest; "gptq" and "awq" lose much less at 4 bits, and need calibration=.
+    calibration: what the model will work on, some 10,000 tokens of it: token ids [n, length], a list of texts (the
+        tokenizer is the checkpoint's) or of token ids, a dataset with "input_ids" or "text", or (texts, tokenizer).
+    average_bits: between 4 and 8, as 4.5: 8 bits for the layers that 4 bits hurt most, as measured on calibration=,
+        and 4 for the others. Scales count, the head does not.
+    resume: a folder that finished layers are stored in, so that a run that was killed goes on from there.
+    skip: names, or ends of names, of Linear modules that stay as they are.
+    head: "int8" (default) quantizes the output head too (it is read for every token), None leaves it. With NF4 it is
+        left, as a checkpoint of bitsandbytes' holds no INT8 head.
+    only_if_faster: leave a layer alone where its quantized form was measured to be slower than stock.
+    """
+
+    bits: Bits = 8
+    _: KW_ONLY
+    format: WeightFormat = "int"
+    group_size: GroupSize = BY_FORMAT
+    symmetric: bool = True
+    activations: Activations = "auto"
+    method: Method = "rtn"
+    calibration: Any = field(default=None, compare=False, repr=False)
+    resume: str | PathLike[str] | None = field(default=None, compare=False, repr=False)
+    average_bits: float | None = None
+    skip: Sequence[str] = ()
+    head: Literal["int8"] | None = BY_FORMAT
+    only_if_faster: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "skip", (self.skip,) if isinstance(self.skip, str) else tuple(self.skip))
+        if self.average_bits is not None:
+            self._check_average_bits()
+        if isinstance(self.bits, str) and self.bits in WEIGHTS:
+            raise UnsupportedError(f"bits={self.bits!r} is a word of weights=; pass weights={self.bits!r} to patch()")
+        one_of("bits", self.bits, get_args(Bits))
+        check_format("format", self.format, get_args(WeightFormat))
+        if isinstance(self.group_size, Default):
+            object.__setattr__(self, "group_size", NF4_BLOCK if self.is_nf4 else 128)
+        if isinstance(self.head, Default):
+            object.__setattr__(self, "head", None if self.is_nf4 else "int8")
+        one_of("group_size", self.group_size, GROUP_SIZES)
+        one_of("symmetric", self.symmetric, (True, False))
+        if self.activations == "fp8" and self.format != "fp8":
+            raise UnsupportedError("activations='fp8' is for FP8 weights; choose weights='fp8', or activations='int8'")
+        one_of("activations", self.activations, ("auto", None, "int8", "fp8"))
+        one_of("head", self.head, ("int8", None))
+        one_of("only_if_faster", self.only_if_faster, (True, False))
+        if self.bits == 8 and not self.symmetric:
+            raise UnsupportedError(
+                "symmetric=False is for 4 bits or fewer, INT8 and FP8 weights have no zero points; leave it True"
+            )
+        one_of("method", self.method, METHODS)
+        if self.calibration is not None and not self.needs_data:
+            raise UnsupportedError(
+                "calibration= is not read by method='rtn'; leave it out, or choose method='gptq' or method='awq'"
+            )
+        if self.resume is not None:
+            self._check_resume()
+        for name, allowed in {"int": {}, "fp8": FP8, "nf4": NF4}[self.format].items():
+            one_of(f"with format={self.format!r}, {name}", getattr(self, name), allowed)
+        if not all(isinstance(name, str) and name for name in self.skip):
+            raise UnsupportedError(f"skip={self.skip!r} must hold module names")
+
+    def _check_resume(self) -> None:
+        if not isinstance(self.resume, str | PathLike) or not os.fspath(self.resume):
+            raise UnsupportedError(f"resume={self.resume!r} must be the path of a folder")
+        if self.method == "rtn":
+            raise UnsupportedError("resume= is not read by method='rtn', which takes seconds; leave it out")
+        object.__setattr__(self, "resume", os.fspath(self.resume))
+
+    def _check_average_bits(self) -> None:
+        number = self.average_bits
+        if not isinstance(number, int | float) or isinstance(number, bool) or not 4 < number < 8:
+            raise UnsupportedError(
+                f"average_bits={number!r} must be a number between 4 and 8, as 4.5; bits= is for all weights alike"
+            )
+        object.__setattr__(self, "bits", 4)  # those that do not get 8
+
+    @property
+    def is_nf4(self) -> bool:
+        """Whether the layers are bitsandbytes' own."""
+        return self.format == "nf4"
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether rounding needs to know the inputs of each layer."""
+        return self.method != "rtn"
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether calibration data is read."""
+        return self.is_calibrated or self.average_bits is not None
+
+    def with_eight_bits(self) -> WeightConfig:
+        """For a layer that average_bits allows 8 bits for."""
+        return dataclasses.replace(self, bits=8, symmetric=True, average_bits=None, calibration=None)
+
+    @property
+    def for_head(self) -> WeightConfig | None:
+        """For the output head: INT8 whatever the layers get, as it decides which token wins; None: left as it is."""
+        if self.head is None:
+            return None
+        activations: Activations = "int8" if self.activations == "fp8" else self.activations
+        return WeightConfig(bits=8, activations=activations, only_if_faster=self.only_if_faster)
+
+    @property
+    def label(self) -> str:
+        if self.format != "int":
+            return self.format
+        return f"int{self.bits}" if self.symmetric else f"int{self.bits} asymmetric"
+
+
+WEIGHTS: dict[str, dict[str, Any]] = {  # the fields of a WeightConfig that a word stands for
+    "int8": {"bits": 8}, "int4": {"bits": 4}, "fp8": {"bits": 8, "format": "fp8"},
+    "nf4": {"bits": 4, "format": "nf4"}, "auto": {"bits": 8, "only_if_faster": True},
+}  # fmt: skip
+
+
+def parse_weights(weights: object) -> WeightConfig | None:
+    if weights is None or isinstance(weights, WeightConfig):
+        return weights
+    if isinstance(weights, Mapping):
+        return WeightConfig(**weights)
+    check_format("weights", weights, (None, *WEIGHTS))
+    return WeightConfig(**WEIGHTS[str(weights)])

@@ -1,0 +1,211 @@
+"""Files and folders that are replaced whole: whoever looks finds the old one or the new one, complete.
+
+What is new is written into an unfinished folder beside its place, brought to the disk, and only then put there by one
+system call, so that a process may be killed, and the machine may lose its power, at any moment:
+
+* A file: rename(2) everywhere, which replaces what was there.
+* A folder that was not there: rename(2) everywhere.
+* A folder in the place of another: on Linux renameat2(2) with RENAME_EXCHANGE, on macOS renameatx_np(2) with
+  RENAME_SWAP; the old one then lies in the unfinished folder and is deleted. Where the system or the file system
+  cannot exchange (Windows, some network file systems) it takes two renames: the complete new folder is first named
+  `.NAME.hf_accel-new`, the old one moves to `.NAME.hf_accel-old`, then the new one moves to its place. Killed in
+  between, the place is empty, both complete folders stand beside it, and the next write to the place, or a rename by
+  hand, puts the new one there.
+
+An unfinished folder is locked by the process that writes it. One that nobody holds any more was left by a process that
+was killed; the next write to the same place deletes it. (Windows has no such lock; there it stays.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import HfAccelError, HfAccelWarning, UnsupportedError
+
+UNFINISHED, NEW, OLD = ".hf_accel-unfinished", ".hf_accel-new", ".hf_accel-old"
+AT_FDCWD = {"linux": -100, "darwin": -2}
+EXCHANGE = 2  # RENAME_EXCHANGE on Linux, RENAME_SWAP on macOS
+# What systems and file systems answer that cannot exchange.
+CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV)
+
+
+@contextmanager
+def replaced_file(file: Path, *, errors: tuple[type[Exception], ...] = ()) -> Iterator[Path]:
+    """A path to write to, which becomes `file` when the block has ended; nothing is left of a block that raises.
+
+    errors: what a writer raises, beside OSError, when the disk does not take its bytes. Raises HfAccelError for these.
+    """
+    with _told(file, errors), _unfinished(file) as folder:
+        yield folder / file.name
+        _to_disk(folder / file.name)
+        os.replace(folder / file.name, file)
+        _to_disk(file.parent)
+
+
+@contextmanager
+def replaced_folder(folder: Path, *, errors: tuple[type[Exception], ...] = ()) -> Iterator[Path]:
+    """An empty folder to fill, which becomes `folder` when the block has ended, as `replaced_file` does.
+
+    Of what `folder` held before, nothing is left but what the block brings over. Raises UnsupportedError, before
+    anything is written, for a place that cannot be replaced whole.
+    """
+    with _told(folder, errors):
+        check_replaceable(folder)
+        place = folder.resolve()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _recover(place)
+        with _unfinished(place) as unfinished:
+            if place.exists():
+                shutil.copymode(place, unfinished)
+            yield unfinished
+            for path in unfinished.rglob("*"):
+                if not path.is_symlink() and (path.is_file() or path.is_dir()):  # opening a pipe waits for a writer
+                    _to_disk(path)
+            _to_disk(unfinished)
+            _put(unfinished, place)
+            _to_disk(place.parent)
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise UnsupportedError for a place that no folder can be put to in one step."""
+    try:
+        place = folder.resolve()
+        place.is_dir()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, no path at all, a loop of links
+        raise UnsupportedError(f"{folder} is no place for a folder: {error}; name another one") from error
+    if place.exists() and not place.is_dir():
+        raise UnsupportedError(f"{folder} is a file; name a folder, or delete it first")
+    if place.is_dir() and Path.cwd().is_relative_to(place):
+        raise UnsupportedError(
+            f"{folder} is or holds the working directory, and is replaced whole; name a folder inside it"
+        )
+    if os.path.ismount(place):
+        raise UnsupportedError(f"{folder} is a mount point, which cannot be replaced; name a folder inside it")
+
+
+@contextmanager
+def _told(path: Path, errors: tuple[type[Exception], ...]) -> Iterator[None]:
+    failures: tuple[type[Exception], ...] = (OSError, *errors)
+    try:
+        yield
+    except failures as error:
+        raise HfAccelError(f"{path} could not be written: {error}; what was complete before is as it was") from error
+
+
+@contextmanager
+def _unfinished(place: Path) -> Iterator[Path]:
+    """A locked folder beside `place`, gone at the end, whatever it holds then."""
+    prefix = f".{place.name}."
+    for path in place.parent.iterdir():
+        if path.name.startswith(prefix) and path.name.endswith(UNFINISHED):
+            _delete_abandoned(path)
+    folder = place.with_name(f"{prefix}{secrets.token_hex(4)}{UNFINISHED}")
+    folder.mkdir()
+    lock = _lock(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+        if folder.exists():
+            warnings.warn(f"{folder} could not be deleted; it is of no use", HfAccelWarning, stacklevel=2)
+
+
+def _lock(folder: Path) -> int | None:
+    """A file descriptor that holds a lock on the folder until it is closed; None where there is none to be had."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _delete_abandoned(folder: Path) -> None:
+    lock = _lock(folder)
+    if lock is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until what was written to a file, or which names a folder holds, is on the disk."""
+    if os.name == "nt" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _put(new: Path, place: Path) -> None:
+    """Move the folder `new` to `place`; what was there before is at `new` then, or deleted."""
+    if not place.exists():
+        os.rename(new, place)
+        return
+    if _exchange(new, place):
+        return
+    complete, old = _aside(place, NEW), _aside(place, OLD)
+    os.rename(new, complete)
+    os.rename(place, old)
+    os.rename(complete, place)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _aside(place: Path, suffix: str) -> Path:
+    return place.with_name(f".{place.name}{suffix}")
+
+
+def _recover(place: Path) -> None:
+    """End what a process that was killed between the renames of `_put` has begun."""
+    complete, old = _aside(place, NEW), _aside(place, OLD)
+    for left in (complete, old):
+        if left.is_dir() and not place.exists():
+            os.rename(left, place)
+        if left.is_dir():
+            shutil.rmtree(left)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two folders in one step; False where that is not to be had."""
+    rename = _system_call()
+    if rename is None:
+        return False
+    if rename(os.fsencode(first), os.fsencode(second)) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in CANNOT:
+        return False
+    raise OSError(number, os.strerror(number), str(second))
+
+
+def _system_call() -> Callable[[bytes, bytes], int] | None:
+    name = {"linux": "renameat2", "darwin": "renameatx_np"}.get(sys.platform)
+    try:
+        call = getattr(ctypes.CDLL(None, use_errno=True), name) if name else None
+    except (AttributeError, OSError):
+        return None
+    if call is None:
+        return None
+    here = AT_FDCWD[sys.platform]
+    call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+    return lambda first, second: int(call(here, first, here, second, EXCHANGE))

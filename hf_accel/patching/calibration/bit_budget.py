@@ -1,0 +1,132 @@
+"""Spend a budget of bits where 4 bits would hurt most, as measured on calibration data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ...config import WeightConfig
+from ...errors import UnsupportedError
+from ...fused.sites import projection_sites
+from ...linear import LinearSpec
+from ...linear.methods import rtn
+from ...models import evaluating
+from ..plan import LinearPlan, Plan
+from ..twin import twin
+from .feeding import check_takes_ids
+from .finished import Rounded
+from .streaming import RoundingLinear
+from .windows import windows_of
+
+TOKENS = 256  # that the divergence is measured on, in windows of WINDOW
+WINDOW = 128
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Linears that get the same bits, because other engines join them: those that are called on one tensor.
+
+    divergence: from the float model's predictions in nats per token, with these alone in 4 bits. extra: bytes that 8
+    bits take more.
+    """
+
+    names: tuple[str, ...]
+    divergence: float
+    extra: int
+
+
+def eight_bit_names(todo: Plan) -> frozenset[str]:
+    """The Linears of a plan for 4 bits that its average_bits allow 8 bits for: those where this gains most per byte.
+
+    average_bits are those of the weights, scales included, without the head. Raises UnsupportedError if 4 bits for all
+    are more than that.
+    """
+    config = todo.config.weights
+    # Neither the head nor experts, which get 4 bits, are part of the budget.
+    linears = {p.site.name: p for p in todo.quantized if not p.site.is_head and p.config.average_bits is not None}
+    if config is None or config.average_bits is None or not linears:
+        return frozenset()
+    count = sum(p.site.weight.numel() for p in linears.values())
+    size = sum(_bytes(p, p.config) for p in linears.values())
+    left = config.average_bits * count / 8 - size
+    if left < 0:
+        raise UnsupportedError(
+            f"average_bits={config.average_bits} is not enough: 4 bits for all linears, with scales for groups of "
+            f"{config.group_size}, are {8 * size / count:.3f}; ask for more, or for larger groups"
+        )
+    check_takes_ids(todo.model)
+    chosen: list[str] = []
+    units = sensitivities(todo.model, linears, windows_of(config.calibration, todo.model))
+    for unit in sorted(units, key=lambda unit: -unit.divergence / unit.extra):
+        if unit.extra <= left:
+            left -= unit.extra
+            chosen += unit.names
+    return frozenset(chosen)
+
+
+@torch.no_grad()
+def sensitivities(model: PreTrainedModel, linears: Mapping[str, LinearPlan], windows: Tensor) -> list[Unit]:
+    """Each unit of the Linears, with what it costs to round it to 4 bits, to nearest, and no other."""
+    copy = twin(model)
+    length = min(WINDOW, windows.shape[1])
+    ids = windows.flatten()[: max(1, TOKENS // length) * length]
+    ids = ids[: len(ids) // length * length].view(-1, length).to(model.device)
+    with evaluating(copy):
+        expected = _predictions(copy, ids)
+        return [
+            Unit(names, _divergence(copy, ids, expected, [linears[name] for name in names]), _extra(linears, names))
+            for names in logging.tqdm(list(units_of(model, linears)), desc="Measuring layers", unit=" units")
+        ]
+
+
+def units_of(model: PreTrainedModel, linears: Mapping[str, LinearPlan]) -> Iterator[tuple[str, ...]]:
+    """The Linears in groups that are called on one tensor; the others one by one."""
+    joined: dict[str, tuple[str, ...]] = {}
+    for site in projection_sites(model):
+        names = tuple(name for name in site.layers if name in linears)
+        joined |= dict.fromkeys(names, names)
+    yield from dict.fromkeys(joined.get(name, (name,)) for name in linears)
+
+
+class _ToNearest:
+    """Gives a RoundingLinear its weight."""
+
+    def __init__(self, linears: Sequence[LinearPlan]) -> None:
+        self._linears = {linear.site.name: linear for linear in linears}
+
+    def quantize(self, name: str, inputs: Tensor) -> Rounded:
+        linear = self._linears[name]
+        return Rounded(rtn.quantize(linear.site.weight, linear.config), None)
+
+
+def _divergence(copy: PreTrainedModel, ids: Tensor, expected: Tensor, linears: Sequence[LinearPlan]) -> float:
+    before: dict[str, Any] = {linear.site.name: copy.get_submodule(linear.site.name) for linear in linears}
+    rounding = _ToNearest(linears)
+    for linear in linears:
+        copy.set_submodule(linear.site.name, RoundingLinear(linear, rounding))
+    try:
+        actual = _predictions(copy, ids)
+    finally:
+        for name, module in before.items():
+            copy.set_submodule(name, module)
+    return float((expected.exp() * (expected - actual)).sum(-1).mean(dtype=torch.float64))
+
+
+def _predictions(model: Any, ids: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits.float().log_softmax(-1)
+
+
+def _bytes(linear: LinearPlan, config: WeightConfig) -> int:
+    return LinearSpec.of(linear.site.weight, config).weight_bytes
+
+
+def _extra(linears: Mapping[str, LinearPlan], names: tuple[str, ...]) -> int:
+    chosen = [linears[name] for name in names]
+    return sum(_bytes(linear, linear.config.with_eight_bits()) - _bytes(linear, linear.config) for linear in chosen)

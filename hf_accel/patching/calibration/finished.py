@@ -1,0 +1,105 @@
+"""The layers that a calibration has finished, stored so that a run that was killed goes on from there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ...config import WeightConfig
+from ...errors import UnsupportedError
+from ...linear.formats import QuantizedWeight, from_state, state
+from ..originals import fingerprint
+from ..plan import LinearPlan
+
+SCALES = "input_scales"  # beside the tensors of the weight
+RECORD = "calibration.json"  # what the layers in the folder were made from
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A quantized weight. scales: float32 [in], what its columns were multiplied by before rounding; None: nothing."""
+
+    weight: QuantizedWeight
+    scales: Tensor | None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A folder of quantized weights, one file each; folder None: nothing is stored."""
+
+    folder: Path | None
+    bits: Mapping[str, int]
+    files: Mapping[str, str]
+
+    @classmethod
+    def of(cls, config: WeightConfig, windows: Tensor, linears: Mapping[str, LinearPlan]) -> Finished:
+        """Raises UnsupportedError if config.resume holds layers of another model, of other data or settings."""
+        folder = None if config.resume is None else Path(config.resume)
+        files = {name: f"{number:05d}.safetensors" for number, name in enumerate(linears)}
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            _check(folder, _record(config, windows, linears))
+        return cls(folder, {name: linear.config.bits for name, linear in linears.items()}, files)
+
+    def read(self, name: str) -> Rounded | None:
+        """The weight of a layer; None if it is still to be made."""
+        if self.folder is None or not (self.folder / self.files[name]).exists():
+            return None
+        path = self.folder / self.files[name]
+        try:
+            tensors = load_file(path)
+            return Rounded(from_state(self.bits[name], tensors), tensors.get(SCALES))
+        except Exception as error:
+            raise UnsupportedError(f"resume: {path} cannot be read: {error}; delete it") from error
+
+    def write(self, name: str, rounded: Rounded) -> None:
+        """Whole, or not at all if the process is killed meanwhile."""
+        if self.folder is not None:
+            scales = {} if rounded.scales is None else {SCALES: rounded.scales}
+            tensors = {key: tensor.contiguous() for key, tensor in (state(rounded.weight) | scales).items()}
+            path = self.folder / self.files[name]
+            part = path.with_suffix(".part")
+            save_file(tensors, part)
+            os.replace(part, path)
+
+
+def _record(config: WeightConfig, windows: Tensor, linears: Mapping[str, LinearPlan]) -> dict[str, str]:
+    """What the numbers depend on, by the words that an error names."""
+    weights = [f"{name} {fingerprint(linear.site.parameter)}" for name, linear in linears.items()]
+    formats = [f"{p.config.method} {p.config.label} {p.config.group_size}" for p in linears.values()]
+    return {
+        "the model": _digest(weights),
+        "the calibration data": _digest([fingerprint(windows)]),
+        "the settings of the weights": _digest(formats),
+    }
+
+
+def _digest(lines: list[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _check(folder: Path, record: dict[str, str]) -> None:
+    """Compare the record with the one in the folder, or write it into a new one."""
+    path = folder / RECORD
+    if not path.exists():
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        os.replace(part, path)
+        return
+    try:
+        before = dict(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise UnsupportedError(f"resume: {path} cannot be read: {error}; choose another folder") from error
+    for what, value in record.items():
+        if before.get(what) != value:
+            raise UnsupportedError(
+                f"resume={str(folder)!r} holds layers of another run: {what} differs; choose another folder, or "
+                "delete this one"
+            )

@@ -1,0 +1,170 @@
+"""Checks of what a user passes: the model, and the names of its modules in skip=."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Sequence
+from os import PathLike
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
+
+from ..config import PatchConfig
+from ..errors import UnsupportedError
+from ..linear.hf import holds_experts
+from ..models import without_adapters
+from ..undo.state import MARKS, PART_OF, PatchState, find_state
+
+
+def transformers_model(given: Any) -> PreTrainedModel:
+    """The transformers model to work on, inside of a PEFT wrapper if need be; UnsupportedError if it is none."""
+    inner = without_adapters(given)
+    if not isinstance(inner, PreTrainedModel):
+        what = f"the class {given.__name__}" if isinstance(given, type) else f"{type(given).__name__}"
+        raise UnsupportedError(f"hf_accel works on a transformers PreTrainedModel, not on {what}; {_way_out(given)}")
+    return inner
+
+
+def _way_out(given: Any) -> str:
+    if isinstance(given, str | PathLike):
+        return f"load it first, as with AutoModelForCausalLM.from_pretrained({str(given)!r})"
+    if isinstance(given, PreTrainedConfig):
+        return "make a model of it first, as with AutoModelForCausalLM.from_config(config)"
+    if isinstance(given, PreTrainedTokenizerBase):
+        return "pass the model that it is the tokenizer of"
+    if isinstance(given, type):
+        return "pass a model of it, as its from_pretrained returns one"
+    within = _within(given)
+    if within == "_orig_mod":
+        return "it is compiled: pass model._orig_mod, or patch before torch.compile"
+    if within is not None:
+        return f"pass the transformers model in it, its .{within}"
+    return "pass the model that from_pretrained returned"
+
+
+def _within(given: Any) -> str | None:
+    """The name of the attribute of a wrapper, a pipeline or a Trainer that holds a transformers model, or None."""
+    modules = given.named_modules() if isinstance(given, nn.Module) else ()
+    found = next((name for name, module in modules if isinstance(module, PreTrainedModel)), None)
+    return "model" if found is None and isinstance(getattr(given, "model", None), PreTrainedModel) else found
+
+
+def is_patched_alike(model: PreTrainedModel, settings: PatchConfig) -> bool:
+    """Whether the model is patched already, with these settings.
+
+    Raises UnsupportedError where it is patched with others, is part of a patched model, or has a part that is patched.
+    """
+    state = find_state(model)
+    if state is not None:
+        others = _differences(state, settings)
+        if others:
+            raise UnsupportedError(
+                f"the model is patched already, with {'; '.join(others)}; call hf_accel.unpatch(model) first"
+            )
+        return True
+    outer = vars(model).get(PART_OF)
+    if outer is not None:
+        raise UnsupportedError(
+            f"this {type(model).__name__} is a part of a patched {outer} and is patched with it; use it as it is, or "
+            f"call hf_accel.unpatch() on the {outer} first"
+        )
+    for name, module in model.named_modules():
+        if find_state(module) is not None:
+            raise UnsupportedError(
+                f"{name!r} in this {type(model).__name__}, a {type(module).__name__}, is patched already; call "
+                f"hf_accel.unpatch(model.{name}) first"
+            )
+        if any(mark in vars(module) for mark in MARKS):
+            raise UnsupportedError(
+                f"{name!r} in this {type(model).__name__}, a {type(module).__name__}, belongs to another model too, "
+                "which is patched, or was copied out of one; this model runs as it is, on what was patched of it; "
+                "to patch it whole, call hf_accel.unpatch() on the other one first"
+            )
+    return False
+
+
+def _differences(state: PatchState, settings: PatchConfig) -> list[str]:
+    """What a model was patched with where something else is asked for now."""
+    before = state.config
+    found = []
+    for name in (f.name for f in dataclasses.fields(PatchConfig) if f.compare):
+        old, new = getattr(before, name), getattr(settings, name)
+        if old != new:
+            found += _changes(name, old, new)
+        elif name in settings.explicit - before.explicit and new is not None:
+            found.append(f"{name}= left out, so that it need not have been met")
+    if settings.weights is not None and settings.weights.calibration is not None:
+        found.append("calibration data that was not kept, so that it cannot be compared")
+    if getattr(getattr(state.generation.context, "ranks", None), "group", None) is not settings.context_parallel:
+        found.append("another context_parallel=")
+    return found
+
+
+def _changes(name: str, old: Any, new: Any) -> list[str]:
+    """Of two configs, the settings that differ."""
+    if dataclasses.is_dataclass(old) and type(old) is type(new):
+        fields = [
+            f.name for f in dataclasses.fields(old) if f.compare and getattr(old, f.name) != getattr(new, f.name)
+        ]
+        return [f"{f}={_short(getattr(old, f))} in {name}=, not {_short(getattr(new, f))}" for f in fields]
+    return [f"{name}={_short(old)}, not {_short(new)}"]
+
+
+def _short(value: Any) -> str:
+    """A config by its settings that are not the default, a draft model by its class."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        default = type(value)()
+        given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.compare}
+        settings = [f"{name}={_short(v)}" for name, v in given.items() if v != getattr(default, name)]
+        return f"{type(value).__name__}({', '.join(settings)})"
+    return repr(value) if isinstance(value, str | int | float | tuple | None) else f"a {type(value).__name__}"
+
+
+def check_model(model: object) -> PreTrainedModel:
+    """`transformers_model`, and refuse one whose parameters have no values here."""
+    inner = transformers_model(model)
+    on_meta = next((name for name, p in inner.named_parameters() if p.device.type == "meta"), None)
+    if on_meta is None:
+        return inner
+    if any(hasattr(module, "_hf_hook") for module in inner.modules()):
+        raise UnsupportedError(
+            f"parameter {on_meta!r} is on the meta device, since accelerate brings it in for each pass; load the "
+            "model without offloading, as with device_map='cpu'"
+        )
+    raise UnsupportedError(
+        f"parameter {on_meta!r} is on the meta device and has no values; load the model's weights first"
+    )
+
+
+def check_skip(model: nn.Module, skip: Sequence[str]) -> None:
+    """Raise UnsupportedError for a name in skip= that no Linear has, and that would skip nothing."""
+    modules = dict(model.named_modules())
+    linears = [n for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D) or holds_experts(m)]
+    for wanted in skip:
+        if not any(named(name, wanted) for name in linears):
+            hint = _meant(wanted, modules, linears)
+            raise UnsupportedError(f"skip={wanted!r} is the name, or the end of the name, of no Linear; {hint}")
+
+
+def _meant(wanted: str, modules: Iterable[str], linears: list[str]) -> str:
+    inside = {
+        wanted + name[len(around) :]
+        for around in modules
+        for name in linears
+        if named(around, wanted) and name.startswith(f"{around}.")
+    }
+    ends = sorted({name.rpartition(".")[2] for name in linears})
+    close = sorted(inside) or difflib.get_close_matches(wanted, [*ends, *linears], n=3)
+    return f"did you mean {shortened(close)}?" if close else f"there are {shortened(ends)}"
+
+
+def shortened(names: list[str], most: int = 8) -> str:
+    return ", ".join([*map(repr, names[:most]), *(["..."] if len(names) > most else [])])
+
+
+def named(name: str, wanted: str) -> bool:
+    """Whether `wanted` is a module's name or the end of it."""
+    return name == wanted or name.endswith("." + wanted)

@@ -1,0 +1,223 @@
+"""Replace the Linears of a plan by quantized layers, a few at a time, and free what they replace as it goes.
+
+No more than a few float originals outlive their quantized form, so that a model never takes much more memory than it
+did. Weights are freed after all checks: what is freed can be read back, or was given up by keep_original=False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from ..errors import UnsupportedError
+from ..hardware import release, trim
+from ..linear import BackendChoice, ExpertWeights, QuantExperts, QuantizedWeight, QuantLinear, Workers
+from ..linear.experts import WEIGHT_MODULES
+from ..linear.layer import RankPart
+from ..linear.nf4 import BitsAndBytes, nf4_layer
+from ..parallel.tensor_linear import CLASSES, JoinedLinear, part_bias
+from ..tensors import is_sharded
+from ..undo.journal import Journal
+from .originals import Originals, Source, Stored
+from .plan import LinearPlan, Plan
+from .weight_sites import ExpertsSite, LinearSite
+
+HOOKS = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_backward_pre_hooks", "_backward_hooks",
+)  # fmt: skip
+LAYERS = nn.Linear | QuantExperts  # what is put in
+PATIENCE = 1.0  # seconds without a progress bar
+TRIM = 2**26  # bytes freed before malloc is asked for them: it keeps them for threads that pack no more
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight as `choice.backend` reads it.
+
+    source: where the original can be read again, None if it is kept. bias: in the place of the Linear's own.
+    """
+
+    name: str
+    choice: BackendChoice
+    weight: Any
+    source: Source | None
+    bias: Tensor | None = None
+
+
+def replace_linears(
+    todo: Plan, journal: Journal, originals: Originals, loaded: Mapping[str, Packed] | None = None
+) -> None:
+    """Replace each Linear that the plan quantizes.
+
+    loaded: what was packed before, by name, while the weights were read.
+    """
+    by_name = {linear.site.name: linear for linear in todo.quantized}
+    ready = dict(loaded or {})
+    waiting = [linear for name, linear in by_name.items() if name not in ready]
+    if todo.config.keep_original is False:
+        for linear in waiting:
+            _check_finite(linear)
+
+    freed = 0
+    experts: dict[str, dict[str, Packed]] = {}
+
+    def place_experts(packed: Packed, site: ExpertsSite) -> None:
+        """Put a module in when its last weight is there."""
+        weights = experts.setdefault(site.experts_name, {})
+        weights[site.key] = packed
+        needed = [p for p in todo.quantized if isinstance(p.site, ExpertsSite) and p.site.module is site.module]
+        if len(weights) == len(needed):
+            _place_experts(weights, site, todo, journal)
+            del experts[site.experts_name]
+
+    def replace(packed: Packed) -> None:
+        nonlocal freed
+        site = by_name[packed.name].site
+        if isinstance(site, ExpertsSite):
+            place_experts(packed, site)
+        else:
+            _place(packed, site, todo, journal)
+        freed += _let_go(packed, site, todo, originals)
+        if freed >= TRIM:
+            trim()
+            freed = 0
+
+    while ready:
+        replace(ready.pop(next(iter(ready))))
+    if waiting:
+        _pack_all(waiting, todo, replace)
+    if by_name:
+        trim()
+
+
+def replace_parameters(model: nn.Module, new: Mapping[str, Mapping[str, Tensor]], journal: Journal) -> None:
+    """Give modules, such as norms, other parameters: `new`, by the names of the module and the parameter."""
+    for name, parameters in new.items():
+        module = model.get_submodule(name)
+        for parameter, value in parameters.items():
+            before = module._parameters[parameter]
+            assert before is not None
+            journal.item(module, "_parameters", parameter, nn.Parameter(value, before.requires_grad))
+
+
+def _pack_all(linears: Sequence[LinearPlan], todo: Plan, replace: Callable[[Packed], None]) -> None:
+    # transformers' own bar, which logging.disable_progress_bar() turns off
+    with (
+        Workers[Packed](None if todo.model.device.type == "cpu" else 1) as workers,
+        logging.tqdm(total=len(linears), desc="Quantizing weights", unit=" layers", delay=PATIENCE) as bar,
+    ):
+        for linear in linears:
+            for packed in workers.put(partial(_pack_linear, linear, todo.on_disk)):
+                replace(packed)
+                bar.update()
+        for packed in workers.finish():
+            replace(packed)
+            bar.update()
+
+
+def _pack_linear(linear: LinearPlan, on_disk: Mapping[str, Stored] | None) -> Packed:
+    assert linear.choice is not None
+    source = _source(linear, on_disk)
+    packed = pack_weight(linear, linear.site.tensor.detach(), linear.choice, source=source)
+    release(linear.site.tensor)  # the mapping stays as long as any tensor of the file
+    return packed
+
+
+def pack_quantized(
+    linear: LinearPlan, weight: QuantizedWeight, on_disk: Mapping[str, Stored] | None, *, bias: Tensor | None
+) -> Packed:
+    """A weight that was quantized already, as `replace_linears` takes it. bias: in the place of the Linear's own."""
+    choice, source = linear.choice, _source(linear, on_disk)
+    assert choice is not None
+    return Packed(linear.site.name, choice, choice.backend.pack(weight), source, bias)
+
+
+def _source(linear: LinearPlan, on_disk: Mapping[str, Stored] | None) -> Source | None:
+    """Where the original can be read again; None if it is kept."""
+    if on_disk is None or linear.site.is_tied:
+        return None
+    stored = linear.site.tensor_name
+    return Source.of(linear.site.parameter, on_disk[stored], stored)
+
+
+@torch.no_grad()
+def pack_weight(linear: LinearPlan, tensor: Tensor, choice: BackendChoice, *, source: Source | None) -> Packed:
+    """Quantize the float parameter of a site. Raises UnsupportedError for NaN and infinity, with the layer's name."""
+    name, config = linear.site.name, linear.config
+    try:
+        packed = [choice.backend.quantize(weight, config) for weight in linear.site.matrices(tensor)]
+        return Packed(name, choice, packed if isinstance(linear.site, ExpertsSite) else packed[0], source)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{name!r} cannot be quantized: {error}") from error
+
+
+def _check_finite(linear: LinearPlan) -> None:
+    """Raise UnsupportedError for NaN and infinity, as quantizing would, before the first weight is freed for good."""
+    low, high = linear.site.weight.detach().aminmax()
+    release(linear.site.tensor)
+    if not (low.isfinite() and high.isfinite()):
+        raise UnsupportedError(
+            f"{linear.site.name!r} cannot be quantized: the weight holds NaN or infinity; "
+            "repair the checkpoint or skip the layer"
+        )
+
+
+def _place(packed: Packed, site: LinearSite, todo: Plan, journal: Journal) -> None:
+    """Put the quantized layer where the Linear was."""
+    bias = site.bias if packed.bias is None else packed.bias
+    layer: nn.Linear
+    if isinstance(packed.choice.backend, BitsAndBytes):
+        layer = nf4_layer(packed.weight, bias, packed.choice.spec, source_class=type(site.module))
+    elif is_sharded(site.parameter):
+        layer = _part(packed, part_bias(site.bias), todo)
+    else:
+        layer = QuantLinear.from_packed(packed.weight, bias, choice=packed.choice)
+    _put_in(layer, site.module, packed.name, model=todo.model, journal=journal)
+
+
+def _part(packed: Packed, bias: nn.Parameter | None, todo: Plan) -> QuantLinear:
+    """The layer of a weight of which this rank has packed its part."""
+    assert todo.split is not None
+    ranks = todo.split.ranks
+    layer = CLASSES[todo.split.role(packed.name) or ""].from_packed(packed.weight, bias, choice=packed.choice)
+    layer.part = RankPart(ranks.rank, ranks.size)
+    if isinstance(layer, JoinedLinear):
+        layer.ranks = ranks
+    return layer
+
+
+def _place_experts(packed: Mapping[str, Packed], site: ExpertsSite, todo: Plan, journal: Journal) -> None:
+    """Put the quantized experts where the float ones were."""
+    keys = [key for key in WEIGHT_MODULES if key in packed]
+    weights = {key: ExpertWeights.from_packed(packed[key].weight, choice=packed[key].choice) for key in keys}
+    layer = QuantExperts(site.module, weights)
+    _put_in(layer, site.module, site.experts_name, model=todo.model, journal=journal)
+
+
+def _put_in(layer: nn.Module, original: nn.Module, full_name: str, *, model: nn.Module, journal: Journal) -> None:
+    layer.train(original.training)
+    for hooks in HOOKS:  # the very same dicts, so that what is registered on either is there for both
+        vars(layer)[hooks] = vars(original)[hooks]
+    layer._is_full_backward_hook = original._is_full_backward_hook
+    parent_name, _, name = full_name.rpartition(".")
+    journal.item(model.get_submodule(parent_name), "_modules", name, layer)
+
+
+def _let_go(packed: Packed, site: LinearSite, todo: Plan, originals: Originals) -> int:
+    """Free the weight of the Linear that was replaced, if it may go; returns the bytes."""
+    size = site.tensor.nbytes
+    if site.is_tied or todo.config.keep_original is True:
+        return 0
+    if todo.config.keep_original is False:
+        originals.lose(site.parameter)
+    elif packed.source is not None:
+        originals.drop(site.parameter, packed.source)
+    return size - site.tensor.nbytes

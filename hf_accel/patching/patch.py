@@ -1,0 +1,308 @@
+"""Apply a Plan to a model, and take it back. Every write goes through a Journal, here, in pack and in ties."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar, Unpack
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+
+from ..attention import PlannedAttention
+from ..attention.hf import NAME as ATTENTION_NAME
+from ..attention.hf.parts import implementation_of_config, set_our_attention, stock_implementation
+from ..config import WeightConfig
+from ..config.patch_config import (
+    Attention,
+    Cache,
+    KeepOriginal,
+    PatchConfig,
+    PatchKeywords,
+    ProcessGroup,
+    Speculative,
+    Weights,
+    takes_patch_keywords,
+)
+from ..errors import UnsupportedError
+from ..fused.projections import FusedProjections
+from ..generation.hf import AcceleratedGeneration, GenerationState, prepare_step
+from ..kernels import cpu as cpu_kernels
+from ..keywords import MEANT_BY_PATCH, checked_keywords
+from ..linear import QuantLinear, QuantModule
+from ..linear.hf import METHOD, AccelConfig, AccelQuantizer, module_settings
+from ..models import unwrapped
+from ..tensors import torchs_defaults
+from ..undo.instance import mixed_class
+from ..undo.journal import Journal
+from ..undo.state import (
+    BACKEND_ATTRIBUTE,
+    FUSED,
+    FUSED_PROJECTIONS,
+    PART_OF,
+    STATE,
+    STOCK_ATTRIBUTE,
+    PatchState,
+    find_state,
+    state_of,
+)
+from .calibration import calibrate, planned
+from .check import is_patched_alike, transformers_model
+from .nf4_model import label_nf4
+from .originals import Originals
+from .pack import Packed, replace_linears, replace_parameters
+from .plan import Plan
+from .survey import attention_modules, common_group_size
+from .ties import break_ties
+from .twin import twin
+from .unpatch import unpatch
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@takes_patch_keywords
+def plan(model: nn.Module, **keywords: Unpack[PatchKeywords]) -> Plan:
+    """What `patch(model, **keywords)` would do, and why. Changes nothing."""
+    settings = PatchConfig.build(**keywords)
+    with torchs_defaults():
+        return planned(model, settings)
+
+
+@checked_keywords(**MEANT_BY_PATCH)
+@takes_patch_keywords
+def patch(
+    model: Model,
+    *,
+    weights: Weights = "int8",
+    attention: Attention = "auto",
+    cache: Cache = "paged",
+    fuse: bool = True,
+    speculative: Speculative = None,
+    keep_original: KeepOriginal = "auto",
+    deterministic: bool = False,
+    context_parallel: ProcessGroup | None = None,
+    config: PatchConfig | Mapping[str, Any] | None = None,
+) -> Model:
+    """Accelerate a transformers model in place and return it; `unpatch` undoes it exactly.
+
+    weights: "int8" (default), "int4", "fp8", "nf4" (bitsandbytes'), None (as is), "auto", or a WeightConfig.
+    attention: "auto" (default), the name of a backend, or None for stock.
+    cache: "paged" (default), None for stock, or a CacheConfig.
+    keep_original: "auto" (default) frees the replaced weights if the model's own checkpoint holds the very same
+        ones, True keeps them in memory, False frees them for good.
+    deterministic: a request's tokens then never depend on what runs beside it, nor on how its prompt is cut; refused
+        where some part cannot promise that, and slower for many rows of float weights.
+    speculative: how generate drafts tokens where a call does not say: None (default), "auto", "ngram", "suffix",
+        "self-int4", a draft model, or a SpeculativeConfig.
+    context_parallel: a process group of torch.distributed whose ranks share out the KV cache: docs/parallel.md.
+    config: a PatchConfig or a dict of these keywords, which the keywords given override.
+
+    A model that is patched already with the same keywords is returned as it is. Raises UnsupportedError, with the
+    model as it was, for other keywords then, and for what cannot be done.
+    """
+    keywords = {
+        "weights": weights, "attention": attention, "cache": cache, "fuse": fuse, "speculative": speculative,
+        "keep_original": keep_original, "deterministic": deterministic, "context_parallel": context_parallel,
+    }  # fmt: skip
+    settings = PatchConfig.build(config, **keywords)
+    if not is_patched_alike(transformers_model(model), settings):
+        with torchs_defaults():
+            apply_plan(planned(model, settings))
+    return model
+
+
+@takes_patch_keywords
+@contextmanager
+def patched(model: Model, **keywords: Unpack[PatchKeywords]) -> Iterator[Model]:
+    """`with patched(model, ...):` patches for the length of a block, also if the block raises.
+
+    What the block has unpatched itself, or unpatched and patched again, stays as it left it. A model that was patched
+    before, with the same keywords, stays patched.
+    """
+    before = find_state(unwrapped(model))
+    state = state_of(unwrapped(patch(model, **keywords)))
+    try:
+        yield model
+    finally:
+        if state is not before and find_state(unwrapped(model)) is state:
+            unpatch(model)
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether patch() was at work on the model, or on the one that PEFT or torch.compile has wrapped."""
+    return find_state(unwrapped(model)) is not None
+
+
+def stats(model: nn.Module) -> dict[str, Any]:
+    """What the last generate() of a patched model took: seconds, tokens per second, blocks, waste, prefix hits."""
+    if is_patched(model):
+        return dict(state_of(unwrapped(model)).generation.statistics)
+    raise UnsupportedError(f"the model is not patched: {type(transformers_model(model)).__name__} has no statistics")
+
+
+def stock_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """An unpatched model over the same Parameters; the model given does not notice. Raises as `unpatch` does."""
+    copied: Any = twin(model)
+    stock: PreTrainedModel = unpatch(copied) if is_patched(copied) else copied
+    return stock
+
+
+def make_draft(model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
+    """A patched model over the same Parameters, with its linears in `weights`; the model given does not notice."""
+    draft: Any = stock_twin(model)
+    wanted: Any = WeightConfig(4, group_size=common_group_size(draft)) if weights == "int4" else weights
+    made: PreTrainedModel = patch(draft, weights=wanted, keep_original=True)
+    return made
+
+
+def with_stock_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """A patched model over the same numbers that attends as without us; the model given does not notice."""
+    state = state_of(model)
+    attending = twin(model)
+    before = {id(write.owner): write.old for write in state.journal.writes if write.key == "config"}
+    for module, own in zip(model.modules(), attending.modules(), strict=True):
+        if id(module) in before:
+            config: Any = own.config
+            config._attn_implementation_internal = implementation_of_config(model, before[id(module)])
+    return attending
+
+
+# -- writing -------------------------------------------------------------------------------------------
+
+
+def apply_plan(todo: Plan, loaded: Mapping[str, Packed] | None = None) -> None:
+    """Do what the plan says; on any exception the model is as it was before.
+
+    loaded: weights that were packed while they were read, by the name of their module.
+    """
+    if todo.model.device.type == "cpu":
+        cpu_kernels.warn_of_refusal()
+    calibrated = calibrate(todo)  # which only reads
+    packed = {**calibrated.packed, **(loaded or {})}
+    todo = replace(todo, config=todo.config.without_data())
+    journal, originals = Journal(), Originals()
+    try:
+        _replace_config(todo.model, journal)
+        _mark_quantized(todo, journal)
+        _switch_attention(todo, journal)
+        _fuse(todo, journal)
+        _enter_generation(todo, journal, originals)
+        replace_parameters(todo.model, calibrated.folded, journal)
+        replace_linears(todo, journal, originals, packed)  # when nothing can refuse any more: it frees weights
+        _fuse_projections(todo, journal)
+    except BaseException as error:
+        _recover(journal, originals, error)
+        raise
+
+
+def _recover(journal: Journal, originals: Originals, error: BaseException) -> None:
+    """Take back what was done until `error`. Another interrupt waits: a model half patched would compute nonsense."""
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            originals.recover(error)
+            journal.undo()
+            break
+        except KeyboardInterrupt as again:
+            interrupt = again
+    if interrupt is not None:
+        raise interrupt from error
+
+
+def _replace_config(model: PreTrainedModel, journal: Journal) -> None:
+    """Give all modules configs of their own: another model may share them, and we write into ours.
+
+    A model that was put together of others' parts has more than one.
+    """
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PreTrainedConfig):
+                journal.attribute(module, name, copy.deepcopy(value, copies))
+
+
+def _mark_quantized(todo: Plan, journal: Journal) -> None:
+    """Tell transformers, so that save_pretrained writes a checkpoint that from_pretrained can read."""
+    model = todo.model
+    # Layers of a quantized checkpoint are in the model already; the others are still to be put in.
+    layers = {name: module_settings(m) for name, m in model.named_modules() if isinstance(m, QuantModule)}
+    if any(linear.config.is_nf4 for linear in todo.quantized):
+        return label_nf4(todo, journal)
+    layers |= {linear.site.name: module_settings(linear.config) for linear in todo.quantized}
+    if not layers:
+        return
+    settings = AccelConfig(modules=layers)
+    settings.patch = todo.config
+    journal.attribute(model, "hf_quantizer", AccelQuantizer(settings))
+    journal.attribute(model, "is_quantized", True)
+    journal.attribute(model, "quantization_method", METHOD)
+    # The config is a copy that _replace_config has put in.
+    model.config.quantization_config = settings
+    model.config._is_quantized = True
+    break_ties(model, layers, journal)
+
+
+def _switch_attention(todo: Plan, journal: Journal) -> None:
+    if todo.stock_attention:
+        return
+    for module in attention_modules(todo.model):
+        journal.attribute(module, STOCK_ATTRIBUTE, stock_implementation(todo.model, module))
+    set_our_attention(todo.model, todo.model.set_attn_implementation)  # writes into our own copies of the configs
+    chosen = todo.model.config.get_text_config(decoder=True)._attn_implementation
+    if chosen != ATTENTION_NAME:
+        raise UnsupportedError(f"{todo.title} kept attention {chosen!r}; patch it with attention=None")
+    for module in attention_modules(todo.model):
+        config: Any = getattr(module, "config", todo.model.config)
+        if config._attn_implementation != ATTENTION_NAME:  # one that transformers does not know of
+            config._attn_implementation_internal = ATTENTION_NAME
+    for attention in todo.attention:
+        planned = PlannedAttention(attention.backend, attention.site.spec)
+        journal.attribute(attention.site.module, BACKEND_ATTRIBUTE, planned)
+
+
+def _fuse(todo: Plan, journal: Journal) -> None:
+    """Give modules a class of their own."""
+    for site in (*todo.fused.sites, *todo.fused.linears):
+        journal.attribute(site.module, "__class__", mixed_class(site.mixin, type(site.module)))
+        journal.attribute(site.module, FUSED, site.state)
+
+
+def _fuse_projections(todo: Plan, journal: Journal) -> None:
+    """Let layers that are called on one tensor know each other, those that replace others included."""
+    for site in todo.fused.projections:
+        layers = [todo.model.get_submodule(name) for name in site.layers]
+        projections = FusedProjections(layers, todo.fused.float_rows)
+        for layer in layers:
+            if isinstance(layer, QuantLinear):
+                layer.fused_projections = projections  # a module of ours, which unpatch takes out whole
+            else:
+                journal.attribute(layer, FUSED_PROJECTIONS, projections)
+
+
+def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> None:
+    model = todo.model
+    generation = GenerationState(
+        None if todo.stock_cache else todo.config.cache,
+        speculative=todo.config.speculative,
+        ragged_refusal=todo.stock_loop,
+        invariant_rows=todo.invariant_rows,
+        agreement=todo.agreement,
+        make_draft=make_draft,
+        make_attending=with_stock_attention,
+        context=todo.context,
+    )
+    journal.attribute(model, STATE, PatchState(todo.config, todo.to_dict(), journal, originals, generation))
+    for part in model.modules():
+        if part is not model and isinstance(part, PreTrainedModel):
+            journal.attribute(part, PART_OF, type(model).__name__)
+    if isinstance(model, GenerationMixin) and model.can_generate():  # others have a generate() of their own
+        journal.attribute(model, "__class__", mixed_class(AcceleratedGeneration, type(model)))
+    if not todo.stock_cache:
+        # The journal writes the entries itself. The handle is only asked for an id that no other hook has.
+        hook_id = RemovableHandle(model._forward_pre_hooks).id
+        journal.item(model, "_forward_pre_hooks_with_kwargs", hook_id, True)
+        journal.item(model, "_forward_pre_hooks", hook_id, prepare_step)

@@ -1,0 +1,352 @@
+"""make_plan: every choice about a model. Reads the model, never writes to it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .. import attention as attention_backends
+from ..attention.cpu import CpuBackend
+from ..attention.hf.parts import stock_parts
+from ..config import PatchConfig, WeightConfig
+from ..errors import UnsupportedError
+from ..fused.hf import joined_sites, layer_sites
+from ..fused.operators import has_library
+from ..fused.operators import refusal as refuses_operators
+from ..fused.projections import UNLIMITED, native_rows
+from ..fused.sites import Dropped, FusedSite, fused_sites, native_linears, projection_sites
+from ..generation.hf import model_refusal
+from ..hardware import detect, read_bandwidth
+from ..kernels.cpu.library import FLOATS
+from ..linear import ExpertWeights, LinearSpec, QuantLinear, QuantModule, Workers
+from ..linear import choose as choose_linear
+from ..linear.cpu import Cpu
+from ..linear.hf import stored_experts
+from ..linear.measured_tiles import Measuring
+from ..linear.nf4 import choose_nf4, nf4_refusal, require_bitsandbytes
+from ..parallel.context import context_parallel
+from ..parallel.tensor_plan import check_split, tensor_parallel
+from .check import check_model
+from .explain import explain
+from .originals import Stored, checkpoint_files, parameter_bytes, readable
+from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
+from .survey import attention_refusal, attention_sites, cache_refusal, other_quantizer, pages_refusal, sites_for
+from .weight_sites import ExpertsSite, LinearSite
+
+OWN_FORWARD = "the forward of a linear layer in it is not nn.Linear's"
+NF4_HEAD = "a checkpoint of bitsandbytes holds no INT8 head"
+
+
+def make_plan(
+    model: object,
+    config: PatchConfig,
+    *,
+    find_originals: FindOriginals | None = None,
+    eight_bits: Collection[str] = (),
+) -> Plan:
+    """The Plan for a model; raises UnsupportedError where an explicit request cannot be met.
+
+    find_originals: says which file holds each weight that will be replaced, or None unless all can be read back;
+        without it the checkpoint that the model came from is compared. eight_bits: names of Linears that average_bits
+        leaves 8 bits for.
+    """
+    inner = check_model(model)
+    split = tensor_parallel(inner)
+    if split is not None:
+        check_split(split, inner, config)
+    stock_attention = _refusal("attention", config, attention_refusal(inner), wanted=config.attention is not None)
+    no_cache = cache_refusal(inner) if config.attention is not None else "attention=None leaves attention stock"
+    no_cache = no_cache or pages_refusal(inner, config.cache)
+    stock_cache = _refusal("cache", config, no_cache, wanted=config.cache is not None)
+    _check_other_quantizer(inner, config)
+    _check_calibration(config.weights)
+    _check_nf4(inner, config.weights)
+    linears = tuple(plan_linears(inner, config.weights, eight_bits=eight_bits, row_invariant=config.deterministic))
+    attention = () if stock_attention else tuple(_plan_attention(inner, config))
+    stock_loop = _stock_loop(inner, config, stock_cache)
+    context = context_parallel(inner, config, stock_attention or stock_loop)
+    before = parameter_bytes(list(inner.parameters()) + list(inner.buffers()))
+    after = before + sum(p.bytes_held for p in linears)
+    bandwidth = read_bandwidth(detect(inner.device))
+    read_before, read_after = _bytes_read(inner, ()), _bytes_read(inner, linears)
+    plan = Plan(
+        model=inner,
+        title=f"{type(inner).__name__}, {inner.num_parameters() / 1e6:,.1f} M parameters, {_kind(inner)}",
+        config=config,
+        linears=linears,
+        attention=attention,
+        fused=_plan_fused(inner, config, linears, () if stock_loop or context else attention),
+        stock_attention=stock_attention,
+        stock_parts={} if stock_attention else stock_parts(inner),
+        stock_cache=stock_cache,
+        stock_loop=stock_loop,
+        lines=(),
+        bytes_before=before,
+        bytes_after=after,
+        bandwidth=bandwidth,
+        seconds_before=read_before / bandwidth,
+        seconds_after=read_after / bandwidth,
+        split=split,
+        context=context,
+        on_disk=(find_originals or find_on_disk)(inner, linears) if config.keep_original == "auto" else None,
+    )
+    if config.deterministic and plan.variant:
+        raise UnsupportedError(f"deterministic=True cannot be met: {'; '.join(plan.variant)}; leave it out")
+    return replace(plan, lines=tuple(explain(plan)))
+
+
+def _check_other_quantizer(model: PreTrainedModel, config: PatchConfig) -> None:
+    """Raise UnsupportedError if weights= was given for a model that another library has quantized.
+
+    Two quantizers cannot save one checkpoint.
+    """
+    other = other_quantizer(model)
+    asked = "weights" in config.explicit and config.weights is not None and not config.weights.only_if_faster
+    if other is not None and asked:
+        raise UnsupportedError(
+            f"weights= was asked for, but the model is quantized by {other} already; leave weights= out, or load the "
+            "float model"
+        )
+
+
+def _check_calibration(config: WeightConfig | None) -> None:
+    """Raise UnsupportedError if calibration data is needed and not there, as in the config of a checkpoint."""
+    if config is not None and config.needs_data and config.calibration is None:
+        method, bits = f"method={config.method!r}", f"average_bits={config.average_bits}"
+        what, way_out = (method, "choose method='rtn'") if config.is_calibrated else (bits, "say bits= instead")
+        raise UnsupportedError(
+            f"{what} needs calibration=: token ids [n, length], or texts like those that the model will work on; give "
+            f"some, or {way_out}"
+        )
+
+
+def _check_nf4(model: PreTrainedModel, config: WeightConfig | None) -> None:
+    """Raise UnsupportedError if NF4 is asked for and bitsandbytes is not there, or PEFT would not see its layers."""
+    if config is None or not config.is_nf4:
+        return
+    require_bitsandbytes()
+    adapted = next((name for name, module in model.named_modules() if "base_layer" in module._modules), None)
+    if adapted is not None:
+        raise UnsupportedError(
+            f"weights='nf4' was asked for, but {adapted!r} has an adapter, and PEFT makes others for bitsandbytes' "
+            "layers; patch the model first and put adapters on it then"
+        )
+
+
+def _kind(model: PreTrainedModel) -> str:
+    return f"{str(model.dtype).removeprefix('torch.')} on {model.device.type}"
+
+
+def _refusal(keyword: str, config: PatchConfig, refusal: str | None, *, wanted: bool) -> str | None:
+    """Why a part stays stock; raises if the user asked for that part by name."""
+    if not wanted:
+        return f"{keyword}=None"
+    asked = getattr(config, keyword)
+    if refusal is not None and keyword in config.explicit and asked != "auto":
+        raise UnsupportedError(
+            f"{keyword}= was asked for, but {refusal}; leave {keyword}= out, or pass {keyword}=None"
+        )
+    return refusal
+
+
+def _stock_loop(model: PreTrainedModel, config: PatchConfig, stock_cache: str | None) -> str | None:
+    """Why generate stays on transformers' loops; raises if speculation was asked for, which they do not have."""
+    refusal = stock_cache or model_refusal(model)
+    if refusal is not None and config.speculative is not None:
+        raise UnsupportedError(f"speculative= was asked for, but {refusal}; leave speculative= out")
+    return refusal
+
+
+# -- linears -------------------------------------------------------------------------------------------
+
+
+def plan_linears(
+    model: PreTrainedModel,
+    config: WeightConfig | None,
+    *,
+    device_type: str | None = None,
+    eight_bits: Collection[str] = (),
+    row_invariant: bool = False,
+) -> Iterable[LinearPlan]:
+    """Decide about each Linear. device_type: where the weights will be, if the model is on meta still.
+
+    row_invariant: whether backends that are row-invariant come before the others.
+    """
+    measuring = None if row_invariant else Measuring()
+    if measuring is not None:
+        for module in model.modules():
+            if isinstance(module, QuantModule):  # of a quantized checkpoint
+                measuring.measure(module.chosen, of_experts=isinstance(module, ExpertWeights))
+    where = _Where(device_type, row_invariant, measuring)
+    yield from _plan_sites(model, config, where, eight_bits) if config is not None else ()
+    if measuring is not None:
+        measuring.finish()
+
+
+def _plan_sites(
+    model: PreTrainedModel, config: WeightConfig, where: _Where, eight_bits: Collection[str]
+) -> Iterable[LinearPlan]:
+    experts: list[LinearPlan] = []
+    for site in sites_for(model, config):
+        kept = config.for_head if site.is_head else config
+        if kept is config and site.name in eight_bits:
+            kept = config.with_eight_bits()
+        if kept is None:
+            yield LinearPlan(site, config, NF4_HEAD if config.is_nf4 else "head=None")
+        elif site.skip is not None:
+            yield LinearPlan(site, kept, site.skip)
+        elif isinstance(site, ExpertsSite):
+            experts.append(_plan_experts(site, kept, where))
+        else:
+            yield _plan_linear(site, kept, where)
+    yield from _whole_experts(experts)
+
+
+class _Where(NamedTuple):
+    """Where a layer will run, whether each row has to be rounded as it is alone, and what measures its tiles."""
+
+    device_type: str | None
+    row_invariant: bool
+    measuring: Measuring | None
+
+
+def _plan_linear(site: LinearSite, config: WeightConfig, where: _Where) -> LinearPlan:
+    spec = LinearSpec.of(site.matrices(site.tensor)[0], config, device_type=where.device_type)
+    refusal = nf4_refusal(spec, site.bias) if config.is_nf4 else None
+    if refusal is not None:
+        return LinearPlan(site, config, refusal)
+    choice = choose_nf4(spec) if config.is_nf4 else choose_linear(spec, row_invariant=where.row_invariant)
+    of_experts = isinstance(site, ExpertsSite)
+    measured = None if where.measuring is None else where.measuring.measure(choice, of_experts=of_experts)
+    if config.only_if_faster and choice.seconds > choice.stock_seconds:
+        return LinearPlan(site, config, f"{config.label} was measured to be slower than stock")
+    refusals = [f"{name} refused: {why}" for name, why in choice.refusals]
+    reason = "; ".join([*refusals, *(note for note in (choice.note, measured) if note)]) or "first choice"
+    return LinearPlan(site, config, reason, choice)
+
+
+def _plan_experts(site: ExpertsSite, config: WeightConfig, where: _Where) -> LinearPlan:
+    """Decide about a weight of experts as about the Linear that one of them is."""
+    if config.is_nf4:
+        return LinearPlan(site, config, "bitsandbytes has no experts")
+    if config.bits < 8 and site.weight.shape[2] % config.group_size:
+        return LinearPlan(
+            site, config, f"group_size={config.group_size} does not divide the {site.weight.shape[2]} inputs"
+        )
+    nearest = replace(config, method="rtn", average_bits=None, calibration=None, resume=None)
+    planned = _plan_linear(site, nearest, where)
+    if planned.choice is not None and config.needs_data:
+        return replace(planned, reason=f"{planned.reason}; rounded to nearest: calibration does not reach experts")
+    return planned
+
+
+def _whole_experts(experts: Sequence[LinearPlan]) -> Iterable[LinearPlan]:
+    """Weights of experts are quantized together, or all of them stay."""
+    kept = {id(p.site.module): p.reason for p in experts if p.choice is None}
+    for planned in experts:
+        stays = kept.get(id(planned.site.module))
+        yield planned if stays is None else replace(planned, choice=None, reason=stays)
+
+
+def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
+    """Weight bytes that one decode step reads: all but the input embedding, unless it is the head as well."""
+    try:
+        embedding: Any = model.get_input_embeddings()
+    except NotImplementedError:  # a model of several inputs, or of images alone
+        embedding = None
+    table = getattr(embedding, "weight", None)
+    head = model.get_output_embeddings()
+    # A quantized head would make a float weight if it was asked for one.
+    is_head = head is not None and any(parameter is table for parameter in head.parameters())
+    skipped = None if is_head else table
+    read = parameter_bytes(p for p in model.parameters() if p is not skipped)
+    return read + sum(linear.bytes_read for linear in linears)
+
+
+def find_on_disk(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str, Stored] | None:
+    """Where the checkpoint has every weight to be replaced, bit for bit; None unless all can be read back."""
+    sites = [p.site for p in linears if p.choice is not None and not p.site.is_tied]
+    found = checkpoint_files(model.config._name_or_path) if sites else {}
+    if not found:
+        return None
+    files: dict[str, Stored] = {**found, **stored_experts(model, found)}
+    with Workers[bool]() as workers:
+        for site in sites:
+            if not all(workers.put(partial(readable, site.tensor_name, site.parameter, files))):
+                return None
+        return files if all(workers.finish()) else None
+
+
+# -- attention -----------------------------------------------------------------------------------------
+
+
+def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[AttentionPlan]:
+    quantized_kv = config.cache is not None and config.cache.dtype != "auto"
+    sites = attention_sites(model, quantized_kv=quantized_kv)
+    if not sites and config.attention not in ("auto", None):
+        raise UnsupportedError(
+            f"attention={config.attention!r} was asked for, but {type(model).__name__} has no attention that hf_accel "
+            "knows; leave attention= out, or pass attention=None"
+        )
+    for site in sites:
+        backend, refusals = attention_backends.choose(
+            site.spec, config.attention or "auto", row_invariant=config.deterministic
+        )
+        reason = "; ".join(f"{name} refused: {why}" for name, why in refusals) or "first choice"
+        yield AttentionPlan(site, backend, reason)
+
+
+# -- fused ---------------------------------------------------------------------------------------------
+
+
+def _plan_fused(
+    model: PreTrainedModel, config: PatchConfig, linears: Sequence[LinearPlan], attention: Iterable[AttentionPlan]
+) -> FusedPlan:
+    """attention: what attends over pages; a layer of which all is known goes by its trace then."""
+    if not config.fuse:
+        return FusedPlan(reason="fuse=False")
+    device_type = model.device.type
+    reason = refuses_operators(device_type)
+    if reason is None and model.dtype not in FLOATS:
+        reason = f"the native calls do not compute in {str(model.dtype).removeprefix('torch.')}"
+    if reason is not None:
+        return FusedPlan(reason=reason)
+    float_rows = UNLIMITED if config.deterministic else native_rows(model.dtype)
+    candidates, dropped = fused_sites(model, model.dtype, float_rows, device_type=device_type)
+    split = tensor_parallel(model)
+    if not has_library(device_type):
+        specs = {} if split is not None else {id(p.site.module): p.site.spec for p in attention}
+        layers, by_module = joined_sites(model, model.dtype, attention=specs, device_type=device_type)
+        return FusedPlan((*candidates, *layers), dropped=(*dropped, *by_module))
+    replaced = {id(linear.site.module) for linear in linears if linear.choice is not None}
+    foreign = {id(p.site.module) for p in linears if p.choice is not None and p.config.is_nf4}
+    # Linears that transformers has split have a forward of their own, unless ours replace them.
+    foreign |= {id(m) for m in model.modules() if "forward" in vars(m) and isinstance(m, nn.Linear)} - replaced
+    dropped += [Dropped(s.name, s.kind, OWN_FORWARD) for s in candidates if _has_linear_of(foreign, s)]
+    sites = [
+        site for site in candidates
+        if id(site.module) not in replaced and not _has_linear_of(foreign, site)
+    ]  # fmt: skip
+    floats = [site for site in native_linears(model, float_rows) if id(site.module) not in replaced]
+    native = (replaced - foreign) | {id(site.module) for site in floats}
+    native |= {id(module) for module in model.modules() if isinstance(module, QuantLinear)}
+    served = {id(p.site.module): p.site.spec for p in attention if isinstance(p.backend, CpuBackend)}
+    others = {id(p.site.module) for p in linears if p.choice is not None and not isinstance(p.choice.backend, Cpu)}
+    if split is not None:  # one call cannot wait for other ranks in its middle
+        native -= {id(p.site.module) for p in linears if split.joins(p.site.name)}
+    layers, by_module = layer_sites(model, model.dtype, float_rows, attention=served, linears=native - others)
+    sites, dropped = sites + layers, dropped + by_module
+    projections = [
+        site for site in projection_sites(model)
+        if all(id(model.get_submodule(name)) in native for name in site.layers)
+    ]  # fmt: skip
+    return FusedPlan(tuple(sites), tuple(floats), tuple(projections), tuple(dropped), float_rows)
+
+
+def _has_linear_of(foreign: set[int], site: FusedSite) -> bool:
+    return any(id(child) in foreign for child in site.module.children())

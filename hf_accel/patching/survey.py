@@ -1,0 +1,320 @@
+"""Look at a model: which modules could be replaced, which may not and why. Reads, never writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ..attention import AttentionSpec
+from ..attention.hf import NAME as ATTENTION_NAME
+from ..attention.hf.parts import attention_refusals, modules_outside, stock_implementation, stock_parts
+from ..attention.hf.stock import eager_agrees
+from ..cache.hf import NOT_PAGED, layer_windows
+from ..cache.quantized import QUANTIZED, dim_refusal
+from ..config import GROUP_SIZES, CacheConfig, GroupSize, WeightConfig
+from ..errors import UnsupportedError
+from ..linear.experts import WEIGHT_MODULES
+from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving
+from ..parallel.tensor_plan import TensorParallel, tensor_parallel
+from ..recognition import source
+from ..recognition.module_code import attention_code, code_of
+from ..tensors import is_plain_tensor, is_sharded
+from .check import check_skip, named
+from .weight_sites import ExpertsSite, LinearSite
+
+
+def experts_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[ExpertsSite]:
+    """The weights of all fused experts, each with the reason to leave it alone, if any, which is one for a module."""
+    other, is_lost = other_quantizer(model), lost_on_saving(model)
+    for name, module in model.named_modules():
+        if not holds_experts(module):
+            continue
+        keys = [key for key in WEIGHT_MODULES if key in module._parameters]
+        names = {key: f"{name}.{WEIGHT_MODULES[key]}" for key in keys}
+        reason = f"the model is quantized by {other}" if other is not None else None
+        if reason is None and any(named(one, wanted) for one in (name, *names.values()) for wanted in skip):
+            reason = "named in skip="
+        if reason is None and any(is_lost(one) for one in names.values()):
+            reason = "are renamed or joined with others when they are saved, so that they would not be found again"
+        reason = reason or experts_refusal(module)
+        for key in keys:
+            yield ExpertsSite(names[key], module, is_head=False, is_tied=False, skip=reason, key=key)
+
+
+def linear_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[LinearSite]:
+    """Every Linear (and GPT-2's Conv1D) with a weight of its own, each with the reason to leave it alone, if any.
+
+    Pruning and weight normalization compute the weight anew in each pass, so that there is none to replace.
+    """
+    head, owners = model.get_output_embeddings(), _weight_owners(model)
+    other, is_lost, split = other_quantizer(model), lost_on_saving(model), tensor_parallel(model)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and isinstance(module._parameters.get("weight"), nn.Parameter):
+            tied = any(isinstance(owner, nn.Embedding) for owner in owners[id(module.weight)])
+            reason = f"the model is quantized by {other}" if other is not None else None
+            reason = reason or _reason_to_skip(model, name, owners, skip)
+            if reason is None and is_lost(name):
+                reason = "is renamed or joined with others when it is saved, so that it would not be found again"
+            if reason is None and split is not None and is_sharded(module.weight):
+                reason = split.refusal(name, module)
+            yield LinearSite(name, module, is_head=module is head, is_tied=tied, skip=reason)
+
+
+def sites_for(model: PreTrainedModel, config: WeightConfig) -> list[LinearSite]:
+    """`linear_sites` for a config; raises UnsupportedError for names in skip= and for groups that do not fit."""
+    check_skip(model, config.skip)
+    sites = list(linear_sites(model, config.skip))
+    experts = list(experts_sites(model, config.skip))
+    if config.bits < 8 and not config.is_nf4:  # whose blocks go over the ends of rows
+        _check_groups(sites, config.group_size)
+    return [*sites, *experts]
+
+
+def _check_groups(sites: Iterable[LinearSite], group_size: int) -> None:
+    """Raise UnsupportedError unless groups of this size divide the inputs of every Linear that would be quantized."""
+    widths = {site.name: site.weight.shape[1] for site in sites if not site.is_head and site.skip is None}
+    cut = [name for name, width in widths.items() if width % group_size]
+    if not cut:
+        return
+    fitting = [size for size in GROUP_SIZES if not any(width % size for width in widths.values())]
+    ends = sorted({name.rpartition(".")[2] for name in cut})
+    resized = f"weights={{'bits': 4, 'group_size': {max(fitting)}}}" if fitting else "weights='int8'"
+    raise UnsupportedError(
+        f"group_size={group_size} does not divide the {widths[cut[0]]} inputs of {cut[0]!r}; use {resized}, or leave "
+        f"such layers as they are: weights={{'bits': 4, 'group_size': {group_size}, 'skip': {ends}}}"
+    )
+
+
+def common_group_size(model: PreTrainedModel) -> GroupSize:
+    """The largest group of inputs that divides those of every Linear; the smallest known if none does."""
+    widths = [site.weight.shape[1] for site in linear_sites(model, ()) if not site.is_head and site.skip is None]
+    fitting = [size for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
+    return max(fitting, default=min(GROUP_SIZES))
+
+
+def other_quantizer(model: PreTrainedModel) -> str | None:
+    """Who has quantized the model's weights, if not hf_accel: transformers' name of the method, or their class."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
+    if quantizer is not None and method != METHOD:
+        return str(getattr(method, "value", method))
+    weights = [m._parameters.get("weight") for m in model.modules() if isinstance(m, nn.Linear)]
+    local = [w for w in weights if w is not None and not is_sharded(w)]  # a DTensor is not quantized
+    foreign = [w for w in local if not is_plain_tensor(w)]
+    return type(foreign[0]).__name__ if foreign else None
+
+
+def _weight_owners(model: PreTrainedModel) -> dict[int, list[nn.Module]]:
+    owners: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(module)
+    return owners
+
+
+def _reason_to_skip(
+    model: PreTrainedModel, name: str, owners: dict[int, list[nn.Module]], skip: Sequence[str]
+) -> str | None:
+    module, head = model.get_submodule(name), model.get_output_embeddings()
+    if any(named(name, wanted) for wanted in skip):
+        return "named in skip="
+    if type(module) not in (nn.Linear, Conv1D):
+        return f"is a {type(module).__name__}, not a plain Linear"
+    shared = [m for m in owners[id(module.weight)] if m is not module and not isinstance(m, nn.Embedding)]
+    if shared or (module is not head and len(owners[id(module.weight)]) > 1):
+        return "shares its weight with another module"
+    if not module.weight.dtype.is_floating_point or module.weight.dtype == torch.float64:
+        return f"has {module.weight.dtype} weights"
+    if hasattr(module, "_hf_hook"):
+        return "is moved between devices by accelerate"
+    if "lora_" in name:
+        return "is an adapter"
+    if _weight_is_read(model, name):
+        return "has its weight read by the module around it"
+    return _reason_by_role(model.config, module, head)
+
+
+def _weight_is_read(model: PreTrainedModel, name: str) -> bool:
+    """Whether the parent's forward reads the weight itself (T5's `wo`), which would dequantize it in each pass."""
+    parent, _, own_name = name.rpartition(".")
+    return f"self.{own_name}.weight" in (source.text(type(model.get_submodule(parent)).forward) or "")
+
+
+def _reason_by_role(config: Any, module: nn.Module, head: nn.Module | None) -> str | None:
+    out_features = module.nf if isinstance(module, Conv1D) else module.out_features
+    experts = ("num_local_experts", "num_experts", "n_routed_experts")
+    if any(getattr(config, key, None) == out_features for key in experts):
+        return "routes tokens to experts"
+    if module is not head and type(config).model_type and out_features == getattr(config, "num_labels", None):
+        return "is a classification head"
+    return None
+
+
+# The implementations that our attention and mask functions can replace.
+STOCK_ATTENTION = (
+    "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4", ATTENTION_NAME,
+)  # fmt: skip
+WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_masks_for_generate")
+
+
+def attention_refusal(model: PreTrainedModel) -> str | None:
+    """Why the model's attention cannot be ours, as one clause; None if all of it is known."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        return f"{name} is an encoder-decoder; its cross-attention stays stock"
+    if not model._can_set_attn_implementation():
+        return f"the attention of {name} does not go through transformers' AttentionInterface"
+    parts = stock_parts(model)
+    for _, part, refusal in attention_refusals(model):
+        if part not in parts:
+            return refusal
+    for module in attention_modules(model):
+        implementation = stock_implementation(model, module)
+        if implementation not in STOCK_ATTENTION:
+            return f"its attention was set to {implementation!r}, which may do what ours does not"
+    if _has_window(model.config.get_text_config(decoder=True)) and not _masks_windows(model):
+        return f"{name} has a window in its config that its masks leave out"
+    return _function_refusal(model)
+
+
+def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that call an attention function of transformers' interface, except in parts that keep theirs."""
+    return [module for _, module in modules_outside(model) if attention_code(type(module)).attends]  # type: ignore[arg-type]
+
+
+def _function_refusal(model: PreTrainedModel) -> str | None:
+    """A clause if a function that attends in the model does not compute what ours does.
+
+    A module's own function is tried on random input. The sdpa of older transformers leaves a softcap out; newer ones
+    do not let a model that has one choose sdpa.
+    """
+    for site in attention_sites(model, quantized_kv=False):
+        name, implementation = type(site.module).__name__, stock_implementation(model, site.module)
+        if implementation == "eager" and not eager_agrees(site.module, site.spec):
+            return f"the attention function of {name} is not softmax(q k^T) v as we know it"
+        if implementation == "sdpa" and site.spec.softcap is not None:
+            return f"{name} has a softcap that sdpa leaves out; model.set_attn_implementation('eager') keeps it"
+    return None
+
+
+def cache_refusal(model: PreTrainedModel) -> str | None:
+    """Why generate cannot use a paged cache, as one clause; None if it can."""
+    name = type(model).__name__
+    if not model.can_generate():
+        return f"{name} does not generate text"
+    refusal = attention_refusal(model)
+    if refusal is not None:
+        return refusal
+    if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
+        return f"{name} caches compressed keys and makes K from them on the way to its attention"
+    if not getattr(model.config.get_text_config(decoder=True), "is_causal", True):
+        return f"{name} is configured for bidirectional attention"
+    for module in model.modules():
+        unpaged = code_of(module).unpaged
+        if unpaged is not None:
+            return unpaged
+    try:
+        layer_windows(model.config)
+    except UnsupportedError as error:
+        return str(error).removesuffix(f"; {NOT_PAGED}")
+    return _bidirectional_refusal(model)
+
+
+def pages_refusal(model: PreTrainedModel, cache: CacheConfig | None) -> str | None:
+    """Why pages of the dtype that was asked for cannot hold the model's heads, as one clause; None if they can."""
+    quantized = None if cache is None else QUANTIZED.get(cache.dtype)
+    specs = [site.spec for site in attention_sites(model, quantized_kv=quantized is not None)]
+    refusals = (dim_refusal(dim, quantized) for spec in specs for dim in (spec.head_dim, spec.value_dim))
+    return next(filter(None, refusals), None)
+
+
+def _has_window(config: Any) -> bool:
+    try:
+        return bool(getattr(config, "sliding_window", None))
+    except RuntimeError:  # its layers have configs of their own
+        return True
+
+
+def _masks_windows(model: PreTrainedModel) -> bool:
+    """Whether some part makes masks for a window. Which layers get them is checked in each pass."""
+    parts: set[Any] = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
+    return any(name in (source.text(part) or "") for part in parts for name in WINDOW_MASKS)
+
+
+def _bidirectional_refusal(model: PreTrainedModel) -> str | None:
+    """A clause if the modules that keep K and V are not causal, and their attention function goes by `is_causal`.
+
+    One module that is causal is enough: others may attend to an encoder's output, which a decoder alone never gets.
+    """
+    sites = [s for s in attention_sites(model, quantized_kv=False) if stock_implementation(model, s.module) != "eager"]
+    if sites and not any(getattr(site.module, "is_causal", True) for site in sites):
+        return f"{sites[0].name!r} is not causal"
+    return None
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """An attention module of the decoder, its name, and what its attention needs of a backend."""
+
+    name: str
+    module: nn.Module
+    spec: AttentionSpec
+
+
+def attention_sites(model: PreTrainedModel, *, quantized_kv: bool) -> list[AttentionSite]:
+    """The decoder's self-attention modules, with what their attention op is asked for."""
+    config = model.config.get_text_config(decoder=True)
+    try:
+        windows = layer_windows(config)
+    except UnsupportedError:
+        windows = []
+    if getattr(config, "num_attention_heads", None) is None:  # a model of several parts, each with its own
+        return []
+    sites, split = [], tensor_parallel(model)
+    for name, module in modules_outside(model):
+        index = getattr(module, "layer_idx", None)
+        if not (isinstance(index, int) and "attention" in type(module).__name__.lower() and hasattr(module, "config")):
+            continue
+        window = windows[index] if 0 <= index < len(windows) else None
+        spec = _spec(model, module, window, quantized_kv=quantized_kv)
+        sites.append(AttentionSite(name, module, spec if split is None else _on_rank(spec, name, split)))
+    return sites
+
+
+def _on_rank(spec: AttentionSpec, name: str, split: TensorParallel) -> AttentionSpec:
+    """The spec with the heads that one rank has."""
+    divisor = split.heads_divisor(name)
+    if spec.num_kv_heads % divisor:
+        raise UnsupportedError(
+            f"the {spec.num_kv_heads} K/V heads of {name!r} do not divide by tp_size={divisor}; load the model with "
+            "a tp_size that divides them"
+        )
+    return replace(spec, num_heads=spec.num_heads // divisor, num_kv_heads=spec.num_kv_heads // divisor)
+
+
+def _spec(model: PreTrainedModel, module: nn.Module, window: int | None, *, quantized_kv: bool) -> AttentionSpec:
+    config = model.config.get_text_config(decoder=True)
+    num_heads = config.num_attention_heads
+    head_dim = getattr(module, "head_dim", None) or config.hidden_size // num_heads
+    groups = getattr(module, "num_key_value_groups", None)  # layers may differ
+    num_kv_heads = num_heads // groups if groups else getattr(config, "num_key_value_heads", None) or num_heads
+    return AttentionSpec(
+        dtype=model.dtype,
+        device_type=model.device.type,
+        head_dim=head_dim,
+        value_dim=getattr(module, "v_head_dim", None) or head_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        window=window,
+        softcap=getattr(config, "attn_logit_softcapping", None),
+        sinks=getattr(module, "sinks", None) is not None,
+        quantized_kv=quantized_kv,
+        dropout=False,
+    )

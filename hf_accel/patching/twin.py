@@ -1,0 +1,72 @@
+"""A second model over the same numbers: to draft with, or to compare with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..errors import UnsupportedError
+from ..linear import ExpertWeights, QuantLinear, QuantModule
+from ..linear.hf import is_split
+from ..undo.state import find_state
+from .pack import HOOKS
+
+
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A deep copy with Parameters of its own over the same storage, and quantized layers over the same packed weights.
+
+    Converting or patching the one leaves the other as it is; writing into a tensor in place changes both.
+    Raises UnsupportedError for a model that is split over ranks: its modules call each other by closures.
+    """
+    if is_split(model):
+        raise UnsupportedError(
+            "this needs a second model over the same weights, which a model that is split over ranks cannot have; do "
+            "it in one process that has the model whole"
+        )
+    modules = list(_modules(model))
+    parameters = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
+    memo: dict[int, Any] = {key: _alias(parameter) for key, parameter in parameters.items()}
+    for module in modules:
+        if isinstance(module, QuantModule) and module.choice is not None:
+            memo[id(module)] = _sibling(module, memo)
+    return copy.deepcopy(model, memo)
+
+
+def _modules(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """The modules of the model, and those that a patch has put aside."""
+    yield from model.modules()
+    state = find_state(model)
+    for write in () if state is None else state.journal.writes:
+        if isinstance(write.old, nn.Module):
+            yield from write.old.modules()
+
+
+def _alias(parameter: Tensor) -> Tensor:
+    if type(parameter) is not nn.Parameter:
+        return parameter  # other libraries' packed weights
+    return nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+
+
+def _sibling(layer: QuantModule, memo: dict[int, Any]) -> QuantModule:
+    """A second layer over the same packed weight, to which neither ever writes."""
+    assert layer.choice is not None
+    sibling: QuantModule
+    if isinstance(layer, ExpertWeights):
+        sibling = layer.sibling()
+    else:
+        assert isinstance(layer, QuantLinear)
+        bias = copy.deepcopy(layer.bias, memo)
+        sibling = QuantLinear.from_packed(
+            layer._packed, bias, choice=layer.choice, backend=layer.requested_backend, input_order=layer._input_order
+        )
+    sibling.activations = layer.activations
+    sibling.writes, sibling.changes = layer.writes, list(layer.changes)
+    sibling.train(layer.training)
+    for hooks in HOOKS:
+        vars(sibling)[hooks] = copy.deepcopy(vars(layer)[hooks], memo)
+    sibling._is_full_backward_hook = layer._is_full_backward_hook
+    return sibling

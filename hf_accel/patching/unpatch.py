@@ -1,0 +1,149 @@
+"""Take a patch out of a model again, bit for bit, with what was done to the model since."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..errors import HfAccelError, UnsupportedError
+from ..linear import QuantLinear, QuantModule
+from ..tensors import torchs_defaults
+from ..undo.journal import Journal, Write
+from ..undo.state import PART_OF, PatchState, find_state
+from .check import transformers_model
+from .nf4_model import check_nf4
+from .pack import LAYERS
+
+Model = TypeVar("Model", bound=nn.Module)
+# Settings that patch(), and save_pretrained() of a patched model, write into its copy of a config.
+OURS = ("quantization_config", "tie_word_embeddings", "architectures", "dtype")
+
+
+def unpatch(model: Model) -> Model:
+    """Take everything that patch() did out of the model, bit for bit, and return it.
+
+    Raises UnsupportedError if the model is not patched, an Engine runs it, or its originals were dropped by
+    keep_original=False, HfAccelError if they cannot be read back or another library replaced a module since; nothing
+    is changed then.
+    """
+    inner = transformers_model(model)
+    state = find_state(inner)
+    if state is None:
+        outer = vars(inner).get(PART_OF)
+        if outer is not None:
+            raise UnsupportedError(f"this is a part of a patched {outer}; call hf_accel.unpatch() on the whole")
+        raise UnsupportedError("the model is not patched; there is nothing to take out")
+    state.generation.require_idle("unpatch()")
+    state.originals.check()
+    with torchs_defaults():
+        _take_out(inner, state)
+    return model
+
+
+def _take_out(model: PreTrainedModel, state: PatchState) -> None:
+    journal = state.journal
+    _check_layers(model, journal)
+    check_nf4(model)
+    resized = resized_head(model, journal)
+    kept = [write for write in journal.writes if write is not resized]
+    Journal.of(kept).check(model)
+    state.originals.restore()
+    layers = _catch_up(model, journal)
+    folded = [(w.owner, w.new) for w in journal.writes if w.container == "_parameters"]
+    if resized is not None:
+        give_rows(model, resized)
+    keep_settings(journal)
+    journal.writes = kept
+    journal.undo(model)
+    for module, parameter in folded:
+        module.to(parameter.device, parameter.dtype)
+    for layer in layers:
+        layer.fused_projections = None  # which hold the layers, and would keep them until a collection of cycles
+
+
+def _check_layers(model: PreTrainedModel, journal: Journal) -> None:
+    """Raise if quantized layers were given other weights since patch(), or if something has put copies of them in."""
+    placed = {id(m) for write in journal.writes if isinstance(write.new, nn.Module) for m in write.new.modules()}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantModule)}
+    written = [name for name, layer in layers.items() if layer.changes]
+    if written:
+        raise UnsupportedError(
+            f"cannot unpatch: {len(written)} quantized layers, {written[0]!r} first, have been given other weights "
+            "since patch(), as merging a LoRA adapter does, and the originals know nothing of it; call "
+            "hf_accel.unpatch(model) before merge_and_unload(), which then merges into the float weights, or "
+            "unmerge_adapter() before unpatch"
+        )
+    computed = [n for n, layer in layers.items() if isinstance(layer, QuantLinear) and "bias" not in layer._parameters]
+    if computed:
+        raise HfAccelError(
+            f"cannot unpatch: the bias of the quantized {computed[0]!r} is pruned or parametrized, and the original "
+            "knows nothing of it; take that back, call hf_accel.unpatch(model), and do it to the float layer"
+        )
+    copied = [name for name, layer in layers.items() if id(layer) not in placed]
+    if copied:
+        raise HfAccelError(
+            f"cannot unpatch: {copied[0]!r} is a copy of a quantized layer, which something else has put there, as "
+            "PEFT's modules_to_save does; take it out, or reload the model"
+        )
+
+
+def _catch_up(model: PreTrainedModel, journal: Journal) -> list[Any]:
+    """Do to the originals what .train(), .to() and hooks did to the quantized layers since patch(); return these."""
+    replaced: list[tuple[Any, Any]] = [(w.new, w.old) for w in journal.writes if isinstance(w.new, LAYERS)]
+    for layer, original in replaced:
+        original.train(layer.training)
+        original.to(model.device, layer.compute_dtype)
+        original._is_full_backward_hook = layer._is_full_backward_hook
+    return [layer for layer, _ in replaced]
+
+
+# -- what was done to the model since --------------------------------------------------------------------
+
+
+def resized_head(model: PreTrainedModel, journal: Journal) -> Write | None:
+    """The write of a quantized head in whose place resize_token_embeddings() has put one of other rows."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or isinstance(head, QuantLinear):
+        return None
+    inputs, outputs = head.in_features, head.out_features
+    for write in journal.writes:
+        ours = write.new
+        if write.container == "_modules" and isinstance(ours, QuantLinear) and write.mapping().get(write.key) is head:
+            return write if inputs == ours.in_features and outputs != ours.out_features else None
+    return None
+
+
+@torch.no_grad()
+def give_rows(model: PreTrainedModel, write: Write) -> None:
+    """Give a resized head the original's numbers in each row that is still the quantized one's.
+
+    A head that was tied is the embedding again, which was resized as well.
+    """
+    head, ours, original = write.mapping()[write.key], write.new, write.old
+    weight = original.weight
+    if weight.shape == head.weight.shape and any(m._parameters.get("weight") is weight for m in model.modules()):
+        head._parameters["weight"] = weight
+        return
+    rows = min(len(weight), len(head.weight))
+    rounded = ours.quantized.dequantize(ours.compute_dtype, outputs=slice(rows)).to(head.weight)
+    same = (head.weight[:rows] == rounded).all(1)
+    head.weight[:rows][same] = weight[:rows][same].to(head.weight)
+
+
+def keep_settings(journal: Journal) -> None:
+    """Write into the model's own configs what was written into the copies of them that patch() has put in."""
+    pairs = {id(w.new): (w.new, w.old) for w in journal.writes if isinstance(w.new, PreTrainedConfig)}
+    for copied, own in pairs.values():
+        _keep_settings(copied, own)
+
+
+def _keep_settings(copied: PreTrainedConfig, own: PreTrainedConfig) -> None:
+    for name, value in vars(copied).items():
+        before = vars(own).get(name)
+        if isinstance(value, PreTrainedConfig) and isinstance(before, PreTrainedConfig):
+            _keep_settings(value, before)
+        elif name not in OURS and not name.startswith("_") and value != before:
+            setattr(own, name, value)

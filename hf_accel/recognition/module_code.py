@@ -1,0 +1,319 @@
+"""What the code of a module does with masks, keys, values and the cache: known to be right for our attention, or not.
+
+A module is known by what its forward does, and the methods that it calls. Branches for an encoder's output are left
+out: a model that has one keeps stock attention.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from types import FunctionType
+from typing import Any
+
+from . import source
+
+# The keywords that our attention function applies, and those that stock's sdpa ignores as well.
+CALL_KEYWORDS = frozenset({
+    "attention_mask", "dropout", "scaling", "is_causal", "softcap", "s_aux", "sinks", "sliding_window",
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "output_attentions",
+    "query", "key", "value", "deterministic", "use_cache",
+})  # fmt: skip
+CACHE_NAMES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"})
+CACHE_METHODS = frozenset({"update", "get_seq_length", "get_query_offset", "get_mask_sizes", "is_initialized"})
+LIBRARIES = (
+    "torch.", "builtins", "transformers.modeling_utils", "transformers.modeling_layers", "transformers.generation.",
+    "transformers.integrations.", "transformers.utils.",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AttentionCode:
+    """What is known of a kind of module, as clauses; None where all is known.
+
+    attends: it calls an attention function of transformers' interface. refusal: why that cannot be ours. unpaged: why
+    K and V cannot stay in pages on the way to it, or the cache cannot be one of pages, even if it can be ours. eager:
+    the name, in the class's file, of the function that it attends by where no other is chosen.
+    """
+
+    attends: bool = False
+    eager: str | None = None
+    refusal: str | None = None
+    unpaged: str | None = None
+
+
+def code_of(module: Any) -> AttentionCode:
+    """What is known of a module: branches that need a part that it does not have are left out."""
+    absent = {name for place in ("_modules", "_parameters", "_buffers") for name in _missing(vars(module)[place])}
+    kind: type = type(module)
+    return attention_code(kind, frozenset(absent | _missing(vars(module))))
+
+
+def _missing(entries: dict[str, Any]) -> set[str]:
+    return {name for name, value in entries.items() if value is None}
+
+
+@lru_cache(maxsize=4096)
+def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> AttentionCode:
+    """What is known of the modules of a class whose attributes of the names `absent` are None."""
+    name = kind.__name__
+    functions = _functions(kind, absent)
+    if functions is None:
+        reason = f"the source of {name} cannot be read"
+        return AttentionCode(refusal=reason, unpaged=reason)
+    calls = {id(function): _interface_calls(function) for function in functions}
+    attends = any(calls.values())
+    refusals: list[str] = []
+    unpaged: list[str] = []
+    for function in functions:
+        refusals += [f"{name} {clause}" for call in calls[id(function)] for clause in _call_refusals(function, call)]
+        unpaged += [f"{name} {clause}" for clause in _cache_refusals(function, calls[id(function)])]
+    if not attends and _computes_attention(name, functions):
+        refusals.append(f"{name} computes attention by itself")
+    return AttentionCode(
+        attends=attends,
+        eager=next((eager for function in functions for eager in _eager_names(function)), None),
+        refusal=next(iter(refusals), None),
+        unpaged=next(iter(unpaged), None),
+    )
+
+
+# -- which code --------------------------------------------------------------------------------------------
+
+
+def _functions(kind: type, absent: frozenset[str]) -> list[ast.FunctionDef] | None:
+    """forward, and the methods of its own that it calls; None if one that could matter cannot be read."""
+    found: dict[str, ast.FunctionDef] = {}
+    waiting = ["forward"]
+    while waiting:
+        name = waiting.pop()
+        function = _own_method(kind, name)
+        if name in found or function is None:
+            continue
+        node = source.tree(function)
+        if node is None:
+            if any("mask" in n or n in CACHE_NAMES for n in function.__code__.co_varnames):
+                return None
+            continue
+        found[name] = _DeadBranches(absent).visit(copy.deepcopy(node))
+        for part in ast.walk(found[name]):
+            match part:
+                case ast.Attribute(value=ast.Name(id="self"), attr=own):
+                    waiting.append(own)
+    return list(found.values())
+
+
+def _own_method(kind: type, name: str) -> FunctionType | None:
+    """The method as the class finds it, unless a library defines it for all modules."""
+    for base in kind.__mro__:
+        if name in vars(base):
+            method = vars(base)[name]
+            known = base.__module__.startswith(LIBRARIES) or not isinstance(method, FunctionType)
+            return None if known else method
+    return None
+
+
+class _DeadBranches(ast.NodeTransformer):
+    """Takes out what only happens with an encoder's output, or with a part that is None."""
+
+    def __init__(self, absent: frozenset[str]) -> None:
+        self.absent = absent
+
+    def visit_If(self, node: ast.If) -> Any:
+        truth = self._truth(node.test)
+        if truth is None:
+            return self.generic_visit(node)
+        kept = ast.Module(node.body if truth else node.orelse, type_ignores=[])
+        self.generic_visit(kept)
+        return kept.body or ast.copy_location(ast.Pass(), node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> Any:
+        truth = self._truth(node.test)
+        return self.generic_visit(node) if truth is None else self.visit(node.body if truth else node.orelse)
+
+    def _truth(self, test: ast.AST) -> bool | None:
+        """The value of a condition; None where it is not known."""
+        match test:
+            case ast.Name(id="is_cross_attention") | ast.Attribute(attr="is_cross_attention"):
+                return False
+            case ast.Call(func=ast.Name(id="isinstance"), args=[_, ast.Name(id="EncoderDecoderCache")]):
+                return False
+            case ast.Attribute(value=ast.Name(id="self"), attr=name) if name in self.absent:
+                return False
+            case ast.Compare(
+                left=ast.Attribute(value=ast.Name(id="self"), attr=name),
+                ops=[ast.Is() | ast.IsNot() as how],
+                comparators=[ast.Constant(value=None)],
+            ) if name in self.absent:
+                return isinstance(how, ast.Is)
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                truth = self._truth(operand)
+                return None if truth is None else not truth
+            case ast.BoolOp(op=op, values=values):
+                truths = [self._truth(value) for value in values]
+                decisive = isinstance(op, ast.Or)
+                if decisive in truths:
+                    return decisive
+                return None if None in truths else not decisive
+        return None
+
+
+# -- calls of the attention function -----------------------------------------------------------------------
+
+
+def _interface_calls(function: ast.FunctionDef) -> list[ast.Call]:
+    """Calls of what was taken from ALL_ATTENTION_FUNCTIONS."""
+    names = {
+        target.id
+        for value, target in _assignments(function)
+        if "ALL_ATTENTION_FUNCTIONS" in _names(value) and isinstance(target, ast.Name)
+    }
+    return [
+        node
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+    ]
+
+
+def _eager_names(function: ast.FunctionDef) -> Iterator[str]:
+    """The second argument of ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)."""
+    for node in ast.walk(function):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="get_interface"), args=[_, ast.Name(id=name)]):
+                yield name
+
+
+def _assignments(function: ast.FunctionDef) -> Iterator[tuple[ast.expr | None, ast.expr]]:
+    """(value, target) of each."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            yield from ((node.value, target) for target in node.targets)
+        elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
+            yield node.value, node.target
+
+
+def _assigned_to(function: ast.FunctionDef, name: str) -> list[ast.expr | None]:
+    """The values that a variable is given, alone or with others."""
+    return [value for value, target in _assignments(function) if name in _names(target)]
+
+
+def _call_refusals(function: ast.FunctionDef, call: ast.Call) -> Iterator[str]:
+    named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+    unknown = sorted(n for n, value in named.items() if n not in CALL_KEYWORDS and not _is_none(function, value))
+    if unknown:
+        yield f"passes {unknown[0]}= to its attention function"
+    if len(call.args) > 5 or any(isinstance(argument, ast.Starred) for argument in call.args):
+        yield "calls its attention function in a way of its own"
+    mask = call.args[4] if len(call.args) > 4 else _keyword(call, "attention_mask")
+    if mask is not None and not _passes_on(function, mask):
+        yield "changes the mask on the way to its attention function"
+
+
+def _is_none(function: ast.FunctionDef, value: ast.expr) -> bool:
+    """Whether an argument is always None."""
+    if not isinstance(value, ast.Name):
+        return isinstance(value, ast.Constant) and value.value is None
+    values = _assigned_to(function, value.id)
+    constants = all(isinstance(v, ast.Constant) and v.value is None for v in values)
+    return bool(values) and constants and value.id not in _parameters(function)
+
+
+def _keyword(call: ast.Call, name: str) -> ast.expr | None:
+    return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+
+
+def _passes_on(function: ast.FunctionDef, mask: ast.expr) -> bool:
+    """Whether the mask is one that the module was given, as it was given, or has nothing to do with one."""
+    masks = {name for name in _parameters(function) if "mask" in name}
+    if isinstance(mask, ast.Name):
+        values = _assigned_to(function, mask.id)
+        return all(isinstance(value, ast.Name) or not (_names(value) & (masks | {mask.id})) for value in values)
+    return not (_names(mask) & masks)
+
+
+def _parameters(function: ast.FunctionDef) -> set[str]:
+    arguments = function.args
+    return {argument.arg for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]}
+
+
+def _names(node: ast.AST | None) -> set[str]:
+    return set() if node is None else {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
+# -- the cache ---------------------------------------------------------------------------------------------
+
+
+def _cache_refusals(function: ast.FunctionDef, calls: list[ast.Call]) -> Iterator[str]:
+    caches = _caches(function)
+    updates = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in caches:
+            if node.attr not in CACHE_METHODS:
+                yield f"uses {ast.unparse(node)}"
+            elif node.attr == "update":
+                updates.append(node)
+        elif isinstance(node, ast.Subscript) and getattr(node.value, "id", None) in caches:
+            yield f"reads {ast.unparse(node)}"
+    if not updates:
+        return
+    if len(updates) > 1 or len(calls) != 1:
+        yield "updates the cache, or attends, more than once"
+    elif not _hands_on(function, updates[0], calls[0]):
+        yield "changes K or V between the cache and its attention function"
+
+
+def _caches(function: ast.FunctionDef) -> set[str]:
+    """Names of the cache: parameters, and what they are assigned to."""
+    names = set(CACHE_NAMES & _parameters(function))
+    for value, target in _assignments(function):
+        if isinstance(value, ast.Name) and value.id in names and isinstance(target, ast.Name):
+            names.add(target.id)
+    return names
+
+
+def _hands_on(function: ast.FunctionDef, update: ast.Attribute, call: ast.Call) -> bool:
+    """Whether `k, v = cache.update(k, v, layer)` is followed by a call with k and v as they are."""
+    keys, values = (call.args[i] if len(call.args) > i else _keyword(call, n) for i, n in ((2, "key"), (3, "value")))
+    if not (isinstance(keys, ast.Name) and isinstance(values, ast.Name)):
+        return False
+    assigned = [
+        (node, target)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.func is update
+        for target in node.targets
+    ]
+    if len(assigned) != 1:
+        return False
+    node, target = assigned[0]
+    wanted = isinstance(target, ast.Tuple) and [getattr(e, "id", None) for e in target.elts] == [keys.id, values.id]
+    return bool(wanted and not _is_written(function, {keys.id, values.id}, node, call))
+
+
+def _is_written(function: ast.FunctionDef, names: set[str], after: ast.Assign, before: ast.Call) -> bool:
+    return any(
+        isinstance(node, ast.Name)
+        and isinstance(node.ctx, ast.Store | ast.Del)
+        and node.id in names
+        and (after.end_lineno or after.lineno) < node.lineno < before.lineno
+        for node in ast.walk(function)
+    )
+
+
+# -- attention without the interface -----------------------------------------------------------------------
+
+OPERATORS = ("softmax", "scaled_dot_product_attention")
+
+
+def _computes_attention(name: str, functions: list[ast.FunctionDef]) -> bool:
+    """Whether a module applies a mask that it is given to scores of its own."""
+    masked = any("mask" in parameter for function in functions for parameter in _parameters(function))
+    called = {
+        node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call)
+    }
+    return masked and "ttention" in name and bool(called & set(OPERATORS))

@@ -1,0 +1,1 @@
+"""What patch() changes on a model, and its way back."""

@@ -1,0 +1,127 @@
+"""Every write to a model goes through a Journal, which can take it back.
+
+A write is recorded as (owner, container, key, had it, old value), where the container is the name of
+a dict in vars(owner), such as "_modules", or None for vars(owner) itself. Names instead of the dicts
+themselves let a journal be deep-copied and pickled together with the model it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..errors import HfAccelError
+from .instance import unmixed_class
+
+
+@dataclass
+class Write:
+    """One entry of a dict that was set to `new`, and what stood there, if it had it."""
+
+    owner: Any
+    container: str | None
+    key: Any
+    had_it: bool
+    old: Any
+    new: Any
+
+    def mapping(self) -> MutableMapping[Any, Any]:
+        entries: dict[Any, Any] = vars(self.owner)
+        container: MutableMapping[Any, Any] = entries if self.container is None else entries[self.container]
+        return container
+
+
+Holders = dict[int, list[tuple[nn.Module, str]]]
+
+
+class Journal:
+    """Writes to objects, in order, that `undo` takes back exactly."""
+
+    def __init__(self) -> None:
+        self.writes: list[Write] = []
+
+    @classmethod
+    def of(cls, writes: Iterable[Write]) -> Journal:
+        """One with some of the writes of another."""
+        journal = cls()
+        journal.writes = list(writes)
+        return journal
+
+    def attribute(self, owner: Any, name: str, value: Any) -> None:
+        """owner.name = value, in the instance's own dict; `__class__` is allowed."""
+        if name == "__class__":
+            # The new class is not recorded: it is made for this model alone, and pickle would not find it by name.
+            self.writes.append(Write(owner, None, name, True, type(owner), None))
+            owner.__class__ = value
+        else:
+            self.item(owner, None, name, value)
+
+    def item(self, owner: Any, container: str | None, key: Any, value: Any) -> None:
+        """owner.container[key] = value, for example ("_modules", "q_proj", new_linear); None is vars(owner) itself."""
+        entries = vars(owner) if container is None else vars(owner)[container]
+        self.writes.append(Write(owner, container, key, key in entries, entries.get(key), value))
+        entries[key] = value
+
+    def check(self, root: nn.Module | None = None) -> None:
+        """Raise HfAccelError if a module of ours was replaced since, so that `undo` could not be exact."""
+        holders = self._holders(root)
+        for write in self.writes:
+            self._place(write, holders)
+
+    def undo(self, root: nn.Module | None = None) -> None:
+        """Take back all writes, last first.
+
+        root: the model, where modules of ours may have moved: into a LoRA layer that wraps them, which gets the
+        original back inside, or out of one that was merged. None for where they were written.
+        An interrupt is raised when all is undone.
+        """
+        holders = self._holders(root)
+        interrupt: KeyboardInterrupt | None = None
+        while self.writes:
+            try:
+                self._take_back(self.writes[-1], holders)
+                self.writes.pop()  # after, so that nothing is forgotten; to take a write back twice does no harm
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def _holders(self, root: nn.Module | None) -> Holders:
+        """id of a module -> the modules that hold it now, and by which names."""
+        owners = [write.owner for write in self.writes if write.container == "_modules"]
+        holders: Holders = {}
+        for parent in {m: None for top in (owners if root is None else [root]) for m in top.modules()}:
+            for name, child in parent._modules.items():
+                holders.setdefault(id(child), []).append((parent, name))
+        return holders
+
+    def _take_back(self, write: Write, holders: Holders) -> None:
+        if write.key == "__class__" and write.container is None:
+            write.owner.__class__ = unmixed_class(type(write.owner), write.old)
+            return
+        entries, key = self._place(write, holders)
+        if write.had_it:
+            entries[key] = write.old
+        else:
+            entries.pop(key, None)
+
+    @staticmethod
+    def _place(write: Write, holders: Holders) -> tuple[MutableMapping[Any, Any], Any]:
+        """The dict and key that hold what was written, now."""
+        entries = write.mapping()
+        if write.container != "_modules":
+            return entries, write.key
+        places = holders.get(id(write.new), [])
+        current = entries.get(write.key)
+        if (write.owner, write.key) in places or (not places and current is write.old):  # taken back already
+            return entries, write.key
+        if places:
+            parent, name = places[0]
+            return parent._modules, name
+        raise HfAccelError(
+            f"cannot undo: module {write.key!r} of {type(write.owner).__name__} was replaced by "
+            f"{type(current).__name__} after patch(); put hf_accel's module back, or reload the model"
+        )

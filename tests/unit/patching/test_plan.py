@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, MixtralConfig
+
+import hf_accel
+from hf_accel.attention import AttentionBackend, AttentionSpec, choose
+from hf_accel.attention.hf import forward
+from hf_accel.kernels import cpu as kernels
+from hf_accel.linear import QuantLinear
+from hf_accel.undo.state import BACKEND_ATTRIBUTE
+
+from ...parity.families import FAMILIES, build, inputs
+from ...parity.snapshot import snapshot
+
+INT4 = {"bits": 4, "group_size": 32}
+KEYWORDS: list[dict[str, Any]] = [
+    {},
+    {"weights": None},
+    {"weights": INT4},
+    {"weights": {"skip": ["lm_head"]}},
+    {"weights": None, "attention": "reference"},
+    {"weights": None, "cache": None},
+    {"weights": None, "attention": None, "cache": None},
+]
+
+
+def lines(plan: hf_accel.Plan, topic: str) -> list[dict[str, str]]:
+    return [choice for choice in plan.to_dict()["choices"] if choice["topic"] == topic]
+
+
+@pytest.mark.parametrize("keywords", KEYWORDS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plan_changes_nothing(family: str, keywords: dict[str, Any]) -> None:
+    model = build(family)
+    before = snapshot(model)
+    hf_accel.plan(model, **keywords)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("keywords", KEYWORDS, ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_patch_does_what_the_plan_says(family: str, keywords: dict[str, Any]) -> None:
+    model = build(family)
+    plan = hf_accel.plan(model, **keywords)
+    hf_accel.patch(model, **keywords)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+    assert {p.site.name for p in plan.quantized} == layers.keys()
+    for planned in plan.quantized:
+        layer = layers[planned.site.name]
+        assert layer.choice is not None and planned.choice is not None
+        assert layer.choice.backend is planned.choice.backend
+        assert planned.choice is not None
+        unread = {} if layer.bits == 4 else {"group_size": planned.choice.spec.group_size}
+        assert replace(layer.spec, **unread) == planned.choice.spec
+    backends = [vars(m)[BACKEND_ATTRIBUTE].backend.name for m in model.modules() if BACKEND_ATTRIBUTE in vars(m)]
+    assert backends == [a.backend.name for a in plan.attention]
+    cache = model.generate(**inputs("single"), max_new_tokens=2, return_dict_in_generate=True).past_key_values
+    assert isinstance(cache, hf_accel.PagedCache) == (plan.stock_cache is None)
+
+
+@pytest.mark.parametrize("keywords", KEYWORDS, ids=str)
+def test_bytes_are_those_of_the_patched_model(keywords: dict[str, Any]) -> None:
+    """The quantized layers' own count, and every tensor left: a second way to the same number."""
+    model = build("gpt2")
+    plan = hf_accel.plan(model, **keywords)
+    before = {p.data_ptr(): p.nbytes for p in model.parameters()}
+    assert plan.bytes_before == sum(before.values())
+    hf_accel.patch(model, **keywords)
+    left = {p.data_ptr(): p.nbytes for p in model.parameters()}
+    quantized = sum(m.spec.weight_bytes for m in model.modules() if isinstance(m, QuantLinear))
+    assert plan.bytes_after == sum(left.values()) + quantized
+
+
+def test_least_time_follows_the_bytes_read() -> None:
+    """All weights but the embedding table, unless it is the head as well."""
+    for family, skipped in (("llama", "model.embed_tokens.weight"), ("gpt2", None)):
+        model = build(family)
+        plan = hf_accel.plan(model)
+        read = sum(p.nbytes for name, p in model.named_parameters() if name != skipped)
+        assert plan.seconds_before == pytest.approx(read / plan.bandwidth)
+        replaced = sum(p.site.weight.nbytes for p in plan.quantized)
+        stored = sum(p.choice.spec.weight_bytes for p in plan.quantized if p.choice)
+        assert plan.seconds_after == pytest.approx((read - replaced + stored) / plan.bandwidth)
+
+
+def test_every_choice_has_a_reason() -> None:
+    for keywords in KEYWORDS:
+        data = hf_accel.plan(build("gemma2"), **keywords).to_dict()
+        again = json.loads(json.dumps(data))
+        assert hf_accel.PatchConfig.build(again["config"]) == hf_accel.PatchConfig.build(**keywords)
+        assert [c["topic"] for c in data["choices"]] == sorted(
+            (c["topic"] for c in data["choices"]),
+            key=[
+                "cpu kernels",
+                "attention",
+                "weights",
+                "fused",
+                "cache",
+                "generate",
+                "undo",
+                "exactness",
+                "bytes",
+                "speed",
+            ].index,
+        )
+        assert all(choice["reason"] and choice["choice"] for choice in data["choices"])
+
+
+def test_text() -> None:
+    text = str(hf_accel.plan(build("gemma2"), weights=INT4))
+    assert text.startswith("hf_accel plan: Gemma2ForCausalLM, 0.0 M parameters, float32 on cpu\n")
+    for part in (
+        "1 layers, full",
+        "1 layers, window 8",
+        "int4 group 32",
+        "1 head [101x32]",
+        "paged, block 16, float32",
+    ):
+        assert part in text
+    assert not any(line != line.rstrip() for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("keywords", "topic", "part"),
+    [
+        ({"weights": {"skip": ["up_proj"]}}, "weights", "named in skip="),
+        ({"weights": {"head": None}}, "weights", "head=None"),
+        ({"weights": None}, "weights", "weights=None: read in place"),
+        ({"attention": None, "cache": None}, "attention", "attention=None"),
+        ({"attention": None}, "cache", "attention=None leaves attention stock"),
+        ({"cache": None}, "cache", "cache=None"),
+        ({"cache": {"max_tokens": 64}}, "cache", "64 tokens"),
+        ({"cache": {"prefix_sharing": False}}, "cache", "prefixes not shared"),
+        ({"weights": None}, "undo", "no weight is replaced"),
+        ({"keep_original": False}, "undo", "keep_original=False drops the original weights"),
+        ({"keep_original": True}, "undo", "originals stay in memory, 0.1 MB: keep_original=True"),
+        ({}, "undo", "no safetensors checkpoint holds the same weights"),
+    ],
+    ids=str,
+)
+def test_reasons(keywords: dict[str, Any], topic: str, part: str) -> None:
+    plan = hf_accel.plan(build("llama"), **keywords)
+    assert any(part in line["reason"] for line in lines(plan, topic))
+
+
+def test_undo_from_a_checkpoint(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert str(tmp_path) in lines(hf_accel.plan(model), "undo")[0]["reason"]
+    assert hf_accel.plan(model, keep_original=True).on_disk is None
+    changed = copy.deepcopy(model)
+    changed.model.layers[0].mlp.up_proj.weight.data.zero_()
+    assert hf_accel.plan(changed).on_disk is None
+
+
+def test_only_if_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """weights="auto" leaves alone what was measured to be slower, layer by layer."""
+    from hf_accel.linear import BackendChoice
+
+    monkeypatch.setattr(BackendChoice, "seconds", property(lambda self: float(self.spec.in_features)))
+    monkeypatch.setattr(BackendChoice, "stock_seconds", property(lambda self: 50.0))
+    plan = hf_accel.plan(build("llama"), weights="auto")
+    slow = [p for p in plan.linears if p.choice is None]
+    assert {p.site.name.rsplit(".", 1)[1] for p in slow} == {"down_proj"}  # the one with 64 inputs
+    assert {p.reason for p in slow} == {"int8 was measured to be slower than stock"}
+
+
+def test_model_without_linears() -> None:
+    model = build("llama")
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, nn.Identity())
+    assert lines(hf_accel.plan(model), "weights")[0]["reason"] == "the model has no Linear modules"
+
+
+@pytest.mark.parametrize("keywords", KEYWORDS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_fits_the_screen(family: str, keywords: dict[str, Any]) -> None:
+    """And says everything: wrapped, not cut."""
+    plan = hf_accel.plan(build(family), **keywords)
+    assert max(map(len, str(plan).splitlines())) <= 100
+    words = str(plan).split()
+    for line in plan.lines:
+        assert set(line.reason.split()) | set(line.choice.split()) <= set(words)
+
+
+def test_a_word_longer_than_the_column_is_shown_whole(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 50)
+    build("llama").save_pretrained(folder)
+    text = str(hf_accel.plan(AutoModelForCausalLM.from_pretrained(folder)))
+    assert max(map(len, text.splitlines())) <= 100
+    assert str(folder) in text.replace("\n", "").replace(" ", "")
+
+
+@pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
+def test_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_accel.patching.explain import cpu_kernels
+
+    monkeypatch.setattr(cpu_kernels, "refusal", lambda: None)
+    monkeypatch.setattr(cpu_kernels, "isa", lambda: "avx2")
+    assert lines(hf_accel.plan(build("llama")), "cpu kernels") == [
+        {"topic": "cpu kernels", "what": "C++", "choice": "avx2", "reason": "1 thread"}
+    ]
+    monkeypatch.setattr(cpu_kernels, "refusal", lambda: "cpu kernels: not built (no compiler)")
+    (line,) = lines(hf_accel.plan(build("llama")), "cpu kernels")
+    assert (line["choice"], line["reason"]) == ("not used", "not built (no compiler)")
+
+
+@pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
+@pytest.mark.parametrize(
+    ("family", "keywords", "why"),
+    [
+        ("llama", {}, None),
+        ("llama", {"weights": None, "deterministic": True}, None),
+        ("llama", {"weights": None}, "float linears of more than 128 rows go to torch"),
+        ("llama", {"weights": None, "fuse": False}, "torch's float linear"),
+        ("llama", {"attention": "sdpa"}, "sdpa's attention"),
+        ("llama", {"weights": {"activations": None}}, "linear rounds by batch size"),
+        ("gemma2", {}, "attention within a window"),
+        ("gpt2", {"weights": None}, "torch's float linear"),
+    ],
+)
+def test_row_invariance_is_claimed_where_it_holds(family, keywords, why) -> None:
+    model = build(family)
+    line = next(c for c in hf_accel.plan(model, **keywords).to_dict()["choices"] if c["topic"] == "exactness")
+    assert line["choice"] == ("yes" if why is None else "no")
+    if why is not None:
+        assert why in line["reason"]
+        with pytest.raises(hf_accel.UnsupportedError, match="deterministic=True cannot be met"):
+            hf_accel.plan(model, weights=None, fuse=False, deterministic=True)
+
+
+def test_layers_that_were_quantized_before_are_row_invariant_or_refused(tmp_path: Path) -> None:
+    folders = {}
+    for activations in ("auto", None):
+        folders[activations] = tmp_path / str(activations)
+        model = hf_accel.patch(build("llama"), weights={"activations": activations}, keep_original=True)
+        model.save_pretrained(folders[activations])
+    if kernels.refusal() is None:
+        loaded = hf_accel.load(folders["auto"], deterministic=True)
+        layers = [module for module in loaded.modules() if isinstance(module, QuantLinear)]
+        assert layers and all(layer.row_invariant and layer.choice.backend.row_invariant for layer in layers)
+    with pytest.raises(hf_accel.UnsupportedError, match="reference's INT8 linear rounds by batch size"):
+        hf_accel.load(folders[None], deterministic=True)
+    assert not any(module.row_invariant for module in hf_accel.load(folders[None]).modules() if _is_quantized(module))
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    return isinstance(module, QuantLinear)
+
+
+def test_a_router_multiplies_by_itself() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    config = MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, num_local_experts=3)
+    model = AutoModelForCausalLM.from_config(config)
+    for weights in ("int8", None):
+        with pytest.raises(hf_accel.UnsupportedError, match="products of MixtralTopKRouter are torch's"):
+            hf_accel.plan(model, weights=weights, deterministic=True)
+    assert "MixtralExperts" in str(hf_accel.plan(model, weights=None).variant)
+    assert "MixtralExperts" not in str(hf_accel.plan(model).variant)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cache", ["paged", {"dtype": "int8"}, {"dtype": "int4"}], ids=str)
+def test_passes_take_the_planned_attention_until_the_model_changes(
+    family: str, cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[AttentionSpec] = []
+
+    def note(spec: AttentionSpec, name: str, *, row_invariant: bool) -> AttentionBackend:
+        chosen.append(spec)
+        return choose(spec, name, row_invariant=row_invariant)[0]
+
+    monkeypatch.setattr(forward, "_choose", note)
+    model = hf_accel.patch(build(family), weights=None, cache=cache, fuse=False)
+    model.generate(**inputs("single"), max_new_tokens=4)
+    assert chosen == []
+    model.to(torch.bfloat16)
+    model.generate(**inputs("single"), max_new_tokens=2)
+    assert {spec.dtype for spec in chosen} == {torch.bfloat16}
+
+
+def test_heads_that_int4_cannot_hold_are_refused_with_the_way_out() -> None:
+    """An odd head; int8 holds it, which the error says."""
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.self_attn.head_dim = 7
+    with pytest.raises(hf_accel.UnsupportedError, match=r"cache= was asked for, but .* a head has 7; take 'int8'"):
+        hf_accel.plan(model, weights=None, cache={"dtype": "int4"})
+    assert hf_accel.plan(model, weights=None, cache={"dtype": "int8"}).stock_cache is None

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import ast
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertLMHeadModel,
+    FalconConfig,
+    FalconForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.core_model_loading import WeightRenaming
+
+import hf_accel
+from hf_accel import UnsupportedError
+from hf_accel.linear.hf import lost_on_saving
+from hf_accel.patching.survey import attention_refusal, attention_sites, cache_refusal, linear_sites
+
+from ...parity.families import WINDOW, build
+
+TINY: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+def bert() -> PreTrainedModel:
+    return BertForSequenceClassification(BertConfig(**TINY, intermediate_size=64, num_labels=5))
+
+
+def t5() -> PreTrainedModel:
+    return T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4))
+
+
+def reasons(model: PreTrainedModel, *skip: str) -> dict[str, str | None]:
+    return {site.name: site.skip for site in linear_sites(model, skip)}
+
+
+def test_every_linear_of_a_llama() -> None:
+    sites = list(linear_sites(build("llama"), ()))
+    names = [f"model.layers.{i}.{n}" for i in range(2) for n in (
+        "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+        "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+    )]  # fmt: skip
+    assert [site.name for site in sites] == [*names, "lm_head"]
+    assert [site.name for site in sites if site.is_head] == ["lm_head"]
+    assert not any(site.is_tied or site.skip for site in sites)
+
+
+def test_conv1d_is_seen_transposed() -> None:
+    model = build("gpt2")
+    sites = {site.name: site for site in linear_sites(model, ())}
+    site = sites["transformer.h.0.attn.c_attn"]
+    assert site.weight.shape == (96, 32)
+    assert torch.equal(site.weight, model.transformer.h[0].attn.c_attn.weight.t())
+    assert site.bias is model.transformer.h[0].attn.c_attn.bias
+    head = sites["lm_head"]
+    assert (head.is_head, head.is_tied, head.skip, head.bias) == (True, True, None, None)
+
+
+def shared(model: PreTrainedModel) -> None:
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+
+
+def like_the_embedding(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp.up_proj.weight = model.model.embed_tokens.weight
+
+
+def subclass(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp.up_proj.__class__ = type("Special", (nn.Linear,), {})
+
+
+def double(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp.up_proj.double()
+
+
+def offloaded(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp.up_proj._hf_hook = object()
+
+
+def adapted(model: PreTrainedModel) -> None:
+    layer = model.model.layers[0].mlp
+    layer.up_proj = nn.ModuleDict({"lora_A": nn.Linear(32, 4, bias=False), "base_layer": layer.up_proj})
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (shared, {f"model.layers.{i}.mlp.up_proj": "shares its weight with another module" for i in range(2)}),
+        (like_the_embedding, {"model.layers.0.mlp.up_proj": "shares its weight with another module"}),
+        (subclass, {"model.layers.0.mlp.up_proj": "is a Special, not a plain Linear"}),
+        (double, {"model.layers.0.mlp.up_proj": "has torch.float64 weights"}),
+        (offloaded, {"model.layers.0.mlp.up_proj": "is moved between devices by accelerate"}),
+        (adapted, {"model.layers.0.mlp.up_proj.lora_A": "is an adapter"}),
+    ],
+)
+def test_reason_to_skip(change: Any, expected: dict[str, str]) -> None:
+    model = build("llama")
+    change(model)
+    assert {name: reason for name, reason in reasons(model).items() if reason} == expected
+
+
+@pytest.mark.parametrize(
+    ("skip", "number"),
+    [("up_proj", 2), ("mlp.up_proj", 2), ("layers.1.mlp.up_proj", 1), ("model.layers.1.mlp.up_proj", 1), ("proj", 0)],
+)
+def test_skip_by_end_of_name(skip: str, number: int) -> None:
+    found = reasons(build("llama"), skip)
+    assert [name.endswith("up_proj") for name, reason in found.items() if reason == "named in skip="] == [
+        True
+    ] * number
+
+
+def test_skip_by_role() -> None:
+    assert reasons(bert())["classifier"] == "is a classification head"
+    assert reasons(bert())["bert.pooler.dense"] is None
+    assert [n for n, reason in reasons(t5()).items() if reason == "has its weight read by the module around it"] == [
+        f"{side}.block.0.layer.{number}.DenseReluDense.wo" for side, number in (("encoder", 1), ("decoder", 2))
+    ]
+
+
+def test_experts_router() -> None:
+    model = build("llama")
+    model.config.num_experts = 7
+    model.model.layers[0].mlp.gate = nn.Linear(32, 7, bias=False)
+    assert {name for name, reason in reasons(model).items() if reason == "routes tokens to experts"} == {
+        "model.layers.0.mlp.gate"
+    }
+
+
+def bidirectional() -> PreTrainedModel:
+    config = copy.deepcopy(build("llama").config)
+    config.is_causal = False
+    return type(build("llama"))(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "attention", "cache"),
+    [
+        (lambda: build("llama"), None, None),
+        (lambda: build("gemma2"), None, None),
+        (lambda: build("llama").model, None, "LlamaModel does not generate text"),
+        (bert, None, "BertForSequenceClassification does not generate text"),
+        (t5, "is an encoder-decoder", "is an encoder-decoder"),
+        (bidirectional, None, "is configured for bidirectional attention"),
+        (
+            lambda: FalconForCausalLM(FalconConfig(**TINY)),
+            "does not go through transformers' AttentionInterface",
+            "does not go through transformers' AttentionInterface",
+        ),
+    ],
+)
+def test_refusals(make: Any, attention: str | None, cache: str | None) -> None:
+    model = make()
+    for refusal, expected in ((attention_refusal(model), attention), (cache_refusal(model), cache)):
+        assert (refusal is None) if expected is None else (expected in str(refusal))
+
+
+def test_a_softcap_that_stock_leaves_out() -> None:
+    """As Gemma-2 is loaded by older transformers; newer ones choose eager, which is set here by the way out."""
+    model = build("gemma2")
+    model.config._attn_implementation = "sdpa"
+    reason = "Gemma2Attention has a softcap that sdpa leaves out; model.set_attn_implementation('eager') keeps it"
+    assert attention_refusal(model) == reason
+    assert hf_accel.plan(model).stock_attention == reason
+    model.set_attn_implementation("eager")
+    assert attention_refusal(model) is None
+
+
+def test_no_cache_without_keys_and_values() -> None:
+    model = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, state_size=4))
+    assert cache_refusal(model)
+
+
+def test_attention_sites() -> None:
+    sites = attention_sites(build("gemma2"), quantized_kv=True)
+    assert [site.name for site in sites] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    spec = sites[0].spec
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim) == (4, 2, 8, 8)
+    assert (spec.window, sites[1].spec.window, spec.softcap, spec.quantized_kv) == (WINDOW, None, 2.0, True)
+    assert attention_sites(build("gpt2"), quantized_kv=False)[1].spec.num_kv_heads == 4
+    assert [site.name for site in attention_sites(BertLMHeadModel(BertConfig(**TINY, is_decoder=True)),
+            quantized_kv=False)] == ["bert.encoder.layer.0.attention.self"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("inner", "proposed"), [(64, "'group_size': 32}"), (80, "'int8'")])
+def test_a_group_size_that_is_proposed_divides(inner: int, proposed: str) -> None:
+    """32 divides the 32 inputs of most and the 64 of down_proj; nothing divides 80. What is proposed is tried."""
+    config = copy.deepcopy(build("llama").config)
+    config.intermediate_size = inner
+    model = type(build("llama"))(config)
+    refused = {"bits": 4, "group_size": 64 if inner == 64 else 32}
+    with pytest.raises(UnsupportedError, match="does not divide the") as error:
+        hf_accel.plan(model, weights=refused)
+    assert proposed in str(error.value)
+    ways = re.findall(r"weights=(\{.*?\}|'int8')", str(error.value))
+    assert len(ways) == 2
+    for way in ways:
+        assert hf_accel.plan(model, weights=ast.literal_eval(way)).quantized
+        assert hf_accel.estimate(model, context=4, bandwidth=1e9, weights=ast.literal_eval(way)).weights_bytes
+
+
+def test_a_linear_whose_scales_would_not_be_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers renames on saving; what does not come back under its own name stays as it is."""
+    model = build("llama")
+    assert not any(lost_on_saving(model)(name) for name in ("model.layers.0.mlp.up_proj", "lm_head"))
+    renaming = WeightRenaming(source_patterns="up_proj", target_patterns="gate_proj")
+    monkeypatch.setattr("hf_accel.linear.hf.get_model_conversion_mapping", lambda model, add_legacy: [renaming])
+    kept = {site.name: site.skip for site in linear_sites(model, ()) if site.skip is not None}
+    assert kept.keys() == {"model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"}
+    assert all("it would not be found again" in str(reason) for reason in kept.values())

@@ -1,0 +1,171 @@
+"""Modules known by their code: what goes to our attention and to the pages, and what stays stock and why."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from transformers.cache_utils import EncoderDecoderCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_accel.recognition.module_code import attention_code, code_of
+
+
+def eager(*arguments: Any, **keywords: Any) -> Any: ...
+
+
+class Plain(nn.Module):
+    """The usual form, which the others change in one place."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None, past_key_values: Any, **kwargs: Any) -> Any:
+        q, k, v = x, x, x
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        return attend(self, q, k, v, attention_mask, scaling=1.0, **kwargs)
+
+
+class OtherValues(nn.Module):
+    def forward(self, x: Tensor, attention_mask: Tensor | None, past_key_values: Any, **kwargs: Any) -> Any:
+        q, k, v = x, x, x
+        k, v = past_key_values.update(k, v, self.layer_idx)
+        v = v * 2
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        return attend(self, q, k, v, attention_mask, scaling=1.0, **kwargs)
+
+
+class OtherMask(nn.Module):
+    def forward(self, x: Tensor, attention_mask: Tensor | None, past_key_values: Any, **kwargs: Any) -> Any:
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        own = attention_mask + x
+        return attend(self, x, x, x, own, scaling=1.0, **kwargs)
+
+
+class OtherKeyword(nn.Module):
+    def forward(self, x: Tensor, attention_mask: Tensor | None, past_key_values: Any, **kwargs: Any) -> Any:
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        return attend(self, x, x, x, attention_mask, position_bias=x, **kwargs)
+
+
+class ByItself(nn.Module):
+    """Its name does not say so, but SoftmaxAttention's does."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None) -> Any:
+        return (x @ x.mT + attention_mask).softmax(-1) @ x
+
+
+class SoftmaxAttention(ByItself):
+    pass
+
+
+class ReadsLayers(nn.Module):
+    def forward(self, x: Tensor, past_key_values: Any) -> Any:
+        return self.helper(past_key_values)
+
+    def helper(self, past_key_values: Any) -> Any:
+        held = past_key_values
+        return held.layers[0].keys
+
+
+class WithoutEncoder(nn.Module):
+    """What it does with an encoder's output never happens in a model without one."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None, past_key_values: Any, encoded: Any = None) -> Any:
+        is_cross_attention = encoded is not None
+        held = past_key_values
+        if isinstance(past_key_values, EncoderDecoderCache):
+            held = (
+                past_key_values.cross_attention_cache if is_cross_attention else past_key_values.self_attention_cache
+            )
+        if is_cross_attention and held is not None:
+            k, v = held.layers[0].keys, held.layers[0].values
+        else:
+            k, v = x, x
+        if not is_cross_attention or held is None:
+            k, v = held.update(k, v, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        return attend(self, x, k, v, attention_mask, scaling=1.0)
+
+
+class WithIndexer(nn.Module):
+    """An indexer chooses what is seen, in layers that have one."""
+
+    def __init__(self, indexer: nn.Module | None) -> None:
+        super().__init__()
+        self.indexer = indexer
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None, past_key_values: Any, **kwargs: Any) -> Any:
+        q, k, v = x, x, x
+        k, v = past_key_values.update(k, v, self.layer_idx)
+        indices = None
+        if self.indexer is not None:
+            indices = self.indexer(x)
+            attention_mask = attention_mask & indices
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        return attend(self, q, k, v, attention_mask, indices=indices, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "refusal", "unpaged"),
+    [
+        (Plain, None, None),
+        (WithoutEncoder, None, None),
+        (OtherValues, None, "changes K or V"),
+        (OtherMask, "changes the mask", None),
+        (OtherKeyword, "passes position_bias=", None),
+        (ByItself, None, None),
+        (SoftmaxAttention, "computes attention by itself", None),
+        (ReadsLayers, None, "uses held.layers"),
+    ],
+)
+def test_forms(kind: type, refusal: str | None, unpaged: str | None) -> None:
+    code = attention_code(kind)
+    for found, expected in ((code.refusal, refusal), (code.unpaged, unpaged)):
+        assert (found is None) == (expected is None) and (expected or "") in (found or "")
+    assert code.attends == (kind not in (ByItself, SoftmaxAttention, ReadsLayers))
+    assert code.eager == ("eager" if code.attends else None)
+
+
+def test_a_part_that_is_none_is_never_used() -> None:
+    assert code_of(WithIndexer(None)).refusal is None
+    assert "changes the mask" in str(code_of(WithIndexer(nn.Identity())).refusal) or "passes indices=" in str(
+        code_of(WithIndexer(nn.Identity())).refusal
+    )
+
+
+def test_code_that_cannot_be_read_is_not_known() -> None:
+    space: dict[str, Any] = {"nn": nn, "__name__": "typed_at_a_prompt"}
+    exec("class Typed(nn.Module):\n def forward(self, x, attention_mask): return x", space)
+    exec("class Harmless(nn.Module):\n def forward(self, x): return x", space)
+    assert attention_code(space["Typed"]).refusal == "the source of Typed cannot be read"
+    assert attention_code(space["Harmless"]).refusal is None
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "reason"),
+    [
+        ("llama", "LlamaAttention", None),
+        ("gpt2", "GPT2Attention", None),
+        ("bart", "BartAttention", None),
+        ("bert", "BertSelfAttention", None),
+        ("gpt_oss", "GptOssAttention", None),
+        ("diffllama", "DiffLlamaAttention", "more than once"),
+        ("jetmoe", "JetMoeAttention", "changes K or V"),
+        ("doge", "DogeAttention", "changes the mask"),
+        ("inkling", "InklingAttention", "passes position_bias="),
+        ("hy_v4", "HYV4Attention", "passes indices="),
+        ("git", "GitSelfAttention", "computes attention by itself"),
+        ("mllama", "MllamaTextCrossAttention", "uses past_key_values.layers"),
+        ("deepseek_v3", "DeepseekV3Attention", "changes K or V"),
+    ],
+)
+def test_transformers_own(model: str, kind: str, reason: str | None) -> None:
+    try:
+        file = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    except ModuleNotFoundError:
+        pytest.skip(f"this transformers has no {model}")
+    code = attention_code(getattr(file, kind))
+    found = code.refusal or code.unpaged
+    assert (found is None) == (reason is None) and (reason or "") in (found or "")
