@@ -23,13 +23,13 @@ from ..cache.group import KVStorage, Step
 from ..cache.hf.handle import CacheOverPages, LayerOverPages, PagedKV
 from ..kernels.cpu.decoder_layer import INPUT
 from ..kernels.cpu.library import native
-from ..recognition.stand_ins import SCALARS, TENSORS, Read, Span, UntraceableError
+from ..recognition.stand_ins import SCALARS, TENSORS, Span, UntraceableError
+from ..recognition.unchanged import Read, has_own_forward
 from ..undo.instance import Mixin
 from ..undo.state import BACKEND_ATTRIBUTE, FUSED
-from .forms import ROTATION
+from .forms import ROTATION, by_library, computes
 from .joined_layer import JoinedLayer, joins
 from .layer_programme import LayerProgramme
-from .operators import by_library, computes
 from .sites import Dropped, FusedSite
 from .traced import Operation, Trace
 from .traced_layer import Attention, TracedLayer, refuse_without_kernel
@@ -90,7 +90,7 @@ def _traces(
     """The name of each decoder layer, the layer, and its trace; or why it has none, as a clause."""
     for name, module in model.named_modules():
         inner = [child for child in module.children() if id(child) in attention]
-        if len(inner) != 1 or not _rotates(inner[0]) or "forward" in vars(module):  # by accelerate, or by hand
+        if len(inner) != 1 or not _rotates(inner[0]) or has_own_forward(module):
             continue
         try:
             trace = Trace(dtype, float_rows, attention=NAME)

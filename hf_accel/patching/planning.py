@@ -15,9 +15,9 @@ from ..attention.cpu import CpuBackend
 from ..attention.hf.parts import stock_parts
 from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
+from ..fused.forms import has_library
+from ..fused.forms import refusal as refuses_operators
 from ..fused.hf import joined_sites, layer_sites
-from ..fused.operators import has_library
-from ..fused.operators import refusal as refuses_operators
 from ..fused.projections import UNLIMITED, native_rows
 from ..fused.sites import Dropped, FusedSite, fused_sites, native_linears, projection_sites
 from ..generation.hf import model_refusal
