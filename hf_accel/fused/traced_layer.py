@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..cache.group import KVStorage
 from ..kernels.cpu.decoder_layer import OUTPUT
@@ -111,15 +112,15 @@ class TracedLayer:
         return same and dims == (*keys.shape[1:], values.shape[2])
 
 
-def refuse_without_kernel(trace: Trace, linears: set[int] | None, device_type: str = "cpu") -> None:
+def refuse_without_kernel(trace: Trace, linears: Container[nn.Module] | None, device_type: str = "cpu") -> None:
     """Raise UntraceableError for what a TracedLayer would refuse in a layer that is still to be patched.
 
-    linears: the ids of the linear layers that will have a native call; None where they are called as modules.
+    linears: the linear layers that will have a native call; None where they are called as modules.
     """
     for operation in trace.operations:
         match operation.kind:
             case "linear" | "gated":
-                if linears is not None and not all(id(module) in linears for module in operation.modules):
+                if linears is not None and not all(module in linears for module in operation.modules):
                     raise UntraceableError("a linear layer has no native call")
             case "norm" if norm_form(operation.modules[0], dtype=trace.dtype) is None:
                 raise UntraceableError("a norm has no native call")
