@@ -87,7 +87,7 @@ __all__ = [
     "weights_changed",
 ]
 
-# Where each name is; the imports for type checkers above say the same.
+# The module of each name, which is loaded when it is first used; the imports for type checkers above say the same.
 _LAZY = {
     "AccelConfig": "linear.hf",
     "CacheConfig": "config",
@@ -141,7 +141,7 @@ class _Surface(ModuleType):
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(  # with both, Python proposes the name that is meant
+        raise AttributeError(  # with both, Python can suggest the right name
             f"module {__name__!r} has no attribute {name!r}", name=name, obj=modules[__name__]
         )
     value = globals()[name] = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
