@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     from .linear.hf import AccelConfig
     from .patching.patch import is_patched, patch, patched, stats, unpatch
     from .patching.plan import Plan
-    from .verify import Certificate, verify
+    from .verify.certificate import Certificate
     from .verify.quantization_report import quantization_report
+    from .verify.verify import verify
 
 __version__ = "0.1.0"
 __all__ = [
@@ -91,7 +92,7 @@ __all__ = [
 _LAZY = {
     "AccelConfig": "linear.hf",
     "CacheConfig": "config",
-    "Certificate": "verify",
+    "Certificate": "verify.certificate",
     "DistillationCallback": "distill.trainer.callback",
     "DistillationConfig": "distill.trainer.settings",
     "DistillationMixin": "distill.trainer.distillation_trainer",
@@ -126,7 +127,7 @@ _LAZY = {
     "save_gguf": "checkpoints.writers.save_gguf",
     "stats": "patching.patch",
     "unpatch": "patching.patch",
-    "verify": "verify",
+    "verify": "verify.verify",
     "weights_changed": "generation.hf.weights_changed",
 }
 

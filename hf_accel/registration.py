@@ -1,8 +1,8 @@
 """Our names in transformers' registries, from the moment that transformers loads them.
 
-Loading these registries takes seconds, and imports every quantization library that is installed, some of which print. So
-`import hf_accel` does not load them. It puts doors into those that are there, and into the others as soon as they are: a
-door loads our rooms when somebody goes through it, and what is behind it then stands in its place.
+Loading these registries takes seconds, and imports every quantization library that is installed, some of which print.
+So `import hf_accel` does not load them. It puts doors into those that are there, and into the others as soon as they
+are: a door loads our rooms when somebody goes through it, and what is behind it then stands in its place.
 """
 
 from __future__ import annotations

@@ -76,10 +76,11 @@ SAVE = """if True:
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1], quantization_config=hf_accel.AccelConfig("int8"))
     model.save_pretrained(sys.argv[2])
     """
+AUTO = "from transformers import AutoModelForCausalLM"
 LOAD = {
-    "import hf_accel first": "import sys, hf_accel\nfrom transformers import AutoModelForCausalLM",
-    "import hf_accel last": "import sys\nfrom transformers import AutoModelForCausalLM, LlamaForCausalLM\nimport hf_accel",
-    "in the middle": "import sys, transformers.quantizers.auto, hf_accel\nfrom transformers import AutoModelForCausalLM",
+    "import hf_accel first": f"import sys, hf_accel\n{AUTO}",
+    "import hf_accel last": f"import sys\n{AUTO}, LlamaForCausalLM\nimport hf_accel",
+    "in the middle": f"import sys, transformers.quantizers.auto, hf_accel\n{AUTO}",
 }
 USE = """
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
