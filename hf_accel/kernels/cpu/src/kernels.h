@@ -16,6 +16,8 @@
   KERNEL(norm, NormCall)                  \
   KERNEL(rope, RopeCall)                  \
   KERNEL(add, AddCall)                    \
+  KERNEL(activate, ActivateCall)          \
+  KERNEL(layer_norm, LayerNormCall)       \
   KERNEL(argmax, LogitsCall)              \
   KERNEL(topk, LogitsCall)                \
   KERNEL(attention, AttentionCall)        \
@@ -33,6 +35,8 @@
 constexpr int64_t BLOCK = 64;
 
 enum Epilogue : int32_t { NONE = 0, SILU_MUL = 1, GELU_MUL = 2, GELU_TANH_MUL = 3 };
+// Functions of one number. As the epilogue of a linear layer, they are applied to each output.
+enum Activation : int32_t { SILU = 4, GELU = 5, GELU_TANH = 6, GELU_QUICK = 7, RELU = 8 };
 
 // One weight matrix [out_features, in_features].
 //   INT8  weight: packed; scales: float32 [blocks * 64]; zeros and minima: null
@@ -52,14 +56,14 @@ struct Matrix {
   int64_t column;  // the column of `out` at which its outputs begin
 };
 
-// Matrices with the same input. With an epilogue there are two matrices of equal size, gate and up, and the output is
-// act(gate) * up at the gate's column.
+// Matrices with the same input. With an Epilogue that multiplies there are two matrices of equal size, gate and up, and
+// the output is act(gate) * up at the gate's column. With an Activation it is act(output) for any number of matrices.
 struct Linear {
   int32_t format;  // the Dtype of the weights
   int32_t group;   // inputs that share an activation scale (integers) and a weight scale (INT8_GROUPS, INT4)
   int64_t in_features;
   int32_t count;
-  int32_t epilogue;
+  int32_t epilogue;  // an Epilogue or an Activation
   const Matrix* matrices;
 };
 
@@ -154,6 +158,28 @@ struct AddCall {
   int64_t rows, size;
   float factor;
   int32_t dtype, threads;
+};
+
+// out = act(x) over [rows, size]; out is contiguous. `kind` is an Activation.
+struct ActivateCall {
+  const void* x;
+  void* out;
+  int64_t x_stride, rows, size;
+  int32_t kind, dtype, threads;
+};
+
+// out = (s - mean(s)) / sqrt(variance(s) + eps) * weight + bias over the last dimension of [rows, size], with
+// s = x + y rounded to dtype, or s = x if y is null. s is also written to `sum` if that is not null.
+struct LayerNormCall {
+  const void* x;
+  const void* y;       // or null
+  void* sum;           // or null
+  void* out;
+  const void* weight;  // [size], or null for ones
+  const void* bias;    // [size], or null for zeros
+  int64_t x_stride, y_stride, sum_stride, out_stride, rows, size;
+  float eps;
+  int32_t dtype, weight_dtype, bias_dtype, threads;
 };
 
 // The k largest of each row of logits [rows, size]. NaN counts as the largest. Equal logits are in order of their
