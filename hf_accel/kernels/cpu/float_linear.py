@@ -24,8 +24,9 @@ class FloatLinear:
 
     weights: [N, K] each, contiguous, of one dtype of FLOATS. biases: [N] of any of these dtypes, or None.
     epilogue: None, "silu", "gelu" (with erf) or "gelu_tanh". activation: None, or the name in structs.ACTIVATIONS of a
-    function of each output, for any number of weights without an epilogue. Sums are in float32, and the result is rounded once, to
-    the dtype of x. The bits of a row of the result depend neither on other rows nor on the number of threads.
+    function of each output, for any number of weights without an epilogue. Sums are in float32, and the result is
+    rounded once, to the dtype of x. The bits of a row of the result depend neither on other rows nor on the number of
+    threads.
 
     tile_rows: the fewest rows of bfloat16 that tiles multiply, on a CPU that has them (AMX). If it is more than 1, the
     bits of a row depend on whether there are as many rows, because tiles add in another order than vectors do.

@@ -90,11 +90,15 @@ class Columns(Structure):
     _fields_ = fields(sizes="buffer offset stride")
 
 
+class ScoreBias(Structure):
+    _fields_ = fields(pointers="data", sizes="head query")
+
+
 class LayerOp(Structure):
     _fields_ = [
-        *fields(ints="kind weight_dtype"), ("x", Columns), ("y", Columns), ("out", Columns), ("out2", Columns),
-        *fields(
-            pointers="weight", sizes="heads kv_heads dim value_dim window", floats="eps offset scale softcap",
-            ints="round_first interleaved round_each tile_rows",
-        ),
+        *fields(ints="kind weight_dtype"),
+        *[(place, Columns) for place in ("x", "y", "out", "out2", "z")],
+        *fields(pointers="weight bias", sizes="heads kv_heads dim value_dim window ahead"),
+        ("score_bias", ScoreBias),
+        *fields(floats="eps offset scale softcap", ints="round_first interleaved round_each tile_rows bias_dtype"),
     ]  # fmt: skip

@@ -16,7 +16,7 @@ from hf_accel.kernels.cpu.structs import ACTIVATIONS, EPILOGUES, packed_format
 HEADER = re.sub(r"//.*", "", (SOURCE / "kernels.h").read_text(encoding="utf-8"))
 TYPES = (SOURCE / "types.h").read_text(encoding="utf-8")
 KERNELS = dict(re.findall(r"KERNEL\((\w+), (\w+)\)", HEADER))
-INNER = [attention.Rows, attention.PageWrite, structs.Columns, elementwise.Rotated]
+INNER = [attention.Rows, attention.PageWrite, structs.Columns, structs.ScoreBias, elementwise.Rotated]
 STRUCTS = {s.__name__: s for s in (*library._structs.values(), *INNER)}
 SCALARS = {"int64_t": c_int64, "int32_t": c_int32, "float": c_float}
 
