@@ -72,7 +72,7 @@ inline F scaled_tail(F a) {
 // bits and is exact, also without a fused multiply-add.
 inline F gelu(F x) {
   const F a = min(abs(x), set1(15.0f));  // there the tail is 0
-  const F coarse = mul(round(mul(a, set1(16.0f))), set1(0.0625f));
+  const F shift = set1(0x1.8p19f), coarse = sub(add(a, shift), shift);  // to a sixteenth: the sum has no finer bits
   const F high = mul(mul(coarse, coarse), set1(-0.5f));
   const F low = mul(mul(sub(a, coarse), add(a, coarse)), set1(-0.5f));
   const F n = round(mul(add(high, low), set1(LOG2_E)));
