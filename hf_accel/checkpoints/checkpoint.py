@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import HfAccelError, UnsupportedError
 from ..linear import ExpertWeights, QuantExperts, QuantLinear, QuantModule
-from ..linear.formats import chunks, readable, state, zeros
+from ..linear.formats import state, zeros
 from ..linear.hf import spec_of
 from ..patching.survey import experts_sites
 from ..patching.ties import broken_ties
@@ -163,9 +163,7 @@ def _expected(layer: QuantModule) -> dict[str, Tensor]:
 
 def _check_layer(model: PreTrainedModel, name: str, layer: QuantModule, found: Mapping[str, Found]) -> None:
     expected = {f"{name}.{suffix}": tensor for suffix, tensor in _expected(layer).items()}
-    described = f"bits={layer.bits}" + ("" if layer.format == "int" else f", format={layer.format!r}")
-    if layer.bits < 8:
-        described += f", group_size={layer.group_size}, symmetric={layer.symmetric}"
+    described = str(layer.layout)
     for key, tensor in expected.items():
         if key not in found:
             raise missing(model, key, described)
@@ -176,7 +174,7 @@ def _check_layer(model: PreTrainedModel, name: str, layer: QuantModule, found: M
         )
     _check_scales(f"{name}.weight_scale", found[f"{name}.weight_scale"].read())
     _check_more(name, layer, found)
-    if layer.bits < 8:
+    if f"{name}.weight_shape" in found:
         stored = found[f"{name}.weight_shape"].read()
         if stored.device.type != "meta" and stored.tolist() != [layer.out_features, layer.in_features]:
             raise HfAccelError(
@@ -207,16 +205,11 @@ def _check_scales(key: str, scale: Tensor) -> None:
 
 
 def check_numbers(name: str, layer: QuantModule) -> None:
-    """Raise HfAccelError if the FP8 weight of a layer that was loaded, and is not packed yet, holds NaN.
+    """Raise HfAccelError if the weight of a layer that was loaded, and is not packed yet, holds what is no number.
 
-    Kernels take it for a number. It reads the whole weight, and so comes when the file is read anyway.
+    It reads the whole weight, and so comes when the file is read anyway.
     """
-    numbers = layer._buffers["weight"] if layer.format == "fp8" else None
-    if numbers is None or numbers.device.type == "meta":
-        return
-    for outputs in chunks(len(numbers)):
-        wrong = (readable(numbers[outputs]) & 0x7F) == 0x7F  # float8_e4m3fn has two such bytes, and no infinity
-        if wrong.any():
-            row, column = wrong.nonzero()[0].tolist()
-            place = [outputs.start + row, column]
-            raise HfAccelError(f"'{name}.weight' holds NaN at {place} in the checkpoint; {AGAIN}")
+    weight = layer.quantized
+    wrong = None if weight.weight_scale.device.type == "meta" else weight.not_a_number()
+    if wrong is not None:
+        raise HfAccelError(f"'{name}.{wrong[0]}' holds NaN at {wrong[1]} in the checkpoint; {AGAIN}")

@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...config import Layout
 from .. import ACTIVATION_GROUP
 from .launch import Launch
 from .programs.multiply import add_splits, multiply
@@ -65,16 +66,17 @@ class BlockedWeight:
     integers: Tensor
     scale: Tensor
     in_features: int
+    layout: Layout
     zero_point: Tensor | None = None
     minimum: Tensor | None = None
 
     @property
     def bits(self) -> int:
-        return 4 if self.integers.dtype is torch.uint8 else 8
+        return self.layout.bits
 
     @property
     def is_fp8(self) -> bool:
-        return self.integers.dtype is torch.float8_e4m3fn
+        return self.layout.format == "fp8"
 
     @property
     def readable(self) -> Tensor:
@@ -102,8 +104,7 @@ class BlockedWeight:
     @property
     def blocks_per_group(self) -> int:
         """0 if scales belong to outputs."""
-        groups = self.scale.shape[-2]
-        return 0 if groups == 1 and self.bits == 8 and self.minimum is None else self.num_blocks // groups
+        return 0 if self.layout.group_size is None else self.num_blocks // self.scale.shape[-2]
 
     @property
     def blocks_rounded(self) -> int:
