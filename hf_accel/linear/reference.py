@@ -13,9 +13,8 @@ from ..kernels import ACTIVATION_GROUP
 from ..tensors import has_instructions
 from .activations import EightBits, round_groups
 from .backend import Backend, LinearSpec
-from .formats import QuantizedWeight, chunks
+from .formats import KINDS, QuantizedWeight, chunks
 
-INTEGERS = ("int8", "int4", "int3", "int2")
 ROUNDED: tuple[EightBits | None, ...] = (None, "int8", "fp8")
 
 
@@ -31,10 +30,11 @@ class Reference(Backend):
 
     def __init__(self, activations: EightBits | None) -> None:
         self.activations = activations
-        self.layouts = {None: (*INTEGERS, "fp8"), "int8": INTEGERS, "fp8": ("fp8",)}[activations]
+        integers = tuple(label for label in KINDS if label != "fp8")
+        self.layouts = {None: tuple(KINDS), "int8": integers, "fp8": ("fp8",)}[activations]
 
     def note(self, spec: LinearSpec) -> str | None:
-        if spec.layout.label in INTEGERS[:2]:
+        if spec.layout.label in ("int8", "int4"):
             return None
         what = f"{spec.layout.bits} bits" if spec.layout.format == "int" else f"{spec.layout.label.upper()} here"
         return f"no kernel multiplies by {what}: each call dequantizes the weight first, slower than stock"

@@ -141,8 +141,9 @@ def launches(
             "groups": weight.scale.shape[-2], "share": share,
         },
         constants={
-            "BITS": weight.bits, "FP8": weight.is_fp8, "BLOCK": weight.block, "PER_GROUP": weight.blocks_per_group,
-            "IS_CUT": bool(weight.in_features % weight.block), **_constants(tile, starts),
+            "BITS": weight.bits, "NUMBERS": weight.layout.format, "BLOCK": weight.block,
+            "PER_GROUP": weight.blocks_per_group, "IS_CUT": bool(weight.in_features % weight.block),
+            **_constants(tile, starts),
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
