@@ -1,6 +1,6 @@
 """The backend on our own C++ kernels: one call for decode, verification and prefill, K and V read where they are.
 
-A query's result has the same bits whatever stands beside it: batch, chunk, pages or rows, number of threads.
+A query's result has the same bits whatever its batch, chunk, pages, other rows and number of threads.
 """
 
 from __future__ import annotations

@@ -33,11 +33,11 @@ class FlashLibrary(ABC):
 
     @abstractmethod
     def refusal(self) -> str | None:
-        """Why it cannot be used here, as a clause; None if it can."""
+        """Return why it cannot be used here, as a clause; None if it can."""
 
     @abstractmethod
     def reads(self, block_size: int) -> bool:
-        """Whether it reads pages whose blocks have so many tokens."""
+        """Return whether it reads pages whose blocks have so many tokens."""
 
     @abstractmethod
     def attend(self, q: Tensor, kv: KV, ragged: Ragged, options: AttentionOptions) -> Tensor:
@@ -108,7 +108,7 @@ class TorchVarlen(FlashLibrary):
     has_softcap = False
 
     def refusal(self) -> str | None:
-        return None  # every torch that is supported has it
+        return None  # in every torch that is supported
 
     def reads(self, block_size: int) -> bool:
         return block_size % 256 == 0 and "block_table" in self._parameters
@@ -133,7 +133,7 @@ class TorchVarlen(FlashLibrary):
 
 
 def window_size(options: AttentionOptions) -> tuple[int, int]:
-    """As FlashAttention counts: keys to the left and to the right of a query's own; -1 for all."""
+    """Return the window in FlashAttention's terms: keys to the left and to the right of a query's own; -1 for all."""
     return (-1 if options.window is None else options.window - 1), -1
 
 

@@ -1,4 +1,4 @@
-"""Which keys a query may see: causal order, a sliding window, and a mask on top."""
+"""The keys that a query may see: by causal order, a sliding window, and a mask on top."""
 
 from __future__ import annotations
 

@@ -74,6 +74,6 @@ def _pick(pages: Tensor, scales: Tensor | None, picked: Tensor, dtype: torch.dty
 
 
 def rotated_like_pages(x: Tensor, pages: KV) -> Tensor:
-    """Queries [N, Hq, D] as they meet rotated keys, or results [N, Hq, Dv] of rotated values as they were."""
+    """Rotate queries [N, Hq, D] for pages of rotated keys, or rotate results [N, Hq, Dv] of rotated values back."""
     exact = torch.promote_types(x.dtype, torch.float32)
     return rotate(x.to(exact)).to(x.dtype) if pages.is_int4 else x

@@ -164,7 +164,7 @@ def _check_names(
 
 
 def passed_over(model: PreTrainedModel, name: str) -> bool:
-    """Whether transformers knows that a tensor of this name is not needed: old buffers, and layers that draft."""
+    """Return whether transformers ignores a tensor of this name: old buffers, and layers that draft."""
     if _matches(name, model._keys_to_ignore_on_load_unexpected) or "rotary_emb.inv_freq" in name:
         return True
     if name.rpartition(".")[2] == "position_ids":
@@ -177,7 +177,9 @@ def passed_over(model: PreTrainedModel, name: str) -> bool:
 
 
 def _is_of_more_layers(name: str, expected: Mapping[str, Tensor]) -> bool:
-    """Whether the tensor belongs to a member of a list that the model has, after the members that the model has."""
+    """Return whether the tensor belongs to a member of a list that the model has, after the members that the model
+    has.
+    """
     for place in re.finditer(r"(?<=\.)\d+(?=\.)", f".{name}"):
         start, end = place.start() - 1, place.end() - 1
         same = re.compile(re.escape(name[:start]) + r"\d+" + re.escape(name[end:]))
@@ -187,7 +189,7 @@ def _is_of_more_layers(name: str, expected: Mapping[str, Tensor]) -> bool:
 
 
 def _is_lost_bias(name: str, expected: Mapping[str, Tensor], found: Found) -> bool:
-    """Whether it is a bias, not of zeros, of a layer that has none in the model."""
+    """Return whether it is a bias, not of zeros, of a layer that has none in the model."""
     module, _, suffix = name.rpartition(".")
     if suffix != "bias" or f"{module}.weight" not in expected or found.dtype not in FLOATS:
         return False

@@ -126,7 +126,7 @@ def converters(reader: Reader, layers: Mapping[str, QuantLinear]) -> list[Weight
 
 
 def is_ours(conversion: Any) -> bool:
-    """Whether it is one of `converters`, copied or not."""
+    """Return whether it is one of `converters`, copied or not."""
     return any(isinstance(operation, ReadStored) for operation in getattr(conversion, "operations", ()))
 
 

@@ -82,8 +82,8 @@ def sampling_of(config: Any, given: dict[str, Any], *, seed: int | None) -> dict
     If the model's own settings are greedy, an option that needs sampling switches it on, at temperature 1.
     """
     found = {name: value for name, value in given.items() if value is not None}
-    means_samples = seed is not None or not found.keys().isdisjoint({"top_p", "top_k", "min_p"})
-    if "temperature" not in found and not config.do_sample and means_samples:
+    asks_for_samples = seed is not None or not found.keys().isdisjoint({"top_p", "top_k", "min_p"})
+    if "temperature" not in found and not config.do_sample and asks_for_samples:
         found["temperature"] = 1.0
     if found.get("temperature") == 0:
         penalty = found.get("repetition_penalty")

@@ -17,7 +17,7 @@ WIDENED = 2**22  # the most weights that are held in float32 at once
 
 
 def is_slow_in_torch(dtype: torch.dtype) -> bool:
-    """Whether torch has no instructions for products of this dtype on this CPU."""
+    """Return whether torch has no instructions for products of this dtype on this CPU."""
     return dtype in HALVES and native_rows(dtype) == UNLIMITED
 
 
@@ -47,7 +47,7 @@ class WidenedConv1D(Mixin):
 
 
 def is_widened(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> bool:
-    """Whether these are what torch would multiply as halves: plain tensors of one dtype and of sizes that fit."""
+    """Return whether torch would multiply these as halves: plain tensors of one dtype and of sizes that fit."""
     if weight is None or weight.dtype not in HALVES or weight.ndim != 2 or x.shape[-1:] != weight.shape[:1]:
         return False
     if bias is not None and (bias.dtype is not weight.dtype or bias.shape != weight.shape[1:]):
@@ -57,7 +57,7 @@ def is_widened(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> bool:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module has the name and the sizes of transformers' Conv1D."""
+    """Return whether a module has the name and the sizes of transformers' Conv1D."""
     own: dict[str, Any] = vars(module)
     weight = own["_parameters"].get("weight")
     return type(module).__name__ == "Conv1D" and weight is not None and weight.shape == (own.get("nx"), own.get("nf"))

@@ -145,7 +145,7 @@ class _Timing:
 
 
 def is_measured(device_type: str) -> bool:
-    """Whether tiles are measured on this kind of device now."""
+    """Return whether tiles are measured on this kind of device now."""
     on = os.environ.get(SWITCH, "1") != "0" and device_type == "cuda" and torch.cuda.is_available()
     return on and not torch.cuda.is_current_stream_capturing()
 

@@ -122,9 +122,9 @@ def _words(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor can be read again, and what it must be then: in `dtype`, if it was converted when loaded.
+    """The place where a tensor can be read again, and the tensor's properties.
 
-    part: what of it this rank holds; None for all.
+    dtype: the one that it was converted to when loaded. part: the part that this rank holds; None for all.
     """
 
     stored: Stored
@@ -227,7 +227,7 @@ def _with_tensor(parameter: nn.Parameter, source: Source) -> tuple[nn.Parameter,
 
 
 def readable(name: str, parameter: Tensor, files: Mapping[str, Stored]) -> bool:
-    """Whether the checkpoint holds exactly this tensor, or this rank's part of it, bit for bit."""
+    """Return whether the checkpoint holds exactly this tensor, or this rank's part of it, bit for bit."""
     if name not in files:
         return False
     tensor = local_tensor(parameter)

@@ -1,4 +1,4 @@
-"""Where a model holds a weight that could be quantized."""
+"""The places of a model that hold a weight which could be quantized."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LinearSite:
 
     @property
     def tensor_name(self) -> str:
-        """Of the weight, in the model."""
+        """The name of the weight in the model."""
         return f"{self.name}.weight"
 
     @property

@@ -1,6 +1,6 @@
 """A client's connection: the head of a request is bounded in bytes and in seconds, and connections in number.
 
-uvicorn and the parsers that it picks from (h11, httptools) bound neither alike, so it is done before they see a byte.
+uvicorn's parsers (h11, httptools) bound neither in the same way, so it is done before they see a byte.
 """
 
 from __future__ import annotations

@@ -163,7 +163,9 @@ class _Answer:
         await self._send(message)
 
     def _about_connection(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """Say that the connection ends here, as the server does, or how long it is kept: clients that heed it win."""
+        """Return the header that announces the end of the connection, or how long it is kept, for clients that read
+        it.
+        """
         if any(name.lower() == b"connection" for name, _ in headers):
             return []
         if self._service.admission.draining:
@@ -185,7 +187,7 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
 
 
 def _replayed(body: bytes) -> Receive:
-    """What the app receives: the body once, and then nothing, because the guard watches the connection."""
+    """Return the app's next message: the body once, and then nothing, because the guard watches the connection."""
     messages: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:

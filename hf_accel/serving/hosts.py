@@ -1,4 +1,4 @@
-"""Which names a server without an API key answers to: a web page must not reach it by a name of its own."""
+"""The host names that a server without an API key answers to: a web page must not reach it by a name of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Hosts:
 
     @classmethod
     def of(cls, host: str, allowed: Iterable[str] = ()) -> Hosts:
-        """Those of a server that listens on `host`, and what the user allows besides. "*" among them allows all."""
+        """Make the Hosts of a server that listens on `host`, with those that the user allows; "*" allows all."""
         names = {*LOOPBACK, name_of(host), *map(name_of, allowed)}
         is_wildcard = _is_address(host) and ipaddress.ip_address(host).is_unspecified
         if is_wildcard:

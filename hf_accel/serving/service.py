@@ -113,7 +113,7 @@ class Service:
         return None if found is None else int(found)
 
     def unready(self) -> str | None:
-        """Why no request is taken now; None if requests are taken."""
+        """Return why no request is taken now; None if requests are taken."""
         if not self.engine.is_live:
             return "the engine has ended; restart the server"
         return "the server is shutting down" if self.admission.draining else None
@@ -161,9 +161,9 @@ class Service:
         only for samples has the temperature that OpenAI's API would give it.
         """
         keywords, config = asked.sampling(), self.engine.model.generation_config
-        if "temperature" not in keywords and not config.do_sample and asked.means_samples:
+        if "temperature" not in keywords and not config.do_sample and asked.asks_for_samples:
             keywords["temperature"] = 1.0
-        own = stop_token_ids(self.engine.model) if asked.heeds_end else ()
+        own = stop_token_ids(self.engine.model) if asked.stops_at_end else ()
         keywords["stop_token_ids"] = [*keywords.get("stop_token_ids", ()), *own]
         if asked.num_logprobs is not None:
             keywords["logprobs"] = asked.num_logprobs

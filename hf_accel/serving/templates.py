@@ -1,4 +1,4 @@
-"""Chat templates, which come with a model and are programs: they run beside the server, and not for ever."""
+"""Chat templates, which come with a model and are programs: they run in a process of their own, for a limited time."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ NOT_OURS = ("s_aux", "sinks", "cu_seq_lens_q", "output_attentions", "dropout")  
 
 
 def attention_is_ours(config: Any) -> bool:
-    """Whether a model with this config attends by "hf_accel"; a user may have set another implementation since."""
+    """Return whether a model with this config uses attention "hf_accel"; a user may have set another one since."""
     return bool(config.get_text_config(decoder=True)._attn_implementation == NAME)
 
 
@@ -159,7 +159,7 @@ def _paged(backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionO
 def _packed(
     backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionOptions, *, kwargs: dict[str, Any]
 ) -> Tensor:
-    """Several sequences end to end in one row, told apart by cu_seq_lens (transformers' FlashAttentionKwargs)."""
+    """Compute several sequences in one row, which cu_seq_lens separates (transformers' FlashAttentionKwargs)."""
     cu_q = kwargs["cu_seq_lens_q"]
     q_len, kv_len = cu_q.diff(), kwargs.get("cu_seq_lens_k", cu_q).diff()
     ragged = Ragged(cu_q, kv_len, int(q_len.max()), int(kv_len.max()))

@@ -24,9 +24,9 @@ aten: Any = torch.ops.aten
 
 
 class Meaning(NamedTuple):
-    """What a CausalMask stands for: attention to the last `window` tokens, or to all, that are not padding.
+    """The meaning of a CausalMask: attention to the last `window` tokens, or to all, that are not padding.
 
-    left_out: stock's sdpa makes no mask here, and goes by is_causal instead.
+    left_out: whether stock's sdpa makes no mask here, and follows is_causal instead.
     """
 
     window: int | None
@@ -68,12 +68,12 @@ class CausalMask(Tensor):
 
     @property
     def is_known(self) -> bool:
-        """Whether it still has its meaning; if not, only its numbers say what it means."""
+        """True if it still has its meaning; if not, only its numbers count."""
         return not self._numbers.handed_out
 
     @property
     def seen(self) -> int:
-        """How many columns the last query may see; no query sees those behind."""
+        """Return the number of columns that the last query may see; no query sees later ones."""
         return self.columns.shape[1]
 
     def whole(self) -> Tensor:
@@ -207,7 +207,7 @@ _WINDOWED: Any = sliding_window_causal_mask_function(1)
 
 
 def _is_causal(mask_function: Any, local_size: int | None) -> bool:
-    """Whether it is transformers' own function for causal attention, within a window of `local_size` if given."""
+    """Return whether it is transformers' own causal mask function, within a window of `local_size` if given."""
     if local_size is None:
         return mask_function is causal_mask_function
     if getattr(mask_function, "__code__", None) is not _WINDOWED.__code__:

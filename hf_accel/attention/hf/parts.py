@@ -19,7 +19,7 @@ def stock_implementation(model: PreTrainedModel, module: nn.Module) -> str:
 
 
 def implementation_of_config(model: PreTrainedModel, config: Any) -> str:
-    """What a part of the model with this config attends by without us."""
+    """Return the attention implementation that a part of the model with this config has without us."""
     name = getattr(config, "_attn_implementation", None) or model.config._attn_implementation
     if name != NAME:
         return str(name)
@@ -52,7 +52,7 @@ def stock_parts(model: PreTrainedModel) -> dict[str, str]:
 
 
 def modules_outside(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """The model's modules by name, but for those in parts that keep their own attention."""
+    """Iterate over the model's modules by name, except for those in parts that keep their own attention."""
     parts = stock_parts(model)
     for name, module in model.named_modules():
         if not any(is_within(name, part) for part in parts):

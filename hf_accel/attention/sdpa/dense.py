@@ -1,4 +1,4 @@
-"""Which form of attention for which shape: torch's fused kernel or two products, by blocks of query rows."""
+"""Attention in the form that suits its shape: torch's fused kernel or two products, by blocks of query rows."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ UNITS = (
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a layer's weight is stored.
+    """The format of a layer's weight.
 
     group_size None: one scale per output. rounds: activations go to INT8, or to FP8 with FP8 weights.
     """
@@ -44,7 +44,7 @@ class Scheme:
 
     @property
     def label(self) -> str:
-        """As a user reads it: "W4A16 in groups of 128"."""
+        """Return it in the words of users: "W4A16 in groups of 128"."""
         groups = "" if self.group_size is None else f" in groups of {self.group_size}"
         kind = " in FP8" if self.format == "fp8" else ""
         return f"W{self.bits}A{8 if self.rounds else 16}{kind}{groups}" + ("" if self.symmetric else ", asymmetric")

@@ -197,7 +197,7 @@ def _check_units(model: PreTrainedModel, schemes: Mapping[str, Scheme]) -> None:
             names = [name.rpartition(".")[2] for name in unit]
             raise UnsupportedError(
                 f"vLLM and SGLang make one tensor of {shortened(names)} of {unit[0].rpartition('.')[0]!r}, which must "
-                f"be stored in one way, but {described}; patch all of them alike, or leave all alone with "
+                f"be stored in one way, but {described}; patch all of them in one way, or leave all alone with "
                 f"weights=WeightConfig(skip={names})"
             )
 

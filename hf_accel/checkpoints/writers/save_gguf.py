@@ -39,7 +39,7 @@ def save_gguf(
     """Write a Llama, Mistral, Qwen2 or Qwen3 model, patched or not, as one GGUF file; returns what was written.
 
     What a patched model computes with is what the file holds: INT8 becomes Q8_0, fewer bits become Q4_0, or Q4_1 where
-    there are zero points, with the very same integers, as a scale of ours is for whole blocks of 32 inputs. Scales
+    there are zero points, with the same integers, because our scales are for whole blocks of 32 inputs. Scales
     are rounded to float16, which keeps all bits of those of a bfloat16 or float16 model but the smallest. A layer
     whose inputs are no multiple of 32, or that another program quantized in a way that has no such blocks (groups of
     16, K blocks of 8 bits, act-order), is written dequantized. All else is written as it is, in the model's dtype;

@@ -1,4 +1,4 @@
-"""Calibration data, in whatever form a user has it, as windows of token ids of one length."""
+"""Calibration data of any form as windows of token ids of one length."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _pieces(data: Any, tokenizer: PreTrainedTokenizerBase | None, model: PreTrai
 
 
 def _is_row(data: Any) -> bool:
-    """Whether it is one list of token ids, and no list of pieces."""
+    """Return whether it is one list of token ids, and no list of pieces."""
     return isinstance(data, list | tuple) and bool(data) and isinstance(data[0], int)
 
 

@@ -43,7 +43,7 @@ class EngineManager(BaseGenerateManager):
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the answer has ended because it had as many tokens as it may have."""
+        """True if the answer has ended because it had as many tokens as it may have."""
         return self._job is not None and self._job.requests[0].finish_reason == "length"
 
     def generate_streaming(
