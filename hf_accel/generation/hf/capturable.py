@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_modules
 
 from ...attention import PlannedAttention
+from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, has_own_forward
 from ...tensors import plain_tensors
 from ...undo.state import BACKEND_ATTRIBUTE, find_state
 from ..graphs import SPLIT
 from .model_runner import prepare_step
-from .model_watch import GLOBAL_HOOKS, HOOKS
 
 SCALARS = (bool, int, float, str, NoneType, torch.dtype)
 
@@ -29,7 +28,7 @@ def model_refusal_of_graphs(model: nn.Module) -> str | None:
     if state is not None and state.generation.agreement.size > 1:
         return SPLIT
     for name, module in model.named_modules():
-        if "forward" in vars(module):
+        if has_own_forward(module):
             return f"the forward of {name or 'the model'} was replaced on the module itself"
         planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
         if planned is not None and not planned.backend.capturable:
@@ -65,8 +64,8 @@ def _values(model: nn.Module) -> Iterator[Any]:
 
 def _hooks(model: nn.Module) -> Iterator[tuple[Any, int]]:
     """Each dictionary of hooks, and how many entries it has without hooks of others than patch()."""
-    for name in GLOBAL_HOOKS:
-        yield getattr(torch_modules, name), 0
+    for hooks in GLOBAL_HOOKS:
+        yield hooks, 0
     for module in model.modules():
         for name in HOOKS:
             hooks = vars(module)[name]

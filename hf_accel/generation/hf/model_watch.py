@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedConfig
 
 from ...linear import QuantModule
+from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, is_known_code
 from ...tensors import PLAIN, plain_tensors
 
 SAMPLES = 256  # numbers of each tensor
@@ -24,11 +24,6 @@ SCALARS = (bool, int, float, complex, str, bytes, NoneType, torch.dtype, torch.d
 PLAIN_KINDS, DICTS = frozenset(SCALARS), frozenset({dict, OrderedDict})
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
 
-# The dictionaries in which torch keeps hooks that a pass calls; of each module, and of all modules.
-HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
-# Packages whose functions depend on their arguments alone.
-KNOWN_PACKAGES = frozenset({"hf_accel", "torch", "transformers", "accelerate", "peft"})
 FUNCTIONS = (FunctionType, MethodType, partial)
 READ_OF_CODE = (bool, int, float, Tensor, nn.Module, *FUNCTIONS)
 
@@ -80,8 +75,8 @@ class Reading:
         self._objects: list[Any] = []  # those whose ids are among the values: weak where possible
         self._tensors: list[Tensor] = []
         self._numbers: dict[int, int] = {}  # of what was read already, by its id
-        for name in GLOBAL_HOOKS:
-            self._hooks(getattr(torch_modules, name))
+        for hooks in GLOBAL_HOOKS:
+            self._hooks(hooks)
         self._module(model)
         self._samples = samples(self._tensors)
         del self._tensors, self._numbers
@@ -195,8 +190,7 @@ def variables(code: Any) -> Iterator[Any]:
         yield from [code.__self__] if isinstance(code.__self__, nn.Module) else variables(code.__self__)
     elif not isinstance(code, FunctionType):
         yield from getattr(code, "__dict__", {}).values()
-    # functools.wraps copies __module__, and not this.
-    elif str(code.__globals__.get("__name__")).partition(".")[0] not in KNOWN_PACKAGES:
+    elif not is_known_code(code):
         yield from (*(code.__defaults__ or ()), *(code.__kwdefaults__ or {}).values())
         yield from (cell.cell_contents for cell in code.__closure__ or () if cell != CellType())
         yield from (code.__globals__[name] for name in code.__code__.co_names if name in code.__globals__)
