@@ -52,7 +52,7 @@ DIALECT = {
     "turned": "rotated, or transposed",
     "unsaid": "not given",
     "unto": "to",
-    "upon": "on",
+    "thence": "from there",
     "whence": "from where",
     "whereby": "by which",
     "wherein": "in which",

@@ -65,7 +65,7 @@ def finish_loading(model: PreTrainedModel, settings: AccelConfig, packer: Packer
 def _originals(
     packed: Mapping[str, Packed], model: PreTrainedModel, linears: Sequence[LinearPlan]
 ) -> dict[str, Stored] | None:
-    """Where the originals are stored; None unless that is so for all."""
+    """Return where the originals are stored; None unless all are stored."""
     wanted = [linear for linear in linears if linear.choice is not None and not linear.site.is_tied]
     sources = {p.site.tensor_name: packed[p.site.name].source for p in wanted if p.site.name in packed}
     found = {name: source.stored for name, source in sources.items() if source is not None}
@@ -144,7 +144,7 @@ def _for_float_files(ours: Mapping[str, Any], keywords: Mapping[str, Any]) -> Ac
 
 
 def _whole(load_model: partial[Any]) -> PreTrainedModel:
-    """What transformers loads by itself. Raises HfAccelError if it had to fill in random numbers."""
+    """Load with transformers alone. Raises HfAccelError if it had to fill in random numbers."""
     model, report = load_model(output_loading_info=True)
     check_report(model, report["missing_keys"], report["unexpected_keys"])
     return model

@@ -22,7 +22,7 @@ def is_slow_in_torch(dtype: torch.dtype) -> bool:
 
 
 def widened_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [rows, in] @ weight [in, out] + bias [out], summed in float32 by torch and rounded once to x's dtype."""
+    """Compute x [rows, in] @ weight [in, out] + bias [out], summed in float32 and rounded once to x's dtype."""
     wide, columns = x.float(), max(1, WIDENED // weight.shape[0])
     out = x.new_empty(x.shape[0], weight.shape[1])
     for first in range(0, weight.shape[1], columns):
@@ -33,7 +33,7 @@ def widened_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class WidenedConv1D(Mixin):
-    """Mixed into transformers' Conv1D, whose weight is [in, out]."""
+    """Is mixed into transformers' Conv1D, whose weight is [in, out]."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out] in x's dtype."""

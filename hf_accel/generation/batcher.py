@@ -120,7 +120,7 @@ class Batcher:
             return
         if self._rows <= 1:
             raise HfAccelError(
-                f"one token of one sequence does not fit into the memory of {self.runner.device}, beside the weights "
+                f"one token of one sequence does not fit into the memory of {self.runner.device}, next to the weights "
                 "and the KV cache; lower max_tokens= of the cache, store less in it (CacheConfig(dtype='int8')), or "
                 "quantize the weights (patch(model, weights='int4'))"
             ) from error

@@ -36,9 +36,9 @@ TRIM = 2**26  # bytes freed before malloc is asked for them: it keeps them for t
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight as `choice.backend` reads it.
+    """Pack a weight in the form that `choice.backend` reads.
 
-    source: where the original can be read again, None if it is kept. bias: in the place of the Linear's own.
+    source: where the original can be read again, None if it is kept. bias: replaces the Linear's own.
     """
 
     name: str
@@ -130,14 +130,17 @@ def _pack_linear(linear: LinearPlan, on_disk: Mapping[str, Stored] | None) -> Pa
 def pack_quantized(
     linear: LinearPlan, weight: QuantizedWeight, on_disk: Mapping[str, Stored] | None, *, bias: Tensor | None
 ) -> Packed:
-    """A weight that was quantized already, as `replace_linears` takes it. bias: in the place of the Linear's own."""
+    """Pack a weight that was quantized already, in the form that `replace_linears` takes.
+
+    bias: replaces the Linear's own.
+    """
     choice, source = linear.choice, _source(linear, on_disk)
     assert choice is not None
     return Packed(linear.site.name, choice, choice.backend.pack(weight), source, bias)
 
 
 def _source(linear: LinearPlan, on_disk: Mapping[str, Stored] | None) -> Source | None:
-    """Where the original can be read again; None if it is kept."""
+    """Return where the original can be read again; None if it is kept."""
     if on_disk is None or linear.site.is_tied:
         return None
     stored = linear.site.tensor_name

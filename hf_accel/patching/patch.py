@@ -93,7 +93,7 @@ def patch(
     cache: "paged" (default), None for stock, or a CacheConfig.
     keep_original: "auto" (default) frees the replaced weights if the model's own checkpoint holds the very same
         ones, True keeps them in memory, False frees them for good.
-    deterministic: a request's tokens then never depend on what runs beside it, nor on how its prompt is cut; refused
+    deterministic: a request's tokens then never depend on other requests, nor on how its prompt is cut; refused
         where some part cannot promise that, and slower for many rows of float weights.
     speculative: how generate drafts tokens where a call does not say: None (default), "auto", "ngram", "suffix",
         "self-int4", a draft model, or a SpeculativeConfig.

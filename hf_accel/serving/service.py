@@ -134,7 +134,7 @@ class Service:
             raise ApiError(404, f"the model {asked[:200]!r} is not served here, but {self.name!r} is", field="model")
 
     async def in_thread(self, work: Callable[[], Found]) -> Found:
-        """Run tokenization beside the event loop."""
+        """Run tokenization outside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
 
     def submit(self, asked: Common, prompts: Sequence[list[int]]) -> Job:
@@ -197,7 +197,7 @@ class Service:
         return wanted or min(DEFAULT_NEW_TOKENS, room, most or DEFAULT_NEW_TOKENS)
 
     def failure(self, error: BaseException) -> ApiError:
-        """What a client is told of an error of its choice."""
+        """Return the error that a client gets when its choice has failed with `error`."""
         if not self.engine.is_live:
             return unavailable(f"the engine has ended: {error}", RETRY_SECONDS)
         return ApiError(500, f"the request failed: {error}")
@@ -239,6 +239,6 @@ async def _merged(parts: Sequence[AsyncIterator[Event]]) -> AsyncIterator[Event]
 
 
 def known_keywords(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Those of `given` that `function` takes: transformers' releases differ in a few."""
+    """Return the keywords of `given` that `function` takes: transformers' releases differ in a few."""
     names = inspect.signature(function).parameters
     return {name: value for name, value in given.items() if name in names}

@@ -45,7 +45,7 @@ def save_gguf(
     16, K blocks of 8 bits, act-order), is written dequantized. All else is written as it is, in the model's dtype;
     norms and biases in float32. A quantized head is written as such, also where it is the embedding's copy.
 
-    tokenizer: a byte-level BPE, or a BPE with byte fallback as Llama 2 has it; without one the file has no vocabulary
+    tokenizer: a byte-level BPE, or a BPE with byte fallback as in Llama 2; without one the file has no vocabulary
         and takes token ids alone.
     The file is replaced whole: a process killed at any moment leaves the old file or the new one.
     Raises UnsupportedError, with nothing written, for other models and tokenizers, and without the package gguf;

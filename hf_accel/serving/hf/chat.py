@@ -37,7 +37,7 @@ class MessageParser:
     def of(
         cls, service: Service, prompt: list[int], tools: list[dict[str, Any]] | None, request_id: str, index: int = 0
     ) -> MessageParser:
-        """The parser for choice `index` of a request, of which the model was told `tools`."""
+        """Return the parser for choice `index` of a request that gave the model `tools`."""
         more = known_keywords(build_response_parser, {"tools": tools})
         return cls(build_response_parser(service.tokenizer, service.engine.model, prompt, **more), request_id, index)
 
@@ -134,17 +134,17 @@ class Chat(OfEngine, ChatCompletionHandler):
 
 
 def _tools(asked: ChatBody, body: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools that the model is told of: with tool_choice="none" it cannot call any."""
+    """Return the tools that the model may call; with tool_choice="none" there are none."""
     return None if asked.tool_choice == "none" else body.get("tools") or None
 
 
 def deltas_of(parser: MessageParser, event: Event) -> list[dict[str, Any]]:
-    """The deltas of a message that news of its choice bring."""
+    """Return the deltas that an event of its choice adds to a message."""
     return parser.feed(event.text) + (parser.end() if event.finish_reason is not None else [])
 
 
 def _join(message: dict[str, Any], delta: dict[str, Any]) -> None:
-    """Add a delta to a message, as clients do. A whole message has no index beside its calls."""
+    """Add a delta to a message, as clients do. A whole message has no index in its calls."""
     for name, value in delta.items():
         if name == "tool_calls":
             calls = [{key: part for key, part in call.items() if key != "index"} for call in value]

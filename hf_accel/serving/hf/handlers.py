@@ -1,4 +1,4 @@
-"""What our handlers of chats, completions and responses have in common: a request's way to the Service."""
+"""The common part of our handlers of chats, completions and responses: a request's way to the Service."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class OfEngine(BaseHandler):
     async def _tokens(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, more: dict[str, Any]
     ) -> list[int]:
-        """What apply_chat_template() of the tokenizer does, with the template in a process of its own."""
+        """Apply the tokenizer's chat template, in a process of its own."""
         tokenizer, service = self.service.tokenizer, self.service
         if not CAN_RENDER or type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
             encode = partial(tokenizer.apply_chat_template, messages, tools=tools, add_generation_prompt=True, **more)
