@@ -51,7 +51,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def refuses(self, spec: AttentionSpec) -> str | None:
-        """None, or the clause that says why this backend cannot serve `spec`."""
+        """Return why this backend cannot serve `spec`, as a clause; None if it can."""
 
     @abstractmethod
     def dense(self, q: Tensor, kv: KV, options: AttentionOptions, *, mask: Tensor | None = None) -> Tensor:
@@ -106,5 +106,5 @@ def empty_lse(q: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def _one_sequence(packed: Tensor, span: tuple[int, int]) -> Tensor:
-    """Rows `span` of [N, H, D] as a batch of one, [1, H, n, D]."""
+    """Return rows `span` of [N, H, D] as a batch of one, [1, H, n, D]."""
     return packed[slice(*span)].transpose(0, 1).unsqueeze(0)

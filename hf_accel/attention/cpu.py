@@ -20,7 +20,7 @@ LARGEST_DIM = 512
 
 
 class CpuBackend(AttentionBackend):
-    """Native attention on a CPU; what is rare there (a mask, dropout, gradients, tracing) goes through torch."""
+    """Native attention on a CPU; rare cases (a mask, dropout, gradients, tracing) use torch."""
 
     name = "cpu"
     row_invariant = True

@@ -1,7 +1,7 @@
 """The backends on FlashAttention (Dao 2023, arXiv 2307.08691): of the package flash-attn, and the one inside torch.
 
-They serve prompts. Pages they read where they can, and where they cannot (blocks of few tokens, fewer bits), our own
-kernel does.
+They serve prompts. They also read pages where they can; our own kernel reads other pages (blocks of few tokens, fewer
+bits).
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class FlashBackend(AttentionBackend):
 
     def refuses(self, spec: AttentionSpec) -> str | None:
         reason = self.library.refusal() if spec.device_type == "cuda" else None
-        reason = reason or self.triton.refuses(spec)  # which reads the pages that FlashAttention does not
+        reason = reason or self.triton.refuses(spec)  # it reads the pages that FlashAttention does not
         if reason is not None:
             return reason
         if spec.dtype not in (torch.bfloat16, torch.float16):

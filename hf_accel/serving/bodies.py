@@ -29,13 +29,16 @@ Body = TypeVar("Body", bound="Common")
 
 
 class Closed(BaseModel):
-    """Knows its fields: another one is an error. Types are not converted, so "1" is no number."""
+    """A body whose fields are all known: another one is an error. Types are not converted, so "1" is no number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class StreamOptions(Closed):
-    """continuous_usage_stats is vLLM's: the counts of tokens so far, in each chunk. Load generators ask for it."""
+    """The options of a stream.
+
+    continuous_usage_stats is vLLM's: each chunk has the counts of tokens so far, for load generators.
+    """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -310,7 +313,10 @@ def read_body(kind: type[Body], body: dict[str, Any]) -> Body:
 
 
 def check_messages(messages: list[dict[str, Any]], *, field: str) -> None:
-    """Check messages that were made of another form. field: what they were made of. Raises ApiError (400)."""
+    """Check messages that were converted from another form.
+
+    field: the field that they came from. Raises ApiError (400).
+    """
     try:
         MESSAGES.validate_python(messages)
     except ValidationError as error:

@@ -46,7 +46,7 @@ class Hosts:
 
 
 def name_of(host: str) -> str:
-    """A Host header, or a host, without its port: 'LocalHost:8000' is 'localhost', '[::1]:8000' is '::1'."""
+    """Return a Host header, or a host, without its port: 'LocalHost:8000' is 'localhost', '[::1]:8000' is '::1'."""
     host = host.strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]

@@ -107,7 +107,7 @@ class Service:
 
     @property
     def context(self) -> int | None:
-        """The tokens of the longest text that the model was made for; None if its config does not say."""
+        """The tokens of the longest text for the model; None if its config does not say."""
         found = getattr(self.engine.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return None if found is None else int(found)
 
@@ -124,7 +124,7 @@ class Service:
             raise unavailable("the engine has ended; the server must be restarted", RETRY_SECONDS)
 
     def stops(self, asked: Common) -> list[str]:
-        """The strings that end the text: the request's, or else those of the model's generation_config."""
+        """Return the strings that end the text: the request's, or else those of the model's generation_config."""
         own = self.engine.model.generation_config.stop_strings or []
         return asked.stops or ([own] if isinstance(own, str) else list(own))
 
@@ -154,10 +154,10 @@ class Service:
         return job
 
     def _sampling(self, asked: Common) -> dict[str, Any]:
-        """The keywords of a request for Engine.submit.
+        """Return the keywords of a request for Engine.submit.
 
-        What a request does not say, the model's generation_config says. If that is greedy, a request which makes sense
-        only for samples has the temperature that OpenAI's API would give it.
+        The model's generation_config gives the settings that the request does not. If it is greedy, a request that
+        needs sampling has the default temperature of OpenAI's API.
         """
         keywords, config = asked.sampling(), self.engine.model.generation_config
         if "temperature" not in keywords and not config.do_sample and asked.asks_for_samples:
@@ -179,7 +179,7 @@ class Service:
             raise unavailable(str(error), RETRY_SECONDS) from error
 
     def _new_tokens(self, asked: Common, num_prompt: int) -> int:
-        """The most new tokens after a prompt. Raises ApiError (400) for a prompt or a number beyond the limits."""
+        """Return the most new tokens after a prompt. Raises ApiError (400) beyond the limits."""
         if not num_prompt:
             raise ApiError(400, "the prompt has no tokens; send at least one")
         longest, context, most = self.limits.max_prompt_tokens, self.context, self.limits.max_new_tokens
@@ -210,7 +210,7 @@ class Service:
 
 
 async def _merged(parts: Sequence[AsyncIterator[Event]]) -> AsyncIterator[Event]:
-    """The events of all parts in the order in which they come. Raises the first error of any part."""
+    """Iterate over the events of all parts in the order in which they come. Raises the first error of any part."""
     arrived: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
 
     async def run(part: AsyncIterator[Event]) -> None:

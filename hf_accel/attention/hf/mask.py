@@ -1,4 +1,4 @@
-"""The mask of causal attention: it says what it means to our attention, and is stock's mask to everybody else."""
+"""The mask of causal attention: it tells our attention its meaning, and is stock's mask for all other code."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class CausalMask(Tensor):
         return self.columns.shape[1]
 
     def whole(self) -> Tensor:
-        """The numbers, for our own code, which does not change them."""
+        """The numbers, for our own code, which must not change them."""
         if self._numbers.tensor is None:
             # Made from `columns`, so that torch.compile sees where they come from.
             places = self.columns.new_ones(self.seen, dtype=torch.int64).cumsum(0)
@@ -175,14 +175,14 @@ def mask_forward(
     left_out = _ignore_causal_mask_sdpa(columns, q_length, kv_length, int(q_offset), 0, local_size)
     padded = columns is not None and not bool(columns[:, :seen].all())
     if columns is not None and padded:
-        columns = columns[:, :seen].clone()  # what the user does to the mask later must not change this pass
+        columns = columns[:, :seen].clone()  # later changes of the mask by the user must not change this pass
     else:
         columns = torch.ones(1, 1, dtype=torch.bool, device=kwargs.get("device")).expand(batch_size, seen)
     return CausalMask(columns, (q_length, kv_length), Meaning(local_size, padded, left_out))
 
 
 def _columns(attention_mask: Tensor, start: int, length: int) -> Tensor:
-    """The columns of an attention mask from `start` on; those that it lacks are padding, as to stock."""
+    """Return the columns of an attention mask from `start` on; missing ones count as padding, as in stock."""
     columns = attention_mask[:, start : start + length]
     return pad(columns, (0, length - columns.shape[1])) if columns.shape[1] < length else columns
 
@@ -193,7 +193,7 @@ def as_known(mask: Tensor | None) -> CausalMask | None:
 
 
 def numbers_of(mask: Tensor | None) -> Tensor | None:
-    """Return the numbers of a CausalMask, and any other mask as it is."""
+    """Return the numbers of a CausalMask; any other mask is returned unchanged."""
     return mask.whole() if isinstance(mask, CausalMask) else mask
 
 

@@ -1,4 +1,4 @@
-"""Parts of a model that keep attention of their own: mostly towers for images or sound."""
+"""The parts of a model that keep their own attention: mostly towers for images or sound."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .forward import NAME
 
 
 def stock_implementation(model: PreTrainedModel, module: nn.Module) -> str:
-    """The name of what a module of the model attends by without us."""
+    """Return the attention implementation that a module of the model has without us."""
     return implementation_of_config(model, getattr(module, "config", model.config))
 
 
@@ -28,7 +28,9 @@ def implementation_of_config(model: PreTrainedModel, config: Any) -> str:
 
 
 def attention_refusals(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, str, str]]:
-    """The innermost model around each module whose attention cannot be ours, the name of that model, and a clause."""
+    """Return the innermost model around each module whose attention cannot be ours, its name, and the reason as a
+    clause.
+    """
     models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     for name, module in model.named_modules():
         refusal = code_of(module).refusal
@@ -38,7 +40,7 @@ def attention_refusals(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel
 
 
 def stock_parts(model: PreTrainedModel) -> dict[str, str]:
-    """The parts that keep their own attention, by name, each with the reason, as one clause.
+    """Return the parts that keep their own attention, by name, each with the reason, as one clause.
 
     Such a part has a config of its own, in which transformers looks up the attention and the masks of that part
     alone. It cannot be one that the decoder is in.

@@ -23,7 +23,7 @@ TRIED = 5  # tokens on which a function is compared
 
 
 def name_before_patch(module: nn.Module) -> str:
-    """The implementation that the module attends by without us."""
+    """Return the attention implementation that the module has without us."""
     name: str = getattr(module, STOCK_ATTRIBUTE, SDPA)
     return name
 
@@ -57,7 +57,7 @@ def stock_attention(
 
 
 def _is_causal(module: nn.Module, name: str, options: dict[str, Any]) -> bool:
-    """Return whether a missing mask means causal attention: it does to sdpa, to eager it means none."""
+    """Return whether a missing mask means causal attention: in sdpa it does, in eager it means no mask."""
     asked = options["is_causal"]
     return name != EAGER and bool(getattr(module, "is_causal", True) if asked is None else asked)
 
@@ -75,7 +75,7 @@ def _full_mask(mask: Tensor | None, query: Tensor, key: Tensor, *, causal: bool)
 
 
 def eager_function(module: nn.Module) -> Any:
-    """The plain-torch attention of the file that a module's class comes from; None if it has none."""
+    """Return the plain-torch attention in the file of a module's class; None if there is none."""
     kind: type = type(module)
     original: type = kind.__bases__[1] if issubclass(kind, Mixin) else kind
     name = attention_code(original).eager
@@ -83,7 +83,7 @@ def eager_function(module: nn.Module) -> Any:
 
 
 def eager_agrees(module: nn.Module, spec: AttentionSpec) -> bool:
-    """Return whether the module's own eager function gives what our reference gives, on random numbers."""
+    """Return whether the module's own eager function and our reference give the same on random numbers."""
     eager, numbers = eager_function(module), RandomNumbers()
     shapes = ((spec.num_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.value_dim))
     query, key, value = (numbers(1, heads, TRIED, width) for heads, width in shapes)
@@ -102,7 +102,7 @@ def eager_agrees(module: nn.Module, spec: AttentionSpec) -> bool:
 def recorded_attention(
     module: nn.Module, query: Tensor, kv: KV, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention by torch's operators alone, for a pass that torch records. mask: None, or of four dimensions."""
+    """Compute attention by torch's operators alone, for a recorded pass. mask: None, or of four dimensions."""
     sinks = options.get("s_aux", options.get("sinks"))
     if sinks is None and options.get("softcap") is None:
         result: tuple[Tensor, Tensor | None] = sdpa_attention_forward(module, query, kv.k, kv.v, mask, **options)

@@ -31,7 +31,7 @@ def attend(
 
 
 def fused_attention(q: Tensor, kv: KV, mask: Tensor | None, options: AttentionOptions) -> Tensor:
-    """torch's own kernel; its causal order is top-left, so that only a square without a mask can use it."""
+    """Call torch's own kernel; its causal order is top-left, so only a square without a mask can use it."""
     square = mask is None and q.shape[2] == kv.k.shape[2]
     if options.window is None and (square or not options.causal):
         return _sdpa(q, kv, mask, options, causal=options.causal)

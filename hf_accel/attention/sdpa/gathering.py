@@ -14,7 +14,7 @@ from ..paged_kv import PagedSequence, gather, gather_sequence, paged_sequences, 
 from .dense import FEW_ROWS, attend
 
 MAX_PADDING = 256  # tokens a sequence; with more of them, a call of its own is cheaper
-MAX_BYTES = 2**28  # of a gather that sequences share
+MAX_BYTES = 2**28  # bytes of a gather that sequences share
 
 
 def paged_attention(
@@ -42,7 +42,7 @@ def paged_attention(
 
 
 def batches(sequences: Iterable[PagedSequence], *, max_blocks: int, max_padding: int) -> Iterator[list[PagedSequence]]:
-    """Sequences with equally many query rows and similar lengths, the longest last.
+    """Group sequences with equally many query rows and similar lengths, the longest last.
 
     max_blocks bounds a batch with its padding, max_padding the blocks of padding per sequence.
     """
@@ -64,7 +64,7 @@ def batches(sequences: Iterable[PagedSequence], *, max_blocks: int, max_padding:
 def together(
     pages: KV, ragged: Ragged, batch: list[PagedSequence], *, window: int | None, dtype: torch.dtype
 ) -> tuple[Tensor, KV, Tensor]:
-    """Several sequences padded to the blocks of the last one: query rows [B * Q], keys, and who sees which."""
+    """Pad several sequences to the blocks of the last one: query rows [B * Q], keys, and who sees which key."""
     block_table, device = ragged.block_table, ragged.cu_q.device
     assert block_table is not None
     fields = torch.tensor(batch, device=device).unsqueeze(2).unbind(1)  # each [B, 1]

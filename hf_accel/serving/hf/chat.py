@@ -1,4 +1,4 @@
-"""/v1/chat/completions: the next message of a chat, with what it thinks and the tools that it calls."""
+"""/v1/chat/completions: the next message of a chat, with its thoughts and its calls of tools."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class MessageParser:
 
 
 class Chat(OfEngine, ChatCompletionHandler):
-    """transformers' handler of chats; n, log-probabilities, tool_choice="none" and each field of its own."""
+    """transformers' handler of chats, with n, log-probabilities, tool_choice="none" and checked fields."""
 
     body_type = ChatBody
 
@@ -160,7 +160,7 @@ def _chunk(
 
 
 def _logprobs(asked: ChatBody, entries: Sequence[ScoredToken]) -> dict[str, Any] | None:
-    """Log-probabilities as the chat API writes them: an entry for each token."""
+    """Return log-probabilities in the form of the chat API: an entry for each token."""
     if asked.num_logprobs is None:
         return None
     content = [
@@ -171,5 +171,5 @@ def _logprobs(asked: ChatBody, entries: Sequence[ScoredToken]) -> dict[str, Any]
 
 
 def _token(text: str, logprob: float) -> dict[str, Any]:
-    """bytes: None for a token that is a part of a character, whose bytes its text does not tell."""
+    """Return the entry of a token. bytes: None for a part of a character, whose bytes are not known from its text."""
     return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
