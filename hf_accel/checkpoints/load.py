@@ -26,7 +26,15 @@ from ..keywords import MEANT_BY_PATCH, Default, check_keywords, one_of
 from .loading import HUB_KEYWORDS, load_checkpoint
 
 OLD_BITS = {"load_in_4bit": (4, "int4"), "load_in_8bit": (8, "int8")}  # bitsandbytes' old keywords, and ours for them
-KNOWN = (*DEFAULTS, *HUB_KEYWORDS, *OLD_BITS, "dtype", "device_map", "attn_implementation", "distributed_config")
+KNOWN_KEYWORDS = (
+    *DEFAULTS,
+    *HUB_KEYWORDS,
+    *OLD_BITS,
+    "dtype",
+    "device_map",
+    "attn_implementation",
+    "distributed_config",
+)
 
 
 @takes_patch_keywords
@@ -69,13 +77,13 @@ def load(
     _read_old_bits(ours, keywords)
     meant = {**MEANT_BY_PATCH, "tokenizer": f"{_tokenizer_call(path)} for the tokenizer"}
     if "quantization_config" in keywords:
-        check_keywords("load()", ["quantization_config"], KNOWN, meant)
+        check_keywords("load()", ["quantization_config"], KNOWN_KEYWORDS, meant)
     try:
         return load_checkpoint(path, ours, keywords)
     except TypeError as error:  # the model's class is the last to be asked, before any weight is read
         unknown = re.search(r"__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
         if unknown is not None and unknown[1] in keywords:
-            check_keywords("load()", [unknown[1]], KNOWN, meant)
+            check_keywords("load()", [unknown[1]], KNOWN_KEYWORDS, meant)
         raise
 
 

@@ -23,7 +23,7 @@ from ..patching.patch import plan as plan_model
 from ..patching.plan import LinearPlan, Plan
 from .loading import stored_config
 
-SMALL = 2**20  # bytes; more are pages of their own
+SMALL_TENSOR = 2**20  # bytes; more are pages of their own
 WORDS = {torch.float32: ("F32",), torch.float16: ("F16",), torch.bfloat16: ("BF16",)}  # of safetensors' headers
 
 
@@ -90,7 +90,7 @@ def outline(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> Pr
 def _untouched(like: Tensor) -> Tensor:
     """Contiguous, as a plan looks at it; a large one in pages that the system gives out when they are written to."""
     empty = torch.empty_like(like, device="cpu")
-    return empty.zero_() if empty.nbytes < SMALL else empty
+    return empty.zero_() if empty.nbytes < SMALL_TENSOR else empty
 
 
 def _stored_equally(

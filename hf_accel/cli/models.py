@@ -12,7 +12,7 @@ from typing import Any
 from .failures import BadInputError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 GIVE = "give a model's folder, a .gguf file, or a name on the Hugging Face hub"
 
 
@@ -56,7 +56,7 @@ def named_dtype(name: str, *, where: str = "--dtype") -> Any:
 
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise BadInputError(f"{where}: {name!r} is not a dtype; choose one of {', '.join(DTYPES)}")
+        raise BadInputError(f"{where}: {name!r} is not a dtype; choose one of {', '.join(DTYPE_NAMES)}")
     return dtype
 
 

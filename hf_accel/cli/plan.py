@@ -6,13 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
-from .models import DTYPES, check, explained, load_patched, named_dtype
+from .models import DTYPE_NAMES, check, explained, load_patched, named_dtype
 from .options import Asked, Path_, common
 
 Dtype = Annotated[
     str,
     typer.Option(
-        help="To load floating-point weights in.", metavar="|".join(DTYPES), autocompletion=lambda: list(DTYPES)
+        help="To load floating-point weights in.",
+        metavar="|".join(DTYPE_NAMES),
+        autocompletion=lambda: list(DTYPE_NAMES),
     ),
 ]
 

@@ -14,7 +14,7 @@ from .models import check, load_patched, load_tokenizer
 from .options import Asked, Path_, common
 from .plan import Dtype
 
-FORMATS = ("transformers", "compressed-tensors", "gguf")
+FILE_FORMATS = ("transformers", "compressed-tensors", "gguf")
 
 
 @common()
@@ -25,7 +25,7 @@ def quantize(
         str,
         typer.Option(
             help="For from_pretrained after import hf_accel; for vLLM and SGLang; for llama.cpp.",
-            metavar="|".join(FORMATS), autocompletion=lambda: list(FORMATS),
+            metavar="|".join(FILE_FORMATS), autocompletion=lambda: list(FILE_FORMATS),
         ),
     ] = "transformers",
     dtype: Dtype = "auto",
@@ -61,8 +61,8 @@ def quantize(
 
 def _check_out(out: Path, format: str) -> None:
     """Raise BadInputError for a path that exists, or that cannot be written to."""
-    if format not in FORMATS:
-        raise BadInputError(f"--format {format} is not known; choose one of {', '.join(FORMATS)}")
+    if format not in FILE_FORMATS:
+        raise BadInputError(f"--format {format} is not known; choose one of {', '.join(FILE_FORMATS)}")
     if out.is_dir() and format == "gguf":
         raise BadInputError(f"{out} is a folder; name a file in it, as {out / 'model.gguf'}")
     if out.is_dir() and any(out.iterdir()):

@@ -35,7 +35,7 @@ from .roofline import ByRows, Machine
 from .weights import MULTIPLIED, WeightTensor
 from .workload import Workload
 
-ROWS = (1, 4, 8, 16, 32, 64, 512)
+MEASURED_ROWS = (1, 4, 8, 16, 32, 64, 512)
 QUERIES = (1, 128)
 SEQUENCES, KEYS = 8, 512  # that these queries attend over
 CACHES = 2  # times the last cache: what is read in turn has left it before its turn comes again
@@ -136,8 +136,10 @@ def _floats(shape: tuple[int, int], dtype: torch.dtype, count: int, here: Condit
 
 
 def _products(runs: Sequence[Run], shape: tuple[int, int], dtype: torch.dtype, size: float) -> Measured:
-    inputs = [torch.ones(rows, shape[1], dtype=dtype) for rows in ROWS]
-    return Measured(ROWS, _timed(runs, inputs), size, tuple(2.0 * rows * math.prod(shape) for rows in ROWS))
+    inputs = [torch.ones(rows, shape[1], dtype=dtype) for rows in MEASURED_ROWS]
+    return Measured(
+        MEASURED_ROWS, _timed(runs, inputs), size, tuple(2.0 * rows * math.prod(shape) for rows in MEASURED_ROWS)
+    )
 
 
 @functools.cache

@@ -17,13 +17,13 @@ from transformers.utils import output_capturing
 
 from ..attention import AttentionSpec, PlannedAttention
 from ..attention.cpu import CpuBackend
-from ..attention.hf.forward import KNOWN_KEYWORDS, NAME, NOT_OURS, attention_forward
+from ..attention.hf.forward import ATTENTION_NAME, KNOWN_KEYWORDS, NOT_OURS, attention_forward
 from ..attention.hf.mask import window_of
 from ..cache.group import KVStorage, Step
 from ..cache.hf.handle import CacheOverPages, LayerOverPages, PagedKV
 from ..kernels.cpu.decoder_layer import INPUT
 from ..kernels.cpu.library import native
-from ..recognition.stand_ins import SCALARS, TENSORS, Span, UntraceableError
+from ..recognition.stand_ins import PLAIN_TYPES, TENSORS, Span, UntraceableError
 from ..recognition.unchanged import Read, has_own_forward
 from ..undo.instance import Mixin
 from ..undo.state import BACKEND_ATTRIBUTE, FUSED
@@ -97,7 +97,7 @@ def _traces(
         if len(inner) != 1 or not _rotates(inner[0]) or has_own_forward(module):
             continue
         try:
-            trace = Trace(dtype, float_rows, attention=NAME)
+            trace = Trace(dtype, float_rows, attention=ATTENTION_NAME)
             trace.layer(module, _width(module), **USUAL_ARGUMENTS)
             _attention_of(trace, attention[inner[0]])
             refuse_without_kernel(trace, linears, device_type)
@@ -257,7 +257,7 @@ class LayerCalls(ABC, Generic[Layer]):
     def _make(self, layer: nn.Module, x: Tensor, table_dtype: torch.dtype, kwargs: dict[str, Any]) -> Layer | None:
         trace = Trace(x.dtype, self.float_rows)
         try:
-            if not all(isinstance(value, SCALARS) for value in self.plain.values()):
+            if not all(isinstance(value, PLAIN_TYPES) for value in self.plain.values()):
                 raise UntraceableError("it is given more than plain values")
             trace.layer(layer, x.shape[-1], **kwargs)
             (module,) = next(o.modules for o in trace.operations if o.kind == "attend")
@@ -330,4 +330,4 @@ class JoinedCalls(LayerCalls[JoinedLayer]):
 
 def _is_same(value: object, traced: object) -> bool:
     """Return whether an argument is the plain value that it was."""
-    return value is traced or (type(value) is type(traced) and isinstance(value, SCALARS) and value == traced)
+    return value is traced or (type(value) is type(traced) and isinstance(value, PLAIN_TYPES) and value == traced)

@@ -18,7 +18,7 @@ from torch import nn
 from ..kernels.cpu.decoder_layer import INPUT, OUTPUT
 from ..recognition.stand_ins import (
     BATCH,
-    SCALARS,
+    PLAIN_TYPES,
     TENSORS,
     TOKENS,
     CacheStandIn,
@@ -129,7 +129,7 @@ class Trace:
         if name in own:
             value = own[name]
             self.note(own, name, value)
-            if isinstance(value, SCALARS):
+            if isinstance(value, PLAIN_TYPES):
                 return value
             if callable(getattr(value, "to_dict", None)):
                 return ConfigStandIn(self, value)
@@ -140,7 +140,7 @@ class Trace:
             return MethodType(value, stand_in)
         if isinstance(value, property) and value.fget is not None:
             return value.fget(stand_in)
-        if isinstance(value, SCALARS):
+        if isinstance(value, PLAIN_TYPES):
             return value
         raise UntraceableError(f"it reads its own {name}")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 
-CHUNK = 4096  # rows in float32 at a time
+CHUNK_ROWS = 4096  # rows in float32 at a time
 DAMPING = 0.01  # share of the mean of the Hessian's diagonal that is added to it
 MOST_DAMPING = 1.0
 
@@ -38,7 +38,7 @@ class Statistics:
             raise UnsupportedError("the calibration data has no tokens; give it some")
         hessian = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float32, device=rows.device)
         magnitudes = torch.zeros_like(hessian[0])
-        for chunk in torch.split(rows, CHUNK):
+        for chunk in torch.split(rows, CHUNK_ROWS):
             wide = chunk.float()
             hessian.addmm_(wide.t(), wide)
             magnitudes += wide.abs().sum(0)

@@ -30,7 +30,7 @@ from .plan import LinearPlan, Plan
 from .weight_sites import ExpertsSite, LinearSite
 
 LAYERS = nn.Linear | QuantExperts  # what is put in
-PATIENCE = 1.0  # seconds without a progress bar
+PROGRESS_SECONDS = 1.0  # seconds without a progress bar
 TRIM = 2**26  # bytes freed before malloc is asked for them: it keeps them for threads that pack no more
 
 
@@ -108,7 +108,7 @@ def _pack_all(linears: Sequence[LinearPlan], todo: Plan, replace: Callable[[Pack
     # transformers' own bar, which logging.disable_progress_bar() turns off
     with (
         Workers[Packed](None if todo.model.device.type == "cpu" else 1) as workers,
-        logging.tqdm(total=len(linears), desc="Quantizing weights", unit=" layers", delay=PATIENCE) as bar,
+        logging.tqdm(total=len(linears), desc="Quantizing weights", unit=" layers", delay=PROGRESS_SECONDS) as bar,
     ):
         for linear in linears:
             for packed in workers.put(partial(_pack_linear, linear, todo.on_disk)):

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..attention import AttentionSpec
-from ..attention.hf import NAME as ATTENTION_NAME
+from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.parts import attention_refusals, modules_outside, stock_implementation, stock_parts
 from ..attention.hf.stock import eager_agrees
 from ..cache.hf import NOT_PAGED, layer_windows

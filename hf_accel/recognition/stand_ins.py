@@ -17,7 +17,7 @@ from torch import nn
 # The arguments of a layer for which stand-ins are given where the call has any; others must be plain values.
 TENSORS = ("attention_mask", "position_ids", "past_key_values", "position_embeddings")
 ATTENTION = "_attn_implementation"  # the property of a config that names the attention function
-SCALARS = (bool, int, float, str, torch.dtype, type(None))
+PLAIN_TYPES = (bool, int, float, str, torch.dtype, type(None))
 
 
 class UntraceableError(Exception):
@@ -212,7 +212,7 @@ class ConfigStandIn:
         if name == ATTENTION:
             return self._trace.attention or self._read_attention()
         value = getattr(self._config, name)
-        if not isinstance(value, SCALARS):
+        if not isinstance(value, PLAIN_TYPES):
             raise UntraceableError(f"it reads config.{name}")
         self._trace.note(vars(self._config), name, value)
         return value

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 # OpenAI's names for kinds of errors; clients choose the class of their exception by the status.
-TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
@@ -30,7 +30,7 @@ class ApiError(Exception):
 
 def error_body(status: int, message: str, field: str | None = None) -> dict[str, Any]:
     """Return the JSON of an error in OpenAI's form."""
-    kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    kind = ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": field, "code": status}}
 
 

@@ -18,7 +18,7 @@ from ..errors import HfAccelError, UnsupportedError
 from ..generation.hf.vocabulary import check_ids, token_ids
 from ..keywords import check_keywords, positive_int
 from ..patching.check import transformers_model
-from ..patching.pack import PATIENCE
+from ..patching.pack import PROGRESS_SECONDS
 from ..patching.patch import is_patched, stock_twin
 from ..undo.state import state_of
 from .certificate import Certificate, Cost, Verdict
@@ -29,7 +29,7 @@ from .rounding import ReferenceModel
 
 # Keywords that may change how generate() finds the tokens, but not which: the reference does not get them.
 OF_THE_MODEL = ("speculative", "assistant_model", "prompt_lookup_num_tokens")
-OURS = (
+OUR_KEYWORDS = (
     "do_sample", "num_beams", "num_return_sequences", "return_dict_in_generate", "output_scores", "max_length",
     "attention_mask", "input_ids", "inputs",
 )  # fmt: skip
@@ -97,7 +97,7 @@ class Run:
 
     @torch.no_grad()
     def verdicts(self, reference: ReferenceModel) -> tuple[Verdict, ...]:
-        bar = logging.tqdm(self.prompts, desc="Verifying", unit=" prompts", delay=PATIENCE)
+        bar = logging.tqdm(self.prompts, desc="Verifying", unit=" prompts", delay=PROGRESS_SECONDS)
         return tuple(self._compare(reference, prompt) for prompt in bar)
 
     def _compare(self, reference: ReferenceModel, prompt: Tensor) -> Verdict:
@@ -160,12 +160,12 @@ def _float_reference(model: PreTrainedModel, reference: PreTrainedModel | str | 
 
 def _check_generate(model: PreTrainedModel, generate: dict[str, Any]) -> None:
     """Raise UnsupportedError for a keyword that verify() sets itself, and for an unknown one."""
-    for name in OURS:
+    for name in OUR_KEYWORDS:
         if name in generate:
             raise UnsupportedError(f"verify() compares the greedy tokens of one sequence at a time; leave {name}= out")
     functions = (verify, GenerationMixin.generate, type(transformers_model(model)).forward)
     known = {name for function in functions for name in inspect.signature(function).parameters}
-    known |= {*GenerationConfig().to_dict(), *OF_THE_MODEL} - {"self", "kwargs", "generate", *OURS}
+    known |= {*GenerationConfig().to_dict(), *OF_THE_MODEL} - {"self", "kwargs", "generate", *OUR_KEYWORDS}
     check_keywords("verify()", generate, known, {"max_tokens": "max_new_tokens="})
 
 

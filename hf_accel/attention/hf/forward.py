@@ -19,7 +19,7 @@ from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose
 from .mask import as_known, numbers_of
 from .stock import EAGER, collects_attentions, name_before_patch, recorded_attention, stock_attention
 
-NAME = "hf_accel"
+ATTENTION_NAME = "hf_accel"
 
 # The keywords of attention, and those that models pass to all layers though only other modules read them.
 KNOWN_KEYWORDS = CALL_KEYWORDS | {
@@ -38,7 +38,7 @@ NOT_OURS = (
 
 def attention_is_ours(config: Any) -> bool:
     """Return whether a model with this config uses attention "hf_accel"; a user may have set another one since."""
-    return bool(config.get_text_config(decoder=True)._attn_implementation == NAME)
+    return bool(config.get_text_config(decoder=True)._attn_implementation == ATTENTION_NAME)
 
 
 def attention_forward(

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ...models import is_within
 from ...recognition.module_code import code_of
-from .forward import NAME
+from .forward import ATTENTION_NAME
 
 
 def stock_implementation(model: PreTrainedModel, module: nn.Module) -> str:
@@ -21,7 +21,7 @@ def stock_implementation(model: PreTrainedModel, module: nn.Module) -> str:
 def implementation_of_config(model: PreTrainedModel, config: Any) -> str:
     """Return the attention implementation that a part of the model with this config has without us."""
     name = getattr(config, "_attn_implementation", None) or model.config._attn_implementation
-    if name != NAME:
+    if name != ATTENTION_NAME:
         return str(name)
     part = next((m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is config), model)
     return "sdpa" if part._supports_sdpa else "eager"  # it was loaded with our attention
@@ -65,6 +65,6 @@ def set_our_attention(model: PreTrainedModel, set_implementation: Callable[[str]
     """Set our attention through transformers' own method, except in the parts that keep theirs."""
     inside = [module for name in stock_parts(model) for module in model.get_submodule(name).modules()]
     kept = [(m.config, stock_implementation(model, m)) for m in inside if isinstance(m, PreTrainedModel)]
-    set_implementation(NAME)
+    set_implementation(ATTENTION_NAME)
     for config, name in kept:
         config._attn_implementation_internal = name

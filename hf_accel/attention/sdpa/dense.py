@@ -10,7 +10,7 @@ from ...kernels.layouts import KV, AttentionOptions
 from ..blocks import row_blocks
 from .grouped import grouped_attention
 
-FEW_ROWS = 16  # up to here products beat the fused kernel on a CPU
+PRODUCT_ROWS = 16  # up to here products beat the fused kernel on a CPU
 ROWS_AT_A_TIME = 256
 SCORES_AT_A_TIME = 2**24  # bounds the float32 scores of the products: 64 MB
 
@@ -19,7 +19,7 @@ def attend(
     q: Tensor, kv: KV, mask: Tensor | None, options: AttentionOptions, *, return_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """q [B, Hq, Q, D] over a dense kv -> [B, Hq, Q, Dv], lse [B, Hq, Q] float32 or None."""
-    if q.shape[2] <= FEW_ROWS or options.softcap is not None or options.sinks is not None or return_lse:
+    if q.shape[2] <= PRODUCT_ROWS or options.softcap is not None or options.sinks is not None or return_lse:
         size = min(ROWS_AT_A_TIME, max(1, SCORES_AT_A_TIME // max(1, q.shape[0] * q.shape[1] * kv.k.shape[2])))
         blocks = row_blocks(q, kv, mask, options, size=size)
         parts = [grouped_attention(*block, options, return_lse=return_lse) for block in blocks]

@@ -11,7 +11,7 @@ from ...kernels.layouts import KV, AttentionOptions, Ragged
 from ..contract import empty_lse
 from ..masking import visible
 from ..paged_kv import PagedSequence, gather, gather_sequence, paged_sequences, rotated_like_pages
-from .dense import FEW_ROWS, attend
+from .dense import PRODUCT_ROWS, attend
 
 MAX_PADDING = 256  # tokens a sequence; with more of them, a call of its own is cheaper
 MAX_BYTES = 2**28  # bytes of a gather that sequences share
@@ -52,7 +52,7 @@ def batches(sequences: Iterable[PagedSequence], *, max_blocks: int, max_padding:
         count = len(batch) + 1
         padding = count * sequence.num_blocks - (needed + sequence.num_blocks)
         fits = count * sequence.num_blocks <= max_blocks and padding <= count * max_padding
-        if batch and not (fits and batch[0].num_queries == sequence.num_queries <= FEW_ROWS):
+        if batch and not (fits and batch[0].num_queries == sequence.num_queries <= PRODUCT_ROWS):
             yield batch
             batch, needed = [], 0
         batch.append(sequence)

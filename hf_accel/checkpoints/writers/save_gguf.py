@@ -26,7 +26,7 @@ from .savable import check_finite, savable
 from .saved import Saved
 from .target import check_room
 
-FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+FLOAT_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 FILE_TYPES = {
     "F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16",
     "Q8_0": "MOSTLY_Q8_0", "Q4_0": "MOSTLY_Q4_0", "Q4_1": "MOSTLY_Q4_1",
@@ -104,7 +104,7 @@ class Entry:
 
 def _entries(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[Entry]:
     """Parameters that are tied come once; a quantized head is one more."""
-    if dtype not in FLOATS:
+    if dtype not in FLOAT_TYPES:
         raise UnsupportedError(f"a model in {dtype} cannot be written as GGUF; convert it with model.float() first")
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear):
@@ -143,7 +143,7 @@ def _dense(
         return (tensor if rows is None else tensor[rows]).contiguous().view(torch.uint8)
 
     size = torch.Size(shape).numel() * kind.itemsize
-    return Entry(name, shape, FLOATS[kind], size, make)
+    return Entry(name, shape, FLOAT_TYPES[kind], size, make)
 
 
 # -- the file ------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from .teacher import Teacher
 from .teacher_cache import TeacherCache
 
 ADAPTER = "adapter_config.json"  # of a folder that PEFT has saved
-NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # of a model on a hub
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # of a model on a hub
 
 
 def as_teacher(teacher: Any) -> Teacher:
@@ -56,7 +56,7 @@ def names_model(given: Any) -> bool:
     path = Path(given)
     if path.exists():
         return any((path / name).exists() for name in (CONFIG_NAME, ADAPTER))
-    return NAME.fullmatch(str(given)) is not None
+    return HUB_NAME.fullmatch(str(given)) is not None
 
 
 def load_teacher(

@@ -29,7 +29,7 @@ from .top_logits import TopLogits, top_logits
 
 SEED = 0
 # This many batches are sorted by length together.
-WINDOW = 64
+SORTED_BATCHES = 64
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def write_cache(teacher: Any, dataset: Any, folder: Path, settings: CacheSetting
         total = len(dataset) if hasattr(dataset, "__len__") else None
         bar = logging.tqdm(total=total, desc="Asking the teacher", unit=" rows", disable=not options.progress)
         with bar:
-            for window in _windows(dataset, size * WINDOW):
+            for window in _windows(dataset, size * SORTED_BATCHES):
                 new, shown = seen.new(_questions(window, teacher, settings, options.collator)), 0
                 for done, batch in enumerate(_batches(new, size), 1):
                     for row in _ask(teacher, batch, settings, generator):

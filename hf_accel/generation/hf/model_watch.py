@@ -22,7 +22,7 @@ from ...tensors import PLAIN, plain_tensors
 SAMPLES = 256  # numbers of each tensor
 SCALARS = (bool, int, float, complex, str, bytes, NoneType, torch.dtype, torch.device, type)
 PLAIN_KINDS, DICTS = frozenset(SCALARS), frozenset({dict, OrderedDict})
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
+INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
 
 FUNCTIONS = (FunctionType, MethodType, partial)
 READ_OF_CODE = (bool, int, float, Tensor, nn.Module, *FUNCTIONS)
@@ -235,7 +235,7 @@ def spread(tensor: Tensor) -> Tensor:
     step = max(1, length // SAMPLES - 1) | 1
     count = min(SAMPLES, 1 + (length - 1) // step)
     view = tensor.as_strided((count,), (step,))
-    return view.view(INTEGERS[tensor.dtype.itemsize])
+    return view.view(INTEGER_DTYPES[tensor.dtype.itemsize])
 
 
 def _address(tensor: Tensor) -> int:

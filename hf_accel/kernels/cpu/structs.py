@@ -9,7 +9,7 @@ import ctypes
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
-TYPES = {"pointers": c_void_p, "sizes": c_int64, "floats": c_float, "ints": c_int32}
+C_TYPES = {"pointers": c_void_p, "sizes": c_int64, "floats": c_float, "ints": c_int32}
 CODES = {c_void_p: "Q", c_int64: "q", c_float: "f", c_int32: "i"}  # the format characters of Python's struct module
 EPILOGUES = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 
@@ -17,9 +17,9 @@ EPILOGUES = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 def fields(**names: str) -> list[tuple[str, Any]]:
     """Make the _fields_ of a struct. For example, fields(sizes="rows size", pointers="x") makes three fields in order.
 
-    A keyword is a key of TYPES. If a type is needed again later in the struct, underscores are appended to it.
+    A keyword is a key of C_TYPES. If a type is needed again later in the struct, underscores are appended to it.
     """
-    return [(name, TYPES[kind.rstrip("_")]) for kind, words in names.items() for name in words.split()]
+    return [(name, C_TYPES[kind.rstrip("_")]) for kind, words in names.items() for name in words.split()]
 
 
 def packed_format(kind: type[Structure]) -> str:

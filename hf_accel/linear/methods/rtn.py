@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...config import WeightConfig
 from ...errors import UnsupportedError
-from ..activations import LARGEST
+from ..activations import LARGEST_NUMBER
 from ..formats import (
     BYTES,
     LOW_BITS,
@@ -73,7 +73,7 @@ def _round(
     weight: Tensor, group_size: int, *, bits: int = 8, format: Format = "int", dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """Levels [out, in] and scales [out, groups] of `dtype` or the weight's, a chunk of outputs at a time."""
-    half, largest = 1 << bits - 1, LARGEST["fp8" if format == "fp8" else "int8"]
+    half, largest = 1 << bits - 1, LARGEST_NUMBER["fp8" if format == "fp8" else "int8"]
     stored = BYTES[format].stored_as
     integers = torch.empty_like(weight, dtype=stored, memory_format=torch.contiguous_format)
     scale = weight.new_empty(len(weight), weight.shape[1] // group_size, dtype=dtype)

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from ...errors import HfAccelWarning, UnsupportedError
 from ...hardware import release
 from ...linear.formats import QuantizedWeight
-from ...linear.input_statistics import CHUNK, Statistics
+from ...linear.input_statistics import CHUNK_ROWS, Statistics
 from ...linear.methods import awq, quantize
 from ..pack import Packed, pack_quantized
 from ..plan import Fold, LinearPlan, Plan
@@ -181,7 +181,7 @@ def product(x: Tensor, rounded: Rounded, bias: Tensor | None) -> Tensor:
         dense /= rounded.scales
     rows = x.flatten(0, -2)
     out = x.new_empty(len(rows), len(dense))
-    for start in range(0, len(rows), CHUNK):
-        part = rows[start : start + CHUNK].float() @ dense.t()
-        out[start : start + CHUNK] = part if bias is None else part.add_(bias.float())
+    for start in range(0, len(rows), CHUNK_ROWS):
+        part = rows[start : start + CHUNK_ROWS].float() @ dense.t()
+        out[start : start + CHUNK_ROWS] = part if bias is None else part.add_(bias.float())
     return out.view(*x.shape[:-1], -1)

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from hf_accel.config import WeightConfig
 from hf_accel.estimate import estimate, this_machine
 from hf_accel.estimate.roofline import ByRows, Machine
-from hf_accel.estimate.this_machine import KEYS, QUERIES, ROWS, SEQUENCES, Conditions, Measured, measure
+from hf_accel.estimate.this_machine import KEYS, MEASURED_ROWS, QUERIES, SEQUENCES, Conditions, Measured, measure
 from hf_accel.estimate.workload import Workload
 from hf_accel.kernels.cpu.float_linear import FloatLinear
 from hf_accel.kernels.cpu.library import refusal
@@ -63,10 +63,10 @@ def test_the_most_frequent_matrix_is_timed_by_what_would_run(
     monkeypatch.setattr(this_machine, "choose", lambda spec: (asked.append(spec), choose(spec))[1])
     config = WeightConfig(bits=int(weights[-1]), group_size=32)
     machine = measure(workload(weights=config), "cpu")
-    assert shapes == [(rows, 128) for rows in ROWS]  # gate and up: two of each layer
+    assert shapes == [(rows, 128) for rows in MEASURED_ROWS]  # gate and up: two of each layer
     assert [spec.device_type for spec in asked] == ["cpu"]
     assert machine.compute == 6.0 and machine.floats is None and machine.quantized is not None
-    each = [1e-3 * rows / (64 * 128) for rows in ROWS]
+    each = [1e-3 * rows / (64 * 128) for rows in MEASURED_ROWS]
     assert machine.quantized.seconds == pytest.approx([max(0.0, one - nbytes / 1e9) for one in each])
 
 
@@ -79,7 +79,7 @@ def test_a_float_model_is_timed_by_our_kernel_and_beyond_its_rows_by_torch(monke
     monkeypatch.setattr(this_machine, "native_rows", lambda dtype: 16)
     by_rows(monkeypatch, lambda rows: 1.0)
     machine = measure(workload(), "cpu")
-    assert ours == [rows for rows in ROWS if rows <= 16]
+    assert ours == [rows for rows in MEASURED_ROWS if rows <= 16]
     assert machine.quantized is None and machine.floats is not None
 
 
@@ -145,8 +145,8 @@ def test_measured_once() -> None:
     here = Conditions(1, torch.get_num_threads())
     one = this_machine._quantized(spec, 1, here)
     assert one is this_machine._quantized(spec, 1, here)
-    assert one.rows == ROWS and all(0 < seconds < math.inf for seconds in one.seconds)
-    assert one.operations == tuple(2 * rows * 64 * 128 for rows in ROWS)
+    assert one.rows == MEASURED_ROWS and all(0 < seconds < math.inf for seconds in one.seconds)
+    assert one.operations == tuple(2 * rows * 64 * 128 for rows in MEASURED_ROWS)
 
 
 def test_reading_is_taken_off_and_seconds_are_of_each_weight() -> None:
