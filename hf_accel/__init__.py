@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .attention.hf import register as _register_attention
 from .cache.hf import PagedCache
 from .checkpoints.load import load
-from .checkpoints.loading import register as _register_quantizer
+from .checkpoints.loading import register_quantization as _register_quantizer
 from .checkpoints.outline import plan
 from .config import CacheConfig, PatchConfig, SpeculativeConfig, WeightConfig
 from .errors import HfAccelError, HfAccelWarning, OutOfBlocksError, UnsupportedError

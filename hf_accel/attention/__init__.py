@@ -22,7 +22,7 @@ BACKENDS: tuple[AttentionBackend, ...] = (
 )
 
 
-def choose(
+def choose_backend(
     spec: AttentionSpec, name: str = "auto", *, row_invariant: bool = False
 ) -> tuple[AttentionBackend, list[tuple[str, str]]]:
     """Choose the backend called `name`, or for "auto" the first that does not refuse `spec`.
@@ -57,5 +57,5 @@ __all__ = [
     "ReferenceBackend",
     "SdpaBackend",
     "TritonBackend",
-    "choose",
+    "choose_backend",
 ]

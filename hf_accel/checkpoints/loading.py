@@ -266,7 +266,7 @@ class HandOver(ConversionOps):
         return self.packer.take(name, values[0] if isinstance(values, list) else values, stored_as)
 
 
-def register() -> None:
+def register_quantization() -> None:
     """Make "hf_accel" a quantization method; harmless when repeated."""
     if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         register_quantization_config(METHOD)(AccelConfig)

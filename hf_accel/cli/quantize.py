@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from .failures import BadInputError
-from .models import check, load_patched, load_tokenizer
+from .models import checked_path, load_patched, tokenizer_of
 from .options import Asked, Path_, common
 from .plan import Dtype
 
@@ -41,7 +41,7 @@ def quantize(
       hf-accel quantize examples/stdlib-tiny tiny.gguf --weights int4 --group-size 32 --format gguf
     """
     _check_out(out, format)
-    place, keywords = check(path), asked.keywords()
+    place, keywords = checked_path(path), asked.keywords()
     if "weights" in keywords and keywords["weights"] is None:
         raise BadInputError("--weights none leaves nothing to quantize; choose int8, int4, fp8 or nf4")
     start = time.perf_counter()
@@ -88,7 +88,7 @@ def _check_room(place: str, out: Path, keywords: dict[str, Any]) -> None:
 
 def _tokenizer(path: str) -> Any:
     try:
-        return load_tokenizer(path)
+        return tokenizer_of(path)
     except BadInputError:  # a model can be without one
         return None
 

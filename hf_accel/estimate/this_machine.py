@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention import AttentionSpec
-from ..attention import choose as choose_attention
+from ..attention import choose_backend as choose_attention
 from ..fused.projections import UNLIMITED, native_rows
 from ..hardware import Hardware, detect, float_peak, read_bandwidth
 from ..hardware.speed import fp8_peak, least_seconds
@@ -46,7 +46,7 @@ PASS_SECONDS, LAYER_SECONDS = 1e-3, 1e-4
 Run = Callable[[Tensor], object]  # a product of rows, or the attention of queries
 
 
-def measure(workload: Workload, device: torch.device | str) -> Machine:
+def measure_machine(workload: Workload, device: torch.device | str) -> Machine:
     """Measure the speeds of `device`, and on a CPU the products of a model's most frequent matrix."""
     hardware = detect(device)
     bandwidth = read_bandwidth(hardware)

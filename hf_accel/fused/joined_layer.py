@@ -38,7 +38,7 @@ def partner(operation: Operation, behind: Operation | None) -> Operation | None:
     return None
 
 
-def joined(operations: list[Operation]) -> Iterator[tuple[Operation, Operation | None]]:
+def with_partners(operations: list[Operation]) -> Iterator[tuple[Operation, Operation | None]]:
     """Iterate over the operations, each with its partner. A partner is not listed a second time."""
     taken: Operation | None = None
     for operation, behind in zip(operations, [*operations[1:], None], strict=True):
@@ -49,7 +49,7 @@ def joined(operations: list[Operation]) -> Iterator[tuple[Operation, Operation |
 
 def joins(operations: list[Operation]) -> frozenset[str]:
     """Return the kinds of operations that have a partner."""
-    return frozenset(operation.kind for operation, behind in joined(operations) if behind is not None)
+    return frozenset(operation.kind for operation, behind in with_partners(operations) if behind is not None)
 
 
 class JoinedLayer(TracedLayer):
@@ -66,7 +66,7 @@ class JoinedLayer(TracedLayer):
     ) -> None:  # fmt: skip
         super().__init__(trace, table_dtype, attention, device)
         self.following = following
-        self._steps = list(joined(trace.operations))
+        self._steps = list(with_partners(trace.operations))
         for operation in trace.operations:
             match operation.kind:
                 case "norm":

@@ -158,10 +158,10 @@ def _meant(wanted: str, modules: Iterable[str], linears: list[str]) -> str:
     }
     ends = sorted({name.rpartition(".")[2] for name in linears})
     close = sorted(inside) or difflib.get_close_matches(wanted, [*ends, *linears], n=3)
-    return f"did you mean {shortened(close)}?" if close else f"there are {shortened(ends)}"
+    return f"did you mean {first_names(close)}?" if close else f"there are {first_names(ends)}"
 
 
-def shortened(names: list[str], most: int = 8) -> str:
+def first_names(names: list[str], most: int = 8) -> str:
     return ", ".join([*map(repr, names[:most]), *(["..."] if len(names) > most else [])])
 
 

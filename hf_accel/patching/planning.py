@@ -33,7 +33,7 @@ from .check import check_model
 from .explain import explain
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
 from .plan import CALLED_TOGETHER, AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan, Server, servers_of
-from .survey import attention_refusal, attention_sites, cache_refusal, other_quantizer, pages_refusal, sites_for
+from .survey import attention_sites, cache_refusal, model_attention_refusal, other_quantizer, pages_refusal, sites_for
 from .weight_sites import ExpertsSite, LinearSite
 
 OWN_FORWARD = "the forward of a linear layer in it is not nn.Linear's"
@@ -57,7 +57,9 @@ def make_plan(
     split = tensor_parallel(inner)
     if split is not None:
         check_split(split, inner, config)
-    stock_attention = _refusal("attention", config, attention_refusal(inner), wanted=config.attention is not None)
+    stock_attention = _refusal(
+        "attention", config, model_attention_refusal(inner), wanted=config.attention is not None
+    )
     no_cache = cache_refusal(inner) if config.attention is not None else "attention=None leaves attention stock"
     no_cache = no_cache or pages_refusal(inner, config.cache)
     stock_cache = _refusal("cache", config, no_cache, wanted=config.cache is not None)
@@ -292,7 +294,7 @@ def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[Att
             "knows; leave attention= out, or pass attention=None"
         )
     for site in sites:
-        backend, refusals = attention_backends.choose(
+        backend, refusals = attention_backends.choose_backend(
             site.spec, config.attention or "auto", row_invariant=config.deterministic
         )
         reason = "; ".join(f"{name} refused: {why}" for name, why in refusals) or "first choice"

@@ -164,7 +164,7 @@ STOCK_ATTENTION = (
 WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_masks_for_generate")
 
 
-def attention_refusal(model: PreTrainedModel) -> str | None:
+def model_attention_refusal(model: PreTrainedModel) -> str | None:
     """Why the model's attention cannot be ours, as one clause; None if all of it is known."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -209,7 +209,7 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
     name = type(model).__name__
     if not model.can_generate():
         return f"{name} does not generate text"
-    refusal = attention_refusal(model)
+    refusal = model_attention_refusal(model)
     if refusal is not None:
         return refusal
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):

@@ -27,7 +27,7 @@ class Hosts:
     @classmethod
     def of(cls, host: str, allowed: Iterable[str] = ()) -> Hosts:
         """Make the Hosts of a server that listens on `host`, with those that the user allows; "*" allows all."""
-        names = {*LOOPBACK, name_of(host), *map(name_of, allowed)}
+        names = {*LOOPBACK, host_name(host), *map(host_name, allowed)}
         is_wildcard = _is_address(host) and ipaddress.ip_address(host).is_unspecified
         if is_wildcard:
             names.add(socket.gethostname().lower())
@@ -35,7 +35,7 @@ class Hosts:
 
     def refuses(self, header: bytes) -> str | None:
         """Return why a request with this Host header is not answered, or None."""
-        name = name_of(header.decode("latin-1"))
+        name = host_name(header.decode("latin-1"))
         if ANY in self.names or name in self.names or (self.addresses and _is_address(name)):
             return None
         known = ", ".join(sorted(self.names))
@@ -45,7 +45,7 @@ class Hosts:
         )
 
 
-def name_of(host: str) -> str:
+def host_name(host: str) -> str:
     """Return a Host header, or a host, without its port: 'LocalHost:8000' is 'localhost', '[::1]:8000' is '::1'."""
     host = host.strip().lower()
     if host.startswith("["):

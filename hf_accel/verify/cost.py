@@ -20,7 +20,7 @@ WINDOW = 512  # tokens that are predicted from one another
 CHUNK_TOKENS = 64  # tokens of a pass, so that what attention reads has been through the cache
 
 
-def windows_of(texts: Sequence[Tensor]) -> list[Tensor]:
+def text_windows(texts: Sequence[Tensor]) -> list[Tensor]:
     """Cut token ids [n] of each text into windows [1, length] of at most WINDOW tokens.
 
     Raises UnsupportedError if none has two tokens: the first of a window is not predicted.

@@ -22,7 +22,7 @@ from ..patching.pack import PROGRESS_SECONDS
 from ..patching.patch import is_patched, stock_twin
 from ..undo.state import state_of
 from .certificate import Certificate, Cost, Verdict
-from .cost import measure_cost, windows_of
+from .cost import measure_cost, text_windows
 from .passes import continuation, logits_of_the_run
 from .references import is_quantized, kv_config, quantized_reference
 from .rounding import ReferenceModel
@@ -66,7 +66,7 @@ def verify(
     if reference is model:
         raise UnsupportedError("reference= is the model itself; leave it out to compare with an unpatched copy")
     ids = _prompts(model, prompts, tokenizer, "prompt")
-    texts = None if text is None else windows_of([ids[0].cpu() for ids in _prompts(model, text, tokenizer, "text")])
+    texts = None if text is None else text_windows([ids[0].cpu() for ids in _prompts(model, text, tokenizer, "text")])
     if isinstance(reference, str | Path):
         AutoConfig.from_pretrained(reference)  # raises now, and not after the prompts have run
     run = Run(model, ids, max_new_tokens, generate)
@@ -140,7 +140,7 @@ def _cost(run: Run, reference: Any, windows: list[Tensor] | None) -> tuple[Cost 
     if windows is None:
         source = "the prompts and how the float model goes on"
         new = [continuation(given.model, prompt, run.max_new_tokens, run.common) for prompt in run.prompts]
-        windows = windows_of([torch.cat([p[0], n]) for p, n in zip(run.prompts, new, strict=True)])
+        windows = text_windows([torch.cat([p[0], n]) for p, n in zip(run.prompts, new, strict=True)])
     return measure_cost(run.model, given.model, windows, name=given.name, text=source), None
 
 

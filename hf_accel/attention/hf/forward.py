@@ -15,7 +15,7 @@ from ...kernels.layouts import KV, AttentionOptions, Ragged
 from ...recognition.module_code import CALL_KEYWORDS
 from ...tensors import is_recorded, product_dtype
 from ...undo.state import BACKEND_ATTRIBUTE
-from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose
+from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose_backend
 from .mask import as_known, numbers_of
 from .stock import EAGER, collects_attentions, name_before_patch, recorded_attention, stock_attention
 
@@ -215,6 +215,6 @@ def _backend(
 def _choose(spec: AttentionSpec, name: str, *, row_invariant: bool) -> AttentionBackend:
     """Return the backend of this name, or another one for a spec that it refuses."""
     try:
-        return choose(spec, name, row_invariant=row_invariant)[0]
+        return choose_backend(spec, name, row_invariant=row_invariant)[0]
     except UnsupportedError:
-        return choose(spec, row_invariant=row_invariant)[0]
+        return choose_backend(spec, row_invariant=row_invariant)[0]

@@ -29,7 +29,7 @@ def paged_attention(
         rows: Tensor | slice = batch[0].queries
         mask = None
         if len(batch) > 1:
-            rows, kv, mask = together(pages, ragged, batch, window=options.window, dtype=q.dtype)
+            rows, kv, mask = padded_together(pages, ragged, batch, window=options.window, dtype=q.dtype)
         else:
             kv = gather_sequence(pages, ragged, batch[0], q.dtype)
         own = options if mask is None else options._replace(causal=False, window=None)
@@ -61,7 +61,7 @@ def batches(sequences: Iterable[PagedSequence], *, max_blocks: int, max_padding:
         yield batch
 
 
-def together(
+def padded_together(
     pages: KV, ragged: Ragged, batch: list[PagedSequence], *, window: int | None, dtype: torch.dtype
 ) -> tuple[Tensor, KV, Tensor]:
     """Pad several sequences to the blocks of the last one: query rows [B * Q], keys, and who sees which key."""

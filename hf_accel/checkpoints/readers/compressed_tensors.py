@@ -22,7 +22,7 @@ from ...errors import HfAccelError
 from ...linear import Int4Weight, Int8Weight, QuantizedWeight
 from ...linear.formats import BYTES, FLOAT8, Format, Layout, pack_zero_points, unpack_words
 from .block_fp8 import by_output, checked_block, described
-from .gptq import FLOATS, cut
+from .gptq import FLOATS, in_pieces
 from .reader import Description, ForeignReader, Found, Parts, contradiction, cut_group, group_of, order_of, refuse
 
 NAME = "compressed-tensors"
@@ -128,20 +128,24 @@ class CompressedTensors(ForeignReader):
         pieces = group // cut_group(group)
         zeros = stored.get("weight_zero_point")
         if name in self._in_bytes:
-            zeros = None if zeros is None else cut(zeros, pieces).contiguous()
-            return Int4Weight.from_integers(stored["weight"], cut(scale, pieces), zeros)
+            zeros = None if zeros is None else in_pieces(zeros, pieces).contiguous()
+            return Int4Weight.from_integers(stored["weight"], in_pieces(scale, pieces), zeros)
         index = stored.get("weight_g_idx")
         order = None if index is None else order_of(name, index, shape[1], group)
         words = stored["weight_packed"].contiguous()
         if words.shape[1] * 4 == shape[1]:
             integers = (words.view(torch.uint8) ^ 128).view(torch.int8)
-            return Int8Weight(_ordered(integers, order), cut(scale, 1 if by_output else pieces), order)
-        weight = Int4Weight(words, cut(scale, pieces), torch.tensor(shape, device=words.device), input_order=order)
+            return Int8Weight(_ordered(integers, order), in_pieces(scale, 1 if by_output else pieces), order)
+        weight = Int4Weight(
+            words, in_pieces(scale, pieces), torch.tensor(shape, device=words.device), input_order=order
+        )
         if order is not None:
             integers = _ordered(unpack_words(words), order)
             weight = replace(weight, weight_packed=Int4Weight.from_integers(integers, scale).weight_packed)
         if zeros is not None and pieces > 1:
-            zeros = pack_zero_points(cut(unpack_words(zeros.t().contiguous()).t()[: shape[0]], pieces).contiguous())
+            zeros = pack_zero_points(
+                in_pieces(unpack_words(zeros.t().contiguous()).t()[: shape[0]], pieces).contiguous()
+            )
         return replace(weight, weight_zero_point=zeros)
 
     def loose(self, name: str, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:

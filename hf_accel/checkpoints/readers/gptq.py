@@ -84,15 +84,17 @@ class Gptq(ForeignReader):
         if self.bits == 8:
             integers = (words.view(torch.uint8) ^ 128).view(torch.int8)
             integers = integers if order is None else integers.index_select(1, order)
-            return Int8Weight(integers, cut(scale, 1 if scale.shape[1] == 1 else pieces), order)
+            return Int8Weight(integers, in_pieces(scale, 1 if scale.shape[1] == 1 else pieces), order)
         zeros = self._zeros(name, stored["qzeros"]).t().contiguous()  # [out, groups]
-        weight = Int4Weight(words, cut(scale, pieces), torch.tensor(shape, device=words.device), input_order=order)
+        weight = Int4Weight(
+            words, in_pieces(scale, pieces), torch.tensor(shape, device=words.device), input_order=order
+        )
         if order is not None:
             integers = unpack_words(words).index_select(1, order)
             weight = replace(weight, weight_packed=Int4Weight.from_integers(integers, scale).weight_packed)
         if (zeros == 8).all():
             return weight
-        return replace(weight, weight_zero_point=pack_zero_points(cut(zeros - 8, pieces).to(torch.int8)))
+        return replace(weight, weight_zero_point=pack_zero_points(in_pieces(zeros - 8, pieces).to(torch.int8)))
 
     def _zeros(self, name: str, words: Tensor) -> Tensor:
         """int32 [groups, out * bits / 32] -> int16 [groups, out]; of 4 bits from 0 to 15."""
@@ -125,6 +127,6 @@ def _writers(config: Mapping[str, Any]) -> set[str]:
     return {str(name).partition(":")[0].strip().lower().replace("-", "_") for name in names}
 
 
-def cut(values: Tensor, pieces: int) -> Tensor:
+def in_pieces(values: Tensor, pieces: int) -> Tensor:
     """[out, groups] for groups cut into so many pieces."""
     return values if pieces == 1 else values.repeat_interleave(pieces, dim=1)

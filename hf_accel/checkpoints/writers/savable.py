@@ -30,7 +30,7 @@ def savable(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def check_finite(name: str, tensor: Tensor) -> None:
+def refuse_infinite(name: str, tensor: Tensor) -> None:
     """Raise UnsupportedError for NaN and infinity."""
     if not tensor.is_floating_point():
         return

@@ -27,12 +27,12 @@ from ...keywords import one_of
 from ...linear import QuantExperts, QuantLinear, quantize
 from ...linear.activations import EightBits
 from ...linear.formats import Format, Layout, state
-from ...patching.check import shortened
+from ...patching.check import first_names
 from ...patching.plan import Line
 from ...patching.twin import twin
 from ...undo.state import state_of
 from ..readers.compressed_config import PACKED, Scheme, compressed_config, units
-from .savable import check_finite, savable
+from .savable import refuse_infinite, savable
 from .saved import Saved
 from .target import bring_over, check_folder, check_room
 
@@ -144,7 +144,7 @@ def _content(model: PreTrainedModel, activations: Activations) -> Content:
         Line("weights", f"{n} linears", kind.label, _meaning(kind)) for kind, n in Counter(schemes.values()).items()
     ]
     for name, tensor in tensors.items():
-        check_finite(name, tensor)
+        refuse_infinite(name, tensor)
     tied = False
     if head_name is not None:
         tied = _is_embedding(model, head_name, layers[head_name])
@@ -196,7 +196,7 @@ def _check_units(model: PreTrainedModel, schemes: Mapping[str, Scheme]) -> None:
             described = ", ".join(f"{name.rpartition('.')[2]} is {kind}" for name, kind in kinds.items())
             names = [name.rpartition(".")[2] for name in unit]
             raise UnsupportedError(
-                f"vLLM and SGLang make one tensor of {shortened(names)} of {unit[0].rpartition('.')[0]!r}, which must "
+                f"vLLM and SGLang make one tensor of {first_names(names)} of {unit[0].rpartition('.')[0]!r}, which must "
                 f"be stored in one way, but {described}; patch all of them in one way, or leave all alone with "
                 f"weights=WeightConfig(skip={names})"
             )

@@ -22,7 +22,7 @@ from ..readers.ggml_blocks import TYPES
 from ..readers.gguf_model import check_gguf, frequency_factors, rotated_rows, write_settings
 from ..readers.gguf_tokenizer import write_no_tokenizer, write_tokenizer
 from .ggml_packing import blocks, kind_of, rounding_of_scales
-from .savable import check_finite, savable
+from .savable import refuse_infinite, savable
 from .saved import Saved
 from .target import check_room
 
@@ -119,7 +119,7 @@ def _entries(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[Entry]:
 
 def _quantized(name: str, layer: QuantLinear, config: Any, dtype: torch.dtype) -> Entry:
     rows, weight = rotated_rows(name, config), layer.quantized
-    check_finite(name, weight.weight_scale)
+    refuse_infinite(name, weight.weight_scale)
     kind = kind_of(weight)
     if kind is None:
         return _dense(name, lambda: layer.quantized.dequantize(dtype), weight.shape, dtype=dtype, rows=rows)
@@ -139,7 +139,7 @@ def _dense(
 
     def make() -> Tensor:
         tensor = read().to("cpu", kind)
-        check_finite(name, tensor)
+        refuse_infinite(name, tensor)
         return (tensor if rows is None else tensor[rows]).contiguous().view(torch.uint8)
 
     size = torch.Size(shape).numel() * kind.itemsize

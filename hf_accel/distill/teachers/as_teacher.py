@@ -15,7 +15,7 @@ from transformers.utils import CONFIG_NAME
 from ...errors import UnsupportedError
 from ...models import unwrapped
 from .cache_files import INDEX, PARTIAL
-from .identity import AUTO_CLASSES, kind_of
+from .identity import AUTO_CLASSES, auto_class_of
 from .live import BaseTeacher, ModelTeacher
 from .teacher import Teacher
 from .teacher_cache import TeacherCache
@@ -81,7 +81,7 @@ def load_teacher(
 
 
 def _load(name: str, student: Any, keywords: dict[str, Any]) -> PreTrainedModel:
-    kind = kind_of(student)
+    kind = auto_class_of(student)
     if kind is None:
         known = type(unwrapped(student)).__name__
         raise UnsupportedError(f"teacher_model={name!r}: load it yourself; no class is known for {known}")

@@ -22,9 +22,9 @@ from ..losses.logit_rows import DenseRows
 from ..losses.positions import IGNORED
 from .cache_files import INDEX, LOCK, PARTIAL, SHARD, CacheSettings, Index, Shard, StoredRow, write_shard
 from .identity import task_of
-from .live import answer
+from .live import output_at
 from .teacher import PACKING
-from .texts import READ, Text, texts_of
+from .texts import READ, Text, batch_texts
 from .top_logits import TopLogits, top_logits
 
 SEED = 0
@@ -213,7 +213,7 @@ def _questions(
     for item in items:
         inputs = _as_batch(collator([item]) if collator is not None else item, accepted)
         labels = inputs.get("labels")
-        for text in texts_of(inputs):
+        for text in batch_texts(inputs):
             positions = every_position(text, settings.task)
             if settings.positions == "labels" and labels is not None and settings.task != "sequence":
                 if labels.shape != inputs["input_ids"].shape:
@@ -263,7 +263,7 @@ def _ask(
 
 
 def logits_of(teacher: Any, inputs: Mapping[str, Tensor], select: Tensor) -> Tensor:
-    rows = answer(teacher, inputs, select)
+    rows = output_at(teacher, inputs, select)
     assert isinstance(rows, DenseRows)
     return rows.logits
 

@@ -144,7 +144,7 @@ def write_shard(file: Path, rows: list[StoredRow], settings: CacheSettings) -> S
         **dict(zip(ANSWERS, map(torch.cat, zip(*(row.answers.tensors() for row in rows), strict=True)), strict=True)),
         "keys": torch.frombuffer(keys, dtype=torch.uint8).view(-1, DIGEST_BYTES),
         "starts": counts.cumsum(0),
-        "checks": torch.tensor([check(row) for row in rows]),
+        "checks": torch.tensor([row_checksum(row) for row in rows]),
     }
     with replaced_file(file, errors=(SafetensorError,)) as temporary:
         save_file(tensors, temporary, metadata={"format": f"hf_accel teacher cache {FORMAT}"})
@@ -152,7 +152,7 @@ def write_shard(file: Path, rows: list[StoredRow], settings: CacheSettings) -> S
     return ShardEntry(file.name, size, len(rows), len(tensors["positions"]), _hash_table(tensors))
 
 
-def check(row: StoredRow) -> int:
+def row_checksum(row: StoredRow) -> int:
     """CRC-32 of all that is stored of a row."""
     total = zlib.crc32(row.key)
     for tensor in (row.positions, *row.answers.tensors()):
@@ -205,7 +205,7 @@ class Shard:
         part = slice(self._starts[number], self._starts[number + 1])
         answers = TopLogits(*(self._tensors[name][part] for name in ANSWERS))
         row = StoredRow(self._tensors["keys"][number].numpy().tobytes(), self._tensors["positions"][part], answers)
-        if check(row) != int(self._tensors["checks"][number]):
+        if row_checksum(row) != int(self._tensors["checks"][number]):
             raise self._broken(f"row {number} has changed")
         return row
 

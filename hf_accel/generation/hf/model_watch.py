@@ -134,7 +134,7 @@ class Reading:
                 self._hooks(own[name])
         self._entries(own)
         if isinstance(module, QuantModule):
-            self._all(stored_tensors(module._packed))
+            self._all(watched_tensors(module._packed))
 
     def _hooks(self, hooks: dict[int, Any]) -> None:
         for number, hook in list(hooks.items()):
@@ -196,17 +196,17 @@ def variables(code: Any) -> Iterator[Any]:
         yield from (code.__globals__[name] for name in code.__code__.co_names if name in code.__globals__)
 
 
-def stored_tensors(packed: Any) -> Iterator[Tensor]:
+def watched_tensors(packed: Any) -> Iterator[Tensor]:
     """Return the tensors that a packed weight is made of, without those that it keeps of its last call."""
     if isinstance(packed, Tensor):
         yield packed
     elif isinstance(packed, list):
         for part in packed[:: max(1, len(packed) - 1)]:  # the first and the last of many experts
-            yield from stored_tensors(part)
+            yield from watched_tensors(part)
     else:
         kind: Any = type(packed)
         for name in _stored_fields(kind):
-            yield from stored_tensors(getattr(packed, name))
+            yield from watched_tensors(getattr(packed, name))
 
 
 @lru_cache(maxsize=4096)

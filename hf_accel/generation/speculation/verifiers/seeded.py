@@ -11,7 +11,7 @@ from ....tensors import integers, is_remote, sent
 from ...sequence import Draft
 from ...unread import Unread, known
 from . import noise
-from .verifier import Place, Verifier, first_rows, follow
+from .verifier import Place, Verifier, accepted_of, first_rows
 
 # All tokens of a row are raced if more than 512 and more than one in 8 of them are possible.
 DENSE, LARGE = 8, 512
@@ -37,7 +37,7 @@ class SeededVerifier(Verifier):
         every = [
             place.next(j) for draft, place in zip(drafts, places, strict=True) for j in range(len(draft) + 1)
         ]  # fmt: skip
-        return self.drawn(probabilities, every).then(lambda chosen: follow(drafts, chosen))
+        return self.drawn(probabilities, every).then(lambda chosen: accepted_of(drafts, chosen))
 
 
 def race(probabilities: Tensor, keys: abc.Sequence[int]) -> Unread[list[int]]:
