@@ -53,6 +53,7 @@ BOOKKEEPING = {  # and what that may use
     "cache.table",
     "config",
     "config.cache_config",
+    "config.layout",
     "config.patch_config",
     "config.speculative_config",
     "config.weight_config",

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..attention import AttentionSpec
 from ..attention import choose_backend as choose_attention
+from ..config import Layout
 from ..fused.projections import UNLIMITED, native_rows
 from ..hardware import Hardware, detect, float_peak, read_bandwidth
 from ..hardware.speed import fp8_peak, least_seconds
@@ -123,7 +124,7 @@ def _quantized(spec: LinearSpec, count: int, here: Conditions) -> Measured:
 @torch.no_grad()
 def _floats(shape: tuple[int, int], dtype: torch.dtype, count: int, here: Conditions) -> Measured:
     """Measure products by floating-point matrices: ours up to the rows that it is used for, torch's beyond."""
-    outputs = timed_outputs(LinearSpec(in_features=shape[1], out_features=shape[0], bits=8, dtype=dtype))
+    outputs = timed_outputs(LinearSpec(in_features=shape[1], out_features=shape[0], layout=Layout(), dtype=dtype))
     size = outputs * shape[1] * dtype.itemsize
     rows = native_rows(dtype) if refusal() is None and dtype in FLOATS else 0
 

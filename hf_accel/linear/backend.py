@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, cast
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from ..config import Activations, WeightConfig
 from .activations import EightBits
-from .formats import Format, Layout, QuantizedWeight, zero_point_bytes
+from .formats import Layout, QuantizedWeight, zero_point_bytes
 from .methods.rtn import quantize
 
 Rounding = Literal["never", "many rows", "always"]  # which rows a backend rounds to 8 bits
@@ -23,22 +23,20 @@ FEW_ROWS = 256  # on a GPU memory is the limit up to here; beyond, products are,
 class LinearSpec:
     """Everything a backend may decide by.
 
-    dtype: of the activations. group_size: not read for 8 bits, but if by_group: scales belong to groups then, not to
-    outputs. minima: in the place of zero points. scale_dtype: None is dtype.
+    layout: of the weight, without an order of the inputs, which no backend sees; its scale_dtype is None if that is
+    dtype. dtype: of the activations.
     """
 
     in_features: int
     out_features: int
-    bits: int
+    layout: Layout
     dtype: torch.dtype
-    group_size: int = 128
-    symmetric: bool = True
-    by_group: bool = False
-    minima: bool = False
-    scale_dtype: torch.dtype | None = None
     device_type: str = "cpu"
     activations: Activations = "auto"
-    format: Format = "int"
+
+    def __post_init__(self) -> None:
+        scales = None if self.layout.scale_dtype is self.dtype else self.layout.scale_dtype
+        object.__setattr__(self, "layout", replace(self.layout, ordered=False, scale_dtype=scales))
 
     @classmethod
     def of(cls, weight: Tensor, config: WeightConfig, *, device_type: str | None = None) -> LinearSpec:
@@ -46,14 +44,10 @@ class LinearSpec:
         return cls(
             in_features=weight.shape[1],
             out_features=weight.shape[0],
-            bits=config.bits,
-            group_size=config.group_size,
-            symmetric=config.symmetric,
+            layout=replace(config.layout, scale_dtype=torch.float32) if config.is_nf4 else config.layout,
             dtype=weight.dtype,
-            scale_dtype=torch.float32 if config.is_nf4 and weight.dtype is not torch.float32 else None,
             device_type=device_type or weight.device.type,
             activations=config.activations,
-            format="int" if config.is_nf4 else cast(Format, config.format),
         )
 
     @classmethod
@@ -61,46 +55,27 @@ class LinearSpec:
         cls, weight: QuantizedWeight, activations: Activations, dtype: torch.dtype | None = None
     ) -> LinearSpec:
         """What a weight that is quantized already needs. dtype: None is the scales'."""
-        scale = weight.weight_scale
         return cls(
             in_features=weight.shape[1],
             out_features=weight.shape[0],
-            bits=weight.bits,
-            group_size=weight.group_size,
-            symmetric=weight.symmetric,
-            by_group=weight.bits == 8 and weight.by_group,
-            minima=weight.weight_minimum is not None,
-            dtype=dtype or scale.dtype,
-            scale_dtype=scale.dtype if dtype not in (None, scale.dtype) else None,
-            device_type=scale.device.type,
+            layout=weight.layout,
+            dtype=dtype or weight.weight_scale.dtype,
+            device_type=weight.weight_scale.device.type,
             activations=activations,
-            format=weight.format,
         )
-
-    @property
-    def layout(self) -> Layout:
-        """Without an order of the inputs, which no backend sees."""
-        group_size = self.group_size if self.bits < 8 or self.by_group else None
-        return Layout(
-            bits=self.bits, group_size=group_size, symmetric=self.symmetric, minima=self.minima, format=self.format
-        )
-
-    @property
-    def label(self) -> str:
-        """The format as users name it."""
-        return self.layout.label
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the stored integers, scales, and zero points or minima."""
-        groups = self.in_features // self.group_size if self.bits < 8 or self.by_group else 1
-        factors = self.out_features * groups * (self.scale_dtype or self.dtype).itemsize
-        zero_points = 0 if self.bits == 8 or self.symmetric else zero_point_bytes(self.out_features, groups, self.bits)
-        return self.integer_bytes + factors + (factors if self.minima else zero_points)
+        layout, groups = self.layout, self.layout.groups(self.in_features)
+        factors = self.out_features * groups * (layout.scale_dtype or self.dtype).itemsize
+        has_zeros = layout.bits < 8 and not layout.symmetric and not layout.minima
+        zero_points = zero_point_bytes(self.out_features, groups, layout.bits) if has_zeros else 0
+        return self.integer_bytes + factors + (factors if layout.minima else zero_points)
 
     @property
     def integer_bytes(self) -> int:
-        return self.in_features * self.out_features * self.bits // 8
+        return self.in_features * self.out_features * self.layout.bits // 8
 
 
 class GroupedExperts(ABC):
@@ -123,8 +98,8 @@ class GroupedExperts(ABC):
 class Backend(ABC):
     """One way to multiply by a quantized weight.
 
-    bits: the widths it reads. formats: what these hold. device_type: where it runs; None: anywhere. dtypes: of
-        activations; none named: any.
+    layouts: labels of those that it reads. device_type: where it runs; None: anywhere. dtypes: of activations; none
+        named: any.
     activations: "int8" or "fp8" if it rounds each row of the input to 8 bits.
     reference: the backend of plain torch that rounds activations in the same way.
     row_invariant: row i of run(X) equals run(X[i:i+1]) bit for bit.
@@ -133,8 +108,7 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
-    bits: ClassVar[tuple[int, ...]]
-    formats: tuple[Format, ...] = ("int",)
+    layouts: tuple[str, ...]
     device_type: ClassVar[str | None] = None
     dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
     activations: EightBits | None = None
@@ -145,7 +119,7 @@ class Backend(ABC):
 
     def reads(self, spec: LinearSpec) -> bool:
         """Whether it knows the format of the weight."""
-        return spec.bits in self.bits and spec.format in self.formats
+        return spec.layout.label in self.layouts
 
     def is_for(self, device_type: str) -> bool:
         """Whether it is meant for this kind of device. "auto" does not speak of backends that are not."""
@@ -161,8 +135,9 @@ class Backend(ABC):
         if self.dtypes and spec.dtype not in self.dtypes:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
             return f"it takes {' and '.join(names.rsplit(', ', 1))}, not {spec.dtype}"
-        if self.own_formats_only and (spec.by_group or spec.minima):
-            return f"it takes no {'minima' if spec.minima else '8-bit weights with a scale for each group of inputs'}"
+        if self.own_formats_only and not spec.layout.is_own:
+            minima = spec.layout.minima
+            return f"it takes no {'minima' if minima else '8-bit weights with a scale for each group of inputs'}"
         return None
 
     def note(self, spec: LinearSpec) -> str | None:

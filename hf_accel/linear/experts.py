@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..config import Activations
 from ..errors import UnsupportedError
 from .backend import Backend, GroupedExperts, LinearSpec
-from .formats import LOW_BITS, ByteWeight, QuantizedWeight, state, zeros
+from .formats import QuantizedWeight, state, zeros
 from .layer import QuantModule
 from .reference import differentiable_linear
 from .registry import BackendChoice
@@ -62,7 +62,7 @@ class ExpertWeights(QuantModule):
     def empty(cls, spec: LinearSpec, experts: int) -> ExpertWeights:
         """Zeros, unpacked, to load a checkpoint into. spec: of one expert."""
         shape = (experts * spec.out_features, spec.in_features)
-        weight = zeros(spec.layout, shape, dtype=spec.scale_dtype or spec.dtype, device=spec.device_type)
+        weight = zeros(spec.layout, shape, dtype=spec.dtype, device=spec.device_type)
         return cls(weight, experts, activations=spec.activations, dtype=spec.dtype)
 
     @property
@@ -85,7 +85,8 @@ class ExpertWeights(QuantModule):
         return PackedExperts.of(choice.backend, [choice.backend.pack(p) for p in parts_of(weight, self.experts)])
 
     def _unpack(self, choice: BackendChoice) -> QuantizedWeight:
-        return joined([choice.backend.unpack(packed) for packed in self._packed.parts])
+        made: QuantizedWeight = self.kind.joined([choice.backend.unpack(packed) for packed in self._packed.parts])
+        return made
 
     def forward(self, x: Tensor, expert: int, bias: Tensor | None = None) -> Tensor:
         """x [rows, in] -> [rows, out] of one expert, in the dtype of the activations. bias: [out]."""
@@ -126,10 +127,8 @@ class ExpertWeights(QuantModule):
 
     def extra_repr(self) -> str:
         backend = self.choice.backend.name if self.choice else "not packed"
-        group = f", group_size={self.group_size}" if self.bits < 8 else ""
         shape = f"in_features={self.in_features}, out_features={self.out_features // self.experts}"
-        group += "" if self.format == "int" else f", format={self.format!r}"
-        return f"experts={self.experts}, {shape}, bits={self.bits}{group}, backend={backend}"
+        return f"experts={self.experts}, {shape}, {self.layout}, backend={backend}"
 
 
 class QuantExperts(nn.Module):
@@ -252,28 +251,6 @@ def activated(module: nn.Module, kind: type[nn.Module], hidden: Tensor) -> Tenso
 
 
 def parts_of(weight: QuantizedWeight, count: int) -> list[QuantizedWeight]:
-    """A weight [count * out, in] as `count` weights [out, in]. The integers, and all but zero points, are views."""
+    """A weight [count * out, in] as `count` weights [out, in]."""
     size = weight.shape[0] // count
-    return [_outputs(weight, slice(i * size, (i + 1) * size)) for i in range(count)]
-
-
-def _outputs(weight: QuantizedWeight, outputs: slice) -> QuantizedWeight:
-    scale = weight.weight_scale[outputs]
-    minimum = None if weight.weight_minimum is None else weight.weight_minimum[outputs]
-    if isinstance(weight, ByteWeight):
-        return type(weight)(weight.weight[outputs], scale, None, minimum)
-    made = weight.from_integers(weight.integers(outputs), scale, weight.zero_points(outputs))
-    return replace(made, weight_minimum=minimum)
-
-
-def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """`parts_of`, taken back."""
-    scale = torch.cat([weight.weight_scale for weight in weights])
-    minima = [weight.weight_minimum for weight in weights if weight.weight_minimum is not None]
-    minimum = torch.cat(minima) if minima else None
-    integers = torch.cat([weight.integers() for weight in weights])
-    if isinstance(weights[0], ByteWeight):
-        return type(weights[0])(integers, scale, None, minimum)
-    zeros_ = [zero for weight in weights if (zero := weight.zero_points()) is not None]  # type: ignore[union-attr]
-    zero_point = torch.cat(zeros_) if zeros_ else None
-    return replace(LOW_BITS[weights[0].bits].from_integers(integers, scale, zero_point), weight_minimum=minimum)
+    return [weight.part(slice(i * size, (i + 1) * size)) for i in range(count)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack, cast, get_args
 
@@ -37,7 +38,7 @@ from ..recognition.unchanged import has_own_forward
 from ..tensors import is_plain_tensor, is_sharded
 from .backend import LinearSpec
 from .experts import WEIGHT_MODULES, activated, grouped, one_by_one
-from .formats import Format, Layout, check_group_size, settings_of
+from .formats import Format, check_group_size
 from .layer import QuantModule
 
 METHOD = "hf_accel"
@@ -142,14 +143,7 @@ def refuse_parts(layers: Mapping[str, QuantModule]) -> None:
 
 def module_settings(layer: QuantModule | WeightConfig) -> dict[str, Any]:
     """What a checkpoint says of a layer, or of how it will be made."""
-    if isinstance(layer, QuantModule):
-        return settings_of(layer.layout, activations=layer.activations, scale_dtype=layer.spec.scale_dtype)
-    group_size = layer.group_size if layer.bits < 8 else None
-    layout = Layout(
-        bits=layer.bits, group_size=group_size, symmetric=layer.symmetric,
-        format="fp8" if layer.format == "fp8" else "int",
-    )  # fmt: skip
-    return settings_of(layout, activations=layer.activations, scale_dtype=None)
+    return {**layer.layout.settings, "activations": layer.activations}
 
 
 def spec_of(settings: Mapping[str, Any], weight: Tensor, *, is_transposed: bool = False) -> LinearSpec:
@@ -174,18 +168,16 @@ def spec_of(settings: Mapping[str, Any], weight: Tensor, *, is_transposed: bool 
         one_of("scale_dtype", scale_dtype, tuple(SCALE_DTYPES))
     scales = SCALE_DTYPES[scale_dtype] if scale_dtype else None
     rows, columns = reversed(weight.shape) if is_transposed else weight.shape
-    spec = LinearSpec(
-        in_features=columns, out_features=rows, bits=config.bits, dtype=weight.dtype,
-        group_size=group_size or (128 if config.bits < 8 else columns),
-        symmetric=config.symmetric and not minima, by_group=config.bits == 8 and group_size is not None,
-        minima=minima, scale_dtype=scales if scales is not weight.dtype else None,
-        device_type=weight.device.type, activations=config.activations, format=settings.get("format", "int"),
-    )  # fmt: skip
-    if minima and (spec.format == "fp8" or (config.bits == 8 and group_size is None)):
+    grouped = group_size or (128 if config.bits < 8 else None)
+    if minima and (config.format == "fp8" or grouped is None):
         raise UnsupportedError("minima=True needs group_size=, and format='int'")
-    if config.bits < 8 or spec.by_group:
-        check_group_size((rows, columns), spec.group_size)
-    return spec
+    if grouped is not None:
+        check_group_size((rows, columns), grouped)
+    layout = replace(config.layout, group_size=grouped, symmetric=config.symmetric and not minima, minima=minima)
+    return LinearSpec(
+        in_features=columns, out_features=rows, layout=replace(layout, scale_dtype=scales), dtype=weight.dtype,
+        device_type=weight.device.type, activations=config.activations,
+    )  # fmt: skip
 
 
 def lost_on_saving(model: PreTrainedModel) -> Callable[[str], bool]:

@@ -16,7 +16,7 @@ from ..errors import HfAccelWarning, UnsupportedError
 from ..kernels.cpu.library import native
 from ..tensors import product_dtype
 from .backend import LinearSpec
-from .formats import FLOAT8, Layout, QuantizedWeight, converts, from_state, readable, state, zeros
+from .formats import FLOAT8, Layout, QuantizedWeight, converts, from_state, kind_of, readable, state, zeros
 from .methods.rtn import quantize_like
 from .reference import differentiable_linear
 from .registry import BackendChoice, choose
@@ -45,8 +45,7 @@ class QuantModule(Lender, nn.Module):
     def _describe(self, spec: LinearSpec, backend: str) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = spec.in_features, spec.out_features
-        self.bits, self.format, self.symmetric = spec.bits, spec.format, spec.symmetric
-        self.group_size = spec.layout.group_size or spec.in_features
+        self.kind = kind_of(spec.layout)  # of the stored weight
         self.dtype = spec.dtype  # of the activations
         self.activations = spec.activations
         self.requested_backend = backend
@@ -65,8 +64,8 @@ class QuantModule(Lender, nn.Module):
         self.settle()
         if self.choice is not None:
             weight = self._unpack(self.choice)
-            return weight if self._input_order is None else replace(weight, input_order=self._input_order)
-        return from_state(self.bits, self._buffers, format=self.format)  # type: ignore[arg-type]
+            return weight if self._input_order is None else weight.changed(input_order=self._input_order)
+        return from_state(self.kind, self._buffers)  # type: ignore[arg-type]
 
     @property
     def layout(self) -> Layout:
@@ -104,7 +103,7 @@ class QuantModule(Lender, nn.Module):
         """Turn the buffers into the backend's form. Called by itself on the first forward."""
         if self.choice is None:
             weight, choice = self.quantized, self.chosen
-            self._packed = self._pack(choice, replace(weight, input_order=None))
+            self._packed = self._pack(choice, weight.changed(input_order=None))
             self.choice, self._input_order = choice, weight.input_order
             for name in state(weight):
                 del self._buffers[name]
@@ -181,7 +180,7 @@ class QuantModule(Lender, nn.Module):
 
     def _wrong_dtypes(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
         """torch would copy a float weight into the stored numbers, as if its scales were 1."""
-        stored, kind = state(self.quantized).items(), self.spec.label.upper()
+        stored, kind = state(self.quantized).items(), self.layout.label.upper()
         loaded = [(name, own, state_dict[prefix + name]) for name, own in stored if prefix + name in state_dict]
         return [
             f"{prefix}{name} is {other.dtype} in the checkpoint, but an {kind} layer stores {own.dtype}; "
@@ -201,7 +200,7 @@ class QuantModule(Lender, nn.Module):
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         packed, buffers = attributes["_packed"], dict(attributes["_buffers"])
-        if attributes["format"] == "fp8":  # which torch can write as a pickle and not read
+        if attributes["kind"].format == "fp8":  # which torch can write as a pickle and not read
             buffers["weight"] = buffers["weight"].view(FLOAT8)
         super().__setstate__(attributes | {"_packed": None, "_buffers": buffers})  # type: ignore[no-untyped-call]
         if packed:
@@ -256,8 +255,7 @@ class QuantLinear(QuantModule, nn.Linear):
         ordered: whether the inputs of the stored weight have an order of their own.
         """
         shape, device = (spec.out_features, spec.in_features), spec.device_type
-        layout = replace(spec.layout, ordered=ordered)
-        weight = zeros(layout, shape, dtype=spec.scale_dtype or spec.dtype, device=device)
+        weight = zeros(replace(spec.layout, ordered=ordered), shape, dtype=spec.dtype, device=device)
         biases = torch.zeros(shape[0], dtype=spec.dtype, device=device) if bias else None
         return cls(weight, biases, activations=spec.activations, backend=backend, dtype=spec.dtype)
 
@@ -343,10 +341,7 @@ class QuantLinear(QuantModule, nn.Linear):
 
     def extra_repr(self) -> str:
         backend = self.choice.backend.name if self.choice else "not packed"
-        group = f", group_size={self.group_size}" if self.bits < 8 or self.group_size < self.in_features else ""
-        group += "" if self.symmetric else ", symmetric=False"
-        group += "" if self.format == "int" else f", format={self.format!r}"
-        return f"{super().extra_repr()}, bits={self.bits}{group}, backend={backend}"
+        return f"{super().extra_repr()}, {self.layout}, backend={backend}"
 
 
 def _keep_for_child(tensors: Any) -> None:

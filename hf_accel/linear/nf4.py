@@ -44,7 +44,7 @@ class BitsAndBytes(Backend):
     """The layers of bitsandbytes: `quantize` makes its Params4bit, `nf4_layer` puts that into its Linear4bit."""
 
     name = "bitsandbytes"
-    bits = (4,)
+    layouts = ("nf4",)
 
     def note(self, spec: LinearSpec) -> str | None:
         if spec.device_type != "cpu":

@@ -28,7 +28,7 @@ class OneDNN(Backend):
     """Rounds each row to INT8 and sums in int32, so that a row's result does not depend on its neighbours."""
 
     name = "onednn"
-    bits = (8,)
+    layouts = ("int8",)
     device_type = "cpu"
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     activations = "int8"

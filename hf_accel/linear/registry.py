@@ -75,7 +75,7 @@ def choose(spec: LinearSpec, name: str = "auto", *, row_invariant: bool = False)
             refusals.pop(backend.name, None)  # of another variant of it
             return BackendChoice(spec, backend, tuple(refusals.items()), row_invariant)
         refusals[backend.name] = reason
-    reasons = "; ".join(refusals.values()) or f"it has no {spec.label.upper()} weights"
+    reasons = "; ".join(refusals.values()) or f"it has no {spec.layout.label.upper()} weights"
     raise UnsupportedError(
         f"linear backend {name!r} refuses a layer [{spec.out_features}, {spec.in_features}]: {reasons}; use 'auto'"
     )

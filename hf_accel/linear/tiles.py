@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..config import Layout
 from ..kernels.triton.quantized_linear import BlockedWeight, LinearTile
 from .backend import FEW_ROWS, Rounding
 from .torch_blocks import TorchBlocks, serves
@@ -34,21 +35,17 @@ FLOATS8 = [replace(tile, rounded="fp8") for tile in INTEGERS]
 
 
 class TileKey(NamedTuple):
-    """What a choice of tiles depends on, beside the GPU and the rows. block, blocks_per_group: see BlockedWeight.
+    """What a choice of tiles depends on, beside the GPU and the rows. block: see BlockedWeight.
 
     is_stacked: of FP8 weights, of which torch's product takes one at a time.
     """
 
     out_features: int
     in_features: int
-    bits: int
+    layout: Layout
     block: int
-    blocks_per_group: int
-    has_zero_points: bool
-    has_minima: bool
     dtype: torch.dtype
     rounding: Rounding
-    is_fp8: bool
     is_stacked: bool
 
 
@@ -58,8 +55,7 @@ MEASURED: dict[TileKey, tuple[tuple[int, LinearTile | TorchBlocks | None], ...]]
 
 def key_of(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> TileKey:
     return TileKey(
-        weight.out_features, weight.in_features, weight.bits, weight.block, weight.blocks_per_group,
-        weight.zero_point is not None, weight.minimum is not None, dtype, rounding, weight.is_fp8,
+        weight.out_features, weight.in_features, weight.layout, weight.block, dtype, rounding,
         weight.is_fp8 and weight.is_stacked,
     )  # fmt: skip
 

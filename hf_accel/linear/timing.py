@@ -38,7 +38,7 @@ def example(spec: LinearSpec, outputs: int) -> QuantizedWeight:
     """A weight of zeros, as `spec` has it but for the number of outputs."""
     device = torch.device(spec.device_type)
     shape = (outputs, spec.in_features)
-    weight = zeros(spec.layout, shape, dtype=spec.scale_dtype or spec.dtype, device=device)
+    weight = zeros(spec.layout, shape, dtype=spec.dtype, device=device)
     for values in state(weight).values():
         values.view(torch.uint8).add_(
             0

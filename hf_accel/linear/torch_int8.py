@@ -18,7 +18,7 @@ class TorchInt8(Backend):
     """Keeps activations in bfloat16; many rows dequantize the weight in chunks and use torch's matmul."""
 
     name = "torch"
-    bits = (8,)
+    layouts = ("int8",)
     device_type = "cpu"
     dtypes = (torch.bfloat16,)
 

@@ -22,7 +22,7 @@ class TorchIntMM(Backend):
     """
 
     name = "torch"
-    bits = (8,)
+    layouts = ("int8",)
     device_type = "cuda"
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     activations = "int8"

@@ -90,7 +90,8 @@ def _fold_lines(plan: Plan) -> Iterator[Line]:
 def _format(linear: LinearPlan) -> str:
     if linear.choice is None:
         return "as is"
-    group = f" group {linear.config.group_size}" if linear.config.bits < 8 and not linear.config.is_nf4 else ""
+    group_size = None if linear.config.is_nf4 else linear.config.layout.group_size
+    group = "" if group_size is None else f" group {group_size}"
     method = f" {linear.config.method}" if linear.config.is_calibrated else ""
     return f"{linear.config.label}{group}{method} by {linear.choice.backend.name}"
 

@@ -203,7 +203,7 @@ class Plan(Printed):
         """What may round a token's numbers differently beside other tokens, as clauses; none if nothing does."""
         chosen = {(p.choice.backend, p.config.label.split()[0]) for p in self.quantized if p.choice is not None}
         stored = [module for module in self.model.modules() if isinstance(module, QuantModule)]
-        chosen |= {(module.chosen.backend, module.spec.label) for module in stored}
+        chosen |= {(module.chosen.backend, module.spec.layout.label) for module in stored}
         clauses = {f"{b.name}'s {k.upper()} linear rounds by batch size" for b, k in chosen if not b.row_invariant}
         if self.stock_attention or self.stock_parts:
             clauses.add("stock attention rounds by batch size")

@@ -234,10 +234,9 @@ def _plan_experts(site: ExpertsSite, config: WeightConfig, where: _Where) -> Lin
     """Decide about a weight of experts as about the Linear that one of them is."""
     if config.is_nf4:
         return LinearPlan(site, config, "bitsandbytes has no experts")
-    if config.bits < 8 and site.weight.shape[2] % config.group_size:
-        return LinearPlan(
-            site, config, f"group_size={config.group_size} does not divide the {site.weight.shape[2]} inputs"
-        )
+    group_size, inputs = config.layout.group_size, site.weight.shape[2]
+    if group_size is not None and inputs % group_size:
+        return LinearPlan(site, config, f"group_size={group_size} does not divide the {inputs} inputs")
     nearest = replace(config, method="rtn", average_bits=None, calibration=None, resume=None)
     planned = _plan_linear(site, nearest, where)
     if planned.choice is not None and config.needs_data:

@@ -71,8 +71,8 @@ def sites_for(model: PreTrainedModel, config: WeightConfig) -> list[LinearSite]:
     check_skip(model, config.skip)
     sites = list(linear_sites(model, config.skip))
     experts = list(experts_sites(model, config.skip))
-    if config.bits < 8 and not config.is_nf4:  # whose blocks go over the ends of rows
-        _check_groups(sites, config.group_size)
+    if config.layout.group_size is not None and not config.is_nf4:  # whose blocks go over the ends of rows
+        _check_groups(sites, config.layout.group_size)
     return [*sites, *experts]
 
 

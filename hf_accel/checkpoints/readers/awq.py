@@ -16,7 +16,7 @@ from torch import Tensor
 from ...linear import Int4Weight, QuantizedWeight
 from ...linear.formats import Layout, unpack_words
 from .gptq import FLOATS, in_pieces
-from .reader import Description, ForeignReader, Parts, contradiction, cut_group, group_of, refuse
+from .reader import Description, ForeignReader, Parts, contradiction, cut_group, dtype_of, group_of, refuse
 
 PER_WORD = 8
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of 8 outputs, in a word
@@ -54,8 +54,8 @@ class Awq(ForeignReader):
         if "qzeros" in stored:
             zeros = _levels(stored.expect("qzeros", (torch.int32,), (groups, outputs // PER_WORD)).read())
             symmetric = bool((zeros == 0).all())
-        assert isinstance(scales.dtype, torch.dtype)
-        return Description(Layout(bits=4, group_size=cut_group(group), symmetric=symmetric), scales.dtype)
+        size = cut_group(group)
+        return Description(Layout(bits=4, group_size=size, symmetric=symmetric, scale_dtype=dtype_of(scales)))
 
     def convert(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         group = shape[1] // len(stored["scales"])

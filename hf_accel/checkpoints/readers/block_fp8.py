@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from ...linear import Float8Weight, QuantizedWeight
 from ...linear.formats import FLOAT8, Layout
 from .gptq import FLOATS
-from .reader import Description, ForeignReader, Found, Parts, group_of, refuse
+from .reader import Description, ForeignReader, Found, Parts, dtype_of, group_of, refuse
 
 NAME = "fp8"
 SCALES = "weight_scale_inv"
@@ -59,8 +58,8 @@ def described(stored: Parts, suffix: str, block: tuple[int, int], shape: tuple[i
     group = group_of(stored.name, shape[1], groups)
     if group != min(block[1], shape[1]):
         raise refuse(NAME, f"has {stored.name!r} with {shape[1]} inputs, which are no whole blocks of {block[1]}")
-    assert isinstance(scales.dtype, torch.dtype)
-    return Description(Layout(bits=8, group_size=group if groups > 1 else None, format="fp8"), scales.dtype)
+    group_size = group if groups > 1 else None
+    return Description(Layout(format="fp8", group_size=group_size, scale_dtype=dtype_of(scales)))
 
 
 def by_output(scale: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:

@@ -10,7 +10,7 @@ import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +26,6 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from ...errors import HfAccelError, UnsupportedError
 from ...linear import QuantizedWeight
-from ...linear.formats import Layout
 from .ggml_blocks import TYPES, BlockType
 from .reader import PASSED_OVER, Description, ForeignReader, Found, Parts, refuse
 
@@ -116,8 +115,8 @@ class Gguf(ForeignReader):
             raise HfAccelError(f"the file holds {has}, which is no weight [{outputs}, {inputs}]")
         layout = kind.layout
         if layout.bits == 8 and layout.group_size == inputs and not layout.minima:
-            layout = Layout(bits=8, group_size=None)
-        return Description(layout, kind.scale_dtype)
+            layout = replace(layout, group_size=None)
+        return Description(layout)
 
     def convert(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         return self.kinds[name].weight(stored[BLOCKS])

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...errors import HfAccelError
 from ...linear import Int4Weight, Int8Weight, QuantizedWeight
 from ...linear.formats import Layout, pack_zero_points, unpack_words
-from .reader import Description, ForeignReader, Parts, contradiction, cut_group, group_of, order_of, refuse
+from .reader import Description, ForeignReader, Parts, contradiction, cut_group, dtype_of, group_of, order_of, refuse
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 AUTO_GPTQ, GPTQ_MODEL = "auto_gptq", "gptqmodel"
@@ -69,10 +69,9 @@ class Gptq(ForeignReader):
             raise contradiction("sym=True", f"'{name}.qzeros' holds zero points other than {middle}")
         layout = Layout(
             bits=self.bits, group_size=None if self.bits == 8 and groups == 1 else cut_group(group),
-            symmetric=symmetric, ordered=order is not None,
+            symmetric=symmetric, ordered=order is not None, scale_dtype=dtype_of(scales),
         )  # fmt: skip
-        assert isinstance(scales.dtype, torch.dtype)
-        return Description(layout, scales.dtype)
+        return Description(layout)
 
     def convert(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         inputs = shape[1]

@@ -18,7 +18,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 from ...config import Activations
 from ...errors import HfAccelError, UnsupportedError
 from ...linear import QuantizedWeight
-from ...linear.formats import Layout, settings_of
+from ...linear.formats import Layout
 from ...patching.originals import read_tensor
 
 MOST_GROUP = 128  # inputs: a larger group is cut, so that activations have scales of their own for as many inputs
@@ -31,6 +31,12 @@ class Found:
     dtype: torch.dtype | str  # safetensors' name where torch's is not known
     shape: tuple[int, ...] | None
     read: Callable[[], Tensor]
+
+
+def dtype_of(found: Found) -> torch.dtype:
+    """Of a tensor that `Parts.expect` has returned."""
+    assert isinstance(found.dtype, torch.dtype)
+    return found.dtype
 
 
 @dataclass(frozen=True)
@@ -66,16 +72,15 @@ class Parts:
 
 @dataclass(frozen=True)
 class Description:
-    """How a Linear will be held here. scale_dtype: of the stored scales."""
+    """How a Linear will be held here. The layout says the dtype of the stored scales."""
 
     layout: Layout
-    scale_dtype: torch.dtype
     activations: Activations = "auto"
 
     @property
     def settings(self) -> dict[str, Any]:
         """As config.json has them of a layer of ours."""
-        return settings_of(self.layout, activations=self.activations, scale_dtype=self.scale_dtype)
+        return {**self.layout.settings, "activations": self.activations}
 
 
 class Reader(ABC):

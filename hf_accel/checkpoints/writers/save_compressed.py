@@ -7,7 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from ...hardware.atomic import replaced_folder
 from ...keywords import one_of
 from ...linear import QuantExperts, QuantLinear, quantize
 from ...linear.activations import EightBits
-from ...linear.formats import Format, Layout, state
+from ...linear.formats import Format, state
 from ...patching.check import first_names
 from ...patching.plan import Line
 from ...patching.twin import twin
@@ -130,13 +130,13 @@ def _content(model: PreTrainedModel, activations: Activations) -> Content:
     head_name = next((name for name, layer in layers.items() if layer is head), None)
     body = {name: layer for name, layer in layers.items() if layer is not head}
     rounds = {kind: _rounds(body, kind, activations) for kind in ROUNDED_TO}
-    schemes = {name: _scheme(name, layer, rounds[layer.format]) for name, layer in body.items()}
+    schemes = {name: _scheme(name, layer, rounds.get(layer.layout.format, False)) for name, layer in body.items()}
     _check_units(model, schemes)
     for layer in layers.values():
         layer.unpack()
     tensors: dict[str, Tensor] = dict(model.state_dict())
     for name, scheme in schemes.items():
-        if scheme.bits == 8 and scheme.layout == PACKED:
+        if scheme.layout.bits == 8 and scheme.format == PACKED:
             integers = tensors.pop(f"{name}.weight")
             tensors[f"{name}.weight_packed"] = pack_bytes(integers)
             tensors[f"{name}.weight_shape"] = torch.tensor(integers.shape)
@@ -158,8 +158,11 @@ def _content(model: PreTrainedModel, activations: Activations) -> Content:
 
 def _rounds(layers: Mapping[str, QuantLinear], kind: Format, activations: Activations) -> bool:
     """Whether weights of 8 bits of this kind are written with activations of the same kind."""
-    eight = {name: layer for name, layer in layers.items() if layer.bits == 8 and layer.format == kind}
-    grouped, wanted = next((name for name, layer in eight.items() if layer.quantized.by_group), None), ROUNDED_TO[kind]
+    eight = {name: layer for name, layer in layers.items() if (layer.layout.bits, layer.layout.format) == (8, kind)}
+    grouped, wanted = (
+        next((name for name, layer in eight.items() if layer.layout.group_size is not None), None),
+        ROUNDED_TO[kind],
+    )
     if activations == wanted and grouped is not None:
         raise UnsupportedError(
             f"activations={wanted!r} was asked for, but {grouped!r} has a scale for each group of inputs, which "
@@ -176,16 +179,16 @@ def _scheme(name: str, layer: QuantLinear, rounds: bool) -> Scheme:
     for part, meaning in UNREAD.items():
         if getattr(weight, part) is not None:
             raise UnsupportedError(f"{name!r} has {meaning}, which vLLM does not read; use save_pretrained")
-    layout = Layout.of(weight)
+    layout = replace(weight.layout, scale_dtype=None)
     if layout.format == "fp8" and layout.group_size is not None:
         raise UnsupportedError(
             f"{name!r} has FP8 scales for groups of inputs, which are not written so; use save_pretrained"
         )
+    if layout.format not in ROUNDED_TO:
+        raise UnsupportedError(f"{name!r} is in {layout.label.upper()}, which is not written so; use save_pretrained")
     if layout.bits not in READ_BITS:
         raise UnsupportedError(f"{name!r} has {layout.bits} bits, and vLLM reads 8 and 4; use save_pretrained")
-    return Scheme(
-        layout.bits, layout.group_size, layout.symmetric, rounds=rounds and layer.bits == 8, format=layout.format
-    )
+    return Scheme(layout, rounds=rounds and layout.bits == 8)
 
 
 def _check_units(model: PreTrainedModel, schemes: Mapping[str, Scheme]) -> None:
@@ -232,7 +235,7 @@ def _meaning(scheme: Scheme) -> str:
 
 def _head_line(name: str, head: QuantLinear, tied: bool) -> Line:
     size = head.in_features * head.out_features * head.compute_dtype.itemsize
-    kind = head.spec.label.upper()
+    kind = head.spec.layout.label.upper()
     lost = f"engines read {size / 1e6:,.1f} MB for it where {kind} takes {head.spec.weight_bytes / 1e6:,.1f}"
     if tied:
         return Line(

@@ -144,7 +144,7 @@ class CalibrationPass:
 def with_outputs_divided(weight: QuantizedWeight, scales: Tensor) -> QuantizedWeight:
     """A quantized weight [out, in] divided by scales [out]: the integers stay."""
     stored = weight.weight_scale
-    return replace(weight, weight_scale=(stored.float() / scales.unsqueeze(1)).to(stored.dtype))
+    return weight.changed(weight_scale=(stored.float() / scales.unsqueeze(1)).to(stored.dtype))
 
 
 class Quantizing(Protocol):

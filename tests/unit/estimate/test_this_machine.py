@@ -27,6 +27,7 @@ from hf_accel.estimate.workload import Workload
 from hf_accel.kernels.cpu.float_linear import FloatLinear
 from hf_accel.kernels.cpu.library import refusal
 from hf_accel.linear import LinearSpec, choose
+from tests.unit.linear.specs import linear_spec
 
 from .shapes import GEMMA2_2B, TINY
 
@@ -149,7 +150,7 @@ def test_attention_of_the_model_s_heads(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_measured_once() -> None:
-    spec = LinearSpec(in_features=64, out_features=128, bits=8, dtype=torch.float32)
+    spec = linear_spec(in_features=64, out_features=128, bits=8, dtype=torch.float32)
     here = Conditions(1, torch.get_num_threads())
     one = this_machine._quantized(spec, 1, here)
     assert one is this_machine._quantized(spec, 1, here)

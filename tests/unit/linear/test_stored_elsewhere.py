@@ -110,7 +110,7 @@ def test_writing_keeps_the_layout(kind, ordered):
 def test_a_dtype_of_its_own_stays_with_the_scales():
     weight = stored("symmetric", ordered=False)
     layer = layer_of(weight, dtype=torch.bfloat16)
-    assert layer.spec.dtype is torch.bfloat16 and layer.spec.scale_dtype is torch.float16
+    assert layer.spec.dtype is torch.bfloat16 and layer.spec.layout.scale_dtype is torch.float16
     assert torch.equal(layer.pack().quantized.weight_scale, weight.weight_scale)
     layer.float()
     assert layer.spec.dtype is torch.float32 and layer(torch.randn(2, IN)).dtype is torch.float32
