@@ -143,7 +143,7 @@ def _kind(model: PreTrainedModel) -> str:
 
 
 def _refusal(keyword: str, config: PatchConfig, refusal: str | None, *, wanted: bool) -> str | None:
-    """Why a part stays stock; raises if the user asked for that part by name."""
+    """Return why a part stays stock; raises if the user asked for that part by name."""
     if not wanted:
         return f"{keyword}=None"
     asked = getattr(config, keyword)
@@ -155,7 +155,7 @@ def _refusal(keyword: str, config: PatchConfig, refusal: str | None, *, wanted: 
 
 
 def _stock_loop(model: PreTrainedModel, config: PatchConfig, stock_cache: str | None) -> str | None:
-    """Why generate stays on transformers' loops; raises if speculation was asked for, which they do not have."""
+    """Return why generate stays on transformers' loops; raises if speculation was asked for, which they lack."""
     refusal = stock_cache or model_refusal(model)
     if refusal is not None and config.speculative is not None:
         raise UnsupportedError(f"speculative= was asked for, but {refusal}; leave speculative= out")
@@ -208,7 +208,9 @@ def _plan_sites(
 
 
 class _Where(NamedTuple):
-    """Where a layer will run, whether each row has to be rounded as it is alone, and what measures its tiles."""
+    """The conditions of a layer: its device, whether each row must be rounded as if it were alone, and the tile
+    measurements.
+    """
 
     device_type: str | None
     row_invariant: bool
@@ -268,7 +270,7 @@ def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
 
 
 def find_on_disk(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str, Stored] | None:
-    """Where the checkpoint has every weight to be replaced, bit for bit; None unless all can be read back."""
+    """Return where the checkpoint has every weight to be replaced, bit for bit; None unless all can be read back."""
     sites = [p.site for p in linears if p.choice is not None and not p.site.is_tied]
     found = checkpoint_files(model.config._name_or_path) if sites else {}
     if not found:
@@ -306,7 +308,7 @@ def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[Att
 def _plan_fused(
     model: PreTrainedModel, config: PatchConfig, linears: Sequence[LinearPlan], attention: Iterable[AttentionPlan]
 ) -> FusedPlan:
-    """attention: what attends over pages; a layer of which all is known goes by its trace then."""
+    """Plan the native calls. attention: the modules with attention over pages, whose layers can run as traces."""
     if not config.fuse:
         return FusedPlan(reason="fuse=False")
     device_type = model.device.type

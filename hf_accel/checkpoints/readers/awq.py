@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...linear import Int4Weight, QuantizedWeight
 from ...linear.formats import Layout, unpack_words
-from .gptq import FLOATS, in_pieces
+from .gptq import FLOAT_DTYPES, in_pieces
 from .reader import Description, ForeignReader, Parts, contradiction, cut_group, dtype_of, group_of, refuse
 
 PER_WORD = 8
@@ -44,9 +44,9 @@ class Awq(ForeignReader):
         if outputs % PER_WORD or inputs % PER_WORD:
             raise refuse("AWQ", f"has {name!r} [{outputs}, {inputs}], which is no whole number of 32-bit words")
         stored.expect("qweight", (torch.int32,), (inputs, outputs // PER_WORD))
-        scales = stored.expect("scales", FLOATS)
+        scales = stored.expect("scales", FLOAT_DTYPES)
         groups = scales.shape[0] if scales.shape else 0
-        stored.expect("scales", FLOATS, (groups, outputs))
+        stored.expect("scales", FLOAT_DTYPES, (groups, outputs))
         group = group_of(name, inputs, groups, stated=self.group)
         symmetric = True
         if self.asymmetric and "qzeros" not in stored:

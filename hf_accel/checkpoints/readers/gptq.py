@@ -24,7 +24,7 @@ from ...linear import Int4Weight, Int8Weight, QuantizedWeight
 from ...linear.formats import Layout, pack_zero_points, unpack_words
 from .reader import Description, ForeignReader, Parts, contradiction, cut_group, dtype_of, group_of, order_of, refuse
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 AUTO_GPTQ, GPTQ_MODEL = "auto_gptq", "gptqmodel"
 ONES = 0x11111111  # 1 in each of the eight zero points of a word
 
@@ -53,9 +53,9 @@ class Gptq(ForeignReader):
         if inputs % per_word or outputs % per_word:
             raise refuse("GPTQ", f"has {name!r} [{outputs}, {inputs}], which is no whole number of 32-bit words")
         stored.expect("qweight", (torch.int32,), (inputs // per_word, outputs))
-        scales = stored.expect("scales", FLOATS)
+        scales = stored.expect("scales", FLOAT_DTYPES)
         groups = scales.shape[0] if scales.shape else 0
-        stored.expect("scales", FLOATS, (groups, outputs))
+        stored.expect("scales", FLOAT_DTYPES, (groups, outputs))
         group = group_of(name, inputs, groups, stated=self.group)
         zeros = self._zeros(name, stored.expect("qzeros", (torch.int32,), (groups, outputs // per_word)).read())
         order = stored.order("g_idx", inputs, group)

@@ -21,7 +21,7 @@ from ...patching.plan import Line
 from ..readers.ggml_blocks import TYPES
 from ..readers.gguf_model import check_gguf, frequency_factors, rotated_rows, write_settings
 from ..readers.gguf_tokenizer import write_no_tokenizer, write_tokenizer
-from .ggml_packing import blocks, kind_of, rounding_of_scales
+from .ggml_packing import blocks, ggml_type_of, rounding_of_scales
 from .savable import refuse_infinite, savable
 from .saved import Saved
 from .target import check_room
@@ -120,7 +120,7 @@ def _entries(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[Entry]:
 def _quantized(name: str, layer: QuantLinear, config: Any, dtype: torch.dtype) -> Entry:
     rows, weight = rotated_rows(name, config), layer.quantized
     refuse_infinite(name, weight.weight_scale)
-    kind = kind_of(weight)
+    kind = ggml_type_of(weight)
     if kind is None:
         return _dense(name, lambda: layer.quantized.dequantize(dtype), weight.shape, dtype=dtype, rows=rows)
     size = weight.shape[0] * weight.shape[1] // TYPES[kind].inputs * TYPES[kind].bytes

@@ -33,7 +33,7 @@ def quantize(weight: Tensor, config: WeightConfig) -> QuantizedWeight:
 def quantize_like(weight: Tensor, other: QuantizedWeight) -> QuantizedWeight:
     """Quantize a floating-point weight [out, in] with the bits, groups and order of inputs that `other` has.
 
-    Scales get the dtype of `other`'s. In the place of minima come zero points, which hold 0 exactly. Raises
+    Scales get the dtype of `other`'s. Minima are replaced by zero points, which hold 0 exactly. Raises
     UnsupportedError for NaN and infinity.
     """
     order, weight = other.input_order, weight.detach()
@@ -43,7 +43,7 @@ def quantize_like(weight: Tensor, other: QuantizedWeight) -> QuantizedWeight:
 
 
 def _rounded(weight: Tensor, layout: Layout) -> QuantizedWeight:
-    """scale_dtype None: the weight's."""
+    """Round a weight to a layout; a scale_dtype of None is the weight's dtype."""
     is_lopsided = layout.bits < 8 and not layout.symmetric
     rounding = _round_asymmetric if is_lopsided else _round
     made: QuantizedWeight = kind_of(layout).from_integers(*rounding(weight, layout))
