@@ -15,7 +15,7 @@ from sys import modules
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .registration import register_when_loaded as _register_when_loaded
+from .checkpoints.registration import register_when_loaded as _register_when_loaded
 
 if TYPE_CHECKING:
     from .cache.hf import PagedCache

@@ -43,7 +43,6 @@ COMPOSITION = [  # each may use those before it
     "patching",
     "estimate",
     "checkpoints",
-    "registration",
     "verify",
     "serving",
     "cli",

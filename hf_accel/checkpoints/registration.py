@@ -85,15 +85,15 @@ def _into_quantizers(module: Any) -> None:
 
 
 def _register_attention() -> None:
-    from .attention.hf import register
+    from ..attention.hf import register
 
     register()
 
 
 def _register_quantizer() -> None:
-    from .checkpoints.loading import register
+    from .loading import register_quantization
 
-    register()
+    register_quantization()
 
 
 REGISTRIES: dict[str, Callable[[Any], None]] = {
