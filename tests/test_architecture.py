@@ -23,9 +23,9 @@ CORE = {  # room -> the rooms before it
     "kernels": set(),
     "cache": {"kernels"},
     "attention": {"recognition", "kernels", "cache"},
-    "linear": {"kernels", "cache"},
+    "linear": {"recognition", "kernels", "cache"},
     "fused": {"recognition", "kernels", "cache", "attention", "linear"},
-    "generation": {"kernels", "cache", "attention", "linear", "fused"},
+    "generation": {"recognition", "kernels", "cache", "attention", "linear", "fused"},
     "distill": {"cache", "generation"},
 }
 DISTILL = ["losses", "teachers", "trainer", "drafts"]  # its rooms: each may use those before it

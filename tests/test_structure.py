@@ -17,6 +17,7 @@ from benchmarks.structure import (
     circles,
     code_lines,
     functions,
+    import_graph,
     num_lines,
     parameters,
     passed_files,
@@ -168,6 +169,10 @@ def test_repeated_lines(tmp_path: Path) -> None:
 def test_circles() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": {"f"}, "f": {"e"}}
     assert sorted(circles(graph)) == [["a", "b", "c"], ["e", "f"]]
+
+
+def test_benchmarks_import_each_other_in_no_circle() -> None:
+    assert circles(import_graph(ROOT, with_types=True, folder="benchmarks")) == []
 
 
 def test_files_that_a_step_passes() -> None:

@@ -34,7 +34,7 @@ WRITERS = {
     "generation.hf.factory": {"config"},
     "generation.hf.request_config": {"config", "setattr"},
     "generation.sampling.purity": {"dict"},  # of a processor
-    "attention.hf.stock": {"dict"},
+    "recognition.trial": {"dict"},
     "patching.calibration": {"hook", "submodule"},
     "estimate.unpatched": {"dict", "submodule"},
     "fused.sites": {"class", "dict"},

@@ -6,7 +6,7 @@ On the CPU such a layer is one native call; on a GPU some of its steps share a l
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import replace
 from types import NoneType
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -23,13 +23,13 @@ from ..cache.group import KVStorage, Step
 from ..cache.hf.handle import CacheOverPages, LayerOverPages, PagedKV
 from ..kernels.cpu.decoder_layer import INPUT
 from ..kernels.cpu.library import native
-from ..recognition.stand_ins import SCALARS, TENSORS, Read, Span, UntraceableError
+from ..recognition.stand_ins import SCALARS, TENSORS, Span, UntraceableError
+from ..recognition.unchanged import Read, has_own_forward
 from ..undo.instance import Mixin
 from ..undo.state import BACKEND_ATTRIBUTE, FUSED
-from .forms import ROTATION
+from .forms import ROTATION, by_library, computes
 from .joined_layer import JoinedLayer, joins
 from .layer_programme import LayerProgramme
-from .operators import by_library, computes
 from .sites import Dropped, FusedSite
 from .traced import Operation, Trace
 from .traced_layer import Attention, TracedLayer, refuse_without_kernel
@@ -41,12 +41,13 @@ USUAL_ARGUMENTS = dict.fromkeys(TENSORS, True) | {"use_cache": True}  # what tra
 
 
 def layer_sites(
-    model: nn.Module, dtype: torch.dtype, float_rows: int, *, attention: dict[int, AttentionSpec], linears: set[int]
-) -> tuple[list[FusedSite], list[Dropped]]:
+    model: nn.Module, dtype: torch.dtype, float_rows: int, *,
+    attention: Mapping[nn.Module, AttentionSpec], linears: Container[nn.Module],
+) -> tuple[list[FusedSite], list[Dropped]]:  # fmt: skip
     """Decoder layers that are known to the last step, and those that are not, with the reason.
 
-    attention: the specs of attention modules that the native kernels serve, by the module's id. linears: the ids of
-    linear layers that they multiply by.
+    attention: the specs of the attention modules that the native kernels serve. linears: the linear layers that they
+    multiply by.
     """
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
@@ -59,11 +60,11 @@ def layer_sites(
 
 
 def joined_sites(
-    model: nn.Module, dtype: torch.dtype, *, attention: dict[int, AttentionSpec], device_type: str
+    model: nn.Module, dtype: torch.dtype, *, attention: Mapping[nn.Module, AttentionSpec], device_type: str
 ) -> tuple[list[FusedSite], list[Dropped]]:
     """Decoder layers on a GPU of which steps can share a launch, and those that are not known, with the reason.
 
-    attention: the specs of attention modules that attend over pages, by the module's id.
+    attention: the specs of the attention modules that attend over pages.
     """
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
@@ -85,17 +86,18 @@ def joined_sites(
 
 def _traces(
     model: nn.Module, dtype: torch.dtype, float_rows: int, *,
-    attention: dict[int, AttentionSpec], linears: set[int] | None = None, device_type: str = "cpu",
+    attention: Mapping[nn.Module, AttentionSpec], linears: Container[nn.Module] | None = None,
+    device_type: str = "cpu",
 ) -> Iterator[tuple[str, nn.Module, Trace | str]]:  # fmt: skip
     """The name of each decoder layer, the layer, and its trace; or why it has none, as a clause."""
     for name, module in model.named_modules():
-        inner = [child for child in module.children() if id(child) in attention]
-        if len(inner) != 1 or not _rotates(inner[0]) or "forward" in vars(module):  # by accelerate, or by hand
+        inner = [child for child in module.children() if child in attention]
+        if len(inner) != 1 or not _rotates(inner[0]) or has_own_forward(module):
             continue
         try:
             trace = Trace(dtype, float_rows, attention=NAME)
             trace.layer(module, _width(module), **USUAL_ARGUMENTS)
-            _attention_of(trace, attention[id(inner[0])])
+            _attention_of(trace, attention[inner[0]])
             refuse_without_kernel(trace, linears, device_type)
             _refuse_partial_rotation(model.config)
             if linears is None and not joins(trace.operations):

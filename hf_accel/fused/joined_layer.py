@@ -17,8 +17,8 @@ from ..cache.group import KVStorage
 from ..kernels.cpu.decoder_layer import INPUT, OUTPUT
 from ..recognition.stand_ins import Opaque, Span
 from ..undo.state import FUSED
+from .forms import add_rms_norm, rope, rope_and_write
 from .modules import NativeNorm, NormForms, gate_and_multiply
-from .operators import add_rms_norm, rope, rope_and_write
 from .traced import Operation, Trace, original_class
 from .traced_layer import Attention, TracedLayer
 

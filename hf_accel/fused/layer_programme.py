@@ -16,7 +16,8 @@ from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.library import DTYPES, threads
 from ..kernels.cpu.structs import Columns, LayerOp
 from ..linear import QuantLinear
-from ..recognition.stand_ins import Read, Span, UntraceableError
+from ..recognition.stand_ins import Span, UntraceableError
+from ..recognition.unchanged import Read
 from ..undo.state import FUSED
 from .projections import NativeCall, NativeLinear, make_call
 from .traced import Operation, Trace

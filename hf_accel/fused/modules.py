@@ -10,12 +10,25 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ..kernels.cpu.library import native
+from ..recognition.unchanged import is_unobserved
 from ..tensors import PLAIN
 from ..undo.instance import Mixin
 from ..undo.state import FUSED
-from .forms import ACTIVATIONS, ROTATION, GatedNames, NormForm, Rotation, form_of_rotation, norm_form, with_rotation
-from .operators import computes, gated, rms_norm, rope
-from .projections import Pending, is_bare_linear, is_unobserved
+from .forms import (
+    ACTIVATIONS,
+    ROTATION,
+    GatedNames,
+    NormForm,
+    Rotation,
+    computes,
+    form_of_rotation,
+    gated,
+    norm_form,
+    rms_norm,
+    rope,
+    with_rotation,
+)
+from .projections import Pending, is_bare_linear
 
 # -- norms ---------------------------------------------------------------------------------------------
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from ..kernels.cpu.float_linear import TILE_ROWS, FloatLinear
 from ..kernels.cpu.integer_linear import IntegerLinear
 from ..kernels.cpu.library import FLOATS, isa, native, refusal
 from ..linear import QuantLinear
 from ..linear.cpu import Cpu, CpuWeight
+from ..recognition.unchanged import is_unobserved
 from ..tensors import has_instructions, is_plain_tensor
 from ..undo.instance import Mixin
 from ..undo.state import FUSED, FUSED_PROJECTIONS
@@ -45,13 +45,6 @@ def is_bare_linear(layer: nn.Module) -> bool:
     if kind is not QuantLinear and kind is not nn.Linear and not isinstance(layer, NativeLinear):
         return False
     return is_unobserved(layer)
-
-
-def is_unobserved(module: nn.Module) -> bool:
-    """Whether nobody would notice that a module is not called: no hooks, and the forward of its class."""
-    own = module.__dict__
-    hooked = own["_forward_hooks"] or own["_forward_pre_hooks"] or _global_forward_hooks or _global_forward_pre_hooks
-    return not hooked and "forward" not in own
 
 
 class ProjectionCall:

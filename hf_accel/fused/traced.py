@@ -25,15 +25,14 @@ from ..recognition.stand_ins import (
     ConfigStandIn,
     ModuleStandIn,
     Opaque,
-    Read,
     Span,
     StandIn,
     UntraceableError,
 )
+from ..recognition.unchanged import HOOKS, Read, has_own_forward
 from ..undo.state import FUSED
 from .forms import ROTATION, GatedNames, gated_names, with_rotation
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 Kind = Literal["linear", "gated", "norm", "rope", "write", "attend", "add"]
 
 
@@ -109,7 +108,7 @@ class Trace:
         for name in ("forward", *HOOKS):
             self.note(own, name, own.get(name))
         self.hooks += [own[name] for name in HOOKS]
-        if "forward" in own:
+        if has_own_forward(module):
             raise UntraceableError("the forward of a module was replaced on the module itself")
 
     def attribute(self, stand_in: ModuleStandIn, module: nn.Module, name: str) -> Any:

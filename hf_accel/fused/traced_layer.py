@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from operator import is_
+from collections.abc import Container
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch import Tensor, nn
 
 from ..cache.group import KVStorage
 from ..kernels.cpu.decoder_layer import OUTPUT
-from ..recognition.stand_ins import Read, UntraceableError
+from ..recognition.stand_ins import UntraceableError
+from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads
 from ..tensors import PLAIN
 from ..undo.state import FUSED
 from .forms import NormForm, RotaryForm, form_of_rotation, norm_form
@@ -41,7 +41,7 @@ class TracedLayer:
         self.layer_idx, self.returns_tuple = trace.layer_idx, trace.returns_tuple
         self.reads = trace.reads
         self.width = trace.widths[OUTPUT]
-        self._hooks = [*trace.hooks, _global_forward_hooks, _global_forward_pre_hooks]
+        self._hooks = [*trace.hooks, *GLOBAL_HOOKS]
         kv = next(operation.values for operation in trace.operations if operation.kind == "write")
         # K and V of no token, which say what is written.
         shapes = [(0, kv["heads"], kv[size]) for size in ("dim", "value_dim")]
@@ -74,13 +74,12 @@ class TracedLayer:
 
     def freeze_reads(self) -> None:
         """To be called when all that it depends on is in `reads`."""
-        self._owners, self._names, self._values = zip(*self.reads, strict=True)
+        self._frozen = Reads(self.reads)
 
     # -- while it is used ------------------------------------------------------------------------------
 
     def is_current(self) -> bool:
-        # No loop of Python's: this is asked of each layer in each step.
-        return all(map(is_, map(dict.get, self._owners, self._names), self._values))
+        return self._frozen.hold()
 
     def is_unobserved(self) -> bool:
         """Whether nobody would notice that the modules are not called."""
@@ -113,15 +112,15 @@ class TracedLayer:
         return same and dims == (*keys.shape[1:], values.shape[2])
 
 
-def refuse_without_kernel(trace: Trace, linears: set[int] | None, device_type: str = "cpu") -> None:
+def refuse_without_kernel(trace: Trace, linears: Container[nn.Module] | None, device_type: str = "cpu") -> None:
     """Raise UntraceableError for what a TracedLayer would refuse in a layer that is still to be patched.
 
-    linears: the ids of the linear layers that will have a native call; None where they are called as modules.
+    linears: the linear layers that will have a native call; None where they are called as modules.
     """
     for operation in trace.operations:
         match operation.kind:
             case "linear" | "gated":
-                if linears is not None and not all(id(module) in linears for module in operation.modules):
+                if linears is not None and not all(module in linears for module in operation.modules):
                     raise UntraceableError("a linear layer has no native call")
             case "norm" if norm_form(operation.modules[0], dtype=trace.dtype) is None:
                 raise UntraceableError("a norm has no native call")

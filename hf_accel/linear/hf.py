@@ -28,10 +28,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_imp
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..config import KeywordsBesideWeights, PatchConfig, WeightConfig, Weights
+from ..config import KeywordsWithoutWeights, PatchConfig, WeightConfig, Weights
 from ..config.patch_config import check_patch_keywords, takes_patch_keywords
 from ..errors import UnsupportedError
 from ..keywords import one_of
+from ..recognition.trial import RandomNumbers, Tolerance, agree
+from ..recognition.unchanged import has_own_forward
 from ..tensors import is_plain_tensor, is_sharded
 from .backend import LinearSpec
 from .experts import WEIGHT_MODULES, activated, grouped, one_by_one
@@ -63,7 +65,7 @@ class AccelConfig(QuantizationConfigMixin):
         *,
         modules: Mapping[str, Mapping[str, Any]] | None = None,
         stored_as: Mapping[str, Any] | None = None,
-        **others: Unpack[KeywordsBesideWeights],
+        **others: Unpack[KeywordsWithoutWeights],
     ) -> None:
         keywords: dict[str, Any] = {"weights": weights, **others}
         keywords.pop("quant_method", None)  # which a checkpoint's config has
@@ -286,7 +288,7 @@ def experts_refusal(module: nn.Module) -> str | None:
     Its forward has to be that of transformers' experts interface, and to compute what `grouped` does.
     """
     kind = type(module).__name__
-    if getattr(type(module).forward, "__code__", None) is not _decorated_code() or "forward" in vars(module):
+    if getattr(type(module).forward, "__code__", None) is not _decorated_code() or has_own_forward(module):
         return f"{kind} has a forward of its own"
     if getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False):
         return f"{kind} norms what experts say, or has a part of the experts only"
@@ -321,15 +323,10 @@ def _decorated_code() -> Any:
     return decorated.forward.__code__
 
 
-@torch.no_grad()
 def _agrees(module: nn.Module, first: str) -> bool:
     """Whether the class's own forward, on small random weights with the module's settings, gives what ours does."""
     kind, has_gate, experts, hidden, inner = type(module), _has(module, "has_gate"), 3, 8, 6
-    generator = torch.Generator("cpu").manual_seed(0)
-
-    def numbers(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
-
+    numbers = RandomNumbers()
     small: Any = kind.__new__(kind)
     nn.Module.__init__(small)
     vars(small).update({name: value for name, value in vars(module).items() if name not in vars(small)})
@@ -348,11 +345,10 @@ def _agrees(module: nn.Module, first: str) -> bool:
 
     x, scores = numbers(5, hidden), numbers(5, 2).softmax(-1)
     chosen = torch.tensor([[0, 2], [2, 0], [1, 2], [0, 1], [2, 1]], device="cpu")
-    try:
-        expected = cast(Any, kind.forward).__wrapped__(small, x, chosen, scores)
-        ours = grouped(
+    return agree(
+        lambda: cast(Any, kind.forward).__wrapped__(small, x, chosen, scores),
+        lambda: grouped(
             x, chosen, scores, experts=experts, compute=lambda rows, starts: one_by_one(rows, starts, expert)
-        )
-        return torch.allclose(ours, expected, rtol=1e-4, atol=1e-4)
-    except Exception:  # what cannot be tried is not known
-        return False
+        ),
+        Tolerance(relative=1e-4, absolute=1e-4),
+    )

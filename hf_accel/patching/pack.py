@@ -22,17 +22,13 @@ from ..linear.experts import WEIGHT_MODULES
 from ..linear.layer import RankPart
 from ..linear.nf4 import BitsAndBytes, nf4_layer
 from ..parallel.tensor_linear import CLASSES, JoinedLinear, part_bias
+from ..recognition.unchanged import ALL_HOOKS
 from ..tensors import is_sharded
 from ..undo.journal import Journal
 from .originals import Originals, Source, Stored
 from .plan import LinearPlan, Plan
 from .weight_sites import ExpertsSite, LinearSite
 
-HOOKS = (
-    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
-    "_backward_pre_hooks", "_backward_hooks",
-)  # fmt: skip
 LAYERS = nn.Linear | QuantExperts  # what is put in
 PATIENCE = 1.0  # seconds without a progress bar
 TRIM = 2**26  # bytes freed before malloc is asked for them: it keeps them for threads that pack no more
@@ -204,7 +200,7 @@ def _place_experts(packed: Mapping[str, Packed], site: ExpertsSite, todo: Plan, 
 
 def _put_in(layer: nn.Module, original: nn.Module, full_name: str, *, model: nn.Module, journal: Journal) -> None:
     layer.train(original.training)
-    for hooks in HOOKS:  # the very same dicts, so that what is registered on either is there for both
+    for hooks in ALL_HOOKS:  # the very same dicts, so that what is registered on either is there for both
         vars(layer)[hooks] = vars(original)[hooks]
     layer._is_full_backward_hook = original._is_full_backward_hook
     parent_name, _, name = full_name.rpartition(".")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from torch import nn
@@ -17,8 +18,10 @@ from ..fused.projections import UNLIMITED
 from ..fused.sites import Dropped, FusedSite, ProjectionSite
 from ..generation.agreement import ALONE, ProcessAgreement
 from ..linear import BackendChoice, QuantLinear, QuantModule
+from ..linear.cpu import Cpu
 from ..parallel.context import ContextParallel
 from ..parallel.tensor_plan import TensorParallel
+from ..recognition.unchanged import has_own_forward
 from .originals import Stored
 from .printed import Printed, Row
 from .survey import AttentionSite
@@ -88,6 +91,40 @@ class Fold:
 
     def within(self, layer: str) -> Fold:
         return Fold(f"{layer}.{self.producer}", tuple(f"{layer}.{name}" for name in self.consumers), self.offset)
+
+
+class Server(Enum):
+    """Who multiplies by the weight of a linear layer when the model is patched."""
+
+    KERNELS = auto()  # the native library, alone or as a step of a whole layer
+    BACKEND = auto()  # another backend of ours
+    RANKS = auto()  # several processes, for which no call can wait in its middle
+    FOREIGN = auto()  # bitsandbytes, or a forward that was put on the module
+    TORCH = auto()
+
+
+CALLED_TOGETHER = (Server.KERNELS, Server.BACKEND)
+
+
+def servers_of(
+    model: nn.Module, planned: Mapping[nn.Module, LinearPlan], floats: Container[nn.Module],
+    split: TensorParallel | None,
+) -> dict[nn.Module, Server]:  # fmt: skip
+    """The Server of each linear layer. planned: those that are replaced. floats: those that get a native forward."""
+
+    def server(name: str, module: nn.Module) -> Server:
+        plan = planned.get(module)
+        if has_own_forward(module) if plan is None else plan.config.is_nf4:
+            return Server.FOREIGN
+        if split is not None and split.joins(name):
+            return Server.RANKS
+        choice = plan.choice if plan is not None else module.choice if isinstance(module, QuantLinear) else None
+        if choice is None:
+            return Server.KERNELS if module in floats else Server.TORCH
+        return Server.KERNELS if isinstance(choice.backend, Cpu) else Server.BACKEND
+
+    named = model.named_modules()
+    return {each: server(name, each) for name, each in named if each in planned or isinstance(each, nn.Linear)}
 
 
 FindOriginals = Callable[[PreTrainedModel, Sequence[LinearPlan]], dict[str, Stored] | None]
@@ -179,12 +216,12 @@ class Plan(Printed):
             clauses.add("sums over more than two ranks round by their place in a pass")
         if self.context is not None:
             clauses.add("attention over several ranks rounds by where blocks are")
-        replaced = {id(p.site.module) for p in self.quantized} | {id(site.module) for site in self.fused.linears}
-        if any(_is_float_linear(module) and id(module) not in replaced for module in self.model.modules()):
+        replaced = {p.site.module for p in self.quantized} | {site.module for site in self.fused.linears}
+        if any(_is_float_linear(module) and module not in replaced for module in self.model.modules()):
             clauses.add("torch's float linear rounds by batch size")
         elif self.invariant_rows is not None:
             clauses.add(f"float linears of more than {self.invariant_rows} rows go to torch, which rounds otherwise")
-        own = {type(m).__name__ for m in self.model.modules() if id(m) not in replaced and _has_matrix_of_its_own(m)}
+        own = {type(m).__name__ for m in self.model.modules() if m not in replaced and _has_matrix_of_its_own(m)}
         clauses |= {f"the products of {name} are torch's, which rounds by batch size" for name in own}
         return sorted(clauses)
 

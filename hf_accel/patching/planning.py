@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from .. import attention as attention_backends
@@ -15,17 +14,16 @@ from ..attention.cpu import CpuBackend
 from ..attention.hf.parts import stock_parts
 from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
+from ..fused.forms import has_library
+from ..fused.forms import refusal as refuses_operators
 from ..fused.hf import joined_sites, layer_sites
-from ..fused.operators import has_library
-from ..fused.operators import refusal as refuses_operators
 from ..fused.projections import UNLIMITED, native_rows
-from ..fused.sites import Dropped, FusedSite, fused_sites, native_linears, projection_sites
+from ..fused.sites import Dropped, fused_sites, native_linears, projection_sites
 from ..generation.hf import model_refusal
 from ..hardware import detect, read_bandwidth
 from ..kernels.cpu.library import FLOATS
-from ..linear import ExpertWeights, LinearSpec, QuantLinear, QuantModule, Workers
+from ..linear import ExpertWeights, LinearSpec, QuantModule, Workers
 from ..linear import choose as choose_linear
-from ..linear.cpu import Cpu
 from ..linear.hf import stored_experts
 from ..linear.measured_tiles import Measuring
 from ..linear.nf4 import choose_nf4, nf4_refusal, require_bitsandbytes
@@ -34,7 +32,7 @@ from ..parallel.tensor_plan import check_split, tensor_parallel
 from .check import check_model
 from .explain import explain
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
-from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
+from .plan import CALLED_TOGETHER, AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan, Server, servers_of
 from .survey import attention_refusal, attention_sites, cache_refusal, other_quantizer, pages_refusal, sites_for
 from .weight_sites import ExpertsSite, LinearSite
 
@@ -247,9 +245,9 @@ def _plan_experts(site: ExpertsSite, config: WeightConfig, where: _Where) -> Lin
 
 def _whole_experts(experts: Sequence[LinearPlan]) -> Iterable[LinearPlan]:
     """Weights of experts are quantized together, or all of them stay."""
-    kept = {id(p.site.module): p.reason for p in experts if p.choice is None}
+    kept = {p.site.module: p.reason for p in experts if p.choice is None}
     for planned in experts:
-        stays = kept.get(id(planned.site.module))
+        stays = kept.get(planned.site.module)
         yield planned if stays is None else replace(planned, choice=None, reason=stays)
 
 
@@ -320,33 +318,23 @@ def _plan_fused(
     candidates, dropped = fused_sites(model, model.dtype, float_rows, device_type=device_type)
     split = tensor_parallel(model)
     if not has_library(device_type):
-        specs = {} if split is not None else {id(p.site.module): p.site.spec for p in attention}
+        specs = {} if split is not None else {p.site.module: p.site.spec for p in attention}
         layers, by_module = joined_sites(model, model.dtype, attention=specs, device_type=device_type)
         return FusedPlan((*candidates, *layers), dropped=(*dropped, *by_module))
-    replaced = {id(linear.site.module) for linear in linears if linear.choice is not None}
-    foreign = {id(p.site.module) for p in linears if p.choice is not None and p.config.is_nf4}
-    # Linears that transformers has split have a forward of their own, unless ours replace them.
-    foreign |= {id(m) for m in model.modules() if "forward" in vars(m) and isinstance(m, nn.Linear)} - replaced
-    dropped += [Dropped(s.name, s.kind, OWN_FORWARD) for s in candidates if _has_linear_of(foreign, s)]
-    sites = [
-        site for site in candidates
-        if id(site.module) not in replaced and not _has_linear_of(foreign, site)
-    ]  # fmt: skip
-    floats = [site for site in native_linears(model, float_rows) if id(site.module) not in replaced]
-    native = (replaced - foreign) | {id(site.module) for site in floats}
-    native |= {id(module) for module in model.modules() if isinstance(module, QuantLinear)}
-    served = {id(p.site.module): p.site.spec for p in attention if isinstance(p.backend, CpuBackend)}
-    others = {id(p.site.module) for p in linears if p.choice is not None and not isinstance(p.choice.backend, Cpu)}
-    if split is not None:  # one call cannot wait for other ranks in its middle
-        native -= {id(p.site.module) for p in linears if split.joins(p.site.name)}
-    layers, by_module = layer_sites(model, model.dtype, float_rows, attention=served, linears=native - others)
-    sites, dropped = sites + layers, dropped + by_module
+    planned = {p.site.module: p for p in linears if p.choice is not None}
+    floats = [site for site in native_linears(model, float_rows) if site.module not in planned]
+    servers = servers_of(model, planned, {site.module for site in floats}, split)
+    foreign = {module for module, server in servers.items() if server is Server.FOREIGN}
+    kept = [site for site in candidates if not foreign.isdisjoint(site.module.children())]
+    dropped += [Dropped(site.name, site.kind, OWN_FORWARD) for site in kept]
+    sites = [site for site in candidates if site not in kept and site.module not in planned]
+    layers, by_module = layer_sites(
+        model, model.dtype, float_rows,
+        attention={p.site.module: p.site.spec for p in attention if isinstance(p.backend, CpuBackend)},
+        linears={module for module, server in servers.items() if server is Server.KERNELS},
+    )  # fmt: skip
     projections = [
         site for site in projection_sites(model)
-        if all(id(model.get_submodule(name)) in native for name in site.layers)
+        if all(servers.get(model.get_submodule(name)) in CALLED_TOGETHER for name in site.layers)
     ]  # fmt: skip
-    return FusedPlan(tuple(sites), tuple(floats), tuple(projections), tuple(dropped), float_rows)
-
-
-def _has_linear_of(foreign: set[int], site: FusedSite) -> bool:
-    return any(id(child) in foreign for child in site.module.children())
+    return FusedPlan((*sites, *layers), tuple(floats), tuple(projections), (*dropped, *by_module), float_rows)

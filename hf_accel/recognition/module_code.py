@@ -93,7 +93,7 @@ def _functions(kind: type, absent: frozenset[str]) -> list[ast.FunctionDef] | No
         function = _own_method(kind, name)
         if name in found or function is None:
             continue
-        node = source.tree(function)
+        node = source.tree_of(function)
         if node is None:
             if any("mask" in n or n in CACHE_NAMES for n in function.__code__.co_varnames):
                 return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +22,6 @@ SCALARS = (bool, int, float, str, torch.dtype, type(None))
 
 class UntraceableError(Exception):
     """The code does what the stand-ins do not know; the message says what, as a clause."""
-
-
-class Read(NamedTuple):
-    """A value that the code depends on: `owner[name]` when it ran."""
-
-    owner: Mapping[str, Any]
-    name: str
-    value: Any
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers.utils import output_capturing
 
 from ...kernels.layouts import KV, AttentionOptions
 from ...recognition.module_code import attention_code
+from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...undo.instance import Mixin
 from ...undo.state import STOCK_ATTRIBUTE
 from .. import AttentionSpec, ReferenceBackend
@@ -82,32 +82,21 @@ def eager_function(module: nn.Module) -> Any:
     return None if name is None else getattr(sys.modules.get(original.__module__), name, None)
 
 
-@torch.no_grad()
 def eager_agrees(module: nn.Module, spec: AttentionSpec) -> bool:
     """Whether the module's own eager function gives what our reference gives, on random numbers."""
-    eager = eager_function(module)
-    if eager is None:
-        return False
-    generator = torch.Generator().manual_seed(0)
+    eager, numbers = eager_function(module), RandomNumbers()
     shapes = ((spec.num_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.value_dim))
-    query, key, value = (
-        torch.randn(1, heads, TRIED, width, generator=generator, device="cpu") for heads, width in shapes
-    )
-    sinks = torch.randn(spec.num_heads, generator=generator, device="cpu") if spec.sinks else None
-    scale = spec.head_dim**-0.5
+    query, key, value = (numbers(1, heads, TRIED, width) for heads, width in shapes)
+    sinks = numbers(spec.num_heads) if spec.sinks else None
+    wanted = AttentionOptions(spec.head_dim**-0.5, softcap=spec.softcap, sinks=sinks)
     mask = torch.full((TRIED, TRIED), torch.finfo(torch.float32).min, device="cpu").triu(1)[None, None]
-    options = {"softcap": spec.softcap, "s_aux": sinks}
-    twin = copy.copy(module)
-    own: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
-    twin._parameters = {**module._parameters, **own}
-    try:
-        given = {name: value for name, value in options.items() if value is not None}
-        got = eager(twin, query, key, value, mask, scaling=scale, dropout=0.0, **given)[0]
-        wanted = AttentionOptions(scale, softcap=spec.softcap, sinks=sinks)
-        expected = ReferenceBackend().dense(query, KV(key, value), wanted)
-    except Exception:  # a function that wants more than we know of
-        return False
-    return got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
+    given = {name: value for name, value in {"softcap": spec.softcap, "s_aux": sinks}.items() if value is not None}
+    twin = unwatched_twin(module, _parameters={} if sinks is None else {"sinks": sinks})
+    return eager is not None and agree(
+        lambda: eager(twin, query, key, value, mask, scaling=wanted.scale, dropout=0.0, **given)[0],
+        lambda: ReferenceBackend().dense(query, KV(key, value), wanted),
+        Tolerance(relative=1e-4, absolute=1e-5),
+    )
 
 
 def recorded_attention(
