@@ -1,4 +1,4 @@
-"""Questions to any torch model: the model inside its wrappers, its lists of layers, and its mode."""
+"""Questions to any model: the model inside its wrappers, its lists of layers, its mode, and the heads of its config."""
 
 from __future__ import annotations
 
@@ -40,6 +40,22 @@ def layer_lists(model: nn.Module, count: int) -> dict[str, nn.ModuleList]:
         if isinstance(module, nn.ModuleList) and len(module) == count and not is_inside:
             found[name] = module
     return found
+
+
+def head_dim(config: Any) -> int:
+    """The numbers of a head of a model with this config, or of a layer with a config of its own."""
+    named = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
+    return int(named or config.hidden_size // config.num_attention_heads)
+
+
+def num_kv_heads(config: Any) -> int:
+    """The heads of K and V that a layer with this config caches."""
+    if getattr(config, "new_decoder_architecture", False):  # Falcon repeats its K and V before it caches them
+        return int(config.num_attention_heads)
+    if getattr(config, "multi_query", False):
+        return 1
+    named = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
+    return int(named or config.num_attention_heads)
 
 
 @contextmanager

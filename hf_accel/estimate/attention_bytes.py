@@ -9,9 +9,9 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..cache.hf.room import num_kv_heads
 from ..cache.quantized import head_bytes
 from ..errors import UnsupportedError
+from ..models import head_dim, num_kv_heads
 
 TILE = 128  # rows and columns of scores that tiled attention holds at a time
 
@@ -98,11 +98,5 @@ def encoder_layers(config: Any, *, context: int) -> list[AttentionLayer]:
 
 
 def _layer(config: Any, *, tokens: int, caches: bool = True) -> AttentionLayer:
-    heads = config.num_attention_heads
-    return AttentionLayer(
-        heads=heads,
-        kv_heads=num_kv_heads(config),
-        head_dim=getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads,
-        tokens=tokens,
-        caches=caches,
-    )
+    heads, kv_heads = config.num_attention_heads, num_kv_heads(config)
+    return AttentionLayer(heads=heads, kv_heads=kv_heads, head_dim=head_dim(config), tokens=tokens, caches=caches)

@@ -21,6 +21,7 @@ from ..config import GROUP_SIZES, CacheConfig, GroupSize, WeightConfig
 from ..errors import UnsupportedError
 from ..linear.experts import WEIGHT_MODULES
 from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving
+from ..models import head_dim, num_kv_heads
 from ..parallel.tensor_plan import TensorParallel, tensor_parallel
 from ..recognition import source
 from ..recognition.module_code import attention_code, code_of
@@ -302,17 +303,15 @@ def _on_rank(spec: AttentionSpec, name: str, split: TensorParallel) -> Attention
 
 def _spec(model: PreTrainedModel, module: nn.Module, window: int | None, *, quantized_kv: bool) -> AttentionSpec:
     config = model.config.get_text_config(decoder=True)
-    num_heads = config.num_attention_heads
-    head_dim = getattr(module, "head_dim", None) or config.hidden_size // num_heads
+    num_heads, size = config.num_attention_heads, getattr(module, "head_dim", None) or head_dim(config)
     groups = getattr(module, "num_key_value_groups", None)  # layers may differ
-    num_kv_heads = num_heads // groups if groups else getattr(config, "num_key_value_heads", None) or num_heads
     return AttentionSpec(
         dtype=model.dtype,
         device_type=model.device.type,
-        head_dim=head_dim,
-        value_dim=getattr(module, "v_head_dim", None) or head_dim,
+        head_dim=size,
+        value_dim=getattr(module, "v_head_dim", None) or size,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=num_heads // groups if groups else num_kv_heads(config),
         window=window,
         softcap=getattr(config, "attn_logit_softcapping", None),
         sinks=getattr(module, "sinks", None) is not None,

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ...config import CacheConfig
 from ...errors import OutOfBlocksError
 from ...hardware.memory import pool_memory
+from ...models import head_dim, num_kv_heads
 from ..quantized import QUANTIZED, head_bytes
 
 SPARE_SHARE = 0.05  # of the free memory, for what is not counted: fragments, and libraries
@@ -82,7 +83,7 @@ def token_bytes(model: PreTrainedModel, settings: CacheConfig, own_heads: Mappin
     total = 0
     for index, layer in enumerate(config.per_layer_config):
         heads = (own_heads or {}).get(index) or num_kv_heads(layer)
-        dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        dim = head_dim(layer)
         key_dim = max(dim, getattr(layer, "qk_head_dim", None) or 0)
         value_dim = max(dim, getattr(layer, "v_head_dim", None) or 0)
         total += heads * sum(head_bytes(each, model.dtype, quantized) for each in (key_dim, value_dim))
@@ -97,13 +98,3 @@ def pass_bytes(model: PreTrainedModel, rows: int) -> int:
     size = model.dtype.itemsize
     logits = min(rows, MOST_LOGITS) * config.vocab_size * (size + 4 * 4)  # some float32 numbers for each
     return rows * (8 * config.hidden_size + 4 * widest) * size + logits
-
-
-def num_kv_heads(config: Any) -> int:
-    """The heads of K and V that a layer with this config caches."""
-    if getattr(config, "new_decoder_architecture", False):  # Falcon repeats its K and V before it caches them
-        return int(config.num_attention_heads)
-    if getattr(config, "multi_query", False):
-        return 1
-    named = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
-    return int(named or config.num_attention_heads)

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...errors import UnsupportedError
+from ...models import head_dim
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,6 @@ def check_gguf(model: PreTrainedModel) -> Architecture:
     if refusal is not None:
         raise UnsupportedError(f"{refusal}; use save_compressed or save_pretrained")
     return ARCHITECTURES[model.config.model_type]
-
-
-def head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def write_settings(writer: Any, config: Any) -> None:

@@ -26,6 +26,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from ...errors import HfAccelError, UnsupportedError
 from ...linear import QuantizedWeight
+from ...models import head_dim
 from .ggml_blocks import TYPES, BlockType
 from .reader import PASSED_OVER, Description, ForeignReader, Found, Parts, refuse
 
@@ -257,7 +258,7 @@ def _check_settings(file: GgufFile, config: PreTrainedConfig) -> None:
     """Raise UnsupportedError for a setting that transformers does not read, and that may change the model."""
     read: Any = GGUF_CONFIG_MAPPING.get(file.architecture, {})
     known = set(read) | HARMLESS
-    head: Any = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head = head_dim(config)
     expected = {
         "attention.key_length": head, "attention.value_length": head, "rope.dimension_count": head,
         "vocab_size": config.vocab_size, "attention.sliding_window": getattr(config, "sliding_window", None),
