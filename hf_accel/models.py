@@ -1,4 +1,4 @@
-"""Questions to any model: the model inside its wrappers, its lists of layers, its mode, and the heads of its config."""
+"""Questions to any model: the model inside its wrappers, its lists of layers, its mode, its config's heads."""
 
 from __future__ import annotations
 
