@@ -39,11 +39,11 @@ from .readers.reader import ForeignReader, Found, Parts, Reader, refuse
 READERS: dict[str, type[Reader]] = {
     reader.method: reader for reader in (Own, Awq, BlockFp8, CompressedTensors, Gguf, Gptq, Mxfp4)
 }
-COLLECTED = ".weight_scale"  # every quantized layer has it: under this name the loader collects a layer's parts
+COLLECTED = ".weight_scale"  # a tensor of every quantized layer; the loader collects a layer's parts under this name
 
 
 def reader_of(config: Mapping[str, Any]) -> Reader | None:
-    """What reads a checkpoint with this quantization_config; None: nothing here does.
+    """Return the reader of a checkpoint with this quantization_config; None if there is none.
 
     Raises UnsupportedError for a variant of a known format that is not read.
     """
@@ -52,7 +52,7 @@ def reader_of(config: Mapping[str, Any]) -> Reader | None:
 
 
 def prepare(model: PreTrainedModel, reader: Reader, files: Sequence[str]) -> list[WeightConverter]:
-    """Put an empty layer in the place of each weight that a checkpoint holds quantized, to be loaded into.
+    """Replace the layer of each weight that a checkpoint holds quantized by an empty one, to be loaded into.
 
     model: on the meta device. Returns the steps by which transformers' loader hands the parts of a layer to the
     reader. Raises UnsupportedError for what this model cannot have or the reader does not know, HfAccelError for files
@@ -84,7 +84,7 @@ def prepare(model: PreTrainedModel, reader: Reader, files: Sequence[str]) -> lis
 
 
 def is_ours(conversion: Any) -> bool:
-    """Whether it is one of the steps that `prepare` returned, copied or not."""
+    """Return whether it is one of the steps that `prepare` returned, copied or not."""
     return any(isinstance(operation, ReadStored) for operation in getattr(conversion, "operations", ()))
 
 
@@ -235,7 +235,7 @@ class ReadStored(ConversionOps):
         layer = self.layers[name]
         parts = {self.suffixes[pattern]: tensors[0] for pattern, tensors in input_dict.items()}
         shape = (layer.out_features, layer.in_features)
-        tensors = self.reader.loose(name, parts, shape)
+        tensors = self.reader.own_tensors(name, parts, shape)
         if tensors is None:
             tensors = state(self.reader.convert(name, parts, shape))
             for part in parts.values():

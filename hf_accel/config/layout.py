@@ -1,4 +1,4 @@
-"""How the weight of a linear layer is stored: what users ask for, checkpoints say and backends are asked about."""
+"""The layout of a linear layer's weight, which users choose, checkpoints state and backends are asked about."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Format = Literal["int", "fp8", "mxfp4"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What of a quantized weight its shape does not say.
+    """The properties of a quantized weight besides its shape.
 
     bits: of a number. format: the kind of numbers. group_size: inputs that share a scale; None, for 8 bits only: a
-    scale for each output. symmetric: without zero points. minima: in the place of zero points. ordered: whether the
+    scale for each output. symmetric: without zero points. minima: instead of zero points. ordered: whether the
     inputs have an order of their own. scale_dtype: None is the dtype of the activations.
     """
 
@@ -30,17 +30,17 @@ class Layout:
 
     @property
     def label(self) -> str:
-        """As users name it, such as int8 or fp8."""
+        """The name that users give it, such as int8 or fp8."""
         return f"int{self.bits}" if self.format == "int" else self.format
 
     @property
     def is_own(self) -> bool:
-        """Whether rounding to nearest makes such weights; the others were quantized by other programs."""
+        """True if rounding to nearest makes such weights; the others were quantized by other programs."""
         return not self.minima and (self.group_size is None) == (self.bits == 8)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What config.json says of it; `of_settings` reads it."""
+        """Return its settings for config.json, which `of_settings` reads."""
         settings: dict[str, Any] = {"bits": self.bits}
         if self.format != "int":
             settings["format"] = self.format
@@ -52,7 +52,7 @@ class Layout:
         return settings | ({"scale_dtype": str(self.scale_dtype).removeprefix("torch.")} if self.scale_dtype else {})
 
     def __str__(self) -> str:
-        """As the repr of a layer and errors have it: "bits=4, group_size=32, symmetric=False"."""
+        """Return the text for the repr of a layer and for errors: "bits=4, group_size=32, symmetric=False"."""
         return ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
 
     def groups(self, in_features: int) -> int:

@@ -169,7 +169,7 @@ class WeightConfig:
 
     @property
     def layout(self) -> Layout:
-        """Of a weight that is stored so; of NF4, that of integers of as many bytes, but for the scales' dtype."""
+        """The layout of such a weight; for NF4, that of integers of as many bytes, except for the scales' dtype."""
         format: Format = "fp8" if self.format == "fp8" else "int"
         grouped = None if self.bits == 8 else self.group_size
         return Layout(bits=self.bits, format=format, group_size=grouped, symmetric=self.symmetric)

@@ -1,4 +1,4 @@
-"""What a linear backend is, and what it is asked about."""
+"""The interface of linear backends, and the description of a layer that they are asked about."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .activations import EightBits
 from .formats import Layout, QuantizedWeight, zero_point_bytes
 from .methods.rtn import quantize
 
-Rounding = Literal["never", "many rows", "always"]  # which rows a backend rounds to 8 bits
+Rounding = Literal["never", "many rows", "always"]  # the rows that a backend rounds to 8 bits
 FEW_ROWS = 256  # on a GPU memory is the limit up to here; beyond, products are, and 8 bits have faster ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSpec:
-    """Everything a backend may decide by.
+    """Everything that a backend's decision may depend on.
 
-    layout: of the weight, without an order of the inputs, which no backend sees; its scale_dtype is None if that is
-    dtype. dtype: of the activations.
+    layout: that of the weight, without an order of the inputs, which no backend sees; its scale_dtype is None if it is
+    dtype. dtype: that of the activations.
     """
 
     in_features: int
@@ -40,7 +40,10 @@ class LinearSpec:
 
     @classmethod
     def of(cls, weight: Tensor, config: WeightConfig, *, device_type: str | None = None) -> LinearSpec:
-        """What `config` makes of a float weight [out, in]; device_type: where it will be, if it is on meta now."""
+        """Describe a float weight [out, in] quantized by `config`.
+
+        device_type: where it will be, if it is on meta now.
+        """
         return cls(
             in_features=weight.shape[1],
             out_features=weight.shape[0],
@@ -54,7 +57,7 @@ class LinearSpec:
     def of_stored(
         cls, weight: QuantizedWeight, activations: Activations, dtype: torch.dtype | None = None
     ) -> LinearSpec:
-        """What a weight that is quantized already needs. dtype: None is the scales'."""
+        """Describe a weight that is quantized already. dtype: that of the activations; None for that of the scales."""
         return cls(
             in_features=weight.shape[1],
             out_features=weight.shape[0],
@@ -85,7 +88,7 @@ class GroupedExperts(ABC):
 
     @abstractmethod
     def serves(self, x: Tensor) -> bool:
-        """Whether the call may stand for torch's operators on x now."""
+        """Return whether the call may stand for torch's operators on x now."""
 
     @abstractmethod
     def run(self, x: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
@@ -118,15 +121,15 @@ class Backend(ABC):
     own_formats_only: ClassVar[bool] = True
 
     def reads(self, spec: LinearSpec) -> bool:
-        """Whether it knows the format of the weight."""
+        """Return whether it knows the format of the weight."""
         return spec.layout.label in self.layouts
 
     def is_for(self, device_type: str) -> bool:
-        """Whether it is meant for this kind of device. "auto" does not speak of backends that are not."""
+        """Return whether it is meant for this kind of device. "auto" does not mention backends that are not."""
         return self.device_type in (None, device_type)
 
     def refuses(self, spec: LinearSpec) -> str | None:
-        """None, or why not, as one clause a user can read."""
+        """Return why it cannot multiply, as one clause for a user; None if it can."""
         if not self.is_for(spec.device_type):
             return f"it runs on {self.device_type}, not on {spec.device_type}"
         if spec.activations not in ("auto", self.activations):
@@ -141,15 +144,16 @@ class Backend(ABC):
         return None
 
     def note(self, spec: LinearSpec) -> str | None:
-        """What a user should know if this backend is chosen; None: nothing."""
+        """Return a note for the user if this backend is chosen, or None."""
         return None
 
     @abstractmethod
     def pack(self, weight: QuantizedWeight) -> Any:
-        """The form that `run` reads; the only copy kept in memory."""
+        """Pack a weight in the form that `run` reads, which is the only copy in memory."""
 
     def quantize(self, weight: Tensor, config: WeightConfig) -> Any:
-        """A float weight [out, in], any strides, in the form that `run` reads: `pack` of `rtn.quantize`, bit for bit.
+        """Quantize a float weight [out, in] of any strides to the form that `run` reads: `pack` of `rtn.quantize`, bit
+        for bit.
 
         A backend that can do both at once overrides it. Called in several threads, each with a share of torch's
         (`torch.get_num_threads()`). Raises UnsupportedError for NaN and infinity.
@@ -158,12 +162,12 @@ class Backend(ABC):
 
     @abstractmethod
     def unpack(self, packed: Any) -> QuantizedWeight:
-        """The weight that was packed, exactly."""
+        """Return the weight that was packed, exactly."""
 
     @abstractmethod
     def run(self, x: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
-        """x [rows, in], contiguous -> [rows, out] in x's dtype. No checks, no gradient."""
+        """Multiply x [rows, in], contiguous -> [rows, out] in x's dtype, without checks and gradients."""
 
     def experts(self, parts: Sequence[Any]) -> GroupedExperts | None:
-        """One call over packed weights of one shape; None if each has to be called by itself."""
+        """Make one call over packed weights of one shape; None if each has to be called by itself."""
         return None

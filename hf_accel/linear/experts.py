@@ -71,14 +71,14 @@ class ExpertWeights(QuantModule):
 
     @property
     def spec(self) -> LinearSpec:
-        """Of the stored weight."""
+        """The spec of the stored weight."""
         if self.choice is None:
             return LinearSpec.of_stored(self.quantized, self.activations, self.dtype)
         return replace(self.choice.spec, out_features=self.out_features)
 
     @property
     def packed_spec(self) -> LinearSpec:
-        """Of one expert's weight."""
+        """The spec of one expert's weight."""
         return replace(self.spec, out_features=self.out_features // self.experts)
 
     def _pack(self, choice: BackendChoice, weight: QuantizedWeight) -> Any:
@@ -100,14 +100,14 @@ class ExpertWeights(QuantModule):
         return out
 
     def runs_together(self, x: Tensor) -> bool:
-        """Whether `together` may stand for calls of this module with parts of x, which no hook is to see."""
+        """Return whether `together` may replace calls of this module with parts of x, which no hook must see."""
         choice = self.choice or self.pack().choice
         assert choice is not None
         call, seen = self._packed.call, self._forward_pre_hooks or self._forward_hooks
         return call is not None and call.serves(x) and choice.spec.dtype is x.dtype and not seen
 
     def together(self, x: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
-        """x [rows, in] -> [rows, out] of all experts in one call. starts, biases: as `GroupedExperts.run` has them."""
+        """x [rows, in] -> [rows, out] of all experts in one call. starts, biases: see `GroupedExperts.run`."""
         out: Tensor = self._packed.call.run(x, starts, biases)
         return out
 
@@ -117,7 +117,7 @@ class ExpertWeights(QuantModule):
         return weight.view(self.experts, -1, self.in_features)
 
     def sibling(self) -> ExpertWeights:
-        """A second one over the same packed weights, to which neither ever writes."""
+        """Make a second module over the same packed weights, to which neither ever writes."""
         assert self.choice is not None
         layer = ExpertWeights.__new__(ExpertWeights)
         layer._describe(self.spec, self.requested_backend)
@@ -143,7 +143,7 @@ class QuantExperts(nn.Module):
     num_experts: int
 
     def __init__(self, original: nn.Module, weights: Mapping[str, ExpertWeights]) -> None:
-        """original: known by `experts_refusal`. weights: by the names of the parameters that they replace."""
+        """original: accepted by `experts_refusal`. weights: by the names of the parameters that they replace."""
         super().__init__()
         own = vars(self)
         vars(self).update({name: value for name, value in vars(original).items() if name not in own})
@@ -215,10 +215,10 @@ def grouped(
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, experts: int,
     compute: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:  # fmt: skip
-    """The weighted sums of what each token's experts say, [tokens, hidden] in the dtype of hidden_states.
+    """Return the weighted sums of the results of each token's experts, [tokens, hidden] in the dtype of hidden_states.
 
     compute: gets the rows of the tokens, in the order of the experts that they chose, and where those of each expert
-    start, int64 [experts + 1]; returns what the experts say of them.
+    start, int64 [experts + 1]; returns the experts' results for them.
     """
     tokens, top_k = top_k_index.shape
     chosen = top_k_index.reshape(-1)
@@ -239,18 +239,20 @@ def grouped(
 
 
 def one_by_one(rows: Tensor, starts: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """What experts say of the rows of `grouped`: each is called once, and not at all if it has no rows."""
+    """Return the experts' results for the rows of `grouped`: each is called once, or not at all without rows."""
     parts = torch.split(rows, starts.diff().tolist())
     return torch.cat([expert(index, part) for index, part in enumerate(parts) if len(part)])
 
 
 def activated(module: nn.Module, kind: type[nn.Module], hidden: Tensor) -> Tensor:
-    """What the experts' class `kind` makes of the result of its first weights, with the settings of `module`."""
+    """Apply the activation of the experts' class `kind` to the result of its first weights, with the settings of
+    `module`.
+    """
     made: Any = cast(Any, kind)._apply_gate(module, hidden) if module.has_gate else cast(Any, module).act_fn(hidden)
     return cast(Tensor, made)
 
 
 def parts_of(weight: QuantizedWeight, count: int) -> list[QuantizedWeight]:
-    """A weight [count * out, in] as `count` weights [out, in]."""
+    """Split a weight [count * out, in] into `count` weights [out, in]."""
     size = weight.shape[0] // count
     return [weight.part(slice(i * size, (i + 1) * size)) for i in range(count)]

@@ -97,7 +97,7 @@ def _parse_modules(modules: object) -> dict[str, dict[str, Any]]:
 
 
 class AccelQuantizer(HfQuantizer):
-    """What transformers asks about a model with quantized layers when it saves or trains it."""
+    """The answers to transformers about a model with quantized layers, when it saves or trains it."""
 
     quantization_config: AccelConfig
 
@@ -121,7 +121,7 @@ class AccelQuantizer(HfQuantizer):
 
 
 def is_split(model: nn.Module) -> bool:
-    """Whether this process holds a part only of some weights."""
+    """Return whether this process holds only a part of some weights."""
     quantized = any(isinstance(layer, QuantModule) and layer.part for layer in model.modules())
     return quantized or any(is_sharded(parameter) for parameter in model.parameters())
 
@@ -132,12 +132,15 @@ def refuse_parts(layers: Mapping[str, QuantModule]) -> None:
     if name is not None:
         raise UnsupportedError(
             f"{name!r} is quantized, and this rank holds a part of it: the model cannot be saved so. Save it from one "
-            "process that has it whole (hf-accel quantize), or call hf_accel.unpatch(model) and save the float weights"
+            "process that has the whole model (hf-accel quantize), or call hf_accel.unpatch(model) and save the float "
+            "weights"
         )
 
 
 def lost_on_saving(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Whether transformers, which renames and joins tensors while it saves, would not find a module's own again."""
+    """Return whether transformers, which renames and joins tensors while it saves, would not find a module's own
+    again.
+    """
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     if not conversions:
         return lambda name: False
@@ -163,7 +166,7 @@ Pieces = tuple[tuple[tuple[Path, str], ...], ...]
 
 
 def stored_experts(model: PreTrainedModel, files: Mapping[str, Path]) -> dict[str, Pieces]:
-    """Where a checkpoint has the weights that transformers joins while it loads them: one for each expert.
+    """Find the weights of a checkpoint that transformers joins while it loads them: one for each expert.
 
     files: the file of each stored tensor. By the name in the model: of each expert, the files and names of the tensors
     that lie end to end. Left out where a piece is missing.
@@ -208,7 +211,7 @@ def _expert_places(model: PreTrainedModel, stored: Collection[str]) -> dict[str,
 
 
 def _joins_experts(converter: WeightConverter) -> bool:
-    """Whether it stacks the weights of all experts, after laying several of each end to end."""
+    """Return whether it stacks the weights of all experts, after laying several of each end to end."""
     kinds = [(type(one), getattr(one, "dim", None)) for one in converter.operations]
     whole = [(MergeModulelist, 0), (Concatenate, 1)]
     return kinds == (whole if len(converter.source_patterns) > 1 else whole[:1])
@@ -220,18 +223,18 @@ EXPERTS_FORWARDS = (None, "eager", "batched_mm", "grouped_mm")
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether a module has the weights of fused experts, [experts, out, in] or [experts, in, out]."""
+    """Return whether a module has the weights of fused experts, [experts, out, in] or [experts, in, out]."""
     weights = [module._parameters.get(name) for name in WEIGHT_MODULES]
     return module._parameters.get("down_proj") is not None and all(w is None or w.dim() == 3 for w in weights)
 
 
-def oriented(experts: nn.Module, weight: Tensor) -> Tensor:
-    """A weight of experts, or another tensor of its shape, as [experts, out, in]."""
+def with_outputs_first(experts: nn.Module, weight: Tensor) -> Tensor:
+    """Return a weight of experts, or another tensor of its shape, as [experts, out, in]."""
     return weight.transpose(1, 2) if getattr(experts, "is_transposed", False) else weight
 
 
 def experts_refusal(module: nn.Module) -> str | None:
-    """Why QuantExperts cannot stand for this module, as one clause; None if it can.
+    """Return why QuantExperts cannot stand for this module, as one clause; None if it can.
 
     Its forward has to be that of transformers' experts interface, and to compute what `grouped` does.
     """
@@ -272,7 +275,9 @@ def _decorated_code() -> Any:
 
 
 def _agrees(module: nn.Module, first: str) -> bool:
-    """Whether the class's own forward, on small random weights with the module's settings, gives what ours does."""
+    """Return whether the class's own forward, on small random weights with the module's settings, gives what ours
+    does.
+    """
     kind, has_gate, experts, hidden, inner = type(module), _has(module, "has_gate"), 3, 8, 6
     numbers = RandomNumbers()
     small: Any = kind.__new__(kind)
@@ -283,7 +288,7 @@ def _agrees(module: nn.Module, first: str) -> bool:
     weights = {first: numbers(experts, inner * (1 + has_gate), hidden), "down_proj": numbers(experts, hidden, inner)}
     biases = {name: numbers(experts, weight.shape[1]) for name, weight in weights.items() if _has(module, "has_bias")}
     for name, weight in weights.items():
-        small._parameters[name] = nn.Parameter(oriented(module, weight).contiguous())
+        small._parameters[name] = nn.Parameter(with_outputs_first(module, weight).contiguous())
     small._parameters.update({f"{name}_bias": nn.Parameter(bias) for name, bias in biases.items()})
 
     def expert(index: int, rows: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ TAKEN_BACK = 0.25  # share of a change that may be left of it: rounding in bfloa
 
 
 class RankPart(NamedTuple):
-    """Of a weight that is split over processes: the part of one of them."""
+    """The part of a weight that is split over processes: that of one process."""
 
     rank: int
     ranks: int
@@ -49,7 +49,7 @@ class QuantModule(Lender, nn.Module):
         self.dtype = spec.dtype  # of the activations
         self.activations = spec.activations
         self.requested_backend = backend
-        self.row_invariant = False  # whether a backend that is so was asked for
+        self.row_invariant = False  # whether a row-invariant backend was asked for
         self.choice: BackendChoice | None = None
         self.fused_projections: Any = None  # what computes this layer together with others on one tensor, see fused
         self._packed: Any = None
@@ -69,7 +69,7 @@ class QuantModule(Lender, nn.Module):
 
     @property
     def layout(self) -> Layout:
-        """Of the stored weight."""
+        """The layout of the stored weight."""
         ordered = self._input_order is not None or self._buffers.get("input_order") is not None
         return replace(self.spec.layout, ordered=ordered)
 
@@ -79,14 +79,14 @@ class QuantModule(Lender, nn.Module):
 
     @property
     def spec(self) -> LinearSpec:
-        """What a backend is asked about; the dtype and the device are those that the layer has now."""
+        """The spec for the choice of a backend, with the dtype and the device that the layer has now."""
         if self.choice is not None:
             return self.choice.spec
         return LinearSpec.of_stored(self.quantized, self.activations, self.dtype)
 
     @property
     def packed_spec(self) -> LinearSpec:
-        """What the backend is chosen for."""
+        """The spec that the backend was chosen for."""
         return self.spec
 
     @property
@@ -100,7 +100,7 @@ class QuantModule(Lender, nn.Module):
         return choice.backend.unpack(self._packed)
 
     def pack(self) -> Self:
-        """Turn the buffers into the backend's form. Called by itself on the first forward."""
+        """Turn the buffers into the backend's form. The first forward calls it."""
         if self.choice is None:
             weight, choice = self.quantized, self.chosen
             self._packed = self._pack(choice, weight.changed(input_order=None))
@@ -162,11 +162,11 @@ class QuantModule(Lender, nn.Module):
             self.pack()
 
     def _own_prefix(self, prefix: str) -> str:
-        """Before the names of what it stores. Parts of different ranks must not have the same names."""
+        """The prefix of the names of its tensors. Parts of different ranks must not have the same names."""
         return prefix if self.part is None else f"{prefix}{self.part}."
 
     def _wrong_part(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-        """torch would pass over the parts of other ranks, and whole weights, if it is not strict."""
+        """Refuse the parts of other ranks, and whole weights, which torch would ignore if it is not strict."""
         own = self._own_prefix(prefix)
         if self.part is None:
             wrong = [key for key in state_dict if key.startswith(f"{prefix}rank_")]
@@ -179,7 +179,7 @@ class QuantModule(Lender, nn.Module):
         ]
 
     def _wrong_dtypes(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-        """torch would copy a float weight into the stored numbers, as if its scales were 1."""
+        """Refuse a float weight, which torch would copy into the stored numbers as if its scales were 1."""
         stored, kind = state(self.quantized).items(), self.layout.label.upper()
         loaded = [(name, own, state_dict[prefix + name]) for name, own in stored if prefix + name in state_dict]
         return [
@@ -281,7 +281,7 @@ class QuantLinear(QuantModule, nn.Linear):
 
     @property
     def added_bias(self) -> nn.Parameter | None:
-        """What forward adds to the product."""
+        """The tensor that forward adds to the product."""
         return self.bias
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -292,17 +292,17 @@ class QuantLinear(QuantModule, nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The dequantized weight [out, in]: a copy, but what is written to it goes to `write`.
+        """The dequantized weight [out, in]: a copy, but writes to it go to `write`.
 
-        One and the same tensor for as long as somebody holds it, with the numbers that were written to it unrounded.
+        It is one tensor for as long as somebody holds it, with the numbers that were written to it unrounded.
         """
         return self.lend()
 
     @torch.no_grad()
     def write(self, value: Tensor) -> None:
-        """Take a float weight [out, in] in the place of the own one, rounded to nearest in the same format.
+        """Replace the weight by a float weight [out, in], rounded to nearest in the same format.
 
-        The weight that it has already is not rounded again. Raises UnsupportedError for another shape and for NaN and
+        Its own present weight is not rounded again. Raises UnsupportedError for another shape and for NaN and
         infinity, with the layer as it was.
         """
         if tuple(value.shape) != (self.out_features, self.in_features):

@@ -52,7 +52,7 @@ class TritonExperts(GroupedExperts):
 
 
 def _tile(rows: int, weight: Any, dtype: torch.dtype, backend: Triton) -> Any:
-    # Triton is optional, and slow to import: only who uses it needs it.
+    # Triton is optional, and slow to import: it is imported on first use.
     from .tiles import one_tile, tile_for
 
     only = one_tile(weight, dtype, backend.rounding) if backend.row_invariant else None
@@ -124,7 +124,7 @@ class Triton(Backend):
 
     @staticmethod
     def unserved(spec: LinearSpec) -> str | None:
-        """Why rows that are rounded cannot be multiplied by such a weight, as a clause; None if they can."""
+        """Return why rounded rows cannot be multiplied by such a weight, as a clause; None if they can."""
         layout = spec.layout
         if layout.format == "fp8" and spec.device_type == "cuda" and kernels.capability() < kernels.FP8:
             return "with FP8 activations it needs a GPU that multiplies FP8, of compute capability 8.9"

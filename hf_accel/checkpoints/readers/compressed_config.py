@@ -25,7 +25,7 @@ UNITS = (
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a layer's weight is stored. rounds: activations go to INT8, or to FP8 with FP8 weights."""
+    """The format of a layer's weight. rounds: whether activations go to INT8, or to FP8 with FP8 weights."""
 
     layout: Layout
     rounds: bool
@@ -38,7 +38,7 @@ class Scheme:
 
     @property
     def label(self) -> str:
-        """As a user reads it: "W4A16 in groups of 128"."""
+        """Return it in the words of users: "W4A16 in groups of 128"."""
         layout = self.layout
         groups = "" if layout.group_size is None else f" in groups of {layout.group_size}"
         kind = " in FP8" if layout.format == "fp8" else ""

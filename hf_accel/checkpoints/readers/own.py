@@ -20,7 +20,7 @@ from .reader import Found, Parts, Reader, are_safe, headers_of
 
 
 class Own(Reader):
-    """What save_pretrained writes of a model with quantized layers, which are loaded as they are."""
+    """Checkpoints that save_pretrained wrote of a model with quantized layers, which are loaded unchanged."""
 
     method = METHOD
     suffixes: ClassVar[tuple[str, ...]] = tuple({f.name: 1 for kind in KINDS.values() for f in fields(kind)})
@@ -45,7 +45,7 @@ class Own(Reader):
                 raise missing(model, f"{name}.{suffix}", described)
             check_tensor(f"{name}.{suffix}", tensor, stored.tensors[suffix], described)
         for suffix in sorted(stored.tensors.keys() - expected.keys()):
-            holds = f"{f'{name}.{suffix}'!r}, which a layer with {described}, as config.json has it, has not"
+            holds = f"{f'{name}.{suffix}'!r}, which a layer with {described}, as in config.json, has not"
             raise HfAccelError(f"the checkpoint holds {holds}; {AGAIN}")
         there = _numbers(stored, "weight_shape")
         if there is not None and there.tolist() != list(shape):

@@ -1,4 +1,4 @@
-"""What a reader of quantized checkpoints is: which tensors stand for a weight, and what they mean."""
+"""The interface of readers of quantized checkpoints: the tensors that stand for a weight, and their meaning."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Found:
 
 
 def dtype_of(found: Found) -> torch.dtype:
-    """Of a tensor that `Parts.expect` has returned."""
+    """Return the dtype of a tensor that `Parts.expect` has returned."""
     assert isinstance(found.dtype, torch.dtype)
     return found.dtype
 
@@ -73,14 +73,14 @@ class Parts:
 
 @dataclass(frozen=True)
 class Description:
-    """How a Linear will be held here. The layout says the dtype of the stored scales."""
+    """The form in which a Linear will be held here. The layout gives the dtype of the stored scales."""
 
     layout: Layout
     activations: Activations = "auto"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """As config.json has them of a layer of ours."""
+        """Return the settings of a layer of ours, as in config.json."""
         return {**self.layout.settings, "activations": self.activations}
 
 
@@ -103,7 +103,9 @@ class Reader(ABC):
 
     @abstractmethod
     def headers(self, model: PreTrainedModel, files: Sequence[str]) -> Iterable[tuple[str, Found]] | None:
-        """What a checkpoint holds, by the names that transformers' loader is given; None: that is not known yet."""
+        """Return the tensors of a checkpoint, by the names that transformers' loader gets; None if they are not known
+        yet.
+        """
 
     def place(self, stored_as: str) -> tuple[str, str]:
         """The name of the weight that a tensor would be a part of, and the suffix that says which part."""
@@ -111,12 +113,12 @@ class Reader(ABC):
         return f"{module}.weight", suffix
 
     def is_part(self, suffix: str, found: Found) -> bool:
-        """Whether a tensor of this name may stand for a quantized weight, or for a part of it."""
+        """Return whether a tensor of this name may stand for a quantized weight, or for a part of it."""
         return suffix in self.suffixes
 
     @abstractmethod
     def settings(self, stored: Parts, shape: tuple[int, int]) -> Mapping[str, Any]:
-        """How a weight [out, in] is to be held, as config.json has it of a layer of ours."""
+        """Return the settings with which a weight [out, in] is held, those of a layer of ours in config.json."""
 
 
 class ForeignReader(Reader):
@@ -154,13 +156,13 @@ class ForeignReader(Reader):
             for key in self.of_experts
         }
 
-    def loose(self, name: str, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
+    def own_tensors(self, name: str, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
         """Our tensors for parts of a layer [out, in] whose integers are loaded under their own name; else None."""
         return None
 
     @abstractmethod
     def describe(self, stored: Parts, shape: tuple[int, int]) -> Description:
-        """How a Linear [out, in] is to be held.
+        """Return how a Linear [out, in] is to be held.
 
         Reads small tensors only. Raises UnsupportedError for a layout that this reader does not know, and HfAccelError
         for tensors that no such layout has.
@@ -175,7 +177,7 @@ class ForeignReader(Reader):
 
 
 def are_safe(files: Sequence[str]) -> bool:
-    """Whether there are files, and all are safetensors, whose headers can be read by themselves."""
+    """Return whether there are files, and all are safetensors, whose headers can be read by themselves."""
     return bool(files) and all(str(file).endswith(".safetensors") for file in files)
 
 

@@ -14,7 +14,7 @@ from ...linear.formats import ByteWeight, LowBitWeight, QuantizedWeight
 BLOCK = 32
 
 
-def kind_of(weight: QuantizedWeight) -> str | None:
+def ggml_type_of(weight: QuantizedWeight) -> str | None:
     """The name of the blocks that hold a weight [out, in]; None if there are none for its shape and scales."""
     if (
         weight.format != "int"
@@ -65,7 +65,7 @@ def _half(column: Tensor) -> Tensor:
 
 
 def rounding_of_scales(weight: QuantizedWeight) -> float:
-    """The largest change of a scale, or of what is added beside it, by float16, as a share of it."""
+    """Return the largest change of a scale, or of an offset, by float16, as a share of it."""
     added = [_shift(weight)] if isinstance(weight, LowBitWeight) and not weight.symmetric else []
     return max(_rounding(numbers.double()) for numbers in (weight.weight_scale, *added))
 

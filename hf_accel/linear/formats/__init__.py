@@ -1,4 +1,4 @@
-"""How quantized weights are stored, a file for each kind; nothing else knows their bits."""
+"""The storage of quantized weights, a file for each kind; no other code knows their bits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,38 @@ from ...config import Format, Layout
 from .byte_weight import FLOAT8, ByteWeight, Float8Weight, Int8Weight
 from .float4_weight import MXFP4, Float4Weight
 from .low_bit_weight import Int2Weight, Int3Weight, Int4Weight, LowBitWeight
-from .quantized_weight import QuantizedWeight, check_group_size, chunks, in_order, lowered, scaled
+from .quantized_weight import QuantizedWeight, check_group_size, chunks, in_order, scaled, with_minimum
 from .words import pack_zero_points, unpack_words, zero_point_bytes
 
 __all__ = [
-    "FLOAT8", "KINDS", "MXFP4", "ByteWeight", "Float4Weight", "Float8Weight", "Format", "Int2Weight", "Int3Weight",
-    "Int4Weight", "Int8Weight", "Layout", "LowBitWeight", "QuantizedWeight", "check_group_size", "chunks", "converts",
-    "from_state", "in_order", "kind_of", "lowered", "pack_zero_points", "readable", "scaled", "state", "unpack_words",
-    "zero_point_bytes", "zeros",
+    "FLOAT8",
+    "KINDS",
+    "MXFP4",
+    "ByteWeight",
+    "Float4Weight",
+    "Float8Weight",
+    "Format",
+    "Int2Weight",
+    "Int3Weight",
+    "Int4Weight",
+    "Int8Weight",
+    "Layout",
+    "LowBitWeight",
+    "QuantizedWeight",
+    "check_group_size",
+    "chunks",
+    "converts",
+    "from_state",
+    "in_order",
+    "kind_of",
+    "pack_zero_points",
+    "readable",
+    "scaled",
+    "state",
+    "unpack_words",
+    "with_minimum",
+    "zero_point_bytes",
+    "zeros",
 ]  # fmt: skip
 
 KINDS: dict[str, type[Any]] = {  # by the label of a layout
@@ -30,28 +54,28 @@ KINDS: dict[str, type[Any]] = {  # by the label of a layout
 
 
 def kind_of(layout: Layout) -> type[Any]:
-    """The class of weights in a layout."""
+    """Return the class of weights in a layout."""
     return KINDS[layout.label]
 
 
 def state(weight: QuantizedWeight) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, by name; no weight_zero_point for a symmetric weight."""
+    """Return the tensors of a checkpoint, by name; no weight_zero_point for a symmetric weight."""
     tensors = {name: getattr(weight, name) for name in (field.name for field in fields(weight))}  # type: ignore[arg-type]
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def converts(tensor: Tensor) -> bool:
-    """Whether a tensor of `state` follows the dtype of the model: scales and minima do, the numbers do not."""
+    """Return whether a tensor of `state` follows the dtype of the model: scales and minima do, the numbers do not."""
     return tensor.is_floating_point() and tensor.dtype is not FLOAT8
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """FP8 as bytes: most of torch's operators, and GPUs before sm_89, do not know it."""
+    """Return FP8 as bytes, which most of torch's operators and GPUs before sm_89 need, and other numbers unchanged."""
     return tensor.view(torch.uint8) if tensor.dtype is FLOAT8 else tensor
 
 
 def from_state(kind: type[Any], tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-    """The weight of a class of KINDS whose `state` is among `tensors`."""
+    """Return the weight of a class of KINDS whose `state` is among `tensors`."""
     names = [f.name for f in fields(kind) if f.default is MISSING or f.name in tensors]
     made: QuantizedWeight = kind(**{name: tensors[name] for name in names})
     return made

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...config import Format, Layout
-from .quantized_weight import QuantizedWeight, chunks, in_order, joined_minima, lowered
+from .quantized_weight import QuantizedWeight, chunks, in_order, joined_minima, with_minimum
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -60,7 +60,7 @@ class ByteWeight(QuantizedWeight):
         scale = self.weight_scale[outputs].unsqueeze(-1)  # [outputs, groups, 1]
         groups = self.weight[outputs].view(*scale.shape[:2], self.group_size)
         minimum = None if self.weight_minimum is None else self.weight_minimum[outputs].unsqueeze(-1)
-        return in_order(lowered(groups, scale, minimum, dtype).flatten(-2), self.input_order)
+        return in_order(with_minimum(groups, scale, minimum, dtype).flatten(-2), self.input_order)
 
     def part(self, outputs: slice) -> Self:
         minimum = None if self.weight_minimum is None else self.weight_minimum[outputs]
@@ -73,7 +73,7 @@ class ByteWeight(QuantizedWeight):
 
 
 class Int8Weight(ByteWeight):
-    """INT8: -127..127; -128 where another program made it."""
+    """INT8: -127..127; -128 too if another program made it."""
 
     format = "int"
     stored_as = torch.int8

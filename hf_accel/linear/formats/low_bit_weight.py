@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...config import Format, Layout
-from .quantized_weight import QuantizedWeight, in_order, joined_minima, lowered
+from .quantized_weight import QuantizedWeight, in_order, joined_minima, with_minimum
 from .words import WORD, pack_zero_points, to_words, unit_of, unpack_words
 
 
@@ -81,7 +81,7 @@ class LowBitWeight(QuantizedWeight):
             groups -= zero_point.unsqueeze(-1)  # -15..15
         minimum = None if self.weight_minimum is None else self.weight_minimum[outputs].unsqueeze(-1)
         groups = groups if minimum is None else groups.add_(1 << self.bits - 1)
-        return in_order(lowered(groups, scale, minimum, dtype).flatten(-2), self.input_order)
+        return in_order(with_minimum(groups, scale, minimum, dtype).flatten(-2), self.input_order)
 
     def part(self, outputs: slice) -> Self:
         made = self.from_integers(self.integers(outputs), self.weight_scale[outputs], self.zero_points(outputs))

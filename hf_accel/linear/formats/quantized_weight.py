@@ -1,4 +1,4 @@
-"""What every stored weight can do, and the arithmetic of scales."""
+"""The interface of every stored weight, and the arithmetic of scales."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ CHUNK = 256  # outputs dequantized at a time, so that the float copy stays small
 
 
 class QuantizedWeight(ABC):
-    """A weight [out, in], as its layout says. The fields of a subclass are the tensors of a checkpoint, by name.
+    """A weight [out, in], stored as its layout says.
+
+    The fields of a subclass are the tensors of a checkpoint, by name.
 
     weight_minimum has the groups of the scales. With input_order, column i of the stored weight belongs to input
     input_order[i].
@@ -45,10 +47,10 @@ class QuantizedWeight(ABC):
     @property
     @abstractmethod
     def symmetric(self) -> bool:
-        """Whether the level 0 stands for the weight 0."""
+        """True if the level 0 stands for the weight 0."""
 
     def changed(self, **tensors: Tensor | None) -> Self:
-        """A copy with other tensors, by the names of fields."""
+        """Return a copy with other tensors, by the names of fields."""
         made: Self = replace(self, **tensors)  # type: ignore[type-var]  # every subclass is a dataclass
         return made
 
@@ -72,24 +74,26 @@ class QuantizedWeight(ABC):
 
     @abstractmethod
     def integers(self, outputs: slice = slice(None)) -> Tensor:
-        """The numbers as they are stored, [outputs, in]: whole ones, but for FP8. Zero points are not taken off."""
+        """Return the stored numbers, [outputs, in]: integers, or floats in FP8. Zero points are not subtracted."""
 
     @abstractmethod
     def dequantize(self, dtype: torch.dtype, *, outputs: slice = slice(None)) -> Tensor:
-        """The weight in floating point, [outputs, in], rounded once."""
+        """Return the weight in floating point, [outputs, in], rounded once."""
 
     def not_a_number(self) -> tuple[str, list[int]] | None:
-        """The tensor, and the place in it, of what a file must not hold and kernels would take for a number."""
+        """Find a value that no file may hold, and that kernels would read as a number: its tensor, and its place
+        there.
+        """
         return None
 
     @abstractmethod
     def part(self, outputs: slice) -> Self:
-        """Some outputs, without an order of the inputs. The integers, and all but zero points, may be views."""
+        """Return some outputs, without an order of the inputs. All tensors but zero points may be views."""
 
     @classmethod
     @abstractmethod
     def joined(cls, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Weights of one layout one after the other: `part`, taken back."""
+        """Join weights of one layout, one after the other; the inverse of `part`."""
 
 
 def joined_minima(parts: Sequence[QuantizedWeight]) -> Tensor | None:
@@ -98,14 +102,14 @@ def joined_minima(parts: Sequence[QuantizedWeight]) -> Tensor | None:
 
 
 def in_order(weight: Tensor, input_order: Tensor | None) -> Tensor:
-    """Stored columns [outputs, in] in the order of the layer's inputs."""
+    """Put stored columns [outputs, in] in the order of the layer's inputs."""
     if input_order is None:
         return weight
     return torch.empty_like(weight).index_copy_(1, input_order.to(weight.device, torch.long), weight)
 
 
-def lowered(integers: Tensor, scale: Tensor, minimum: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """integers * scale - minimum in `dtype`: the product, and the difference, are rounded once each in float32."""
+def with_minimum(integers: Tensor, scale: Tensor, minimum: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return integers * scale - minimum in `dtype`: product and difference are rounded once each in float32."""
     if minimum is None:
         return scaled(integers, scale, dtype)
     wide = torch.promote_types(torch.float32, torch.promote_types(scale.dtype, dtype))
@@ -113,18 +117,18 @@ def lowered(integers: Tensor, scale: Tensor, minimum: Tensor | None, dtype: torc
 
 
 def scaled(integers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """integers * scale in `dtype`; every dtype of a model holds integers and FP8 exactly, so one rounding is left."""
+    """Return integers * scale in `dtype`; a model's dtypes hold integers and FP8 exactly, so it is rounded once."""
     wide = torch.promote_types(scale.dtype, dtype)
     return integers.to(wide).mul_(scale.to(wide)).to(dtype)
 
 
 def chunks(out_features: int) -> Iterator[slice]:
-    """Ranges of outputs, in order."""
+    """Iterate over ranges of outputs, in order."""
     return (slice(start, start + CHUNK) for start in range(0, out_features, CHUNK))
 
 
 def check_group_size(shape: tuple[int, int], group_size: int) -> int:
-    """The number of groups in a row of a weight [out, in].
+    """Return the number of groups in a row of a weight [out, in].
 
     Raises UnsupportedError unless the inputs divide into groups.
     """

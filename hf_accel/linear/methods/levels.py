@@ -28,7 +28,8 @@ class Levels:
         return cls(layout, -127 if layout.bits == 8 else -half, half - 1, not layout.symmetric)
 
     def extent(self, groups: Tensor) -> tuple[Tensor, Tensor]:
-        """What the levels have to cover of groups [..., group, out]: the lowest and the highest value, [..., 1, out].
+        """Return the range of groups [..., group, out] that the levels must cover: the lowest and the highest value,
+        [..., 1, out].
 
         0 is always among them. Without zero points both are the largest magnitude; if there is one level more below
         zero than above, it is negative where a negative scale uses that level.
@@ -51,12 +52,12 @@ class Levels:
         return scale, zeros
 
     def round(self, values: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensor:
-        """The integers nearest to values, as floats."""
+        """Return the integers nearest to values, as floats."""
         levels = (values / _divisor(scale)).round_()
         return (levels if zeros is None else levels.add_(zeros)).clamp_(self.lowest, self.highest)
 
     def restore(self, integers: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensor:
-        """The values that integers stand for."""
+        """Return the values that integers stand for."""
         return integers * scale if zeros is None else (integers - zeros) * scale
 
     def search(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...config import WeightConfig
 from ...errors import UnsupportedError
-from ..activations import LARGEST
+from ..activations import LARGEST_NUMBER
 from ..formats import FLOAT8, Layout, QuantizedWeight, check_group_size, chunks, kind_of
 
 
@@ -33,7 +33,7 @@ def quantize(weight: Tensor, config: WeightConfig) -> QuantizedWeight:
 def quantize_like(weight: Tensor, other: QuantizedWeight) -> QuantizedWeight:
     """Quantize a floating-point weight [out, in] with the bits, groups and order of inputs that `other` has.
 
-    Scales get the dtype of `other`'s. In the place of minima come zero points, which hold 0 exactly. Raises
+    Scales get the dtype of `other`'s. Minima are replaced by zero points, which hold 0 exactly. Raises
     UnsupportedError for NaN and infinity.
     """
     order, weight = other.input_order, weight.detach()
@@ -43,7 +43,7 @@ def quantize_like(weight: Tensor, other: QuantizedWeight) -> QuantizedWeight:
 
 
 def _rounded(weight: Tensor, layout: Layout) -> QuantizedWeight:
-    """scale_dtype None: the weight's."""
+    """Round a weight to a layout; a scale_dtype of None is the weight's dtype."""
     is_lopsided = layout.bits < 8 and not layout.symmetric
     rounding = _round_asymmetric if is_lopsided else _round
     made: QuantizedWeight = kind_of(layout).from_integers(*rounding(weight, layout))
@@ -53,7 +53,7 @@ def _rounded(weight: Tensor, layout: Layout) -> QuantizedWeight:
 def _round(weight: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Levels [out, in] and scales [out, groups] of the layout's dtype, a chunk of outputs at a time."""
     bits, is_fp8 = layout.bits, layout.format == "fp8"
-    half, largest = 1 << bits - 1, LARGEST["fp8" if is_fp8 else "int8"]
+    half, largest = 1 << bits - 1, LARGEST_NUMBER["fp8" if is_fp8 else "int8"]
     stored = FLOAT8 if is_fp8 else torch.int8
     integers = torch.empty_like(weight, dtype=stored, memory_format=torch.contiguous_format)
     scale = weight.new_empty(len(weight), layout.groups(weight.shape[1]), dtype=layout.scale_dtype)

@@ -19,7 +19,7 @@ from ...linear.formats import QuantizedWeight, from_state, kind_of, state
 from ..originals import fingerprint
 from ..plan import LinearPlan
 
-SCALES = "input_scales"  # beside the tensors of the weight
+SCALES = "input_scales"  # stored next to the tensors of the weight
 RECORD = "calibration.json"  # what the layers in the folder were made from
 
 
@@ -72,7 +72,7 @@ class Finished:
 
 
 def _record(config: WeightConfig, windows: Tensor, linears: Mapping[str, LinearPlan]) -> dict[str, str]:
-    """What the numbers depend on, by the words that an error names."""
+    """Return the settings that the numbers depend on, by the words that an error names."""
     weights = [f"{name} {fingerprint(linear.site.parameter)}" for name, linear in linears.items()]
     formats = [f"{p.config.method} {p.config.label} {p.config.group_size}" for p in linears.values()]
     return {

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 import hf_accel
-from hf_accel.attention import AttentionBackend, AttentionSpec, choose
+from hf_accel.attention import AttentionBackend, AttentionSpec, choose_backend
 from hf_accel.attention.hf import forward
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
@@ -279,7 +279,7 @@ def test_passes_take_the_planned_attention_until_the_model_changes(
 
     def note(spec: AttentionSpec, name: str, *, row_invariant: bool) -> AttentionBackend:
         chosen.append(spec)
-        return choose(spec, name, row_invariant=row_invariant)[0]
+        return choose_backend(spec, name, row_invariant=row_invariant)[0]
 
     monkeypatch.setattr(forward, "_choose", note)
     model = hf_accel.patch(build(family), weights=None, cache=cache, fuse=False)
