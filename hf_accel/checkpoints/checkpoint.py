@@ -32,11 +32,12 @@ from .readers.block_fp8 import BlockFp8
 from .readers.compressed_tensors import CompressedTensors
 from .readers.gguf_reader import Gguf
 from .readers.gptq import Gptq
+from .readers.mxfp4 import Mxfp4
 from .readers.own import Own, check_parts
 from .readers.reader import ForeignReader, Found, Parts, Reader, refuse
 
 READERS: dict[str, type[Reader]] = {
-    reader.method: reader for reader in (Own, Awq, BlockFp8, CompressedTensors, Gguf, Gptq)
+    reader.method: reader for reader in (Own, Awq, BlockFp8, CompressedTensors, Gguf, Gptq, Mxfp4)
 }
 COLLECTED = ".weight_scale"  # a tensor of every quantized layer; the loader collects a layer's parts under this name
 

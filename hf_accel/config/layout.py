@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
-Format = Literal["int", "fp8"]
+Format = Literal["int", "fp8", "mxfp4"]
 
 
 @dataclass(frozen=True, kw_only=True)

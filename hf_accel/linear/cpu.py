@@ -24,7 +24,15 @@ from ..kernels.cpu.integer_linear import (
 from ..kernels.cpu.library import FLOATS, native
 from ..tensors import is_recorded
 from .backend import Backend, GroupedExperts, LinearSpec
-from .formats import Int4Weight, Int8Weight, LowBitWeight, QuantizedWeight, check_group_size, pack_zero_points
+from .formats import (
+    Float4Weight,
+    Int4Weight,
+    Int8Weight,
+    LowBitWeight,
+    QuantizedWeight,
+    check_group_size,
+    pack_zero_points,
+)
 from .methods.rtn import refuse_not_finite
 
 GROUP_MULTIPLE = 8  # inputs
@@ -70,7 +78,7 @@ class Cpu(Backend):
     """
 
     name = "cpu"
-    layouts = ("int8", "int4")
+    layouts = ("int8", "int4", "mxfp4")
     device_type = "cpu"
     dtypes = FLOATS
     activations = "int8"
@@ -86,6 +94,9 @@ class Cpu(Backend):
 
     def pack(self, weight: QuantizedWeight) -> CpuWeight:
         scale = weight.weight_scale
+        if isinstance(weight, Float4Weight):
+            factors = weight.factors().to(torch.bfloat16)  # which has the exponents of all scales
+            return CpuWeight(pack(4, weight.weight_packed, factors, is_float=True), factors.dtype)
         if isinstance(weight, Int8Weight):
             return CpuWeight(pack(8, weight.weight, scale, minima=weight.weight_minimum), scale.dtype)
         assert isinstance(weight, LowBitWeight)
@@ -104,6 +115,8 @@ class Cpu(Backend):
 
     def unpack(self, packed: CpuWeight) -> QuantizedWeight:
         stored, scale = unpack(packed.weight), stored_scales(packed.weight, packed.dtype)
+        if packed.weight.is_float:
+            return Float4Weight.of_factors(stored, scale)
         minimum = stored_by_group(packed.weight, "minima")
         if packed.weight.bits == 8:
             return Int8Weight(stored, scale, None, minimum)
@@ -116,8 +129,9 @@ class Cpu(Backend):
         if is_recorded():
             w = packed.weight
             out: Tensor = recorded_linear(
-                x, w.packed, w.scales, w.zeros, w.minima, bias, w.bits, w.out_features, w.in_features, w.group_size
-            )
+                x, w.packed, w.scales, w.zeros, w.minima, bias, w.bits, w.out_features, w.in_features, w.group_size,
+                w.is_float,
+            )  # fmt: skip
             return out
         return packed.call(bias)(x)
 

@@ -16,9 +16,14 @@ from ..kernels import triton as kernels
 from ..tensors import is_recorded
 from .activations import EightBits
 from .backend import FEW_ROWS, Backend, GroupedExperts, LinearSpec, Rounding
-from .formats import ByteWeight, Int4Weight, Layout, QuantizedWeight, kind_of
+from .formats import ByteWeight, Float4Weight, Int4Weight, Layout, QuantizedWeight, kind_of
 
-BLOCKS = {"int4": (128, 64, 32), "int8": (64, 32, 16), "fp8": (64, 32)}  # inputs that one product takes
+BLOCKS = {
+    "int4": (128, 64, 32),
+    "int8": (64, 32, 16),
+    "fp8": (64, 32),
+    "mxfp4": (32,),
+}  # inputs that one product takes
 FEWER_BITS: dict[EightBits, tuple[str, ...]] = {"int8": ("int4",), "fp8": ()}  # that rounded rows multiply as well
 WITHOUT_GROUPS = (64, 32)  # of 8 bits with a scale for each output: the second for inputs that the first would cut
 LEAST_BYTES = 32  # of a block: integers that one product of integers takes
@@ -143,17 +148,20 @@ class Triton(Backend):
         layout = replace(weight.layout, ordered=False, scale_dtype=None)
         block = block_size(layout, in_features)
         assert block is not None
-        stored = weight.integers()
+        stored, scale = weight.integers(), weight.weight_scale
         padded = F.pad(stored.view(torch.int8), (0, -in_features % block))  # as bytes: torch does not add to FP8
         integers = padded.view(stored.dtype).view(out_features, -1, block)
         zero_point = None
+        if isinstance(weight, Float4Weight):
+            low, high = weight.codes().view(out_features, -1, block).chunk(2, dim=-1)
+            integers, scale = low | high << 4, weight.factors().to(torch.bfloat16)
         if isinstance(weight, Int4Weight):
             low, high = integers.view(torch.uint8).chunk(2, dim=-1)
             integers = low & 15 | high << 4
             zero_point = weight.zero_points()
         return BlockedWeight(
             integers=_by_block(integers),
-            scale=_by_block(weight.weight_scale),
+            scale=_by_block(scale),
             in_features=in_features,
             layout=layout,
             zero_point=None if zero_point is None else _by_block(_pairs(zero_point)),
@@ -167,6 +175,9 @@ class Triton(Backend):
         kind = kind_of(packed.layout)
         if issubclass(kind, ByteWeight):
             return kind(stored.flatten(1)[:, : packed.in_features].contiguous(), scale, None, minimum)
+        if issubclass(kind, Float4Weight):
+            codes = torch.cat((stored & 15, stored >> 4), dim=-1).flatten(1)
+            return kind.of_factors(codes[:, ::2] | codes[:, 1::2] << 4, scale)
         signed = stored.view(torch.int8)
         integers = torch.cat((signed << 4 >> 4, signed >> 4), dim=-1).flatten(1)
         zero_point = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import Structure
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from .structs import ExpertsCall, Linear, LinearCall, Matrix, epilogue_number, f
 BLOCK = 64  # outputs of a packed block
 FORMATS = {8: 3, 4: 5}  # the Dtype of types.h for each number of bits
 INT8_GROUPS = 6  # that of 8 bits whose scales belong to groups of inputs
+FP4 = 7  # that of 4 bits that are floats (E2M1)
 # The fewest rows that tiles multiply (AMX), for each number of bits. With fewer, dot products of vectors should be
 # faster; `python -m benchmarks.run tiles` measures it. The results have the same bits.
 TILE_ROWS = {8: 16, 4: 16}
@@ -61,10 +62,13 @@ class PackedWeight:
     scales: Tensor
     zeros: Tensor | None = None
     minima: Tensor | None = None
+    is_float: bool = False
 
     @property
     def format(self) -> int:
         """The Dtype of types.h."""
+        if self.is_float:
+            return FP4
         return INT8_GROUPS if self.bits == 8 and self.scales.ndim == 3 else FORMATS[self.bits]
 
     @property
@@ -74,8 +78,9 @@ class PackedWeight:
 
 
 def pack(
-    bits: int, stored: Tensor, scales: Tensor, zeros: Tensor | None = None, *, minima: Tensor | None = None
-) -> PackedWeight:
+    bits: int, stored: Tensor, scales: Tensor, zeros: Tensor | None = None, *, minima: Tensor | None = None,
+    is_float: bool = False,
+) -> PackedWeight:  # fmt: skip
     """Pack a quantized weight.
 
     stored: [out, in] int8; for 4 bits, [out, in / 2] uint8. scales: [out, groups]. minima: [out, groups], of the
@@ -85,7 +90,8 @@ def pack(
     in_features = stored.shape[1] * 8 // bits
     packed = _packed_bytes(bits, len(stored), in_features)
     _pack(FORMATS[bits], threads(), len(stored), in_features, stored.data_ptr(), packed.data_ptr())
-    return _weight(bits, packed, scales, zeros=zeros, minima=minima, in_features=in_features)
+    weight = _weight(bits, packed, scales, zeros=zeros, minima=minima, in_features=in_features)
+    return replace(weight, is_float=is_float)
 
 
 def unpack(weight: PackedWeight) -> Tensor:
@@ -251,16 +257,16 @@ class IntegerExperts(IntegerLinear):
 @torch.library.custom_op("hf_accel::integer_linear", mutates_args=())
 def recorded_linear(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, minima: Tensor | None, bias: Tensor | None,
-    bits: int, out_features: int, in_features: int, group_size: int,
+    bits: int, out_features: int, in_features: int, group_size: int, is_float: bool,
 ) -> Tensor:  # fmt: skip
     """IntegerLinear of one weight as a torch operator, which compiled and exported graphs can record."""
-    weight = PackedWeight(bits, out_features, in_features, group_size, packed, scales, zeros, minima)
+    weight = PackedWeight(bits, out_features, in_features, group_size, packed, scales, zeros, minima, is_float)
     return IntegerLinear([weight], [bias])(x.contiguous())
 
 
 @recorded_linear.register_fake
 def _(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, minima: Tensor | None, bias: Tensor | None,
-    bits: int, out_features: int, in_features: int, group_size: int,
+    bits: int, out_features: int, in_features: int, group_size: int, is_float: bool,
 ) -> Tensor:  # fmt: skip
     return x.new_empty(x.shape[0], out_features)

@@ -69,6 +69,7 @@ def test_numbers_of_names() -> None:
         library.DTYPES.values()
     )
     assert {8: int(dtypes["INT8"]), 4: int(dtypes["INT4"])} == integer_linear.FORMATS
+    assert int(dtypes["FP4"]) == integer_linear.FP4
     kinds = re.search(r"enum LayerOpKind : int32_t {(.*?)}", HEADER)[1]  # type: ignore[index]
     assert tuple(kinds.lower().replace(" ", "").split(",")) == decoder_layer.OPERATIONS
     for enum, numbers in (("Epilogue", EPILOGUES), ("Activation", ACTIVATIONS)):

@@ -29,6 +29,10 @@ def _weights(integers, scale, zero_point, minimum, BITS: tl.constexpr, NUMBERS: 
     """
     if NUMBERS == "fp8":
         return fp8_numbers(integers, DTYPE)
+    if NUMBERS == "mxfp4":  # E2M1 as float16 is 2 ** 14 times too small, and scales are halves
+        bits = integers.to(tl.uint8, bitcast=True).to(tl.uint16)
+        small = (((bits & 0x80) << 8) | ((bits & 0x70) << 5)).to(tl.float16, bitcast=True)
+        return (small.to(tl.float32) * 32768.0).to(DTYPE)
     if minimum is not None:
         above = 128 if BITS == 4 else 0
         return ((integers.to(tl.float32) + above) * scale[:, None] - minimum[:, None]).to(DTYPE)

@@ -30,7 +30,7 @@ inline F weight_factor(const GroupTask& task, const void* values, int64_t i) {
 
 // Formats with two numbers in a byte. MIDDLE: the number that stands for 0 where there are no zero points.
 template <int FORMAT>
-constexpr bool IN_HALVES = FORMAT == INT4;
+constexpr bool IN_HALVES = FORMAT == INT4 || FORMAT == FP4;
 
 template <int FORMAT>
 struct Levels {
@@ -38,11 +38,22 @@ struct Levels {
   inline HFA_INLINE I operator()(I halves) const { return halves; }
 };
 
+// FP4: twice the number plus 12, so that it is a whole number, and at least 0. Scales are halves of the stored ones.
+constexpr uint8_t FP4_LEVELS[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+template <>
+struct Levels<FP4> {
+  static constexpr int MIDDLE = 12;
+  decltype(table16(FP4_LEVELS)) table = table16(FP4_LEVELS);
+  inline HFA_INLINE I operator()(I halves) const { return lookup16(table, halves); }
+};
+
 // Calls f with the format of a linear layer as a constant.
 template <class Function>
 inline void for_format(int32_t format, const Function& f) {
   switch (format) {
     case INT4: return f(Constant<INT4>{});
+    case FP4: return f(Constant<FP4>{});
     case INT8_GROUPS: return f(Constant<INT8_GROUPS>{});
     default: return f(Constant<INT8>{});
   }
