@@ -34,7 +34,7 @@ WRITERS = {
     "generation.hf.factory": {"config"},
     "generation.hf.request_config": {"config", "setattr"},
     "generation.sampling.purity": {"dict"},  # of a processor
-    "attention.hf.stock": {"dict"},
+    "recognition.trial": {"dict"},
     "patching.calibration": {"hook", "submodule"},
     "estimate.unpatched": {"dict", "submodule"},
     "fused.sites": {"class", "dict"},
@@ -46,6 +46,8 @@ WRITERS = {
     "linear.layer": {"dict"},
     # tensors that a quantized layer lends
     "linear.writable": {"class", "data"},
+    # the package's own module
+    "": {"class"},
     # the signature of a command, from its options
     "cli.options": {"dict"},
     # a student, while it is made or trained

@@ -1,29 +1,24 @@
-"""Whether the files of a checkpoint hold the tensors of the model that its config.json describes.
+"""Checks that the files of a checkpoint hold the tensors of the model that its config.json describes.
 
-It is asked before anything is loaded. transformers would fill in random numbers for what is missing and pass over what
-it has no place for, each in a line of a long report.
+They run before anything is loaded. transformers would fill in random numbers for missing tensors and ignore unknown
+ones, each in a line of a long report.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import rename_source_key
-from transformers.modeling_utils import str_to_torch_dtype
 
 from ..errors import HfAccelError
 from ..hardware import release
 from ..linear.formats import converts
 from ..linear.hf import by_kind, lost_expert
-from ..patching.originals import read_tensor
 from ..patching.ties import remaining_ties
 from .readers.reader import Found
 
@@ -72,49 +67,34 @@ def own_names(
     model: PreTrainedModel, expected: Mapping[str, Tensor], headers: Iterable[tuple[str, Found]], *,
     key_mapping: dict[str, str] | None = None,
 ) -> Iterator[tuple[str, Found]]:  # fmt: skip
-    """What files hold, by the names that transformers will give to it in the model.
+    """Return what files hold, by the names that transformers will give to it in the model.
 
-    expected: tensors of the model by name, of which some may be among them.
+    expected: the model's tensors by name; the files may hold some of them.
     """
+    names_of = renamer(model, expected, key_mapping)
+    for stored_as, found in headers:
+        names, is_whole = names_of(stored_as)
+        for name in names:
+            yield name, found if is_whole else Found(found.dtype, None, found.read)
+
+
+def renamer(
+    model: PreTrainedModel, expected: Mapping[str, Tensor], key_mapping: dict[str, str] | None = None
+) -> Callable[[str], tuple[list[str], bool]]:
+    """Return a function from a name in a file to the names in the model, and whether a tensor gets there unchanged."""
     renamings, converters = by_kind(get_model_conversion_mapping(model, key_mapping))
     targets = {pattern: entry.target_patterns for entry in converters for pattern in entry.source_patterns}
     prefix, known = model.base_model_prefix, dict(expected)
-    for stored_as, found in headers:
+
+    def names_of(stored_as: str) -> tuple[list[str], bool]:
         name, pattern = rename_source_key(stored_as, renamings, converters, prefix, known)
         if name not in expected and stored_as in expected:
             name, pattern = rename_source_key(stored_as, [], [], prefix, known)
         if pattern is None:
-            yield name, found
-            continue
-        for target in targets[pattern]:
-            yield name.replace(targets[pattern][0], target), Found(found.dtype, None, found.read)
+            return [name], True
+        return [name.replace(targets[pattern][0], target) for target in targets[pattern]], False
 
-
-def headers_of(files: Sequence[Path], *, way_out: str = "") -> Iterator[tuple[str, Found]]:
-    """The tensors of files, by the names that they have there. way_out: what else to do where one cannot be read."""
-    for file in files:
-        try:
-            yield from _safe_headers(file) if file.suffix == ".safetensors" else _pickled(file)
-        except Exception as error:
-            raise HfAccelError(f"{file} cannot be read: {error}; copy or download it again{way_out}") from error
-
-
-def _safe_headers(file: Path) -> Iterator[tuple[str, Found]]:
-    with safe_open(file, framework="pt") as tensors:
-        for name in tensors.keys():  # noqa: SIM118  # it is no dict
-            header = tensors.get_slice(name)
-            dtype = str_to_torch_dtype.get(header.get_dtype(), header.get_dtype())
-            yield name, Found(dtype, tuple(header.get_shape()), partial(read_tensor, file, name))
-
-
-def _pickled(file: Path) -> Iterator[tuple[str, Found]]:
-    try:
-        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError:  # of a version of torch that wrote no zip files
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor):
-            yield name, Found(tensor.dtype, tuple(tensor.shape), tensor.detach)
+    return names_of
 
 
 def shared_names(model: PreTrainedModel, quantized: Collection[str]) -> list[set[str]]:
@@ -156,7 +136,7 @@ def _check_names(
     optional = set(model._keys_to_ignore_on_save or ())
     for name in sorted(expected.keys() - found.keys() - optional):
         if not _matches(name, model._keys_to_ignore_on_load_missing) and not name.endswith("num_batches_tracked"):
-            raise missing(model, name, instead=_beside(name, found.keys() - expected.keys()), again=again)
+            raise missing(model, name, instead=_sibling_of(name, found.keys() - expected.keys()), again=again)
     for name in sorted(found.keys() - expected.keys()):
         lost = strict or _is_of_more_layers(name, expected) or _is_lost_bias(name, expected, found[name])
         if lost and not passed_over(model, name):
@@ -164,7 +144,7 @@ def _check_names(
 
 
 def passed_over(model: PreTrainedModel, name: str) -> bool:
-    """Whether transformers knows that a tensor of this name is not needed: old buffers, and layers that draft."""
+    """Return whether transformers ignores a tensor of this name: old buffers, and layers that draft."""
     if _matches(name, model._keys_to_ignore_on_load_unexpected) or "rotary_emb.inv_freq" in name:
         return True
     if name.rpartition(".")[2] == "position_ids":
@@ -177,7 +157,9 @@ def passed_over(model: PreTrainedModel, name: str) -> bool:
 
 
 def _is_of_more_layers(name: str, expected: Mapping[str, Tensor]) -> bool:
-    """Whether the tensor belongs to a member of a list that the model has, after the members that the model has."""
+    """Return whether the tensor belongs to a member of a list that the model has, after the members that the model
+    has.
+    """
     for place in re.finditer(r"(?<=\.)\d+(?=\.)", f".{name}"):
         start, end = place.start() - 1, place.end() - 1
         same = re.compile(re.escape(name[:start]) + r"\d+" + re.escape(name[end:]))
@@ -187,7 +169,7 @@ def _is_of_more_layers(name: str, expected: Mapping[str, Tensor]) -> bool:
 
 
 def _is_lost_bias(name: str, expected: Mapping[str, Tensor], found: Found) -> bool:
-    """Whether it is a bias, not of zeros, of a layer that has none in the model."""
+    """Return whether it is a bias, not of zeros, of a layer that has none in the model."""
     module, _, suffix = name.rpartition(".")
     if suffix != "bias" or f"{module}.weight" not in expected or found.dtype not in FLOATS:
         return False
@@ -198,8 +180,8 @@ def _matches(name: str, patterns: Collection[str] | None) -> bool:
     return any(re.search(pattern, name) for pattern in patterns or ())
 
 
-def _beside(name: str, others: Collection[str]) -> str | None:
-    """What a file holds of the module that a missing tensor belongs to."""
+def _sibling_of(name: str, others: Collection[str]) -> str | None:
+    """Describe what a file holds of the module that a missing tensor belongs to."""
     module = name.rpartition(".")[0]
     return min((other for other in others if other.startswith(f"{module}.")), default=None)
 
@@ -238,23 +220,19 @@ def check_values(model: PreTrainedModel, found: Mapping[str, Found], *, again: s
         if parameter.dim() > 1 and not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding):
             continue
         values = found[name].read()
-        place = _not_finite(values)
+        check_finite(name, values, again=again)
         release(values)
-        if place is not None:
-            raise HfAccelError(f"{name!r} holds NaN or infinity at {place} in the checkpoint; {again}")
 
 
-def _not_finite(values: Tensor) -> list[int] | None:
-    """The first place of NaN or infinity."""
-    if values.device.type == "meta":
-        return None
+def check_finite(name: str, values: Tensor, *, again: str = AGAIN) -> None:
+    """Raise HfAccelError for NaN and infinity, with the first place that has one."""
     start = 0
-    for part in values.flatten().split(AT_ONCE):
+    for part in values.flatten().split(AT_ONCE) if values.numel() and values.device.type != "meta" else ():
         least, most = part.aminmax()
         if not (least.isfinite() and most.isfinite()):
-            return _place(start + int((~part.isfinite()).nonzero()[0]), values.shape)
+            place = _place(start + int((~part.isfinite()).nonzero()[0]), values.shape)
+            raise HfAccelError(f"{name!r} holds NaN or infinity at {place} in the checkpoint; {again}")
         start += len(part)
-    return None
 
 
 def _place(number: int, shape: Sequence[int]) -> list[int]:

@@ -14,8 +14,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
-from transformers.quantizers import register_quantization_config, register_quantizer
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 from ..errors import HfAccelError, UnsupportedError
 from ..estimate.shapes import class_of
@@ -32,11 +31,12 @@ from ..patching.plan import Line, LinearPlan
 from ..patching.planning import find_on_disk, make_plan
 from ..tensors import torchs_defaults
 from ..undo.state import state_of
-from .checkpoint import check_loaded, check_numbers, prepare
-from .contents import COPY, check_float_model, check_report, headers_of
-from .foreign import Gguf, converters, is_ours, prepare_foreign, reader_of, state_dict_of
+from .checkpoint import is_ours, prepare, reader_of
+from .contents import COPY, check_float_model, check_report
 from .packer import Packer, make_packer
-from .readers.gguf_reader import forget_files
+from .readers.gguf_reader import Gguf, LazyTensor, forget_files
+from .readers.own import check_loaded, check_numbers
+from .readers.reader import headers_of
 
 HUB_KEYWORDS = (
     "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
@@ -64,7 +64,7 @@ def finish_loading(model: PreTrainedModel, settings: AccelConfig, packer: Packer
 def _originals(
     packed: Mapping[str, Packed], model: PreTrainedModel, linears: Sequence[LinearPlan]
 ) -> dict[str, Stored] | None:
-    """Where the originals are stored; None unless that is so for all."""
+    """Return where the originals are stored; None unless all are stored."""
     wanted = [linear for linear in linears if linear.choice is not None and not linear.site.is_tied]
     sources = {p.site.tensor_name: packed[p.site.name].source for p in wanted if p.site.name in packed}
     found = {name: source.stored for name, source in sources.items() if source is not None}
@@ -143,7 +143,7 @@ def _for_float_files(ours: Mapping[str, Any], keywords: Mapping[str, Any]) -> Ac
 
 
 def _whole(load_model: partial[Any]) -> PreTrainedModel:
-    """What transformers loads by itself. Raises HfAccelError if it had to fill in random numbers."""
+    """Load with transformers alone. Raises HfAccelError if it had to fill in random numbers."""
     model, report = load_model(output_loading_info=True)
     check_report(model, report["missing_keys"], report["unexpected_keys"])
     return model
@@ -164,7 +164,7 @@ def _load_gguf(path: str, ours: dict[str, Any], keywords: dict[str, Any]) -> Pre
     else:
         keywords["quantization_config"] = AccelConfig(**ours)
         check_float_model(empty, reader.headers(empty))
-    state_dict = state_dict_of(empty, reader)
+    state_dict = {name: LazyTensor(found) for name, found in reader.headers(empty)}
     try:
         model: PreTrainedModel = type(empty).from_pretrained(None, config=config, state_dict=state_dict, **keywords)
     finally:
@@ -216,12 +216,11 @@ class LoadingQuantizer(AccelQuantizer):
                 "weights that are split over ranks (distributed_config=) are not packed while they are loaded, nor "
                 "read quantized; load the float model without quantization_config=, and call hf_accel.patch(model)"
             )
-        reader = None if settings.stored_as is None else reader_of(settings.stored_as)
-        if reader is not None:
+        if settings.stored_as is not None or self.pre_quantized:
+            reader = reader_of(settings.stored_as or {"quant_method": METHOD, "modules": settings.modules})
+            assert reader is not None
             with torchs_defaults():
-                self.conversions = converters(reader, prepare_foreign(model, reader, files))
-        elif self.pre_quantized:
-            prepare(model, settings.modules, files)
+                self.conversions = prepare(model, reader, files)
         else:
             if settings.check_files is not None and files:
                 with torchs_defaults():
@@ -266,8 +265,7 @@ class HandOver(ConversionOps):
         return self.packer.take(name, values[0] if isinstance(values, list) else values, stored_as)
 
 
-def register() -> None:
+def register_quantization() -> None:
     """Make "hf_accel" a quantization method; harmless when repeated."""
-    if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        register_quantization_config(METHOD)(AccelConfig)
-        register_quantizer(METHOD)(LoadingQuantizer)
+    AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = AccelConfig
+    AUTO_QUANTIZER_MAPPING[METHOD] = LoadingQuantizer

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from .failures import BadInputError
-from .models import check, explained, named_dtype
+from .models import checked_path, explained, named_dtype
 from .options import Asked, Path_, common
 from .plan import Dtype
 
@@ -43,7 +43,7 @@ def estimate(
       hf-accel estimate Qwen/Qwen3-8B --context 32768 --weights int4 --memory "RTX 4090"
       hf-accel estimate Qwen/Qwen3-8B --machine "A100 80GB" --price-per-hour 2 --requests-per-second 4
     """
-    place, wanted = check(path), named_dtype(dtype)
+    place, wanted = checked_path(path), named_dtype(dtype)
     import hf_accel
 
     if context is None and requests_per_second is not None:
@@ -76,7 +76,9 @@ def estimate(
 def _machine(
     name: str, given: tuple[float | None, float | None, str | None]
 ) -> tuple[float, float, float | None, str]:
-    """Bandwidth, compute, compute in FP8 and memory of a device by its name; what was given beside it comes first."""
+    """Return bandwidth, compute, compute in FP8 and memory of a device by its name; values given as options come
+    first.
+    """
     from hf_accel.estimate.devices import memory_of, speed_of
 
     if name in ("cpu", "cuda"):
@@ -86,7 +88,7 @@ def _machine(
 
 
 def _config(place: str) -> Any:
-    """What estimate() takes."""
+    """Return the model's config in the form that estimate() takes."""
     if not place.endswith(".gguf"):
         from hf_accel.patching.model_config import read_config
 

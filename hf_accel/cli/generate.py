@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from .failures import BadInputError
-from .models import check_text_model, load_patched, load_tokenizer
-from .options import Asked, Path_, common, texts_of
+from .models import check_text_model, load_patched, tokenizer_of
+from .options import Asked, Path_, common, texts_in_file
 from .plan import Dtype
 
 Prompt = Annotated[str | None, typer.Option(help="The prompt; without one it is read from stdin.")]
@@ -23,7 +23,7 @@ def generate(
     prompt: Prompt = None,
     prompt_file: PromptFile = None,
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is what a user says in a chat.")] = False,
-    system: Annotated[str | None, typer.Option(help="With --chat: what the model is told first.")] = None,
+    system: Annotated[str | None, typer.Option(help="With --chat: the system message, before the prompt.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to write.")] = 256,
     temperature: Annotated[float | None, typer.Option(min=0, help="0: always the likeliest token.")] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample among the likeliest of this sum.")] = None,
@@ -38,7 +38,7 @@ def generate(
 ) -> None:
     """Write on from a prompt, token by token as they come.
 
-    How tokens are chosen, the model's generation_config.json says where no option does.
+    Without options, the model's generation_config.json decides how tokens are chosen.
 
     \b
     Examples:
@@ -46,7 +46,7 @@ def generate(
       echo "def main(" | hf-accel generate examples/stdlib-tiny --weights none --speculative suffix
       hf-accel generate Qwen/Qwen3-0.6B --chat --prompt "Why is the sky blue?" --temperature 0.7
     """
-    text = prompt_of(prompt, prompt_file)
+    text = given_prompt(prompt, prompt_file)
     keywords = asked.keywords()
     given = {
         "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
@@ -54,7 +54,7 @@ def generate(
     }  # fmt: skip
     check_text_model(path, "generate")
     with asked.output.progress("loading the model"):
-        tokenizer = load_tokenizer(path)
+        tokenizer = tokenizer_of(path)
         inputs = encoded(tokenizer, text, chat=chat, system=system)
         model = load_patched(path, dtype=dtype, **keywords)
     import torch
@@ -79,11 +79,11 @@ def generate(
 def sampling_of(config: Any, given: dict[str, Any], *, seed: int | None) -> dict[str, Any]:
     """Keywords of generate(), as the server reads a request. given: options by name, None where they were left out.
 
-    Where the model's own settings are greedy, what makes sense only for samples is sampled at temperature 1.
+    If the model's own settings are greedy, an option that needs sampling switches it on, at temperature 1.
     """
     found = {name: value for name, value in given.items() if value is not None}
-    means_samples = seed is not None or not found.keys().isdisjoint({"top_p", "top_k", "min_p"})
-    if "temperature" not in found and not config.do_sample and means_samples:
+    asks_for_samples = seed is not None or not found.keys().isdisjoint({"top_p", "top_k", "min_p"})
+    if "temperature" not in found and not config.do_sample and asks_for_samples:
         found["temperature"] = 1.0
     if found.get("temperature") == 0:
         penalty = found.get("repetition_penalty")
@@ -91,12 +91,12 @@ def sampling_of(config: Any, given: dict[str, Any], *, seed: int | None) -> dict
     return found | ({"do_sample": True} if "temperature" in found else {})
 
 
-def prompt_of(prompt: str | None, file: Path | None) -> str:
-    """The prompt that was given, from a file, or from stdin. Raises BadInputError for none, two or an empty one."""
+def given_prompt(prompt: str | None, file: Path | None) -> str:
+    """Return the prompt from the option, a file or stdin. Raises BadInputError for none, two or an empty one."""
     if prompt is not None and file is not None:
         raise BadInputError("--prompt and --prompt-file are both given; leave one of them out")
     if prompt is None and file is not None and str(file) != "-":
-        prompt = next(iter(texts_of(file)), "")
+        prompt = next(iter(texts_in_file(file)), "")
     elif prompt is None:
         if sys.stdin is None or sys.stdin.isatty():
             raise BadInputError("no prompt is given; add --prompt TEXT or --prompt-file FILE, or pipe a text in")
@@ -107,7 +107,7 @@ def prompt_of(prompt: str | None, file: Path | None) -> str:
 
 
 def encoded(tokenizer: Any, text: str, *, chat: bool, system: str | None) -> Any:
-    """Token ids [1, n] and their mask."""
+    """Return token ids [1, n] and their mask."""
     if not chat:
         if system is not None:
             raise BadInputError("--system is a part of a chat; add --chat, or leave it out")
@@ -120,7 +120,7 @@ def encoded(tokenizer: Any, text: str, *, chat: bool, system: str | None) -> Any
 
 
 def stream_to(output: Any, tokenizer: Any) -> Any:
-    """A streamer for generate() that prints what is new."""
+    """Make a streamer for generate() that prints new text."""
     from transformers import TextStreamer
 
     class Answers(TextStreamer):

@@ -1,4 +1,4 @@
-"""What PATH stands for, and how its model and tokenizer are loaded."""
+"""The model and the tokenizer of a command's PATH."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from .failures import BadInputError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 GIVE = "give a model's folder, a .gguf file, or a name on the Hugging Face hub"
 
 
-def check(path: str) -> str:
-    """PATH, if something can be there. Raises BadInputError for what is surely no model, before torch is loaded."""
+def checked_path(path: str) -> str:
+    """Return PATH if it may be a model. Raises BadInputError before torch is loaded if it surely is none."""
     place = Path(path).expanduser()
     if place.is_dir():
         if (place / "config.json").is_file():
@@ -49,20 +49,20 @@ def _check_config(file: Path) -> None:
 
 
 def named_dtype(name: str, *, where: str = "--dtype") -> Any:
-    """A torch.dtype; None for "auto"."""
+    """Return a torch.dtype; None for "auto"."""
     if name == "auto":
         return None
     import torch
 
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise BadInputError(f"{where}: {name!r} is not a dtype; choose one of {', '.join(DTYPES)}")
+        raise BadInputError(f"{where}: {name!r} is not a dtype; choose one of {', '.join(DTYPE_NAMES)}")
     return dtype
 
 
 @contextmanager
 def explained(path: str) -> Iterator[None]:
-    """Say which model it was that transformers could not read, in one sentence of what it says about it."""
+    """Raise an error that names the model that transformers could not read, with one sentence of its message."""
     from hf_accel import HfAccelError
 
     try:
@@ -95,7 +95,7 @@ def check_text_model(path: str, command: str, *, decoder_only: bool = False) -> 
 
     decoder_only: whether one with an encoder is refused too.
     """
-    place = check(path)
+    place = checked_path(path)
     if place.endswith(".gguf"):
         return
     from transformers import AutoConfig, PreTrainedModel
@@ -125,8 +125,8 @@ def check_text_model(path: str, command: str, *, decoder_only: bool = False) -> 
 
 
 def load_patched(path: str, *, dtype: str = "auto", device: str | None = None, **keywords: Any) -> Any:
-    """The model, patched with `keywords`, in the bits of a checkpoint that is quantized already."""
-    place, wanted = check(path), named_dtype(dtype)
+    """Load a model patched with `keywords`; a checkpoint that is quantized already keeps its bits."""
+    place, wanted = checked_path(path), named_dtype(dtype)
     import hf_accel
 
     with explained(path):
@@ -137,8 +137,8 @@ def load_patched(path: str, *, dtype: str = "auto", device: str | None = None, *
 
 
 def load_float(path: str, *, dtype: str = "auto") -> Any:
-    """The model as transformers loads it. Raises BadInputError for one that is quantized already."""
-    place, wanted = check(path), named_dtype(dtype)
+    """Load a model with transformers. Raises BadInputError for one that is quantized already."""
+    place, wanted = checked_path(path), named_dtype(dtype)
     from hf_accel.checkpoints.loading import stored_config
     from hf_accel.estimate.shapes import class_of
     from hf_accel.patching.model_config import read_config
@@ -153,11 +153,11 @@ def load_float(path: str, *, dtype: str = "auto") -> Any:
         return model.eval()
 
 
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer beside the model. Raises BadInputError if there is none."""
+def tokenizer_of(path: str) -> Any:
+    """Load the tokenizer of a model. Raises BadInputError if there is none."""
     from hf_accel.checkpoints import loading
 
-    place = check(path)
+    place = checked_path(path)
     try:
         return loading.load_tokenizer(place)
     except Exception as error:  # whatever is missing or broken there

@@ -1,4 +1,4 @@
-"""hf-accel quantize: a smaller checkpoint of a model."""
+"""hf-accel quantize: writes a smaller checkpoint of a model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from .failures import BadInputError
-from .models import check, load_patched, load_tokenizer
+from .models import checked_path, load_patched, tokenizer_of
 from .options import Asked, Path_, common
 from .plan import Dtype
 
-FORMATS = ("transformers", "compressed-tensors", "gguf")
+FILE_FORMATS = ("transformers", "compressed-tensors", "gguf")
 
 
 @common()
@@ -25,14 +25,14 @@ def quantize(
         str,
         typer.Option(
             help="For from_pretrained after import hf_accel; for vLLM and SGLang; for llama.cpp.",
-            metavar="|".join(FORMATS), autocompletion=lambda: list(FORMATS),
+            metavar="|".join(FILE_FORMATS), autocompletion=lambda: list(FILE_FORMATS),
         ),
     ] = "transformers",
     dtype: Dtype = "auto",
     *,
     asked: Asked,
 ) -> None:  # fmt: skip
-    """Write a quantized checkpoint of a model. Stopped at any moment, it leaves OUT whole or not there.
+    """Write a quantized checkpoint of a model. If it is stopped at any moment, OUT is complete or does not exist.
 
     \b
     Examples:
@@ -41,7 +41,7 @@ def quantize(
       hf-accel quantize examples/stdlib-tiny tiny.gguf --weights int4 --group-size 32 --format gguf
     """
     _check_out(out, format)
-    place, keywords = check(path), asked.keywords()
+    place, keywords = checked_path(path), asked.keywords()
     if "weights" in keywords and keywords["weights"] is None:
         raise BadInputError("--weights none leaves nothing to quantize; choose int8, int4, fp8 or nf4")
     start = time.perf_counter()
@@ -60,9 +60,9 @@ def quantize(
 
 
 def _check_out(out: Path, format: str) -> None:
-    """Raise BadInputError for a place that holds something, or that nothing can be written to."""
-    if format not in FORMATS:
-        raise BadInputError(f"--format {format} is not known; choose one of {', '.join(FORMATS)}")
+    """Raise BadInputError for a path that exists, or that cannot be written to."""
+    if format not in FILE_FORMATS:
+        raise BadInputError(f"--format {format} is not known; choose one of {', '.join(FILE_FORMATS)}")
     if out.is_dir() and format == "gguf":
         raise BadInputError(f"{out} is a folder; name a file in it, as {out / 'model.gguf'}")
     if out.is_dir() and any(out.iterdir()):
@@ -72,7 +72,7 @@ def _check_out(out: Path, format: str) -> None:
 
 
 def _check_room(place: str, out: Path, keywords: dict[str, Any]) -> None:
-    """Raise HfAccelError before hours of calibration if the disk has no room for what they give."""
+    """Raise HfAccelError before hours of calibration if the disk has no room for the result."""
     import hf_accel
     from hf_accel.checkpoints.writers.target import check_room
 
@@ -81,14 +81,14 @@ def _check_room(place: str, out: Path, keywords: dict[str, Any]) -> None:
     try:
         weights = keywords.get("weights", "int8")
         found = hf_accel.estimate(place, context=1, weights=weights, bandwidth=1.0, compute=1.0)
-    except hf_accel.UnsupportedError:  # a kind of model that it cannot count; writing finds out
+    except hf_accel.UnsupportedError:  # a kind of model that it cannot count; an error then comes from writing
         return
     check_room(out, found.weights_bytes)
 
 
 def _tokenizer(path: str) -> Any:
     try:
-        return load_tokenizer(path)
+        return tokenizer_of(path)
     except BadInputError:  # a model can be without one
         return None
 

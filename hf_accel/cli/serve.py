@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from .failures import BadInputError, say
-from .models import check, check_text_model, explained, named_dtype
-from .options import Asked, Path_, common, texts_of
+from .models import check_text_model, checked_path, explained, named_dtype
+from .options import Asked, Path_, common, texts_in_file
 from .plan import Dtype
 
 NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
@@ -57,10 +57,10 @@ def serve(
     missing = [package for package in NEEDED if find_spec(package) is None]
     if missing:
         raise BadInputError(f'{", ".join(missing)} is not installed, which serve needs: pip install "hf_accel[serve]"')
-    place, wanted, keywords = check(path), named_dtype(dtype), asked.keywords()
+    place, wanted, keywords = checked_path(path), named_dtype(dtype), asked.keywords()
     keywords |= {} if device is None else {"device_map": device}
     check_text_model(path, "serve", decoder_only=True)
-    template = None if chat_template is None else texts_of(chat_template)[0]
+    template = None if chat_template is None else texts_in_file(chat_template)[0]
     from hf_accel.serving.ranks import follow, join_ranks, leading
 
     relay = join_ranks(tensor_parallel, timeout=rank_timeout)
@@ -78,7 +78,7 @@ def serve(
 
     if relay is not None and not relay.leads:
         service = load()
-        for number in (signal.SIGTERM, signal.SIGINT):  # which torchrun sends to all: the first rank says when to end
+        for number in (signal.SIGTERM, signal.SIGINT):  # torchrun sends it to all; the first rank decides when to end
             signal.signal(number, signal.SIG_IGN)
         return follow(service.engine, relay)
     with closing(bind(host, port)) as bound:
@@ -103,7 +103,7 @@ def serve(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind the port before the model is loaded, so that one in use is known at once. Raises BadInputError."""
+    """Bind the port before the model is loaded, so that a port in use is refused at once. Raises BadInputError."""
     from hf_accel.serving.http_server import bound_socket
 
     try:

@@ -1,6 +1,7 @@
-"""What a norm, a rotation or an MLP computes: read in its code, and found by trying our forms on random input.
+"""Norms, rotations and gates: the calls that compute them, and the form in which a module's own code computes them.
 
-A form that computes the same in one dtype need not do so in another.
+The native library computes on the CPU, Triton on an NVIDIA GPU. The form is read in the module's code, or found by
+trying ours on random input. A form that computes the same in one dtype need not do so in another.
 """
 
 from __future__ import annotations
@@ -12,17 +13,105 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.cpu.library import FLOATS
-from ..recognition.structure import gated_code
-from ..tensors import is_plain_tensor
-from .operators import by_library, refusal, rms_norm, rope
-from .projections import ProjectionCall, is_unobserved
+from ..kernels import cpu, triton
+from ..kernels.cpu import elementwise, library
+from ..kernels.layouts import KV
+from ..recognition.source import gated_code
+from ..recognition.trial import RandomNumbers, Tolerance, agree, difference
+from ..recognition.unchanged import is_unobserved
+from ..tensors import PLAIN, is_plain_tensor, is_recorded
+from .projections import ProjectionCall
+
+Form = TypeVar("Form")
+
+# -- operators -----------------------------------------------------------------------------------------
+
+
+def refusal(device_type: str) -> str | None:
+    """Return why neither library computes on tensors of this kind of device, as a clause; None if one does."""
+    if device_type != "cpu":
+        return triton.refusal(device_type)
+    return cpu.refusal() if triton.refusal("cpu") is not None else None
+
+
+def computes(x: object) -> bool:
+    """Return whether one call may replace torch's operators on x."""
+    if library.native(x):
+        return True
+    return (
+        not torch.is_grad_enabled()
+        and type(x) in PLAIN
+        and x.is_cuda  # type: ignore[attr-defined]
+        and x.dtype in library.FLOATS  # type: ignore[attr-defined]
+        and not is_recorded()
+        and not torch.is_autocast_enabled("cuda")
+        and triton.refusal("cuda") is None
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float, round_first: bool) -> Tensor:
+    """Compute rms_norm of kernels/cpu; x and weight are on one device."""
+    if by_library(x):
+        return elementwise.rms_norm(x, weight, eps, offset=offset, round_first=round_first)
+    from ..kernels.triton import layer_parts
+
+    return layer_parts.rms_norm(x, weight, eps, offset=offset, round_first=round_first)
+
+
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, round_each: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute rope of kernels/cpu; all tensors are on one device. cos, sin: [B or 1, T, D]."""
+    if by_library(q):
+        return elementwise.rope(q, k, cos, sin, interleaved=interleaved, round_each=round_each)
+    from ..kernels.triton import layer_parts
+
+    each = elementwise.rounds_each(q.dtype, cos.dtype, round_each=round_each)
+    return layer_parts.rope(q, k, cos, sin, interleaved=interleaved, round_each=each)
+
+
+def add_rms_norm(
+    x: Tensor, y: Tensor, weight: Tensor, eps: float, *, offset: float, round_first: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute x + y and its `rms_norm`, by Triton in one launch, with the bits of one after the other."""
+    from ..kernels.triton import layer_parts
+
+    return layer_parts.add_rms_norm(x, y, weight, eps, offset=offset, round_first=round_first)
+
+
+def rope_and_write(
+    heads: tuple[Tensor, Tensor, Tensor], tables: tuple[Tensor, Tensor], pages: KV, slots: Tensor, *,
+    interleaved: bool, round_each: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute `rope` of q and k, and write K and V, by Triton in one launch. heads: q, k and v, [B, H, T, D]."""
+    from ..kernels.triton import kv_write
+
+    each = elementwise.rounds_each(heads[0].dtype, tables[0].dtype, round_each=round_each)
+    return kv_write.rope_and_write(heads, tables, pages, slots, interleaved=interleaved, round_each=each)
+
+
+def gated(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
+    """Compute activation(gate) * up, of one shape and dtype, by Triton; the library does it while it multiplies."""
+    from ..kernels.triton import layer_parts
+
+    return layer_parts.gated(gate, up, activation=activation)
+
+
+def by_library(x: Tensor) -> bool:
+    """Return whether the native library computes on x; else Triton does."""
+    return x.is_cpu and cpu.refusal() is None
+
+
+def has_library(device_type: str) -> bool:
+    """Return whether the native library computes on this kind of device."""
+    return device_type == "cpu" and cpu.refusal() is None
+
 
 # -- norms ---------------------------------------------------------------------------------------------
 
@@ -40,7 +129,7 @@ class NormForm:
 
 
 def norm_form(module: nn.Module, kind: type | None = None, *, dtype: torch.dtype | None = None) -> NormForm | None:
-    """How a module normalizes inputs of `dtype` (its weight's by default), found by trying each form on random input.
+    """Find how a module normalizes inputs of `dtype` (its weight's by default), by trying each form on random input.
 
     kind: the class whose forward it is. None if it is no RMSNorm, and holds anything besides a weight and an eps.
     """
@@ -51,35 +140,33 @@ def norm_form(module: nn.Module, kind: type | None = None, *, dtype: torch.dtype
     if weight is None or weight.ndim != 1 or not is_plain_tensor(weight) or not isinstance(eps, float):
         return None
     dtype = dtype or weight.dtype
-    if weight.dtype not in FLOATS or dtype not in FLOATS or refusal(weight.device.type) is not None:
+    if weight.dtype not in library.FLOATS or dtype not in library.FLOATS or refusal(weight.device.type) is not None:
         return None
     forms = [NormForm(eps, offset, first) for offset, first in product((0.0, 1.0), (True, False))]
-    with torch.random.fork_rng(devices=[]):  # one with dropout in it would take of the user's random numbers
-        differences = [_difference(copy.copy(module), kind or type(module), form, dtype) for form in forms]
+    return _nearest(forms, lambda form: _norm_difference(copy.copy(module), kind or type(module), form, dtype))
+
+
+def _nearest(forms: list[Form], different: Callable[[Form], float]) -> Form | None:
+    """Return the form that differs least; None if all differ by more than a rounding."""
+    differences = [different(form) for form in forms]
     least = min(differences)
     return None if least == math.inf else forms[differences.index(least)]
 
 
-@torch.no_grad()
-def _difference(module: Any, kind: Any, form: NormForm, dtype: torch.dtype) -> float:
-    """The share of numbers that differ from the module's own; infinite where one does by more than a rounding.
+def _norm_difference(module: Any, kind: Any, form: NormForm, dtype: torch.dtype) -> float:
+    """The `difference` over all TRIALS.
 
-    torch's own sums differ in the last bit by how memory is aligned, so that equality cannot be asked for.
+    torch's own sums differ in the last bit by how memory is aligned, so that equality cannot be required.
     """
-    generator, weight = torch.Generator("cpu").manual_seed(0), module._parameters["weight"]
-    different = 0.0
+    numbers, weight, different = RandomNumbers(), module._parameters["weight"], 0.0
     for magnitude, shape, module.training in TRIALS:
-        x = (torch.randn(*shape, weight.shape[0], generator=generator, device="cpu") * magnitude).to(
-            weight.device, dtype
-        )
-        got = rms_norm(x, weight, form.eps, offset=form.offset, round_first=form.round_first)
-        expected = kind.forward(module, x)
-        if not isinstance(expected, Tensor) or got.dtype != expected.dtype or got.shape != expected.shape:
-            return math.inf
+        x = (numbers(*shape, weight.shape[0]) * magnitude).to(weight.device, dtype)
         roundings = 2 if by_library(x) else 4  # another device's square root rounds in its own way
-        if not torch.allclose(got, expected, rtol=roundings * torch.finfo(got.dtype).eps, atol=0):
-            return math.inf
-        different += float((got != expected).float().mean())
+        different += difference(
+            lambda x=x: kind.forward(module, x),  # type: ignore[misc]
+            lambda x=x: rms_norm(x, weight, form.eps, offset=form.offset, round_first=form.round_first),  # type: ignore[misc]
+            Tolerance(roundings),
+        )
     return different
 
 
@@ -98,7 +185,7 @@ class RotaryForm:
 
 
 def rotary_form(module: nn.Module, dtype: torch.dtype, device_type: str = "cpu") -> RotaryForm | None:
-    """How the module's forward rotates q and k, found by trying each form on random input; None if not at all."""
+    """Find how the module's forward rotates q and k, by trying each form on random input; None if it does not."""
     forward = type(module).forward
     if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names:
         return None
@@ -107,7 +194,7 @@ def rotary_form(module: nn.Module, dtype: torch.dtype, device_type: str = "cpu")
 
 
 def with_rotation(forward: Any, rotate: Callable[..., Any]) -> FunctionType:
-    """A copy of a forward that finds another function under the name of its rotation."""
+    """Copy a forward, so that it finds another function under the name of its rotation."""
     copy = FunctionType(
         forward.__code__, forward.__globals__ | {ROTATION: rotate}, forward.__name__, forward.__defaults__,
         forward.__closure__,
@@ -120,40 +207,28 @@ def with_rotation(forward: Any, rotate: Callable[..., Any]) -> FunctionType:
 def form_of_rotation(
     original: Rotation, dtype: torch.dtype, table_dtype: torch.dtype, device_type: str = "cpu"
 ) -> RotaryForm | None:
-    """How a function rotates q and k of `dtype` by tables of `table_dtype`; None if in no way that we know."""
-    if dtype not in FLOATS or table_dtype not in FLOATS or refusal(device_type) is not None:
+    """Return how a function rotates q and k of `dtype` by tables of `table_dtype`; None if in no way that we know."""
+    if dtype not in library.FLOATS or table_dtype not in library.FLOATS or refusal(device_type) is not None:
         return None
     forms = [RotaryForm(interleaved, each) for interleaved, each in product((False, True), (True, False))]
-    differences = [_unlike(original, form, (dtype, table_dtype), device_type) for form in forms]
-    least = min(differences)
-    return None if least == math.inf else forms[differences.index(least)]
+    return _nearest(forms, lambda form: _rotary_difference(original, form, (dtype, table_dtype), device_type))
 
 
-@torch.no_grad()
-def _unlike(original: Rotation, form: RotaryForm, dtypes: tuple[torch.dtype, torch.dtype], device_type: str) -> float:
-    """The share of numbers that differ from the function's own; infinite where one does by more than a rounding.
-
-    The native library's may not differ at all. dtypes: of q and k, and of the tables.
-    """
-    generator = torch.Generator("cpu").manual_seed(0)
-    q, k, angle = (
-        torch.randn(2, *shape, generator=generator, device="cpu") for shape in ((6, 5, 16), (2, 5, 16), (5, 8))
-    )
-    q, k = q.to(device_type, dtypes[0]), k.to(device_type, dtypes[0])
+def _rotary_difference(
+    original: Rotation, form: RotaryForm, dtypes: tuple[torch.dtype, torch.dtype], device_type: str
+) -> float:
+    """The `difference`; the native library's bits may not differ at all. dtypes: of q and k, and of the tables."""
+    numbers = RandomNumbers()
+    q, k = (numbers(2, heads, 5, 16, dtype=dtypes[0], device=device_type) for heads in (6, 2))
+    angle = numbers(2, 5, 8)
     angle = angle.repeat_interleave(2, dim=-1) if form.interleaved else torch.cat((angle, angle), dim=-1)
     cos, sin = ((angle * 3).cos().to(device_type, dtypes[1]), (angle * 3).sin().to(device_type, dtypes[1]))
     roundings = 0 if by_library(q) else 4 * torch.finfo(dtypes[0]).eps
-    different = 0.0
-    try:
-        expected = original(q, k, cos, sin)
-        got = rope(q, k, cos, sin, interleaved=form.interleaved, round_each=form.round_each)
-        for a, b in zip(got, expected, strict=True):
-            if a.dtype != b.dtype or not torch.allclose(a, b, rtol=roundings, atol=roundings):
-                return math.inf
-            different += float((a != b).float().mean())
-    except Exception:  # another function of that name, with other arguments or results
-        return math.inf
-    return different
+    return difference(
+        lambda: original(q, k, cos, sin),
+        lambda: rope(q, k, cos, sin, interleaved=form.interleaved, round_each=form.round_each),
+        Tolerance(relative=roundings, absolute=roundings),
+    )
 
 
 # -- gated MLPs ----------------------------------------------------------------------------------------
@@ -179,7 +254,7 @@ class GatedNames:
 
 
 def gated_names(module: nn.Module, float_rows: int) -> GatedNames | None:
-    """The parts of a module whose code is down(act(gate(x)) * up(x)) and nothing else; None for any other."""
+    """Return the parts of a module whose code is down(act(gate(x)) * up(x)) and nothing else; None for any other."""
     code = gated_code(type(module).forward)
     if code is None:
         return None
@@ -195,18 +270,15 @@ def gated_names(module: nn.Module, float_rows: int) -> GatedNames | None:
 
 
 def _epilogue(activation: Any) -> str | None:
-    """Which of our activations a callable computes, found by calling it."""
+    """Return the name of our activation that a callable computes, found by calling it."""
     if not callable(activation) or (isinstance(activation, nn.Module) and not _is_stateless(activation)):
         return None
     large = torch.logspace(1, 4, 7, device="cpu")
     x = torch.cat([torch.linspace(-12, 12, 97, device="cpu"), large, -large])
-    try:
-        got = activation(x.clone())
-    except Exception:  # a module that is not an activation fails in its own way
-        return None
-    if not isinstance(got, Tensor) or got.shape != x.shape or got.dtype != x.dtype:
-        return None
-    matches = (name for name, ours in ACTIVATIONS.items() if torch.allclose(ours(x), got, rtol=0, atol=1e-6))
+    matches = (
+        name for name, ours in ACTIVATIONS.items()
+        if agree(lambda: activation(x.clone()), lambda ours=ours: ours(x), Tolerance(absolute=1e-6))  # type: ignore[misc]
+    )  # fmt: skip
     return next(matches, None)
 
 

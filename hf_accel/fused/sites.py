@@ -1,9 +1,7 @@
-"""Where in a model the native calls go, and where not and why. Reads, never writes."""
+"""The places of a model that get native calls, and the reasons of the others. The model is read, never written to."""
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,12 +11,13 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..kernels.cpu.library import FLOATS
-from ..recognition.structure import siblings
+from ..recognition.source import siblings
+from ..recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ..recognition.unchanged import has_own_forward
 from ..undo.instance import Mixin, mixed_class
 from ..undo.state import FUSED
-from .forms import GatedNames, gated_names, norm_form, rotary_form
+from .forms import GatedNames, gated_names, has_library, norm_form, rotary_form
 from .modules import FusedGate, NativeGatedMLP, NativeNorm, NativeRotary, NormForms
-from .operators import has_library
 from .projections import NativeLinear, ProjectionCall, is_readable
 from .widened import WidenedConv1D, is_conv1d, is_slow_in_torch
 
@@ -27,7 +26,10 @@ DIFFERS = "the native call differs from the module's own result on random input"
 
 @dataclass(frozen=True)
 class FusedSite:
-    """A module that gets a class of its own. kind: for the plan. state: what the mixin reads, by attribute."""
+    """A module that gets a class of its own.
+
+    kind: its name in the plan. state: the values that the mixin reads, by attribute.
+    """
 
     name: str
     module: nn.Module
@@ -46,7 +48,7 @@ class ProjectionSite:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A module that looked the part, and why it keeps its own forward."""
+    """A module that looked like a candidate, and the reason why it keeps its own forward."""
 
     name: str
     kind: str
@@ -56,7 +58,7 @@ class Dropped:
 def fused_sites(
     model: nn.Module, dtype: torch.dtype, float_rows: int, *, device_type: str = "cpu"
 ) -> tuple[list[FusedSite], list[Dropped]]:
-    """Norms, rotary embeddings and gated MLPs that a native call can compute; checked on random input of `dtype`."""
+    """Find norms, rotary embeddings and gated MLPs for native calls, which are checked on random input of `dtype`."""
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
     checked: dict[Any, bool] = {}  # by what the check depends on
@@ -74,7 +76,7 @@ def _checked(
     site: FusedSite, dtype: torch.dtype, device_type: str, *, checked: dict[Any, bool]
 ) -> FusedSite | Dropped:
     name, module = site.name, site.module
-    if "forward" in vars(module):  # by accelerate, a compiler, or hand
+    if has_own_forward(module):
         return Dropped(name, site.kind, "its forward was replaced on the module itself")
     if is_parametrized(module):  # which is taken off by setting the module's class
         return Dropped(name, site.kind, "a parametrization computes its parameters")
@@ -92,7 +94,7 @@ def _checked(
         return Dropped(name, site.kind, DIFFERS)
     if site.kind == "conv1d":
         if type(module) not in checked:
-            checked[type(module)] = _multiplies_alike(module, dtype)
+            checked[type(module)] = _multiplies_equally(module, dtype)
         return site if checked[type(module)] else Dropped(name, site.kind, DIFFERS)
     return site
 
@@ -100,7 +102,7 @@ def _checked(
 def _candidate(
     name: str, module: nn.Module, dtype: torch.dtype, float_rows: int, *, device_type: str
 ) -> FusedSite | None:
-    """What a module looks like by its name and its code."""
+    """Return the kind that a module seems to be by its name and its code."""
     if type(module).__name__.endswith("RMSNorm"):
         return FusedSite(name, module, "norm", NativeNorm, NormForms())
     if rotary_form(module, dtype, device_type) is not None:
@@ -113,14 +115,14 @@ def _candidate(
 
 
 def native_linears(model: nn.Module, float_rows: int) -> Iterator[FusedSite]:
-    """Plain float Linears whose weight a native call can read in place."""
+    """Find plain float Linears whose weight a native call can read in place."""
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and "forward" not in vars(module) and is_readable(module):
+        if type(module) is nn.Linear and not has_own_forward(module) and is_readable(module):
             yield FusedSite(name, module, "linear", NativeLinear, ProjectionCall(float_rows))
 
 
 def projection_sites(model: nn.Module) -> Iterator[ProjectionSite]:
-    """Linear layers that their parent calls on one and the same tensor."""
+    """Find linear layers that their parent calls on one tensor."""
     for name, module in model.named_modules():
         for names in siblings(type(module).forward):
             layers = [getattr(module, child, None) for child in names]
@@ -129,46 +131,39 @@ def projection_sites(model: nn.Module) -> Iterator[ProjectionSite]:
                 yield ProjectionSite(name, tuple(prefix + child for child in names))
 
 
-@torch.no_grad()
 def _agrees(site: FusedSite, dtype: torch.dtype, device_type: str) -> bool:
-    """Whether the fused forward gives what the original gives, but for rounding, on random input.
-
-    Tried on a copy with small weights of its own: the module's may be many, or not loaded yet, and calling its layers
-    would call what a user has registered on them.
-    """
-    module, parts = site.module, site.state
-    generator = torch.Generator().manual_seed(0)
-    twin = copy.copy(module)
-    twin._forward_hooks, twin._forward_pre_hooks = OrderedDict(), OrderedDict()
-    twin._modules = {**module._modules}
-    for name, (outputs, inputs) in {parts.gate: (48, 32), parts.up: (48, 32), parts.down: (32, 48)}.items():
-        twin._modules[name] = _small_linear(outputs, inputs, generator).to(device_type, dtype)
-    x = torch.randn(3, 32, generator=generator).to(device_type, dtype)
-    expected = type(module).forward(twin, x).double()
-    vars(twin)[FUSED] = replace(parts, call=ProjectionCall(1, parts.call.epilogue))
-    twin.__class__ = mixed_class(site.mixin, type(module))
-    got = torch.cat([twin(row[None]).double() for row in x])
-    return bool((got - expected).abs().max() <= 8 * torch.finfo(dtype).eps * expected.abs().max())
+    """Return whether the fused forward gives the original's result, up to rounding, with small weights."""
+    kind, parts, numbers = type(site.module), site.state, RandomNumbers()
+    sizes = {parts.gate: (48, 32), parts.up: (48, 32), parts.down: (32, 48)}
+    linears = {name: _small_linear(size, numbers).to(device_type, dtype) for name, size in sizes.items()}
+    x = numbers(3, 32, dtype=dtype, device=device_type)
+    stock, fused = unwatched_twin(site.module, _modules=linears), unwatched_twin(site.module, _modules=linears)
+    vars(fused)[FUSED] = replace(parts, call=ProjectionCall(1, parts.call.epilogue))
+    fused.__class__ = mixed_class(site.mixin, kind)
+    return agree(
+        lambda: kind.forward(stock, x),
+        lambda: torch.cat([fused(row[None]) for row in x]),
+        Tolerance(of_largest=8 * torch.finfo(dtype).eps),
+    )
 
 
-@torch.no_grad()
-def _multiplies_alike(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a Conv1D gives what the product in float32 gives, but for rounding; on a copy, as `_agrees`."""
-    generator = torch.Generator().manual_seed(0)
-    twin = copy.copy(module)
-    twin._forward_hooks, twin._forward_pre_hooks = OrderedDict(), OrderedDict()
-    weight, bias, x = (torch.randn(shape, generator=generator).to(dtype) for shape in ((32, 48), (48,), (3, 32)))
+def _multiplies_equally(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Return whether a Conv1D gives the result of the product in float32, up to rounding, with small weights."""
+    kind, numbers = type(module), RandomNumbers()
+    weight, bias, x = (numbers(*shape, dtype=dtype) for shape in ((32, 48), (48,), (3, 32)))
+    twin = unwatched_twin(module)
     twin._parameters = {"weight": nn.Parameter(weight, False), "bias": nn.Parameter(bias, False)}
     vars(twin).update(nx=32, nf=48)
-    expected = type(module).forward(twin, x)
-    twin.__class__ = mixed_class(WidenedConv1D, type(module))
-    got = twin(x)
-    return got.dtype is expected.dtype and torch.allclose(got, expected, rtol=8 * torch.finfo(dtype).eps, atol=0.05)
+    widened = unwatched_twin(twin)
+    widened.__class__ = mixed_class(WidenedConv1D, kind)
+    return agree(lambda: kind.forward(twin, x), lambda: widened(x), Tolerance(roundings=8, absolute=0.05))
 
 
-def _small_linear(outputs: int, inputs: int, generator: torch.Generator) -> nn.Linear:
+@torch.no_grad()
+def _small_linear(size: tuple[int, int], numbers: RandomNumbers) -> nn.Linear:
+    outputs, inputs = size
     # takes none of the user's random numbers
     layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)  # type: ignore[no-untyped-call]
     for parameter in layer.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * inputs**-0.5)
+        parameter.copy_(numbers(*parameter.shape) * inputs**-0.5)
     return layer

@@ -1,17 +1,17 @@
-"""What a traced decoder layer depends on, however it is computed, and the calls that its trace stands for."""
+"""The conditions of a traced decoder layer: what it depends on, and the calls that its trace stands for."""
 
 from __future__ import annotations
 
-from operator import is_
+from collections.abc import Container
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch import Tensor, nn
 
 from ..cache.group import KVStorage
 from ..kernels.cpu.decoder_layer import OUTPUT
-from ..recognition.stand_ins import Read, UntraceableError
+from ..recognition.stand_ins import UntraceableError
+from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads
 from ..tensors import PLAIN
 from ..undo.state import FUSED
 from .forms import NormForm, RotaryForm, form_of_rotation, norm_form
@@ -20,7 +20,7 @@ from .traced import Operation, Trace, original_class
 
 
 class Attention(NamedTuple):
-    """What the attend operation of a layer computes. window: in tokens, None for all."""
+    """The attention of a layer's attend operation. window: in tokens, None for all."""
 
     scale: float
     softcap: float | None
@@ -30,7 +30,8 @@ class Attention(NamedTuple):
 class TracedLayer:
     """A layer whose trace was taken with tensors of one dtype, and tables of `table_dtype`, for calls on `device`.
 
-    max_tokens: the most of a call. reads: what the trace read, and what else must stay.
+    max_tokens: the most tokens of a call. reads: the values that must not change, those that the trace read among
+    them.
     """
 
     max_tokens: int
@@ -41,9 +42,9 @@ class TracedLayer:
         self.layer_idx, self.returns_tuple = trace.layer_idx, trace.returns_tuple
         self.reads = trace.reads
         self.width = trace.widths[OUTPUT]
-        self._hooks = [*trace.hooks, _global_forward_hooks, _global_forward_pre_hooks]
+        self._hooks = [*trace.hooks, *GLOBAL_HOOKS]
         kv = next(operation.values for operation in trace.operations if operation.kind == "write")
-        # K and V of no token, which say what is written.
+        # K and V of no token, which show the shape and dtype of what is written.
         shapes = [(0, kv["heads"], kv[size]) for size in ("dim", "value_dim")]
         self.written = [torch.empty(shape, dtype=self.dtype, device=device) for shape in shapes]
 
@@ -73,21 +74,20 @@ class TracedLayer:
         return form
 
     def freeze_reads(self) -> None:
-        """To be called when all that it depends on is in `reads`."""
-        self._owners, self._names, self._values = zip(*self.reads, strict=True)
+        """End the collection of `reads`; called when all that the layer depends on is in them."""
+        self._frozen = Reads(self.reads)
 
     # -- while it is used ------------------------------------------------------------------------------
 
     def is_current(self) -> bool:
-        # No loop of Python's: this is asked of each layer in each step.
-        return all(map(is_, map(dict.get, self._owners, self._names), self._values))
+        return self._frozen.hold()
 
     def is_unobserved(self) -> bool:
-        """Whether nobody would notice that the modules are not called."""
+        """Return whether no hook or replaced forward would notice that the modules are not called."""
         return not any(self._hooks)
 
     def takes(self, x: Tensor, cos: Tensor, sin: Tensor, *, tokens: int) -> bool:
-        """Whether the tensors of a pass over so many tokens are those that the trace stands for."""
+        """Return whether the tensors of a pass over so many tokens are those that the trace stands for."""
         if x.ndim != 3 or cos.ndim != 3:
             return False
         batch, row, size = x.shape
@@ -106,22 +106,22 @@ class TracedLayer:
         )
 
     def fits(self, storage: KVStorage) -> bool:
-        """Whether the pages hold K and V as the layer writes them, and attention reads them."""
+        """Return whether the pages hold K and V as the layer writes them, and attention reads them."""
         pages, (keys, values) = storage.pages, self.written
         dims = (pages.k.shape[1], pages.key_dim, pages.value_dim)
         same = storage.dtype is self.dtype and pages.k.device == self.device
         return same and dims == (*keys.shape[1:], values.shape[2])
 
 
-def refuse_without_kernel(trace: Trace, linears: set[int] | None, device_type: str = "cpu") -> None:
+def refuse_without_kernel(trace: Trace, linears: Container[nn.Module] | None, device_type: str = "cpu") -> None:
     """Raise UntraceableError for what a TracedLayer would refuse in a layer that is still to be patched.
 
-    linears: the ids of the linear layers that will have a native call; None where they are called as modules.
+    linears: the linear layers that will have a native call; None where they are called as modules.
     """
     for operation in trace.operations:
         match operation.kind:
             case "linear" | "gated":
-                if linears is not None and not all(id(module) in linears for module in operation.modules):
+                if linears is not None and not all(module in linears for module in operation.modules):
                     raise UntraceableError("a linear layer has no native call")
             case "norm" if norm_form(operation.modules[0], dtype=trace.dtype) is None:
                 raise UntraceableError("a norm has no native call")

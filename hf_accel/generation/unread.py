@@ -25,7 +25,7 @@ class Unread(Generic[T]):
     finish: Callable[[list[int]], T]
 
     def then(self, function: Callable[[T], U]) -> Unread[U]:
-        """What `function` makes of the result."""
+        """Apply `function` to the result."""
         return Unread(self.numbers, lambda numbers: function(self.finish(numbers)))
 
     def read(self) -> T:
@@ -38,7 +38,7 @@ def known(result: T) -> Unread[T]:
     return Unread(torch.empty(0, dtype=torch.int64), lambda _: result)
 
 
-def together(results: abc.Sequence[Unread[T]]) -> Unread[list[T]]:
+def all_unread(results: abc.Sequence[Unread[T]]) -> Unread[list[T]]:
     """The results of many as one, whose numbers are read at once."""
     if len(results) == 1:
         return results[0].then(lambda result: [result])

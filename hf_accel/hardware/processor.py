@@ -1,4 +1,4 @@
-"""What the CPU is: instruction sets, cores, caches."""
+"""The CPU: its instruction sets, cores and caches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ..errors import UnsupportedError
-from .container import ROOT, cpu_quotas, read
+from .container import ROOT, content_of, cpu_quotas
 
 AVX512 = frozenset({"avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni"})
 
@@ -31,7 +31,7 @@ ISA_LEVELS: dict[str, frozenset[str]] = {
 
 
 def choose_isa(features: frozenset[str], *, requested: str | None = None) -> str:
-    """The best level of ISA_LEVELS that `features` allow, or the `requested` one.
+    """Return the best level of ISA_LEVELS that `features` allow, or the `requested` one.
 
     Raises UnsupportedError for a level that is unknown, or that this CPU would stop at with an illegal instruction.
     """
@@ -45,22 +45,22 @@ def choose_isa(features: frozenset[str], *, requested: str | None = None) -> str
     return requested
 
 
-# How Linux names them on 64-bit ARM.
+# Linux's names of them on 64-bit ARM.
 LINUX_NAMES = {"asimd": "neon", "asimddp": "dot", "i8mm": "i8mm"}
 
 
 @lru_cache
 def instruction_sets(root: Path = ROOT) -> frozenset[str]:
-    """The CPU's features by torch's names.
+    """Return the CPU's features by torch's names.
 
-    torch does not list them where it may not read /sys, as in some containers. Then they are those that torch itself
-    was built to use, or for ARM, NEON and what Linux lists.
+    torch does not list them where it may not read /sys, as in some containers. Then these are the features that torch
+    was built to use, or for ARM, NEON and those that Linux lists.
     """
     features = frozenset(name for name, value in torch.cpu.get_capabilities().items() if value is True)
     if features:
         return features
     if platform.machine().lower() in ("aarch64", "arm64"):
-        listed = set((read(root / "proc/cpuinfo") or "").split())
+        listed = set((content_of(root / "proc/cpuinfo") or "").split())
         return ISA_LEVELS["neon"] | {name for linux, name in LINUX_NAMES.items() if linux in listed}
     return ISA_LEVELS["avx2" if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else "portable"]
 
@@ -77,7 +77,7 @@ def physical_cores() -> int:
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Logical cores that this process may keep busy, at least 1."""
+    """Return the number of logical cores that this process may keep busy, at least 1."""
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     available = len(affinity) or os.cpu_count() or 1
     # Rounded down: one thread more than the quota would be throttled, and the others wait for it.
@@ -86,12 +86,12 @@ def usable_cores(root: Path = ROOT) -> int:
 
 @lru_cache
 def cache_bytes(level: int, root: Path = ROOT) -> int | None:
-    """Bytes of the level 2 cache of one core, or of the level 3 caches of all cores."""
+    """Return the bytes of the level 2 cache of one core, or of the level 3 caches of all cores."""
     instances: dict[str, int] = {}
     for directory in root.glob("sys/devices/system/cpu/cpu[0-9]*/cache/index*"):
-        size = read(directory / "size") or ""
-        if read(directory / "level") == str(level) and size.endswith("K"):
-            instances[read(directory / "shared_cpu_list") or ""] = int(size[:-1]) * 1024
+        size = content_of(directory / "size") or ""
+        if content_of(directory / "level") == str(level) and size.endswith("K"):
+            instances[content_of(directory / "shared_cpu_list") or ""] = int(size[:-1]) * 1024
     if not instances:
         known_to_torch: int | None = torch.cpu.get_capabilities().get(f"l{level}_cache_size")
         return known_to_torch

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from torch import nn
@@ -17,8 +18,10 @@ from ..fused.projections import UNLIMITED
 from ..fused.sites import Dropped, FusedSite, ProjectionSite
 from ..generation.agreement import ALONE, ProcessAgreement
 from ..linear import BackendChoice, QuantLinear, QuantModule
+from ..linear.cpu import Cpu
 from ..parallel.context import ContextParallel
 from ..parallel.tensor_plan import TensorParallel
+from ..recognition.unchanged import has_own_forward
 from .originals import Stored
 from .printed import Printed, Row
 from .survey import AttentionSite
@@ -60,7 +63,7 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """What happens to one Linear. choice None: it stays, because of `reason`."""
+    """The plan of one Linear. choice None: it stays, because of `reason`."""
 
     site: LinearSite
     config: WeightConfig
@@ -80,7 +83,10 @@ class LinearPlan:
 
 @dataclass(frozen=True)
 class Fold:
-    """What computes the inputs of some Linears, all that read it. offset: None for a Linear, else what a norm adds."""
+    """A module that computes inputs, with all Linears that read them.
+
+    offset: None for a Linear, else the offset of a norm.
+    """
 
     producer: str
     consumers: tuple[str, ...]
@@ -88,6 +94,40 @@ class Fold:
 
     def within(self, layer: str) -> Fold:
         return Fold(f"{layer}.{self.producer}", tuple(f"{layer}.{name}" for name in self.consumers), self.offset)
+
+
+class Server(Enum):
+    """Who multiplies by the weight of a linear layer when the model is patched."""
+
+    KERNELS = auto()  # the native library, alone or as a step of a whole layer
+    BACKEND = auto()  # another backend of ours
+    RANKS = auto()  # several processes, for which no call can wait in its middle
+    FOREIGN = auto()  # bitsandbytes, or a forward that was put on the module
+    TORCH = auto()
+
+
+CALLED_TOGETHER = (Server.KERNELS, Server.BACKEND)
+
+
+def servers_of(
+    model: nn.Module, planned: Mapping[nn.Module, LinearPlan], floats: Container[nn.Module],
+    split: TensorParallel | None,
+) -> dict[nn.Module, Server]:  # fmt: skip
+    """The Server of each linear layer. planned: those that are replaced. floats: those that get a native forward."""
+
+    def server(name: str, module: nn.Module) -> Server:
+        plan = planned.get(module)
+        if has_own_forward(module) if plan is None else plan.config.is_nf4:
+            return Server.FOREIGN
+        if split is not None and split.joins(name):
+            return Server.RANKS
+        choice = plan.choice if plan is not None else module.choice if isinstance(module, QuantLinear) else None
+        if choice is None:
+            return Server.KERNELS if module in floats else Server.TORCH
+        return Server.KERNELS if isinstance(choice.backend, Cpu) else Server.BACKEND
+
+    named = model.named_modules()
+    return {each: server(name, each) for name, each in named if each in planned or isinstance(each, nn.Linear)}
 
 
 FindOriginals = Callable[[PreTrainedModel, Sequence[LinearPlan]], dict[str, Stored] | None]
@@ -117,7 +157,7 @@ class FusedPlan:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Printed):
-    """What patch() will do to a model and why. print() it, or read to_dict().
+    """The actions of patch() on a model, and their reasons. print() it, or read to_dict().
 
     stock_attention, stock_cache, stock_loop: why that stays stock, as one clause; None where it does not. stock_parts:
         the same for parts of the model, by name.
@@ -126,8 +166,9 @@ class Plan(Printed):
     on_disk: where the checkpoint has each weight that is replaced, by the tensor's name; None unless all can be read
         back.
     folds: where AWQ's scales go.
-    split: how the model is split over ranks; None if this process has it whole. context: the ranks that share out the
-        KV cache; None if this process has it whole.
+    split: how the model is split over ranks; None if this process has the whole model. context: the ranks that share
+    out the
+        KV cache; None if this process has the whole cache.
     """
 
     model: PreTrainedModel
@@ -153,7 +194,7 @@ class Plan(Printed):
 
     @property
     def agreement(self) -> ProcessAgreement:
-        """What the model's processes decide by."""
+        """The agreement by which the model's processes decide."""
         shared = self.split or self.context
         return ALONE if shared is None else shared.ranks
 
@@ -163,10 +204,10 @@ class Plan(Printed):
 
     @property
     def variant(self) -> list[str]:
-        """What may round a token's numbers differently beside other tokens, as clauses; none if nothing does."""
+        """The parts that may round a token's numbers differently among other tokens, as clauses."""
         chosen = {(p.choice.backend, p.config.label.split()[0]) for p in self.quantized if p.choice is not None}
         stored = [module for module in self.model.modules() if isinstance(module, QuantModule)]
-        chosen |= {(module.chosen.backend, module.spec.label) for module in stored}
+        chosen |= {(module.chosen.backend, module.spec.layout.label) for module in stored}
         clauses = {f"{b.name}'s {k.upper()} linear rounds by batch size" for b, k in chosen if not b.row_invariant}
         if self.stock_attention or self.stock_parts:
             clauses.add("stock attention rounds by batch size")
@@ -179,12 +220,12 @@ class Plan(Printed):
             clauses.add("sums over more than two ranks round by their place in a pass")
         if self.context is not None:
             clauses.add("attention over several ranks rounds by where blocks are")
-        replaced = {id(p.site.module) for p in self.quantized} | {id(site.module) for site in self.fused.linears}
-        if any(_is_float_linear(module) and id(module) not in replaced for module in self.model.modules()):
+        replaced = {p.site.module for p in self.quantized} | {site.module for site in self.fused.linears}
+        if any(_is_float_linear(module) and module not in replaced for module in self.model.modules()):
             clauses.add("torch's float linear rounds by batch size")
         elif self.invariant_rows is not None:
             clauses.add(f"float linears of more than {self.invariant_rows} rows go to torch, which rounds otherwise")
-        own = {type(m).__name__ for m in self.model.modules() if id(m) not in replaced and _has_matrix_of_its_own(m)}
+        own = {type(m).__name__ for m in self.model.modules() if m not in replaced and _has_matrix_of_its_own(m)}
         clauses |= {f"the products of {name} are torch's, which rounds by batch size" for name in own}
         return sorted(clauses)
 
@@ -213,7 +254,7 @@ class Plan(Printed):
 
 
 def _has_matrix_of_its_own(module: nn.Module) -> bool:
-    """Whether a module that is no Linear may multiply by a parameter, as the router of a mixture does."""
+    """Return whether a module that is no Linear may multiply by a parameter, as the router of a mixture does."""
     if isinstance(module, nn.Linear | Conv1D | nn.Embedding | QuantModule):
         return False
     return any(p is not None and p.dim() > 1 and p.is_floating_point() for p in module._parameters.values())

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from .. import attention as attention_backends
@@ -15,17 +14,16 @@ from ..attention.cpu import CpuBackend
 from ..attention.hf.parts import stock_parts
 from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
+from ..fused.forms import has_library
+from ..fused.forms import refusal as refuses_operators
 from ..fused.hf import joined_sites, layer_sites
-from ..fused.operators import has_library
-from ..fused.operators import refusal as refuses_operators
 from ..fused.projections import UNLIMITED, native_rows
-from ..fused.sites import Dropped, FusedSite, fused_sites, native_linears, projection_sites
+from ..fused.sites import Dropped, fused_sites, native_linears, projection_sites
 from ..generation.hf import model_refusal
 from ..hardware import detect, read_bandwidth
 from ..kernels.cpu.library import FLOATS
-from ..linear import ExpertWeights, LinearSpec, QuantLinear, QuantModule, Workers
+from ..linear import ExpertWeights, LinearSpec, QuantModule, Workers
 from ..linear import choose as choose_linear
-from ..linear.cpu import Cpu
 from ..linear.hf import stored_experts
 from ..linear.measured_tiles import Measuring
 from ..linear.nf4 import choose_nf4, nf4_refusal, require_bitsandbytes
@@ -34,8 +32,8 @@ from ..parallel.tensor_plan import check_split, tensor_parallel
 from .check import check_model
 from .explain import explain
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
-from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
-from .survey import attention_refusal, attention_sites, cache_refusal, other_quantizer, pages_refusal, sites_for
+from .plan import CALLED_TOGETHER, AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan, Server, servers_of
+from .survey import attention_sites, cache_refusal, model_attention_refusal, other_quantizer, pages_refusal, sites_for
 from .weight_sites import ExpertsSite, LinearSite
 
 OWN_FORWARD = "the forward of a linear layer in it is not nn.Linear's"
@@ -59,7 +57,9 @@ def make_plan(
     split = tensor_parallel(inner)
     if split is not None:
         check_split(split, inner, config)
-    stock_attention = _refusal("attention", config, attention_refusal(inner), wanted=config.attention is not None)
+    stock_attention = _refusal(
+        "attention", config, model_attention_refusal(inner), wanted=config.attention is not None
+    )
     no_cache = cache_refusal(inner) if config.attention is not None else "attention=None leaves attention stock"
     no_cache = no_cache or pages_refusal(inner, config.cache)
     stock_cache = _refusal("cache", config, no_cache, wanted=config.cache is not None)
@@ -143,7 +143,7 @@ def _kind(model: PreTrainedModel) -> str:
 
 
 def _refusal(keyword: str, config: PatchConfig, refusal: str | None, *, wanted: bool) -> str | None:
-    """Why a part stays stock; raises if the user asked for that part by name."""
+    """Return why a part stays stock; raises if the user asked for that part by name."""
     if not wanted:
         return f"{keyword}=None"
     asked = getattr(config, keyword)
@@ -155,7 +155,7 @@ def _refusal(keyword: str, config: PatchConfig, refusal: str | None, *, wanted: 
 
 
 def _stock_loop(model: PreTrainedModel, config: PatchConfig, stock_cache: str | None) -> str | None:
-    """Why generate stays on transformers' loops; raises if speculation was asked for, which they do not have."""
+    """Return why generate stays on transformers' loops; raises if speculation was asked for, which they lack."""
     refusal = stock_cache or model_refusal(model)
     if refusal is not None and config.speculative is not None:
         raise UnsupportedError(f"speculative= was asked for, but {refusal}; leave speculative= out")
@@ -208,7 +208,9 @@ def _plan_sites(
 
 
 class _Where(NamedTuple):
-    """Where a layer will run, whether each row has to be rounded as it is alone, and what measures its tiles."""
+    """The conditions of a layer: its device, whether each row must be rounded as if it were alone, and the tile
+    measurements.
+    """
 
     device_type: str | None
     row_invariant: bool
@@ -234,10 +236,9 @@ def _plan_experts(site: ExpertsSite, config: WeightConfig, where: _Where) -> Lin
     """Decide about a weight of experts as about the Linear that one of them is."""
     if config.is_nf4:
         return LinearPlan(site, config, "bitsandbytes has no experts")
-    if config.bits < 8 and site.weight.shape[2] % config.group_size:
-        return LinearPlan(
-            site, config, f"group_size={config.group_size} does not divide the {site.weight.shape[2]} inputs"
-        )
+    group_size, inputs = config.layout.group_size, site.weight.shape[2]
+    if group_size is not None and inputs % group_size:
+        return LinearPlan(site, config, f"group_size={group_size} does not divide the {inputs} inputs")
     nearest = replace(config, method="rtn", average_bits=None, calibration=None, resume=None)
     planned = _plan_linear(site, nearest, where)
     if planned.choice is not None and config.needs_data:
@@ -247,9 +248,9 @@ def _plan_experts(site: ExpertsSite, config: WeightConfig, where: _Where) -> Lin
 
 def _whole_experts(experts: Sequence[LinearPlan]) -> Iterable[LinearPlan]:
     """Weights of experts are quantized together, or all of them stay."""
-    kept = {id(p.site.module): p.reason for p in experts if p.choice is None}
+    kept = {p.site.module: p.reason for p in experts if p.choice is None}
     for planned in experts:
-        stays = kept.get(id(planned.site.module))
+        stays = kept.get(planned.site.module)
         yield planned if stays is None else replace(planned, choice=None, reason=stays)
 
 
@@ -269,7 +270,7 @@ def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
 
 
 def find_on_disk(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str, Stored] | None:
-    """Where the checkpoint has every weight to be replaced, bit for bit; None unless all can be read back."""
+    """Return where the checkpoint has every weight to be replaced, bit for bit; None unless all can be read back."""
     sites = [p.site for p in linears if p.choice is not None and not p.site.is_tied]
     found = checkpoint_files(model.config._name_or_path) if sites else {}
     if not found:
@@ -294,7 +295,7 @@ def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[Att
             "knows; leave attention= out, or pass attention=None"
         )
     for site in sites:
-        backend, refusals = attention_backends.choose(
+        backend, refusals = attention_backends.choose_backend(
             site.spec, config.attention or "auto", row_invariant=config.deterministic
         )
         reason = "; ".join(f"{name} refused: {why}" for name, why in refusals) or "first choice"
@@ -307,7 +308,7 @@ def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[Att
 def _plan_fused(
     model: PreTrainedModel, config: PatchConfig, linears: Sequence[LinearPlan], attention: Iterable[AttentionPlan]
 ) -> FusedPlan:
-    """attention: what attends over pages; a layer of which all is known goes by its trace then."""
+    """Plan the native calls. attention: the modules with attention over pages, whose layers can run as traces."""
     if not config.fuse:
         return FusedPlan(reason="fuse=False")
     device_type = model.device.type
@@ -320,33 +321,23 @@ def _plan_fused(
     candidates, dropped = fused_sites(model, model.dtype, float_rows, device_type=device_type)
     split = tensor_parallel(model)
     if not has_library(device_type):
-        specs = {} if split is not None else {id(p.site.module): p.site.spec for p in attention}
+        specs = {} if split is not None else {p.site.module: p.site.spec for p in attention}
         layers, by_module = joined_sites(model, model.dtype, attention=specs, device_type=device_type)
         return FusedPlan((*candidates, *layers), dropped=(*dropped, *by_module))
-    replaced = {id(linear.site.module) for linear in linears if linear.choice is not None}
-    foreign = {id(p.site.module) for p in linears if p.choice is not None and p.config.is_nf4}
-    # Linears that transformers has split have a forward of their own, unless ours replace them.
-    foreign |= {id(m) for m in model.modules() if "forward" in vars(m) and isinstance(m, nn.Linear)} - replaced
-    dropped += [Dropped(s.name, s.kind, OWN_FORWARD) for s in candidates if _has_linear_of(foreign, s)]
-    sites = [
-        site for site in candidates
-        if id(site.module) not in replaced and not _has_linear_of(foreign, site)
-    ]  # fmt: skip
-    floats = [site for site in native_linears(model, float_rows) if id(site.module) not in replaced]
-    native = (replaced - foreign) | {id(site.module) for site in floats}
-    native |= {id(module) for module in model.modules() if isinstance(module, QuantLinear)}
-    served = {id(p.site.module): p.site.spec for p in attention if isinstance(p.backend, CpuBackend)}
-    others = {id(p.site.module) for p in linears if p.choice is not None and not isinstance(p.choice.backend, Cpu)}
-    if split is not None:  # one call cannot wait for other ranks in its middle
-        native -= {id(p.site.module) for p in linears if split.joins(p.site.name)}
-    layers, by_module = layer_sites(model, model.dtype, float_rows, attention=served, linears=native - others)
-    sites, dropped = sites + layers, dropped + by_module
+    planned = {p.site.module: p for p in linears if p.choice is not None}
+    floats = [site for site in native_linears(model, float_rows) if site.module not in planned]
+    servers = servers_of(model, planned, {site.module for site in floats}, split)
+    foreign = {module for module, server in servers.items() if server is Server.FOREIGN}
+    kept = [site for site in candidates if not foreign.isdisjoint(site.module.children())]
+    dropped += [Dropped(site.name, site.kind, OWN_FORWARD) for site in kept]
+    sites = [site for site in candidates if site not in kept and site.module not in planned]
+    layers, by_module = layer_sites(
+        model, model.dtype, float_rows,
+        attention={p.site.module: p.site.spec for p in attention if isinstance(p.backend, CpuBackend)},
+        linears={module for module, server in servers.items() if server is Server.KERNELS},
+    )  # fmt: skip
     projections = [
         site for site in projection_sites(model)
-        if all(id(model.get_submodule(name)) in native for name in site.layers)
+        if all(servers.get(model.get_submodule(name)) in CALLED_TOGETHER for name in site.layers)
     ]  # fmt: skip
-    return FusedPlan(tuple(sites), tuple(floats), tuple(projections), tuple(dropped), float_rows)
-
-
-def _has_linear_of(foreign: set[int], site: FusedSite) -> bool:
-    return any(id(child) in foreign for child in site.module.children())
+    return FusedPlan((*sites, *layers), tuple(floats), tuple(projections), (*dropped, *by_module), float_rows)

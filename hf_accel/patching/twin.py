@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedError
 from ..linear import ExpertWeights, QuantLinear, QuantModule
 from ..linear.hf import is_split
+from ..recognition.unchanged import ALL_HOOKS
 from ..undo.state import find_state
-from .pack import HOOKS
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -66,7 +66,7 @@ def _sibling(layer: QuantModule, memo: dict[int, Any]) -> QuantModule:
     sibling.activations = layer.activations
     sibling.writes, sibling.changes = layer.writes, list(layer.changes)
     sibling.train(layer.training)
-    for hooks in HOOKS:
+    for hooks in ALL_HOOKS:
         vars(sibling)[hooks] = copy.deepcopy(vars(layer)[hooks], memo)
     sibling._is_full_backward_hook = layer._is_full_backward_hook
     return sibling

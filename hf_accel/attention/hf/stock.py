@@ -1,8 +1,7 @@
-"""What a model attends by without us, for the calls that our attention does not understand."""
+"""The model's original attention, for the calls that our attention does not understand."""
 
 from __future__ import annotations
 
-import copy
 import sys
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers.utils import output_capturing
 
 from ...kernels.layouts import KV, AttentionOptions
 from ...recognition.module_code import attention_code
+from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...undo.instance import Mixin
 from ...undo.state import STOCK_ATTRIBUTE
 from .. import AttentionSpec, ReferenceBackend
@@ -23,13 +23,13 @@ TRIED = 5  # tokens on which a function is compared
 
 
 def name_before_patch(module: nn.Module) -> str:
-    """The implementation that the module attends by without us."""
+    """Return the attention implementation that the module has without us."""
     name: str = getattr(module, STOCK_ATTRIBUTE, SDPA)
     return name
 
 
 def collects_attentions() -> bool:
-    """Whether transformers' hooks gather attention weights in the pass that is under way."""
+    """Return whether transformers' hooks gather attention weights in the pass that is under way."""
     collector = output_capturing._active_collector.get()
     return collector is not None and any("attentions" in key for key in collector)
 
@@ -37,10 +37,10 @@ def collects_attentions() -> bool:
 def stock_attention(
     module: nn.Module, query: Tensor, kv: KV, mask: Tensor | None, *, left_out: bool, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention as the model has it without us; eager where weights are asked for, which no other function returns.
+    """Compute the model's original attention; eager where weights are asked for, which no other function returns.
 
-    query [B, Hq, Q, D] over a dense kv -> [B, Q, Hq, Dv], and weights [B, Hq, Q, T] or None. left_out: stock's sdpa
-    has no mask here, and goes by is_causal instead.
+    query [B, Hq, Q, D] over a dense kv -> [B, Q, Hq, Dv], and weights [B, Hq, Q, T] or None. left_out: whether stock's
+    sdpa has no mask here, and follows is_causal instead.
     """
     name, eager = name_before_patch(module), eager_function(module)
     weights = bool(options.get("output_attentions")) or collects_attentions()
@@ -57,13 +57,13 @@ def stock_attention(
 
 
 def _is_causal(module: nn.Module, name: str, options: dict[str, Any]) -> bool:
-    """Whether a missing mask means causal attention: it does to sdpa, to eager it means none."""
+    """Return whether a missing mask means causal attention: in sdpa it does, in eager it means no mask."""
     asked = options["is_causal"]
     return name != EAGER and bool(getattr(module, "is_causal", True) if asked is None else asked)
 
 
 def _full_mask(mask: Tensor | None, query: Tensor, key: Tensor, *, causal: bool) -> Tensor | None:
-    """What stock's eager is given: a mask to add to the scores."""
+    """Return the mask for stock's eager attention, which adds it to the scores."""
     q_length, kv_length = query.shape[2], key.shape[2]
     if mask is None and causal and q_length > 1:
         ones = torch.ones(q_length, kv_length, dtype=torch.bool, device=query.device)
@@ -75,45 +75,34 @@ def _full_mask(mask: Tensor | None, query: Tensor, key: Tensor, *, causal: bool)
 
 
 def eager_function(module: nn.Module) -> Any:
-    """The plain-torch attention of the file that a module's class comes from; None if it has none."""
+    """Return the plain-torch attention in the file of a module's class; None if there is none."""
     kind: type = type(module)
     original: type = kind.__bases__[1] if issubclass(kind, Mixin) else kind
     name = attention_code(original).eager
     return None if name is None else getattr(sys.modules.get(original.__module__), name, None)
 
 
-@torch.no_grad()
 def eager_agrees(module: nn.Module, spec: AttentionSpec) -> bool:
-    """Whether the module's own eager function gives what our reference gives, on random numbers."""
-    eager = eager_function(module)
-    if eager is None:
-        return False
-    generator = torch.Generator().manual_seed(0)
+    """Return whether the module's own eager function and our reference give the same on random numbers."""
+    eager, numbers = eager_function(module), RandomNumbers()
     shapes = ((spec.num_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.value_dim))
-    query, key, value = (
-        torch.randn(1, heads, TRIED, width, generator=generator, device="cpu") for heads, width in shapes
-    )
-    sinks = torch.randn(spec.num_heads, generator=generator, device="cpu") if spec.sinks else None
-    scale = spec.head_dim**-0.5
+    query, key, value = (numbers(1, heads, TRIED, width) for heads, width in shapes)
+    sinks = numbers(spec.num_heads) if spec.sinks else None
+    wanted = AttentionOptions(spec.head_dim**-0.5, softcap=spec.softcap, sinks=sinks)
     mask = torch.full((TRIED, TRIED), torch.finfo(torch.float32).min, device="cpu").triu(1)[None, None]
-    options = {"softcap": spec.softcap, "s_aux": sinks}
-    twin = copy.copy(module)
-    own: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
-    twin._parameters = {**module._parameters, **own}
-    try:
-        given = {name: value for name, value in options.items() if value is not None}
-        got = eager(twin, query, key, value, mask, scaling=scale, dropout=0.0, **given)[0]
-        wanted = AttentionOptions(scale, softcap=spec.softcap, sinks=sinks)
-        expected = ReferenceBackend().dense(query, KV(key, value), wanted)
-    except Exception:  # a function that wants more than we know of
-        return False
-    return got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
+    given = {name: value for name, value in {"softcap": spec.softcap, "s_aux": sinks}.items() if value is not None}
+    twin = unwatched_twin(module, _parameters={} if sinks is None else {"sinks": sinks})
+    return eager is not None and agree(
+        lambda: eager(twin, query, key, value, mask, scaling=wanted.scale, dropout=0.0, **given)[0],
+        lambda: ReferenceBackend().dense(query, KV(key, value), wanted),
+        Tolerance(relative=1e-4, absolute=1e-5),
+    )
 
 
 def recorded_attention(
     module: nn.Module, query: Tensor, kv: KV, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention by torch's operators alone, for a pass that torch records. mask: None, or of four dimensions."""
+    """Compute attention by torch's operators alone, for a recorded pass. mask: None, or of four dimensions."""
     sinks = options.get("s_aux", options.get("sinks"))
     if sinks is None and options.get("softcap") is None:
         result: tuple[Tensor, Tensor | None] = sdpa_attention_forward(module, query, kv.k, kv.v, mask, **options)

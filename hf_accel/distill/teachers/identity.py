@@ -1,4 +1,4 @@
-"""Which model a teacher is, which kind of model, and which vocabulary it has."""
+"""The identity of a teacher: its model, its kind of model, and its vocabulary."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TASKS = {
 }
 
 
-def kind_of(model: Any) -> str | None:
+def auto_class_of(model: Any) -> str | None:
     """The key of AUTO_CLASSES that a model's class, or one that it inherits from, belongs to."""
     kinds = _kinds()
     return next((kinds[one.__name__] for one in type(unwrapped(model)).__mro__ if one.__name__ in kinds), None)
@@ -51,9 +51,10 @@ def _kinds() -> dict[str, str]:
 
 
 def task_of(model: Any) -> str | None:
-    """What a model's logits predict: "causal" is the next token, "token" each token itself,
-    "sequence" a class of the whole text. None if it is not known."""
-    return TASKS.get(kind_of(model) or "")
+    """Return what a model's logits predict: "causal" is the next token, "token" each token itself, "sequence" a class
+    of the whole text. None if it is not known.
+    """
+    return TASKS.get(auto_class_of(model) or "")
 
 
 def describe(model: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from .cache_files import INDEX, PARTIAL, CacheSettings, Index, Shard
 from .identity import describe, hash_vocabulary, task_of
 from .teacher import Teacher
 from .teacher_keyword import takes_teacher_model
-from .texts import SHOWN, Text, texts_of
+from .texts import SHOWN, Text, batch_texts
 from .top_logits import TopLogits
 
 SHARD_BYTES = 2**28
@@ -79,7 +79,7 @@ class TeacherCache(Teacher):
         The teacher may be patched or quantized; it is asked in eval mode, and left as it was.
         dataset: what a Trainer takes: rows with input_ids, and attention_mask, labels, token_type_ids,
             position_ids where the student gets them too; or bare lists of ids. collator: makes the model's inputs of
-            a list of one row, for datasets that need one; no random one, such as one that masks afresh.
+            a list of one row, for datasets that need one; no random one, such as one that masks differently each time.
         top_k, samples: of top_k ids at each position `samples`, by default half of them, are drawn from all but the
             best; 0 is better for other losses than "fkl", to which a drawn id is only one more that is known.
         temperatures: those that can be trained at. The highest is drawn at.
@@ -179,7 +179,7 @@ class TeacherCache(Teacher):
         """See Teacher. Raises UnsupportedError for a text that is not stored, or a position without an answer."""
         if self._objective is None:
             raise HfAccelError("TeacherCache.check(student, objective) comes before rows(): it says for which loss")
-        found = [self._answers(text, wanted) for text, wanted in _wanted(texts_of(inputs), select)]
+        found = [self._answers(text, wanted) for text, wanted in _wanted(batch_texts(inputs), select)]
         parts = zip(*(part.tensors() for part in found or [self._shards[0].row(0).answers[:0]]), strict=True)
         answers = TopLogits(*(torch.cat(same).to(select.device) for same in parts))
         s, temperature = self.settings, self._objective.temperature

@@ -17,7 +17,7 @@ from ...models import evaluating, unwrapped
 from ...patching.patch import is_patched, patched
 from .settings import DistillationSettings
 
-KNOWN = {"input_ids", "attention_mask", "labels", "position_ids"}
+KNOWN_INPUTS = {"input_ids", "attention_mask", "labels", "position_ids"}
 
 
 class StudentSampler:
@@ -42,7 +42,7 @@ class StudentSampler:
         return cls(settings, seed, eos, next(int(pad) for pad in pads if isinstance(pad, int)))
 
     def takes(self, step: int) -> bool:
-        """Whether this optimizer step learns from samples: the same on every process."""
+        """Return whether this optimizer step learns from samples: the same on every process."""
         return _number(self.seed, "window", step) / 2**63 < self.settings.lmbda
 
     def batches(self, student: Any, batches: list[Mapping[str, Any]], step: int, process: int) -> list[dict[str, Any]]:
@@ -67,7 +67,7 @@ class StudentSampler:
             top_k=self.settings.sampling_top_k,
             top_p=self.settings.sampling_top_p,
             num_beams=1,
-            # A Trainer has it off in the config.
+            # A Trainer switches it off in the config.
             use_cache=True,
             eos_token_id=self.eos or None,
             pad_token_id=self.pad,
@@ -89,7 +89,7 @@ def prompts_of(batch: Mapping[str, Any], prompt_tokens: int | None) -> list[list
 
     Raises UnsupportedError for rows that have no prompt, and for batches that hold more than text.
     """
-    more = sorted(name for name, value in batch.items() if name not in KNOWN and value is not None)
+    more = sorted(name for name, value in batch.items() if name not in KNOWN_INPUTS and value is not None)
     if more:
         raise UnsupportedError(f"lmbda: samples cannot replace {', '.join(more)} of a batch; set it to 0 for this")
     ids, labels = batch["input_ids"], batch["labels"]

@@ -1,4 +1,4 @@
-"""Whether a model's passes can be captured as graphs, and what a captured graph depends on."""
+"""The conditions under which a model's passes can be captured as graphs, and what a captured graph depends on."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_modules
 
 from ...attention import PlannedAttention
+from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, has_own_forward
 from ...tensors import plain_tensors
 from ...undo.state import BACKEND_ATTRIBUTE, find_state
 from ..graphs import SPLIT
 from .model_runner import prepare_step
-from .model_watch import GLOBAL_HOOKS, HOOKS
 
 SCALARS = (bool, int, float, str, NoneType, torch.dtype)
 
 
 def model_refusal_of_graphs(model: nn.Module) -> str | None:
-    """Why no pass of a patched model can be captured, as a clause; None if it is not known that none can."""
+    """Return why no pass of a patched model can be captured, as a clause; None if it is not known that none can."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) > 1:
         return f"the model is on {len(devices)} devices"
@@ -29,7 +28,7 @@ def model_refusal_of_graphs(model: nn.Module) -> str | None:
     if state is not None and state.generation.agreement.size > 1:
         return SPLIT
     for name, module in model.named_modules():
-        if "forward" in vars(module):
+        if has_own_forward(module):
             return f"the forward of {name or 'the model'} was replaced on the module itself"
         planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
         if planned is not None and not planned.backend.capturable:
@@ -38,7 +37,7 @@ def model_refusal_of_graphs(model: nn.Module) -> str | None:
 
 
 class Dependencies:
-    """What a graph of a model has taken up: addresses of its weights, plain values of its modules, no hooks."""
+    """The parts of a model that a graph depends on: addresses of its weights, plain values of modules, no hooks."""
 
     def __init__(self, model: nn.Module) -> None:
         self.values = tuple(_values(model))
@@ -46,7 +45,7 @@ class Dependencies:
 
     @property
     def hook_refusal(self) -> str | None:
-        """Why no graph can run now, as a clause. It costs little, so that it can be asked before each pass."""
+        """The reason why no graph can run now, as a clause. It is cheap, so it can be asked before each pass."""
         if any(len(hooks) != number for hooks, number in self._hooks):
             return "a hook wants to see a module"
         return None
@@ -65,8 +64,8 @@ def _values(model: nn.Module) -> Iterator[Any]:
 
 def _hooks(model: nn.Module) -> Iterator[tuple[Any, int]]:
     """Each dictionary of hooks, and how many entries it has without hooks of others than patch()."""
-    for name in GLOBAL_HOOKS:
-        yield getattr(torch_modules, name), 0
+    for hooks in GLOBAL_HOOKS:
+        yield hooks, 0
     for module in model.modules():
         for name in HOOKS:
             hooks = vars(module)[name]

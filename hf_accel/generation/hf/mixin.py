@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 
-from ...attention.hf import NAME as ATTENTION_NAME
+from ...attention.hf import ATTENTION_NAME
 from ...attention.hf.parts import set_our_attention
 from ...cache.hf import PagedCache
 from ...config import parse_speculative
@@ -31,7 +31,7 @@ from .refusals import call_refusal, changed_refusal, drafts_refusal, ragged_refu
 from .reports import report_no_drafts, report_stock_loop
 from .streams import RowStreams
 
-NOT_GIVEN = Default("unsaid")
+NOT_GIVEN = Default("not given")
 MAX_FIRST_TOKENS = 65536  # the largest initial capacity of a cache in tokens
 
 

@@ -1,4 +1,4 @@
-"""Whether a model still computes what it did: all that can be read of it, and numbers spread over its weights."""
+"""A watch for changes of a model: it reads all plain values of the model, and samples of its weights' numbers."""
 
 from __future__ import annotations
 
@@ -13,28 +13,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedConfig
 
 from ...linear import QuantModule
+from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, is_known_code
 from ...tensors import PLAIN, plain_tensors
 
 SAMPLES = 256  # numbers of each tensor
 SCALARS = (bool, int, float, complex, str, bytes, NoneType, torch.dtype, torch.device, type)
 PLAIN_KINDS, DICTS = frozenset(SCALARS), frozenset({dict, OrderedDict})
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
+INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
 
-# The dictionaries in which torch keeps hooks that a pass calls; of each module, and of all modules.
-HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
-# Packages whose functions go by what they are called with.
-KNOWN_PACKAGES = frozenset({"hf_accel", "torch", "transformers", "accelerate", "peft"})
 FUNCTIONS = (FunctionType, MethodType, partial)
 READ_OF_CODE = (bool, int, float, Tensor, nn.Module, *FUNCTIONS)
 
 
 class ModelWatch:
-    """Gives a model a salt, which is another one as soon as the model is seen to have changed.
+    """Gives a model a salt, which changes as soon as the model is seen to have changed.
 
     declared: how often a program has said that the weights changed. A copy or a pickle of a watch has seen nothing.
     """
@@ -70,7 +65,7 @@ class ModelWatch:
 
 
 class Reading:
-    """What was read of a model at one time: plain values, which objects there were, and the numbers of its tensors.
+    """The content of a model at one time: its plain values, the identities of its objects, and numbers of its tensors.
 
     It keeps no weight alive.
     """
@@ -80,8 +75,8 @@ class Reading:
         self._objects: list[Any] = []  # those whose ids are among the values: weak where possible
         self._tensors: list[Tensor] = []
         self._numbers: dict[int, int] = {}  # of what was read already, by its id
-        for name in GLOBAL_HOOKS:
-            self._hooks(getattr(torch_modules, name))
+        for hooks in GLOBAL_HOOKS:
+            self._hooks(hooks)
         self._module(model)
         self._samples = samples(self._tensors)
         del self._tensors, self._numbers
@@ -139,7 +134,7 @@ class Reading:
                 self._hooks(own[name])
         self._entries(own)
         if isinstance(module, QuantModule):
-            self._all(stored_tensors(module._packed))
+            self._all(watched_tensors(module._packed))
 
     def _hooks(self, hooks: dict[int, Any]) -> None:
         for number, hook in list(hooks.items()):
@@ -147,7 +142,7 @@ class Reading:
             self._code(hook)
 
     def _code(self, code: Any) -> None:
-        """Read a function, or an object that is called, and the numbers, tensors and modules that it may go by."""
+        """Read a function, or an object that is called, and the numbers, tensors and modules that it may use."""
         self._object(code)
         if id(code) not in self._numbers:
             self._numbers[id(code)] = len(self._numbers)
@@ -172,7 +167,7 @@ class Reading:
 
 @lru_cache(maxsize=4096)
 def _reader(kind: type) -> Callable[[Reading, Any], None]:
-    """How values of a kind are read."""
+    """Return how values of a kind are read."""
     if issubclass(kind, SCALARS):
         return Reading._plain
     if issubclass(kind, Tensor):
@@ -185,7 +180,9 @@ def _reader(kind: type) -> Callable[[Reading, Any], None]:
 
 
 def variables(code: Any) -> Iterator[Any]:
-    """What a function reads besides its arguments, one step deep; nothing for one of a known package."""
+    """Return the variables that a function reads besides its arguments, one step deep; none for one of a known
+    package.
+    """
     if isinstance(code, partial):
         yield from (code.func, *code.args, *code.keywords.values())
     elif isinstance(code, MethodType):
@@ -193,24 +190,23 @@ def variables(code: Any) -> Iterator[Any]:
         yield from [code.__self__] if isinstance(code.__self__, nn.Module) else variables(code.__self__)
     elif not isinstance(code, FunctionType):
         yield from getattr(code, "__dict__", {}).values()
-    # functools.wraps copies __module__, and not this.
-    elif str(code.__globals__.get("__name__")).partition(".")[0] not in KNOWN_PACKAGES:
+    elif not is_known_code(code):
         yield from (*(code.__defaults__ or ()), *(code.__kwdefaults__ or {}).values())
         yield from (cell.cell_contents for cell in code.__closure__ or () if cell != CellType())
         yield from (code.__globals__[name] for name in code.__code__.co_names if name in code.__globals__)
 
 
-def stored_tensors(packed: Any) -> Iterator[Tensor]:
-    """The tensors that a packed weight is made of. What it keeps of its last call does not count."""
+def watched_tensors(packed: Any) -> Iterator[Tensor]:
+    """Return the tensors that a packed weight is made of, without those that it keeps of its last call."""
     if isinstance(packed, Tensor):
         yield packed
     elif isinstance(packed, list):
         for part in packed[:: max(1, len(packed) - 1)]:  # the first and the last of many experts
-            yield from stored_tensors(part)
+            yield from watched_tensors(part)
     else:
         kind: Any = type(packed)
         for name in _stored_fields(kind):
-            yield from stored_tensors(getattr(packed, name))
+            yield from watched_tensors(getattr(packed, name))
 
 
 @lru_cache(maxsize=4096)
@@ -221,7 +217,7 @@ def _stored_fields(kind: type) -> tuple[str, ...]:
 
 @torch.no_grad()
 def samples(tensors: Iterable[Tensor]) -> dict[Any, Tensor]:
-    """The bits of numbers that are spread over each tensor, by their device and dtype [numbers of all tensors]."""
+    """Return the bits of numbers that are spread over each tensor, by device and dtype [numbers of all tensors]."""
     found: dict[Any, list[Tensor]] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in tensors:
@@ -232,18 +228,18 @@ def samples(tensors: Iterable[Tensor]) -> dict[Any, Tensor]:
 
 
 def spread(tensor: Tensor) -> Tensor:
-    """Up to SAMPLES numbers of a tensor, from its first to its last, as integers [n]: a view."""
+    """Return up to SAMPLES numbers of a tensor, from its first to its last, as integers [n]: a view."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     length = tensor.numel() if tensor.is_contiguous() else _reach(tensor)
     # An odd step, because rows have even lengths: numbers of one column alone would say little.
     step = max(1, length // SAMPLES - 1) | 1
     count = min(SAMPLES, 1 + (length - 1) // step)
     view = tensor.as_strided((count,), (step,))
-    return view.view(INTEGERS[tensor.dtype.itemsize])
+    return view.view(INTEGER_DTYPES[tensor.dtype.itemsize])
 
 
 def _address(tensor: Tensor) -> int:
-    """Where its numbers are; 0 if none can be read: on meta, given away for now, or in a layout of their own."""
+    """Return the address of its numbers; 0 if none can be read: on meta, freed, or in a layout of their own."""
     try:
         return tensor.data_ptr()
     except RuntimeError:
@@ -251,5 +247,5 @@ def _address(tensor: Tensor) -> int:
 
 
 def _reach(tensor: Tensor) -> int:
-    """How far the last number of a tensor is from its first in memory, and one."""
+    """Return how far the last number of a tensor is from its first in memory, and one."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -50,7 +50,7 @@ class CostTable:
         self._curve = widths, isotonic([self._medians[n] for n in widths], [len(self.widths[n]) for n in widths])
 
     def is_measured(self, rows: int) -> bool:
-        """Whether a pass with half to twice as many rows was seen, or two if it was the very first, which is slow."""
+        """Return whether a pass with half to twice as many rows was seen, or two if it was the very first."""
         near = (len(times) for seen, times in self.widths.items() if rows <= 2 * seen and seen <= 2 * rows)
         return sum(near) >= 2
 
@@ -106,7 +106,7 @@ def allocate(
 
     gains[i][j]: the probability that the first j + 1 drafted tokens of sequence i are all accepted. At most
     len(gains[i]) tokens are drafted for sequence i. verify: of the model's pass. draft: of a drafter's pass; None if
-    it needs none. other_rows: of the pass, such as prefill, which are computed in any case: beside them, a drafted
+    it needs none. other_rows: of the pass, such as prefill, which are computed in any case: next to them, a drafted
     token pays if it comes faster than by decoding alone. least: seconds that any draft must gain.
 
     The probabilities do not rise with j. So for each total number of drafted tokens, those with the highest gains are

@@ -1,10 +1,10 @@
-"""What our handlers of chats, completions and responses have in common: a request's way to the Service."""
+"""The common part of our handlers of chats, completions and responses: a request's way to the Service."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -73,7 +73,7 @@ class OfEngine(BaseHandler):
     async def _tokens(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, more: dict[str, Any]
     ) -> list[int]:
-        """What apply_chat_template() of the tokenizer does, with the template in a process of its own."""
+        """Apply the tokenizer's chat template, in a process of its own."""
         tokenizer, service = self.service.tokenizer, self.service
         if not CAN_RENDER or type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
             encode = partial(tokenizer.apply_chat_template, messages, tools=tools, add_generation_prompt=True, **more)
@@ -87,14 +87,19 @@ class OfEngine(BaseHandler):
 
     @staticmethod
     def get_processor_inputs_from_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
-        """transformers' conversion of messages; other fields of a message, such as a name, go to the template too."""
+        """Convert messages as transformers does; other fields of a message, such as a name, go to the template too."""
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
         inputs: list[dict[str, Any]] = BaseHandler.get_processor_inputs_from_messages(given, modality)
         return [{**message, **converted} for message, converted in zip(given, inputs, strict=True)]
 
 
-def event_stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
-    """Send dicts as server-sent events, then [DONE]. An error is an event too, because the status has been sent."""
+def event_stream(
+    events: AsyncIterator[dict[str, Any]],
+    *,
+    failed: Callable[[ApiError], list[dict[str, Any]]] = lambda error: [error.body()],
+    last: str = "data: [DONE]\n\n",
+) -> StreamingResponse:
+    """Send dicts as server-sent events, then `last`. failed: the events of an error; the status has been sent."""
 
     async def lines() -> AsyncIterator[str]:
         try:
@@ -104,8 +109,9 @@ def event_stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
             if not isinstance(error, ApiError):
                 logger.exception("a stream ended with an error")
                 error = ApiError(500, f"the server failed: {type(error).__name__}")
-            yield f"data: {json.dumps(error.body())}\n\n"
-        yield "data: [DONE]\n\n"
+            for event in failed(error):
+                yield f"data: {json.dumps(event)}\n\n"
+        yield last
 
     return StreamingResponse(lines(), media_type="text/event-stream")
 
@@ -113,7 +119,10 @@ def event_stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
 async def with_usage(
     chunks: AsyncIterator[dict[str, Any]], job: Job, asked: Choices, head: dict[str, Any]
 ) -> AsyncIterator[dict[str, Any]]:
-    """Hand on the chunks of a stream, with the counts of tokens where they were asked for. head: of each chunk."""
+    """Pass on the chunks of a stream, with the counts of tokens if they were requested.
+
+    head: the fields of each chunk.
+    """
     async for chunk in chunks:
         yield {**chunk, "usage": usage(job)} if asked.wants_usage_in_chunks else chunk
     if asked.wants_usage:
@@ -121,6 +130,6 @@ async def with_usage(
 
 
 def usage(job: Job) -> dict[str, int]:
-    """The counts of tokens of a request; prompts count once, whatever n."""
+    """Return the counts of tokens of a request; prompts count once, whatever n is."""
     prompt, new = job.num_prompt_tokens, job.num_new_tokens
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

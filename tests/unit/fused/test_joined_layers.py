@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import hf_accel
-from hf_accel.fused import hf, joined_layer, modules, operators, sites
-from hf_accel.fused.forms import ACTIVATIONS, form_of_rotation
+from hf_accel.fused import forms, hf, joined_layer, modules, sites
+from hf_accel.fused.forms import ACTIVATIONS, form_of_rotation, rms_norm, rope
 from hf_accel.fused.hf import JOINED, JoinedCalls, TracedForward
 from hf_accel.fused.modules import NativeNorm
-from hf_accel.fused.operators import rms_norm, rope
 from hf_accel.kernels import cpu, triton
 from hf_accel.kernels.cpu.attention import write_pages
 from hf_accel.kernels.layouts import KV
@@ -325,7 +324,7 @@ def test_a_model_that_was_moved_to_a_cpu_runs_module_by_module(
     if cpu.refusal() is not None:
         pytest.skip("its kernels are not there")
     assert same_bits(model)[True]
-    monkeypatch.setattr(hf, "by_library", operators.by_library)
+    monkeypatch.setattr(hf, "by_library", forms.by_library)
     layers = layers_of(model)
     for layer in layers:
         layer.self_attn.scaling *= 0.5  # they are traced again

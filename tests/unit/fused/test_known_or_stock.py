@@ -236,7 +236,7 @@ def test_rotations_of_other_shapes(build: Any, size: int, batch: int, entries: i
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace")  # of another category in each release
 def test_tensors_that_hold_no_numbers_and_recorders() -> None:
-    """vmap, fake tensors, jit.trace and make_fx see torch's operators, of which a native call is none."""
+    """vmap, fake tensors, jit.trace and make_fx see torch's forms, of which a native call is none."""
     module, x = native(GatedMLP(8, 16)), torch.randn(3, 8)
     expected = module(x)
     torch.testing.assert_close(torch.func.vmap(module)(x), expected)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 import hf_accel
-from hf_accel.attention import AttentionBackend, AttentionSpec, choose
+from hf_accel.attention import AttentionBackend, AttentionSpec, choose_backend
 from hf_accel.attention.hf import forward
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
+from hf_accel.patching.plan import Server, servers_of
+from hf_accel.patching.planning import OWN_FORWARD
 from hf_accel.undo.state import BACKEND_ATTRIBUTE
 
 from ...parity.families import FAMILIES, build, inputs
@@ -59,8 +60,7 @@ def test_patch_does_what_the_plan_says(family: str, keywords: dict[str, Any]) ->
         assert layer.choice is not None and planned.choice is not None
         assert layer.choice.backend is planned.choice.backend
         assert planned.choice is not None
-        unread = {} if layer.bits == 4 else {"group_size": planned.choice.spec.group_size}
-        assert replace(layer.spec, **unread) == planned.choice.spec
+        assert layer.spec == planned.choice.spec
     backends = [vars(m)[BACKEND_ATTRIBUTE].backend.name for m in model.modules() if BACKEND_ATTRIBUTE in vars(m)]
     assert backends == [a.backend.name for a in plan.attention]
     cache = model.generate(**inputs("single"), max_new_tokens=2, return_dict_in_generate=True).past_key_values
@@ -279,7 +279,7 @@ def test_passes_take_the_planned_attention_until_the_model_changes(
 
     def note(spec: AttentionSpec, name: str, *, row_invariant: bool) -> AttentionBackend:
         chosen.append(spec)
-        return choose(spec, name, row_invariant=row_invariant)[0]
+        return choose_backend(spec, name, row_invariant=row_invariant)[0]
 
     monkeypatch.setattr(forward, "_choose", note)
     model = hf_accel.patch(build(family), weights=None, cache=cache, fuse=False)
@@ -298,3 +298,34 @@ def test_heads_that_int4_cannot_hold_are_refused_with_the_way_out() -> None:
     with pytest.raises(hf_accel.UnsupportedError, match=r"cache= was asked for, but .* a head has 7; take 'int8'"):
         hf_accel.plan(model, weights=None, cache={"dtype": "int4"})
     assert hf_accel.plan(model, weights=None, cache={"dtype": "int8"}).stock_cache is None
+
+
+@pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
+def test_each_linear_has_one_server() -> None:
+    """A forward of its own is a layer's own however its parent is called; what is replaced does not have it then."""
+    model = build("llama")
+    own, packed, taken = (
+        model.get_submodule(f"model.layers.0.mlp.{name}") for name in ("gate_proj", "up_proj", "down_proj")
+    )
+    for module in (own, packed):
+        module.forward = lambda x, module=module: type(module).forward(module, x)
+    plan = hf_accel.plan(model, weights={"bits": 8, "skip": ["gate_proj", "down_proj"]})
+    planned = {p.site.module: p for p in plan.linears if p.choice is not None}
+    servers = servers_of(model, planned, {site.module for site in plan.fused.linears}, None)
+    assert (servers[own], servers[packed], servers[taken]) == (Server.FOREIGN, Server.KERNELS, Server.KERNELS)
+    assert servers.keys() == {module for module in model.modules() if isinstance(module, nn.Linear)}
+    assert [dropped.reason for dropped in plan.fused.dropped if dropped.name == "model.layers.0.mlp"] == [OWN_FORWARD]
+    joined = [site.layers for site in plan.fused.projections]
+    assert not any("model.layers.0.mlp.gate_proj" in layers for layers in joined)
+    assert any("model.layers.1.mlp.gate_proj" in layers for layers in joined)
+
+    class EverySplit:
+        def joins(self, name: str) -> bool:
+            return "o_proj" in name
+
+    split: Any = EverySplit()
+    for name, module in model.named_modules():
+        if name.endswith("o_proj"):
+            assert servers_of(model, planned, (), split)[module] is Server.RANKS
+            assert servers_of(model, planned, (), None)[module] is Server.KERNELS
+    assert servers_of(model, {}, (), None)[taken] is Server.TORCH

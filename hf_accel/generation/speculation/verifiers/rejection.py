@@ -22,11 +22,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ....tensors import integers, is_remote, sent
 from ...sequence import Draft
-from ...unread import Unread, together
+from ...unread import Unread, all_unread
 from . import noise
 from .inverse import inverse_draw
 from .noise import Purpose
-from .verifier import Place, Verifier, first_rows, follow
+from .verifier import Place, Verifier, accepted_of, first_rows
 
 Uniform = Callable[[int, int, int, int], float]  # seed, position, purpose, offset
 
@@ -40,7 +40,7 @@ class Given(NamedTuple):
     starts: list[int]
 
     def kept(self, counts: abc.Sequence[int], last: abc.Sequence[int]) -> list[list[int]]:
-        """Of each draft the first `count` tokens, and one more."""
+        """Return the first `count` tokens of each draft, and one more."""
         each = zip(self.drafts, counts, last, strict=True)
         return [[*draft.tokens[:count], token] for draft, count, token in each]
 
@@ -101,7 +101,7 @@ class RejectionVerifier(Verifier):
     def accept_on_device(self, drafts: DrawnDrafts) -> tuple[Tensor, Tensor]:
         """Return what `accept` does, as [n] int64 and [n] float64, without waiting for the device.
 
-        The host's own arithmetic is several times faster where its numbers are at hand.
+        The host's own arithmetic is several times faster if it has the numbers.
         """
 
     def drawn(self, probabilities: Tensor, places: abc.Sequence[Place]) -> Unread[list[int]]:
@@ -130,7 +130,7 @@ class RejectionVerifier(Verifier):
             found = dict(zip([*others, *drawn], [*kept[0], *kept[1]], strict=True))
             return [found[i] for i in range(len(drafts))]
 
-        return together([followed, judged]).then(in_order)
+        return all_unread([followed, judged]).then(in_order)
 
     def _followed(
         self, probabilities: Tensor, drafts: abc.Sequence[Draft], places: abc.Sequence[Place]
@@ -138,7 +138,7 @@ class RejectionVerifier(Verifier):
         """Verify drafts that were not drawn. probabilities: their rows and no others."""
         numbers = self._numbers(_places(places, drafts, 1), Purpose.TARGET, probabilities)
         chosen = inverse_draw(probabilities, numbers)
-        return chosen.then(lambda tokens: follow(drafts, tokens))
+        return chosen.then(lambda tokens: accepted_of(drafts, tokens))
 
     def _judged_on_host(self, given: Given) -> Unread[list[list[int]]]:
         accepted = self.accept(self._each_drawn(given))
@@ -164,7 +164,7 @@ class RejectionVerifier(Verifier):
         weights = torch.where((counts < lengths)[:, None], residual(weights, q, factors), weights)
         numbers = self._numbers(_places(given.places, given.drafts, 1), Purpose.TARGET, weights)
         tokens = inverse_draw(weights, numbers[firsts + torch.arange(len(counts), device=counts.device) + counts])
-        return together([Unread(counts, list), tokens]).then(lambda read: given.kept(*read))
+        return all_unread([Unread(counts, list), tokens]).then(lambda read: given.kept(*read))
 
     def _number(self, place: Place, purpose: Purpose) -> float:
         offset = 0 if purpose is Purpose.TARGET else place.offset
@@ -181,7 +181,7 @@ class RejectionVerifier(Verifier):
             p, q = given.probabilities[start : start + len(draft) + 1], _distributions(draft)
             drafted = integers(draft.tokens)[:, None]
             uniforms = [self._number(place.next(j), Purpose.ACCEPT) for j in range(len(draft))]
-            p_drafted, q_drafted = (law.gather(1, drafted)[:, 0].tolist() for law in (p, q))
+            p_drafted, q_drafted = (each.gather(1, drafted)[:, 0].tolist() for each in (p, q))
             looked.append(Drawn(p, q, p_drafted, q_drafted, uniforms))
         return looked
 

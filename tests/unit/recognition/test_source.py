@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_accel.recognition.structure import GatedCode, gated_code, siblings
+from hf_accel.recognition.source import GatedCode, gated_code, siblings
 
 from ..fused.models import Attention, ClampedMLP, GatedMLP
 
