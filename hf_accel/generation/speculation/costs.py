@@ -9,7 +9,7 @@ from math import sqrt
 from statistics import median_low
 
 MEMORY = 31  # the last observations of a width that count
-EXTRAPOLATED = 0.05  # a further row than any measured is assumed to add this share of the time, or half a mean row
+EXTRAPOLATED = 0.02  # a further row than any measured is assumed to add this share of the time, or a quarter of a row
 NOISE = 0.1  # the assumed mean relative deviation of an observation, which counts as two of them
 
 # The seconds of a pass, as a function of its rows: the tokens that it computes, which are the rows of its input.
@@ -66,7 +66,7 @@ class CostTable:
             part = (rows - widths[at - 1]) / (widths[at] - widths[at - 1])
             return seconds[at - 1] + part * (seconds[at] - seconds[at - 1])
         end = min(at, len(widths) - 1)
-        return seconds[end] * (1 + (rows - widths[end]) * min(EXTRAPOLATED, 0.5 / widths[end]))
+        return seconds[end] * (1 + (rows - widths[end]) * min(EXTRAPOLATED, 0.25 / widths[end]))
 
     def extra(self, rows: int, more: int) -> float:
         """The seconds that `more` rows add to a pass of `rows`, and by how much these may be wrong.

@@ -79,7 +79,7 @@ def test_widths_are_known_from_near_ones_seen_twice() -> None:
 
 def test_doubt_shrinks_with_what_is_seen() -> None:
     few, many = table_of((1, 1.0), times=1), table_of((1, 1.0), times=20)
-    slope = 0.05
+    slope = 0.02
     assert few.extra(1, 1) - slope > 4 * (many.extra(1, 1) - slope) > 0
 
 
