@@ -63,16 +63,13 @@ BOOKKEEPING = {  # and what that may use
     "generation.scheduling.scheduler",
     "generation.sequence",
     "generation.engine.stream",
-    "generation.speculation.acceptance_rates",
-    "generation.speculation.allocation",
-    "generation.speculation.break_even",
+    "generation.speculation.acceptance",
     "generation.speculation.controller",
-    "generation.speculation.cost_table",
+    "generation.speculation.costs",
     "generation.speculation.drafters.copying",
     "generation.speculation.drafters.drafter",
     "generation.speculation.drafters.ngram",
     "generation.speculation.drafters.suffix",
-    "generation.speculation.statistics",
     "keywords",
 }
 

@@ -16,18 +16,21 @@ from transformers.utils import logging
 from ...errors import UnsupportedError
 from ...generation.hf.vocabulary import vocabulary_refusal, vocabulary_size
 from ...generation.sequence import Sequence
+from ...generation.speculation.acceptance import Tally
 from ...generation.speculation.controller import Controller
-from ...generation.speculation.cost_table import isotonic
+from ...generation.speculation.costs import isotonic
 from ...keywords import checked_keywords, positive_int
 from ...models import evaluating
 from ...patching.patch import is_patched
 from ...undo.state import state_of
 from .decoding import Decoder, as_patched
-from .report import AcceptanceReport, Agreement, Trials
+from .report import AcceptanceReport, Agreement
 from .token_rows import prompt_of, token_rows, windows
 
 # So many tokens of a text are read by both models in one pass.
 WINDOW = 512
+# Late positions are verified rarely: that each is like the one before counts as so many verified tokens of its own.
+WEIGHT = 4.0
 # Passes in a row with one draft length. The first run on what another length left in the caches and are not timed.
 HOLD = 8
 SKIP = 2
@@ -137,7 +140,7 @@ class Watch(Controller):
 
     def __init__(self, max_draft: int, batch_size: int, seed: int) -> None:
         super().__init__(max_draft, max_draft)
-        self.batch_size, self.trials = batch_size, Trials(max_draft)
+        self.batch_size, self.tally = batch_size, Tally()
         self.draft_seconds: list[float] = []
         self.verify_seconds: list[list[float]] = [[] for _ in range(max_draft + 1)]
         self._random, self._turn = random.Random(seed), [max_draft, 0]  # at least these, in a short run
@@ -168,7 +171,7 @@ class Watch(Controller):
             self.draft_seconds.append(seconds / passes)
 
     def observe_drafts(self, sequence: Sequence, drafted: int, accepted: int, source: str = "") -> None:
-        self.trials.add(drafted, accepted)
+        self.tally.add(drafted, accepted)
         self._now.lengths.append(drafted)
 
     def observe_pass(self, rows: int, seconds: float) -> None:
@@ -214,8 +217,8 @@ def _report(
         text_error=read.error,
         text_same_top=read.same_top,
         text_positions=read.positions,
-        acceptances=tuple(watch.trials.acceptances()),
-        verified=tuple(watch.trials.verified),
+        acceptances=tuple(watch.tally.acceptances([None] * watch.max_draft, WEIGHT)),
+        verified=tuple(map(int, [*watch.tally.verified, *[0] * watch.max_draft][: watch.max_draft])),
         prompts=made[0],
         tokens=made[1],
         step_seconds=verify[0],

@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ...generation.speculation.break_even import break_even_acceptance, expected_tokens, speed_up
+from ...generation.speculation.acceptance import gains
 from ...patching.printed import Printed
 from ..losses.closed_forms import agreement
 
-WEIGHT = 4
 # The least speed-up that timing can tell from none.
 WORTHWHILE = 1.05
 
@@ -44,33 +43,6 @@ class Agreement:
     def error(self) -> float:
         """Standard error of `acceptance`, as if positions were independent."""
         return sqrt(max(0.0, self._squares / self.positions - self.acceptance**2) / max(1, self.positions - 1))
-
-
-class Trials:
-    """Drafts that were verified, by position: the accepted ones, and the first that was not."""
-
-    def __init__(self, length: int) -> None:
-        self.verified = [0] * length
-        self.accepted = [0] * length
-
-    def add(self, drafted: int, accepted: int) -> None:
-        for position in range(min(drafted, accepted + 1)):
-            self.verified[position] += 1
-            self.accepted[position] += position < accepted
-
-    def acceptances(self) -> list[float]:
-        """The acceptance at each position, if all before it were accepted.
-
-        Late positions are verified rarely. So each is taken to be like the one before it, and that counts as much as
-        WEIGHT verified tokens of its own.
-        """
-        rates: list[float] = []
-        for verified, accepted in zip(self.verified, self.accepted, strict=True):
-            if rates:
-                rates.append((accepted + WEIGHT * rates[-1]) / (verified + WEIGHT))
-            else:
-                rates.append(accepted / verified if verified else 0.0)
-        return rates
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,11 +86,11 @@ class AcceptanceReport(Printed):
 
     def speed_up(self, num_draft: int) -> float:
         """Predicted, over no draft."""
-        return speed_up(self.acceptances[:num_draft], self.draft_cost, self.verify_costs[num_draft])
+        return self.expected_tokens(num_draft) / (num_draft * self.draft_cost + self.verify_costs[num_draft])
 
     def break_even(self, num_draft: int) -> float:
         """The acceptance, the same at each position, from which on so many tokens pay; inf if they never do."""
-        return break_even_acceptance(num_draft, self.draft_cost, self.verify_costs[num_draft])
+        return acceptance_for(num_draft * self.draft_cost + self.verify_costs[num_draft], num_draft)
 
     @property
     def num_draft(self) -> int:
@@ -136,7 +108,7 @@ class AcceptanceReport(Printed):
         factor, needed = self.speed_up(best), self.break_even(best)
         if self.use:
             return f"use it with num_draft={best}: {factor:.2f}x as fast is predicted"
-        mean = mean_acceptance(self.acceptances[:best])
+        mean = acceptance_for(self.expected_tokens(best), best)
         reason = (
             f"a drafted token costs {self.draft_cost:.2f} steps, which no acceptance pays for: make the draft smaller"
             if needed == inf
@@ -186,10 +158,21 @@ class AcceptanceReport(Printed):
         return "\n".join([*lines, self.verdict])
 
 
-def mean_acceptance(acceptances: Sequence[float]) -> float:
-    """The acceptance, the same at each position, that brings as many tokens a pass."""
-    wanted, low, high = expected_tokens(acceptances), 0.0, 1.0
-    while high - low > 1e-9:
+def expected_tokens(acceptances: Sequence[float]) -> float:
+    """Return the expected new tokens of a pass with this draft: the accepted ones, and one of the model's own."""
+    return 1.0 + sum(gains(acceptances))
+
+
+def acceptance_for(tokens: float, num_draft: int) -> float:
+    """Return the smallest acceptance, the same at each position, with which a pass is expected to give `tokens`.
+
+    Drafting pays if that is more than its time, in passes without drafts (Leviathan et al. 2023, arXiv 2211.17192).
+    The result is infinite if num_draft + 1 tokens are too few.
+    """
+    if tokens > num_draft + 1:
+        return inf
+    low, high = 0.0, 1.0
+    while high - low > 1e-12:
         middle = (low + high) / 2
-        low, high = (middle, high) if expected_tokens([middle] * len(acceptances)) < wanted else (low, middle)
+        low, high = (middle, high) if expected_tokens([middle] * num_draft) < tokens else (low, middle)
     return high

@@ -1,46 +1,70 @@
 """Chooses how many tokens to draft for each sequence, from measured acceptance and measured time.
 
 This is the goodput controller of SmartSpec (arXiv 2406.14066) with three changes. Each sequence has its own
-acceptance. Draft lengths are chosen for the whole batch together. Two time budgets limit the loss when drafts are
-rejected.
+acceptance. Draft lengths are chosen for the whole batch together. A budget limits the loss when drafts are rejected.
 """
 
 from __future__ import annotations
 
-from collections import Counter, abc
-from collections.abc import Callable
+from collections import abc
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 from ...keywords import positive_int
 from ..sequence import Sequence
-from .acceptance_rates import SequenceRates, SourceRates
-from .allocation import Allocation, Prices, allocate, no_time
-from .break_even import gains
-from .cost_table import CostTable
+from .acceptance import Tally, gains
+from .costs import CostTable, Seconds, allocate
 
 # Times are in decoding passes of the model.
-INITIAL_BALANCE = 0.25  # how much time drafting may lose before it has gained any
-MAX_BALANCE = 16.0  # how much gained time is kept at most, to pay for later losses
-PROBE_SHARE = 0.01  # the share of the time that is spent on probes, which test whether drafts pay now
-MAX_PROBE_BUDGET = 2.0  # how much time is saved for probes at most
-UNMEASURED_DRAFT_COST = 0.3  # the assumed time of a drafter's pass before it was measured
+FIRST_BALANCE, MAX_BALANCE = 0.25, 16.0  # the time that drafts may lose at first, and the most that is kept of gains
+EARNED = 0.01  # the share of all time that drafts may lose later
+UNMEASURED_DRAFT = 0.3  # the assumed time of a drafter's pass before it was measured
+FIRST_WAIT, LAST_WAIT = 8, 256  # the passes from a wrong trial to the next one, which double
 REFRESH = 64  # the number of passes after which draft lengths other than the best are tried
+# The acceptance that is expected before any draft was verified, and its weight in verified tokens. The acceptance
+# over all sequences, of about the last 64 drafts, is what is expected of each, of which the last 12 count.
+PRIOR, WEIGHT, SOURCE_MEMORY, SEQUENCE_MEMORY = 0.5, 2.5, 64.0, 12.0
+
+
+@dataclass
+class Drafted:
+    """The latest drafts for one sequence. is_read: whether the source has read it, which costs time once."""
+
+    tally: Tally = field(default_factory=partial(Tally, SEQUENCE_MEMORY))
+    last_pass: int = -FIRST_WAIT
+    is_read: bool = False
+    is_trial: bool = False  # whether the draft of this pass only tests whether drafts pay now
+
+
+@dataclass
+class DraftSource:
+    """What is learnt of a drafter over all sequences."""
+
+    tally: Tally = field(default_factory=partial(Tally, SOURCE_MEMORY))
+    sequences: WeakKeyDictionary[Sequence, Drafted] = field(default_factory=WeakKeyDictionary)
+    deepest: int = 0  # the most accepted tokens of one draft
+    costs: CostTable = field(default_factory=CostTable)  # of passes of the drafter's model
+    reading: float = 0.0  # seconds to read a sequence for the first time
+    trial: bool | None = None  # whether a trial of this pass was right; None without any
+    wait: int = FIRST_WAIT
+    next_trial: int = 0  # the pass from which on there may be trials
+    idle: tuple[int, int] = (0, 0)  # for so many sequences nothing can be drafted before this pass
+
+    def of(self, sequence: Sequence) -> Drafted:
+        return self.sequences.setdefault(sequence, Drafted())
 
 
 @dataclass
 class PassRecord:
-    """The decisions for a pass, and its results."""
+    """The drafts of a pass. seconds: of all that was done for them before it, but for reading sequences."""
 
-    sequences: int = 0  # the number of decoding sequences
-    probes: set[int] = field(default_factory=set)  # id() of the sequences whose drafts are probes
-    drafted: int = 0  # tokens
-    probed: int = 0  # tokens drafted as probes
-    accepted: int = 0  # tokens
-    drafting_seconds: float = 0.0  # of passes of a drafter's model
-    asking_seconds: float = 0.0  # of choosing lengths, and of drafters without a model
-    start_seconds: float = 0.0  # of drafters that read sequences for the first time
+    sequences: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+    reading: float = 0.0
 
 
 class Controller:
@@ -51,169 +75,93 @@ class Controller:
     `observe_pass` last.
 
     num_draft: a fixed draft length, which only the limits reduce; or "auto", which chooses the lengths from 0 to
-    max_draft with the most new tokens per second. The first draft of a source has one token. Later drafts are at most
-    twice as long as the longest accepted one. What is learnt of a source is used for all later sequences.
+    max_draft with the most new tokens per second, and at most twice the longest accepted draft.
 
-    The loss against decoding without drafts is small, whatever the acceptance is, because all time that drafts take
-    is paid. Losses are paid from `balance`, which starts with INITIAL_BALANCE and grows only by gains. When it is used
-    up, there are no drafts but probes, which are paid from `probe_budget`, PROBE_SHARE of the time. A drafter reads a
-    sequence when it is first asked for a draft of it: a draft model computes the prompt. That is paid from what gains
-    have left, or else from the probe budget, which may fall below 0; and until one of the two has as much again, a
-    drafter is asked for no sequence that it has not read.
+    The loss against decoding without drafts is small, whatever the acceptance is. All time that drafts take is paid
+    from `balance`, which starts with FIRST_BALANCE and grows by gains and by EARNED of all time; when it is used up,
+    there are no drafts. Where none was ever right, or none pays, there are only trials of one token, and the waits
+    between them double while they are wrong. A drafter reads a sequence when it is first asked for a draft of it (a
+    draft model computes the prompt), and it is asked for no sequence that the balance cannot pay to read.
     """
 
     def __init__(self, num_draft: int | Literal["auto"] = "auto", max_draft: int = 8) -> None:
         if num_draft not in ("auto", 0):
             positive_int("num_draft", num_draft)
         positive_int("max_draft", max_draft)
-        self.num_draft = num_draft
-        self.max_draft = max_draft
+        self.num_draft, self.max_draft, self.num_passes = num_draft, max_draft, 0
         self.verify_costs = CostTable()
-        self.draft_costs: dict[str, CostTable] = {}
-        self.sources: dict[str, SourceRates] = {}
-        self._rates: WeakKeyDictionary[Sequence, dict[str, SequenceRates]] = WeakKeyDictionary()
-        self._pass = PassRecord()
-        self._histogram: Counter[int] = Counter()
-        self.num_passes = 0
+        self.sources: dict[str, DraftSource] = {}
         self.balance: float | None = None  # seconds
-        self.probe_budget = 0.0  # seconds
-        self._probe_price = 0.0  # the seconds of the last probe that the budget was too small for
-        self._starts: dict[str, float] = {}  # seconds that a source took to read a sequence
-        self._refreshed = 0  # the pass in which other lengths than the best were tried last
-        self._refresh_up = False  # whether longer drafts are tried next, or none
-
-    # -- before a pass ---------------------------------------------------------------------------------
+        self._pass = PassRecord()
 
     def lengths(
-        self,
-        sequences: abc.Sequence[Sequence],
-        limits: abc.Sequence[int],
-        *,
-        other_rows: int = 0,
-        is_free: bool = True,
-        source: str = "",
-    ) -> list[int]:
+        self, sequences: abc.Sequence[Sequence], limits: abc.Sequence[int], *,
+        other_rows: int = 0, is_free: bool = True, source: str = "",
+    ) -> list[int]:  # fmt: skip
         """Return the number of tokens to draft for each of `sequences`, which all decode in the next pass.
 
         limits: the largest number for each sequence. other_rows: the rows of the pass that do not depend on this
         choice, such as prefill, and sequences with a draft of another source. is_free: whether drafting needs no pass
         of a model. source: the name of the drafter; acceptance and cost are learnt for each source.
         """
-        self._pass.sequences = max(self._pass.sequences, len(sequences))
+        count = self._pass.sequences = max(self._pass.sequences, len(sequences))
         if self.num_draft != "auto":
-            lengths = [max(0, min(self.num_draft, limit)) for limit in limits]
-        elif self._cannot_pay:
-            lengths = [0] * len(limits)
-        else:
-            longest = min(self.max_draft, self._source(source).longest_draft)
-            bounds = [max(0, min(limit, longest)) for limit in limits]
-            lengths = self._choose(sequences, bounds, other_rows, is_free=is_free, source=source)
-        self._histogram.update(lengths)
+            return [max(0, min(self.num_draft, limit)) for limit in limits]
+        known, costs, rows = self._source(source), self.verify_costs, len(sequences) + other_rows
+        bounds = [max(0, min(limit, self.max_draft, max(1, 2 * known.deepest))) for limit in limits]
+        lengths = [0] * len(bounds)
+        # To find that nothing can be drafted takes as long as a draft does in a small model. So it is remembered.
+        idle = known.idle[0] == count and self.num_passes < known.idle[1]
+        if idle or not any(bounds) or not costs.is_measured(rows):
+            return lengths
+        one = costs.seconds(count)
+        left = self.balance = FIRST_BALANCE * one if self.balance is None else self.balance
+        if left <= 0:
+            return lengths
+        records = [known.of(sequence) for sequence in sequences]
+        for i, record in enumerate(records):
+            left -= known.reading if bounds[i] and not record.is_read else 0.0
+            bounds[i] = bounds[i] if record.is_read or left >= 0 else 0
+        if not is_free and not known.costs.widths:
+            known.costs.observe(1, UNMEASURED_DRAFT * one)
+        draft = None if is_free else known.costs.seconds
+        is_refreshed = known.deepest > 0 and self.num_passes % REFRESH == 0
+        if known.deepest:
+            chains = expected_gains(known, records, bounds)
+            lengths = allocate(chains, costs.seconds, draft, other_rows=rows - count, least=costs.doubt(rows))
+            if (
+                self.num_passes % REFRESH == 0
+            ):  # lest the time of passes without drafts, or with longer ones, grows old
+                more = self.num_passes // REFRESH % 2
+                lengths = [more and min(2 * n + 1, bound) for n, bound in zip(lengths, bounds, strict=True)]
+        lacking = known.reading - self.balance
+        if self.num_passes >= known.next_trial:
+            open_to = [r if bound and not n else None for r, bound, n in zip(records, bounds, lengths, strict=True)]
+            lacking = self._add_trials(open_to, lengths, rows, draft)
+        affordable = self.num_passes + int(lacking / (EARNED * one))
+        known.idle = (0, 0) if any(lengths) or is_refreshed else (count, max(known.next_trial, affordable))
         return lengths
 
-    @property
-    def _cannot_pay(self) -> bool:
-        """True if no draft can be chosen. To choose otherwise takes as long as a draft does in a small model."""
-        return self.balance is not None and self.balance <= 0 and self.probe_budget < self._probe_price
+    def _add_trials(
+        self, records: list[Drafted | None], lengths: list[int], rows: int, draft: Seconds | None
+    ) -> float:
+        """Add a token for sequences without a draft, those without one for longest first, as the balance pays for.
 
-    def _choose(
-        self, sequences: abc.Sequence[Sequence], bounds: list[int], other_rows: int, *, is_free: bool, source: str
-    ) -> list[int]:
-        nothing = [0] * len(bounds)
-        count = self._pass.sequences
-        rows = len(sequences) + other_rows
-        costs = self.verify_costs
-        if not any(bounds) or not costs.is_measured(rows):
-            return nothing  # this pass measures what a pass without drafts costs
-        if self.balance is None:
-            self.balance = INITIAL_BALANCE * costs.seconds(count)
-        start = self._starts.get(source, 0.0)
-        self.probe_budget = min(self.probe_budget, max(MAX_PROBE_BUDGET * costs.seconds(count), start))
-        rates = [self._rates_of(sequence, source) for sequence in sequences]
-        bounds = self._startable(rates, bounds, start)
-        if not any(bounds):
-            return nothing
-        draft = no_time if is_free else self._drafting(source, count)
-        prices = Prices(count, rows - count, costs.seconds, draft, alone=costs.is_measured(count))
-        source_rates = self._source(source).acceptances(max(bounds))
-        chains = [gains(r.acceptances(source_rates[:bound])) for r, bound in zip(rates, bounds, strict=True)]
-        best = allocate(chains, prices)
-        lengths = self._refresh(best, bounds, chains, prices)
-        if self.balance <= 0:
-            lengths = nothing
-        return self._probe(sequences, lengths, bounds, rates, prices=prices)
-
-    def _startable(self, rates: list[SequenceRates], bounds: list[int], start: float) -> list[int]:
-        """Return the bounds, with 0 for sequences whose reading, of `start` seconds each, nothing pays."""
+        records: None where there is no trial. Returns the seconds that the balance lacks for one more.
+        """
         assert self.balance is not None
-        left = max(self.balance, self.probe_budget) / start if start else len(bounds)
-        startable = []
-        for known, bound in zip((rate.is_known for rate in rates), bounds, strict=True):
-            startable.append(bound if known or left >= 1 else 0)
-            left -= 0 if known or not bound else 1
-        return startable
-
-    def _drafting(self, source: str, sequences: int) -> Callable[[int], float]:
-        table = self.draft_costs.get(source)
-        if table is not None and table.widths:
-            return table.seconds
-        unknown = UNMEASURED_DRAFT_COST * self.verify_costs.seconds(sequences)
-        return lambda rows: unknown
-
-    def _refresh(self, best: Allocation, bounds: list[int], chains: list[list[float]], prices: Prices) -> list[int]:
-        """Return the best lengths, or, every REFRESH passes, none or longer drafts, to measure their cost again.
-
-        Other lengths than the best are returned only if the probe budget pays for the expected loss.
-        """
-        if self.num_passes - self._refreshed < REFRESH or not any(best.lengths):
-            return best.lengths
-        more = [min(2 * length + 1, bound) for length, bound in zip(best.lengths, bounds, strict=True)]
-        other = more if self._refresh_up else [0] * len(bounds)
-        loss = self._loss(best, other, chains, prices)
-        self._refreshed = self.num_passes
-        self._refresh_up = not self._refresh_up
-        if loss > self.probe_budget:
-            return best.lengths
-        self.probe_budget -= loss
-        return other
-
-    def _loss(self, best: Allocation, other: list[int], chains: list[list[float]], prices: Prices) -> float:
-        """The seconds that other lengths than the best are expected to lose."""
-
-        def tokens(lengths: list[int]) -> float:
-            return sum(sum(chain[:length]) for chain, length in zip(chains, lengths, strict=True))
-
-        lost = (tokens(best.lengths) - tokens(other)) / best.rate
-        return max(0.0, lost + prices.extra(other) - prices.extra(best.lengths))
-
-    def _probe(
-        self,
-        sequences: abc.Sequence[Sequence],
-        lengths: list[int],
-        bounds: list[int],
-        rates: list[SequenceRates],
-        *,
-        prices: Prices,
-    ) -> list[int]:
-        """Draft one token for sequences without a draft, as long as the probe budget pays for it.
-
-        Sequences that have had no draft for longest come first.
-        """
-        idle = [i for i, (length, bound) in enumerate(zip(lengths, bounds, strict=True)) if bound and not length]
-        if not idle or self.probe_budget <= 0:
-            return lengths
-        probed = list(lengths)
-        before = prices.extra(lengths) - self._uncertain_seconds(prices.rows + sum(lengths), 1)
-        for i in sorted(idle, key=lambda i: rates[i].last_pass):
-            probed[i] = 1
-            self._probe_price = prices.extra(probed) - before
-            if self._probe_price > self.probe_budget:
-                probed[i] = 0
+        rows, width, price = rows + sum(lengths), sum(map(bool, lengths)), 0.0
+        costs, seconds = self.verify_costs, draft or (lambda width: 0.0)
+        long_ago = [
+            (r.last_pass, i, r) for i, r in enumerate(records) if r and r.last_pass + FIRST_WAIT <= self.num_passes
+        ]
+        for count, (_, i, record) in enumerate(sorted(long_ago), 1):
+            price = costs.seconds(rows + count) - costs.seconds(rows)
+            price += seconds(width + count) - (seconds(width) if width else 0.0)
+            if price > self.balance:
                 break
-            self._pass.probes.add(id(sequences[i]))
-        return probed
-
-    # -- after a pass ----------------------------------------------------------------------------------
+            lengths[i], record.is_trial = 1, True
+        return price - self.balance
 
     def observe_drafting(self, tokens: int, passes: int, seconds: float, source: str = "") -> None:
         """Learn the cost of drafting: `passes` passes of a drafter gave `tokens` tokens in all, in `seconds`.
@@ -222,96 +170,73 @@ class Controller:
         """
         if passes < 1:
             return
-        width = max(1, round(tokens / passes))
-        table = self.draft_costs.setdefault(source, CostTable())
-        table.observe(width, seconds / passes)
-        self._pass.drafting_seconds += passes * table.seconds(width)
+        width, costs = max(1, round(tokens / passes)), self._source(source).costs
+        costs.observe(width, seconds / passes)
+        self._pass.seconds += passes * costs.seconds(width)
 
     def observe_asking(self, sequences: abc.Sequence[Sequence], seconds: float, source: str = "") -> None:
-        """Learn that it took `seconds` to get drafts of these sequences, besides the seconds that `observe_drafting`
-        got.
+        """Learn that it took `seconds` to get drafts of these sequences, besides what `observe_drafting` is told.
 
         Without sequences, it is the time of something else that would not be done without drafts.
         """
-        new = [rates for rates in (self._rates_of(s, source) for s in sequences) if not rates.is_known]
-        if not new:
-            self._pass.asking_seconds += seconds
-            return
-        for rates in new:
-            rates.is_known = True
-        each = seconds / len(new)
-        self._starts[source] = (self._starts.get(source, each) + each) / 2
-        self._pass.start_seconds += seconds
+        new = [r for r in (self._source(source).of(sequence) for sequence in sequences) if not r.is_read]
+        for record in new:
+            record.is_read = True
+        if new:
+            known, each = self._source(source), seconds / len(new)
+            known.reading = ((known.reading or each) + each) / 2
+            self._pass.reading += seconds
+        else:
+            self._pass.seconds += seconds
 
     def observe_drafts(self, sequence: Sequence, drafted: int, accepted: int, source: str = "") -> None:
         """Learn the acceptance: of `drafted` tokens the first `accepted` were accepted. No draft changes nothing."""
         if drafted < 1:
             return
-        rates = self._rates_of(sequence, source)
-        rates.observe(drafted, accepted)
-        rates.last_pass = self.num_passes
+        known = self._source(source)
+        record = known.of(sequence)
+        for tally in (known.tally, record.tally):
+            tally.add(drafted, accepted)
+        if record.is_trial:
+            known.trial, record.is_trial = known.trial or accepted > 0, False
+        known.deepest, record.last_pass = max(known.deepest, accepted), self.num_passes
         self._pass.drafted += drafted
         self._pass.accepted += accepted
-        if id(sequence) in self._pass.probes:
-            self._pass.probed += drafted
 
     def observe_pass(self, rows: int, seconds: float) -> None:
         """Learn that a pass of the model over `rows` rows, drafted tokens included, took `seconds`."""
-        self.verify_costs.observe(rows, seconds)
-        record, self._pass = self._pass, PassRecord()
+        costs, record, self._pass = self.verify_costs, self._pass, PassRecord()
+        costs.observe(rows, seconds)
+        for source in self.sources.values():
+            if source.trial is not None:
+                wait = FIRST_WAIT if source.trial else source.wait
+                source.next_trial, source.wait = (
+                    self.num_passes + wait,
+                    min(wait if source.trial else 2 * wait, LAST_WAIT),
+                )
+                source.trial = None
         self.num_passes += 1
-        if not record.sequences:
+        if not record.sequences or self.balance is None:
             return
-        bare = self.verify_costs.seconds(max(1, rows - record.drafted)) if record.drafted else seconds
-        self.probe_budget += PROBE_SHARE * bare
-        if self.balance is not None:
-            self._pay(record, rows, self.balance)
+        # A reading that takes longer than the balance pays for is not paid later, because it is done only once.
+        balance = max(self.balance - record.reading, min(self.balance, 0.0)) - record.seconds
+        bare, one = max(1, rows - record.drafted), costs.seconds(record.sequences)
+        balance += EARNED * costs.seconds(bare) + record.accepted * one / record.sequences
+        balance -= costs.extra(bare, record.drafted) if record.drafted else 0.0
+        self.balance = min(balance, max([MAX_BALANCE * one, *(source.reading for source in self.sources.values())]))
 
-    def _pay(self, record: PassRecord, rows: int, balance: float) -> None:
-        """Take the cost of a pass's drafts out of the budgets, and add what was gained."""
-        cost, probes = record.asking_seconds, float(balance <= 0)  # probes: the share that probes have of the cost
-        if balance < record.start_seconds:
-            self.probe_budget -= record.start_seconds
-        else:
-            balance -= record.start_seconds
-        if record.drafted:
-            costs, bare = self.verify_costs, rows - record.drafted
-            cost += costs.seconds(rows) - costs.seconds(max(1, bare)) + record.drafting_seconds
-            cost += self._uncertain_seconds(bare, record.drafted)
-            probes = record.probed / record.drafted
-            one = costs.seconds(record.sequences)
-            balance = min(balance + record.accepted * one / record.sequences, MAX_BALANCE * one)
-        self.probe_budget -= probes * cost
-        self.balance = balance - (1 - probes) * cost
+    def _source(self, source: str) -> DraftSource:
+        return self.sources.setdefault(source, DraftSource())
 
-    def _uncertain_seconds(self, rows: int, more: int) -> float:
-        """The seconds that `more` rows may cost beyond the measured time, as far as the measurement is uncertain.
 
-        By chance, additional rows may look free. This would not be corrected for long, because passes without them
-        would become rare.
-        """
-        costs = self.verify_costs
-        return costs.seconds(rows) * costs.uncertainty(rows) + costs.seconds(rows + more) * costs.uncertainty(
-            rows + more
-        )
-
-    def statistics(self) -> dict[str, Any]:
-        """Return seconds by rows, drafting seconds, acceptance by source and position, and counts of draft lengths.
-
-        The result can be written as JSON.
-        """
-        return {
-            "verify_seconds": self.verify_costs.to_dict(),
-            "draft_seconds": {source: table.to_dict() for source, table in self.draft_costs.items()},
-            "acceptance": {name: s.acceptances(len(s.tally.verified)) for name, s in self.sources.items()},
-            "lengths": {str(length): self._histogram[length] for length in sorted(self._histogram)},
-        }
-
-    def _source(self, source: str) -> SourceRates:
-        return self.sources.setdefault(source, SourceRates())
-
-    def _rates_of(self, sequence: Sequence, source: str) -> SequenceRates:
-        sources = self._rates.setdefault(sequence, {})
-        if source not in sources:
-            sources[source] = SequenceRates(self._source(source))
-        return sources[source]
+def expected_gains(
+    source: DraftSource, drafted: abc.Sequence[Drafted], bounds: abc.Sequence[int]
+) -> list[list[float]]:
+    """Return the gains of the next draft of each sequence, of at most bounds[i] tokens."""
+    first: list[float | None] = [PRIOR]
+    expected: list[float | None] = list(source.tally.acceptances(first + [None] * (max(bounds) - 1), WEIGHT))
+    # A position that the source has rarely drafted is expected to be like the sequence's own position before it.
+    seen = sum(verified >= SEQUENCE_MEMORY for verified in source.tally.verified)
+    expected = [rate if position < max(1, seen) else None for position, rate in enumerate(expected)]
+    pairs = zip(drafted, bounds, strict=True)
+    return [gains(one.tally.acceptances(expected[:bound], WEIGHT)) for one, bound in pairs]

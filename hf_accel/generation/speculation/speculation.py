@@ -5,22 +5,84 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections import abc
-from dataclasses import replace
+from collections import Counter, abc
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ...cache.pages import Pages
 from ...errors import HfAccelError, HfAccelWarning
 from ..agreement import ALONE, ProcessAgreement
 from ..sequence import Chunk, Draft, Sequence
+from .acceptance import Tally
 from .controller import Controller
 from .drafters.drafter import Drafter
-from .statistics import SpeculationStatistics
 from .verifiers.token import TokenVerifier
 from .verifiers.verifier import Verifier
 
 NO_DRAFT = Draft()
 TOKEN_VERIFIER = TokenVerifier()
 UNUSED = Controller()  # of all sessions without drafters, which ask it for nothing
+
+
+@dataclass
+class SpeculationStatistics:
+    """Counts over all sequences that decoded in a run.
+
+    steps: decoding steps of single sequences, with or without a draft. A step gives the accepted tokens and one more.
+    passes: passes of the model. tokens: new tokens. lengths: the number of steps with a draft of each length.
+    """
+
+    steps: int = 0
+    passes: int = 0
+    tokens: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)
+    tally: Tally = field(default_factory=Tally)
+    drafting_seconds: float = 0.0
+    verifying_seconds: float = 0.0
+
+    def record_step(self, drafted: int, accepted: int, tokens: int) -> None:
+        """Record a decoding step of one sequence. tokens: its new ones: accepted + 1, or fewer if it has ended."""
+        if not 0 <= accepted <= drafted:
+            raise ValueError(f"{accepted} tokens accepted of {drafted} drafted")
+        self.steps += 1
+        self.tokens += tokens
+        self.lengths[drafted] += 1
+        self.tally.add(drafted, accepted)
+
+    def record_pass(self, drafting_seconds: float, verifying_seconds: float) -> None:
+        self.passes += 1
+        self.drafting_seconds += drafting_seconds
+        self.verifying_seconds += verifying_seconds
+
+    @property
+    def drafted(self) -> int:
+        return int(sum(self.tally.drafted))
+
+    @property
+    def accepted(self) -> int:
+        return int(sum(self.tally.accepted))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a dict that can be written as JSON. Values that no step or draft defines yet are None.
+
+        acceptance_at: by position, the accepted of the drafted tokens; those after a rejected one count as drafted.
+        """
+        drafted, accepted = self.tally.drafted, self.tally.accepted
+        return {
+            "passes": self.passes,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "tokens_per_pass": self.tokens / self.steps if self.steps else None,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance": self.accepted / self.drafted if drafted else None,
+            "drafted_at": list(drafted),
+            "accepted_at": list(accepted),
+            "acceptance_at": [a / d for a, d in zip(accepted, drafted, strict=True)],
+            "draft_lengths": {str(length): self.lengths[length] for length in sorted(self.lengths)},
+            "drafting_seconds": self.drafting_seconds,
+            "verifying_seconds": self.verifying_seconds,
+        }
 
 
 class Speculation:

@@ -15,7 +15,7 @@ from hf_accel.distill.drafts.measuring import Watch, _by_length, measure_accepta
 from hf_accel.distill.drafts.student import init_student
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Sequence
-from hf_accel.generation.speculation.break_even import gains
+from hf_accel.generation.speculation.acceptance import gains
 from hf_accel.undo.state import state_of
 
 from .families import V, llama, made
@@ -205,7 +205,7 @@ def test_watch_times_whole_passes_of_settled_lengths_only() -> None:
     assert max(max(times) for times in watch.verify_seconds) < 1
     assert {lengths.count(length) for length in range(3)} <= set(range(100, 180))
     assert sum(map(len, watch.verify_seconds)) < 0.76 * 400
-    rates = watch.trials.acceptances()
+    rates = watch.tally.acceptances([None] * watch.max_draft, 4.0)
     assert rates[0] == 1 and rates[1] < 0.05
 
 

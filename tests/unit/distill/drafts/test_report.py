@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_accel.distill.drafts.report import AcceptanceReport, Agreement, Trials, agreement, mean_acceptance
+from hf_accel.distill.drafts.report import AcceptanceReport, Agreement, acceptance_for, agreement, expected_tokens
 from hf_accel.generation.sequence import Draft
 from hf_accel.generation.speculation.verifiers import verifier
 from hf_accel.generation.speculation.verifiers.verifier import Place
@@ -70,27 +70,6 @@ def test_agreement_is_averaged_over_positions() -> None:
     assert read.acceptance == pytest.approx(0.85)
     assert read.same_top == 0.5
     assert read.error == pytest.approx((values.std() / 2).item(), rel=1e-4)
-
-
-def test_trials_count_the_accepted_and_the_first_rejected() -> None:
-    trials = Trials(4)
-    for drafted, accepted in [(3, 3), (3, 1), (2, 0), (0, 0), (4, 2)] * 100:
-        trials.add(drafted, accepted)
-    assert trials.verified == [400, 300, 200, 0]
-    assert trials.accepted == [300, 200, 100, 0]
-    rates = trials.acceptances()
-    assert rates[0] == 0.75
-    assert rates[1:3] == pytest.approx([2 / 3, 0.5], abs=0.01)
-    assert rates[3] == rates[2], "nothing is known of it: it is like the one before"
-    assert Trials(2).acceptances() == [0.0, 0.0]
-
-
-def test_one_verified_token_does_not_make_a_rate() -> None:
-    trials = Trials(2)
-    for _ in range(100):
-        trials.add(1, 0)
-    trials.add(2, 2)
-    assert trials.acceptances()[1] < 0.25
 
 
 def report(**changes: Any) -> AcceptanceReport:
@@ -157,7 +136,16 @@ def test_report_is_a_table_and_a_dict() -> None:
     assert again["use"] is False
 
 
-def test_mean_acceptance_brings_as_many_tokens() -> None:
-    assert mean_acceptance([0.6, 0.6, 0.6]) == pytest.approx(0.6)
-    level = mean_acceptance([0.9, 0.1])
+def test_acceptance_for_brings_as_many_tokens() -> None:
+    assert acceptance_for(1 + 0.6 + 0.36 + 0.216, 3) == pytest.approx(0.6)
+    level = acceptance_for(expected_tokens([0.9, 0.1]), 2)
     assert 1 + level + level**2 == pytest.approx(1 + 0.9 + 0.09)
+    assert acceptance_for(3, 2) == pytest.approx(1.0) and acceptance_for(3.01, 2) == inf
+    assert acceptance_for(1.0, 4) == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize(("count", "tokens"), [(1, 1.7), (2, 2.19), (3, 2.533), (4, 2.7731), (8, 3.19882131)])
+def test_expected_tokens(count: int, tokens: float) -> None:
+    assert expected_tokens([0.7] * count) == pytest.approx(tokens, abs=1e-8)
+    assert expected_tokens([0.7] * count) == pytest.approx((1 - 0.7 ** (count + 1)) / (1 - 0.7))
+    assert expected_tokens([]) == 1.0

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from hf_accel.errors import UnsupportedError
 from hf_accel.generation.sequence import Sequence
-from hf_accel.generation.speculation.break_even import expected_tokens
+from hf_accel.generation.speculation.acceptance import gains
 from hf_accel.generation.speculation.controller import Controller
 
 from ..simulation import CURVES, Simulation
@@ -74,12 +72,21 @@ def test_a_drafter_reads_no_more_sequences_than_can_be_paid() -> None:
     run = Simulation(CURVES["flat"], [0.0] * 8, reading=0.4)
     run.run(2)
     run.controller.balance = 1.0
-    lengths = run.step()
-    assert lengths == [1] * 8  # what it takes is not known yet
-    assert run.controller.probe_budget < -2 < 0 < run.controller.balance <= 1.0
-    later = Simulation(CURVES["flat"], [0.0] * 8, reading=0.4, controller=run.controller)
-    run.controller.balance = 1.0
+    assert run.step() == [1] * 8  # what it takes is not known yet
+    assert run.controller.balance <= 0.011, "what nothing could foresee takes what is there"
+    later = Simulation(CURVES["flat"], [0.9] * 8, reading=0.4, controller=run.controller)
+    run.controller.balance, run.controller.num_passes = 1.0, 10
     assert sum(later.step()) == 2
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("drafting", [0.0, 0.3])
+@pytest.mark.parametrize("curve", CURVES)
+def test_of_a_thousand_passes_ten_try_drafts_that_are_never_right(curve: str, drafting: float, batch: int) -> None:
+    run = Simulation(CURVES[curve], [0.0] * batch, drafting=drafting, noise=0.1, outliers=0.01, seed=batch)
+    wasted = sum(any(lengths) for lengths in run.run(1000))
+    assert 2 <= wasted <= 10
+    assert run.time <= 1.03 * 1000 * CURVES[curve](batch)
 
 
 def test_a_batch_loses_no_more() -> None:
@@ -98,7 +105,7 @@ def test_a_batch_loses_no_more() -> None:
 )  # fmt: skip
 def test_what_could_be_gained_is_gained(curve: str, drafting: float, acceptance: float, part: float) -> None:
     seconds = CURVES[curve]
-    best = max(expected_tokens([acceptance] * k) / (seconds(1 + k) + drafting * k) for k in range(9))
+    best = max((1 + sum(gains([acceptance] * k))) / (seconds(1 + k) + drafting * k) for k in range(9))
     for seed in range(4):
         run = Simulation(seconds, [acceptance], drafting=drafting, noise=0.1, outliers=0.01, seed=seed)
         run.run(400)
@@ -123,13 +130,13 @@ def test_where_a_row_costs_a_pass_it_stays_at_none() -> None:
 
 
 def test_it_recovers_after_a_thousand_passes_without_acceptance() -> None:
-    for curve, within in (("flat", 40), ("mild", 120), ("rising", 400)):
+    for curve, within in (("flat", 300), ("mild", 300), ("rising", 400)):
         run = Simulation(CURVES[curve], [0.9], noise=0.1)
         run.run(100)
         run.acceptance = [0.0]
         before = run.time
         bad = run.run(1000)
-        assert sum(lengths[0] for lengths in bad[100:]) / 900 <= 1, "nearly nothing but probes"
+        assert sum(lengths[0] for lengths in bad[100:]) / 900 <= 2, "few but where rows are free"
         assert run.time - before <= 1.03 * 1000 * run.seconds(1)
         run.acceptance = [0.9]
         run.run(within)
@@ -140,7 +147,7 @@ def test_each_sequence_gets_what_it_earns() -> None:
     run = Simulation(CURVES["rising"], [0.95, 0.6, 0.0], noise=0.1, seed=3)
     run.run(200)
     means = [sum(column) / 100 for column in zip(*run.run(100), strict=True)]
-    assert means[0] > 1.5 * means[1] > 3 * means[2] and means[2] < 0.5
+    assert means[0] > 3 > 1 > means[1] > means[2] and means[2] < 0.2
 
 
 def test_limits_and_max_draft_hold() -> None:
@@ -166,8 +173,8 @@ def test_a_width_far_from_any_seen_is_seen_first_without_drafts() -> None:
     run = Simulation(CURVES["mild"], [0.9])
     run.run(30)
     assert run.step() != [0]
-    assert run.step(other_rows=500) == [0] and run.step(other_rows=500) == [0]
-    assert run.step(other_rows=500) != [0] and run.step() != [0]
+    assert run.step(other_rows=500) == [0]
+    assert any(run.step(other_rows=500) != [0] for _ in range(8)) and run.step() != [0]
 
 
 def test_sources_are_judged_apart() -> None:
@@ -181,17 +188,6 @@ def test_sources_are_judged_apart() -> None:
     assert controller.lengths([sequence], [8], source="good")[0] >= 4
     assert controller.lengths([sequence], [8], source="bad")[0] <= 1
     assert controller.sources["bad"].deepest == 0
-
-
-def test_statistics_are_json() -> None:
-    run = Simulation(CURVES["mild"], [0.7], drafting=0.1)
-    run.run(50)
-    found = run.controller.statistics()
-    assert json.loads(json.dumps(found)) == found
-    assert sum(found["lengths"].values()) == 50
-    assert found["verify_seconds"]["1"] == pytest.approx(1.0)
-    assert found["draft_seconds"][""]["1"] == pytest.approx(0.1)
-    assert 0.5 < found["acceptance"][""][0] < 0.9
 
 
 @pytest.mark.parametrize(("number", "most"), [(-1, 8), ("auto", 0), ("some", 8)])

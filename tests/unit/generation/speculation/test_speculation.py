@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import abc
 from typing import Any
 
@@ -14,7 +15,7 @@ from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Draft, Sequence
 from hf_accel.generation.speculation.controller import Controller
 from hf_accel.generation.speculation.drafters.drafter import Drafter
-from hf_accel.generation.speculation.speculation import Speculation
+from hf_accel.generation.speculation.speculation import Speculation, SpeculationStatistics
 from hf_accel.generation.speculation.verifiers import verifier
 
 from ..asking import request_sampling
@@ -161,3 +162,52 @@ def test_bad_drafters_are_told_what_they_did(drafter: Drafter, message: str) -> 
         batcher.step()
     assert sequence.tokens == tokens and sequence.cached is None  # it could go on, computed anew
     assert batcher.pages.groups[0].pool.num_used == 0
+
+
+# -- statistics --------------------------------------------------------------------------------------------
+
+
+def statistics_of(*steps: tuple[int, int]) -> SpeculationStatistics:
+    statistics = SpeculationStatistics()
+    for drafted, accepted in steps:
+        statistics.record_step(drafted, accepted, accepted + 1)
+    statistics.record_pass(drafting_seconds=0.25, verifying_seconds=1.0)
+    return statistics
+
+
+def test_counts_by_position() -> None:
+    found = statistics_of((3, 1), (3, 3), (1, 0), (0, 0)).to_dict()
+    assert found == {
+        "passes": 1,
+        "steps": 4,
+        "tokens": 8,
+        "tokens_per_pass": 2.0,
+        "drafted": 7,
+        "accepted": 4,
+        "acceptance": 4 / 7,
+        "drafted_at": [3, 2, 2],
+        "accepted_at": [2, 1, 1],
+        "acceptance_at": [2 / 3, 0.5, 0.5],
+        "draft_lengths": {"0": 1, "1": 1, "3": 2},
+        "drafting_seconds": 0.25,
+        "verifying_seconds": 1.0,
+    }
+    assert "[3, 2, 2]" in json.dumps(found), "whole numbers"
+
+
+def test_nothing_is_json_too() -> None:
+    for statistics in (SpeculationStatistics(), statistics_of((3, 0)), statistics_of((0, 0))):
+        assert json.loads(json.dumps(statistics.to_dict())) == statistics.to_dict()
+    assert SpeculationStatistics().to_dict()["acceptance"] is None
+    assert statistics_of((3, 0)).to_dict()["accepted_at"] == [0, 0, 0]
+
+
+def test_a_stop_within_the_accepted_tokens_counts_what_stayed() -> None:
+    statistics = SpeculationStatistics()
+    statistics.record_step(4, 4, 2)
+    assert statistics.to_dict()["tokens_per_pass"] == 2 and statistics.accepted == 4
+
+
+def test_more_accepted_than_drafted_is_an_error() -> None:
+    with pytest.raises(ValueError, match="3 tokens accepted of 2"):
+        SpeculationStatistics().record_step(2, 3, 4)

@@ -1,0 +1,56 @@
+"""Counts of drafted and accepted tokens, and the acceptance that they let expect.
+
+An acceptance is the probability that a drafted token is accepted if all tokens before it in the draft were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+
+
+class Tally:
+    """Counts of drafted, verified and accepted tokens by position in the draft, from 0 on.
+
+    The verified tokens of a draft are the accepted ones and the first rejected one. The tokens after it are not
+    verified, because their prefix is wrong. memory: about so many tokens of a position count, because each new one
+    makes the older ones count less; None counts all alike.
+    """
+
+    def __init__(self, memory: float | None = None) -> None:
+        self.keep = 1 if memory is None else 1.0 - 1.0 / memory
+        self.drafted: list[float] = []
+        self.verified: list[float] = []
+        self.accepted: list[float] = []
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Count a draft of `drafted` tokens, of which the first `accepted` were accepted."""
+        for counts in (self.drafted, self.verified, self.accepted):
+            counts += [0] * (drafted - len(counts))
+        for position in range(drafted):
+            self.drafted[position] = self.drafted[position] * self.keep + 1
+            if position <= accepted:
+                self.verified[position] = self.verified[position] * self.keep + 1
+                self.accepted[position] = self.accepted[position] * self.keep + (position < accepted)
+
+    def acceptances(self, expected: Sequence[float | None], weight: float) -> list[float]:
+        """Return the acceptance of each position. What is expected there counts as `weight` verified tokens.
+
+        None stands for the acceptance of the position before, so that one that was never drafted is not taken for one
+        that was never accepted. At the first position it stands for nothing.
+        """
+        rates: list[float] = []
+        for position, rate in enumerate(expected):
+            seen = position < len(self.verified)
+            verified, accepted = (self.verified[position], self.accepted[position]) if seen else (0, 0)
+            if rate is None and not rates:
+                rates.append(accepted / verified if verified else 0.0)
+            else:
+                rates.append((weight * (rates[-1] if rate is None else rate) + accepted) / (weight + verified))
+        return rates
+
+
+def gains(acceptances: Sequence[float]) -> list[float]:
+    """Return for each drafted token the probability that it and all tokens before it are accepted."""
+    return list(accumulate(acceptances, mul))

@@ -1,0 +1,133 @@
+"""The measured time of passes, and the draft lengths that bring the most tokens per second."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from math import sqrt
+from statistics import median_low
+
+MEMORY = 31  # the last observations of a width that count
+EXTRAPOLATED = 0.02  # a further row than any measured is assumed to add this share of the time, or a quarter of a row
+NOISE = 0.1  # the assumed mean relative deviation of an observation, which counts as two of them
+
+# The seconds of a pass, as a function of its rows: the tokens that it computes, which are the rows of its input.
+Seconds = Callable[[int], float]
+
+
+class CostTable:
+    """The seconds of a pass as a function of its rows, which never falls. A width is a measured number of rows.
+
+    The estimate of a width is the median of its last observations. What its neighbours let expect is the first of
+    them, so that one outlier is not believed. If more rows took less time, the estimates are averaged (isotonic
+    regression). Between widths the function is linear. Beyond the largest width it rises slowly: a width that looks
+    cheap is tried and so measured; a width that looks expensive would never be.
+    """
+
+    def __init__(self) -> None:
+        self.widths: dict[int, deque[float]] = {}  # observations
+        self._doubts: dict[int, float] = {}  # relative standard errors of the estimates
+        self._medians: dict[int, float] = {}
+        self._curve: tuple[list[int], list[float]] = [], []  # widths in order, and the seconds of each
+
+    def observe(self, rows: int, seconds: float) -> None:
+        if rows < 1 or not seconds > 0:
+            return
+        # Large passes are rounded to fewer widths, because similar numbers of rows cost the same.
+        step = 1 << max(0, rows.bit_length() - 6)
+        rows = round(rows / step) * step
+        if rows not in self.widths:
+            self.widths[rows] = deque([self.seconds(rows)] if self.widths else [], maxlen=MEMORY)
+        seen = self.widths[rows]
+        seen.append(seconds)
+        # The lower median, because outliers are slow. The first observation of a width is half believed.
+        median = min(seconds, 2 * seen[0]) if len(seen) == 2 else median_low(seen)
+        self._medians[rows] = median
+        deviations = sum(min(abs(one / median - 1), 0.5) for one in seen)
+        self._doubts[rows] = (2 * NOISE + deviations) / (2 + len(seen)) / sqrt(len(seen))
+        widths = sorted(self.widths)
+        self._curve = widths, isotonic([self._medians[n] for n in widths], [len(self.widths[n]) for n in widths])
+
+    def is_measured(self, rows: int) -> bool:
+        """Return whether a pass with half to twice as many rows was seen, or two if it was the very first."""
+        near = (len(times) for seen, times in self.widths.items() if rows <= 2 * seen and seen <= 2 * rows)
+        return sum(near) >= 2
+
+    def seconds(self, rows: int) -> float:
+        """The estimated seconds of a pass. Raises LookupError before the first pass was observed."""
+        widths, seconds = self._curve
+        if not widths:
+            raise LookupError("no pass was observed yet")
+        at = bisect_left(widths, rows)
+        if at < len(widths) and widths[at] == rows:
+            return seconds[at]
+        if 0 < at < len(widths):
+            part = (rows - widths[at - 1]) / (widths[at] - widths[at - 1])
+            return seconds[at - 1] + part * (seconds[at] - seconds[at - 1])
+        end = min(at, len(widths) - 1)
+        return seconds[end] * (1 + (rows - widths[end]) * min(EXTRAPOLATED, 0.25 / widths[end]))
+
+    def extra(self, rows: int, more: int) -> float:
+        """The seconds that `more` rows add to a pass of `rows`, and by how much these may be wrong.
+
+        By chance, additional rows may look free. This would not be corrected for long, because passes without them
+        would become rare.
+        """
+        return self.seconds(rows + more) - self.seconds(rows) + self.doubt(rows) + self.doubt(rows + more)
+
+    def doubt(self, rows: int) -> float:
+        """The standard error of `seconds(rows)`."""
+        return self._doubts[min(self.widths, key=lambda seen: abs(seen - rows))] * self.seconds(rows)
+
+
+def isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Return the non-decreasing sequence nearest to `values` in weighted least squares (pool adjacent violators)."""
+    pools: list[tuple[float, float, int]] = []  # value, weight, count
+    for value, weight in zip(values, weights, strict=True):
+        count = 1
+        while pools and pools[-1][0] > value:
+            other, heavy, many = pools.pop()
+            value = (value * weight + other * heavy) / (weight + heavy)
+            weight, count = weight + heavy, count + many
+        pools.append((value, weight, count))
+    return [value for value, _, count in pools for _ in range(count)]
+
+
+def allocate(
+    gains: Sequence[Sequence[float]],
+    verify: Seconds,
+    draft: Seconds | None = None,
+    *,
+    other_rows: int = 0,
+    least: float = 0.0,
+) -> list[int]:
+    """Return the draft lengths with the highest rate of new tokens (the goodput of SmartSpec, arXiv 2406.14066).
+
+    gains[i][j]: the probability that the first j + 1 drafted tokens of sequence i are all accepted. At most
+    len(gains[i]) tokens are drafted for sequence i. verify: of the model's pass. draft: of a drafter's pass; None if
+    it needs none. other_rows: of the pass, such as prefill, which are computed in any case: next to them, a drafted
+    token pays if it comes faster than by decoding alone. least: seconds that any draft must gain.
+
+    The probabilities do not rise with j. So for each total number of drafted tokens, those with the highest gains are
+    the best choice. All total numbers are tried, because the time of a kernel rises in steps, and all depths, because
+    each takes a pass of the drafter. The choice is optimal if the time of that is linear in its rows.
+    """
+    entries = sorted((-gain, depth, i) for i, chain in enumerate(gains) for depth, gain in enumerate(chain))
+    deepest = max(map(len, gains), default=0)
+    options = [(0, 0, 0.0, 0.0)]  # depth, drafted tokens, expected accepted ones, seconds to draft
+    for depth in [deepest] if draft is None else range(1, deepest + 1):
+        tokens, seconds, widths = 0.0, least, [0] * depth
+        for count, (gain, position, _) in enumerate((entry for entry in entries if entry[1] < depth), 1):
+            tokens -= gain
+            width = widths[position] = widths[position] + 1
+            seconds += 0.0 if draft is None else draft(width) - (draft(width - 1) if width > 1 else 0.0)
+            options.append((depth, count, tokens, seconds))
+    rows = len(gains)
+    best = max((rows + tokens) / (verify(rows + n) + seconds) for _, n, tokens, seconds in options)
+    # Among equal choices the one with the fewest rows is taken, which comes first.
+    depth, count, _, _ = max(options, key=lambda one: one[2] - best * (verify(rows + other_rows + one[1]) + one[3]))
+    lengths = [0] * len(gains)
+    for _, _, i in [entry for entry in entries if entry[1] < depth][:count]:
+        lengths[i] += 1
+    return lengths
