@@ -1,4 +1,4 @@
-// The kernels, and the struct of arguments of each. structs.py and the files beside it declare the same structs.
+// The kernels, and the struct of arguments of each. structs.py and the files next to it declare the same structs.
 // kernels/*.cpp is compiled once for each instruction set. Strides are in elements.
 #pragma once
 
