@@ -1,6 +1,6 @@
 """Decoder layers of transformers that run by their trace over pages, and the plan of which ones do.
 
-On the CPU such a layer is one native call; on a GPU some of its steps share a launch.
+On the CPU such a layer is one native call; on a GPU some of its operations share a launch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from transformers.utils import output_capturing
 
 from ..attention import AttentionSpec, PlannedAttention
 from ..attention.cpu import CpuBackend
-from ..attention.hf.forward import KNOWN_KEYWORDS, NAME, NOT_OURS, attention_forward
+from ..attention.hf.forward import ATTENTION_NAME, KNOWN_KEYWORDS, NOT_OURS, attention_forward
 from ..attention.hf.mask import window_of
 from ..cache.group import KVStorage, Step
 from ..cache.hf.handle import CacheOverPages, LayerOverPages, PagedKV
 from ..kernels.cpu.decoder_layer import INPUT
 from ..kernels.cpu.library import native
-from ..recognition.stand_ins import SCALARS, TENSORS, Span, UntraceableError
+from ..recognition.stand_ins import PLAIN_TYPES, TENSORS, Span, UntraceableError
 from ..recognition.unchanged import Read, has_own_forward
 from ..undo.instance import Mixin
 from ..undo.state import BACKEND_ATTRIBUTE, FUSED
@@ -37,17 +37,19 @@ from .traced_layer import Attention, TracedLayer, refuse_without_kernel
 KIND = "layer"
 JOINED = "joined layer"  # the kind of one on a GPU
 JOINS = {"rope": "rotation with the write of K and V", "add": "sum with the norm behind it"}  # for the plan
-USUAL_ARGUMENTS = dict.fromkeys(TENSORS, True) | {"use_cache": True}  # what transformers' models give a layer
+USUAL_ARGUMENTS = dict.fromkeys(TENSORS, True) | {
+    "use_cache": True
+}  # the arguments that transformers' models give a layer
 
 
 def layer_sites(
     model: nn.Module, dtype: torch.dtype, float_rows: int, *,
     attention: Mapping[nn.Module, AttentionSpec], linears: Container[nn.Module],
 ) -> tuple[list[FusedSite], list[Dropped]]:  # fmt: skip
-    """Decoder layers that are known to the last step, and those that are not, with the reason.
+    """Find decoder layers of which every operation is known, and give the reason for the others.
 
-    attention: the specs of the attention modules that the native kernels serve. linears: the linear layers that they
-    multiply by.
+    attention: the specs of the attention modules that the native kernels serve. linears: the linear layers that these
+    kernels compute.
     """
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
@@ -62,13 +64,13 @@ def layer_sites(
 def joined_sites(
     model: nn.Module, dtype: torch.dtype, *, attention: Mapping[nn.Module, AttentionSpec], device_type: str
 ) -> tuple[list[FusedSite], list[Dropped]]:
-    """Decoder layers on a GPU of which steps can share a launch, and those that are not known, with the reason.
+    """Find decoder layers on a GPU whose operations can share launches, and give the reason for the others.
 
     attention: the specs of the attention modules that attend over pages.
     """
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
-    first_norms: dict[str, nn.Module] = {}  # of each layer whose first step is one
+    first_norms: dict[str, nn.Module] = {}  # the first norm of each layer whose first operation is one
     for name, module, found in _traces(model, dtype, 0, attention=attention, device_type=device_type):
         if isinstance(found, str):
             dropped.append(Dropped(name, KIND, found))
@@ -95,7 +97,7 @@ def _traces(
         if len(inner) != 1 or not _rotates(inner[0]) or has_own_forward(module):
             continue
         try:
-            trace = Trace(dtype, float_rows, attention=NAME)
+            trace = Trace(dtype, float_rows, attention=ATTENTION_NAME)
             trace.layer(module, _width(module), **USUAL_ARGUMENTS)
             _attention_of(trace, attention[inner[0]])
             refuse_without_kernel(trace, linears, device_type)
@@ -122,7 +124,7 @@ def _refuse_partial_rotation(config: Any) -> None:
 
 
 def _width(layer: nn.Module) -> int:
-    """The size of the hidden states that a layer takes: that of its first norm."""
+    """Return the size of a layer's hidden states, which is that of its first norm."""
     for module in layer.children():
         weight = module._parameters.get("weight")
         if weight is not None and weight.ndim == 1:
@@ -131,7 +133,7 @@ def _width(layer: nn.Module) -> int:
 
 
 def _attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
-    """What the trace's attention computes, by the rules of our attention function; it must be what was planned."""
+    """Return the trace's attention by the rules of our attention function; it must be the planned one."""
     operation: Operation = next(o for o in trace.operations if o.kind == "attend")
     (module,), values = operation.modules, operation.values
     options: dict[str, Any] = values["options"]
@@ -154,7 +156,7 @@ def _attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
 
 
 class TracedForward(Mixin):
-    """Mixed into a decoder layer: a pass over pages goes by its trace; all else runs its own code."""
+    """Is mixed into a decoder layer. A pass over pages runs the layer's trace; other calls run its own code."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """[B, Q, hidden] -> [B, Q, hidden]."""
@@ -164,7 +166,7 @@ class TracedForward(Mixin):
 
 
 class PassPlace(NamedTuple):
-    """Where a pass writes K and V of a layer, and reads them. step: that of all groups of layers."""
+    """The place where a pass writes K and V of a layer, and reads them. step: the Step of all groups of layers."""
 
     pages: LayerOverPages
     storage: KVStorage
@@ -175,7 +177,9 @@ Layer = TypeVar("Layer", bound=TracedLayer)
 
 
 class LayerCalls(ABC, Generic[Layer]):
-    """The traced layer of one module, made when it is first called, and again when what it depends on has changed.
+    """The traced layer of one module.
+
+    It is made at the first call, and again when something that it depends on has changed.
 
     A copy or a pickle starts without it, because it may hold addresses.
     """
@@ -188,19 +192,19 @@ class LayerCalls(ABC, Generic[Layer]):
         self.names: frozenset[str] = frozenset()  # of the arguments of that call
         self.tensors: frozenset[str] = frozenset()  # those of TENSORS that were not None
         self.plain: dict[str, Any] = {}  # and those that were plain values
-        self.reads: list[Read] = []  # what the trace depended on, if there is no programme
+        self.reads: list[Read] = []  # the reads of the trace, if there is no programme
         self.programme: Layer | None = None
 
     @abstractmethod
     def make(self, trace: Trace, planned: PlannedAttention, *, x: Tensor, table_dtype: torch.dtype) -> Layer:
-        """What computes the layer. Raises UntraceableError where it cannot."""
+        """Make the object that computes the layer. Raises UntraceableError if it cannot be made."""
 
     @abstractmethod
     def compute(self, programme: Layer, x: Tensor, kwargs: dict[str, Any], place: PassPlace) -> Tensor:
-        """The layer's result, with K and V written."""
+        """Compute the layer's result, and write K and V."""
 
     def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | tuple[Tensor] | None:
-        """The layer's result; None where its own code must run."""
+        """Return the layer's result; None if its own code must run."""
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, CacheOverPages) or len(args) != 1 or not self.computes(args[0]):
             return None
@@ -244,7 +248,7 @@ class LayerCalls(ABC, Generic[Layer]):
             if programme is not None and programme.is_current():
                 return programme
             if programme is None and all(read.owner.get(read.name) is read.value for read in self.reads):
-                return None  # what could not be traced has not changed since
+                return None  # a layer that could not be traced has not changed since
         self.kinds, self.names, self.tensors = kinds, frozenset(kwargs), tensors
         self.plain = {name: value for name, value in kwargs.items() if name not in TENSORS}
         self.programme = self._make(layer, x, tables[0].dtype, kwargs)
@@ -253,7 +257,7 @@ class LayerCalls(ABC, Generic[Layer]):
     def _make(self, layer: nn.Module, x: Tensor, table_dtype: torch.dtype, kwargs: dict[str, Any]) -> Layer | None:
         trace = Trace(x.dtype, self.float_rows)
         try:
-            if not all(isinstance(value, SCALARS) for value in self.plain.values()):
+            if not all(isinstance(value, PLAIN_TYPES) for value in self.plain.values()):
                 raise UntraceableError("it is given more than plain values")
             trace.layer(layer, x.shape[-1], **kwargs)
             (module,) = next(o.modules for o in trace.operations if o.kind == "attend")
@@ -268,7 +272,7 @@ class LayerCalls(ABC, Generic[Layer]):
 
 
 class NativeCalls(LayerCalls[LayerProgramme]):
-    """Those of a layer on the CPU: one native call for a pass of few tokens."""
+    """The LayerCalls of a layer on the CPU: one native call for a pass of few tokens."""
 
     computes = staticmethod(native)
 
@@ -291,7 +295,10 @@ class NativeCalls(LayerCalls[LayerProgramme]):
 
 
 class JoinedCalls(LayerCalls[JoinedLayer]):
-    """Those of a layer on a GPU. joined: what shares a launch, of JOINS. following: see JoinedLayer."""
+    """The LayerCalls of a layer on a GPU.
+
+    joined: the operations of JOINS that share a launch. following: see JoinedLayer.
+    """
 
     computes = staticmethod(computes)
 
@@ -322,5 +329,5 @@ class JoinedCalls(LayerCalls[JoinedLayer]):
 
 
 def _is_same(value: object, traced: object) -> bool:
-    """Whether an argument is the plain value that it was."""
-    return value is traced or (type(value) is type(traced) and isinstance(value, SCALARS) and value == traced)
+    """Return whether an argument is the plain value that it was."""
+    return value is traced or (type(value) is type(traced) and isinstance(value, PLAIN_TYPES) and value == traced)

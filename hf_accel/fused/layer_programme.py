@@ -1,4 +1,4 @@
-"""A traced decoder layer as one native call: its operations as C structs, and what must hold when it is called."""
+"""A traced decoder layer as one native call: its operations as C structs, and the conditions of a call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .projections import NativeCall, NativeLinear, make_call
 from .traced import Operation, Trace
 from .traced_layer import Attention, TracedLayer
 
-# The most tokens of a call: with more, the time between the kernels is nothing beside theirs, and the call's memory
+# The most tokens of a call: with more, the time between the kernels is negligible, and the call's memory
 # would be large.
 MOST_TOKENS = 256
 KINDS = {name: number for number, name in enumerate(OPERATIONS)}
@@ -32,15 +32,15 @@ KINDS = {name: number for number, name in enumerate(OPERATIONS)}
 class LayerProgramme(TracedLayer):
     """A traced layer as one native call on the CPU.
 
-    It holds addresses, and what the trace read: `is_current` says whether both are still the layer's. Raises
-    UntraceableError for an operation that has no kernel.
+    It holds addresses, and the values that the trace read: `is_current` says whether both are still the layer's.
+    Raises UntraceableError for an operation that has no kernel.
     """
 
     def __init__(self, trace: Trace, table_dtype: torch.dtype, attention: Attention) -> None:
         super().__init__(trace, table_dtype, attention, torch.device("cpu"))
         self.max_tokens = MOST_TOKENS
-        self._calls: list[NativeCall] = []  # own the structs that the operations name
-        self._tensors: list[Tensor] = []  # whose memory the operations name
+        self._calls: list[NativeCall] = []  # keep the structs alive that the operations point to
+        self._tensors: list[Tensor] = []  # the operations point to their memory
         self._widths, self._moved = list(trace.widths), dict[int, Span]()
         operations = [self._compile(operation) for operation in self._joined(trace.operations)]
         self._ops = (LayerOp * len(operations))(*operations)
@@ -55,7 +55,7 @@ class LayerProgramme(TracedLayer):
     # -- while it is made ------------------------------------------------------------------------------
 
     def _joined(self, operations: list[Operation]) -> Iterator[Operation]:
-        """The operations, with linear layers on one input as one, which stands where the first of them stood."""
+        """Iterate over the operations, where linear layers on one input are one, at the place of the first of them."""
         done: list[Operation] = []
         for operation in operations:
             if operation in done:
@@ -119,7 +119,7 @@ class LayerProgramme(TracedLayer):
         return {"kind": KINDS[kind], "weight": call.address(), "tile_rows": call.tile_rows}
 
     def _rows(self, layer: nn.Module) -> int:
-        """The most rows that the layer is multiplied by natively. Notes what the call depends on."""
+        """Return the most rows of a native call, and note what the call depends on."""
         own, parameters = vars(layer), layer._parameters
         rows = MOST_TOKENS
         self.reads.append(Read(parameters, "bias", parameters.get("bias")))

@@ -1,4 +1,4 @@
-"""What a traced decoder layer depends on, however it is computed, and the calls that its trace stands for."""
+"""The conditions of a traced decoder layer: what it depends on, and the calls that its trace stands for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .traced import Operation, Trace, original_class
 
 
 class Attention(NamedTuple):
-    """What the attend operation of a layer computes. window: in tokens, None for all."""
+    """The attention of a layer's attend operation. window: in tokens, None for all."""
 
     scale: float
     softcap: float | None
@@ -30,7 +30,8 @@ class Attention(NamedTuple):
 class TracedLayer:
     """A layer whose trace was taken with tensors of one dtype, and tables of `table_dtype`, for calls on `device`.
 
-    max_tokens: the most of a call. reads: what the trace read, and what else must stay.
+    max_tokens: the most tokens of a call. reads: the values that must not change, those that the trace read among
+    them.
     """
 
     max_tokens: int
@@ -43,7 +44,7 @@ class TracedLayer:
         self.width = trace.widths[OUTPUT]
         self._hooks = [*trace.hooks, *GLOBAL_HOOKS]
         kv = next(operation.values for operation in trace.operations if operation.kind == "write")
-        # K and V of no token, which say what is written.
+        # K and V of no token, which show the shape and dtype of what is written.
         shapes = [(0, kv["heads"], kv[size]) for size in ("dim", "value_dim")]
         self.written = [torch.empty(shape, dtype=self.dtype, device=device) for shape in shapes]
 
@@ -73,7 +74,7 @@ class TracedLayer:
         return form
 
     def freeze_reads(self) -> None:
-        """To be called when all that it depends on is in `reads`."""
+        """End the collection of `reads`; called when all that the layer depends on is in them."""
         self._frozen = Reads(self.reads)
 
     # -- while it is used ------------------------------------------------------------------------------
@@ -82,11 +83,11 @@ class TracedLayer:
         return self._frozen.hold()
 
     def is_unobserved(self) -> bool:
-        """Whether nobody would notice that the modules are not called."""
+        """Return whether no hook or replaced forward would notice that the modules are not called."""
         return not any(self._hooks)
 
     def takes(self, x: Tensor, cos: Tensor, sin: Tensor, *, tokens: int) -> bool:
-        """Whether the tensors of a pass over so many tokens are those that the trace stands for."""
+        """Return whether the tensors of a pass over so many tokens are those that the trace stands for."""
         if x.ndim != 3 or cos.ndim != 3:
             return False
         batch, row, size = x.shape
@@ -105,7 +106,7 @@ class TracedLayer:
         )
 
     def fits(self, storage: KVStorage) -> bool:
-        """Whether the pages hold K and V as the layer writes them, and attention reads them."""
+        """Return whether the pages hold K and V as the layer writes them, and attention reads them."""
         pages, (keys, values) = storage.pages, self.written
         dims = (pages.k.shape[1], pages.key_dim, pages.value_dim)
         same = storage.dtype is self.dtype and pages.k.device == self.device

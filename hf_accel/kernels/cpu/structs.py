@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import UnsupportedError
 
-TYPES = {"pointers": c_void_p, "sizes": c_int64, "floats": c_float, "ints": c_int32}
+C_TYPES = {"pointers": c_void_p, "sizes": c_int64, "floats": c_float, "ints": c_int32}
 CODES = {c_void_p: "Q", c_int64: "q", c_float: "f", c_int32: "i"}  # the format characters of Python's struct module
 EPILOGUES = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 ACTIVATIONS = {"silu": 4, "gelu": 5, "gelu_tanh": 6, "gelu_quick": 7, "relu": 8}
@@ -36,9 +36,9 @@ def epilogue_number(epilogue: str | None, activation: str | None) -> int:
 def fields(**names: str) -> list[tuple[str, Any]]:
     """Make the _fields_ of a struct. For example, fields(sizes="rows size", pointers="x") makes three fields in order.
 
-    A keyword is a key of TYPES. If a type is needed again later in the struct, underscores are appended to it.
+    A keyword is a key of C_TYPES. If a type is needed again later in the struct, underscores are appended to it.
     """
-    return [(name, TYPES[kind.rstrip("_")]) for kind, words in names.items() for name in words.split()]
+    return [(name, C_TYPES[kind.rstrip("_")]) for kind, words in names.items() for name in words.split()]
 
 
 def packed_format(kind: type[Structure]) -> str:

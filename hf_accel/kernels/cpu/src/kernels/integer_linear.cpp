@@ -56,13 +56,15 @@ inline HFA_INLINE void sum_int8(const uint8_t* weight, int64_t steps, const int8
   }
 }
 
-template <int ROWS, int WIDE, int LINES>
-inline HFA_INLINE void sum_int4(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride, Fetch fetch,
-                                I (&sums)[ROWS][WIDE]) {
+template <int FORMAT, int ROWS, int WIDE, int LINES>
+inline HFA_INLINE void sum_halves(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride, Fetch fetch,
+                                  I (&sums)[ROWS][WIDE]) {
+  const Levels<FORMAT> levels;
   for (int64_t k = 0; k < steps; k += 2, weight += STEP, x += 8) {
     fetch_lines<LINES>(fetch);
     unrolled<WIDE>([&](auto v) HFA_INLINE {
-      const I both = load_bytes(weight + v * LANES * 4), low = low_nibbles(both), high = high_nibbles(both);
+      const I both = load_bytes(weight + v * LANES * 4);
+      const I low = levels(low_nibbles(both)), high = levels(high_nibbles(both));
       unrolled<ROWS>([&](auto r) HFA_INLINE {
         sums[r][v] = dot4_nibbles(sums[r][v], low, broadcast4(x + r * x_stride));
         sums[r][v] = dot4_nibbles(sums[r][v], high, broadcast4(x + r * x_stride + 4));
@@ -81,15 +83,15 @@ inline void group_tile(const GroupTask& task, int start, const QuantizedRows& x,
   // Weights are stored with an offset, so the sums start from -offset * sum(x).
   unrolled<ROWS>([&](auto r) HFA_INLINE {
     unrolled<WIDE>([&](auto v) HFA_INLINE {
-      if constexpr (FORMAT != INT4) sums[r][v] = iset1((DOT4_OFFSET - 128) * x_sums[r]);
+      if constexpr (!IN_HALVES<FORMAT>) sums[r][v] = iset1((DOT4_OFFSET - 128) * x_sums[r]);
       else if (task.minima) sums[r][v] = iset1(0);
-      else if (!task.zeros) sums[r][v] = iset1(-8 * x_sums[r]);
+      else if (!task.zeros) sums[r][v] = iset1(-Levels<FORMAT>::MIDDLE * x_sums[r]);
       else sums[r][v] = mul_i32(load_u8_as_i32(task.zeros + start + v * LANES), iset1(-x_sums[r]));
     });
   });
   const uint8_t* weight = task.weight + start * 4;
-  if constexpr (FORMAT != INT4) sum_int8<ROWS, WIDE, LINES>(weight, task.steps, x.row(g, r0), x.group, fetch, sums);
-  else sum_int4<ROWS, WIDE, LINES>(weight, task.steps, x.row(g, r0), x.group, fetch, sums);
+  if constexpr (!IN_HALVES<FORMAT>) sum_int8<ROWS, WIDE, LINES>(weight, task.steps, x.row(g, r0), x.group, fetch, sums);
+  else sum_halves<FORMAT, ROWS, WIDE, LINES>(weight, task.steps, x.row(g, r0), x.group, fetch, sums);
   unrolled<WIDE>([&](auto v) HFA_INLINE {
     const GroupFactors<FORMAT> factors(task, start + v * LANES);
     unrolled<ROWS>([&](auto r) HFA_INLINE {
@@ -295,11 +297,7 @@ void HFA_NAMESPACE::integer_linear(const LinearCall& call) {
   if (call.rows == 0) return;
   const Linear& linear = *call.linear;
   const QuantizedRows x = quantize_input(linear, call);
-  switch (linear.format) {
-    case INT4: return run<INT4>(linear, call, x);
-    case INT8_GROUPS: return run<INT8_GROUPS>(linear, call, x);
-    default: return run<INT8>(linear, call, x);
-  }
+  for_format(linear.format, [&](auto format) { run<format>(linear, call, x); });
 }
 
 void HFA_NAMESPACE::integer_experts(const ExpertsCall& call) {
@@ -308,9 +306,5 @@ void HFA_NAMESPACE::integer_experts(const ExpertsCall& call) {
   const LinearCall all = {call.linear, call.x, call.x_stride, call.rows, call.out, call.out_stride, call.x_dtype,
                           call.out_dtype, call.threads, call.tile_rows};
   const QuantizedRows x = quantize_input(linear, all);
-  switch (linear.format) {
-    case INT4: return run_experts<INT4>(linear, all, call.starts, x);
-    case INT8_GROUPS: return run_experts<INT8_GROUPS>(linear, all, call.starts, x);
-    default: return run_experts<INT8>(linear, all, call.starts, x);
-  }
+  for_format(linear.format, [&](auto format) { run_experts<format>(linear, all, call.starts, x); });
 }
