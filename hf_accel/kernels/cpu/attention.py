@@ -20,6 +20,8 @@ class Rows(Structure):
 
 
 class AttentionCall(Structure):
+    """It describes K and V in pages, dense or packed; fields that one of these does not need are 0."""
+
     _fields_ = [
         ("q", Rows), ("k", Rows), ("v", Rows),
         *fields(
