@@ -137,7 +137,8 @@ def refuse_parts(layers: Mapping[str, QuantModule]) -> None:
     if name is not None:
         raise UnsupportedError(
             f"{name!r} is quantized, and this rank holds a part of it: the model cannot be saved so. Save it from one "
-            "process that has the whole model (hf-accel quantize), or call hf_accel.unpatch(model) and save the float weights"
+            "process that has the whole model (hf-accel quantize), or call hf_accel.unpatch(model) and save the float "
+            "weights"
         )
 
 
