@@ -1,4 +1,4 @@
-"""The pages are true: their snippets run and print what is shown; their links lead somewhere; the site has them all."""
+"""The pages are true: their snippets run and print what is shown, their names exist, their links lead somewhere."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
-from transformers.quantizers import register_quantization_config, register_quantizer
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 from ..errors import HfAccelError, UnsupportedError
 from ..estimate.shapes import class_of
@@ -268,6 +267,5 @@ class HandOver(ConversionOps):
 
 def register_quantization() -> None:
     """Make "hf_accel" a quantization method; harmless when repeated."""
-    if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        register_quantization_config(METHOD)(AccelConfig)
-        register_quantizer(METHOD)(LoadingQuantizer)
+    AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = AccelConfig
+    AUTO_QUANTIZER_MAPPING[METHOD] = LoadingQuantizer

@@ -8,9 +8,8 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack, cast, get_args
+from typing import Any, Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,21 +28,17 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_imp
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..config import KeywordsWithoutWeights, PatchConfig, WeightConfig, Weights
+from ..config import KeywordsWithoutWeights, PatchConfig, Weights
 from ..config.patch_config import check_patch_keywords, takes_patch_keywords
 from ..errors import UnsupportedError
-from ..keywords import one_of
 from ..recognition.trial import RandomNumbers, Tolerance, agree
 from ..recognition.unchanged import has_own_forward
 from ..tensors import is_plain_tensor, is_sharded
-from .backend import LinearSpec
 from .experts import WEIGHT_MODULES, activated, grouped, one_by_one
-from .formats import Format, check_group_size
 from .layer import QuantModule
+from .layer_settings import SCALE_DTYPES, module_settings
 
 METHOD = "hf_accel"
-SETTINGS = ("bits", "format", "activations", "group_size", "symmetric", "minima", "scale_dtype", "ordered")
-SCALE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class AccelConfig(QuantizationConfigMixin):
@@ -140,45 +135,6 @@ def refuse_parts(layers: Mapping[str, QuantModule]) -> None:
             "process that has the whole model (hf-accel quantize), or call hf_accel.unpatch(model) and save the float "
             "weights"
         )
-
-
-def module_settings(layer: QuantModule | WeightConfig) -> dict[str, Any]:
-    """Return the settings of a layer in a checkpoint, or of a layer that will be made."""
-    return {**layer.layout.settings, "activations": layer.activations}
-
-
-def spec_of(settings: Mapping[str, Any], weight: Tensor, *, is_transposed: bool = False) -> LinearSpec:
-    """Return the spec of a layer's `module_settings`, where the model has a Linear with `weight` [out, in].
-
-    Raises UnsupportedError for what no layer is.
-    """
-    unknown = sorted(settings.keys() - set(SETTINGS))
-    if unknown or "bits" not in settings:
-        what = f"{unknown[0]!r} is not known" if unknown else "bits is missing"
-        raise UnsupportedError(f"{what}; a module has {', '.join(SETTINGS)}")
-    one_of("format", settings.get("format", "int"), get_args(Format))
-    own = {name: settings[name] for name in ("bits", "format", "activations", "symmetric") if name in settings}
-    config = WeightConfig(**own)
-    group_size, minima = settings.get("group_size"), settings.get("minima", False)
-    if group_size is not None and (type(group_size) is not int or group_size < 1):
-        raise UnsupportedError(f"group_size={group_size!r} must be a number of inputs")
-    one_of("minima", minima, (True, False))
-    one_of("ordered", settings.get("ordered", False), (True, False))
-    scale_dtype = settings.get("scale_dtype")
-    if scale_dtype is not None:
-        one_of("scale_dtype", scale_dtype, tuple(SCALE_DTYPES))
-    scales = SCALE_DTYPES[scale_dtype] if scale_dtype else None
-    rows, columns = reversed(weight.shape) if is_transposed else weight.shape
-    grouped = group_size or (128 if config.bits < 8 else None)
-    if minima and (config.format == "fp8" or grouped is None):
-        raise UnsupportedError("minima=True needs group_size=, and format='int'")
-    if grouped is not None:
-        check_group_size((rows, columns), grouped)
-    layout = replace(config.layout, group_size=grouped, symmetric=config.symmetric and not minima, minima=minima)
-    return LinearSpec(
-        in_features=columns, out_features=rows, layout=replace(layout, scale_dtype=scales), dtype=weight.dtype,
-        device_type=weight.device.type, activations=config.activations,
-    )  # fmt: skip
 
 
 def lost_on_saving(model: PreTrainedModel) -> Callable[[str], bool]:

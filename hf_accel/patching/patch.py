@@ -33,7 +33,8 @@ from ..generation.hf import AcceleratedGeneration, GenerationState, prepare_step
 from ..kernels import cpu as cpu_kernels
 from ..keywords import MEANT_BY_PATCH, checked_keywords
 from ..linear import QuantLinear, QuantModule
-from ..linear.hf import METHOD, AccelConfig, AccelQuantizer, module_settings
+from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
+from ..linear.layer_settings import module_settings
 from ..models import unwrapped
 from ..tensors import torchs_defaults
 from ..undo.instance import mixed_class

@@ -18,6 +18,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 from ...config import Activations
 from ...errors import HfAccelError, UnsupportedError
 from ...linear import QuantizedWeight
+from ...linear.experts import WEIGHT_MODULES
 from ...linear.formats import Layout
 from ...patching.originals import read_tensor
 
@@ -106,6 +107,11 @@ class Reader(ABC):
         yet.
         """
 
+    def place(self, stored_as: str) -> tuple[str, str]:
+        """The name of the weight that a tensor would be a part of, and the suffix that says which part."""
+        module, _, suffix = stored_as.rpartition(".")
+        return f"{module}.weight", suffix
+
     def is_part(self, suffix: str, found: Found) -> bool:
         """Return whether a tensor of this name may stand for a quantized weight, or for a part of it."""
         return suffix in self.suffixes
@@ -116,7 +122,17 @@ class Reader(ABC):
 
 
 class ForeignReader(Reader):
-    """Another program's way, in which only Linears are quantized; their tensors become ours while they are read."""
+    """Another program's way, whose tensors become ours while they are read.
+
+    of_experts: the parameters of fused experts that it has quantized, with a tensor `{parameter}_{suffix}` for each
+    suffix; where there are none, Linears are quantized.
+    """
+
+    of_experts: ClassVar[tuple[str, ...]] = ()
+
+    def place(self, stored_as: str) -> tuple[str, str]:
+        weight, _, suffix = stored_as.rpartition("_")
+        return (weight, suffix) if weight.rpartition(".")[2] in self.of_experts else super().place(stored_as)
 
     def headers(self, model: PreTrainedModel, files: Sequence[str]) -> Iterable[tuple[str, Found]]:
         """Raises UnsupportedError for files that can hold programs."""
@@ -130,6 +146,15 @@ class ForeignReader(Reader):
     def patterns(self) -> dict[str, str]:
         """Regular expressions of the ends of names that are collected, each with its suffix; after `describe`."""
         return {rf"\.{suffix}$": suffix for suffix in self.suffixes}
+
+    def collected(self) -> dict[str, dict[str, str]]:
+        """`patterns` of each kind of weight, by what stands for them in the name of the module that will hold it."""
+        if not self.of_experts:
+            return {"": self.patterns()}
+        return {
+            f".{WEIGHT_MODULES[key]}": {rf"\.{key}_{suffix}$": suffix for suffix in self.suffixes}
+            for key in self.of_experts
+        }
 
     def own_tensors(self, name: str, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
         """Our tensors for parts of a layer [out, in] whose integers are loaded under their own name; else None."""

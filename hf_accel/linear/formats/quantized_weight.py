@@ -27,6 +27,7 @@ class QuantizedWeight(ABC):
 
     bits: ClassVar[int]
     format: ClassVar[Format]
+    only: ClassVar[Layout | None] = None  # the one layout that a format has; None: there are several
     weight_scale: Tensor
     weight_minimum: Tensor | None
     input_order: Tensor | None

@@ -15,7 +15,7 @@ from hf_accel.kernels import cpu as kernels
 from hf_accel.kernels import triton
 from hf_accel.linear import Int4Weight, Int8Weight, LinearSpec, QuantLinear, choose
 from hf_accel.linear.formats import QuantizedWeight, state
-from hf_accel.linear.hf import module_settings, spec_of
+from hf_accel.linear.layer_settings import module_settings, spec_of
 
 OUT, IN = 70, 128
 KINDS = ["groups", "groups with minima", "minima", "asymmetric", "symmetric", "output"]

@@ -182,11 +182,13 @@ void finish(const Linear& linear, const Matrix& matrix, const LinearCall& call, 
       const int n = static_cast<int>(at_most(LANES, outputs - i));
       F value = load(sums + r * BLOCK + i);
       if (matrix.bias) value = add(value, load_dtype(matrix.bias, matrix.bias_dtype, b * BLOCK + i, n));
-      if (linear.epilogue != NONE) {
+      if (has_gate(linear)) {
         const Matrix& other = linear.matrices[1];
         F up = load(up_sums + r * BLOCK + i);
         if (other.bias) up = add(up, load_dtype(other.bias, other.bias_dtype, b * BLOCK + i, n));
         value = gated(linear.epilogue, value, up);
+      } else if (linear.epilogue != NONE) {
+        value = activated(linear.epilogue, value);
       }
       const int64_t column = matrix.column + b * BLOCK + i;
       store_dtype(call.out, call.out_dtype, (r0 + r) * call.out_stride + column, value, n);
@@ -200,7 +202,7 @@ void run_block(const Linear& linear, const Matrix& matrix, const LinearCall& cal
   for (int64_t r = first; r < last; r += CHUNK) {
     const int64_t rows = at_most(CHUNK, last - r);
     block_chunk<FORMAT>(linear, matrix, x, b, r, rows, sums);
-    if (linear.epilogue != NONE) block_chunk<FORMAT>(linear, linear.matrices[1], x, b, r, rows, up_sums);
+    if (has_gate(linear)) block_chunk<FORMAT>(linear, linear.matrices[1], x, b, r, rows, up_sums);
     finish(linear, matrix, call, b, r, rows, sums, up_sums);
   }
 }
@@ -218,7 +220,7 @@ void run_block_by_tiles(const Linear& linear, const Matrix& matrix, const Linear
     const size_t bytes = static_cast<size_t>(rows * BLOCK) * sizeof(float);
     float* sums = static_cast<float*>(scratch<Sums>(bytes));
     float* up_sums = nullptr;
-    if (linear.epilogue == NONE) {
+    if (!has_gate(linear)) {
       tile_block(weights, x, r, rows, next, sums);
     } else {
       const BlockWeights<FORMAT> up(linear, linear.matrices[1], b);
@@ -233,7 +235,7 @@ void run_block_by_tiles(const Linear& linear, const Matrix& matrix, const Linear
 
 template <int FORMAT>
 void run(const Linear& linear, const LinearCall& call, const QuantizedRows& x) {
-  const int32_t count = linear.epilogue == NONE ? linear.count : 1;
+  const int32_t count = has_gate(linear) ? 1 : linear.count;
   int64_t blocks = 0;
   for (int32_t m = 0; m < count; ++m) blocks += ceil_div(linear.matrices[m].out_features, BLOCK);
 #if defined(HFA_TILES)
