@@ -183,7 +183,7 @@ def _normalized(
             )
     if y is not None and (y.shape != x.shape or y.dtype != x.dtype):
         raise UnsupportedError(
-            f"layer norm: a sum of {x.dtype} {tuple(x.shape)} and {y.dtype} {tuple(y.shape)}; give it two alike"
+            f"layer norm: a sum of {x.dtype} {tuple(x.shape)} and {y.dtype} {tuple(y.shape)}; give it two equal ones"
         )
     (x, x_stride), (y, y_stride) = as_rows(x), (None, 0) if y is None else as_rows(y)
     weight, bias = (factor if factor is None else factor.contiguous() for factor in affine)

@@ -22,7 +22,7 @@ KINDS = {name: number for number, name in enumerate(OPERATIONS)}
 
 
 class LayerNormOf(NamedTuple):
-    """What a LayerNorm has: weight and bias [hidden] of a dtype of FLOATS, or None; eps."""
+    """The parameters of a LayerNorm: weight and bias [hidden] of a dtype of FLOATS, or None; eps."""
 
     weight: Tensor | None
     bias: Tensor | None

@@ -87,8 +87,8 @@ def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
     [
         ({"weight": torch.ones(7)}, r"a weight of torch.float32 \(7,\) for rows of 8"),
         ({"bias": torch.ones(8).double()}, "a bias of torch.float64"),
-        ({"y": torch.ones(1, 8)}, "give it two alike"),
-        ({"y": torch.ones(2, 8).half()}, "give it two alike"),
+        ({"y": torch.ones(1, 8)}, "give it two equal ones"),
+        ({"y": torch.ones(2, 8).half()}, "give it two equal ones"),
         ({"weight": torch.ones(8, requires_grad=True)}, "no_grad"),
     ],
     ids=["weight", "bias", "y", "dtype", "gradient"],
