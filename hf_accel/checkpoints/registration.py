@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-NAME = "hf_accel"
+OUR_NAME = "hf_accel"
 
 
 def register_when_loaded() -> None:
@@ -53,17 +53,17 @@ class RegistryFinder(MetaPathFinder):
 def _into_attention(module: Any) -> None:
     def attend(*args: Any, **keywords: Any) -> Any:
         _register_attention()
-        return module.AttentionInterface()[NAME](*args, **keywords)
+        return module.AttentionInterface()[OUR_NAME](*args, **keywords)
 
-    module.AttentionInterface.register(NAME, attend)
+    module.AttentionInterface.register(OUR_NAME, attend)
 
 
 def _into_masks(module: Any) -> None:
     def mask(*args: Any, **keywords: Any) -> Any:
         _register_attention()
-        return module.AttentionMaskInterface()[NAME](*args, **keywords)
+        return module.AttentionMaskInterface()[OUR_NAME](*args, **keywords)
 
-    module.AttentionMaskInterface.register(NAME, mask)
+    module.AttentionMaskInterface.register(OUR_NAME, mask)
 
 
 def _into_quantizers(module: Any) -> None:
@@ -74,14 +74,14 @@ def _into_quantizers(module: Any) -> None:
         @staticmethod
         def from_dict(*args: Any, **keywords: Any) -> Any:
             _register_quantizer()
-            return configs[NAME].from_dict(*args, **keywords)
+            return configs[OUR_NAME].from_dict(*args, **keywords)
 
     def quantizer(*args: Any, **keywords: Any) -> Any:
         _register_quantizer()
-        return quantizers[NAME](*args, **keywords)
+        return quantizers[OUR_NAME](*args, **keywords)
 
-    configs.setdefault(NAME, ConfigDoor)
-    quantizers.setdefault(NAME, quantizer)
+    configs.setdefault(OUR_NAME, ConfigDoor)
+    quantizers.setdefault(OUR_NAME, quantizer)
 
 
 def _register_attention() -> None:

@@ -1,4 +1,4 @@
-"""What config.json says of a quantized layer, and what is made of it."""
+"""The settings of a quantized layer in config.json, and the spec that is made from them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SCALE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": 
 
 
 def module_settings(layer: QuantModule | WeightConfig) -> dict[str, Any]:
-    """What a checkpoint says of a layer, or of how it will be made."""
+    """Return the settings of a layer in a checkpoint, or of a layer that will be made."""
     return {**layer.layout.settings, "activations": layer.activations}
 
 
 def spec_of(settings: Mapping[str, Any], weight: Tensor) -> LinearSpec:
-    """What `module_settings` says of a layer in whose place there is a Linear with `weight` [out, in].
+    """Return the spec of a layer's `module_settings`, where the model has a Linear with `weight` [out, in].
 
     Raises UnsupportedError for what no layer is.
     """

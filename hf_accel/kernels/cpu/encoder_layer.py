@@ -22,7 +22,7 @@ KINDS = {name: number for number, name in enumerate(OPERATIONS)}
 
 
 class LayerNormOf(NamedTuple):
-    """A LayerNorm has a weight and a bias [hidden] of a dtype of FLOATS, each of which may be None, and an eps."""
+    """The parameters of a LayerNorm: weight and bias [hidden] of a dtype of FLOATS, or None; eps."""
 
     weight: Tensor | None
     bias: Tensor | None
