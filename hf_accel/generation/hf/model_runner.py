@@ -18,7 +18,7 @@ from ...cache.hf import CacheOverPages, PagedCache, RaggedCache
 from ...cache.pass_inputs import PassInputs
 from ...errors import NotRaggedError, UnsupportedError
 from ...tensors import autocast_dtype, integers
-from ...undo.state import state_of
+from ...undo.state import find_state, state_of
 
 # PEFT binds these to hooks on its layers during a call.
 FOR_EACH_ROW = ("adapter_names", "alora_offsets")
@@ -244,14 +244,19 @@ class ModelRunner:
     def _compute(self, inputs: PassInputs, *, everything: bool) -> Tensor:
         self.cache.step, self.cache.unread = inputs.step, None  # a pass that failed may have left a layer unread
         selection = {"logits_to_keep": 0 if everything else inputs.keep} if self.selects else {}
-        output = self.model(
-            input_ids=inputs.ids[None],
-            position_ids=inputs.positions[None],
-            past_key_values=self.cache,
-            use_cache=True,
-            return_dict=True,
-            **selection,
-        )
+        state = find_state(self.model)
+        self.cache.known_pass = None if state is None else state.generation.passes.begin(self.model, prepare_step)
+        try:
+            output = self.model(
+                input_ids=inputs.ids[None],
+                position_ids=inputs.positions[None],
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+                **selection,
+            )
+        finally:
+            self.cache.known_pass = None
         self.cache.check_read()
         logits: Tensor = output.logits[0]
         return logits if self.selects or everything else logits[inputs.keep]
