@@ -6,6 +6,7 @@
 # make mutants   one wrong line after the other, each of which the tests must find (ONLY=attention: some of them)
 # make soak      ten minutes of many clients of the server: answers, blocks, threads and memory
 # make wheel     dist/*.whl, which needs no compiler to install, for every Python 3 of this platform
+# make docs      a site of README.md and docs/, in build/site
 # make bench     the measurements behind benchmarks/results
 # make gpu       what needs an NVIDIA GPU, by PYTHON as it is, in at most ten minutes: tests and measurements
 # TORCH=2.11 (or 2.15, ...) after any of them takes that torch, in a virtual environment of its own; so does TRANSFORMERS.
@@ -16,7 +17,7 @@ PYTEST = $(RUN) -m pytest --numprocesses logical --maxprocesses 8 --dist workste
 KERNELS = hf_accel/kernels/cpu
 SOURCES = $(KERNELS)/build.py $(shell find $(KERNELS)/src -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-all lint types check sanitize families mutants soak wheel bench gpu clean
+.PHONY: demo test test-all lint types check sanitize families mutants soak wheel docs bench gpu clean
 
 demo: $(VENV)/.ready
 	$(RUN) examples/quickstart.py
@@ -62,6 +63,10 @@ wheel: $(VENV)/.ready
 	if [ "$$(uname)" != Linux ]; then mkdir -p dist && cp build/wheel/*.whl dist; else \
 		PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) -m auditwheel repair --exclude libgomp.so.1 --only-plat \
 		--wheel-dir dist build/wheel/*.whl; fi
+
+docs: $(VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+	@echo "build/site/index.html; $(RUN) -m mkdocs serve shows the site while it is written"
 
 bench: $(VENV)/.ready
 	$(RUN) -m benchmarks.run

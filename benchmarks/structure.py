@@ -139,9 +139,9 @@ def names_of_two(files: Sequence[Path]) -> tuple[int, int]:
 # -- imports -------------------------------------------------------------------------------------------------
 
 
-def import_graph(tree: Path, *, with_types: bool) -> dict[str, set[str]]:
-    """module -> modules of the package that it names in an import, inside functions too."""
-    files = sources(tree, PACKAGE, ".py")
+def import_graph(tree: Path, *, with_types: bool, folder: str = PACKAGE) -> dict[str, set[str]]:
+    """module -> modules of the same folder that it names in an import, inside functions too."""
+    files = sources(tree, folder, ".py")
     names = {module_name(tree, path): path for path in files}
     return {
         name: {found for found in imported(path, name, names, with_types=with_types) if found != name}

@@ -87,7 +87,7 @@ __all__ = [
     "weights_changed",
 ]
 
-# Where each name is that is loaded when it is first asked for; the imports for type checkers above say the same.
+# The module of each name that is loaded when it is first used; the imports for type checkers above say the same.
 _LAZY = {
     "DistillationCallback": "distill.trainer.callback",
     "DistillationConfig": "distill.trainer.settings",
@@ -108,7 +108,7 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(  # with both, Python proposes the name that is meant
+        raise AttributeError(  # with both, Python can suggest the right name
             f"module {__name__!r} has no attribute {name!r}", name=name, obj=modules[__name__]
         )
     value = globals()[name] = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

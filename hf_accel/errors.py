@@ -1,4 +1,4 @@
-"""What can go wrong, as types a program can catch."""
+"""The errors that hf_accel raises, as types that a program can catch."""
 
 
 class HfAccelError(Exception):
@@ -10,7 +10,9 @@ class UnsupportedError(HfAccelError, ValueError):
 
 
 class NotRaggedError(UnsupportedError):
-    """A pass over the tokens of several sequences met what only stock's loop can do; its results must not be used."""
+    """A pass over tokens of several sequences met something that only stock's loop can do; its results must not be
+    used.
+    """
 
 
 class OutOfBlocksError(HfAccelError, MemoryError):
@@ -18,8 +20,8 @@ class OutOfBlocksError(HfAccelError, MemoryError):
 
 
 class LostRankError(HfAccelError, RuntimeError):
-    """Another process of this model died, hangs or did something else, so that what both compute has no end."""
+    """Another process of this model died, hangs or computes something else, so that the common work cannot end."""
 
 
 class HfAccelWarning(UserWarning):
-    """Something that works but is very likely not what was meant."""
+    """Something that works, but is very likely not what the user wants."""

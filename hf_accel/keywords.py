@@ -13,7 +13,7 @@ from .errors import UnsupportedError
 Target = TypeVar("Target", bound=Callable[..., Any])
 
 
-MEANT_BY_PATCH = {  # words of other libraries, and those that stand one config further in
+MEANT_BY_PATCH = {  # words of other libraries, and keywords of a config inside this one
     "load_in_4bit": "weights='int4' or weights='nf4'",
     "load_in_8bit": "weights='int8'",
     "bits": "weights='int8' or weights='int4'",
@@ -45,7 +45,7 @@ MEANT_BY_PATCH = {  # words of other libraries, and those that stand one config 
 
 
 class Default(str):
-    """A keyword's default, told apart from the same word given on purpose: only the latter must be met."""
+    """A keyword's default. It differs from the same word given on purpose: only the latter must be met."""
 
 
 def one_of(name: str, value: object, allowed: tuple[object, ...], *, instead: str | None = None) -> None:
@@ -114,7 +114,9 @@ def checked_keywords(**meant: str) -> Callable[[Target], Target]:
 
 
 def check_positions(call: Callable[..., Any]) -> Callable[[tuple[Any, ...], Mapping[str, Any]], None]:
-    """A function of what `call` is given: UnsupportedError for values that need a name, and for what is missing."""
+    """Make a function that checks the arguments of `call`: UnsupportedError for positional values that need a name,
+    and for missing ones.
+    """
     parameters = list(inspect.signature(call).parameters.values())
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     others = [f"{p.name}=" for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -136,19 +138,19 @@ def check_positions(call: Callable[..., Any]) -> Callable[[tuple[Any, ...], Mapp
 
 
 def _place(call: Callable[..., Any]) -> str:
-    """A class by its name, a function with parentheses."""
+    """Return the name of a class, or that of a function with parentheses."""
     name = call.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
     return name if call.__name__ == "__init__" else f"{name}()"
 
 
 def called(target: Callable[..., Any]) -> Callable[..., Any]:
-    """What runs when a class or a function is called."""
+    """Return the function that runs when a class or a function is called."""
     call: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
     return call
 
 
 def with_call(target: Target, call: Callable[..., Any]) -> Target:
-    """A class or a function of which `call` runs in the place of `called(target)`."""
+    """Make a class or a function whose call runs `call` instead of `called(target)`."""
     if isinstance(target, type):
         setattr(target, "__init__", call)  # noqa: B010 - mypy refuses the plain assignment
         return target

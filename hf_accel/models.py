@@ -1,4 +1,4 @@
-"""What can be asked of any torch model: what its wrappers hold, its lists of layers, and its mode."""
+"""Questions to any torch model: the model inside its wrappers, its lists of layers, and its mode."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def without_adapters(model: Any) -> Any:
-    """The model inside PEFT's wrapper; any other object as it is."""
+    """Return the model inside PEFT's wrapper; any other object unchanged."""
     is_adapted = hasattr(model, "get_base_model") and not isinstance(model, type)
     return model.get_base_model() if is_adapted else model
 
 
 def unwrapped(model: Any, *, keep_adapters: bool = False) -> Any:
-    """The model inside what torch.compile, torch's data parallelism and PEFT wrap around it.
+    """Return the model inside the wrappers of torch.compile, torch's data parallelism and PEFT.
 
-    keep_adapters: a PEFT model is returned as it is, since generating needs its adapters.
+    keep_adapters: whether a PEFT model is returned unchanged, since generating needs its adapters.
     """
     while "_orig_mod" in getattr(model, "_modules", ()) or isinstance(model, PARALLEL):
         model = model.module if isinstance(model, PARALLEL) else model._orig_mod
@@ -28,12 +28,12 @@ def unwrapped(model: Any, *, keep_adapters: bool = False) -> Any:
 
 
 def is_within(name: str, outer: str) -> bool:
-    """Whether the module `name` is the module `outer`, of which "" is the whole model, or one inside of it."""
+    """Return whether the module `name` is the module `outer`, of which "" is the whole model, or one inside of it."""
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
 def layer_lists(model: nn.Module, count: int) -> dict[str, nn.ModuleList]:
-    """The outermost lists of `count` modules, by name: the layers, and what else there is one of for each layer."""
+    """Return the outermost lists of `count` modules, by name: the layers, and lists with a module per layer."""
     found: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         is_inside = any(is_within(name, outer) for outer in found)

@@ -1,4 +1,4 @@
-"""What a tensor is, and what torch does with it now, for code that reads its memory without torch."""
+"""Facts about a tensor, and what torch does with it now, for code that reads its memory without torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_plain_tensor(tensor: Tensor) -> bool:
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor, or those that a subclass (torchao's, DTensor) is made of, which has no memory of its own."""
+    """Return the tensor, or those that a subclass without memory of its own is made of (torchao's, DTensor)."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor
@@ -38,12 +38,12 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether this is a DTensor, of which each process holds a part."""
+    """Return whether this is a DTensor, of which each process holds a part."""
     return hasattr(tensor, "device_mesh")
 
 
 def local_tensor(tensor: Any) -> Tensor:
-    """The part of a DTensor that this process holds, without a gradient; any other tensor as it is."""
+    """Return the part of a DTensor that this process holds, without a gradient; any other tensor unchanged."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -51,21 +51,21 @@ def local_tensor(tensor: Any) -> Tensor:
 
 
 def integers(numbers: Sequence[int], *, dtype: torch.dtype = torch.int64) -> Tensor:
-    """A tensor [len(numbers)] of int64 or int32 on the host; some times faster than torch.tensor for many numbers."""
+    """Make a tensor [len(numbers)] of int64 or int32 on the host; for many numbers much faster than torch.tensor."""
     if not numbers:
         return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(array("q" if dtype is torch.int64 else "i", numbers), dtype=dtype)
 
 
 def sent(tensor: Tensor, like: Tensor) -> Tensor:
-    """A tensor of the host on the device of another one, by a copy for which the host does not wait."""
+    """Copy a tensor of the host to the device of another tensor; the host does not wait for the copy."""
     if like.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(like.device, non_blocking=True)
 
 
 def is_remote(tensor: Tensor) -> bool:
-    """Whether the host must wait for a device to read a number of the tensor."""
+    """Return whether the host must wait for a device to read a number of the tensor."""
     return tensor.device.type != "cpu"
 
 
@@ -87,7 +87,7 @@ class HostCopy:
 
 
 def is_recorded() -> bool:
-    """Whether torch records or transforms the operators that run now, among which it would not see a native call.
+    """Return whether torch records or transforms the operators that run now; it would not see a native call.
 
     torch.compile, export, jit.trace, make_fx, fake tensors, FLOP counters; vmap, grad and jvp.
     """
@@ -95,20 +95,22 @@ def is_recorded() -> bool:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which torch multiplies by x, and attends: that of autocast where it is on, or x's own."""
+    """Return the dtype of torch's products with x, and of attention: that of autocast where it is on, or x's own."""
     if not _is_any_autocast_enabled() or x.dtype is torch.float64:
         return x.dtype
     return autocast_dtype(x.device.type) or x.dtype
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype of torch.autocast on a kind of device; None where it is off, and on meta, which it does not know."""
+    """Return the dtype of torch.autocast on a kind of device; None where it is off, and on meta, which it does not
+    know.
+    """
     enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if enabled else None
 
 
 def has_instructions(dtype: torch.dtype) -> bool:
-    """Whether torch multiplies matrices of this dtype by more than one number at a time on this CPU."""
+    """Return whether torch multiplies matrices of this dtype by more than one number at a time on this CPU."""
     support = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     if dtype not in support:
         return True
@@ -117,7 +119,7 @@ def has_instructions(dtype: torch.dtype) -> bool:
 
 
 def default_is_host() -> bool:
-    """Whether tensors are made on the host where no device is named; cheap where nobody has changed that."""
+    """Return whether tensors are made on the host where no device is named; cheap where nobody has changed that."""
     return not _len_torch_function_stack() or torch.get_default_device().type == "cpu"
 
 

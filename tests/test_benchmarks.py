@@ -111,7 +111,6 @@ TABLES = {  # topic -> rows of each of its tables
     "shared_prompts": [3, 4],
     "speculation": [5, 5, 2],
     "drafters": [12],
-    "mirror": [15, 3, 2],
     "students": [2, 2],
     "student_speed": [3],
     "ablation": [10],

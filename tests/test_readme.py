@@ -1,103 +1,92 @@
-"""The README is true: its snippets run, what it says they print is what they print, its numbers have a source."""
+"""The README's first screen is true: its text, its versions, its plot, and each of its numbers."""
 
 from __future__ import annotations
 
-import contextlib
-import doctest
-import io
+import json
 import re
-import textwrap
 import tomllib
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_accel.distill.drafts import draft
-from hf_accel.kernels import cpu as kernels
+from benchmarks import overview
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCK = re.compile(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
-DOCUMENTS = [
-    "README.md",
-    "CONTRIBUTING.md",
-    "CHANGELOG.md",
-    "docs/architecture.md",
-    "docs/gpu.md",
-    "docs/serving.md",
-    "docs/speculation.md",
-    "docs/command-line.md",
-    "docs/parallel.md",
-    "docs/scale.md",
-]
+from .pages import ROOT, read
+
+README = read("README.md")
+RESULTS = ROOT / "benchmarks" / "results"
+AVX512, AVX2 = "amd-epyc-avx512_vnni_bf16", "amd-epyc-avx2"
 
 
-@pytest.fixture
-def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory that looks like a clone and may be written to."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples", target_is_directory=True)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def recorded(topic: str, column: str, *, title: str = "", folder: str = AVX512, **where: str) -> Any:
+    """A number of a recorded table: of the first table whose title has `title`, and the row that `where` describes."""
+    tables = json.loads((RESULTS / folder / f"{topic}.json").read_text(encoding="utf-8"))["tables"]
+    table = next(table for table in tables if title in table["title"])
+    return next(row[column] for row in table["rows"] if all(row[key] == value for key, value in where.items()))
 
 
-@pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")  # Trainer's default, without a GPU
-def test_snippets_run_in_order_and_print_what_is_shown(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft, "measure_acceptance", partial(draft.measure_acceptance, max_tokens=256))
-    namespace: dict[str, Any] = {}
-    blocks = BLOCK.findall(README)
-    assert len(blocks) == README.count("```python")
-    # a step in bfloat16 takes seconds on a CPU that has no instructions for it, and one shows as much as four
-    printed = [(run(code.replace("max_steps=4", "max_steps=1"), namespace), shown) for code, shown in blocks]
-    for got, shown in printed:
-        if shown:
-            assert doctest.OutputChecker().check_output(shown, got, doctest.ELLIPSIS), got
-    assert any(shown for _, shown in printed)
+def served(system: str) -> float:
+    return recorded("http_load", "useful_tokens_per_second", title="all at once", system=system)
 
 
-def run(code: str, namespace: dict[str, Any]) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(code, "README.md", "exec"), namespace)
-    return printed.getvalue()
+def decode(setup: str) -> float:
+    return recorded("decode", "ratio", title="batch 1,", setup=setup)
 
 
-def test_the_text_shown_is_the_model_s(clone: Path) -> None:
-    """Its beginning: further on, the rounding of another machine may decide between two tokens."""
-    printed = run(BLOCK.findall(README)[0][0], {})
-    assert printed.startswith("import re\n\ndef parse(value):")
-    assert textwrap.indent(printed[:70], "    ") in README
+def slowest(model: str) -> float:
+    return recorded("never_slower", "lowest_ratio", folder=AVX2, model=model)
 
 
-def test_numbers_have_a_file() -> None:
-    quoted = README.partition("<!-- results -->")[2].partition("<!-- /results -->")[0]
-    assert "<!-- /results -->" in README
-    rows = [line for line in quoted.splitlines() if line.strip()]
-    sources = (ROOT / "benchmarks" / "results").glob("*/README.md")
-    known = {line for source in sources for line in source.read_text(encoding="utf-8").splitlines()}
-    assert [row for row in rows if row not in known] == []
+# What the README says, word for word, and the recorded numbers that say so.
+CLAIMS = {
+    "1.9x less memory": [recorded("memory", "ratio", setup="hf_accel int8")],
+    "perplexity +0.03 %": [recorded("quality", "change_percent", weights="int8")],
+    "3.4x\nthe throughput": [
+        served("hf-accel serve --weights int8") / served("transformers serve --continuous-batching")
+    ],
+    "93.8 % of its teacher's accuracy at 1.8x its speed": [
+        100 * recorded("students", "kept_share", student="distilled"),
+        recorded("student_speed", "ratio", setup="hf_accel int8"),
+    ],
+    "at batch 1 (2.5x against 2.3x)": [decode("llama.cpp bf16"), decode("hf_accel exact")],
+    "GPT-2 (0.7x at batch 1)": [slowest("bench-gpt2, bfloat16, exact")],
+    "models (0.9x)": [slowest("tiny, bfloat16, exact")],
+}
+NUMBER = re.compile(r"(\d+\.?\d*)(?:x\b| %)")
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_claims_are_recorded(claim: str) -> None:
+    assert re.search(re.escape(claim).replace(r"\ ", r"\s+").replace("\\\n", r"\s+"), README)
+    said = NUMBER.findall(claim)
+    digits = [len(number.partition(".")[2]) for number in said]
+    assert said == [f"{value:.{count}f}" for value, count in zip(CLAIMS[claim], digits, strict=True)]
+
+
+def test_no_number_is_without_a_record() -> None:
+    """The plot's are in the text that stands for it; stock is 1.0x by definition."""
+    said = set(NUMBER.findall(README)) - {"1.0"}
+    assert said <= {number for claim in CLAIMS for number in NUMBER.findall(claim)} | set(NUMBER.findall(overview.svg()))
+
+
+def test_the_plot_is_that_of_the_results() -> None:
+    assert overview.PLOT.read_text(encoding="utf-8") == overview.svg()
+    described = re.search(r"!\[(Decode speed[^]]+)\]\(docs/decode\.svg\)", README)
+    assert described is not None
+    assert set(NUMBER.findall(overview.svg())) - {"1.0"} == set(NUMBER.findall(described[1]))
+
+
+def test_tables_of_results_are_recorded() -> None:
+    known = {line for path in RESULTS.glob("*/README.md") for line in path.read_text(encoding="utf-8").splitlines()}
+    rows = [line for line in read("docs/results.md").splitlines() if line.startswith("|")]
+    assert len(rows) > 50 and [row for row in rows if row not in known] == []
 
 
 def test_versions_are_those_of_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    for name in ("torch", "transformers"):
-        first, last = re.search(rf"{name} (\d+\.\d+) to (\d+\.\d+)", README).groups()  # type: ignore[union-attr]
-        major, minor = last.split(".")
-        assert f"{name}>={first},<{major}.{int(minor) + 1}" in project["dependencies"]
-    assert f"Python {project['requires-python'].removeprefix('>=')} or later" in README
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_somewhere(document: str) -> None:
-    text = (ROOT / document).read_text(encoding="utf-8")
-    targets = [t for t in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in t]
-    made_by_benchmarks = {"benchmarks/results/README.md"}
-    assert [
-        t for t in targets if t not in made_by_benchmarks and not (ROOT / document).parent.joinpath(t).exists()
-    ] == []
-
-
-def test_the_first_page_is_short() -> None:
-    assert len(README.splitlines()) <= 210
-    assert len((ROOT / "docs/architecture.md").read_text(encoding="utf-8").splitlines()) <= 90
+    for page in (README, read("docs/installing.md")):
+        for name in ("torch", "transformers"):
+            first, last = re.search(rf"{name} (\d+\.\d+) to (\d+\.\d+)", page).groups()  # type: ignore[union-attr]
+            major, minor = last.split(".")
+            assert f"{name}>={first},<{major}.{int(minor) + 1}" in project["dependencies"]
+        assert f"Python {project['requires-python'].removeprefix('>=')} or later" in page

@@ -17,6 +17,7 @@ from benchmarks.structure import (
     circles,
     code_lines,
     functions,
+    import_graph,
     num_lines,
     parameters,
     passed_files,
@@ -57,8 +58,6 @@ EXEMPT = {  # function -> why its signature, or its length, is what it is
     "hf_accel/linear/triton.py::recorded_blocked_linear": "an operator of torch, which takes no objects",
     "hf_accel/linear/triton.py::_": "its form for tensors without numbers",
     "hf_accel/cli/serve.py::serve": "a command: its options",
-    "hf_accel/serving/hf/engine_manager.py::EngineManager.generate_streaming": "as transformers has it",
-    "hf_accel/serving/hf/engine_manager.py::EngineManager.generate_non_streaming": "as transformers has it",
     "tests/unit/fused/models.py::apply_rotary_pos_emb": "as transformers has it",
     "tests/unit/attention/test_flash.py::Standin.flash_attn_varlen_func": "as flash-attn has it",
     "tests/unit/attention/test_flash.py::Standin.flash_attn_with_kvcache": "as flash-attn has it",
@@ -170,6 +169,10 @@ def test_repeated_lines(tmp_path: Path) -> None:
 def test_circles() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": {"f"}, "f": {"e"}}
     assert sorted(circles(graph)) == [["a", "b", "c"], ["e", "f"]]
+
+
+def test_benchmarks_import_each_other_in_no_circle() -> None:
+    assert circles(import_graph(ROOT, with_types=True, folder="benchmarks")) == []
 
 
 def test_files_that_a_step_passes() -> None:

@@ -105,22 +105,6 @@ class Drafters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mirror:
-    """Drafts of num_draft tokens by draft_layers of the target's shape; a share of them, `acceptance`, is right."""
-
-    prompt: int = 32
-    new_tokens: int = 32
-    batches: tuple[int, ...] = (1, 4)
-    num_draft: int = 3
-    acceptance: float = 0.9
-    draft_layers: int = 2
-    rounds: int = 4
-
-    def quicker(self) -> Mirror:
-        return replace(self, new_tokens=self.new_tokens // 3, batches=self.batches[:1], rounds=1)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Students:
     """layers: of the target, that students begin with; none: half of them. ablation_steps: of each in the ablation."""
 
@@ -292,7 +276,6 @@ class Settings:
     shared: Shared = field(default_factory=Shared)
     oracle: Oracle = field(default_factory=Oracle)
     drafters: Drafters = field(default_factory=Drafters)
-    mirror: Mirror = field(default_factory=Mirror)
     students: Students = field(default_factory=Students)
     drafts: Drafts = field(default_factory=Drafts)
     distill: Distill = field(default_factory=Distill)
@@ -338,7 +321,6 @@ class Settings:
             shared=self.shared.quicker(),
             oracle=self.oracle.quicker(),
             drafters=self.drafters.quicker(),
-            mirror=self.mirror.quicker(),
             students=self.students.quicker(),
             drafts=self.drafts.quicker(),
             distill=self.distill.quicker(),

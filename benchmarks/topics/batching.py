@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from hf_accel.cli.measuring.requests import LAWS, Requests, draw
+from hf_accel.cli.measuring.requests import DISTRIBUTIONS, Requests, draw
 from hf_accel.cli.measuring.served import Serve, Served, accelerated, padded
 from hf_accel.cli.measuring.turns import median_ratio, take_turns
 
@@ -34,7 +34,9 @@ def measure(bench: Bench) -> list[Table]:
     main = workload(bench, "exponential", mean)
     note = make_note(bench, systems, main)
     few = {name: systems[name] for name in (PADDED, CONTINUOUS, accel.INT8.name)}
-    workloads = [workload(bench, law, mean) for law in LAWS if law != "exponential"]
+    workloads = [
+        workload(bench, distribution, mean) for distribution in DISTRIBUTIONS if distribution != "exponential"
+    ]
     workloads += [workload(bench, "exponential", other) for other in settings.serving.means if other != mean]
     runs = {main.name: serve(bench, systems, main)}
     runs |= {one.name: serve(bench, few, one) for one in workloads}
@@ -46,9 +48,9 @@ def measure(bench: Bench) -> list[Table]:
     return tables
 
 
-def workload(bench: Bench, law: str, mean: float, *, requests: int | None = None) -> Requests:
+def workload(bench: Bench, distribution: str, mean: float, *, requests: int | None = None) -> Requests:
     return draw(
-        law,
+        distribution,
         requests=requests or bench.settings.serving.requests,
         mean=mean,
         prompt_lengths=bench.settings.serving.prompts,
@@ -149,4 +151,4 @@ def trend(workloads: Sequence[Requests], runs: Mapping[str, Results]) -> Table:
         for one in workloads
     ]
     note = f"{ours} against stock's padded batch and stock's generate_batch. Variation: deviation over mean."
-    return Table(f"{len(workloads[0].prompts)} requests, by the law of their output lengths", rows, note)
+    return Table(f"{len(workloads[0].prompts)} requests, by the distribution of their output lengths", rows, note)

@@ -1,12 +1,11 @@
 """Where the time of a decode step goes: every module's own time, and what generate() takes around the model.
 
-python -m benchmarks.topics.profile_step [options of benchmarks.run]
+python -m benchmarks.run profile
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -150,9 +149,3 @@ def run(bench: Bench, entrant: Entrant, times: SelfTimes | None = None) -> float
     for part in times.seconds:
         times.seconds[part] /= num_new - 1
     return generation.per_step
-
-
-if __name__ == "__main__":
-    from ..run import main
-
-    main(["profile", *sys.argv[1:]])

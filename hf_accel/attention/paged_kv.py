@@ -73,7 +73,7 @@ def _pick(pages: Tensor, scales: Tensor | None, picked: Tensor, dtype: torch.dty
     return dequantize(found, factors, dtype)
 
 
-def turned(x: Tensor, pages: KV) -> Tensor:
+def rotated_like_pages(x: Tensor, pages: KV) -> Tensor:
     """Queries [N, Hq, D] as they meet rotated keys, or results [N, Hq, Dv] of rotated values as they were."""
     exact = torch.promote_types(x.dtype, torch.float32)
     return rotate(x.to(exact)).to(x.dtype) if pages.is_int4 else x

@@ -63,10 +63,10 @@ class TritonBackend(AttentionBackend):
         if not kv.is_int4:
             out, lse = self._attention(q, kv, ragged, options, return_lse=return_lse)
         else:
-            from ..kernels.triton.kv_write import turned
+            from ..kernels.triton.kv_write import rotated_heads
 
-            out, lse = self._attention(turned(q), kv, ragged, options, return_lse=return_lse)
-            out = turned(out)
+            out, lse = self._attention(rotated_heads(q), kv, ragged, options, return_lse=return_lse)
+            out = rotated_heads(out)
         return (out, lse) if return_lse else out
 
     def _attention(

@@ -124,7 +124,7 @@ class KVStorage:
 
 
 def _write_by_triton(keys: Tensor, values: Tensor, pages: KV, slots: Tensor) -> None:
-    # Triton is optional, and slow to import: only who uses it needs it.
+    # Triton is optional, and slow to import: it is imported on first use.
     from ..kernels.triton.kv_write import write_pages
 
     write_pages(keys, values, pages, slots)
@@ -238,12 +238,12 @@ class PageGroup:
 
     @property
     def used_bytes(self) -> float:
-        """Of the blocks in use; of those that are here, about, where ranks share them out."""
+        """Return the bytes of the blocks in use; about those of this rank, where ranks share the blocks out."""
         return self.nbytes * self.pool.num_used / (self.pool.num_blocks + self.has_scratch)
 
 
 class SharedContext(ABC):
-    """The ranks among which the blocks of pages are shared out. All keep the same books of all blocks.
+    """The ranks among which the blocks of pages are shared out. All keep the same records of all blocks.
 
     rank, size: of this process, and of all.
     """
@@ -259,7 +259,10 @@ class SharedContext(ABC):
     def narrow(
         self, step: GroupStep, tables: Sequence[BlockTable], spans: Sequence[range], window: int | None
     ) -> GroupStep:
-        """The part of a GroupStep that is here. spans: the positions that the pass computes of each sequence."""
+        """Return the part of a GroupStep that belongs to this rank.
+
+        spans: the positions that the pass computes of each sequence.
+        """
 
     @abstractmethod
     def copy(self, pages: KV, pairs: Sequence[tuple[int, int]]) -> None:
@@ -271,18 +274,20 @@ class SharedContext(ABC):
 
     @abstractmethod
     def check_same(self, *inputs: Tensor | None) -> None:
-        """Raise LostRankError unless all ranks are given the same."""
+        """Raise LostRankError unless all ranks give the same."""
 
 
 @dataclass
 class GroupStep:
-    """What the layers of one group write and read in a forward pass. They share a sliding window, so also blocks.
+    """The slots that the layers of one group write and read in a forward pass.
+
+    They share a sliding window, so also blocks.
 
     written: [W] int64, the indices of the tokens that the pass writes, out of its N tokens; None if it writes all.
     A token whose block is shared is written only once. slots: [W] int64, where these tokens are written.
     ragged: what attention reads. Its block table and kv_len begin at the first block that the sequence still holds.
-    own: what attention reads of it here, where ranks share out the blocks; `slots` and `written` are then those of
-    this rank.
+    own: the part that attention reads on this rank, where ranks share out the blocks; `slots` and `written` are then
+    those of this rank.
     """
 
     slots: Tensor
@@ -293,7 +298,7 @@ class GroupStep:
 
 @dataclass
 class Step:
-    """What a forward pass over B sequences with N new tokens in all writes and reads.
+    """A forward pass over B sequences with N new tokens in all: what it writes and reads.
 
     num_columns: Q, the columns of the [B, Q] input. token_columns: [N] int64, the indices of the flattened [B * Q]
         input columns that hold a token; None if all columns do.

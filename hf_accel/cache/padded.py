@@ -107,7 +107,7 @@ class PaddedBatch:
 
     @staticmethod
     def _contiguous(token_mask: Tensor | None, num_new: int, window: int | None) -> bool:
-        """Whether bottom-right causal attention over a sequence's tokens equals attention over its columns.
+        """Return whether bottom-right causal attention over a sequence's tokens equals attention over its columns.
 
         This requires the new tokens of each sequence to be the last of the new columns. A sliding window counts
         columns, so with a window no padding at all may be between tokens.

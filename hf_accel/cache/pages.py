@@ -79,7 +79,9 @@ class TokenRange:
 
 
 def _rolls(group: PageGroup) -> bool:
-    """Whether a sequence of any length fits, because the window always frees a block before a new one is needed."""
+    """Return whether a sequence of any length fits, because the window always frees a block before a new one is
+    needed.
+    """
     return group.window is not None and group.pool.num_blocks > -(-(group.window - 1) // group.pool.block_size)
 
 

@@ -36,7 +36,7 @@ class PassInputs:
         return found + [group.ragged.block_table for group in groups if group.ragged.block_table is not None]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> PassInputs:
-        """The same pass with other tensors, which are in the order of `tensors`."""
+        """Return the same pass with other tensors, in the order of `tensors`."""
         given, groups = iter(tensors), self.step.groups
         ids, positions, keep = next(given), next(given), next(given)
         slots = [next(given) for _ in groups]
@@ -55,7 +55,7 @@ class PassInputs:
         return PassInputs(ids, positions, keep, replace(self.step, groups=moved))
 
     def to(self, device: torch.device) -> PassInputs:
-        """The same pass on `device`, copied there at once. The tensors are on the host before."""
+        """Return the same pass on `device`, copied there at once. The tensors are on the host before."""
         if device.type == "cpu":
             return self
         tensors = self.tensors
@@ -63,7 +63,9 @@ class PassInputs:
 
 
 def packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The bytes of tensors of the host, end to end, as uint8, in memory from which `device` copies by itself."""
+    """Return the bytes of tensors of the host, one after the other, as uint8, in memory that `device` can copy from by
+    itself.
+    """
     starts = _starts(tensors)
     # torch reuses pinned memory only when the copies from it are done.
     buffer = torch.zeros(starts[-1], dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
@@ -74,7 +76,7 @@ def packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def views(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors whose bytes `packed` has put into a buffer. like: have their shapes and dtypes."""
+    """Return the tensors whose bytes `packed` put into a buffer. like: tensors of their shapes and dtypes."""
     starts = _starts(like)
     return [
         buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

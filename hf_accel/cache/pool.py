@@ -117,7 +117,7 @@ class BlockPool:
         return self._references.get(block, 0)
 
     def is_writable(self, block: int) -> bool:
-        """Whether the block may be written: it has one reference, and the prefix index does not list it."""
+        """Return whether the block may be written: it has one reference, and the prefix index does not list it."""
         return self._references.get(block) == 1 and (self.index is None or block not in self.index)
 
 

@@ -16,7 +16,7 @@ SCALE_DTYPES = {torch.float16: torch.float32}
 
 
 def dim_refusal(dim: int, dtype: torch.dtype | None) -> str | None:
-    """Why pages of this dtype cannot hold heads of `dim` numbers, as one clause; None if they can."""
+    """Return why pages of this dtype cannot hold heads of `dim` numbers, as one clause; None if they can."""
     if dtype is INT4 and dim % 2:
         return f"a byte of int4 keys and values holds two numbers, and a head has {dim}; take 'int8' for them"
     return None
@@ -28,7 +28,7 @@ def stored_columns(dim: int, dtype: torch.dtype) -> int:
 
 
 def head_bytes(dim: int, dtype: torch.dtype, quantized: torch.dtype | None) -> int:
-    """Of a token's K or V of a head of `dim` numbers, which are computed in `dtype`, with its scales."""
+    """Return the bytes of one head of a token's K or V with its scales; it has `dim` numbers, computed in `dtype`."""
     if quantized is None:
         return dim * dtype.itemsize
     scale = SCALE_DTYPES.get(dtype, dtype).itemsize
@@ -66,7 +66,7 @@ def _quantize_range(numbers: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def dequantize(levels: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What quantize() made levels and scales of, as [..., D] of `dtype`; that of INT4 is still rotated."""
+    """Convert levels and scales of quantize() back to [..., D] of `dtype`; those of INT4 stay rotated."""
     wide = torch.promote_types(dtype, scales.dtype)
     if levels.dtype is not INT4:
         return (levels.to(wide) * scales.unsqueeze(-1).to(wide)).to(dtype)

@@ -40,12 +40,14 @@ class BlockTable:
         return max(0, -(-(self.num_held_tokens + num_tokens) // self.pool.block_size) - len(self.blocks))
 
     def _copies_last(self, num_tokens: int) -> bool:
-        """Whether `append` must copy the last block first, because it is partly filled and shared (copy-on-write)."""
+        """Return whether `append` must copy the last block first, because it is partly filled and shared
+        (copy-on-write).
+        """
         filled = self.num_held_tokens % self.pool.block_size
         return num_tokens > 0 and filled > 0 and not self.pool.is_writable(self.blocks[-1])
 
     def has_slots(self, num_tokens: int) -> bool:
-        """Whether `append` needs no block: the last block has enough free slots, and only this table uses it."""
+        """Return whether `append` needs no block: the last one has enough free slots, and only this table uses it."""
         size = self.pool.block_size
         filled = self.num_tokens % size
         return 0 < filled <= size - num_tokens and self.pool.is_writable(self.blocks[-1])

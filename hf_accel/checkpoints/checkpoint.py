@@ -1,222 +1,235 @@
-"""A checkpoint that was saved quantized: what it must hold, and the layers that it is loaded into.
+"""A checkpoint that was saved quantized, by us or by another program: the layers that it is loaded into.
 
-Nothing of the model is changed before config.json, and the headers and scales in the files, were found to be right:
-transformers would cast what has another dtype, and fill in random numbers for what is missing.
+Nothing of the model is changed before config.json, the names, dtypes and shapes of all tensors, and the scales, were
+found to be right: transformers would cast what has another dtype, and fill in random numbers for what is missing. Its
+own loader then reads the files, and so knows shards, device maps and renamed weights; what it collects for a Linear of
+another program's checkpoint it hands to the reader of the format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import HfAccelError, UnsupportedError
+from ..hardware import release
 from ..linear import ExpertWeights, QuantExperts, QuantLinear, QuantModule
-from ..linear.formats import chunks, readable, state, zeros
+from ..linear.formats import state
 from ..linear.hf import spec_of
 from ..patching.survey import experts_sites
 from ..patching.ties import broken_ties
-from ..patching.weight_sites import ExpertsSite
-from .contents import AGAIN, check_floats, check_tensor, headers_of, missing, own_names, shared_names, with_shared
-from .readers.reader import Found
+from ..patching.weight_sites import ExpertsSite, LinearSite
+from .contents import AGAIN, check_floats, missing, own_names, passed_over, renamer, shared_names, with_shared
+from .readers.awq import Awq
+from .readers.block_fp8 import BlockFp8
+from .readers.compressed_tensors import CompressedTensors
+from .readers.gguf_reader import Gguf
+from .readers.gptq import Gptq
+from .readers.own import Own, check_parts
+from .readers.reader import ForeignReader, Found, Parts, Reader, refuse
+
+READERS: dict[str, type[Reader]] = {
+    reader.method: reader for reader in (Own, Awq, BlockFp8, CompressedTensors, Gguf, Gptq)
+}
+COLLECTED = ".weight_scale"  # every quantized layer has it: under this name the loader collects a layer's parts
 
 
-def prepare(model: PreTrainedModel, modules: Mapping[str, Mapping[str, Any]], files: Sequence[str]) -> None:
-    """Put an empty QuantLinear in the place of each of `modules`, for the checkpoint `files` to be loaded into.
+def reader_of(config: Mapping[str, Any]) -> Reader | None:
+    """What reads a checkpoint with this quantization_config; None: nothing here does.
 
-    model: on the meta device. modules: settings by name, as `module_settings` gives them. Raises UnsupportedError for
-    settings that this model cannot have, HfAccelError for files that do not hold what they should; the model then
-    stays as it was.
+    Raises UnsupportedError for a variant of a known format that is not read.
     """
-    experts = experts_by_name(model)
-    layers: dict[str, QuantModule] = {
-        name: empty_experts(experts[name], settings) if name in experts else empty_layer(model, name, settings)
-        for name, settings in modules.items()
-    }
+    reader = READERS.get(str(config.get("quant_method")))
+    return None if reader is None else reader(config)
+
+
+def prepare(model: PreTrainedModel, reader: Reader, files: Sequence[str]) -> list[WeightConverter]:
+    """Put an empty layer in the place of each weight that a checkpoint holds quantized, to be loaded into.
+
+    model: on the meta device. Returns the steps by which transformers' loader hands the parts of a layer to the
+    reader. Raises UnsupportedError for what this model cannot have or the reader does not know, HfAccelError for files
+    that do not hold what they should; the model then stays as it was.
+    """
+    headers = reader.headers(model, files)
+    parts, others = _by_module(model, reader, headers or ())
+    if reader.listed is None and not parts:
+        raise refuse(reader.method, "holds no quantized weight under a name that is known")
+    experts = {} if reader.listed is None else _experts(model)
+    sites: dict[str, LinearSite] = {}
+    layers: dict[str, QuantModule] = {}
+    for name in sorted(parts) if reader.listed is None else reader.listed:
+        site = sites[name] = experts.get(name) or _linear(model, name)
+        stored = Parts(name, parts.get(name, {}))
+        has_bias = f"{name}.bias" in others if reader.listed is None else site.bias is not None
+        shape = site.matrices(site.parameter)[0].shape
+        layers[name] = _empty(site, reader.settings(stored, (shape[0], shape[1])), bias=has_bias)
+        if headers is not None:
+            if isinstance(reader, Own):
+                reader.check(model, layers[name], stored)
+            check_parts(stored)
     _check_whole(layers, experts)
-    if files and all(str(file).endswith(".safetensors") for file in files):
-        _check_files(model, layers, [Path(file) for file in files])
-    put_layers(model, layers)
+    if headers is not None:
+        _check_others(model, layers, sites, others)
+    _put_layers(model, layers, experts)
+    return [_handing_over(reader, layers)] if isinstance(reader, ForeignReader) else []
 
 
-def put_layers(model: PreTrainedModel, layers: Mapping[str, QuantModule]) -> None:
-    """Put layers in the place of the Linears, and of the experts, of a model that is being loaded."""
+def is_ours(conversion: Any) -> bool:
+    """Whether it is one of the steps that `prepare` returned, copied or not."""
+    return any(isinstance(operation, ReadStored) for operation in getattr(conversion, "operations", ()))
+
+
+def _put_layers(model: PreTrainedModel, layers: Mapping[str, QuantModule], experts: Mapping[str, ExpertsSite]) -> None:
     for submodel, attribute, ties in list(broken_ties(model, layers)):
         setattr(submodel, attribute, ties)
-    sites = experts_by_name(model)
     for name, placed in layers.items():
         if isinstance(placed, QuantLinear):
             model.set_submodule(name, placed)
-    for experts in dict.fromkeys(sites[name].experts_name for name in layers if name in sites):
-        found = {site.key: name for name, site in sites.items() if site.experts_name == experts}
+    for whole in dict.fromkeys(experts[name].experts_name for name in layers if name in experts):
+        found = {site.key: name for name, site in experts.items() if site.experts_name == whole}
         weights = {key: layer for key, name in found.items() if isinstance(layer := layers.get(name), ExpertWeights)}
-        model.set_submodule(experts, QuantExperts(model.get_submodule(experts), weights))
+        model.set_submodule(whole, QuantExperts(model.get_submodule(whole), weights))
 
 
-def check_loaded(model: PreTrainedModel) -> None:
-    """Check the quantized layers of a model that was just loaded, also from files that `prepare` does not read.
-
-    Raises HfAccelError as `prepare` does.
-    """
-    for name, layer in model.named_modules():
-        if isinstance(layer, QuantModule):
-            loaded = {
-                f"{name}.{suffix}": Found(tensor.dtype, tuple(tensor.shape), tensor.detach)
-                for suffix, tensor in (layer._buffers | layer._parameters).items()
-                if tensor is not None and getattr(tensor, "_is_hf_initialized", False)  # transformers' mark: was read
-            }
-            _check_layer(model, name, layer, loaded)
+# -- layers --------------------------------------------------------------------------------------------
 
 
-# -- config.json ---------------------------------------------------------------------------------------
+def _experts(model: PreTrainedModel) -> dict[str, ExpertsSite]:
+    """The weights of fused experts that can be quantized, by the names of the modules that will hold them."""
+    return {site.name: site for site in experts_sites(model, ()) if site.skip is None}
 
 
-def original_of(model: PreTrainedModel, name: str) -> Any:
+def _linear(model: PreTrainedModel, name: str) -> LinearSite:
     """The Linear in whose place a quantized layer goes. Raises UnsupportedError if there is none."""
     try:
-        original = model.get_submodule(name)
+        module = model.get_submodule(name)
     except AttributeError as error:
         raise UnsupportedError(
             f"the checkpoint quantizes {name!r}, which {type(model).__name__} has not; load it with the class that "
             f"config.json names under architectures, or {AGAIN}"
         ) from error
-    if type(original) not in (nn.Linear, Conv1D):
+    if type(module) not in (nn.Linear, Conv1D):
         raise UnsupportedError(
-            f"the checkpoint quantizes {name!r}, which is a {type(original).__name__} here, no plain Linear; {AGAIN}"
+            f"the checkpoint quantizes {name!r}, which is a {type(module).__name__} here, no plain Linear; {AGAIN}"
         )
-    return original
+    return LinearSite(name, module, is_head=False, is_tied=False, skip=None)
 
 
-def empty_layer(
-    model: PreTrainedModel, name: str, settings: Mapping[str, Any], *, bias: bool | None = None
-) -> QuantLinear:
-    """The layer that a checkpoint is loaded into. bias: whether it has one; None: if the original has."""
-    original = original_of(model, name)
-    weight: Any = original.weight
+def _empty(site: LinearSite, settings: Mapping[str, Any], *, bias: bool) -> QuantModule:
+    """The layer that a checkpoint is loaded into. bias: whether it has one."""
+    is_ordered = settings.get("ordered", False)
+    layer: QuantModule
     try:
-        spec = spec_of(settings, weight, is_transposed=isinstance(original, Conv1D))
-        has_bias = original.bias is not None if bias is None else bias
-        layer = QuantLinear.empty(spec, bias=has_bias, ordered=settings.get("ordered", False))
+        spec = spec_of(settings, site.matrices(site.parameter)[0])
+        if not isinstance(site, ExpertsSite):
+            layer = QuantLinear.empty(spec, bias=bias, ordered=is_ordered)
+        elif is_ordered:
+            raise UnsupportedError("ordered=True is not known of experts")
+        else:
+            layer = ExpertWeights.empty(spec, site.count)
     except UnsupportedError as error:
-        raise UnsupportedError(f"quantization_config in config.json, module {name!r}: {error}; {AGAIN}") from error
+        what = f"quantization_config in config.json, module {site.name!r}: {error}"
+        raise UnsupportedError(f"{what}; {AGAIN}") from error
     # Without this mark transformers would draw random numbers for the weight, which is no Parameter.
     vars(layer)["_is_hf_initialized"] = True
     return layer
 
 
-def experts_by_name(model: PreTrainedModel) -> dict[str, ExpertsSite]:
-    """The weights of fused experts that can be quantized, by the names of the modules that will hold them."""
-    return {site.name: site for site in experts_sites(model, ()) if site.skip is None}
-
-
-def empty_experts(site: ExpertsSite, settings: Mapping[str, Any]) -> ExpertWeights:
-    """The weights of experts that a checkpoint is loaded into."""
-    try:
-        layer = ExpertWeights.empty(spec_of(settings, site.matrices(site.parameter)[0]), site.count)
-        if settings.get("ordered", False):
-            raise UnsupportedError("ordered=True is not known of experts")
-    except UnsupportedError as error:
-        raise UnsupportedError(
-            f"quantization_config in config.json, module {site.name!r}: {error}; {AGAIN}"
-        ) from error
-    vars(layer)["_is_hf_initialized"] = True
-    return layer
-
-
-def _check_whole(layers: Mapping[str, QuantModule], experts: Mapping[str, ExpertsSite]) -> None:
+def _check_whole(layers: Collection[str], experts: Mapping[str, ExpertsSite]) -> None:
     """Raise UnsupportedError if only some weights of the same experts are quantized."""
     whole = {site.experts_name for name, site in experts.items() if name in layers}
-    missing = next((name for name, site in experts.items() if site.experts_name in whole and name not in layers), None)
-    if missing is not None:
-        raise UnsupportedError(f"the checkpoint quantizes only a part of the experts, without {missing!r}; {AGAIN}")
-
-
-# -- files ---------------------------------------------------------------------------------------------
-
-
-def _check_files(model: PreTrainedModel, layers: Mapping[str, QuantModule], files: Sequence[Path]) -> None:
-    replaced = {f"{name}.{suffix}" for name in layers for suffix in ("weight", "bias")}
-    replaced |= {site.tensor_name for name, site in experts_by_name(model).items() if name in layers}
-    floats = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor) and name not in replaced}
-    quantized = {f"{name}.{suffix}": t for name, layer in layers.items() for suffix, t in _expected(layer).items()}
-    found = dict(own_names(model, {**floats, **quantized}, headers_of(files, way_out=f", or {AGAIN}")))
-    stored = with_shared(found, shared_names(model, layers))
-    for name, layer in layers.items():
-        _check_layer(model, name, layer, {key: f for key, f in stored.items() if key.rpartition(".")[0] == name})
-    check_floats(model, floats, {name: found for name, found in stored.items() if name not in quantized})
+    lacking = next((n for n, site in experts.items() if site.experts_name in whole and n not in layers), None)
+    if lacking is not None:
+        raise UnsupportedError(f"the checkpoint quantizes only a part of the experts, without {lacking!r}; {AGAIN}")
 
 
 # -- tensors -------------------------------------------------------------------------------------------
 
 
-def _expected(layer: QuantModule) -> dict[str, Tensor]:
-    """The stored form of a layer, on the meta device."""
-    weight = zeros(layer.layout, (layer.out_features, layer.in_features), dtype=torch.float32, device="meta")
-    bias = {} if layer.bias is None else {"bias": torch.empty(layer.out_features, device="meta")}
-    return state(weight) | bias
+def _by_module(
+    model: PreTrainedModel, reader: Reader, headers: Iterable[tuple[str, Found]]
+) -> tuple[dict[str, dict[str, Found]], dict[str, Found]]:
+    """The parts of quantized weights, by module and suffix; and the other tensors, by name."""
+    expected = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    expected |= {f"{name}.weight": torch.empty(0) for name in reader.listed or ()}
+    names_of = renamer(model, expected)
+    parts: dict[str, dict[str, Found]] = {}
+    others: list[tuple[str, Found]] = []
+    for stored_as, found in headers:
+        module, _, suffix = stored_as.rpartition(".")
+        names, is_whole = names_of(f"{module}.weight")
+        name = names[0].removesuffix(".weight")
+        if not reader.is_part(suffix, found) or (reader.listed is not None and name not in reader.listed):
+            others.append((stored_as, found))
+        elif names[0] not in expected and passed_over(model, names[0]):
+            continue
+        elif not is_whole or found.shape is None:
+            raise refuse(reader.method, f"holds {module!r} quantized, which the model has joined with others")
+        else:
+            parts.setdefault(name, {})[suffix] = found
+    return parts, dict(own_names(model, expected, others))
 
 
-def _check_layer(model: PreTrainedModel, name: str, layer: QuantModule, found: Mapping[str, Found]) -> None:
-    expected = {f"{name}.{suffix}": tensor for suffix, tensor in _expected(layer).items()}
-    described = f"bits={layer.bits}" + ("" if layer.format == "int" else f", format={layer.format!r}")
-    if layer.bits < 8:
-        described += f", group_size={layer.group_size}, symmetric={layer.symmetric}"
-    for key, tensor in expected.items():
-        if key not in found:
-            raise missing(model, key, described)
-        check_tensor(key, tensor, found[key], described)
-    for key in sorted(found.keys() - expected.keys()):
-        raise HfAccelError(
-            f"the checkpoint holds {key!r}, which a layer with {described}, as config.json has it, has not; {AGAIN}"
-        )
-    _check_scales(f"{name}.weight_scale", found[f"{name}.weight_scale"].read())
-    _check_more(name, layer, found)
-    if layer.bits < 8:
-        stored = found[f"{name}.weight_shape"].read()
-        if stored.device.type != "meta" and stored.tolist() != [layer.out_features, layer.in_features]:
-            raise HfAccelError(
-                f"'{name}.weight_shape' is {stored.tolist()} in the checkpoint, but the layer is "
-                f"[{layer.out_features}, {layer.in_features}]; {AGAIN}"
-            )
+def _check_others(
+    model: PreTrainedModel,
+    layers: Mapping[str, QuantModule],
+    sites: Mapping[str, LinearSite],
+    others: Mapping[str, Found],
+) -> None:
+    """Check everything but the quantized weights."""
+    replaced = {name for site in sites.values() for name in (site.tensor_name, f"{site.name}.bias")}
+    floats = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor) and name not in replaced}
+    floats |= {f"{name}.bias": layer.bias for name, layer in layers.items() if isinstance(layer.bias, Tensor)}
+    stored = with_shared(others, [names & floats.keys() for names in shared_names(model, layers)])
+    for name, site in sites.items():
+        key = f"{name}.bias"
+        if key not in stored and site.bias is not None:
+            raise missing(model, key)
+        if key in stored and key not in floats:
+            raise HfAccelError(f"the checkpoint holds {key!r}, which {type(model).__name__} has not; {AGAIN}")
+        if site.tensor_name in stored:
+            raise HfAccelError(f"the checkpoint holds {name!r} both quantized and as a float weight; copy it again")
+    check_floats(model, floats, stored)
 
 
-def _check_more(name: str, layer: QuantModule, found: Mapping[str, Found]) -> None:
-    """The minima and the order of the inputs, where a layer has them."""
-    minimum = found[f"{name}.weight_minimum"].read() if f"{name}.weight_minimum" in found else None
-    if minimum is not None and minimum.device.type != "meta" and not minimum.isfinite().all():
-        raise HfAccelError(f"'{name}.weight_minimum' holds NaN or infinity in the checkpoint; {AGAIN}")
-    order = found[f"{name}.input_order"].read() if f"{name}.input_order" in found else None
-    if order is not None and order.device.type != "meta":
-        expected = torch.arange(layer.in_features, dtype=order.dtype, device=order.device)
-        if not torch.equal(order.sort().values, expected):
-            raise HfAccelError(f"'{name}.input_order' does not name each of {layer.in_features} inputs once; {AGAIN}")
+# -- the steps of transformers' loader -----------------------------------------------------------------
 
 
-def _check_scales(key: str, scale: Tensor) -> None:
-    if scale.device.type == "meta":
-        return
-    wrong = ~scale.isfinite()  # scales of GPTQ, AWQ and llama.cpp may be negative
-    if wrong.any():
-        place = wrong.nonzero()[0].tolist()
-        raise HfAccelError(f"{key!r} holds NaN or infinity at {place} in the checkpoint, which no scale is; {AGAIN}")
+def _handing_over(reader: ForeignReader, layers: Mapping[str, QuantModule]) -> WeightConverter:
+    steps: list[ConversionOps] = [ReadStored(reader, layers)]
+    return WeightConverter(source_patterns=list(reader.patterns()), target_patterns=COLLECTED, operations=steps)
 
 
-def check_numbers(name: str, layer: QuantModule) -> None:
-    """Raise HfAccelError if the FP8 weight of a layer that was loaded, and is not packed yet, holds NaN.
+class ReadStored(ConversionOps):
+    """The parts of a layer -> the tensors of a QuantLinear."""
 
-    Kernels take it for a number. It reads the whole weight, and so comes when the file is read anyway.
-    """
-    numbers = layer._buffers["weight"] if layer.format == "fp8" else None
-    if numbers is None or numbers.device.type == "meta":
-        return
-    for outputs in chunks(len(numbers)):
-        wrong = (readable(numbers[outputs]) & 0x7F) == 0x7F  # float8_e4m3fn has two such bytes, and no infinity
-        if wrong.any():
-            row, column = wrong.nonzero()[0].tolist()
-            place = [outputs.start + row, column]
-            raise HfAccelError(f"'{name}.weight' holds NaN at {place} in the checkpoint; {AGAIN}")
+    def __init__(self, reader: ForeignReader, layers: Mapping[str, QuantModule]) -> None:
+        self.reader, self.layers, self.suffixes = reader, layers, reader.patterns()
+        self.hf_quantizer = self  # a mark by which transformers leaves the dtypes as they are
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReadStored:
+        return self  # transformers copies a converter for each layer
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **more: Any
+    ) -> dict[str, Any]:
+        name = more["full_layer_name"].removesuffix(COLLECTED)
+        if name not in self.layers:
+            raise UnsupportedError(f"{name!r} is no layer that the checkpoint was found to hold")
+        layer = self.layers[name]
+        parts = {self.suffixes[pattern]: tensors[0] for pattern, tensors in input_dict.items()}
+        shape = (layer.out_features, layer.in_features)
+        tensors = self.reader.loose(name, parts, shape)
+        if tensors is None:
+            tensors = state(self.reader.convert(name, parts, shape))
+            for part in parts.values():
+                release(part)  # transformers holds its mapping until the whole model is loaded
+        # The name under which they were collected comes first: by it transformers finds out that names are whole.
+        first = {f"{name}{COLLECTED}": tensors[COLLECTED[1:]]}
+        return first | {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}

@@ -7,23 +7,18 @@ it has no place for, each in a line of a long report.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import rename_source_key
-from transformers.modeling_utils import str_to_torch_dtype
 
 from ..errors import HfAccelError
 from ..hardware import release
 from ..linear.formats import converts
 from ..linear.hf import by_kind, lost_expert
-from ..patching.originals import read_tensor
 from ..patching.ties import remaining_ties
 from .readers.reader import Found
 
@@ -76,45 +71,30 @@ def own_names(
 
     expected: tensors of the model by name, of which some may be among them.
     """
+    names_of = renamer(model, expected, key_mapping)
+    for stored_as, found in headers:
+        names, is_whole = names_of(stored_as)
+        for name in names:
+            yield name, found if is_whole else Found(found.dtype, None, found.read)
+
+
+def renamer(
+    model: PreTrainedModel, expected: Mapping[str, Tensor], key_mapping: dict[str, str] | None = None
+) -> Callable[[str], tuple[list[str], bool]]:
+    """What gives the names in the model for a name in a file, and whether a tensor gets there as it is."""
     renamings, converters = by_kind(get_model_conversion_mapping(model, key_mapping))
     targets = {pattern: entry.target_patterns for entry in converters for pattern in entry.source_patterns}
     prefix, known = model.base_model_prefix, dict(expected)
-    for stored_as, found in headers:
+
+    def names_of(stored_as: str) -> tuple[list[str], bool]:
         name, pattern = rename_source_key(stored_as, renamings, converters, prefix, known)
         if name not in expected and stored_as in expected:
             name, pattern = rename_source_key(stored_as, [], [], prefix, known)
         if pattern is None:
-            yield name, found
-            continue
-        for target in targets[pattern]:
-            yield name.replace(targets[pattern][0], target), Found(found.dtype, None, found.read)
+            return [name], True
+        return [name.replace(targets[pattern][0], target) for target in targets[pattern]], False
 
-
-def headers_of(files: Sequence[Path], *, way_out: str = "") -> Iterator[tuple[str, Found]]:
-    """The tensors of files, by the names that they have there. way_out: what else to do where one cannot be read."""
-    for file in files:
-        try:
-            yield from _safe_headers(file) if file.suffix == ".safetensors" else _pickled(file)
-        except Exception as error:
-            raise HfAccelError(f"{file} cannot be read: {error}; copy or download it again{way_out}") from error
-
-
-def _safe_headers(file: Path) -> Iterator[tuple[str, Found]]:
-    with safe_open(file, framework="pt") as tensors:
-        for name in tensors.keys():  # noqa: SIM118  # it is no dict
-            header = tensors.get_slice(name)
-            dtype = str_to_torch_dtype.get(header.get_dtype(), header.get_dtype())
-            yield name, Found(dtype, tuple(header.get_shape()), partial(read_tensor, file, name))
-
-
-def _pickled(file: Path) -> Iterator[tuple[str, Found]]:
-    try:
-        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError:  # of a version of torch that wrote no zip files
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor):
-            yield name, Found(tensor.dtype, tuple(tensor.shape), tensor.detach)
+    return names_of
 
 
 def shared_names(model: PreTrainedModel, quantized: Collection[str]) -> list[set[str]]:
@@ -238,23 +218,19 @@ def check_values(model: PreTrainedModel, found: Mapping[str, Found], *, again: s
         if parameter.dim() > 1 and not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding):
             continue
         values = found[name].read()
-        place = _not_finite(values)
+        check_finite(name, values, again=again)
         release(values)
-        if place is not None:
-            raise HfAccelError(f"{name!r} holds NaN or infinity at {place} in the checkpoint; {again}")
 
 
-def _not_finite(values: Tensor) -> list[int] | None:
-    """The first place of NaN or infinity."""
-    if values.device.type == "meta":
-        return None
+def check_finite(name: str, values: Tensor, *, again: str = AGAIN) -> None:
+    """Raise HfAccelError for NaN and infinity, with the first place that has one."""
     start = 0
-    for part in values.flatten().split(AT_ONCE):
+    for part in values.flatten().split(AT_ONCE) if values.numel() and values.device.type != "meta" else ():
         least, most = part.aminmax()
         if not (least.isfinite() and most.isfinite()):
-            return _place(start + int((~part.isfinite()).nonzero()[0]), values.shape)
+            place = _place(start + int((~part.isfinite()).nonzero()[0]), values.shape)
+            raise HfAccelError(f"{name!r} holds NaN or infinity at {place} in the checkpoint; {again}")
         start += len(part)
-    return None
 
 
 def _place(number: int, shape: Sequence[int]) -> list[int]:

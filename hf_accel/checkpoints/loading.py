@@ -32,11 +32,12 @@ from ..patching.plan import Line, LinearPlan
 from ..patching.planning import find_on_disk, make_plan
 from ..tensors import torchs_defaults
 from ..undo.state import state_of
-from .checkpoint import check_loaded, check_numbers, prepare
-from .contents import COPY, check_float_model, check_report, headers_of
-from .foreign import Gguf, converters, is_ours, prepare_foreign, reader_of, state_dict_of
+from .checkpoint import is_ours, prepare, reader_of
+from .contents import COPY, check_float_model, check_report
 from .packer import Packer, make_packer
-from .readers.gguf_reader import forget_files
+from .readers.gguf_reader import Gguf, LazyTensor, forget_files
+from .readers.own import check_loaded, check_numbers
+from .readers.reader import headers_of
 
 HUB_KEYWORDS = (
     "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
@@ -164,7 +165,7 @@ def _load_gguf(path: str, ours: dict[str, Any], keywords: dict[str, Any]) -> Pre
     else:
         keywords["quantization_config"] = AccelConfig(**ours)
         check_float_model(empty, reader.headers(empty))
-    state_dict = state_dict_of(empty, reader)
+    state_dict = {name: LazyTensor(found) for name, found in reader.headers(empty)}
     try:
         model: PreTrainedModel = type(empty).from_pretrained(None, config=config, state_dict=state_dict, **keywords)
     finally:
@@ -216,12 +217,11 @@ class LoadingQuantizer(AccelQuantizer):
                 "weights that are split over ranks (distributed_config=) are not packed while they are loaded, nor "
                 "read quantized; load the float model without quantization_config=, and call hf_accel.patch(model)"
             )
-        reader = None if settings.stored_as is None else reader_of(settings.stored_as)
-        if reader is not None:
+        if settings.stored_as is not None or self.pre_quantized:
+            reader = reader_of(settings.stored_as or {"quant_method": METHOD, "modules": settings.modules})
+            assert reader is not None
             with torchs_defaults():
-                self.conversions = converters(reader, prepare_foreign(model, reader, files))
-        elif self.pre_quantized:
-            prepare(model, settings.modules, files)
+                self.conversions = prepare(model, reader, files)
         else:
             if settings.check_files is not None and files:
                 with torchs_defaults():

@@ -1,4 +1,4 @@
-"""The commands, and what becomes of a command that was not understood."""
+"""The commands, and the error of a command that was not understood."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAME = "hf-accel"
 
 
 class Commands(TyperGroup):
-    """Ends with one line on stderr where typer would draw a box."""
+    """Commands that end with one line on stderr where typer would draw a box."""
 
     def main(self, *args: Any, **settings: Any) -> Any:
         given = args[0] if args else settings.get("args")

@@ -1,4 +1,4 @@
-"""hf-accel bench: how much faster and smaller a user's model gets on the user's machine."""
+"""hf-accel bench: measures how much faster and smaller a model gets on this machine."""
 
 from __future__ import annotations
 

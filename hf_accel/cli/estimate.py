@@ -76,7 +76,9 @@ def estimate(
 def _machine(
     name: str, given: tuple[float | None, float | None, str | None]
 ) -> tuple[float, float, float | None, str]:
-    """Bandwidth, compute, compute in FP8 and memory of a device by its name; what was given beside it comes first."""
+    """Return bandwidth, compute, compute in FP8 and memory of a device by its name; values given as options come
+    first.
+    """
     from hf_accel.estimate.devices import memory_of, speed_of
 
     if name in ("cpu", "cuda"):
@@ -86,7 +88,7 @@ def _machine(
 
 
 def _config(place: str) -> Any:
-    """What estimate() takes."""
+    """Return the model's config in the form that estimate() takes."""
     if not place.endswith(".gguf"):
         from hf_accel.patching.model_config import read_config
 

@@ -29,13 +29,13 @@ class BadInputError(Exception):
 
 
 @contextmanager
-def told(*, debug: bool) -> Iterator[None]:
-    """Turn what the block raises into one line and an exit code. debug: with the traceback before it."""
+def one_line_errors(*, debug: bool) -> Iterator[None]:
+    """Turn an error of the block into one line and an exit code. debug: whether the traceback comes before it."""
     try:
         yield
     except (typer.Exit, SystemExit):
         raise
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed it
         sys.stdout = None  # or Python would complain when it flushes it at the end
         raise typer.Exit(0) from None
     except KeyboardInterrupt:
@@ -53,7 +53,7 @@ def say(line: str) -> None:
 
 
 def line_of(error: BaseException) -> str:
-    """What is wrong and what to do, in one line."""
+    """Say in one line what is wrong and what to do."""
     text = " ".join(str(error).split())
     kind = type(error).__name__
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -70,14 +70,14 @@ def line_of(error: BaseException) -> str:
 
 
 def as_options(text: str) -> str:
-    """A message of the library in the words of the command line: weights='int4' is --weights int4."""
+    """Rewrite a message of the library with the options of the command line: weights='int4' is --weights int4."""
     names = "|".join((*dict.fromkeys(option.name for option in PATCH_OPTIONS), *OTHER_OPTIONS))
     text = re.sub(rf"\b({names})=(?!\{{|\[|\()('[^']*'|None|True|False|-?[\d.]*\d)?", _as_option, text)
     return re.sub(r"\bone of (?:None|'[^']*')(?:(?:, | or |, or | and )(?:None|'[^']*'))*", _as_words, text)
 
 
 def _as_words(found: re.Match[str]) -> str:
-    """A list of values without Python's quotes."""
+    """Write a list of values without Python's quotes."""
     return found[0].replace("'", "").replace("None", "none")
 
 
@@ -90,7 +90,7 @@ def _as_option(found: re.Match[str]) -> str:
 
 
 def usage_line(error: Any) -> str:
-    """Of an option or argument that typer refuses."""
+    """Return the line about an option or argument that typer refuses."""
     context = getattr(error, "ctx", None)
     help = f"; {context.command_path} --help shows examples" if context is not None else ""
     return f"{' '.join(error.format_message().split()).rstrip('.')}{help}"

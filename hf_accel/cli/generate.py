@@ -23,7 +23,7 @@ def generate(
     prompt: Prompt = None,
     prompt_file: PromptFile = None,
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is what a user says in a chat.")] = False,
-    system: Annotated[str | None, typer.Option(help="With --chat: what the model is told first.")] = None,
+    system: Annotated[str | None, typer.Option(help="With --chat: the system message, before the prompt.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to write.")] = 256,
     temperature: Annotated[float | None, typer.Option(min=0, help="0: always the likeliest token.")] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample among the likeliest of this sum.")] = None,
@@ -38,7 +38,7 @@ def generate(
 ) -> None:
     """Write on from a prompt, token by token as they come.
 
-    How tokens are chosen, the model's generation_config.json says where no option does.
+    Without options, the model's generation_config.json decides how tokens are chosen.
 
     \b
     Examples:
@@ -79,7 +79,7 @@ def generate(
 def sampling_of(config: Any, given: dict[str, Any], *, seed: int | None) -> dict[str, Any]:
     """Keywords of generate(), as the server reads a request. given: options by name, None where they were left out.
 
-    Where the model's own settings are greedy, what makes sense only for samples is sampled at temperature 1.
+    If the model's own settings are greedy, an option that needs sampling switches it on, at temperature 1.
     """
     found = {name: value for name, value in given.items() if value is not None}
     means_samples = seed is not None or not found.keys().isdisjoint({"top_p", "top_k", "min_p"})
@@ -92,7 +92,7 @@ def sampling_of(config: Any, given: dict[str, Any], *, seed: int | None) -> dict
 
 
 def prompt_of(prompt: str | None, file: Path | None) -> str:
-    """The prompt that was given, from a file, or from stdin. Raises BadInputError for none, two or an empty one."""
+    """Return the prompt from the option, a file or stdin. Raises BadInputError for none, two or an empty one."""
     if prompt is not None and file is not None:
         raise BadInputError("--prompt and --prompt-file are both given; leave one of them out")
     if prompt is None and file is not None and str(file) != "-":
@@ -107,7 +107,7 @@ def prompt_of(prompt: str | None, file: Path | None) -> str:
 
 
 def encoded(tokenizer: Any, text: str, *, chat: bool, system: str | None) -> Any:
-    """Token ids [1, n] and their mask."""
+    """Return token ids [1, n] and their mask."""
     if not chat:
         if system is not None:
             raise BadInputError("--system is a part of a chat; add --chat, or leave it out")
@@ -120,7 +120,7 @@ def encoded(tokenizer: Any, text: str, *, chat: bool, system: str | None) -> Any
 
 
 def stream_to(output: Any, tokenizer: Any) -> Any:
-    """A streamer for generate() that prints what is new."""
+    """Make a streamer for generate() that prints new text."""
     from transformers import TextStreamer
 
     class Answers(TextStreamer):

@@ -1,4 +1,4 @@
-"""What PATH stands for, and how its model and tokenizer are loaded."""
+"""The model and the tokenizer of a command's PATH."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIVE = "give a model's folder, a .gguf file, or a name on the Hugging Face hub"
 
 
 def check(path: str) -> str:
-    """PATH, if something can be there. Raises BadInputError for what is surely no model, before torch is loaded."""
+    """Return PATH if it may be a model. Raises BadInputError before torch is loaded if it surely is none."""
     place = Path(path).expanduser()
     if place.is_dir():
         if (place / "config.json").is_file():
@@ -49,7 +49,7 @@ def _check_config(file: Path) -> None:
 
 
 def named_dtype(name: str, *, where: str = "--dtype") -> Any:
-    """A torch.dtype; None for "auto"."""
+    """Return a torch.dtype; None for "auto"."""
     if name == "auto":
         return None
     import torch
@@ -62,7 +62,7 @@ def named_dtype(name: str, *, where: str = "--dtype") -> Any:
 
 @contextmanager
 def explained(path: str) -> Iterator[None]:
-    """Say which model it was that transformers could not read, in one sentence of what it says about it."""
+    """Raise an error that names the model that transformers could not read, with one sentence of its message."""
     from hf_accel import HfAccelError
 
     try:
@@ -125,7 +125,7 @@ def check_text_model(path: str, command: str, *, decoder_only: bool = False) -> 
 
 
 def load_patched(path: str, *, dtype: str = "auto", device: str | None = None, **keywords: Any) -> Any:
-    """The model, patched with `keywords`, in the bits of a checkpoint that is quantized already."""
+    """Load a model patched with `keywords`; a checkpoint that is quantized already keeps its bits."""
     place, wanted = check(path), named_dtype(dtype)
     import hf_accel
 
@@ -137,7 +137,7 @@ def load_patched(path: str, *, dtype: str = "auto", device: str | None = None, *
 
 
 def load_float(path: str, *, dtype: str = "auto") -> Any:
-    """The model as transformers loads it. Raises BadInputError for one that is quantized already."""
+    """Load a model with transformers. Raises BadInputError for one that is quantized already."""
     place, wanted = check(path), named_dtype(dtype)
     from hf_accel.checkpoints.loading import stored_config
     from hf_accel.estimate.shapes import class_of
@@ -154,7 +154,7 @@ def load_float(path: str, *, dtype: str = "auto") -> Any:
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer beside the model. Raises BadInputError if there is none."""
+    """Load the tokenizer of a model. Raises BadInputError if there is none."""
     from hf_accel.checkpoints import loading
 
     place = check(path)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .failures import BadInputError, told
+from .failures import BadInputError, one_line_errors
 from .output import Output
 from .patch_options import PATCH_OPTIONS
 
@@ -24,7 +24,7 @@ WORDS: dict[str, Any] = {"none": None, "yes": True, "no": False}
 
 @dataclass(frozen=True)
 class Asked:
-    """What the user asked for, beside the command's own options.
+    """The options that several commands share, as the user gave them.
 
     given: the options of PATCH_OPTIONS that were given, by name. output: where answers and progress go.
     """
@@ -33,7 +33,10 @@ class Asked:
     given: Mapping[str, Any] = field(default_factory=dict)
 
     def keywords(self) -> dict[str, Any]:
-        """For patch(), plan() or load(). Reads the calibration data and loads a draft model, if there is one."""
+        """Return keywords of patch(), plan() or load().
+
+        Reads the calibration data and loads a draft model, if there is one.
+        """
         found: dict[str, Any] = {}
         for option in PATCH_OPTIONS:
             if option.name not in self.given:
@@ -52,12 +55,12 @@ class Asked:
 
     @property
     def weights(self) -> Any:
-        """As patch() and estimate() take them; None if none were asked for."""
+        """Return weights= of patch() and estimate(); None if none were asked for."""
         return self.keywords().get("weights")
 
 
 def _nested(found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Keywords of patch(), with a dict where there are fields of a config."""
+    """Return keywords of patch(), with a dict for the fields of a config."""
     for keyword in KEYWORDS:
         fields = found.get(f"{keyword}.")
         if keyword in found or fields:
@@ -86,7 +89,7 @@ def _value(keyword: str, word: Any, fields: dict[str, Any], *, given: bool) -> A
 
 
 def _drafter(word: str | None) -> Any:
-    """A drafter's name as it is; a draft model, loaded, for its path."""
+    """Return a drafter's name unchanged; load a draft model from its path."""
     if word in (None, "auto", "ngram", "suffix", "self-int4"):
         return word
     from .models import load_float
@@ -95,7 +98,7 @@ def _drafter(word: str | None) -> Any:
 
 
 def texts_of(path: Path) -> list[str]:
-    """The texts of a file: one, or of .jsonl one a line."""
+    """Read the texts of a file: one text, or one per line of a .jsonl file."""
     import json
 
     try:
@@ -134,7 +137,7 @@ def common(*keywords: str) -> Callable[[Callable[..., Any]], Callable[..., None]
             json, debug = values.pop("json"), values.pop("debug")
             given = {option.name: values.pop(option.name) for option in options}
             given = {name: value for name, value in given.items() if value not in (None, [])}
-            with told(debug=debug), Output.opened(json=json, debug=debug) as output:
+            with one_line_errors(debug=debug), Output.opened(json=json, debug=debug) as output:
                 function(**values, asked=Asked(output, given))
 
         own = inspect.signature(function, eval_str=True).parameters.values()

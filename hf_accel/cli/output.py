@@ -1,4 +1,4 @@
-"""Where answers go, stdout, and where progress goes, stderr."""
+"""The output of a command: answers go to stdout, progress to stderr."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Output:
     @classmethod
     @contextmanager
     def opened(cls, *, json: bool, debug: bool) -> Iterator[Output]:
-        """debug: libraries may say on stderr what they like."""
+        """Make the output of a command. debug: whether libraries may write to stderr."""
         if not debug:
             hush()
         answers = sys.stdout
@@ -47,9 +47,9 @@ class Output:
 
     @contextmanager
     def progress(self, task: str) -> Iterator[Callable[[str], None]]:
-        """Show on a terminal what is done, with the bars of all libraries that draw them through transformers.
+        """Show progress on a terminal, with the bars of all libraries that draw them through transformers.
 
-        Gives a function that names what is done now. Where stderr is no terminal nothing is shown.
+        Gives a function that names the current step. Nothing is shown if stderr is no terminal.
         """
         from transformers.utils import logging as transformers_logging
 
@@ -83,7 +83,7 @@ NOISY = ("torchao", "torch.utils._pytree")  # loggers that report, while they ar
 
 
 def hush() -> None:
-    """Keep libraries from writing what a user of the command line can do nothing about. Before they are imported."""
+    """Silence messages of libraries that a user of the command line cannot act on. Called before they are imported."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     for name in NOISY:
@@ -91,13 +91,13 @@ def hush() -> None:
 
 
 def _show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
-    """Of the warnings, those of hf_accel, one line each."""
+    """Show the warnings of hf_accel, one line each, and no others."""
     if category.__name__ == "HfAccelWarning":
         say(f"warning: {' '.join(str(message).split())}")
 
 
 class Bar:
-    """What transformers and hf_accel ask of a tqdm bar, drawn by rich."""
+    """The parts of a tqdm bar that transformers and hf_accel use, drawn by rich."""
 
     def __init__(self, bars: Progress, iterable: Any = None, *, desc: str | None = None, **settings: Any) -> None:
         self._bars, self._iterable = bars, iterable
@@ -135,14 +135,14 @@ class Bar:
             self._task = None
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """What else a bar of tqdm has changes how it looks there, and nothing here."""
+        """Accept the other methods of a tqdm bar, which only change how it looks there, and do nothing."""
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *_, **__: None
 
 
 def plain(value: Any) -> Any:
-    """JSON-able: paths as text, and null for what is no number, which JSON has no word for."""
+    """Make a value JSON-able: paths become text, and numbers that JSON cannot write become null."""
     if isinstance(value, Mapping):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

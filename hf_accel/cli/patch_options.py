@@ -30,7 +30,7 @@ class PatchOption:
 
     @property
     def parameter(self) -> inspect.Parameter:
-        """As a parameter of a command; None stands for what was not given."""
+        """Return it as a parameter of a command; its value is None if it was not given."""
         more: dict[str, Any] = {"metavar": "|".join(self.values)} if self.values else {}
         option = typer.Option(
             help=self.help,
@@ -56,7 +56,7 @@ PATCH_OPTIONS = (
         "weights", "weights", WORD, "How weights are stored (default: int8).",
         values=("int8", "int4", "fp8", "nf4", "auto", "none"),
     ),
-    PatchOption("bits", "weights", NUMBER, "8, 4, 3 or 2 bits a weight, in the place of --weights.", "bits"),
+    PatchOption("bits", "weights", NUMBER, "8, 4, 3 or 2 bits a weight, instead of --weights.", "bits"),
     PatchOption("group_size", "weights", NUMBER, "Inputs that share a scale: 32, 64 or 128.", "group_size"),
     PatchOption("symmetric", "weights", SWITCH, "Without or with a zero point for each group.", "symmetric"),
     PatchOption(
@@ -92,5 +92,5 @@ PATCH_OPTIONS = (
     PatchOption(
         "keep_original", "keep_original", WORD, "The weights that are replaced.", values=("auto", "yes", "no")
     ),
-    PatchOption("deterministic", "deterministic", SWITCH, "Tokens never depend on what runs beside them."),
+    PatchOption("deterministic", "deterministic", SWITCH, "Tokens never depend on other requests in the batch."),
 )  # fmt: skip

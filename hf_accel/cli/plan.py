@@ -1,4 +1,4 @@
-"""hf-accel plan: what patch() would do to a model, and why."""
+"""hf-accel plan: prints what patch() would do to a model, and why."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plan(path: Path_, dtype: Dtype = "auto", *, asked: Asked) -> None:
 
 
 def _without_weights(place: str, dtype: Any, keywords: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
-    """The plan as a document and as text; None where only the weights tell it."""
+    """Return the plan as a document and as text; None if it cannot be made without the weights."""
     from hf_accel.checkpoints.loading import stored_config
     from hf_accel.checkpoints.outline import plan_checkpoint
     from hf_accel.config.patch_config import PatchConfig
@@ -54,7 +54,7 @@ def _without_weights(place: str, dtype: Any, keywords: dict[str, Any]) -> tuple[
 
 
 def _of_the_loaded(path: str, dtype: str, keywords: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Of a checkpoint that is quantized already, or of a plan that a run of the model decides."""
+    """Plan with the loaded model: for a quantized checkpoint, and where a run of the model decides."""
     import hf_accel
     from hf_accel.patching.plan import Line, table
     from hf_accel.undo.state import state_of

@@ -1,4 +1,4 @@
-"""hf-accel quantize: a smaller checkpoint of a model."""
+"""hf-accel quantize: writes a smaller checkpoint of a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def quantize(
     *,
     asked: Asked,
 ) -> None:  # fmt: skip
-    """Write a quantized checkpoint of a model. Stopped at any moment, it leaves OUT whole or not there.
+    """Write a quantized checkpoint of a model. If it is stopped at any moment, OUT is complete or does not exist.
 
     \b
     Examples:
@@ -60,7 +60,7 @@ def quantize(
 
 
 def _check_out(out: Path, format: str) -> None:
-    """Raise BadInputError for a place that holds something, or that nothing can be written to."""
+    """Raise BadInputError for a path that exists, or that cannot be written to."""
     if format not in FORMATS:
         raise BadInputError(f"--format {format} is not known; choose one of {', '.join(FORMATS)}")
     if out.is_dir() and format == "gguf":
@@ -72,7 +72,7 @@ def _check_out(out: Path, format: str) -> None:
 
 
 def _check_room(place: str, out: Path, keywords: dict[str, Any]) -> None:
-    """Raise HfAccelError before hours of calibration if the disk has no room for what they give."""
+    """Raise HfAccelError before hours of calibration if the disk has no room for the result."""
     import hf_accel
     from hf_accel.checkpoints.writers.target import check_room
 
@@ -81,7 +81,7 @@ def _check_room(place: str, out: Path, keywords: dict[str, Any]) -> None:
     try:
         weights = keywords.get("weights", "int8")
         found = hf_accel.estimate(place, context=1, weights=weights, bandwidth=1.0, compute=1.0)
-    except hf_accel.UnsupportedError:  # a kind of model that it cannot count; writing finds out
+    except hf_accel.UnsupportedError:  # a kind of model that it cannot count; an error then comes from writing
         return
     check_room(out, found.weights_bytes)
 

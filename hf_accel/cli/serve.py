@@ -78,7 +78,7 @@ def serve(
 
     if relay is not None and not relay.leads:
         service = load()
-        for number in (signal.SIGTERM, signal.SIGINT):  # which torchrun sends to all: the first rank says when to end
+        for number in (signal.SIGTERM, signal.SIGINT):  # torchrun sends it to all; the first rank decides when to end
             signal.signal(number, signal.SIG_IGN)
         return follow(service.engine, relay)
     with closing(bind(host, port)) as bound:
@@ -103,7 +103,7 @@ def serve(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind the port before the model is loaded, so that one in use is known at once. Raises BadInputError."""
+    """Bind the port before the model is loaded, so that a port in use is refused at once. Raises BadInputError."""
     from hf_accel.serving.http_server import bound_socket
 
     try:

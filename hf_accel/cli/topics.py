@@ -1,4 +1,4 @@
-"""What hf-accel bench measures: a stock model and patched ones over the same weights, in turns."""
+"""The topics of hf-accel bench: a stock model and patched ones over the same weights, measured in turns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ Report = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Sizes:
-    """context: tokens of a prompt; new: that are generated; batch: requests at once; rounds: of each candidate."""
+    """Sizes of a run.
+
+    context: tokens of a prompt; new: generated tokens; batch: requests; rounds: calls of each candidate.
+    """
 
     context: int
     new: int
@@ -40,13 +43,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Turns:
-    """seconds: of each candidate in each round. costs: what the patched ones answer otherwise than stock."""
+    """The result of a topic. seconds: of each candidate in each round. costs: how patched models differ from stock."""
 
     seconds: dict[str, list[float]]
     costs: dict[str, Cost]
 
     def rows(self, what: str) -> list[dict[str, Any]]:
-        """One for each candidate. what: the seconds are those of.
+        """Return one row for each candidate. what: the name of what was timed.
 
         ratio: how many times faster than stock, the median over rounds, and both ends. kl: divergence from stock in
         nats a token; same_top: the share of tokens after which both find the same one likeliest.
@@ -64,14 +67,14 @@ class Turns:
 
 @dataclass(frozen=True)
 class Topic:
-    """what: `measure` gives the seconds of."""
+    """A topic. what: the name of what `measure` times."""
 
     what: str
     measure: Callable[[PreTrainedModel, Mapping[str, Any], Sizes, Report], Turns]
 
 
 def loaded_kernels(model: PreTrainedModel) -> str:
-    """The level that our kernels run at here, or why there are none."""
+    """Return the instruction set that our kernels use here, or why there are none."""
     if model.device.type == "cuda":
         from hf_accel.kernels import triton
 
@@ -83,7 +86,7 @@ def loaded_kernels(model: PreTrainedModel) -> str:
 
 
 def decode(model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes, report: Report) -> Turns:
-    """A step of generate() after the prompt."""
+    """Measure a step of generate() after the prompt."""
     prompt = tokens(model, sizes.batch, sizes.context)
 
     def step(one: PreTrainedModel) -> float:
@@ -93,7 +96,7 @@ def decode(model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes, re
 
 
 def prefill(model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes, report: Report) -> Turns:
-    """A prompt, to its first token."""
+    """Measure a prompt, up to its first token."""
     prompt = tokens(model, sizes.batch, sizes.context)
 
     def first(one: PreTrainedModel) -> float:
@@ -103,7 +106,9 @@ def prefill(model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes, r
 
 
 def batch(model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes, report: Report) -> Turns:
-    """Requests of random lengths: stock pads them into one batch, generate_batch() of the patched one does not."""
+    """Measure requests of random lengths: stock pads them into one batch, generate_batch() of the patched model does
+    not.
+    """
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     requests = draw(
         "exponential", requests=sizes.batch, mean=sizes.new, vocabulary=vocabulary, seed=0,
@@ -118,7 +123,7 @@ def batch(model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes, rep
 
 
 def ladder(model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes, report: Report) -> Turns:
-    """A decode step, with one measure more after the other; INT8 and INT4 are alternatives."""
+    """Measure a decode step with one optimization more after the other; INT8 and INT4 are alternatives."""
     others = {name: value for name, value in keywords.items() if name != "weights"}
     models = {BASELINE: twin(model)}
     steps: dict[str, dict[str, Any]] = {
@@ -146,7 +151,7 @@ TOPICS = {
 
 
 def both(model: PreTrainedModel, keywords: Mapping[str, Any]) -> dict[str, PreTrainedModel]:
-    """Over the same numbers, so that memory holds the float weights once."""
+    """Make both models over the same numbers, so that memory holds the float weights once."""
     return {BASELINE: model, PATCHED: hf_accel.patch(twin(model), **{**keywords, "keep_original": True})}
 
 
@@ -159,9 +164,9 @@ def in_turns(
 
 
 def compare(models: Mapping[str, PreTrainedModel], context: int, report: Report) -> dict[str, Cost]:
-    """What each patched model answers otherwise than stock, on random tokens, which are harder than text.
+    """Compare each patched model with stock on random tokens, which are harder than text.
 
-    Raises WrongResultError for one that computes something else: how fast it does that is of no interest.
+    Raises WrongResultError for a model that computes something else, which is then not timed.
     """
     stock = models[BASELINE]
     windows = windows_of([tokens(stock, 1, max(2, min(context, COMPARED)))[0]])
@@ -181,7 +186,7 @@ def compare(models: Mapping[str, PreTrainedModel], context: int, report: Report)
 
 
 def tokens(model: PreTrainedModel, batch: int, length: int) -> Tensor:
-    """Random ids [batch, length]; speed does not depend on which."""
+    """Draw random ids [batch, length]; speed does not depend on them."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(0)).to(model.device)
 
@@ -191,7 +196,7 @@ def tokens(model: PreTrainedModel, batch: int, length: int) -> Tensor:
 
 @torch.no_grad()
 def memory(model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes) -> list[dict[str, Any]]:
-    """Bytes of weights, and of keys and values after a prompt. ratio: to stock's."""
+    """Measure bytes of weights, and of keys and values after a prompt. ratio: to stock's."""
     prompt: Any = tokens(model, sizes.batch, sizes.context)
     stock: Any = DynamicCache(config=model.config)
     model(input_ids=prompt, past_key_values=stock, use_cache=True, logits_to_keep=1)

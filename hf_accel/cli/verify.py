@@ -1,4 +1,4 @@
-"""hf-accel verify: does the patched model write the tokens that were promised?"""
+"""hf-accel verify: compares the tokens of a patched model with those of its reference."""
 
 from __future__ import annotations
 

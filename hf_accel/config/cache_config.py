@@ -1,4 +1,4 @@
-"""The paged KV cache, as a user asks for it."""
+"""The config of the paged KV cache."""
 
 from __future__ import annotations
 

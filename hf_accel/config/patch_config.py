@@ -40,8 +40,8 @@ KeepOriginal = Literal["auto"] | bool
 LEFT_OUT: Any = Default("left out")
 
 
-class KeywordsBesideWeights(TypedDict, total=False):
-    """Those of AccelConfig, which takes weights without a name too."""
+class KeywordsWithoutWeights(TypedDict, total=False):
+    """The keywords of AccelConfig, which takes weights without a name too."""
 
     attention: Attention
     cache: Cache
@@ -53,7 +53,7 @@ class KeywordsBesideWeights(TypedDict, total=False):
     config: PatchConfig | Mapping[str, Any] | None
 
 
-class PatchKeywords(KeywordsBesideWeights, total=False):
+class PatchKeywords(KeywordsWithoutWeights, total=False):
     """All that patch takes."""
 
     weights: Weights
@@ -100,7 +100,7 @@ def _parameter(name: str) -> inspect.Parameter:
 @takes_patch_keywords
 @dataclass(frozen=True, kw_only=True)
 class PatchConfig:
-    """Every keyword of `patch`, resolved to its config object.
+    """Every keyword of `patch` as its config object.
 
     explicit: the keywords that were given, as opposed to left at their default.
     """
@@ -152,7 +152,7 @@ class PatchConfig:
             raise UnsupportedError(f"attention={self.attention!r} must be 'auto', a backend's name or None")
 
     def without_data(self) -> PatchConfig:
-        """The same without what is not part of a model: calibration data, and a process group."""
+        """Return the config without what is not part of a model: calibration data, and a process group."""
         weights = self.weights
         if weights is not None and weights.calibration is not None:
             weights = dataclasses.replace(weights, calibration=None, resume=None)

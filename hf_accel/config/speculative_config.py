@@ -1,4 +1,4 @@
-"""Speculative decoding, as a user asks for it."""
+"""The config of speculative decoding."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class SpeculativeConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it can be written down: the drafter is named, not handed over."""
+        """True if it can be written as JSON: the drafter is given by its name, not as an object."""
         return all(isinstance(drafter, str) for drafter in self.drafters)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SpeculativeConfig:

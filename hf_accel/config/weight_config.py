@@ -1,4 +1,4 @@
-"""How the weights of linear layers are stored, as a user asks for it."""
+"""The config of the weights of linear layers: how they are stored and multiplied."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WeightFormat = Literal["int", "fp8", "nf4"]
 GROUP_SIZES = get_args(GroupSize)
 METHODS = get_args(Method)
 NF4_BLOCK = 64  # weights that share a scale
-NF4: dict[str, tuple[object, ...]] = {  # all that bitsandbytes, and transformers' checkpoints of it, can be asked for
+NF4: dict[str, tuple[object, ...]] = {  # the only values that bitsandbytes, and transformers' checkpoints of it, know
     "bits": (4,), "group_size": (NF4_BLOCK,), "symmetric": (True,), "activations": ("auto", None), "method": ("rtn",),
     "average_bits": (None,), "head": (None,), "only_if_faster": (False,),
 }  # fmt: skip
@@ -63,7 +63,7 @@ def check_format(keyword: str, value: object, allowed: tuple[object, ...]) -> No
 
 
 def _meant(value: object) -> str | None:
-    """What to write for a word, or a number of bits, that other libraries have."""
+    """Return what to write instead of a word, or a number of bits, that other libraries use."""
     word = str(value).lower() if isinstance(value, str | int) else ""
     return next((use for pattern, use in MEANT_BY_WEIGHTS.items() if re.fullmatch(pattern, word)), None)
 
@@ -78,12 +78,12 @@ def _meant(value: object) -> str | None:
 )
 @dataclass(frozen=True)
 class WeightConfig:
-    """How Linear weights are stored and multiplied. WeightConfig(4) is WeightConfig(bits=4).
+    """The format in which Linear weights are stored and multiplied. WeightConfig(4) is WeightConfig(bits=4).
 
     bits: 8 (one scale per output channel), or 4, 3 or 2 (one scale per group). No kernel multiplies by 3 or 2 bits:
         plain torch does, slowly, to see what they lose.
     format: "int", or "fp8" with bits=8: float8_e4m3fn, one scale per output channel, or "nf4" with bits=4:
-        bitsandbytes' own layers in the place of ours, see `weights="nf4"`.
+        bitsandbytes' own layers instead of ours, see `weights="nf4"`.
     group_size: inputs that share a scale, for 4 bits or fewer: 32, 64 or 128 (default); 64 for NF4.
     symmetric: False, for 4 bits or fewer, gives each group a zero point too, so that no level is lost on a lopsided
         range.
@@ -161,32 +161,33 @@ class WeightConfig:
         number = self.average_bits
         if not isinstance(number, int | float) or isinstance(number, bool) or not 4 < number < 8:
             raise UnsupportedError(
-                f"average_bits={number!r} must be a number between 4 and 8, as 4.5; bits= is for all weights alike"
+                f"average_bits={number!r} must be a number between 4 and 8, as 4.5; "
+                "bits= is for one number of bits for all weights"
             )
-        object.__setattr__(self, "bits", 4)  # those that do not get 8
+        object.__setattr__(self, "bits", 4)  # the layers that do not get 8 bits
 
     @property
     def is_nf4(self) -> bool:
-        """Whether the layers are bitsandbytes' own."""
+        """True if the layers are bitsandbytes' own."""
         return self.format == "nf4"
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether rounding needs to know the inputs of each layer."""
+        """True if rounding needs to know the inputs of each layer."""
         return self.method != "rtn"
 
     @property
     def needs_data(self) -> bool:
-        """Whether calibration data is read."""
+        """True if calibration data is read."""
         return self.is_calibrated or self.average_bits is not None
 
     def with_eight_bits(self) -> WeightConfig:
-        """For a layer that average_bits allows 8 bits for."""
+        """Return the config of a layer that average_bits gives 8 bits."""
         return dataclasses.replace(self, bits=8, symmetric=True, average_bits=None, calibration=None)
 
     @property
     def for_head(self) -> WeightConfig | None:
-        """For the output head: INT8 whatever the layers get, as it decides which token wins; None: left as it is."""
+        """The config of the output head: always INT8, since it decides which token wins; None leaves it alone."""
         if self.head is None:
             return None
         activations: Activations = "int8" if self.activations == "fp8" else self.activations

@@ -1,4 +1,4 @@
-"""What a model costs before it is loaded: bytes, seconds per token and money, from its config alone."""
+"""The cost of a model before it is loaded: bytes, seconds per token and money, from its config alone."""
 
 from .estimate import estimate
 from .result import Estimate

@@ -29,7 +29,7 @@ class AttentionBytes(NamedTuple):
 
     @classmethod
     def of(cls, *, context: int, heads: int, dtype: torch.dtype) -> AttentionBytes:
-        """heads: of all sequences of the batch together."""
+        """Count the bytes for `heads` heads, those of all sequences of the batch together."""
         per_head = context * context * dtype.itemsize
         tile = min(context, TILE) ** 2
         return cls(naive=heads * per_head, naive_per_head=per_head, tiled=heads * 4 * (context + tile))
@@ -49,18 +49,23 @@ class AttentionLayer:
     caches: bool = True
 
     def kv_bytes(self, *, dtype: torch.dtype, quantized: torch.dtype | None) -> int:
-        """Keys and values of one sequence. quantized: the dtype of pages that have a scale per token and head."""
+        """Return the bytes of the keys and values of one sequence.
+
+        quantized: the dtype of pages with a scale per token and head.
+        """
         if not self.caches:
             return 0
         return 2 * self.kv_heads * self.tokens * head_bytes(self.head_dim, dtype, quantized)
 
     @property
     def decode_operations(self) -> int:
-        """Operations of one query: two products, and two operations per multiply-add."""
+        """Return the operations of one query: two products, and two operations per multiply-add."""
         return 4 * self.heads * self.head_dim * self.tokens
 
     def prefill_operations(self, context: int) -> int:
-        """Operations of `context` queries, each of which sees itself and what the window leaves of those before."""
+        """Return the operations of `context` queries, each of which sees itself and the tokens before it within the
+        window.
+        """
         pairs = self.tokens * context
         if self.caches:
             pairs -= self.tokens * (self.tokens - 1) // 2
@@ -68,7 +73,7 @@ class AttentionLayer:
 
 
 def attention_layers(config: Any, *, context: int) -> list[AttentionLayer]:
-    """The layers that cache something of their own, as transformers' cache sees them.
+    """Return the layers that have a cache of their own, as transformers' cache counts them.
 
     Layers that reuse another's keys and values are left out. Raises UnsupportedError for recurrent and other layers.
     """
@@ -85,7 +90,7 @@ def attention_layers(config: Any, *, context: int) -> list[AttentionLayer]:
 
 
 def encoder_layers(config: Any, *, context: int) -> list[AttentionLayer]:
-    """The layers of an encoder, which caches nothing."""
+    """Return the layers of an encoder, which caches nothing."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = getattr(config, "local_attention", None) or context  # ModernBERT's, of both sides together
     seen = {True: min(context, window), False: context}

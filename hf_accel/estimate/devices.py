@@ -76,7 +76,7 @@ SPEEDS: dict[str, tuple[float, float]] = {
 FP8_SPEEDS = {"L4": 242, "L40S": 733, "H100": 1513, "H200": 1979, "RTX 4090": 330}
 UNITS = {"k": 1, "m": 2, "g": 3, "t": 4}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt])(i?)b", re.IGNORECASE)
-UNSAID = re.compile(r"nvidia|geforce|tesla|amd|instinct|sxm\d?|pcie|hbm\d?e?|oam", re.IGNORECASE)  # by many
+NO_PART_OF_A_NAME = re.compile(r"nvidia|geforce|tesla|amd|instinct|sxm\d?|pcie|hbm\d?e?|oam", re.IGNORECASE)
 
 
 class Speed(NamedTuple):
@@ -88,7 +88,7 @@ class Speed(NamedTuple):
 
 
 def memory_of(name: str) -> float:
-    """Bytes of "24GB", "16 GiB", or of a device such as "L4", "RTX 4090" or "A100 80GB".
+    """Return the bytes of "24GB", "16 GiB", or of a device such as "L4", "RTX 4090" or "A100 80GB".
 
     A device that is sold with several sizes has the smallest, unless the name says which. Raises UnsupportedError for
     a name that is not known, and for a size that the device is not sold with.
@@ -111,10 +111,7 @@ def memory_of(name: str) -> float:
 
 
 def speed_of(name: str) -> Speed:
-    """Of a device by its name, as its data sheet has it.
-
-    Raises UnsupportedError for a device that is not in SPEEDS.
-    """
+    """Return the speed of a device from its data sheet. Raises UnsupportedError for a name that is not in SPEEDS."""
     wanted = _plain(SIZE.sub("", name))
     found = next((known for known in SPEEDS if _plain(known) == wanted), None)
     if found is None:
@@ -130,7 +127,7 @@ def _bytes(size: re.Match[str]) -> float:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", UNSAID.sub("", name).lower())
+    return re.sub(r"[^a-z0-9]", "", NO_PART_OF_A_NAME.sub("", name).lower())
 
 
 def _nearest(wanted: str) -> str:

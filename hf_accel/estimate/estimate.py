@@ -1,4 +1,4 @@
-"""estimate(): the counts of a model held against a machine."""
+"""estimate(): what a model needs, compared with what a machine has."""
 
 from __future__ import annotations
 

@@ -20,14 +20,16 @@ from .workload import Workload
 
 
 class Bound(NamedTuple):
-    """What limits a prefill of the whole context and a decode step: "memory" or "compute". None: there is none."""
+    """The limit of a prefill of the whole context and of a decode step: "memory" or "compute"; None without such a
+    pass.
+    """
 
     prefill: str
     decode: str | None
 
 
 class Counted(NamedTuple):
-    """What an estimate was made of."""
+    """The assumptions and measurements that an estimate was made from."""
 
     workload: Workload
     machine: Machine
@@ -35,12 +37,12 @@ class Counted(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Estimate(Printed):
-    """What a model needs at one context and batch: bytes, seconds, bytes and operations per second.
+    """The needs of a model at one context and batch: bytes, seconds, bytes and operations per second.
 
     weights, kv_dtype: how both are quantized, None if they are not.
     weights_by_kind: weights_bytes split into linears, experts, head (a tied one holds the embeddings too unless it is
         quantized), embeddings, scales (with zero points), and other (norms, biases, routers).
-    kv_bytes: of the tokens themselves; what stays empty of a sequence's last block is not counted.
+    kv_bytes: of the tokens themselves; the empty part of a sequence's last block is not counted.
     activation_bytes: hidden states of one layer in a prefill of the whole context at once, roughly.
     total_bytes: weights, KV cache, tiled attention and activations.
     read_bytes: read by a decode step, or by a pass of an encoder: the KV cache and all weights but embeddings and
@@ -81,10 +83,11 @@ class Estimate(Printed):
     counted: Counted = dataclasses.field(repr=False, compare=False)
 
     def fits(self, where: float | torch.device | str | Hardware) -> bool:
-        """Whether total_bytes fit into so many bytes, into the memory that is free on a device of this machine now
-        ("cpu", "cuda:1"), into a size ("24GB"), or into all the memory of a device by its name ("L4", "A100 80GB").
+        """Return whether total_bytes fit into `where`.
 
-        A name that is sold with several sizes means the smallest. Raises UnsupportedError for an unknown name.
+        where: a number of bytes, a device of this machine whose free memory is read now ("cpu", "cuda:1"), a size
+        ("24GB"), or the name of a device, of which all memory counts ("L4", "A100 80GB"). A name that is sold with
+        several sizes means the smallest. Raises UnsupportedError for an unknown name.
         """
         return self.total_bytes <= _room(where)
 
@@ -97,7 +100,7 @@ class Estimate(Printed):
         memory: float | str | None = None,
         seconds_per_token: float | None = None,
     ) -> ServingEstimate:
-        """Replicas, latency, memory and cost of a load, with continuous batching on machines of this estimate's speed.
+        """Estimate replicas, latency, memory and cost of a load, with continuous batching on machines of this speed.
 
         prompt_tokens, output_tokens: means, of a request; together at most the context of this estimate.
         memory: of a machine, in bytes or as for `fits`; None: as much as it takes.
@@ -168,7 +171,7 @@ def _rows(estimate: Estimate) -> Iterator[tuple[str, str]]:
 
 
 def in_units(size: float) -> str:
-    """Decimal units, as memory vendors count: 83.9 GB is 83.9e9 bytes."""
+    """Write bytes in decimal units, as memory vendors count: 83.9 GB is 83.9e9 bytes."""
     units = ["B", "kB", "MB", "GB", "TB"]
     while size >= 999.5 and len(units) > 1:
         size, units = size / 1000, units[1:]

@@ -1,4 +1,4 @@
-"""How long work takes, between two limits.
+"""The time that work takes, between two limits.
 
 At least: the shorter of reading and arithmetic hides behind the longer (roofline, Williams et al. 2009,
 doi:10.1145/1498765.1498785). That is all that can be said of a machine whose data sheet alone is known.
@@ -15,11 +15,11 @@ TYPICAL_BALANCE = 100.0
 
 
 class Work(NamedTuple):
-    """Bytes read and operations done by one pass of a model.
+    """The bytes that one pass of a model reads and the operations that it does.
 
-    quantized, attention: those of the operations that multiply by quantized weights, and those of attention.
-    fp8: those of the quantized ones whose inputs are rounded to FP8.
-    rows: tokens of the pass; queries: of each sequence; 0: many. layers: that attend.
+    quantized, attention: the operations that multiply by quantized weights, and those of attention. fp8: the quantized
+    ones whose inputs are rounded to FP8.
+    rows: tokens of the pass; queries: queries of each sequence; 0 means many. layers: the layers with attention.
     """
 
     nbytes: float
@@ -33,7 +33,7 @@ class Work(NamedTuple):
 
 
 class ByRows(NamedTuple):
-    """Arithmetic by the number of rows: the seconds that each weight takes, beyond the reading of it.
+    """The time of arithmetic by the number of rows: seconds for each weight, without the time to read it.
 
     rows: ascending, from 1 on. Between two of them seconds grow evenly, beyond the last one with the rows.
     """
@@ -42,7 +42,7 @@ class ByRows(NamedTuple):
     seconds: tuple[float, ...]
 
     def speed(self, rows: float) -> float:
-        """Operations per second, two per multiply-add, of so many rows; 0 rows are many."""
+        """Return the operations per second with `rows` rows, two per multiply-add; 0 rows mean many."""
         last = self.rows[-1]
         within = min(max(1.0, rows or last), last)
         after = next(i for i, known in enumerate(self.rows) if known >= within)
@@ -73,7 +73,7 @@ class Machine(NamedTuple):
 
     @classmethod
     def given(cls, *, bandwidth: float | None, compute: float | None, compute_fp8: float | None = None) -> Machine:
-        """Of one or two numbers: TYPICAL_BALANCE gives the other."""
+        """Make a machine from one or two numbers; TYPICAL_BALANCE gives the missing one."""
         if bandwidth is None:
             bandwidth = (compute or 0.0) / TYPICAL_BALANCE
         return cls(bandwidth, compute or bandwidth * TYPICAL_BALANCE, fp8=compute_fp8 or 0.0)
@@ -103,17 +103,17 @@ class Machine(NamedTuple):
 
     @property
     def is_measured(self) -> bool:
-        """Whether its products are known, and not its two numbers alone."""
+        """True if its products were measured, so that more is known than its two numbers."""
         return self.floats is not None or self.quantized is not None
 
     def seconds(self, work: Work) -> float:
-        """At least; of what was measured here, about."""
+        """Return the least seconds; on a machine that was measured, about the seconds that it takes."""
         return self.seconds_in_turn(work) if self.is_measured else max(self.reading(work), self.computing(work))
 
     def seconds_in_turn(self, work: Work) -> float:
-        """At most, at these speeds: nothing is read while something is computed."""
+        """Return the most seconds at these speeds: nothing is read while something is computed."""
         return self.reading(work) + self.computing(work) + self.around(work)
 
     def bound(self, work: Work) -> str:
-        """Which of "memory" and "compute" takes longer."""
+        """Return which of "memory" and "compute" takes longer."""
         return "compute" if self.computing(work) > self.reading(work) else "memory"

@@ -4,7 +4,7 @@ Continuous batching as the Engine does it: each pass computes one token of every
 have come meanwhile. Of R requests a second, each with a prompt that takes p seconds to compute and with O tokens that
 take k + c each (their keys and values are read, the rest is computed), where reading the weights takes w:
 
-    a pass takes   T = w + n (k + c) + R T p        running are   n = R O T        (Little's law)
+    a pass takes   T = w + n (k + c) + R T p        running are   n = R O T        (Little 1961)
     and so         T = w / (1 - busy)               with          busy = R (O (k + c) + p)
 
 c depends on n, as products of few rows and of many differ, and w too, where there are experts: n is searched for.
@@ -44,10 +44,10 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ServingEstimate(Printed):
-    """What a load takes. Seconds and bytes are of one machine; costs are in the currency of the price per hour.
+    """The needs of a load. Seconds and bytes are of one machine; costs are in the currency of the price per hour.
 
     replicas: machines, each with the whole model. busy: the share of their time that grows with the load.
-    running: requests at a time on one machine, the mean; peak_running: what memory is counted for.
+    running: requests at a time on one machine, the mean; peak_running: the number that memory is counted for.
     seconds_per_token: between two tokens of a request. seconds_to_first_token: the mean, waiting included.
     seconds_per_request: from its arrival to its last token. requests_per_second: that one machine can take.
     cost_per_million_input_tokens, cost_per_million_output_tokens: the prompts' share of the machines' time, and the
@@ -91,7 +91,7 @@ class _Costs:
         return self.machine.computing(self.workload.at(context=self.load.prompt_tokens, batch=1).prefill)
 
     def token(self, running: float) -> float:
-        """Of each, where so many run together."""
+        """Return the seconds of a pass for each running request, if `running` requests run together."""
         computing = self.machine.computing(self._decode._replace(rows=max(1.0, running)))
         return computing + self._kv_bytes / self.machine.bandwidth
 
@@ -105,11 +105,11 @@ class _Costs:
 
     @cached_property
     def _half(self) -> Workload:
-        """A request of which half is written."""
+        """Return the work of a request of which half is generated."""
         return self.workload.at(context=self.load.prompt_tokens + self.load.output_tokens // 2, batch=1)
 
     def weights(self, tokens: float) -> float:
-        """What a pass takes beside its tokens. Of experts, those that so many tokens choose are read."""
+        """Return the seconds of a pass without its tokens. Only experts that so many tokens choose are read."""
         experts = sum(tensor.bytes_read(tokens=max(1.0, tokens)) for tensor in self._experts)
         return (self._dense_bytes + experts) / self.machine.bandwidth + self.machine.around(self._decode)
 
@@ -125,11 +125,11 @@ class _Costs:
         return self.load.output_tokens * self.token(running) + self.prompt
 
     def running(self, rate: float) -> float | None:
-        """How many requests run together; None where more come than MOST_BUSY lets one machine take."""
+        """Return how many requests run together; None where more come than MOST_BUSY lets one machine take."""
         arriving = rate * self.load.output_tokens
 
         def is_enough(running: float) -> bool:
-            """Whether so many are no fewer than the passes that compute them let come."""
+            """Return whether at least as many requests run as arrive during the passes that compute them."""
             idle = 1 - rate * self.request(running)
             return idle > 0 and arriving * self.weights(running) <= running * idle
 
@@ -142,7 +142,7 @@ class _Costs:
         return high if rate * self.request(high) <= MOST_BUSY * (1 + SMALL) else None
 
     def bytes(self, running: int) -> int:
-        """With room for keys and values of that many whole requests, and for one prompt that is computed."""
+        """Return the bytes with room for keys and values of `peak` whole requests, and for one prompt in prefill."""
         return self._fixed_bytes + running * self._request_bytes
 
     @cached_property
@@ -166,7 +166,7 @@ def service(
     longest: float | None,
     price_per_hour: float | None,
 ) -> ServingEstimate:
-    """The fewest machines that take the load: each at most MOST_BUSY, within its memory, and no token late.
+    """Find the fewest machines that take the load: each at most MOST_BUSY, within its memory, and no token late.
 
     Raises UnsupportedError where no number of them does.
     """
@@ -187,7 +187,7 @@ def service(
 
 
 def _fewest(fits: Any) -> int:
-    """The least number of machines that fits: doubled until one does, then halved between."""
+    """Find the least number of machines that suffices, by doubling and then by bisection."""
     low, high = 0, 1
     while high <= MOST_REPLICAS and not fits(high):
         low, high = high, 2 * high
@@ -239,11 +239,12 @@ def _described(
 
 
 def _first_token(costs: _Costs, rate: float, seconds: float) -> float:
-    """What is left of the pass in which a request comes, and the next, with all prompts that came in it.
+    """Estimate the seconds to the first token: the rest of the pass in which the request arrives, and the next pass,
+    with all prompts that arrived meanwhile.
 
     A pass of K prompts takes what it takes without them and K p, where K is Poisson with the mean rate * (the pass
-    before). So its variance is p^2 rate T / (1 - (rate p)^2). Who comes at random finds a longer pass than the mean:
-    of E[T^2] / E[T], half of which is over.
+    before). So its variance is p^2 rate T / (1 - (rate p)^2). A request that arrives at random meets a pass that is
+    longer than the mean, E[T^2] / E[T], and half of it is over.
     """
     share = rate * costs.prompt  # of the time, that prompts take
     variance = costs.prompt * share * seconds / (1 - share**2)
@@ -253,7 +254,7 @@ def _first_token(costs: _Costs, rate: float, seconds: float) -> float:
 
 
 def _most(costs: _Costs, memory: float | None, longest: float | None) -> float:
-    """Requests a second that one machine can take."""
+    """Return the requests a second that one machine can take."""
     low, high = 0.0, MOST_BUSY / costs.prompt
     if _fits(costs, high, memory, longest):
         return high

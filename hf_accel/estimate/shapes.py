@@ -1,4 +1,4 @@
-"""From whatever the user has (a model, a config, a path) to a model whose shapes can be counted."""
+"""A model whose shapes can be counted, made from what the user has: a model, a config or a path."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .unpatched import is_ours, unpatched_shapes
 
 
 def shapes_of(source: Any, *, dtype: torch.dtype | None) -> Any:
-    """The model itself as it was before patch(), or one built from its config on meta: shapes without memory.
+    """Return the model as it was before patch(), or one built from its config on meta: shapes without memory.
 
     dtype: of the built model; None takes the config's, else float32. Raises UnsupportedError for other
     models than decoders and encoders.
@@ -56,7 +56,7 @@ def shapes_of(source: Any, *, dtype: torch.dtype | None) -> Any:
 
 
 def decoder_config(model: nn.Module) -> Any:
-    """The config of the language model within `model`."""
+    """Return the config of the language model within `model`."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         raise UnsupportedError(f"{type(model).__name__} has no transformers config; pass a transformers model")
@@ -64,11 +64,11 @@ def decoder_config(model: nn.Module) -> Any:
 
 
 def is_encoder(config: Any, model: Any = None) -> bool:
-    """Whether `config` describes a model that has passes over whole sequences, and no decoder's KV cache.
+    """Return whether `config` describes a model that has passes over whole sequences, and no decoder's KV cache.
 
-    model: the one it is of, if there is one.
+    model: the model that has this config, if there is one.
     """
-    # is_decoder alone says nothing: GPT-NeoX, which is never anything else, has it False.
+    # is_decoder alone is not enough: it is False in GPT-NeoX, which is always a decoder.
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         return True
     text = config.get_text_config(decoder=True)
@@ -93,7 +93,7 @@ def check_known(config: Any, model: Any = None) -> None:
 
 
 def class_of(config: PreTrainedConfig) -> Any:
-    """The class that config.json names under architectures, else the one for causal models, or the plain one.
+    """Return the class that config.json names under architectures, else that of causal models, or the base model's.
 
     For code that comes with the checkpoint, and for what transformers does not know, an auto class.
     """
@@ -108,7 +108,7 @@ def class_of(config: PreTrainedConfig) -> Any:
 
 
 def on_meta(config: PreTrainedConfig, *, dtype: Any) -> Any:
-    """The model of class_of(config), without memory. dtype: None takes the config's, else float32."""
+    """Build the model of class_of(config) without memory. dtype: None takes the config's, else float32."""
     kind, own = class_of(config), copy.deepcopy(config)  # building writes into the config it is given
     build = kind._from_config if issubclass(kind, PreTrainedModel) else kind.from_config
     with torch.device("meta"):

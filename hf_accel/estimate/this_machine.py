@@ -1,4 +1,5 @@
-"""The speeds of this machine: how fast it reads memory, and how long products and attention take as they would run.
+"""The speeds of this machine: the bandwidth of its memory, and the seconds of products and attention as they would
+run.
 
 They are measured with few rows and with many, since no count of operations says how long 16 rows take. Matrices, keys
 and values are read in turn, and are too large for the last cache together, unless the model is smaller. Each is
@@ -46,7 +47,7 @@ Run = Callable[[Tensor], object]  # a product of rows, or the attention of queri
 
 
 def measure(workload: Workload, device: torch.device | str) -> Machine:
-    """The speeds of `device`, and on a CPU the products of a model's most frequent matrix."""
+    """Measure the speeds of `device`, and on a CPU the products of a model's most frequent matrix."""
     hardware = detect(device)
     bandwidth = read_bandwidth(hardware)
     if hardware.device != "cpu":
@@ -75,14 +76,14 @@ def measure(workload: Workload, device: torch.device | str) -> Machine:
 
 
 class Conditions(NamedTuple):
-    """nbytes: of all that is read in turn; threads: torch's."""
+    """The conditions of a measurement. nbytes: bytes of all matrices read in turn; threads: torch's threads."""
 
     nbytes: int
     threads: int
 
 
 class Measured(NamedTuple):
-    """Seconds of calls with so many rows each, that read `nbytes` and do `operations` for each row, given by rows."""
+    """Seconds of calls by their number of rows; a call reads `nbytes` and does `operations` for each row."""
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -90,7 +91,7 @@ class Measured(NamedTuple):
     operations: tuple[float, ...]
 
     def beyond_reading(self, bandwidth: float) -> ByRows:
-        """What is left of them for arithmetic, when the bytes are read; more rows never take less."""
+        """Return the seconds of arithmetic, without those of reading the bytes; more rows never take less."""
         left = (max(0.0, each - self.nbytes / bandwidth) for each in self.seconds)
         weights = (count / (2 * rows) for rows, count in zip(self.rows, self.operations, strict=True))
         each = (one / count for one, count in zip(left, weights, strict=True))
@@ -98,7 +99,7 @@ class Measured(NamedTuple):
 
 
 def largest(matrices: Counter[WeightTensor]) -> tuple[WeightTensor, int]:
-    """The kind of matrix that most weights are in, and how many there are."""
+    """Find the shape of matrix that holds most of the weights, and how many matrices have it."""
     return max(matrices.items(), key=lambda item: item[0].numel * item[1])
 
 
@@ -110,7 +111,7 @@ def _uncached_bytes(hardware: Hardware) -> int:
 @functools.cache
 @torch.no_grad()
 def _quantized(spec: LinearSpec, count: int, here: Conditions) -> Measured:
-    """count: such matrices in the model."""
+    """Measure products by quantized matrices. count: the matrices of this shape in the model."""
     backend, outputs = choose(spec).backend, timed_outputs(spec)
     size = spec.weight_bytes * outputs / spec.out_features
     packed = [backend.pack(example(spec, outputs)) for _ in range(min(count, math.ceil(here.nbytes / size)))]
@@ -121,7 +122,7 @@ def _quantized(spec: LinearSpec, count: int, here: Conditions) -> Measured:
 @functools.cache
 @torch.no_grad()
 def _floats(shape: tuple[int, int], dtype: torch.dtype, count: int, here: Conditions) -> Measured:
-    """As `_quantized`, by our product for as many rows as it is taken for, and by torch's beyond."""
+    """Measure products by floating-point matrices: ours up to the rows that it is used for, torch's beyond."""
     outputs = timed_outputs(LinearSpec(in_features=shape[1], out_features=shape[0], bits=8, dtype=dtype))
     size = outputs * shape[1] * dtype.itemsize
     rows = native_rows(dtype) if refusal() is None and dtype in FLOATS else 0
@@ -142,7 +143,7 @@ def _products(runs: Sequence[Run], shape: tuple[int, int], dtype: torch.dtype, s
 @functools.cache
 @torch.no_grad()
 def _attention(layer: AttentionLayer, dtype: torch.dtype, here: Conditions) -> Measured:
-    """Of the last queries of a few sequences."""
+    """Measure attention with the last queries of a few sequences."""
     heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
     spec = AttentionSpec(
         dtype=dtype, device_type="cpu", head_dim=dim, value_dim=dim, num_heads=heads, num_kv_heads=kv_heads
@@ -158,7 +159,7 @@ def _attention(layer: AttentionLayer, dtype: torch.dtype, here: Conditions) -> M
 
 
 def _timed(runs: Sequence[Run], inputs: Sequence[Tensor]) -> tuple[float, ...]:
-    """The least seconds of a call on each input; each call has its turn."""
+    """Return the least seconds of each call; the inputs are read in turn."""
     turn = itertools.cycle(runs)
     return tuple(least_seconds(functools.partial(_next, turn, x), "cpu") for x in inputs)
 

@@ -13,14 +13,14 @@ from ..undo.state import find_state
 
 
 def is_ours(model: nn.Module) -> bool:
-    """Whether patch() was at work on the model, or on what it was loaded from."""
+    """Return whether patch() was at work on the model, or on what it was loaded from."""
     return find_state(model) is not None or any(isinstance(module, QuantModule) for module in model.modules())
 
 
 def unpatched_shapes(model: Any) -> Any:
-    """A copy over the same storage, with a Linear in the place of each of our layers.
+    """Copy the model over the same storage, with a Linear instead of each of our layers.
 
-    Weights that the patch freed, or that never were there, stand on meta.
+    Weights that the patch freed, or that were never loaded, are on meta.
     """
     copied: Any = twin(model)
     layers: dict[str, Any] = {
@@ -41,7 +41,7 @@ def unpatched_shapes(model: Any) -> Any:
 
 
 def _put_experts(model: Any, name: str, there: Any, layer: QuantExperts) -> None:
-    """Put experts of the original class there, or weights on meta in those whose own were freed."""
+    """Put back experts of the original class, with weights on meta if theirs were freed."""
     on_meta = layer.original(device="meta")
     if there is layer:
         model.set_submodule(name, on_meta)
@@ -58,7 +58,7 @@ def _linear(layer: Any) -> nn.Linear:
 
 
 def settings_of(model: nn.Module) -> tuple[Any, str | None]:
-    """weights and kv_dtype as estimate() takes them: those that the model was patched with, else None."""
+    """Return weights and kv_dtype as estimate() takes them: those that the model was patched with, else None."""
     state = find_state(model)
     if state is None:
         return None, None

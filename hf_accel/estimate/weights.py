@@ -70,7 +70,7 @@ class WeightTensor:
 
 
 def weight_tensors(model: PreTrainedModel, config: WeightConfig | None) -> Iterator[WeightTensor]:
-    """Every parameter of `model` once, quantized as `config` says.
+    """List every parameter of `model` once, quantized as `config` says.
 
     Raises UnsupportedError for a model whose linears are quantized, and for experts without a known number per token.
     """

@@ -1,4 +1,4 @@
-"""A model at one context and batch: what its cache, its weights and its passes come to."""
+"""A model at one context and batch: the bytes of its cache and weights, and the work of its passes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Workload:
     batch: int
 
     def at(self, *, context: int, batch: int) -> Workload:
-        """The same at no more than its context."""
+        """Return the same workload at another context, at most the model's."""
         layers = tuple(replace(layer, tokens=min(layer.tokens, context)) for layer in self.layers)
         return replace(self, layers=layers, context=context, batch=batch)
 
     @property
     def decodes(self) -> bool:
-        """Whether it is a decoder's; an encoder has passes of `context` tokens alone."""
+        """True if it is a decoder's; an encoder has passes of `context` tokens alone."""
         return all(layer.caches for layer in self.layers)
 
     @property
@@ -54,22 +54,25 @@ class Workload:
 
     @property
     def decode(self) -> Work:
-        """One token for each sequence, `context` tokens being cached."""
+        """Return the work of a decode step: one token for each sequence, with `context` tokens cached."""
         attention = sum(layer.decode_operations for layer in self.layers)
         return self._work(1, attention)
 
     @property
     def prefill(self) -> Work:
-        """`context` tokens of each sequence; a decoder's head sees the last one only."""
+        """Return the work of a prefill: `context` tokens of each sequence; a decoder's head sees only the last one."""
         attention = sum(layer.prefill_operations(self.context) for layer in self.layers)
         return self._work(self.context, attention)
 
     def weight_bytes_read(self, tokens: float) -> float:
-        """By a pass over so many tokens."""
+        """Return the bytes of weights that a pass over `tokens` tokens reads."""
         return sum(tensor.bytes_read(tokens=tokens) for tensor in self.tensors)
 
     def _work(self, tokens: int, attention: int) -> Work:
-        """Of a pass over `tokens` tokens of each sequence. attention: operations of all layers, of one sequence."""
+        """Return the work of a pass over `tokens` tokens of each sequence.
+
+        attention: operations of all layers for one sequence.
+        """
         each = [
             (t, t.operations_per_token * (1 if t.kind == "head" and self.decodes else tokens)) for t in self.tensors
         ]
@@ -90,7 +93,7 @@ class Workload:
 
 
 def _rounds_to_fp8(tensor: WeightTensor, rows: float) -> bool:
-    """Whether a pass of so many rows multiplies a weight by FP8: only calls of many rows do, unless all are to."""
+    """Return whether a pass of so many rows multiplies in FP8: only calls of many rows do, unless all must."""
     spec = tensor.spec
     if spec is None or spec.format != "fp8" or spec.activations is None:
         return False

@@ -15,7 +15,7 @@ WARM_UPS = 2  # calls before a capture: kernels are compiled, and libraries take
 
 
 class Graph(Protocol):
-    """What a function did on the device. It reads and writes the same addresses at each replay.
+    """The recorded work of a function on the device. It reads and writes the same addresses at each replay.
 
     nbytes: the memory that its capture took.
     """
@@ -65,7 +65,7 @@ class CudaGraphs:
             stream.synchronize()
             before = torch.cuda.memory_reserved(self.device)
             with _no_collection():
-                # thread_local: what other threads do meanwhile (an Engine beside this one) does not end the capture.
+                # thread_local: the work of other threads (another Engine) does not end the capture.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     function()
@@ -95,7 +95,7 @@ SPLIT = "several processes run the model, which would capture at times of their 
 
 
 def refusal(device: torch.device) -> str | None:
-    """Why there are no graphs on a device, as a clause; None if there are."""
+    """Return why there are no graphs on a device, as a clause; None if there are."""
     if device.type != "cuda":
         return f"the model is on {device.type}, and graphs are for an NVIDIA GPU"
     if torch.version.hip is not None:

@@ -70,7 +70,7 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether the sequence is in decode: only its last token is left to compute, so a pass gives a new token."""
+        """True if the sequence is in decode: only its last token is left to compute, so a pass gives a new token."""
         return self.num_computed == len(self.tokens) - 1 and self.num_new > 0
 
     @property
@@ -114,5 +114,5 @@ class Chunk:
 
     @property
     def reaches_end(self) -> bool:
-        """Whether the chunk holds the sequence's last token, whose logits choose the next token."""
+        """True if the chunk holds the sequence's last token, whose logits choose the next token."""
         return self.sequence.num_computed + self.count == len(self.sequence.tokens)

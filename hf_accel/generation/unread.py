@@ -25,7 +25,7 @@ class Unread(Generic[T]):
     finish: Callable[[list[int]], T]
 
     def then(self, function: Callable[[T], U]) -> Unread[U]:
-        """What `function` makes of the result."""
+        """Apply `function` to the result."""
         return Unread(self.numbers, lambda numbers: function(self.finish(numbers)))
 
     def read(self) -> T:

@@ -1,4 +1,4 @@
-"""What the machine is (cores, caches, memory), what it was measured to do, and memory that goes back to it.
+"""The machine: its cores, caches and memory, its measured speeds, and memory that is given back.
 
 Nothing is measured at import.
 """

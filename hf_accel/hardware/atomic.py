@@ -1,11 +1,11 @@
-"""Files and folders that are replaced whole: whoever looks finds the old one or the new one, complete.
+"""Files and folders that are replaced as a whole: a reader finds the complete old one or the complete new one.
 
-What is new is written into an unfinished folder beside its place, brought to the disk, and only then put there by one
+The new one is written into an unfinished folder next to its place, flushed to the disk, and only then put there by one
 system call, so that a process may be killed, and the machine may lose its power, at any moment:
 
 * A file: rename(2) everywhere, which replaces what was there.
 * A folder that was not there: rename(2) everywhere.
-* A folder in the place of another: on Linux renameat2(2) with RENAME_EXCHANGE, on macOS renameatx_np(2) with
+* A folder that replaces another: on Linux renameat2(2) with RENAME_EXCHANGE, on macOS renameatx_np(2) with
   RENAME_SWAP; the old one then lies in the unfinished folder and is deleted. Where the system or the file system
   cannot exchange (Windows, some network file systems) it takes two renames: the complete new folder is first named
   `.NAME.hf_accel-new`, the old one moves to `.NAME.hf_accel-old`, then the new one moves to its place. Killed in
@@ -34,17 +34,18 @@ from ..errors import HfAccelError, HfAccelWarning, UnsupportedError
 UNFINISHED, NEW, OLD = ".hf_accel-unfinished", ".hf_accel-new", ".hf_accel-old"
 AT_FDCWD = {"linux": -100, "darwin": -2}
 EXCHANGE = 2  # RENAME_EXCHANGE on Linux, RENAME_SWAP on macOS
-# What systems and file systems answer that cannot exchange.
+# The errors of systems and file systems that cannot exchange.
 CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV)
 
 
 @contextmanager
 def replaced_file(file: Path, *, errors: tuple[type[Exception], ...] = ()) -> Iterator[Path]:
-    """A path to write to, which becomes `file` when the block has ended; nothing is left of a block that raises.
+    """Give a path to write to, which becomes `file` when the block has ended; nothing is left of a block that raises.
 
-    errors: what a writer raises, beside OSError, when the disk does not take its bytes. Raises HfAccelError for these.
+    errors: the errors besides OSError that a writer raises when the disk does not take its bytes. Raises HfAccelError
+    for these.
     """
-    with _told(file, errors), _unfinished(file) as folder:
+    with _errors_of_the_disk(file, errors), _unfinished(file) as folder:
         yield folder / file.name
         _to_disk(folder / file.name)
         os.replace(folder / file.name, file)
@@ -53,12 +54,12 @@ def replaced_file(file: Path, *, errors: tuple[type[Exception], ...] = ()) -> It
 
 @contextmanager
 def replaced_folder(folder: Path, *, errors: tuple[type[Exception], ...] = ()) -> Iterator[Path]:
-    """An empty folder to fill, which becomes `folder` when the block has ended, as `replaced_file` does.
+    """Give an empty folder to fill, which becomes `folder` when the block has ended, as in `replaced_file`.
 
-    Of what `folder` held before, nothing is left but what the block brings over. Raises UnsupportedError, before
+    The former content of `folder` is deleted, except for what the block copies. Raises UnsupportedError, before
     anything is written, for a place that cannot be replaced whole.
     """
-    with _told(folder, errors):
+    with _errors_of_the_disk(folder, errors):
         check_replaceable(folder)
         place = folder.resolve()
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -93,17 +94,17 @@ def check_replaceable(folder: Path) -> None:
 
 
 @contextmanager
-def _told(path: Path, errors: tuple[type[Exception], ...]) -> Iterator[None]:
+def _errors_of_the_disk(path: Path, errors: tuple[type[Exception], ...]) -> Iterator[None]:
     failures: tuple[type[Exception], ...] = (OSError, *errors)
     try:
         yield
     except failures as error:
-        raise HfAccelError(f"{path} could not be written: {error}; what was complete before is as it was") from error
+        raise HfAccelError(f"{path} could not be written: {error}; the old content is unchanged") from error
 
 
 @contextmanager
 def _unfinished(place: Path) -> Iterator[Path]:
-    """A locked folder beside `place`, gone at the end, whatever it holds then."""
+    """Make a locked folder next to `place`, which is deleted at the end with all that it holds."""
     prefix = f".{place.name}."
     for path in place.parent.iterdir():
         if path.name.startswith(prefix) and path.name.endswith(UNFINISHED):
@@ -122,7 +123,7 @@ def _unfinished(place: Path) -> Iterator[Path]:
 
 
 def _lock(folder: Path) -> int | None:
-    """A file descriptor that holds a lock on the folder until it is closed; None where there is none to be had."""
+    """Return a file descriptor that locks the folder until it is closed; None where the system has no locks."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -147,7 +148,7 @@ def _delete_abandoned(folder: Path) -> None:
 
 
 def _to_disk(path: Path) -> None:
-    """Wait until what was written to a file, or which names a folder holds, is on the disk."""
+    """Wait until the content of a file, or the list of names in a folder, is on the disk."""
     if os.name == "nt" and path.is_dir():
         return
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
@@ -158,7 +159,7 @@ def _to_disk(path: Path) -> None:
 
 
 def _put(new: Path, place: Path) -> None:
-    """Move the folder `new` to `place`; what was there before is at `new` then, or deleted."""
+    """Move the folder `new` to `place`; the former content of `place` is then at `new`, or deleted."""
     if not place.exists():
         os.rename(new, place)
         return
@@ -176,7 +177,7 @@ def _aside(place: Path, suffix: str) -> Path:
 
 
 def _recover(place: Path) -> None:
-    """End what a process that was killed between the renames of `_put` has begun."""
+    """Finish the work of a process that was killed between the renames of `_put`."""
     complete, old = _aside(place, NEW), _aside(place, OLD)
     for left in (complete, old):
         if left.is_dir() and not place.exists():
@@ -186,7 +187,7 @@ def _recover(place: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Exchange two folders in one step; False where that is not to be had."""
+    """Exchange two folders in one step; False where the system cannot."""
     rename = _system_call()
     if rename is None:
         return False

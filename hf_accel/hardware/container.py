@@ -9,7 +9,7 @@ ROOT = Path("/")
 
 
 def cpu_quotas(root: Path = ROOT) -> Iterator[float]:
-    """The cores that each control group around this process grants, where it limits them."""
+    """Return the cores that each control group around this process grants, where it limits them."""
     for directory in control_groups("cpu", root):
         quota, period = (read(directory / "cpu.max") or "max 0").split()  # version 2
         if quota == "max":
@@ -20,7 +20,7 @@ def cpu_quotas(root: Path = ROOT) -> Iterator[float]:
 
 
 def memory_limits(root: Path = ROOT) -> Iterator[tuple[int, int]]:
-    """(limit, used) in bytes of each control group around this process that has a limit."""
+    """Return (limit, used) in bytes of each control group around this process that has a limit."""
     for directory in control_groups("memory", root):
         for limit_file, used_file, cache_field in (
             ("memory.max", "memory.current", "inactive_file"),  # version 2
@@ -33,7 +33,7 @@ def memory_limits(root: Path = ROOT) -> Iterator[tuple[int, int]]:
 
 
 def control_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
-    """The directories of this process's control groups for `controller`, each followed by its parents.
+    """Return the directories of this process's control groups for `controller`, each followed by its parents.
 
     Format: /proc/self/cgroup holds "id:controllers:path" lines, with no controllers for version 2 (man 7 cgroups).
     """

@@ -17,7 +17,7 @@ class Hardware:
     """A device and its host; sizes in bytes.
 
     name, total_memory, free_memory: of the device; compute_capability: of a CUDA device.
-    usable_cores: what affinity and the container's quota leave of the host's logical cores.
+    usable_cores: the host's logical cores that affinity and the container's quota allow.
     threads: torch's setting when this was made.
     isa: the level of ISA_LEVELS that kernels shall use; instruction_sets: all that the CPU has.
     l2_bytes: of one core; l3_bytes: of all of them together.
@@ -38,7 +38,7 @@ class Hardware:
 
 
 def detect(device: torch.device | str = "cpu") -> Hardware:
-    """Describe `device`, "cpu" or "cuda[:index]". Free memory, threads and HF_ACCEL_ISA are read anew at each call.
+    """Describe `device`, "cpu" or "cuda[:index]". Free memory, threads and HF_ACCEL_ISA are read again at each call.
 
     Raises UnsupportedError for another kind of device, for CUDA where there is none, and for a bad HF_ACCEL_ISA.
     """

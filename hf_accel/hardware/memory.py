@@ -1,4 +1,4 @@
-"""Total and free memory of the host, as far as the container lets us, and of a GPU."""
+"""Total and free memory of the host, within the container's limit, and of a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from .container import ROOT, memory_limits, read
 
 
 def host_memory(root: Path = ROOT) -> tuple[int | None, int | None]:
-    """Total and free bytes, the container's limit respected. Free counts what the page cache would give back."""
+    """Return total and free bytes, within the container's limit.
+
+    Free memory includes what the page cache would give back.
+    """
     fields = dict(line.split(":") for line in (read(root / "proc/meminfo") or "").splitlines() if ":" in line)
     if "MemTotal" not in fields:
         return _installed_memory(), None
@@ -27,10 +30,11 @@ def gpu_memory(device: torch.device) -> tuple[int, int]:
 
 
 def pool_memory(device: torch.device) -> int | None:
-    """The bytes that one large pool can take of a GPU; None for a host, which commits memory only when it is used."""
+    """Return the bytes of a GPU that one large pool can take; None for a host, which commits memory only on use."""
     if device.type != "cuda":
         return None
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch has it, and gives it
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch would give it back
+
     return gpu_memory(device)[1] + unused
 
 

@@ -1,4 +1,4 @@
-"""What the CPU is: instruction sets, cores, caches."""
+"""The CPU: its instruction sets, cores and caches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ISA_LEVELS: dict[str, frozenset[str]] = {
 
 
 def choose_isa(features: frozenset[str], *, requested: str | None = None) -> str:
-    """The best level of ISA_LEVELS that `features` allow, or the `requested` one.
+    """Return the best level of ISA_LEVELS that `features` allow, or the `requested` one.
 
     Raises UnsupportedError for a level that is unknown, or that this CPU would stop at with an illegal instruction.
     """
@@ -45,16 +45,16 @@ def choose_isa(features: frozenset[str], *, requested: str | None = None) -> str
     return requested
 
 
-# How Linux names them on 64-bit ARM.
+# Linux's names of them on 64-bit ARM.
 LINUX_NAMES = {"asimd": "neon", "asimddp": "dot", "i8mm": "i8mm"}
 
 
 @lru_cache
 def instruction_sets(root: Path = ROOT) -> frozenset[str]:
-    """The CPU's features by torch's names.
+    """Return the CPU's features by torch's names.
 
-    torch does not list them where it may not read /sys, as in some containers. Then they are those that torch itself
-    was built to use, or for ARM, NEON and what Linux lists.
+    torch does not list them where it may not read /sys, as in some containers. Then these are the features that torch
+    was built to use, or for ARM, NEON and those that Linux lists.
     """
     features = frozenset(name for name, value in torch.cpu.get_capabilities().items() if value is True)
     if features:
@@ -77,7 +77,7 @@ def physical_cores() -> int:
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Logical cores that this process may keep busy, at least 1."""
+    """Return the number of logical cores that this process may keep busy, at least 1."""
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     available = len(affinity) or os.cpu_count() or 1
     # Rounded down: one thread more than the quota would be throttled, and the others wait for it.
@@ -86,7 +86,7 @@ def usable_cores(root: Path = ROOT) -> int:
 
 @lru_cache
 def cache_bytes(level: int, root: Path = ROOT) -> int | None:
-    """Bytes of the level 2 cache of one core, or of the level 3 caches of all cores."""
+    """Return the bytes of the level 2 cache of one core, or of the level 3 caches of all cores."""
     instances: dict[str, int] = {}
     for directory in root.glob("sys/devices/system/cpu/cpu[0-9]*/cache/index*"):
         size = read(directory / "size") or ""

@@ -1,4 +1,4 @@
-"""Memory that is given back to the system: pages of files that can be read again, and what malloc keeps for later."""
+"""Memory that is given back to the system: pages of files that can be read again, and memory that malloc keeps."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def release(tensor: Tensor) -> int:
     """Give back the pages of a tensor that is mapped from a file, as from_pretrained maps weights.
 
     The tensor keeps its numbers: the system maps the pages again when they are read, from its cache or from the file.
-    A tensor with a page that was written to, and is the process's own since, stays as it is. Call it while nobody
-    writes to the tensor. Returns the number of bytes: 0 for other memory, and where no /proc says what is mapped.
+    A tensor with a page that was written to, which is therefore the process's own, stays unchanged. Call it while
+    nobody writes to the tensor. Returns the number of bytes: 0 for other memory, and where no /proc says what is
+    mapped.
     """
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.is_contiguous():
         return 0
@@ -37,7 +38,7 @@ def release(tensor: Tensor) -> int:
 
 
 def _pages_of_a_file(first: int, pages: int) -> int:
-    """The number of those of `pages` pages that are in memory; 0 unless all of these are a file's, or shared."""
+    """Return how many of `pages` pages are in memory; 0 unless all of these belong to a file, or are shared."""
     words = bytearray(8 * pages)
     try:
         with open(PAGEMAP, "rb", buffering=0) as pagemap:
@@ -52,7 +53,7 @@ def _pages_of_a_file(first: int, pages: int) -> int:
 
 
 def trim() -> None:
-    """Give back what malloc keeps of freed memory, in all threads' arenas; with glibc only."""
+    """Give back the freed memory that malloc keeps in all threads' arenas; with glibc only."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if malloc_trim is not None:
         malloc_trim(0)

@@ -1,4 +1,4 @@
-"""What torch does per second on this machine, with its current threads. Measured when asked, once."""
+"""The speed of torch on this machine, with its current threads. It is measured at the first question, once."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ MIB = 2**20
 
 
 def read_bandwidth(hardware: Hardware) -> float:
-    """Bytes per second at which torch's current threads read memory that no cache holds; measured once."""
+    """Return the bytes per second at which torch's current threads read memory that no cache holds; measured once."""
     return _read_bandwidth(hardware.device, _buffer_bytes(hardware), torch.get_num_threads())
 
 
 def float_peak(hardware: Hardware, dtype: torch.dtype = torch.float32) -> float:
-    """Operations (two per multiply-add) per second of torch's matmul in `dtype`; measured once per thread count."""
+    """Return operations (two per multiply-add) per second of torch's matmul in `dtype`; measured once per thread
+    count.
+    """
     return _float_peak(hardware.device, dtype, torch.get_num_threads())
 
 
 def fp8_peak(hardware: Hardware) -> float | None:
-    """Operations per second of torch's product of FP8 matrices, None where it has none; measured once."""
+    """Return operations per second of torch's product of FP8 matrices, None where it has none; measured once."""
     return _fp8_peak(hardware.device)
 
 
@@ -50,7 +52,7 @@ def _read_bandwidth(device: str, nbytes: int, threads: int) -> float:
 
 
 def _buffer_bytes(hardware: Hardware) -> int:
-    """Eight times the last cache, so that little of it is left in there from the pass before."""
+    """Return eight times the size of the last cache, so that it holds little of the buffer from the pass before."""
     wanted = 8 * (hardware.l3_bytes or hardware.l2_bytes or 16 * MIB)
     if hardware.compute_capability:
         wanted = 1024 * MIB
@@ -67,7 +69,7 @@ def _float_peak(device: str, dtype: torch.dtype, threads: int) -> float:
 
 
 def matmul_peak(build: Callable[[int], Callable[[], Tensor]], device: str) -> float:
-    """Operations per second of the square matmul that `build(size)` makes ready, the better of two sizes."""
+    """Return operations per second of the square matmul that `build(size)` prepares, the better of two sizes."""
     peak = 0.0
     for size in (512, 1024) if device == "cpu" else (2048, 8192):
         seconds = least_seconds(build(size), device)
@@ -78,7 +80,7 @@ def matmul_peak(build: Callable[[int], Callable[[], Tensor]], device: str) -> fl
 
 
 def least_seconds(run: Callable[[], object], device: str) -> float:
-    """The least wall time of a call of `run`, after one that warms up: of two calls, or of up to 7 in 50 ms."""
+    """Return the least wall time of a call of `run`, after one to warm up: of two calls, or of up to 7 in 50 ms."""
     seconds: list[float] = []
     while len(seconds) < 3 or (len(seconds) < 8 and sum(seconds[1:]) < 0.05):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A few threads to quantize weights in. Torch, the kernels and hashlib let go of the interpreter while they work."""
+"""A few threads that quantize weights. Torch, the kernels and hashlib release the interpreter's lock meanwhile."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Result = TypeVar("Result")
 class Workers(Generic[Result]):
     """Runs jobs in `count` threads that share torch's threads; a context manager.
 
-    No more than `count` jobs are under way or unread at any time, so that what they hold stays small. With one
-    thread a job runs at once, in the caller's.
+    At most `count` jobs run or wait to be read at any time, so that they hold little memory. With one thread a job
+    runs at once, in the caller's thread.
     """
 
     def __init__(self, count: int | None = None) -> None:
@@ -28,9 +28,9 @@ class Workers(Generic[Result]):
         self._pool = _start(self.count, max(1, threads // self.count)) if self.count > 1 else None
 
     def put(self, job: Callable[[], Result]) -> list[Result]:
-        """Start a job as soon as a thread is free; returns what has been finished until then.
+        """Start a job as soon as a thread is free, and return the results that are ready.
 
-        Raises what an earlier job raised.
+        Raises the error of an earlier job.
         """
         if self._pool is None:
             return [job()]
@@ -39,7 +39,7 @@ class Workers(Generic[Result]):
         return finished
 
     def finish(self) -> list[Result]:
-        """Wait for all jobs; returns what has not been returned yet."""
+        """Wait for all jobs, and return the results that were not returned yet."""
         return self._collect("ALL_COMPLETED")
 
     def _collect(self, when: str) -> list[Result]:
@@ -57,7 +57,7 @@ class Workers(Generic[Result]):
 
 
 def _start(count: int, threads: int) -> ThreadPoolExecutor:
-    """A pool of `count` threads, each of which has `threads` of torch's."""
+    """Make a pool of `count` threads, each of which uses `threads` threads of torch."""
     total, ready = torch.get_num_threads(), threading.Barrier(count + 1)
 
     def begin() -> None:

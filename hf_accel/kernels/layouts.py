@@ -1,4 +1,4 @@
-"""The operands of attention, as caches lay them out, backends take them and kernels read them."""
+"""The operands of attention, in the layouts that caches make, backends take and kernels read."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Ragged(NamedTuple):
 
 
 class AttentionOptions(NamedTuple):
-    """What is computed from q, k and v, besides the mask of a call.
+    """The options of attention over q, k and v, besides the mask of a call.
 
     scale: of the scores. causal: bottom-right; query i of Q stands at position p = T - Q + i of T keys and sees the
     keys up to p. window: keys a query sees, itself included; None for all. softcap: bound of the scores (Gemma-2).

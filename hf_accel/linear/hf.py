@@ -28,7 +28,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_imp
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..config import KeywordsBesideWeights, PatchConfig, WeightConfig, Weights
+from ..config import KeywordsWithoutWeights, PatchConfig, WeightConfig, Weights
 from ..config.patch_config import check_patch_keywords, takes_patch_keywords
 from ..errors import UnsupportedError
 from ..keywords import one_of
@@ -65,7 +65,7 @@ class AccelConfig(QuantizationConfigMixin):
         *,
         modules: Mapping[str, Mapping[str, Any]] | None = None,
         stored_as: Mapping[str, Any] | None = None,
-        **others: Unpack[KeywordsBesideWeights],
+        **others: Unpack[KeywordsWithoutWeights],
     ) -> None:
         keywords: dict[str, Any] = {"weights": weights, **others}
         keywords.pop("quant_method", None)  # which a checkpoint's config has

@@ -44,13 +44,13 @@ class ContextParallel(SharedContext):
         self.rank, self.size = self.ranks.rank, self.ranks.size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
-        """Pages of a copy of the model are shared out among the same ranks."""
+        """A copy of the model shares its pages out among the same ranks."""
         return self
 
     # -- what ranks say to each other ------------------------------------------------------------------
 
     def exchange(self, x: Tensor) -> list[Tensor]:
-        """What each rank gave, in the order of ranks. All give the same shape and dtype. Any dtype goes, as bytes."""
+        """Return what each rank gave, in the order of ranks. All ranks give one shape and dtype, which may be any."""
         own = x.contiguous().view(torch.uint8)
         found = [torch.empty_like(own) for _ in range(self.size)]
         with self.ranks.watching(SHARING):
@@ -58,7 +58,7 @@ class ContextParallel(SharedContext):
         return [each.view(x.dtype) for each in found]
 
     def check_same(self, *inputs: Tensor | None) -> None:
-        """Raise LostRankError unless all ranks give the same: else keys of one text would be mixed with another's."""
+        """Raise LostRankError unless all ranks give the same: otherwise the keys of different texts would be mixed."""
         device = next(x.device for x in inputs if x is not None)
         nothing = torch.zeros((), dtype=torch.int64, device=device)
         digests = self.exchange(torch.stack([nothing if x is None else _digest(x) for x in inputs]))
@@ -110,9 +110,10 @@ class ContextParallel(SharedContext):
 
 
 def context_parallel(model: nn.Module, config: PatchConfig, refusal: str | None) -> ContextParallel | None:
-    """The ranks that share out the KV cache, if any are asked for.
+    """Return the ranks that share out the KV cache; None if context parallel is not asked for.
 
-    refusal: why the model has no pages or no ragged passes, as one clause. Raises UnsupportedError where it cannot be.
+    refusal: why the model has no pages or no ragged passes, as one clause. Raises UnsupportedError for a model or an
+    option that context parallel cannot serve.
     """
     if config.context_parallel is None:
         return None
@@ -127,7 +128,7 @@ def context_parallel(model: nn.Module, config: PatchConfig, refusal: str | None)
 
 
 def _digest(x: Tensor) -> Tensor:
-    """A number that other numbers, or another order of them, make another one."""
+    """Return a hash of the numbers and of their order."""
     numbers = x.reshape(-1)
     numbers = numbers.to(torch.int64) if not numbers.is_floating_point() else numbers.float().view(torch.int32).long()
     factors = torch.arange(1, len(numbers) + 1, device=x.device) * 2654435761 + 40503

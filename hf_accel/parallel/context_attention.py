@@ -1,4 +1,4 @@
-"""Attention over a rank's own blocks, and the merging of what ranks found by the log-sum-exp of their scores."""
+"""Attention over a rank's own blocks, and the merging of the ranks' results by the log-sum-exp of their scores."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch import Tensor
 
 from ..attention.contract import AttentionBackend, empty_lse
 from ..attention.masking import visible
-from ..attention.paged_kv import gather, turned
+from ..attention.paged_kv import gather, rotated_like_pages
 from ..attention.sdpa.grouped import grouped_attention
 from ..kernels.layouts import KV, AttentionOptions
 from .context_blocks import OwnKeys, OwnPart
 
-MOST_BYTES = 2**26  # of the K and V that are gathered at a time
+MOST_BYTES = 2**26  # bytes of K and V that are gathered at a time
 MOST_SCORES = 2**24  # bounds the float32 scores of a product: 64 MB
 
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Attention over all keys from parts over disjoint ones: outs [N, H, Dv], lses [N, H] -> out, lse float32.
 
-    Each part counts by exp(its lse), as in Flash-Decoding (Dao 2023); one with lse -inf has seen no key. Sums are in
-    float32, in the order given, so that all who merge the same parts get the same bits.
+    Each part has the weight exp(lse), as in Flash-Decoding (Dao 2023); one with lse -inf has seen no key. Sums are in
+    float32, in the order given, so that all ranks that merge the same parts get the same bits.
     """
     stacked = torch.stack([lse.float() for lse in lses])
     total = stacked.logsumexp(0)
@@ -56,7 +56,7 @@ def _attend_sequence(q: Tensor, pages: KV, keys: OwnKeys, options: AttentionOpti
     """q [Q, Hq, D] over the keys of one sequence, whose positions say who sees which. K and V are gathered."""
     block_size, block_bytes = pages.k.shape[2], pages.k[:1].nbytes + pages.v[:1].nbytes
     step = max(1, MOST_BYTES // block_bytes)
-    queries = turned(q, pages).transpose(0, 1).unsqueeze(0)  # [1, Hq, Q, D]
+    queries = rotated_like_pages(q, pages).transpose(0, 1).unsqueeze(0)  # [1, Hq, Q, D]
     parts = []
     for start in range(0, len(keys.blocks), step):
         positions = keys.positions[start * block_size : (start + step) * block_size]
@@ -66,7 +66,7 @@ def _attend_sequence(q: Tensor, pages: KV, keys: OwnKeys, options: AttentionOpti
         own = options if start == 0 else options._replace(sinks=None)
         parts.append(_attend_gathered(queries, used, own, first=keys.first, positions=positions))
     out, lse = parts[0] if len(parts) == 1 else merge(*zip(*parts, strict=True))
-    return turned(out, pages), lse
+    return rotated_like_pages(out, pages), lse
 
 
 def _attend_gathered(

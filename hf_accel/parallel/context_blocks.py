@@ -1,7 +1,7 @@
-"""Which blocks of the pages a rank holds, and what of a pass it writes and reads in them.
+"""The blocks of the pages that a rank holds, and the part of a pass that it writes and reads in them.
 
-Block b of a pool is block b // size of rank b % size. All ranks keep the same books of all blocks, so each knows
-where every token is, and neighbouring blocks of a sequence are with different ranks as a rule.
+Block b of a pool is block b // size of rank b % size. All ranks keep the same records of all blocks, so each knows
+where every token is, and neighbouring blocks of a sequence usually belong to different ranks.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class OwnKeys:
 
 @dataclass(frozen=True)
 class OwnPart:
-    """What attention over a rank's own blocks reads in a pass of N queries.
+    """The blocks that attention over a rank's own keys reads in a pass of N queries.
 
-    decoding: sequences with one query that sees every key, end to end: kernels read their blocks in place. None if
-    there are none. decoding_rows: [B] int64, their queries; None if these are all N. others: the other sequences that
-    have keys here.
+    decoding: the sequences with one query that sees every key, one after the other; kernels read their blocks in
+    place. None if there are none. decoding_rows: [B] int64, their queries; None if these are all N. others: the other
+    sequences that have keys here.
     """
 
     decoding: Ragged | None
@@ -47,7 +47,7 @@ class OwnPart:
     others: tuple[OwnKeys, ...]
 
     def to(self, device: torch.device) -> OwnPart:
-        """The same with its tensors on `device`."""
+        """Return a copy whose tensors are on `device`."""
         if device.type == "cpu":
             return self
         decoding, rows = self.decoding, self.decoding_rows
@@ -59,12 +59,18 @@ class OwnPart:
 
 
 def num_own(num_blocks: int, size: int) -> int:
-    """The most blocks out of `num_blocks` that a rank holds. It is the same on all ranks, so that pages are equal."""
+    """Return the most blocks of `num_blocks` that a rank holds.
+
+    It is the same on all ranks, so that pages have one size.
+    """
     return -(-num_blocks // size)
 
 
 def own_slots(slots: Tensor, *, block_size: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
-    """Which of the slots [W] int64 are in this rank's blocks: their indices [V], and their slots there [V]."""
+    """Find those of the slots [W] int64 that are in this rank's blocks.
+
+    Returns their indices [V] and their slots there [V].
+    """
     blocks = torch.div(slots, block_size, rounding_mode="floor")
     index = (blocks % size == rank).nonzero().squeeze(1)
     blocks, slots = blocks[index], slots[index]
@@ -74,10 +80,10 @@ def own_slots(slots: Tensor, *, block_size: int, rank: int, size: int) -> tuple[
 def own_step(
     step: GroupStep, tables: Sequence[BlockTable], spans: Sequence[range], *, window: int | None, rank: int, size: int
 ) -> GroupStep:
-    """A GroupStep over all blocks, narrowed to those of one rank.
+    """Narrow a GroupStep over all blocks to the blocks of one rank.
 
     tables, spans: the block table of each sequence, and the positions of its queries. The result's `ragged` still
-    tells of all blocks.
+    describes all blocks.
     """
     if not tables:
         return step

@@ -90,7 +90,7 @@ def _timeout(group: Any, device: torch.device) -> float:
 
 
 def _comes_from_collective(error: BaseException) -> bool:
-    """Whether torch.distributed raised it: gloo's own errors have no type of their own."""
+    """Return whether torch.distributed raised it: gloo's own errors have no type of their own."""
     if isinstance(error, distributed.DistError):
         return True
     files = {Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}

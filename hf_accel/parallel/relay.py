@@ -1,4 +1,4 @@
-"""What the first rank is given goes on to the others, and a rank that is lost is noticed while nothing is computed."""
+"""A relay of items from the first rank to the others. It also notices a lost rank while nothing is computed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ END = None  # the last item
 class Relay:
     """Takes items from the first rank to all others, in their order, over a gloo group of its own.
 
-    All ranks make one, at the same place of the program. The first rank speaks every few seconds, if only to say that
-    it is there, so that all ranks notice one that is lost: a process that died within BEAT_SECONDS, one that hangs
-    after the timeout.
+    All ranks make one, at the same place of the program. The first rank sends a message every few seconds, even
+    without items, so that all ranks notice a lost one: a process that died is noticed within BEAT_SECONDS, one that
+    hangs after the timeout.
     """
 
     def __init__(self, *, timeout: float) -> None:
@@ -38,7 +38,10 @@ class Relay:
     # -- the first rank --------------------------------------------------------------------------------
 
     def start(self, on_lost: Callable[[HfAccelError], object]) -> None:
-        """Begin to speak, in a thread. on_lost: is called there, once, if another rank is lost; then it ends."""
+        """Start to send, in a thread.
+
+        on_lost: is called in that thread, once, if another rank is lost; then the thread ends.
+        """
         self._thread = threading.Thread(target=self._lead, args=(on_lost,), name="hf_accel relay", daemon=True)
         self._thread.start()
 
@@ -47,7 +50,7 @@ class Relay:
         self._items.put(item)
 
     def close(self) -> None:
-        """Tell the others that nothing more comes, and wait until they know."""
+        """Tell the other ranks that no more items follow, and wait until they have received that."""
         if self._thread is not None:
             self._items.put(END)
             self._thread.join()
@@ -62,7 +65,7 @@ class Relay:
             on_lost(error)
 
     def _collected(self) -> list[Any]:
-        """What there is to say, within a beat."""
+        """Collect the items of one beat."""
         items = []
         try:
             items.append(self._items.get(timeout=self._beat))
@@ -77,7 +80,7 @@ class Relay:
     def received(self) -> Iterator[list[Any]]:
         """Iterate over what the first rank sends, a list of items at a time; it is empty every few seconds.
 
-        Ends when the first rank closes its own. Raises LostRankError if it is lost.
+        Ends when the first rank closes its relay. Raises LostRankError if it is lost.
         """
         nothing: list[Any] = []
         while True:

@@ -18,7 +18,7 @@ class JoinedLinear(QuantLinear):
     ranks: RankAgreement
 
     def part_forward(self, x: Tensor) -> Tensor:
-        """What this rank computes alone, without a gradient. Raises UnsupportedError where one is asked for."""
+        """Compute this rank's part, without a gradient. Raises UnsupportedError if a gradient is asked for."""
         out = QuantLinear.forward(self, x)
         if out.requires_grad:
             raise UnsupportedError(
@@ -29,7 +29,7 @@ class JoinedLinear(QuantLinear):
 
 
 class ReducedLinear(JoinedLinear):
-    """Has a part of the inputs: x [..., in / ranks] -> [..., out], summed over all ranks."""
+    """A layer with a part of the inputs: x [..., in / ranks] -> [..., out], summed over all ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.part_forward(x).contiguous()
@@ -38,12 +38,12 @@ class ReducedLinear(JoinedLinear):
 
     @property
     def added_bias(self) -> nn.Parameter | None:
-        """Each rank holds the whole bias, and one adds it."""
+        """Add the bias on one rank only: each rank holds the whole of it."""
         return self.bias if self.ranks.leads else None
 
 
 class SplitLinear(ReducedLinear):
-    """The same for whole inputs: x [..., in] -> [..., out]. A rank takes its part of x."""
+    """A ReducedLinear for whole inputs: x [..., in] -> [..., out]. A rank takes its part of x."""
 
     def forward(self, x: Tensor) -> Tensor:
         start = self.ranks.rank * self.in_features
@@ -51,7 +51,7 @@ class SplitLinear(ReducedLinear):
 
 
 class GatheredLinear(JoinedLinear):
-    """Has a part of the outputs: x [..., in] -> [..., out], joined from all ranks."""
+    """A layer with a part of the outputs: x [..., in] -> [..., out], joined from all ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.part_forward(x).contiguous()
@@ -69,5 +69,5 @@ CLASSES: dict[str, type[QuantLinear]] = {
 
 
 def part_bias(bias: nn.Parameter | None) -> nn.Parameter | None:
-    """The bias of a rank's part: of its outputs, or whole where the inputs are split."""
+    """Return the bias of a rank's part: that of its outputs, or the whole bias where the inputs are split."""
     return nn.Parameter(local_tensor(bias), requires_grad=bias.requires_grad) if is_sharded(bias) else bias  # type: ignore[union-attr]

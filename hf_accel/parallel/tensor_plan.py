@@ -1,4 +1,4 @@
-"""How transformers has split a model over the ranks of a tensor parallel group (DTensor, since transformers 5.17).
+"""The way in which transformers split a model over a tensor parallel group (DTensor, since transformers 5.17).
 
 Reads what from_pretrained(distributed_config=...) has left: the plan on the model, and the placement of each weight.
 It is the same in all versions of transformers that hf_accel takes.
@@ -19,7 +19,7 @@ from ..errors import UnsupportedError
 from ..tensors import is_sharded
 from .rank_agreement import RankAgreement
 
-# What a rank does around a sharded linear layer, by the style that transformers calls it.
+# The work of a rank around a sharded linear layer, by transformers' name of the style.
 PLAIN, GATHERS, REDUCES, SPLITS = "plain", "gathers", "reduces", "splits"
 STYLES = {
     "colwise": PLAIN,  # its own outputs, from whole inputs: no rank needs another
@@ -36,21 +36,23 @@ SIZES = ("tp_size", "fsdp_size", "pp_size", "ep_size", "dp_replicate_size")
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How a model is split. ranks: the processes that share it. styles: transformers' name for how, by module."""
+    """The split of a model. ranks: the processes that share it. styles: transformers' name of each module's split."""
 
     ranks: RankAgreement
     styles: dict[str, str]
 
     def role(self, name: str) -> str | None:
-        """What a rank does around the linear layer `name`; None for a style that is not known, or for none."""
+        """Return what a rank does around the linear layer `name`; None for an unknown style, and for a layer without
+        one.
+        """
         return STYLES.get(self.styles.get(name, ""))
 
     def joins(self, name: str) -> bool:
-        """Whether the ranks need each other's results of the linear layer `name`."""
+        """Return whether the ranks need each other's results of the linear layer `name`."""
         return self.role(name) in (GATHERS, REDUCES, SPLITS)
 
     def refusal(self, name: str, module: nn.Module) -> str | None:
-        """Why a linear layer with a sharded weight stays as transformers split it, as one clause; None if it need not.
+        """Return why a linear layer with a sharded weight stays as transformers split it, as one clause, or None.
 
         Layers without a sharded weight are whole on each rank.
         """
@@ -68,7 +70,7 @@ class TensorParallel:
         return None
 
     def heads_divisor(self, attention: str) -> int:
-        """By what the heads of the attention module of this name are to be divided for those of one rank."""
+        """Return the number by which the heads of this attention module are divided, so that one rank's remain."""
         own = {style for name, style in self.styles.items() if name.rpartition(".")[0] == attention}
         return self.ranks.size if own & {"colwise", "packed_colwise"} else 1
 
@@ -82,7 +84,7 @@ def _split_factor(weight: Any) -> int:
 
 
 def tensor_parallel(model: PreTrainedModel) -> TensorParallel | None:
-    """How a model is split over ranks; None if it is not.
+    """Return how a model is split over ranks; None if it is not.
 
     Raises UnsupportedError for a model that is split in other ways too (FSDP, pipeline, experts), or by others.
     """
@@ -107,7 +109,9 @@ def tensor_parallel(model: PreTrainedModel) -> TensorParallel | None:
 
 
 def split_sizes(model: PreTrainedModel) -> dict[str, int]:
-    """How a model is split over processes, or will be when it is loaded: what of its DistributedConfig is above 1."""
+    """Return how a model is split over processes, or will be when it is loaded: what of its DistributedConfig is above
+    1.
+    """
     config: Any = getattr(getattr(model, "config", None), "distributed_config", None)
     values = {name: getattr(config, name, None) for name in SIZES}
     found = {name: size for name, size in values.items() if isinstance(size, int) and size > 1}
@@ -117,7 +121,7 @@ def split_sizes(model: PreTrainedModel) -> dict[str, int]:
 
 
 def _styles(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """The style of each module that the model's plan names; "*" in the plan stands for the number of a layer."""
+    """Return the style of each module that the model's plan names; "*" in the plan is the number of a layer."""
     plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
     for name, _ in model.named_modules():
         general = re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -51,7 +51,6 @@ class Job:
         self.requests: list[Request] = []
         self.num_prompt_tokens = 0
         self.num_new_tokens = 0
-        self.task: asyncio.Task[None] | None = None  # what reads the events, if no handler does; kept alive here
 
     def close(self) -> None:
         """Cancel what still runs, and give the place back."""

@@ -1,1 +1,1 @@
-"""What patch() changes on a model, and its way back."""
+"""The changes that patch() makes to a model, and how they are taken back."""

@@ -1,4 +1,4 @@
-"""A class for one object: what patch() gives an instance instead of touching its class."""
+"""A class for one object, which patch() gives to an instance instead of changing its class."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Mixin:
-    """Base of what is mixed in, in front of an object's own class."""
+    """Base of the mixins that come before an object's own class."""
 
     original_class: type  # what the object's class was
 
@@ -21,7 +21,7 @@ _MIXED: dict[tuple[type, type], type] = {}
 
 
 def mixed_class(mixin: type[Mixin], original: type) -> type:
-    """The subclass of (mixin, original), which passes for the original by name: transformers looks at names."""
+    """Make the subclass of (mixin, original). It has the original's name, since transformers compares names."""
     if (mixin, original) not in _MIXED:
         names: dict[str, Any] = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
         _MIXED[mixin, original] = type(original.__name__, (mixin, original), names | {"original_class": original})
@@ -29,9 +29,10 @@ def mixed_class(mixin: type[Mixin], original: type) -> type:
 
 
 def unmixed_class(kind: type, original: type) -> type:
-    """What an object of class `kind`, to which the mixed class of `original` was given, is without that class.
+    """Return the class of an object without the mixin: `kind` is its class now, `original` the one before mixing.
 
-    Others may have derived a class for the object from it since, as parametrizations and FSDP do: it is made anew.
+    Others may have derived a class for the object from the mixed one, as parametrizations and FSDP do: that class is
+    then made again.
     """
 
     def is_ours(each: type) -> bool:

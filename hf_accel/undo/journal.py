@@ -19,7 +19,7 @@ from .instance import unmixed_class
 
 @dataclass
 class Write:
-    """One entry of a dict that was set to `new`, and what stood there, if it had it."""
+    """One entry of a dict that was set to `new`, and the old value, if there was one."""
 
     owner: Any
     container: str | None
@@ -45,13 +45,13 @@ class Journal:
 
     @classmethod
     def of(cls, writes: Iterable[Write]) -> Journal:
-        """One with some of the writes of another."""
+        """Make a journal of some of the writes of another."""
         journal = cls()
         journal.writes = list(writes)
         return journal
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
-        """owner.name = value, in the instance's own dict; `__class__` is allowed."""
+        """Set owner.name = value in the instance's own dict; `__class__` is allowed."""
         if name == "__class__":
             # The new class is not recorded: it is made for this model alone, and pickle would not find it by name.
             self.writes.append(Write(owner, None, name, True, type(owner), None))
@@ -60,7 +60,9 @@ class Journal:
             self.item(owner, None, name, value)
 
     def item(self, owner: Any, container: str | None, key: Any, value: Any) -> None:
-        """owner.container[key] = value, for example ("_modules", "q_proj", new_linear); None is vars(owner) itself."""
+        """Set owner.container[key] = value, for example ("_modules", "q_proj", new_linear); None is vars(owner)
+        itself.
+        """
         entries = vars(owner) if container is None else vars(owner)[container]
         self.writes.append(Write(owner, container, key, key in entries, entries.get(key), value))
         entries[key] = value
@@ -75,8 +77,8 @@ class Journal:
         """Take back all writes, last first.
 
         root: the model, where modules of ours may have moved: into a LoRA layer that wraps them, which gets the
-        original back inside, or out of one that was merged. None for where they were written.
-        An interrupt is raised when all is undone.
+        original back inside, or out of one that was merged. With None they are undone where they were written. An
+        interrupt is raised after all is undone.
         """
         holders = self._holders(root)
         interrupt: KeyboardInterrupt | None = None
@@ -110,7 +112,7 @@ class Journal:
 
     @staticmethod
     def _place(write: Write, holders: Holders) -> tuple[MutableMapping[Any, Any], Any]:
-        """The dict and key that hold what was written, now."""
+        """Return the dict and key that hold the written value now."""
         entries = write.mapping()
         if write.container != "_modules":
             return entries, write.key

@@ -1,4 +1,4 @@
-"""What patch() leaves on a model: a typed state, and the names of the attributes that it writes."""
+"""The state that patch() leaves on a model, and the names of the attributes that it writes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PART_OF = "_hf_accel_part_of"  # the name of the class of the model around it
 BACKEND_ATTRIBUTE = "_hf_accel_attention"  # its PlannedAttention
 STOCK_ATTRIBUTE = "_hf_accel_stock_attention"  # the implementation that the module had before patch()
 
-# On modules with a native forward: what it reads.
+# On modules with a native forward: the values that it reads.
 FUSED = "_hf_accel_fused"  # of a norm, an MLP or a float Linear
 FUSED_PROJECTIONS = "_hf_accel_fused_projections"  # of Linears that are called on one tensor
 
-# What a module has that was patched as a part of some model.
+# On a module that was patched as a part of some model.
 MARKS = (BACKEND_ATTRIBUTE, STOCK_ATTRIBUTE, FUSED, FUSED_PROJECTIONS)
 
 # On layers of bitsandbytes: how often each of the 16 levels stands in the weight that patch() made.
@@ -34,7 +34,7 @@ LEVELS = "_hf_accel_levels"
 
 @dataclass
 class PatchState:
-    """What was done to a model, the way back, and what its generate() needs. description: the plan, as to_dict()."""
+    """The changes to a model, the way back, and what its generate() needs. description: the plan, as to_dict()."""
 
     config: PatchConfig
     description: dict[str, Any]
@@ -44,13 +44,13 @@ class PatchState:
 
 
 def find_state(model: object) -> PatchState | None:
-    """What patch() left on this very model; None if it is not patched."""
+    """Return the state of this very model; None if it is not patched."""
     state: PatchState | None = getattr(model, "__dict__", {}).get(STATE)
     return state
 
 
 def state_of(model: object) -> PatchState:
-    """What patch() left on this very model; UnsupportedError if it is not patched."""
+    """Return the state of this very model; raises UnsupportedError if it is not patched."""
     state = find_state(model)
     if state is None:
         raise UnsupportedError("the model is not patched; call hf_accel.patch(model) first")

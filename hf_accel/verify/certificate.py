@@ -1,4 +1,4 @@
-"""What verify() found, in numbers and in words."""
+"""The result of verify(), in numbers and in words."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Verdict:
 
     @property
     def explained(self) -> bool:
-        """Whether rounding accounts for a difference: a near-tie, between logits that differ no more than it allows.
+        """True if rounding accounts for a difference: a near-tie, between logits that differ no more than it allows.
 
         A defect that is first seen at a near-tie shows in the distance.
         """
@@ -66,10 +66,10 @@ class Verdict:
 
 @dataclass(frozen=True, repr=False)
 class Cost(Printed):
-    """What quantization costs in quality, teacher-forced: losses and divergences are means over the tokens, in nats.
+    """The loss of quality by quantization, teacher-forced: losses and divergences are means over the tokens, in nats.
 
     error: standard error of loss - reference_loss over the tokens. kl: KL(reference || model).
-    same_top: share of tokens where both find the same one likeliest. text: what it was measured on.
+    same_top: share of tokens where both find the same one likeliest. text: the text that it was measured on.
     """
 
     reference: str
@@ -91,7 +91,7 @@ class Cost(Printed):
 
     @property
     def change(self) -> float:
-        """How much the perplexity changed, relative to the reference's."""
+        """The change of the perplexity, relative to the reference's."""
         return math.expm1(min(self.loss - self.reference_loss, LARGEST))
 
     def to_dict(self) -> dict[str, Any]:

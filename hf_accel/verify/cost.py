@@ -1,4 +1,4 @@
-"""What quantization costs in quality: perplexity and divergence from the float model, teacher-forced."""
+"""The loss of quality by quantization: perplexity and divergence from the float model, teacher-forced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHUNK = 64  # tokens of a pass, so that what attention reads has been through th
 
 
 def windows_of(texts: Sequence[Tensor]) -> list[Tensor]:
-    """Token ids [n] of each text as windows [1, length] of at most WINDOW tokens.
+    """Cut token ids [n] of each text into windows [1, length] of at most WINDOW tokens.
 
     Raises UnsupportedError if none has two tokens: the first of a window is not predicted.
     """
@@ -35,7 +35,7 @@ def windows_of(texts: Sequence[Tensor]) -> list[Tensor]:
 def measure_cost(
     model: PreTrainedModel, reference: PreTrainedModel, windows: Sequence[Tensor], *, name: str, text: str
 ) -> Cost:
-    """Both models side by side; logits of one chunk of one window at a time are held."""
+    """Run both models over the windows. Only the logits of one chunk of one window are in memory at a time."""
     found = []
     for window in logging.tqdm(windows, desc="Measuring the cost", unit=" windows", delay=PATIENCE):
         targets = window[0, 1:].to(model.device)

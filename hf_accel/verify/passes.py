@@ -1,4 +1,4 @@
-"""How verify() runs a model: greedy, one sequence at a time, over the kind of cache that its generate() uses."""
+"""The passes of verify(): greedy, one sequence at a time, over the kind of cache that the model's generate() uses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCORES = {"output_scores": True, "return_dict_in_generate": True}
 
 
 def greedy(model: PreTrainedModel, prompt: Tensor, num_new: int, **settings: Any) -> Any:
-    """What generate() returns for prompt [1, n]."""
+    """Run greedy generate() on prompt [1, n] and return its output."""
     prompt = prompt.to(model.device)
     generate: Any = model.generate  # torch's stubs give a Module's attributes the type Tensor | Module
     fixed = {"do_sample": False, "num_beams": 1, "max_new_tokens": num_new}
@@ -28,19 +28,21 @@ def greedy(model: PreTrainedModel, prompt: Tensor, num_new: int, **settings: Any
 
 
 def continuation(model: PreTrainedModel, prompt: Tensor, num_new: int, settings: dict[str, Any]) -> Tensor:
-    """The tokens that greedy generate() adds to prompt [1, n]."""
+    """Return the tokens that greedy generate() adds to prompt [1, n]."""
     output: Tensor = greedy(model, prompt, num_new, **settings)
     return output[0, prompt.shape[1] :].to(prompt.device)
 
 
 def last_logits(model: PreTrainedModel, history: Tensor, **settings: Any) -> Tensor:
-    """Logits [V], float32 on the CPU, that greedy generate() draws the token after history [1, n] from."""
+    """Return logits [V], float32 on the CPU, from which greedy generate() takes the token after history [1, n]."""
     with _without_warning(model):
         return _drawn_from(greedy(model, history, 1, **SCORES, **settings))
 
 
 def logits_of_the_run(model: PreTrainedModel, history: Tensor, num_prompt: int, settings: dict[str, Any]) -> Tensor:
-    """`last_logits` by a run of generate() that starts from the prompt, the first num_prompt tokens of history."""
+    """Compute `last_logits` by a generate() that starts from the prompt, which is the first num_prompt tokens of
+    history.
+    """
     with _without_warning(model):
         output = greedy(model, history[:, :num_prompt], history.shape[1] - num_prompt + 1, **SCORES, **settings)
     if torch.equal(output.sequences[:, :-1].to(history.device), history):
@@ -50,15 +52,15 @@ def logits_of_the_run(model: PreTrainedModel, history: Tensor, num_prompt: int, 
 
 @contextmanager
 def _without_warning(model: PreTrainedModel) -> Iterator[None]:
-    """verify() itself asks for scores. That they take transformers' loop is for the user to know only if they ask."""
-    told = state_of(model).generation.warned if is_patched(model) else set()
-    before = set(told)
+    """Suppress the warning that scores need transformers' loop: here verify() asks for scores, and not the user."""
+    warned = state_of(model).generation.warned if is_patched(model) else set()
+    before = set(warned)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", HfAccelWarning)
             yield
     finally:
-        told.intersection_update(before)
+        warned.intersection_update(before)
 
 
 def _drawn_from(output: Any) -> Tensor:
@@ -67,7 +69,7 @@ def _drawn_from(output: Any) -> Tensor:
 
 
 def new_cache(model: PreTrainedModel) -> Any:
-    """An empty cache for a forward pass; None where stock makes its own."""
+    """Make an empty cache for a forward pass; None where stock makes its own."""
     state = state_of(model).generation if is_patched(model) else None
     if state is None or state.cache is None:
         return None

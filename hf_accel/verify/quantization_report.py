@@ -1,4 +1,4 @@
-"""What quantized weights cost: bits, bytes, perplexity, divergence from the float model; which layers cost most."""
+"""A report on quantized weights: bits, bytes, perplexity, divergence from the float model, and the worst layers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ WORST = 5  # layers that are printed
 class LayerReport:
     """A decoder layer.
 
-    bits, weight_bytes: of its quantized weights, scales included; bits are 0 if it has none. error: of the hidden
-    states after it, the norm of the difference relative to the float model's. added: how much more that is than before
-    the layer.
+    bits, weight_bytes: of its quantized weights, with scales; bits are 0 if no weight is quantized. error: of the
+    hidden states after it, the norm of the difference relative to the float model's. added: how much more that is than
+    before the layer.
     """
 
     name: str
@@ -42,11 +42,12 @@ class LayerReport:
 
 @dataclass(frozen=True, repr=False)
 class QuantizationReport(Printed):
-    """print() it, or read to_dict(), which is JSON-able.
+    """The cost of a model's quantized weights: print() it, or read to_dict(), which is JSON-able.
 
-    tokens: that were predicted. bits: of a quantized weight on average, scales included. weight_bytes, float_bytes: of
-    the quantized weights, and of the same in floating point. change_percent: of the perplexity. kl: nats per token, of
-    the float model's predictions from the quantized one's. Errors are standard errors of the mean over tokens.
+    tokens: the number of predicted tokens. bits: the average of a quantized weight, scales included. weight_bytes,
+    float_bytes: the size of the quantized weights, and of the same weights in floating point. change_percent: of the
+    perplexity. kl: nats per token, of the float model's predictions from the quantized one's. Errors are standard
+    errors of the mean over tokens.
     same_top: share of tokens where both find the same one likeliest.
     """
 
@@ -134,7 +135,9 @@ def quantization_report(model: Any, ids: Any, *, reference: Any = None) -> Quant
 
 
 def _compare(model: PreTrainedModel, reference: PreTrainedModel, ids: Tensor) -> tuple[Tensor, ...]:
-    """Of ids [1, n]: both losses [n - 1], divergences, whether tops agree, and errors of hidden states; in float64."""
+    """Compare both models on ids [1, n]: their losses [n - 1], divergences, agreement of the likeliest token, and
+    errors of hidden states; in float64.
+    """
     outputs = [m(input_ids=ids.to(m.device), use_cache=False, output_hidden_states=True) for m in (model, reference)]
     targets = ids[0, 1:, None]
     actual, expected = (output.logits[0, :-1].float().cpu().log_softmax(-1) for output in outputs)
@@ -153,13 +156,13 @@ def _bytes(layer: Any) -> int:
 
 
 def _mean(values: Tensor) -> tuple[float, float]:
-    """With its standard error."""
+    """Return the mean and its standard error."""
     spread = float(values.std()) if len(values) > 1 else math.nan
     return float(values.mean()), spread / math.sqrt(len(values))
 
 
 def _layers(model: PreTrainedModel, linears: dict[str, Any], errors: Tensor) -> Iterator[LayerReport]:
-    """errors: after the embedding and after each layer."""
+    """Describe each decoder layer. errors: those after the embedding and after each layer."""
     found = layer_lists(model, len(errors) - 1)
     if not found:
         return

@@ -1,4 +1,4 @@
-"""What verify() compares a model with."""
+"""The references that verify() compares a model with."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.floa
 
 
 def kv_config(model: PreTrainedModel) -> CacheConfig | None:
-    """The cache of a patched model whose keys and values are quantized."""
+    """Return the cache's config of a patched model whose keys and values are quantized."""
     settings = state_of(check_model(model)).generation.cache if is_patched(model) else None
     return None if settings is None or settings.dtype == "auto" else settings
 
 
 def is_quantized(model: PreTrainedModel) -> bool:
-    """Whether weights, or keys and values, are."""
+    """Return whether weights, or keys and values, are."""
     return kv_config(model) is not None or any(isinstance(m, QuantModule) or is_nf4(m) for m in model.modules())
 
 
 def quantized_reference(model: PreTrainedModel) -> PreTrainedModel:
-    """The same quantized weights in plain torch: reference linears and attention, stock's modules, loop and cache.
-
-    Only if keys and values are quantized does the paged cache stay, which is what quantizes them. Takes one copy of
-    the quantized weights, in the form in which they are stored.
+    """Make a model with the same quantized weights in plain torch: reference linears and attention, stock's modules,
+    loop and cache. The paged cache stays only if keys and values are quantized, since the cache quantizes them. Takes
+    one copy of the quantized weights, in the form in which they are stored.
     """
     reference = twin(model)
     inner = check_model(reference)
@@ -56,7 +55,7 @@ def quantized_reference(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _in_plain_torch(layer: QuantModule) -> None:
-    """Let the layer go through the reference that rounds activations as its backend does."""
+    """Let the layer use the reference backend, which rounds activations as the layer's own backend does."""
     assert layer.choice is not None
     layer.activations = layer.choice.backend.activations
     layer.requested_backend = layer.choice.backend.reference
@@ -64,7 +63,7 @@ def _in_plain_torch(layer: QuantModule) -> None:
 
 
 def widened(model: PreTrainedModel) -> PreTrainedModel:
-    """The model in the next wider dtype; quantized weights stay the same integers, and share them."""
+    """Copy the model in the next wider dtype; quantized weights share the same integers."""
     wide = twin(model)
     nn.Module.to(wide, WIDER[model.dtype])  # transformers' own refuses for quantized models
     for layer in filter(is_nf4, wide.modules()):

@@ -4,7 +4,8 @@ The same history is computed in several ways that are equally valid:
 
 * in one pass, where every product has many rows;
 * the prompt in one pass and the rest token by token over the cache, as generate does it: one row;
-* where activations, keys or values are rounded to integers: with the closest decision of each row turned. A change in
+* where activations, keys or values are rounded to integers: with the closest rounding decision of each row reversed. A
+change in
   the last bit of a float is enough for that, and what it sets off in later layers is far larger than the bit;
 * in the next wider dtype (float32 for bfloat16), of which the others are roundings. This is the arbiter, whose logits
   margins are taken from. It needs a wide copy of the float weights. Where that is too large, a pass in which the
@@ -53,7 +54,7 @@ class ReferenceModel:
 
     @torch.no_grad()
     def judge(self, history: Tensor, num_prompt: int, settings: Mapping[str, Any]) -> tuple[Tensor, float, str]:
-        """Logits [V] after history [1, n] to take margins from, twice their error, and their dtype.
+        """Compute logits [V] after history [1, n] to take margins from, twice their error, and their dtype.
 
         num_prompt: tokens of the history that were the prompt. settings: keywords of generate().
         """
@@ -82,7 +83,9 @@ class ReferenceModel:
         return last_logits(self.model, history, past_key_values=cache, **settings)
 
     def _flipped(self, history: Tensor, settings: Mapping[str, Any]) -> Tensor | None:
-        """One pass with the closest decisions of integer activations, keys and values turned; None without any."""
+        """Run one pass with the closest rounding decisions of integer activations, keys and values reversed; None
+        without any.
+        """
         layers = [m for m in self.model.modules() if isinstance(m, QuantModule) and m.activations == "int8"]
         cache = new_cache(self.model)
         flip = None if cache is None else FLIPS.get(cache.settings.dtype)
@@ -106,7 +109,7 @@ class ReferenceModel:
 
 
 def flip_nearest(x: Tensor, size: int, *, of_range: bool = False) -> Tensor:
-    """In each row [..., n], the number nearest the middle between two levels goes to the one that it misses.
+    """Round, in each row [..., n], the number nearest the middle between two levels to the other level.
 
     size: numbers that share a scale. of_range: whether there are 16 levels from the least of them to the largest, else
     255 between both signs of the largest.
@@ -141,7 +144,7 @@ def _flip_rotated_head(states: Tensor) -> Tensor:
     return rotate(flipped).to(states.dtype)
 
 
-# For each dtype of a cache whose levels are integers: what turns a decision of each head of K or V.
+# For each dtype of a cache whose levels are integers: the function that reverses a decision of each head of K or V.
 FLIPS: dict[str, Callable[[Tensor], Tensor]] = {"int8": _flip_head, "int4": _flip_rotated_head}
 
 
@@ -169,7 +172,7 @@ class Jitter:
 
 
 def spread(ways: list[Tensor]) -> float:
-    """The largest difference between any two ways, over all logits that are finite in every way."""
+    """Return the largest difference between any two ways, over all logits that are finite in every way."""
     stacked = torch.stack(ways)
     finite = stacked[:, stacked.isfinite().all(0)]
     return float((finite.amax(0) - finite.amin(0)).max()) if finite.numel() else 0.0

@@ -92,7 +92,7 @@ class Run:
 
     @property
     def common(self) -> dict[str, Any]:
-        """The keywords of generate() that hold for the reference too."""
+        """The keywords of generate() that apply to the reference too."""
         return {name: value for name, value in self.settings.items() if name not in OF_THE_MODEL}
 
     @torch.no_grad()
@@ -129,7 +129,7 @@ class Run:
 
 
 def _cost(run: Run, reference: Any, windows: list[Tensor] | None) -> tuple[Cost | None, str | None]:
-    """The cost, or why there is none."""
+    """Return the cost, or the reason why there is none."""
     try:
         given = _float_reference(run.model, reference)
     except HfAccelError as error:
@@ -175,7 +175,7 @@ def _quantized_name(model: PreTrainedModel) -> str:
 
 
 def _prompts(model: PreTrainedModel, given: Any, tokenizer: Any, name: str) -> list[Tensor]:
-    """Each text or list of token ids, of which one may stand by itself, as ids [1, n] on the model's device."""
+    """Return each text or list of token ids as ids [1, n] on the model's device; a single one needs no list."""
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
         raise UnsupportedError(
             f"verify() got a {type(given).__name__} as {name}; pass texts and tokenizer=, or lists of token ids "

@@ -1,4 +1,4 @@
-"""The commands that README.md and docs/command-line.md show run, one after the other, and fail nowhere."""
+"""The commands that the pages show run, one after the other, and fail nowhere."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import ROOT, Run
+from ..pages import PAGES, ROOT, blocks
+from .conftest import Run
 
-BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SHOWN = ("plan", "estimate", "quantize", "generate", "verify", "bench")
 
 
 def commands(document: str) -> list[str]:
-    """The lines of a document's shell blocks, but for those that need a network."""
-    blocks = BLOCK.findall((ROOT / document).read_text(encoding="utf-8"))
-    return [line for block in blocks for line in block.splitlines() if not line.startswith("pip install ")]
+    """The lines of a document's shell blocks, but for those that need what a test does not have."""
+    return [line for block in blocks(document, "sh") if not block.needs for line in block.code.splitlines()]
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/command-line.md"])
+@pytest.mark.parametrize("document", [page for page in PAGES if commands(page)])
 def test_commands_run(run: Run, document: str) -> None:
     Path("examples").symlink_to(ROOT / "examples", target_is_directory=True)
     for line in commands(document):

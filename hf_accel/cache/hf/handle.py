@@ -1,4 +1,4 @@
-"""How a cache tells the attention function where its pages are: an attribute on K, which holds a PagedKV.
+"""The handle with which a cache shows its pages to the attention function: a PagedKV, as an attribute on K.
 
 RaggedCache is the cache of a ragged pass. PagedCache, in paged.py, is the cache of transformers' own loops.
 """
@@ -88,7 +88,7 @@ class LayerOverPages(CacheLayerMixin):
 
 @dataclass
 class PagedKV:
-    """What an attention function needs to read a layer's pages during one forward pass."""
+    """A layer's pages as an attention function reads them during one forward pass."""
 
     layer: LayerOverPages
     storage: KVStorage

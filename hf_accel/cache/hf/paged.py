@@ -215,7 +215,7 @@ class PagedCache(CacheOverPages):
 
     @property
     def _is_unfinished(self) -> bool:
-        """Whether a pass was prepared that did not reach every layer."""
+        """True if a pass was prepared that did not reach every layer."""
         return any(layer.num_columns != self.padded.num_columns for layer in self.paged_layers)
 
     def step_for(self, layer: PagedLayer, keys: Tensor) -> Step:
@@ -268,7 +268,7 @@ class PagedCache(CacheOverPages):
         self._set_columns()
 
     def fills_blocks(self, num_new: int) -> bool:
-        """Whether a pass over so many more columns begins the sequences, or may fill a block of one of them."""
+        """Return whether a pass over so many more columns begins the sequences, or may fill a block of one of them."""
         size = self.settings.block_size
         counts = [sequence.num_tokens % size for sequence in self.padded.sequences]
         return not counts or max(counts) + num_new >= size

@@ -1,4 +1,4 @@
-"""How many tokens fit into a device's memory, for a cache that is made once and does not grow."""
+"""The number of tokens that fit into a device's memory, for a cache that is made once and does not grow."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from ...linear import Int4Weight, QuantizedWeight
 from ...linear.formats import Layout, unpack_words
 from .gptq import FLOATS, cut
-from .reader import Description, Parts, Reader, contradiction, cut_group, group_of, refuse
+from .reader import Description, ForeignReader, Parts, contradiction, cut_group, group_of, refuse
 
 PER_WORD = 8
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of 8 outputs, in a word
 
 
-class Awq(Reader):
+class Awq(ForeignReader):
     """Weights of 4 bits with zero points."""
 
     method = "awq"

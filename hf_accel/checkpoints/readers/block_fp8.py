@@ -14,13 +14,13 @@ from torch import Tensor
 from ...linear import Float8Weight, QuantizedWeight
 from ...linear.formats import FLOAT8, Layout
 from .gptq import FLOATS
-from .reader import Description, Found, Parts, Reader, group_of, refuse
+from .reader import Description, ForeignReader, Found, Parts, group_of, refuse
 
 NAME = "fp8"
 SCALES = "weight_scale_inv"
 
 
-class BlockFp8(Reader):
+class BlockFp8(ForeignReader):
     """Weights with scales of blocks, and activations that are rounded as they come, or not at all here."""
 
     method = NAME

@@ -23,7 +23,7 @@ from ...linear import Int4Weight, Int8Weight, QuantizedWeight
 from ...linear.formats import BYTES, FLOAT8, Format, Layout, pack_zero_points, unpack_words
 from .block_fp8 import by_output, checked_block, described
 from .gptq import FLOATS, cut
-from .reader import Description, Found, Parts, Reader, contradiction, cut_group, group_of, order_of, refuse
+from .reader import Description, ForeignReader, Found, Parts, contradiction, cut_group, group_of, order_of, refuse
 
 NAME = "compressed-tensors"
 FORMATS = {"int": ("pack-quantized", "int-quantized"), "float": ("float-quantized",)}  # by the type of the weights
@@ -48,7 +48,7 @@ class Group(NamedTuple):
     block: tuple[int, int] | None
 
 
-class CompressedTensors(Reader):
+class CompressedTensors(ForeignReader):
     """Integers of 4 and 8 bits, packed in words or not, and FP8, with activations of 8 bits or without."""
 
     method = NAME

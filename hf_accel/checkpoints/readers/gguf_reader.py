@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,7 +28,7 @@ from ...errors import HfAccelError, UnsupportedError
 from ...linear import QuantizedWeight
 from ...linear.formats import Layout
 from .ggml_blocks import TYPES, BlockType
-from .reader import PASSED_OVER, Description, Found, Parts, Reader, refuse
+from .reader import PASSED_OVER, Description, ForeignReader, Found, Parts, refuse
 
 BLOCKS = "gguf_blocks"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -42,7 +42,7 @@ HARMLESS = {
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-class Gguf(Reader):
+class Gguf(ForeignReader):
     """A GGUF file. Its Linears stay in the bits that they have; the other tensors are dequantized as they are read."""
 
     method = "gguf"
@@ -79,7 +79,7 @@ class Gguf(Reader):
             config.rope_parameters = rope | _scaling(factors.read_floats(), rope["rope_theta"])
         return config
 
-    def headers(self, model: PreTrainedModel) -> Iterator[tuple[str, Found]]:
+    def headers(self, model: PreTrainedModel, files: Sequence[str] = ()) -> Iterator[tuple[str, Found]]:
         """What the file holds, by the names of `model`; the blocks of a Linear as its part BLOCKS.
 
         Raises UnsupportedError for a tensor that the model has no place for, and for a type that is not read.
@@ -121,6 +121,26 @@ class Gguf(Reader):
 
     def convert(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         return self.kinds[name].weight(stored[BLOCKS])
+
+
+class LazyTensor:
+    """A tensor that is read when transformers' loader takes it, as the slices of safetensors are."""
+
+    def __init__(self, found: Found) -> None:
+        self._found = found
+        self.dtype, self.shape = found.dtype, torch.Size(found.shape or ())
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._found.read()[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        return "F32" if self.is_floating_point() else "U8"
+
+    def is_floating_point(self) -> bool:
+        return self.dtype is torch.float32
 
 
 # -- the file ------------------------------------------------------------------------------------------

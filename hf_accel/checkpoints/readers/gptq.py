@@ -22,14 +22,14 @@ from torch import Tensor
 from ...errors import HfAccelError
 from ...linear import Int4Weight, Int8Weight, QuantizedWeight
 from ...linear.formats import Layout, pack_zero_points, unpack_words
-from .reader import Description, Parts, Reader, contradiction, cut_group, group_of, order_of, refuse
+from .reader import Description, ForeignReader, Parts, contradiction, cut_group, group_of, order_of, refuse
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 AUTO_GPTQ, GPTQ_MODEL = "auto_gptq", "gptqmodel"
 ONES = 0x11111111  # 1 in each of the eight zero points of a word
 
 
-class Gptq(Reader):
+class Gptq(ForeignReader):
     """Weights of 4 and 8 bits, with and without zero points and an order of the inputs (act-order)."""
 
     method = "gptq"

@@ -1,19 +1,25 @@
-"""What a reader of another program's checkpoints is: which tensors stand for a weight, and what they mean."""
+"""What a reader of quantized checkpoints is: which tensors stand for a weight, and what they mean."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_utils import str_to_torch_dtype
 
 from ...config import Activations
 from ...errors import HfAccelError, UnsupportedError
 from ...linear import QuantizedWeight
 from ...linear.formats import Layout, settings_of
+from ...patching.originals import read_tensor
 
 MOST_GROUP = 128  # inputs: a larger group is cut, so that activations have scales of their own for as many inputs
 
@@ -73,23 +79,46 @@ class Description:
 
 
 class Reader(ABC):
-    """One way in which Linears are stored quantized.
+    """One way in which weights are stored quantized.
 
     method: quant_method in config.json. suffixes: the last part of the names of the tensors that stand for a weight.
     note: what the plan says of a checkpoint that is used otherwise than its writer does; None: nothing.
+    listed: the settings of each quantized module, where config.json lists them; None: the files tell which they are.
     """
 
     method: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]
     note: str | None = None
+    listed: Mapping[str, Mapping[str, Any]] | None = None
 
     @abstractmethod
     def __init__(self, config: Mapping[str, Any]) -> None:
         """config: quantization_config of config.json. Raises UnsupportedError for what this reader does not know."""
 
+    @abstractmethod
+    def headers(self, model: PreTrainedModel, files: Sequence[str]) -> Iterable[tuple[str, Found]] | None:
+        """What a checkpoint holds, by the names that transformers' loader is given; None: that is not known yet."""
+
     def is_part(self, suffix: str, found: Found) -> bool:
-        """Whether a tensor of this name stands for a quantized weight, or for a part of it."""
+        """Whether a tensor of this name may stand for a quantized weight, or for a part of it."""
         return suffix in self.suffixes
+
+    @abstractmethod
+    def settings(self, stored: Parts, shape: tuple[int, int]) -> Mapping[str, Any]:
+        """How a weight [out, in] is to be held, as config.json has it of a layer of ours."""
+
+
+class ForeignReader(Reader):
+    """Another program's way, in which only Linears are quantized; their tensors become ours while they are read."""
+
+    def headers(self, model: PreTrainedModel, files: Sequence[str]) -> Iterable[tuple[str, Found]]:
+        """Raises UnsupportedError for files that can hold programs."""
+        if not are_safe(files):
+            raise refuse(self.method, "is not in safetensors files, and other files can hold programs")
+        return headers_of([Path(file) for file in files])
+
+    def settings(self, stored: Parts, shape: tuple[int, int]) -> Mapping[str, Any]:
+        return self.describe(stored, shape).settings
 
     def patterns(self) -> dict[str, str]:
         """Regular expressions of the ends of names that are collected, each with its suffix; after `describe`."""
@@ -110,6 +139,44 @@ class Reader(ABC):
     @abstractmethod
     def convert(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         """The weight [out, in] that the tensors of a Linear stand for, exactly, in the layout that `describe` gave."""
+
+
+# -- files ---------------------------------------------------------------------------------------------
+
+
+def are_safe(files: Sequence[str]) -> bool:
+    """Whether there are files, and all are safetensors, whose headers can be read by themselves."""
+    return bool(files) and all(str(file).endswith(".safetensors") for file in files)
+
+
+def headers_of(files: Sequence[Path], *, way_out: str = "") -> Iterator[tuple[str, Found]]:
+    """The tensors of files, by the names that they have there. way_out: what else to do where one cannot be read."""
+    for file in files:
+        try:
+            yield from _safe_headers(file) if file.suffix == ".safetensors" else _pickled(file)
+        except Exception as error:
+            raise HfAccelError(f"{file} cannot be read: {error}; copy or download it again{way_out}") from error
+
+
+def _safe_headers(file: Path) -> Iterator[tuple[str, Found]]:
+    with safe_open(file, framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118  # it is no dict
+            header = tensors.get_slice(name)
+            dtype = str_to_torch_dtype.get(header.get_dtype(), header.get_dtype())
+            yield name, Found(dtype, tuple(header.get_shape()), partial(read_tensor, file, name))
+
+
+def _pickled(file: Path) -> Iterator[tuple[str, Found]]:
+    try:
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError:  # of a version of torch that wrote no zip files
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor):
+            yield name, Found(tensor.dtype, tuple(tensor.shape), tensor.detach)
+
+
+# -- numbers -------------------------------------------------------------------------------------------
 
 
 def group_of(name: str, in_features: int, groups: int, *, stated: Any = None) -> int:

@@ -1,4 +1,4 @@
-"""What else runs here: the time that it takes is missing from what is measured."""
+"""The load of other programs, which take time from what is measured."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import os
 import time
 from pathlib import Path
 
-BUSY = 0.3  # cores that others may take
-SAMPLE = 2.0  # seconds that are looked at
+BUSY = 0.3  # cores that other programs may take
+SAMPLE = 2.0  # seconds of the observation
 STAT = Path("/proc/stat")
 
 
 def busy_cores(seconds: float = SAMPLE) -> float | None:
-    """Of the whole machine while this process sleeps so long; other guests of the host count as far as it says so."""
+    """Return how many cores of the machine are busy while this process sleeps for `seconds`.
+
+    Time that the host gives to its other guests counts where the host reports it.
+    """
     before, start = _busy_ticks(), time.monotonic()
     if before is None:
         return None
@@ -23,7 +26,7 @@ def busy_cores(seconds: float = SAMPLE) -> float | None:
 
 
 def _busy_ticks() -> int | None:
-    """All that the kernel has counted as neither idle nor waiting for a disk, in ticks of a core."""
+    """Return the time that the system counted as neither idle nor waiting for a disk, in ticks of a core."""
     if not STAT.exists():
         return None
     user, nice, system, _, _, irq, soft_irq, steal = map(int, STAT.read_text(encoding="ascii").split()[1:9])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-LAWS: dict[str, Callable[[random.Random, float], float]] = {
+DISTRIBUTIONS: dict[str, Callable[[random.Random, float], float]] = {
     "fixed": lambda generator, mean: mean,
     "uniform": lambda generator, mean: generator.uniform(0, 2 * mean),
     "exponential": lambda generator, mean: generator.expovariate(1 / mean),
@@ -26,52 +26,54 @@ class Requests:
 
     @property
     def useful(self) -> int:
-        """Tokens that somebody asked for."""
+        """The number of tokens that the requests ask for."""
         return sum(self.lengths)
 
     @property
     def needed(self) -> int:
-        """Tokens that a model must compute if nothing is padded or shared: the last generated one is never fed."""
+        """The number of tokens that a model must compute without padding or sharing: the last generated one is never
+        fed.
+        """
         return sum(map(len, self.prompts)) + self.useful - len(self.lengths)
 
     @property
     def padded(self) -> int:
-        """Tokens that one batch of equal rows computes."""
+        """The number of tokens that one batch of equal rows computes."""
         return len(self.prompts) * (max(map(len, self.prompts)) + max(self.lengths) - 1)
 
     @property
     def variation(self) -> float:
-        """Coefficient of variation of the lengths that were drawn."""
+        """The coefficient of variation of the drawn lengths."""
         return statistics.pstdev(self.lengths) / statistics.fmean(self.lengths)
 
     def first(self, count: int, *, most_new: int | None = None) -> Requests:
-        """Its first requests; none asks for more than `most_new` tokens."""
+        """Return the first requests; none asks for more than `most_new` tokens."""
         lengths = [length if most_new is None else min(length, most_new) for length in self.lengths[:count]]
         return Requests(self.name, self.prompts[:count], lengths)
 
 
 def draw(
-    law: str, *, requests: int, mean: float, prompt_lengths: tuple[int, int], vocabulary: int, seed: int
+    distribution: str, *, requests: int, mean: float, prompt_lengths: tuple[int, int], vocabulary: int, seed: int
 ) -> Requests:
-    """Output lengths of `law` (see LAWS), scaled so that those drawn have this mean; prompt lengths are uniform."""
+    """Draw output lengths from `distribution` (see DISTRIBUTIONS), scaled to this mean; prompt lengths are uniform."""
     generator = random.Random(seed)
     sizes = [generator.randint(*prompt_lengths) for _ in range(requests)]
     prompts = [[generator.randrange(vocabulary) for _ in range(size)] for size in sizes]
-    drawn = [LAWS[law](generator, mean) for _ in range(requests)]
+    drawn = [DISTRIBUTIONS[distribution](generator, mean) for _ in range(requests)]
     scale = mean / statistics.fmean(drawn)
     lengths = [max(1, round(scale * length)) for length in drawn]
-    return Requests(f"{law}, mean {mean:g}", prompts, lengths)
+    return Requests(f"{distribution}, mean {mean:g}", prompts, lengths)
 
 
 def poisson(workload: Requests, *, per_second: float, seed: int) -> Requests:
-    """The same requests, arriving at random with this rate, the first at once."""
+    """Return the same requests with random arrivals at this rate, the first at once."""
     generator = random.Random(seed)
     gaps = [0.0, *(generator.expovariate(per_second) for _ in workload.prompts[1:])]
     return Requests(workload.name, workload.prompts, workload.lengths, list(accumulate(gaps)))
 
 
 def shared_prefix(*, requests: int, shared: int, own: int, new: int, vocabulary: int, seed: int) -> Requests:
-    """Prompts that begin with the same `shared` tokens and go on with `own` of their own."""
+    """Make prompts that begin with the same `shared` tokens, followed by `own` different ones."""
     tokens = _tokens(random.Random(seed), vocabulary)
     system = [next(tokens) for _ in range(shared)]
     prompts = [system + [next(tokens) for _ in range(own)] for _ in range(requests)]

@@ -32,11 +32,11 @@ class Served:
 
     @property
     def decode_seconds(self) -> float:
-        """From the moment at which every request has its first token to the last token of all."""
+        """The seconds from the moment at which every request has its first token to the last token of all."""
         return max(times[-1] for times in self.times) - max(times[0] for times in self.times)
 
     def checked(self, workload: Requests) -> Served:
-        """Itself, if every request got what it asked for."""
+        """Return itself, if every request got the number of tokens that it asked for."""
         got = [len(tokens) for tokens in self.tokens]
         if got != workload.lengths:
             raise WrongResultError(f"{workload.name}: asked for {workload.lengths} tokens and got {got}")
@@ -47,9 +47,9 @@ Serve = Callable[[PreTrainedModel, Requests], Served]
 
 
 def padded(model: Any, workload: Requests) -> Served:
-    """One generate() over all prompts, padded on the left, until the longest has ended.
+    """Run one generate() over all prompts, padded on the left, until the longest has ended.
 
-    What comes after a row's own end is dropped, which costs nothing: only stopping rows singly would be faster, and
+    Tokens after a row's own end are dropped, which costs nothing: only ending rows one by one would be faster, and
     generate() cannot.
     """
     width = max(map(len, workload.prompts))
@@ -64,7 +64,7 @@ def padded(model: Any, workload: Requests) -> Served:
 
 
 def one_by_one(model: Any, workload: Requests) -> Served:
-    """A generate() for each prompt."""
+    """Run a generate() for each prompt."""
     start = time.perf_counter()
     tokens = []
     for prompt, length in zip(workload.prompts, workload.lengths, strict=True):
@@ -75,7 +75,7 @@ def one_by_one(model: Any, workload: Requests) -> Served:
 
 
 def accelerated(model: Any, workload: Requests, **keywords: Any) -> Served:
-    """hf_accel's generate_batch with a GenerationConfig for each prompt."""
+    """Run hf_accel's generate_batch with a GenerationConfig for each prompt."""
     configs = [greedy(length) for length in workload.lengths]
     start = time.perf_counter()
     outputs = model.generate_batch(workload.prompts, generation_config=configs, **keywords)
@@ -85,6 +85,6 @@ def accelerated(model: Any, workload: Requests, **keywords: Any) -> Served:
 
 
 def greedy(new_tokens: int) -> GenerationConfig:
-    """Exactly so many tokens, whatever the model would end at."""
+    """Return a greedy config for exactly `new_tokens` tokens, which ignores the end-of-text token."""
     keywords = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
     return GenerationConfig(**keywords)  # type: ignore[no-untyped-call]

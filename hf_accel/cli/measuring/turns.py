@@ -54,7 +54,7 @@ def time_generate(
     after_first: Callable[[], object] | None = None,
     **keywords: Any,
 ) -> Generation:
-    """Greedy generate() of exactly `num_new` tokens per row, as a user calls it. prompt: [B, T]."""
+    """Time a greedy generate() of exactly `num_new` tokens per row, as a user calls it. prompt: [B, T]."""
     stopwatch = Stopwatch(after_first)
     length = {"max_new_tokens": num_new, "min_new_tokens": num_new}
     start = time.perf_counter()
@@ -71,7 +71,7 @@ def time_generate(
 
 
 def finish(device: str) -> None:
-    """Wait for what a device was told to do, which runs on after the call."""
+    """Wait for the work of a device, which goes on after the call that started it."""
     if device != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -87,10 +87,10 @@ def take_turns(
     warm_up: bool = True,
     report: Callable[[str], object] = print_line,
 ) -> dict[Name, list[Result]]:
-    """The results of `rounds` calls of each candidate: all of them once, then again; a warm-up round is dropped.
+    """Call each candidate once in every round, and return the results of `rounds` rounds after a round to warm up.
 
-    Each round begins with another candidate, so that the same one does not always follow what warmed the machine.
-    report: told what runs next.
+    Each round begins with another candidate, so that none always follows the same one. report: is called with the name
+    of what runs next.
     """
     results: dict[Name, list[Result]] = {name: [] for name in candidates}
     names = list(candidates)
@@ -105,15 +105,15 @@ def take_turns(
 
 
 def spread_share(seconds: Sequence[float]) -> float:
-    """From the fastest round to the slowest, as a share of the median."""
+    """Return the difference between the slowest and the fastest round, as a share of the median."""
     return (max(seconds) - min(seconds)) / statistics.median(seconds)
 
 
 def median_ratio(baseline: Sequence[float], seconds: Sequence[float]) -> float:
-    """How many times faster than the baseline, which ran in the same rounds."""
+    """Return how many times faster than the baseline, which ran in the same rounds."""
     return statistics.median(ratios(baseline, seconds))
 
 
 def ratios(baseline: Sequence[float], seconds: Sequence[float]) -> list[float]:
-    """Of each round: how many times faster than the baseline."""
+    """Return for each round how many times faster it was than the baseline."""
     return [b / s for b, s in zip(baseline, seconds, strict=True)]

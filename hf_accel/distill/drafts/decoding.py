@@ -24,7 +24,7 @@ from ...patching.patch import is_patched, make_draft
 
 # The tokens of a pass: many, since a prompt delays nobody here.
 TOKEN_BUDGET = 2048
-# Tokens that a sequence may have beside its own: a block that is not full, and what is drafted.
+# Tokens that a sequence may need besides its own: the rest of a block that is not full, and its draft.
 SPARE_TOKENS = 64
 
 

@@ -192,8 +192,9 @@ def _rows(
 
 @dataclass(frozen=True)
 class Rewriting:
-    """How a target continues the rows of a dataset: a share of them, after their first prompt_tokens tokens (at most
-    half a row), up to max_length tokens in all."""
+    """The continuation of a dataset's rows by the target: a share of them, after their first prompt_tokens tokens (at
+    most half a row), up to max_length tokens in all.
+    """
 
     share: float
     prompt_tokens: int
@@ -222,7 +223,7 @@ def _examples(decoder: Decoder, rows: list[list[int]], rewriting: Rewriting) -> 
 
 
 def _pupil(draft: Any) -> Any:
-    """What is trained: a copy of the draft in float32, in which small steps are not rounded away."""
+    """The model that is trained: a copy of the draft in float32, in which small steps are not rounded away."""
     return copy.deepcopy(draft).float()
 
 

@@ -1,4 +1,4 @@
-"""Which layers of a teacher a student keeps, and what follows for its config and its weights."""
+"""The layers of a teacher that a student keeps, and the config and weights that follow from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...errors import UnsupportedError
 from ...models import layer_lists
 
 STRATEGIES = ("uniform", "first_last", "importance")
-# What a config says of its layers, beside lists with an entry for each: how many of the first or of the last are of a
+# A config's fields about layers, besides lists with an entry for each: how many of the first or of the last are of a
 # kind, and the numbers of those that are.
 COUNTS_OF_FIRST = ("max_window_layers", "first_k_dense_replace", "num_dense_layers", "n_dense_layers")
 COUNTS_OF_LAST = ("num_kv_shared_layers",)
@@ -149,7 +149,7 @@ def shortened(teacher: nn.Module, student: nn.Module, total: int, kept: Sequence
 
 
 def kept_names(names: Iterable[str], lists: Sequence[str], kept: Sequence[int]) -> dict[str, str]:
-    """Which of a teacher's modules or tensors a student keeps: {name in the student: name in the teacher}."""
+    """Return the teacher's modules or tensors that a student keeps: {name in the student: name in the teacher}."""
     found = {}
     for name in names:
         prefix = next((f"{one}." for one in lists if name.startswith(f"{one}.")), None)

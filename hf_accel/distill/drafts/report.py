@@ -1,4 +1,4 @@
-"""What a draft is worth to a target: measured acceptances and costs, and what follows from them."""
+"""The value of a draft for a target: measured acceptances and costs, and the speed-up that follows from them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Trials:
 
 @dataclass(frozen=True, repr=False)
 class AcceptanceReport(Printed):
-    """How often a target accepts a draft's tokens, what that costs on this machine, and whether it pays.
+    """The acceptance of a draft's tokens by a target, its cost on this machine, and whether it pays.
 
     temperature: of both; 0 is greedy search. batch_size: sequences that decoded together.
     text_acceptance, text_error: teacher-forced on the dataset's own text: the mean of sum(min(p, q)), or at
@@ -127,7 +127,7 @@ class AcceptanceReport(Printed):
 
     @property
     def use(self) -> bool:
-        """Whether drafting makes generation faster by more than timing can be wrong."""
+        """True if drafting makes generation faster by more than timing can be wrong."""
         return self.speed_up(self.num_draft) >= WORTHWHILE
 
     @property

@@ -1,4 +1,4 @@
-"""What users call a dataset, as lists of token ids."""
+"""A user's dataset as lists of token ids."""
 
 from __future__ import annotations
 

@@ -82,9 +82,10 @@ FORMS = {"fkl": _fkl, "rkl": _rkl, "jsd": _jsd, "tv": _tv, "nla": _nla, "lk": _l
 
 @torch.no_grad()
 def agreement(target_logits: Tensor, draft_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """How well a draft model agrees with its target at each of N positions. Returns the chance that a token drawn from
-    the draft is accepted, sum(min(p, q)) (Leviathan et al. 2211.17192), float32 [N], and whether both find the same
-    token likeliest, bool [N].
+    """Measure how well a draft model agrees with its target at each of N positions.
+
+    Returns the chance that a token drawn from the draft is accepted, sum(min(p, q)) (Leviathan et al. 2211.17192),
+    float32 [N], and whether both find the same token likeliest, bool [N].
 
     target_logits, draft_logits: [N, V] and [N, V'], of vocabularies that begin with the same tokens; a token that only
     one of them has is never drafted, or never accepted. temperature: of both; 0 is greedy search, where the chance is

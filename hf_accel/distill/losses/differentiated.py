@@ -15,7 +15,7 @@ Gradients = list[Tensor | None]
 
 
 def differentiated(compute: Callable[[tuple[bool, ...]], tuple[Sums, Gradients]], *inputs: Tensor | None) -> Sums:
-    """What `compute` returns, with a total that is differentiable in `inputs`.
+    """Return the result of `compute`, with a total that is differentiable in `inputs`.
 
     compute: gets one bool for each input, whether its gradient is needed, and returns the sums and the gradient of the
         total in each input, None where it is not needed.

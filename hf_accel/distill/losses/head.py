@@ -17,7 +17,7 @@ class Head:
     """logits = cap(scale * (hidden @ weight.T + bias)), cap(x) = softcap * tanh(x / softcap).
 
     weight: float [V, H], or, for a teacher, whatever maps [N, H] to [N, V]: a head without dense weights (quantized)
-    is called on the rows at hand. It brings its own bias, and num_classes says its V. scale: logit_scale of Cohere,
+    is called on the rows. It brings its own bias, and num_classes says its V. scale: logit_scale of Cohere,
     1 / logits_scaling of Granite, lm_head_multiplier of Falcon-H1. softcap: final_logit_softcapping of Gemma 2.
     """
 

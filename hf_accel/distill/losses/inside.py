@@ -53,8 +53,8 @@ def relation_loss(
     (2012.15828), where the relations of a token are softmax(x x^T / sqrt(d)) of its vector with those it may see.
 
     student: [B, T, W_s] and teacher: [B, T, W_t], the queries, keys or values of all heads side by side, before any
-    rotation, cut anew into `heads` of equal width. weights: float [B, T]. documents: int [B, T]: a token sees those of
-    its own document, and if `causal` none after itself; NOWHERE is padding, which nobody sees. No more than
+    rotation, cut again into `heads` of equal width. weights: float [B, T]. documents: int [B, T]: a token sees those
+    of its own document, and if `causal` none after itself; NOWHERE is padding, which nobody sees. No more than
     RELATION_BYTES of relations are held for a model at a time: they are computed again in the backward pass.
     """
     s, t = _split(student, heads), _split(teacher, heads)
@@ -99,7 +99,7 @@ def _log_relations(queries: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
 
 
 def relation_heads(widths: Iterable[int], wanted: int | None) -> int:
-    """How many heads the vectors of these widths are cut into: `wanted`, or the most up to 12 that divide them all.
+    """Return the number of heads for vectors of these widths: `wanted`, or the most up to 12 that divide all widths.
 
     Raises UnsupportedError where `wanted` does not divide them.
     """

@@ -21,7 +21,7 @@ Index = slice | Tensor
 
 @dataclass(frozen=True)
 class _Indexed:
-    """What the kinds have in common. The first field is a tensor of the leading shape and one dimension more; every
+    """The base of all kinds. The first field is a tensor of the leading shape and one dimension more; every
     tensor among the fields begins with the leading shape."""
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""What a student is trained for, and what the losses of a batch add up to."""
+"""The objective of a student's training, and the sums of a batch's losses."""
 
 from __future__ import annotations
 

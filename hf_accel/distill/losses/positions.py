@@ -1,4 +1,4 @@
-"""Which positions are learnt from, and what their labels are."""
+"""The positions that a student learns from, and their labels."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Positions:
 
 
 def learnt(labels: Tensor, shift: bool, ignore_index: int = IGNORED) -> tuple[Tensor, Tensor]:
-    """Which positions of the logits learn, bool of the shape of `labels`, and the label of each, int64 [N].
+    """Return which positions of the logits learn, bool of the shape of `labels`, and the label of each, int64 [N].
 
-    shift: a position learns the label of the next one, where there is a sequence. Raises UnsupportedError for labels
-    that are no class numbers.
+    shift: whether a position learns the label of the next one, where there is a sequence. Raises UnsupportedError for
+    labels that are no class numbers.
     """
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise UnsupportedError(
@@ -92,7 +92,7 @@ def check_targets(targets: Tensor, size: int) -> None:
 
 
 def shared_size(student: int, teacher: Rows | None, vocab_size: int | None) -> int:
-    """How many classes count. Those beyond, which are padding, are cut off student and teacher."""
+    """Return how many classes count. Those beyond, which are padding, are cut off student and teacher."""
     widths = [student] if teacher is None else [student, teacher.vocab_size]
     if vocab_size is not None and not 0 < vocab_size <= min(widths):
         known = " and the teacher ".join(map(str, widths))

@@ -41,9 +41,10 @@ def tile_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class LossTask:
-    """What is computed of `count` rows.
+    """The inputs of the losses of `count` rows.
 
-    size: the first so many classes count. teacher: of these rows, with a head that is prepared, or None for no D.
+    size: the number of classes that count, from the first on. teacher: the teacher's output for these rows, with a
+    prepared head, or None without D.
     targets: int64 [count], classes, or None for no cross entropy. index: int64 [count], the student's rows that these
     are, or None for all.
     """

@@ -50,7 +50,7 @@ def _cache(path: Path) -> TeacherCache:
 
 
 def names_model(given: Any) -> bool:
-    """Whether a teacher is given by the path of a model, or by a name, for from_pretrained to load."""
+    """Return whether a teacher is given by the path of a model, or by a name, for from_pretrained to load."""
     if not isinstance(given, str | PathLike) or given == "base":
         return False
     path = Path(given)

@@ -80,7 +80,7 @@ class CacheWriter:
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """How a cache is made; see TeacherCache.build."""
+    """The settings with which a cache is made; see TeacherCache.build."""
 
     batch_size: int
     collator: Callable[[list[Any]], Mapping[str, Any]] | None
@@ -269,7 +269,7 @@ def logits_of(teacher: Any, inputs: Mapping[str, Tensor], select: Tensor) -> Ten
 
 
 def _padded(batch: list[Question], pad: int) -> tuple[dict[str, Tensor], Tensor]:
-    """What the teacher reads, padded to the right, and the positions [B, T] to answer for."""
+    """Return the teacher's inputs, padded to the right, and the positions [B, T] to answer for."""
     texts = [question.text for question in batch]
     ids = pad_sequence([text.ids for text in texts], batch_first=True, padding_value=pad)
     inputs = {"input_ids": ids, "attention_mask": torch.zeros_like(ids)}

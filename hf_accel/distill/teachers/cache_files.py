@@ -38,7 +38,7 @@ SMALL_VOCABULARY = 2**16
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """What a cache is of. Two builds with the same settings may share a folder.
+    """The settings that identify a cache. Two builds with the same settings may share a folder.
 
     task: "causal" (position i predicts token i + 1), "token" (itself) or "sequence" (one answer a text).
     positions: "all", or "labels" for those with a label. top_k: of the ids of each position the last `samples` are
@@ -98,7 +98,7 @@ class ShardEntry:
 
 @dataclass
 class Index:
-    """What a cache is of, and its shards."""
+    """The index of a cache: its settings and its shards."""
 
     settings: CacheSettings
     shards: list[ShardEntry] = field(default_factory=list)

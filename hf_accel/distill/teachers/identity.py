@@ -1,4 +1,4 @@
-"""Which model a teacher is, which kind of model, and which vocabulary it has."""
+"""The identity of a teacher: its model, its kind of model, and its vocabulary."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ def _kinds() -> dict[str, str]:
 
 
 def task_of(model: Any) -> str | None:
-    """What a model's logits predict: "causal" is the next token, "token" each token itself,
-    "sequence" a class of the whole text. None if it is not known."""
+    """Return what a model's logits predict: "causal" is the next token, "token" each token itself, "sequence" a class
+    of the whole text. None if it is not known.
+    """
     return TASKS.get(kind_of(model) or "")
 
 

@@ -1,4 +1,4 @@
-"""How a model reads its labels: which position learns which label, and by what its loss is divided."""
+"""The way in which a model reads its labels: the label of each position, and the divisor of the loss."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def loss_of(model: Any) -> Any:
 
 
 def shifts(model: Any) -> bool:
-    """Whether position i of the logits learns label i + 1. Raises UnsupportedError for a loss that is not a cross
-    entropy of one label at each position."""
+    """Return whether position i of the logits learns label i + 1.
+
+    Raises UnsupportedError for a loss that is not a cross entropy of one label at each position.
+    """
     inner, loss = unwrapped(model), loss_of(model)
     if loss not in (None, ForCausalLMLoss, ForMaskedLMLoss, *CLASSIFYING):
         raise UnsupportedError(
@@ -56,15 +58,17 @@ def labels_of(inputs: Mapping[str, Any]) -> Tensor:
 
 
 def is_shifted(model: Any, inputs: Mapping[str, Any], shift: bool | None) -> bool:
-    """Whether position i learns label i + 1 of `labels_of`. shift: what the user says of it, or None to read it from
-    the model."""
+    """Return whether position i learns label i + 1 of `labels_of`.
+
+    shift: the user's answer, or None to read it from the model.
+    """
     return inputs.get("shift_labels") is None and (shifts(model) if shift is None else shift)
 
 
 class Divisor:
-    """What a model's own loss is divided by: `num_items_in_batch`, which a Trainer counts over all micro-batches of a
-    step, or the labels of the micro-batch alone. Many a model takes the number and ignores it (it calls
-    CrossEntropyLoss), so the first loss is asked: the number goes in with a gradient, and only a loss that was
+    """Find the divisor of a model's own loss: `num_items_in_batch`, which a Trainer counts over all micro-batches of a
+    step, or the labels of the micro-batch alone. Some models take the number and ignore it (they call
+    CrossEntropyLoss), so the first loss is tested: the number is given with a gradient, and only a loss that was
     divided by it has a derivative with respect to it.
     """
 

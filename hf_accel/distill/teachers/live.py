@@ -69,7 +69,9 @@ class BaseTeacher(Teacher):
 
 @torch.no_grad()
 def answer(model: Any, inputs: Mapping[str, Any], select: Tensor, *, compact: bool = False) -> Rows:
-    """What `model` says at `select`: logits, or, with `compact` and a head that can be left out, hidden states."""
+    """Return the output of `model` at `select`: logits, or, with `compact` and a head that can be left out, hidden
+    states.
+    """
     # A head computes on its own device, and the rows must be on that of `select`.
     head = head_of(model) if compact and model.device == select.device else None
     given = {key: x.to(model.device) if isinstance(x, Tensor) else x for key, x in taken_by(model, inputs).items()}

@@ -1,4 +1,4 @@
-"""Whether a teacher predicts the same things, in the same order, as a student."""
+"""Checks that a teacher predicts the same things, in the same order, as a student."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every teacher can be asked."""
+"""The interface of every teacher."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 
 
 class Teacher(ABC):
-    """What a hook asks once for each micro-batch. It is no module: nothing of it gets into a student's state."""
+    """A teacher, which a hook asks once for each micro-batch.
+
+    It is no module, so that it is not part of a student's state.
+    """
 
     @abstractmethod
     def check(self, student: Any, objective: Objective, tokenizer: Any = None) -> None:
@@ -32,7 +35,7 @@ class Teacher(ABC):
 
     @abstractmethod
     def rows(self, inputs: Mapping[str, Any], select: Tensor, *, compact: bool = False) -> Rows:
-        """What the teacher says at N positions, on the device of `select`.
+        """Return the teacher's output at N positions, on the device of `select`.
 
         inputs: the keywords of the student's forward (with decoder_input_ids if it is an encoder and a decoder).
         select: bool, the shape of the logits less the vocabulary: the N positions that are learnt from. They are

@@ -79,7 +79,7 @@ class TeacherCache(Teacher):
         The teacher may be patched or quantized; it is asked in eval mode, and left as it was.
         dataset: what a Trainer takes: rows with input_ids, and attention_mask, labels, token_type_ids,
             position_ids where the student gets them too; or bare lists of ids. collator: makes the model's inputs of
-            a list of one row, for datasets that need one; no random one, such as one that masks afresh.
+            a list of one row, for datasets that need one; no random one, such as one that masks differently each time.
         top_k, samples: of top_k ids at each position `samples`, by default half of them, are drawn from all but the
             best; 0 is better for other losses than "fkl", to which a drawn id is only one more that is known.
         temperatures: those that can be trained at. The highest is drawn at.

@@ -1,4 +1,4 @@
-"""Which texts a batch holds, and a name for each that is made of its content alone."""
+"""The texts of a batch, and a name for each that depends on its content alone."""
 
 from __future__ import annotations
 

@@ -66,7 +66,9 @@ class TopLogits:
 
 @dataclass(frozen=True)
 class KeptLogits:
-    """How much is kept of a row of logits: the `best` tokens, and `drawn` others, drawn at the highest temperature."""
+    """The numbers that are kept of a row of logits: the `best` tokens, and `drawn` others, drawn at the highest
+    temperature.
+    """
 
     best: int
     drawn: int

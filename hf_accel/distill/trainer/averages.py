@@ -1,4 +1,4 @@
-"""What the losses were on average since they were last logged."""
+"""The averages of the losses since they were last logged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Averages:
         self._tokens += sum(int((batch["labels"] != -100).sum()) for batch in batches)
 
     def take(self, args: Any, is_divided: bool) -> dict[str, float]:
-        """Returns what there is to log, the same on every process, and begins anew.
+        """Returns the averages to log, the same on every process, and begins again.
 
         args: of the Trainer. is_divided: whether losses are divided by the labels of the whole step, and not by those
         of the micro-batch.

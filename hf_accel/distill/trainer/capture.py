@@ -1,4 +1,4 @@
-"""What is taken out of a model's forward pass, and the projections from a student's width to its teacher's."""
+"""The values that are captured in a model's forward pass, and the projections to its teacher's width."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def projections_of(layer: nn.Module, where: str) -> dict[str, Site]:
 
 
 class Projections(nn.Module):
-    """Learned linear maps from a student's width to its teacher's, one for each student layer of `layers`.
+    """Learned linear maps to its teacher's width, one for each student layer of `layers`.
 
     Orthogonal to begin with, drawn from `seed` alone: torch's own generators stay where they are. float32.
     """
@@ -158,7 +158,7 @@ def load_projections(projections: Projections, folder: str) -> None:
     path = Path(folder) / FILE
     if not path.is_file():
         raise UnsupportedError(
-            f"{folder} has no {FILE}: it was not made by a training that learned projections; start anew, or set "
+            f"{folder} has no {FILE}: it was not made by a training that learned projections; start again, or set "
             f"hidden_weight=0"
         )
     found = load_file(path)

@@ -72,7 +72,7 @@ class DistillationMixin(_Base):
         if not isinstance(settings, DistillationSettings):
             raise UnsupportedError(
                 f"args is a {type(given).__name__}, which says nothing of distillation: give a DistillationConfig, "
-                f"or distillation=DistillationSettings(...) beside it"
+                f"or distillation=DistillationSettings(...) as well"
             )
         self.distillation: DistillationSettings = settings
         super().__init__(model, *rest, **keywords)

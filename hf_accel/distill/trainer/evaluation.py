@@ -1,4 +1,4 @@
-"""How far a student is from its teacher, while it is evaluated."""
+"""The distance of a student from its teacher, measured while it is evaluated."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class DistillationHook:
         self.begin(model)
 
     def begin(self, model: Any) -> None:
-        """Forget what was learnt of the model before. In the place of `prepare` if nothing is learnt from logits."""
+        """Forget what was learnt of the model before. It replaces `prepare` if nothing is learnt from logits."""
         self._model = model
         self._divisor = Divisor()
         self._is_checked = self._is_underway = self._answered = False
@@ -272,7 +272,7 @@ class DistillationHook:
         return alpha * log_probs - (1 - alpha) * (sums.total / count * output.label_mask)
 
     def _hidden_sums(self, model: Any, inputs: dict[str, Any], logits: Tensor | None) -> tuple[int, Sums]:
-        """How many labels there are, and the sums of the losses from hidden states.
+        """Return how many labels there are, and the sums of the losses from hidden states.
 
         logits: the model's own of one position, which its head must make of them. None where the model has none, and
             computes the cross entropy itself: the total is then that of D alone.
@@ -296,7 +296,7 @@ class DistillationHook:
 
 
 def is_mean(weights: Tensor) -> bool:
-    """Whether a trainer's loss falls with each of the model's by the same: of log_probs, their mean or sum."""
+    """Return whether a trainer's loss falls with each of the model's by the same: of log_probs, their mean or sum."""
     if not weights.numel():
         return True
     least, most = weights.min(), weights.max()

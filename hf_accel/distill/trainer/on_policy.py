@@ -42,7 +42,7 @@ class StudentSampler:
         return cls(settings, seed, eos, next(int(pad) for pad in pads if isinstance(pad, int)))
 
     def takes(self, step: int) -> bool:
-        """Whether this optimizer step learns from samples: the same on every process."""
+        """Return whether this optimizer step learns from samples: the same on every process."""
         return _number(self.seed, "window", step) / 2**63 < self.settings.lmbda
 
     def batches(self, student: Any, batches: list[Mapping[str, Any]], step: int, process: int) -> list[dict[str, Any]]:
@@ -67,7 +67,7 @@ class StudentSampler:
             top_k=self.settings.sampling_top_k,
             top_p=self.settings.sampling_top_p,
             num_beams=1,
-            # A Trainer has it off in the config.
+            # A Trainer switches it off in the config.
             use_cache=True,
             eos_token_id=self.eos or None,
             pad_token_id=self.pad,

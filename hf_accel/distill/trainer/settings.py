@@ -1,4 +1,4 @@
-"""The settings of a distillation, beside those of its training."""
+"""The settings of a distillation, besides those of its training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..losses.objective import LOSSES, Objective
 @checked_keywords()
 @dataclass
 class DistillationSettings:
-    """What is added to training arguments, of any kind: mix it into a config of another trainer.
+    """Settings that are added to training arguments of any kind: mix it into a config of another trainer.
 
         @dataclass
         class KDConfig(DistillationSettings, SFTConfig): ...

@@ -42,7 +42,7 @@ class Transfer:
         self._student: Any = None
 
     def install(self, student: Any) -> None:
-        """Hook into the layers of both. Raises UnsupportedError where layers cannot be told."""
+        """Hook into the layers of both. Raises UnsupportedError if layers cannot be identified."""
         self._student = student
         teacher = self.teacher.model
         mine, others = layers_of(student, "student"), layers_of(teacher, "teacher")

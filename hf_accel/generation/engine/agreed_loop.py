@@ -14,11 +14,11 @@ from .engine_loop import EngineLoop
 
 @dataclass(eq=False)
 class AgreedLoop(EngineLoop):
-    """Runs the same passes in each process, of which each submits the same requests in the same order.
+    """Runs the same passes in each process; each submits the same requests in the same order.
 
     Requests and cancellations come to each process at a time of its own. So before each pass the process that leads
-    says how many requests have begun by then, and which were cancelled; what the others are told of cancellations does
-    not count. A process without work says and hears nothing: it waits for its own next request.
+    says how many requests have begun by then, and which were cancelled; cancellations in the other processes do not
+    count. A process without work takes no part: it waits for its own next request.
     """
 
     def __post_init__(self) -> None:
@@ -81,5 +81,5 @@ class AgreedLoop(EngineLoop):
 
 
 def make_loop(batcher: Batcher) -> EngineLoop:
-    """The loop for a Batcher: of this process alone, or of one among those that run its model."""
+    """Make the loop for a Batcher: for this process alone, or for one of several that run the model."""
     return EngineLoop(batcher) if batcher.agreement.size == 1 else AgreedLoop(batcher)

@@ -177,17 +177,17 @@ class EngineLoop:
 
     @property
     def is_live(self) -> bool:
-        """Whether the thread runs, or may still be started."""
+        """True if the thread runs, or may still be started."""
         return self._error is None and (self._refusal is None or self.is_running)
 
     @property
     def error(self) -> BaseException | None:
-        """What broke the loop; None if nothing did."""
+        """The error that ended the loop; None if there is none."""
         return self._error
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread runs."""
+        """True if the thread runs."""
         return self._thread is not None and not self._ended.is_set()
 
     def refuse_own_thread(self, what: str) -> None:

@@ -27,6 +27,8 @@ def assisted(
 
 
 def assistant_refusal(model: Any, assistant: Any) -> str | None:
-    """Why transformers' own loop must use this assistant_model=, as one clause; None if it can draft over pages."""
+    """Return why transformers' own loop must use this assistant_model=, as one clause; None if it can draft over
+    pages.
+    """
     draft = without_adapters(assistant)
     return draft_refusal(model, draft) if isinstance(draft, PreTrainedModel) else "the assistant is no model"

@@ -1,4 +1,4 @@
-"""Whether a model's passes can be captured as graphs, and what a captured graph depends on."""
+"""The conditions under which a model's passes can be captured as graphs, and what a captured graph depends on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCALARS = (bool, int, float, str, NoneType, torch.dtype)
 
 
 def model_refusal_of_graphs(model: nn.Module) -> str | None:
-    """Why no pass of a patched model can be captured, as a clause; None if it is not known that none can."""
+    """Return why no pass of a patched model can be captured, as a clause; None if it is not known that none can."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) > 1:
         return f"the model is on {len(devices)} devices"
@@ -37,7 +37,7 @@ def model_refusal_of_graphs(model: nn.Module) -> str | None:
 
 
 class Dependencies:
-    """What a graph of a model has taken up: addresses of its weights, plain values of its modules, no hooks."""
+    """The parts of a model that a graph depends on: addresses of its weights, plain values of modules, no hooks."""
 
     def __init__(self, model: nn.Module) -> None:
         self.values = tuple(_values(model))
@@ -45,7 +45,7 @@ class Dependencies:
 
     @property
     def hook_refusal(self) -> str | None:
-        """Why no graph can run now, as a clause. It costs little, so that it can be asked before each pass."""
+        """The reason why no graph can run now, as a clause. It is cheap, so it can be asked before each pass."""
         return "a hook wants to see a module" if self._hooks.any_others() else None
 
 

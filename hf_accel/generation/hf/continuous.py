@@ -152,7 +152,10 @@ class ContinuousManager(ContinuousBatchingManager):
 
     @property
     def background_thread_status(self) -> Any:  # type: ignore[override]
-        """What `transformers serve` asks before each request. fatal_error: what ended the thread, or None."""
+        """The status that `transformers serve` reads before each request.
+
+        fatal_error: the error that ended the thread, or None.
+        """
         return SimpleNamespace(fatal_error=None if self._loop is None else self._loop.error)
 
     def warmup(self) -> None:

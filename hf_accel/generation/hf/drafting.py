@@ -76,7 +76,7 @@ def draft_models(speculation: Speculation) -> list[Any]:
 
 
 def remake_drafts(speculation: Speculation, target: PreTrainedModel) -> None:
-    """Make the drafts anew that are a quantized form of the target. Nothing may be in the middle of a pass."""
+    """Make drafts that are a quantized form of the target again. Nothing may be in the middle of a pass."""
     for drafter in speculation.drafters:
         if isinstance(drafter, ModelDrafter) and drafter.is_shared and isinstance(drafter.runner, ModelRunner):
             drafter.runner.model = _twin(state_of(target).generation, target, "int4")
@@ -149,7 +149,7 @@ class _Drafters:
 
 
 def draft_refusal(target: PreTrainedModel, draft: PreTrainedModel) -> str | None:
-    """Why a model cannot draft for the target over pages, and what to do; None if it can."""
+    """Return why a model cannot draft for the target over pages, and what to do; None if it can."""
     if draft is target:
         return "the draft model is the model itself; use drafter='self-int4' for its quantized form"
     refusal = vocabulary_refusal(target, draft)

@@ -37,7 +37,7 @@ from .request_config import request_config
 from .session import Session
 from .vocabulary import check_ids, token_ids, vocabulary_size
 
-NOT_GIVEN: Any = Default("unsaid")
+NOT_GIVEN: Any = Default("not given")
 OWN_KEYWORDS = ("max_new_tokens", "stop", "seed", "priority", "n")  # keywords of submit alone
 TOKEN_BUDGET = 256  # tokens of a pass; it limits how long a prompt delays sequences in decode
 
@@ -103,7 +103,7 @@ class Engine:
 
     @property
     def is_live(self) -> bool:
-        """Whether the engine runs or accepts requests. It is False after close() and in a forked process."""
+        """True if the engine runs or accepts requests. It is False after close() and in a forked process."""
         return self.loop.is_live
 
     # -- requests --------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class Engine:
     ) -> None:
         try:
             await asyncio.to_thread(self.close, wait=kind is None)
-        except asyncio.CancelledError:  # whoever waited here does so no more
+        except asyncio.CancelledError:  # nobody waits here any more
             self.loop.retire(cancel=True)
             raise
 

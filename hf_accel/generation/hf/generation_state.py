@@ -50,7 +50,7 @@ class CallState:
 
 @dataclass(frozen=True)
 class LoopCall:
-    """What transformers' generate() has prepared for its loop.
+    """The inputs that transformers' generate() has prepared for its loop.
 
     input_ids: [B, T], with padding on the left where the mask [B, T] is 0. inputs: the model's other inputs.
     streams: the user's streamers, or transformers' own streamer. speculative: None for decoding without drafts.

@@ -110,7 +110,7 @@ class GraphedRunner(ModelRunner):
     # -- what cannot be captured -----------------------------------------------------------------------
 
     def _refusal(self) -> str | None:
-        """Why the next pass cannot be a graph, as a clause. Drops graphs of other pages and weights."""
+        """Return why the next pass cannot be a graph, as a clause. Drops graphs of other pages and weights."""
         if not self._is_checked:
             self._check()
         assert self._dependencies is not None

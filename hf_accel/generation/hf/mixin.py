@@ -31,7 +31,7 @@ from .refusals import call_refusal, changed_refusal, drafts_refusal, ragged_refu
 from .reports import report_no_drafts, report_stock_loop
 from .streams import RowStreams
 
-NOT_GIVEN = Default("unsaid")
+NOT_GIVEN = Default("not given")
 MAX_FIRST_TOKENS = 65536  # the largest initial capacity of a cache in tokens
 
 

@@ -93,7 +93,7 @@ def _parameters(kind: type) -> tuple[str, ...]:
 
 
 def keyword_for_each_row(model: nn.Module) -> str | None:
-    """The keyword of this call that gives each row of its batch something of its own in the layers; None without."""
+    """Return the keyword of this call that the layers use differently for each row of the batch; None without one."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             for name in FOR_EACH_ROW:
@@ -103,7 +103,7 @@ def keyword_for_each_row(model: nn.Module) -> str | None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether the module was compiled by module.compile() or by module.forward = torch.compile(...)."""
+    """Return whether the module was compiled by module.compile() or by module.forward = torch.compile(...)."""
     own = vars(module)
     return own.get("_compiled_call_impl") is not None or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
 
@@ -113,7 +113,7 @@ def _is_columns(mask: object) -> bool:
 
 
 def positions_count_tokens(position_ids: Tensor | None, mask: Tensor | None) -> bool:
-    """Whether each token's position is the number of tokens before it, so that equal token ids have equal keys.
+    """Return whether each token's position is the number of tokens before it, so that equal token ids have equal keys.
 
     position_ids: [B, Q] or None. mask: [B, Q] bool, False for padding, or None.
     """
@@ -128,14 +128,13 @@ def positions_count_tokens(position_ids: Tensor | None, mask: Tensor | None) -> 
 
 
 def weights_salt(model: nn.Module) -> bytes:
-    """Return what is another one when what K and V depend on besides the tokens is seen to have changed.
-
-    That is all that a ModelWatch reads, and the dtype of autocast. All processes that run the model call this.
+    """Return a salt that differs when anything but the tokens that K and V depend on was seen to change: all that a
+    ModelWatch reads, and the dtype of autocast. All processes that run the model call this.
     """
     state = state_of(model).generation
     salt = state.watch.look(model)
     if not state.agreement.least(int(salt == state.seen_salt)):
-        salt = state.watch.renew() if salt == state.seen_salt else salt  # it is another process that has seen it
+        salt = state.watch.renew() if salt == state.seen_salt else salt  # another process has seen it
     state.seen_salt = salt
     return salt + str(autocast_dtype(model_device(model).type)).encode()
 
@@ -155,7 +154,7 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 def positions_depend_on_length(config: Any) -> bool:
-    """Whether the rotary scaling depends on the prompt's length.
+    """Return whether the rotary scaling depends on the prompt's length.
 
     If it does, equal prefixes of prompts of different lengths have different keys.
     """
@@ -170,12 +169,12 @@ def other_input(inputs: dict[str, Any]) -> str | None:
 
 
 def _is_empty(value: object) -> bool:
-    """Whether an input is None or an empty dict; transformers passes the latter if there are no images."""
+    """Return whether an input is None or an empty dict; transformers passes the latter if there are no images."""
     return value is None or (isinstance(value, Mapping) and not value)
 
 
 def attention_refusal(config: Any) -> str | None:
-    """Why a model with this config cannot read pages, as one clause; None if it can."""
+    """Return why a model with this config cannot read pages, as one clause; None if it can."""
     if attention_is_ours(config):
         return None
     now = config.get_text_config(decoder=True)._attn_implementation
@@ -187,7 +186,7 @@ def _num_layers(config: Any) -> int:
 
 
 def pass_inputs(ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int]) -> PassInputs:
-    """The inputs of a pass on the host; zeros stand for ids that are on a device. See Runner."""
+    """Return the inputs of a pass on the host; zeros stand for ids that are on a device. See Runner."""
     own = torch.zeros(len(ids), dtype=torch.int64) if isinstance(ids, Tensor) else integers(ids)
     return PassInputs(own, integers(positions), integers(keep or [0]), step)
 
@@ -234,7 +233,7 @@ class ModelRunner:
             raise UnsupportedError(f"the model was changed while it was in use: {changed}") from error
 
     def _changed(self) -> str | None:
-        """What was done to the model since its pages were made, so that it cannot use them, and the way out."""
+        """Return the change to the model since its pages were made that keeps it from using them, and the way out."""
         refusal, layers = attention_refusal(self.model.config), _num_layers(self.model.config)
         if refusal is None and layers != self.num_layers:
             own = self.num_layers

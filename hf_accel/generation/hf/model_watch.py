@@ -1,4 +1,4 @@
-"""Whether a model still computes what it did: all that can be read of it, and numbers spread over its weights."""
+"""A watch for changes of a model: it reads all plain values of the model, and samples of its weights' numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ READ_OF_CODE = (bool, int, float, Tensor, nn.Module, *FUNCTIONS)
 
 
 class ModelWatch:
-    """Gives a model a salt, which is another one as soon as the model is seen to have changed.
+    """Gives a model a salt, which changes as soon as the model is seen to have changed.
 
     declared: how often a program has said that the weights changed. A copy or a pickle of a watch has seen nothing.
     """
@@ -65,7 +65,7 @@ class ModelWatch:
 
 
 class Reading:
-    """What was read of a model at one time: plain values, which objects there were, and the numbers of its tensors.
+    """The content of a model at one time: its plain values, the identities of its objects, and numbers of its tensors.
 
     It keeps no weight alive.
     """
@@ -142,7 +142,7 @@ class Reading:
             self._code(hook)
 
     def _code(self, code: Any) -> None:
-        """Read a function, or an object that is called, and the numbers, tensors and modules that it may go by."""
+        """Read a function, or an object that is called, and the numbers, tensors and modules that it may use."""
         self._object(code)
         if id(code) not in self._numbers:
             self._numbers[id(code)] = len(self._numbers)
@@ -167,7 +167,7 @@ class Reading:
 
 @lru_cache(maxsize=4096)
 def _reader(kind: type) -> Callable[[Reading, Any], None]:
-    """How values of a kind are read."""
+    """Return how values of a kind are read."""
     if issubclass(kind, SCALARS):
         return Reading._plain
     if issubclass(kind, Tensor):
@@ -180,7 +180,9 @@ def _reader(kind: type) -> Callable[[Reading, Any], None]:
 
 
 def variables(code: Any) -> Iterator[Any]:
-    """What a function reads besides its arguments, one step deep; nothing for one of a known package."""
+    """Return the variables that a function reads besides its arguments, one step deep; none for one of a known
+    package.
+    """
     if isinstance(code, partial):
         yield from (code.func, *code.args, *code.keywords.values())
     elif isinstance(code, MethodType):
@@ -195,7 +197,7 @@ def variables(code: Any) -> Iterator[Any]:
 
 
 def stored_tensors(packed: Any) -> Iterator[Tensor]:
-    """The tensors that a packed weight is made of. What it keeps of its last call does not count."""
+    """Return the tensors that a packed weight is made of, without those that it keeps of its last call."""
     if isinstance(packed, Tensor):
         yield packed
     elif isinstance(packed, list):
@@ -215,7 +217,7 @@ def _stored_fields(kind: type) -> tuple[str, ...]:
 
 @torch.no_grad()
 def samples(tensors: Iterable[Tensor]) -> dict[Any, Tensor]:
-    """The bits of numbers that are spread over each tensor, by their device and dtype [numbers of all tensors]."""
+    """Return the bits of numbers that are spread over each tensor, by device and dtype [numbers of all tensors]."""
     found: dict[Any, list[Tensor]] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in tensors:
@@ -226,7 +228,7 @@ def samples(tensors: Iterable[Tensor]) -> dict[Any, Tensor]:
 
 
 def spread(tensor: Tensor) -> Tensor:
-    """Up to SAMPLES numbers of a tensor, from its first to its last, as integers [n]: a view."""
+    """Return up to SAMPLES numbers of a tensor, from its first to its last, as integers [n]: a view."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     length = tensor.numel() if tensor.is_contiguous() else _reach(tensor)
     # An odd step, because rows have even lengths: numbers of one column alone would say little.
@@ -237,7 +239,7 @@ def spread(tensor: Tensor) -> Tensor:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where its numbers are; 0 if none can be read: on meta, given away for now, or in a layout of their own."""
+    """Return the address of its numbers; 0 if none can be read: on meta, freed, or in a layout of their own."""
     try:
         return tensor.data_ptr()
     except RuntimeError:
@@ -245,5 +247,5 @@ def _address(tensor: Tensor) -> int:
 
 
 def _reach(tensor: Tensor) -> int:
-    """How far the last number of a tensor is from its first in memory, and one."""
+    """Return how far the last number of a tensor is from its first in memory, and one."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

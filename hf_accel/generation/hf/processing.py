@@ -49,7 +49,7 @@ BY_ROW = (
 def processors_refusal(
     processors: LogitsProcessorList, criteria: StoppingCriteriaList, *, batch_size: int
 ) -> str | None:
-    """Why these need all rows of the batch together or each step exactly once; None if they do not."""
+    """Return why these need all rows of the batch together or each step exactly once; None if they do not."""
     for processor in processors:
         name = type(processor).__name__
         if name in STATEFUL:
@@ -66,12 +66,14 @@ def processors_refusal(
 
 
 def is_stock(processor: object) -> bool:
-    """Whether this processor or criterion is one of transformers' own."""
+    """Return whether this processor or criterion is one of transformers' own."""
     return type(processor).__module__ in (logits_process.__name__, stopping_criteria.__name__)
 
 
 def is_users(processor: object) -> bool:
-    """Whether this processor runs code of the user: its own, or a function that was given to one of transformers'."""
+    """Return whether this processor runs code of the user: its own, or a function that was given to one of
+    transformers'.
+    """
     return not is_stock(processor) or isinstance(processor, logits_process.PrefixConstrainedLogitsProcessor)
 
 

@@ -38,7 +38,7 @@ OWN_METHODS = (
 
 
 def model_refusal(model: nn.Module) -> str | None:
-    """Why a model cannot compute tokens of several sequences in one row, as one clause; None if it can."""
+    """Return why a model cannot compute tokens of several sequences in one row, as one clause; None if it can."""
     name = type(model).__name__
     parameters = inspect.signature(type(model).forward).parameters
     if "position_ids" not in parameters:
@@ -58,7 +58,7 @@ def model_refusal(model: nn.Module) -> str | None:
 
 
 def ragged_refusal(model: nn.Module) -> str | None:
-    """Why a patched model cannot run ragged as it is now, as one clause; None if it can."""
+    """Return why a patched model cannot run ragged as it is now, as one clause; None if it can."""
     return state_of(model).generation.ragged_refusal or changed_refusal(model) or _rows_refusal(model)
 
 
@@ -68,7 +68,7 @@ def _rows_refusal(model: nn.Module) -> str | None:
 
 
 def changed_refusal(model: nn.Module) -> str | None:
-    """Why the model cannot read pages because it was changed after patch(), as one clause; None if it can."""
+    """Return why the model cannot read pages because it was changed after patch(), as one clause; None if it can."""
     refusal = attention_refusal(model.config)
     if refusal is not None:
         return refusal
@@ -91,7 +91,9 @@ def refuse_clocks(model: nn.Module, config: Any) -> None:
 
 
 def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
-    """Why this call cannot run ragged, as one clause; None if it can. own_cache: whether the call made its cache."""
+    """Return why this call cannot run ragged, as one clause; None if it can. own_cache: whether the call made its
+    cache.
+    """
     input_ids, mask, positions = call.input_ids, call.mask, call.inputs.get("position_ids")
     if not isinstance(call.cache, PagedCache) or call.inputs.get("use_cache") is False:
         return NO_PAGES
@@ -106,8 +108,8 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     asked = [name for name in wanted if getattr(call.config, name) and call.config.return_dict_in_generate]
     if asked:
         return f"{asked[0]}=True collects a tensor of each step"
-    beside = [tensor for tensor in (mask, positions) if tensor is not None]
-    if input_ids.is_floating_point() or any(tensor.shape != input_ids.shape for tensor in beside):
+    given = [tensor for tensor in (mask, positions) if tensor is not None]
+    if input_ids.is_floating_point() or any(tensor.shape != input_ids.shape for tensor in given):
         return "its mask and position_ids are not those of its token ids"
     if mask is not None and not _only_left_padded(mask):
         return "padding stands behind or between tokens"
@@ -117,7 +119,7 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
 
 
 def drafts_refusal(call: LoopCall) -> str | None:
-    """Why a call that can run ragged must do without drafts, as one clause; None if it need not."""
+    """Return why a call that can run ragged must do without drafts, as one clause; None if it need not."""
     if call.speculative is None:
         return None
     own = [processor for processor in call.processors if is_users(processor)]

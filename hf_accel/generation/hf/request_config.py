@@ -1,4 +1,4 @@
-"""The keywords of Engine.submit, said in the words of transformers: a GenerationConfig and logits processors."""
+"""The keywords of Engine.submit in the terms of transformers: a GenerationConfig and logits processors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SERVED = (
     "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
     "remove_invalid_values", "renormalize_logits", "min_length", "min_new_tokens", "max_time", "eos_token_id",
 )  # fmt: skip
-# These are what OpenAI's API and vLLM have beside them.
+# These are in OpenAI's API and in vLLM as well.
 OWN = (
     "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_token_ids", "stop_token_ids",
     "processors", "logprobs",
@@ -43,8 +43,8 @@ def request_config(
     """Return a copy of model.generation_config with the given keywords of submit(), and the processors they add.
 
     None is transformers' own None for a field of a GenerationConfig; another keyword that is None counts as left out.
-    What neither says stays None: complete_config would add transformers' global defaults, such as top_k=50.
-    other_keywords: the keywords that submit() has beside these, for the error messages. The eos_token_id of the copy
+    A setting that neither gives stays None: complete_config would add transformers' global defaults, such as top_k=50.
+    other_keywords: the keywords that submit() has besides these, for the error messages. The eos_token_id of the copy
     is None if there are no stop tokens. Raises UnsupportedError for keywords and values that have no meaning here.
     """
     check_keywords("submit()", given, {*SERVED, *OWN, *other_keywords}, MEANT)

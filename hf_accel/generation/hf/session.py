@@ -60,7 +60,7 @@ class Session(Batcher):
             "speculative": speculative, "token_budget": token_budget, "max_running": max_running,
             "controller": controller,
         }  # fmt: skip
-        self._given: Any = None if isinstance(cache, PagedCache) else (cache, keywords)  # to make its pages again
+        self._given: Any = None if isinstance(cache, PagedCache) else (cache, keywords)  # makes its pages again
         if isinstance(cache, PagedCache):
             pages, group_of_layer = cache.pages, cache.group_of_layer
         else:
@@ -95,7 +95,7 @@ class Session(Batcher):
         super().add(sequence, cached)
 
     def _fit_windows(self) -> None:
-        """Begin anew, with other pages, if the sliding windows in the model's config were changed."""
+        """Begin again, with other pages, if the sliding windows in the model's config were changed."""
         windows = [self.pages.groups[index].window for index in self._group_of_layer]
         if self._given is None or windows == layer_windows(self.model.config):
             return
@@ -110,7 +110,7 @@ class Session(Batcher):
         self._looked = float("-inf")
 
     def _look(self) -> None:
-        """Drop the prefixes, and what else was made of the model, if it is not what it was."""
+        """Drop the prefixes, and all else that was made from the model, if the model has changed."""
         self._looked, declared = time.monotonic(), state_of(self.model).generation.watch.declared
         self.pages.use_salt(weights_salt(self.model))
         if declared != self._declared:
@@ -120,7 +120,7 @@ class Session(Batcher):
             runner.check_model()
 
     def _is_due(self) -> bool:
-        """Whether to look at the model now, in all processes at once."""
+        """Return whether to look at the model now, in all processes at once."""
         declared = state_of(self.model).generation.watch.declared
         due = time.monotonic() - self._looked >= LOOK_SECONDS or declared != self._declared
         return not self.agreement.least(int(not due))
@@ -160,7 +160,7 @@ class Session(Batcher):
 
     @property
     def _runners(self) -> list[GraphedRunner]:
-        """Those that have graphs: of the model, and of draft models."""
+        """Return the runners that have graphs: that of the model, and those of draft models."""
         drafters = [drafter for drafter in self.speculation.drafters if isinstance(drafter, ModelDrafter)]
         found = [self.runner, *(drafter.runner for drafter in drafters)]
         return [runner for runner in found if isinstance(runner, GraphedRunner)]
@@ -178,7 +178,7 @@ def _fixed(model: Any, settings: CacheConfig, token_budget: int | None, drafts: 
 
 
 def heads_of_rank(model: Any) -> dict[int, int]:
-    """The heads of K and V of each layer, as planned, of a model that is split over processes; empty for others."""
+    """Return the planned heads of K and V of each layer of a model that is split over processes; empty for others."""
     state = state_of(model).generation
     if state.agreement.size == 1 or state.context is not None:
         return {}

@@ -34,7 +34,7 @@ class RowStreams:
 
     @property
     def has_streamed(self) -> bool:
-        """Whether a new token was streamed."""
+        """True if a new token was streamed."""
         return self.num_tokens > 0
 
     def expect(self, generation_config: Any) -> None:

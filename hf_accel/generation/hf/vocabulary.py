@@ -17,7 +17,7 @@ def vocabulary_size(model: Any) -> int:
 
 
 def vocabulary_refusal(target: Any, draft: Any) -> str | None:
-    """Why the draft model's vocabulary does not fit the target's, as one clause; None if it may.
+    """Return why the draft model's vocabulary does not fit the target's, as one clause; None if it may.
 
     Models with the same tokenizer may pad their vocabularies differently, so a small difference of sizes is accepted.
     """

@@ -59,7 +59,7 @@ class Member:
 def choose(
     logits: Tensor, sequences: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], verifier: Verifier
 ) -> list[Chosen | Exception]:
-    """Choose the new tokens of each sequence. An error of one sequence is returned in the place of its tokens.
+    """Choose the new tokens of each sequence. An error of one sequence is returned instead of its tokens.
 
     logits: [sum(len(draft) + 1), V], any floating dtype. Row j of a sequence is for the token after its first j
     drafted tokens. Raises HfAccelError for another number of rows.
@@ -146,7 +146,7 @@ def _choose_group(logits: Tensor, members: list[Member], verifier: Verifier) -> 
 def _with_errors(
     members: list[Member], results: list[Chosen | Exception], failed_rows: dict[int, Exception]
 ) -> list[Chosen | Exception]:
-    """The results, with the errors of the rows that they come from."""
+    """Return the results, with the errors of the rows that they come from."""
     for at, (member, result) in enumerate(zip(members, results, strict=True)):
         if failed_rows and isinstance(result, Chosen):
             used = member.rows[: len(result.tokens)]

@@ -15,7 +15,7 @@ from .processors import Function, name_of
 
 
 def is_stateful(processor: Function, ids: Tensor, vocabulary_size: int) -> bool:
-    """Whether the processor must be called once for each position and in their order, as far as this can be told.
+    """Return whether the processor must be called once for each position and in their order, as far as a trial shows.
 
     ids: [1, T], the prompt. A copy of the processor is asked about the prompt, about one more token, which the copy
     itself prefers, and about both again: as drafts that are rejected do it. It is stateful if an answer differs, if it
@@ -37,7 +37,7 @@ def is_stateful(processor: Function, ids: Tensor, vocabulary_size: int) -> bool:
 
 
 def stateful_refusal(processors: Iterable[Function], ids: Tensor, vocabulary_size: int) -> str | None:
-    """Why drafts cannot be verified with these processors, as one clause; None if no state was found."""
+    """Return why drafts cannot be verified with these processors, as one clause; None if no state was found."""
     for processor in processors:
         if is_stateful(processor, ids, vocabulary_size):
             return (

@@ -1,4 +1,4 @@
-"""How the next token is chosen: the processing of the logits, and then greedy search or sampling."""
+"""The choice of the next token: the processing of the logits, and then greedy search or sampling."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Sampling:
 
     steps: the logits processors, in order. greedy: whether the token with the largest score is chosen; otherwise a
     token is drawn from the softmax of the scores. num_logprobs: the number of most probable tokens whose
-    log-probabilities are reported beside the chosen token's; None reports none. draw: a function that draws token ids
+    log-probabilities are reported next to the chosen token's; None reports none. draw: a function that draws token ids
     from probabilities [n, V] for n sequences without a draft; None lets the Verifier draw. takes_drafts: whether a
     position may be processed again, so that drafts can be verified.
     """

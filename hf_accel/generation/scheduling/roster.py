@@ -106,7 +106,7 @@ class Roster:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence runs or waits, or failed and was not returned by take_failed() yet."""
+        """True if a sequence runs or waits, or failed and was not returned by take_failed() yet."""
         return bool(self.running or self._waiting or self._failed)
 
     def require_room(self, sequence: Sequence) -> None:

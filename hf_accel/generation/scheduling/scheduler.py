@@ -245,7 +245,7 @@ class Scheduler(Roster):
                 self.pages.slide(sequence.cached, sequence.num_computed)
 
     def _was_refused(self, head: Sequence, slack: list[int]) -> bool:
-        """Whether this sequence was refused lately and the slack has not grown since.
+        """Return whether this sequence was refused lately and the slack has not grown since.
 
         It is then not tried again, because looking up its prefix needs the digests of its whole prompt.
         """

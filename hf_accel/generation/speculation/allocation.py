@@ -23,7 +23,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Prices:
-    """What drafting and verifying cost in a pass.
+    """The costs of drafting and verifying in a pass.
 
     Without drafts, the pass has one row for each of `sequences`, which decode, and `other_rows`. verify: the seconds
     of a pass of the model. draft: the seconds of a pass of the drafter. alone: whether the time of a pass without the
@@ -69,7 +69,7 @@ def allocate(gains: Sequence[Sequence[float]], prices: Prices) -> Allocation:
     gains[i][j]: the probability that the first j + 1 drafted tokens of sequence i are all accepted. At most
     len(gains[i]) tokens are drafted for sequence i. The probabilities do not rise with j. So for each total number of
     drafted tokens, those with the highest gains are the best choice. All total numbers are tried, because the time of
-    a kernel rises in steps. Other rows, such as prefill, are computed in any case: beside them, a drafted token pays
+    a kernel rises in steps. Other rows, such as prefill, are computed in any case: next to them, a drafted token pays
     if it comes faster than by decoding alone. The choice is optimal if the time of a drafter's pass is linear in its
     rows.
     """

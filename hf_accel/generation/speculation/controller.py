@@ -113,7 +113,7 @@ class Controller:
 
     @property
     def _cannot_pay(self) -> bool:
-        """Whether no draft can be chosen. To choose otherwise takes as long as a draft does in a small model."""
+        """True if no draft can be chosen. To choose otherwise takes as long as a draft does in a small model."""
         return self.balance is not None and self.balance <= 0 and self.probe_budget < self._probe_price
 
     def _choose(
@@ -228,7 +228,8 @@ class Controller:
         self._pass.drafting_seconds += passes * table.seconds(width)
 
     def observe_asking(self, sequences: abc.Sequence[Sequence], seconds: float, source: str = "") -> None:
-        """Learn that it took `seconds` to get drafts of these sequences, besides what `observe_drafting` is told.
+        """Learn that it took `seconds` to get drafts of these sequences, besides the seconds that `observe_drafting`
+        got.
 
         Without sequences, it is the time of something else that would not be done without drafts.
         """

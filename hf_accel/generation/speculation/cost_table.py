@@ -77,7 +77,7 @@ class CostTable:
         self._curve = None
 
     def is_measured(self, rows: int) -> bool:
-        """Whether at least two passes with half to twice as many rows were seen. (The first one is often slow.)"""
+        """Return whether two or more passes with half to twice as many rows were seen. (The first is often slow.)"""
         near = (width.count for seen, width in self.widths.items() if rows <= 2 * seen and seen <= 2 * rows)
         return sum(near) >= 2
 

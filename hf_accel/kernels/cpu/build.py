@@ -56,7 +56,7 @@ SANITIZED_LEVELS = ("avx512_vnni_bf16", "avx2", "avx2_tiles", "neon_dotprod", "n
 
 
 class BuildError(Exception):
-    """Says why there is no library, in a clause that a plan can print."""
+    """An error that says why there is no library, as a clause that a plan can print."""
 
 
 def build(target: Path = HERE / LIBRARY, *, sanitize: bool = False, only: Sequence[str] = tuple(LEVELS)) -> list[str]:
@@ -80,9 +80,9 @@ def build(target: Path = HERE / LIBRARY, *, sanitize: bool = False, only: Sequen
         linked = scratch / LIBRARY
         _run([compiler, *common, "-shared", *(str(job.made) for job in jobs), "-o", str(linked)])
         target.parent.mkdir(parents=True, exist_ok=True)
-        beside = target.with_name(f".{target.name}.{os.getpid()}")
-        shutil.copyfile(linked, beside)
-        os.replace(beside, target)  # a process that has loaded the old library can go on using it
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        shutil.copyfile(linked, temporary)
+        os.replace(temporary, target)  # a process that has loaded the old library can go on using it
     return levels
 
 

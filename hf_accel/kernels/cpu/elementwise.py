@@ -91,7 +91,9 @@ def rope(
 
 
 def rounds_each(dtype: torch.dtype, table_dtype: torch.dtype, *, round_each: bool) -> bool:
-    """Whether a rotation rounds both products to `dtype`: never if the tables are wider, as the products then are."""
+    """Return whether a rotation rounds both products to `dtype`: never if the tables are wider, as the products then
+    are.
+    """
     return round_each and (dtype is table_dtype or torch.promote_types(dtype, table_dtype) is dtype)
 
 

@@ -84,7 +84,7 @@ class FloatLinear:
         return self._address
 
     def has_shapes(self) -> bool:
-        """Whether its weights have the shapes that they had when it was made."""
+        """Return whether its weights have the shapes that they had when it was made."""
         return all(weight.shape == shape for weight, shape in zip(self.weights, self._shapes, strict=True))
 
     def _trains(self) -> bool:

@@ -36,7 +36,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @functools.cache
 def refusal() -> str | None:
-    """Why the kernels cannot run on this machine, as one clause for the plan; None if they can."""
+    """Return why the kernels cannot run on this machine, as one clause for the plan; None if they can."""
     try:
         _library()
     except (HfAccelError, OSError) as error:
@@ -163,7 +163,7 @@ def kernel(name: str, call: type[ctypes.Structure]) -> Callable[..., None]:
 
 
 def native(x: object) -> bool:
-    """Whether a kernel may replace torch's operators on x."""
+    """Return whether a kernel may replace torch's operators on x."""
     return (
         not torch.is_grad_enabled()
         and not is_recorded()

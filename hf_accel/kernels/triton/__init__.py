@@ -26,7 +26,7 @@ def version() -> str:
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on a CPU."""
+    """Return whether kernels run in Triton's interpreter, on a CPU."""
     if not is_installed():
         return False
     from triton import knobs
@@ -35,12 +35,14 @@ def is_interpreted() -> bool:
 
 
 def is_for(device_type: str) -> bool:
-    """Whether Triton kernels are meant for this kind of device; whether they can run there says refusal()."""
+    """Return whether Triton kernels are meant for this kind of device; whether they can run there says refusal()."""
     return device_type == "cuda" or (device_type == "cpu" and is_interpreted())
 
 
 def refusal(device_type: str) -> str | None:
-    """Why no Triton kernel runs on tensors of this kind of device ("cpu", "cuda"), as a clause; None if they do."""
+    """Return why no Triton kernel runs on tensors of this kind of device ("cpu", "cuda"), as a clause; None if they
+    do.
+    """
     if device_type == "cpu":
         return None if is_interpreted() else "it runs on an NVIDIA GPU, not on a CPU"
     if device_type != "cuda":
@@ -50,7 +52,7 @@ def refusal(device_type: str) -> str | None:
 
 @functools.cache
 def capability() -> tuple[int, int]:
-    """The compute capability of the GPU that is there; (0, 0) if there is none."""
+    """Return the compute capability of the GPU; (0, 0) if there is none."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 

@@ -1,4 +1,4 @@
-"""What one call of attention launches: which tiles, how the keys are split, and the arguments of each launch."""
+"""The launches of one call of attention: the tiles, the split of the keys, and the arguments of each launch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..layouts import KV, AttentionOptions, Ragged
 from .launch import Launch
 from .programs.attend import INT4, PLAIN, SCALED, attend, merge
 
-SPLIT = 256  # keys; fixed, so that a query's parts do not depend on what stands beside it
+SPLIT = 256  # keys; fixed, so that a query's parts do not depend on the other queries
 FEW_QUERIES = 16  # up to here a sequence's keys are shared among programs
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How one program works: rows (queries x heads of a key head) by keys, and what the compiler is told."""
+    """The shape of one program's work: rows (queries x heads of a key head) by keys, and the compiler's options."""
 
     rows: int
     keys: int
@@ -27,9 +27,9 @@ class Tile:
 
 
 def few_rows_tile(dim: int, dtype: torch.dtype, kind: int) -> Tile:
-    """For decoding and verification, where memory is the limit: as few rows as a product of tiles takes.
-
-    dim: of the heads. kind: PLAIN, SCALED or INT4. The tiles are the largest with which no GPU runs out of registers.
+    """Return the tile for decoding and verification, where memory is the limit: as few rows as a product of tiles
+    allows. dim: the size of the heads. kind: PLAIN, SCALED or INT4. The tiles are the largest with which no GPU runs
+    out of registers.
     """
     if dtype is torch.float32:
         if dim <= 64:
@@ -42,7 +42,7 @@ def few_rows_tile(dim: int, dtype: torch.dtype, kind: int) -> Tile:
 
 
 def many_rows_tile(dim: int, dtype: torch.dtype, kind: int) -> Tile:
-    """For prompts, where arithmetic is the limit; see few_rows_tile."""
+    """Return the tile for prompts, where arithmetic is the limit; see few_rows_tile."""
     if dtype is torch.float32:
         return few_rows_tile(dim, dtype, kind)
     if dim > 128:
@@ -76,7 +76,7 @@ class Operands:
 
     @property
     def kind(self) -> int:
-        """Of the pages."""
+        """The kind of the pages: PLAIN, SCALED or INT4."""
         kind = INT4 if self.kv.is_int4 else SCALED if self.kv.k_scales is not None else PLAIN
         return int(kind.value)
 
@@ -88,7 +88,7 @@ class Operands:
 def attention(
     q: Tensor, kv: KV, ragged: Ragged, options: AttentionOptions, *, return_lse: bool, fixed_tiles: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention over pages or, without a block table, packed keys; as AttentionBackend.paged describes it.
+    """Compute attention over pages or, without a block table, over packed keys; see AttentionBackend.paged.
 
     fixed_tiles: see Operands. Returns [N, Hq, Dv] in q's dtype and lse [N, Hq] float32, or None.
     """
@@ -105,7 +105,7 @@ def attention(
 
 
 def launches(operands: Operands) -> list[Launch]:
-    """What one call runs, in order.
+    """Return the launches of one call, in order.
 
     Sequences of up to FEW_QUERIES queries share their keys among programs. Those of more queries have enough
     programs, and their parts would need much memory; with fixed tiles they are parts of FEW_QUERIES queries.
@@ -147,7 +147,7 @@ def _few_queries(operands: Operands, first_query: int, *, most_queries: int) -> 
 
 
 def _num_splits(operands: Operands, rows: int) -> int:
-    """The parts that hold the keys of `rows` neighbouring queries."""
+    """Return the number of parts that hold the keys of `rows` neighbouring queries."""
     splits, window = -(-operands.ragged.max_kv // SPLIT), operands.options.window
     if window is not None:
         splits = min(splits, (window + rows - 2) // SPLIT + 2)
@@ -200,12 +200,16 @@ def _attend(operands: Operands, tile: Tile, bounds: dict[str, int], *, splits: i
 
 
 def _block(dim: int) -> int:
-    """The columns of a tile that holds `dim`: a power of two, and at least what a product of tiles takes."""
+    """Return the columns of a tile that holds `dim` numbers: a power of two, and at least the least of a product of
+    tiles.
+    """
     return max(16, int(triton.next_power_of_2(dim)))
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Of a page, a head and a token; pages are [blocks, heads, block_size, D], packed keys [M, heads, D]."""
+    """Return the strides of a page, a head and a token; pages are [blocks, heads, block_size, D], packed keys [M,
+    heads, D].
+    """
     return (x.stride(0), x.stride(1), x.stride(2)) if x.dim() == 4 else (0, x.stride(1), x.stride(0))
 
 

@@ -1,4 +1,4 @@
-"""The launches that write K and V into pages: as they are, or with the rotation of queries and keys before."""
+"""The launches that write K and V into pages, unchanged or after the rotation of queries and keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..layouts import KV
 from .launch import Launch
 from .layer_parts import HEADS
-from .programs.write import FP8, INT4, INT8, PLAIN, rotate_and_write, turn, write
+from .programs.write import FP8, INT4, INT8, PLAIN, rotate_and_write, rotate_head, write
 
 
 def write_pages(keys: Tensor, values: Tensor, pages: KV, slots: Tensor) -> None:
@@ -41,35 +41,40 @@ def writing(keys: Tensor, values: Tensor, pages: KV, slots: Tensor) -> Launch:
     )  # fmt: skip
 
 
-def turned(x: Tensor) -> Tensor:
-    """Queries [N, H, D] as they meet the keys of INT4 pages, or results as they were: `rotate` of cache."""
-    launch = turning(x)
+def rotated_heads(x: Tensor) -> Tensor:
+    """Rotate queries [N, H, D] for the keys of INT4 pages, or rotate results back, as `rotate` of cache/quantized.py
+    does.
+    """
+    launch = rotating(x)
     launch.run()
     out: Tensor = launch.arguments["out"]
     return out
 
 
-def turning(x: Tensor) -> Launch:
-    """The launch of `turned`."""
+def rotating(x: Tensor) -> Launch:
+    """Return the launch of `rotated_heads`."""
     x = x if x.stride(2) == 1 else x.contiguous()
     num_tokens, num_heads, dim = x.shape
     return Launch(
-        kernel=turn,
+        kernel=rotate_head,
         grid=(num_tokens * num_heads,),
         arguments={
             "x": x, "out": torch.empty_like(x, memory_format=torch.contiguous_format),
             "x_token": x.stride(0), "x_head": x.stride(1), "num_heads": num_heads,
         },
-        constants={"DIM": dim, **_of_dim(dim, "", turns=True)},
+        constants={"DIM": dim, **_of_dim(dim, "", is_rotated=True)},
         num_warps=1,
         fuses=False,
     )  # fmt: skip
 
 
-def _of_dim(dim: int, suffix: str, *, turns: bool) -> dict[str, Any]:
-    """The constants BLOCK and STAGES, with a suffix, of heads of `dim` numbers; turns: as INT4 pages have them."""
+def _of_dim(dim: int, suffix: str, *, is_rotated: bool) -> dict[str, Any]:
+    """Return the constants BLOCK and STAGES, with a suffix, for heads of `dim` numbers.
+
+    is_rotated: whether they are rotated for INT4 pages.
+    """
     # The factors of two of a head: int4 is rotated in blocks of so many numbers.
-    stages = (dim & -dim).bit_length() - 1 if turns else 0
+    stages = (dim & -dim).bit_length() - 1 if is_rotated else 0
     return {f"BLOCK{suffix}": max(2, triton.next_power_of_2(dim)), f"STAGES{suffix}": stages}
 
 
@@ -122,7 +127,7 @@ def rotating_and_writing(
 
 
 def _of_pages(pages: KV) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a launch says of the pages: arguments and constants."""
+    """Return the arguments and constants of a launch that describe the pages."""
     kinds = {torch.int8: INT8, torch.float8_e4m3fn: FP8, torch.uint8: INT4}
     kind = PLAIN if pages.k_scales is None else kinds[pages.k.dtype]
     stored = [x.view(torch.uint8) if x.dtype is torch.float8_e4m3fn else x for x in pages[:2]]
@@ -132,5 +137,5 @@ def _of_pages(pages: KV) -> tuple[dict[str, Any], dict[str, Any]]:
     }  # fmt: skip
     constants: dict[str, Any] = {"KEY_DIM": pages.key_dim, "VALUE_DIM": pages.value_dim, "KIND": kind.value}
     for suffix, dim in (("_K", pages.key_dim), ("_V", pages.value_dim)):
-        constants |= _of_dim(dim, suffix, turns=kind is INT4)
+        constants |= _of_dim(dim, suffix, is_rotated=kind is INT4)
     return arguments, constants

@@ -18,8 +18,8 @@ class Launch:
     """One launch of `kernel`, a function that triton.jit made, on the device of its first tensor.
 
     grid: programs along each axis; with 0 along one, nothing runs. arguments: tensors, numbers and None by name.
-    constants: the parameters that are tl.constexpr, by name. num_warps, num_stages, fuses: what the compiler is told;
-    fuses: whether it may round a product and a sum at once, which it need not do alike in two kernels.
+    constants: the parameters that are tl.constexpr, by name. num_warps, num_stages, fuses: options of the compiler.
+    fuses: whether it may round a product and a sum together, which it may do differently in two kernels.
     """
 
     kernel: Any
@@ -38,11 +38,11 @@ class Launch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the compiler is told, of fusing too: Triton's default changes."""
+        """The compiler's options, with the one for fusing, whose default differs between versions of Triton."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fuses}
 
     def _on_device(self) -> AbstractContextManager[Any]:
-        """Triton launches on the current GPU, which need not be that of the tensors."""
+        """Make the tensors' GPU the current one, on which Triton launches."""
         first: Tensor = next(value for value in self.arguments.values() if isinstance(value, Tensor))
         if not first.is_cuda or first.device.index == torch.cuda.current_device():
             return nullcontext()
@@ -50,7 +50,10 @@ class Launch:
 
 
 def uncached_seconds(run: Callable[[], object]) -> float:
-    """The least time of one call on the GPU, with its cache emptied before each; after some that compile."""
+    """Return the least time of one call on the GPU.
+
+    Its cache is emptied before each call; the first calls, which compile, do not count.
+    """
     from triton.testing import do_bench
 
     milliseconds: float = do_bench(run, warmup=WARM_UP, rep=REPEATED, return_mode="min")

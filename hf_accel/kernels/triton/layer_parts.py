@@ -9,7 +9,9 @@ from torch import Tensor
 from .launch import Launch
 from .programs.pointwise import gate_and_multiply, norm, rotate
 
-LARGEST = 2**14  # numbers of a row up to which a norm spills no registers on any GPU; wider ones are right, and slower
+WIDEST_NORM = (
+    2**14
+)  # numbers of a row up to which a norm spills no registers on any GPU; wider ones are right, and slower
 HEADS = 8  # that one program rotates
 GATED = 1024  # numbers that one program gates
 GATES = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -19,8 +21,10 @@ def norm_launch(
     rows: tuple[Tensor, Tensor | None, Tensor | None], weight: Tensor, out: Tensor, *,
     eps: float, offset: float, round_first: bool,
 ) -> Launch:  # fmt: skip
-    """rows: x, what is added to it before, and where the sum goes; the last two may be None. All [..., H], contiguous,
-    as is out. weight: [H], contiguous.
+    """Return the launch of a norm.
+
+    rows: x, what is added to it before, and the tensor for the sum; the last two may be None. All [..., H],
+    contiguous, as is out. weight: [H], contiguous.
     """
     x, added, total = rows
     size = x.shape[-1]
@@ -39,7 +43,7 @@ def norm_launch(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, round_first: bool = True) -> Tensor:
-    """As the CPU's `rms_norm`, [..., H], best with H up to LARGEST, but for the order of the sum."""
+    """Compute the CPU's `rms_norm`, [..., H], with another order of the sum; fastest with H up to WIDEST_NORM."""
     x = x.contiguous()
     out = _normed(x, weight, round_first)
     norm_launch((x, None, None), weight.contiguous(), out, eps=eps, offset=offset, round_first=round_first).run()
@@ -49,7 +53,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, roun
 def add_rms_norm(
     x: Tensor, y: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, round_first: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """x + y, of one shape and dtype, and the `rms_norm` of this sum: the bits of one after the other."""
+    """Compute x + y, of one shape and dtype, and the `rms_norm` of this sum, with the bits of one after the other."""
     x, y = x.contiguous(), y.contiguous()
     total, out = torch.empty_like(x), _normed(x, weight, round_first)
     norm_launch((x, y, total), weight.contiguous(), out, eps=eps, offset=offset, round_first=round_first).run()
@@ -64,7 +68,9 @@ def rope_launch(
     heads: tuple[Tensor, Tensor], rotated: tuple[Tensor, Tensor], tables: tuple[Tensor, Tensor], *,
     interleaved: bool, round_each: bool,
 ) -> Launch:  # fmt: skip
-    """heads, rotated: q and k, [B, H, T, D] with a last stride of 1. tables: cos and sin, [B or 1, T, D], of the same
+    """Return the launch of a rotation.
+
+    heads, rotated: q and k, [B, H, T, D] with a last stride of 1. tables: cos and sin, [B or 1, T, D], of the same
     strides, the last one 1.
     """
     (q, k), (cos, sin) = heads, tables
@@ -90,7 +96,7 @@ def rope_launch(
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, round_each: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """As the CPU's `rope`. cos, sin: [B or 1, T, D]."""
+    """Compute the CPU's `rope`. cos, sin: [B or 1, T, D]."""
     if cos.stride(-1) != 1 or sin.stride() != cos.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     rotated = torch.empty_like(q), torch.empty_like(k)
@@ -99,7 +105,7 @@ def rope(
 
 
 def gate_launch(gate: Tensor, up: Tensor, out: Tensor, *, activation: str) -> Launch:
-    """All contiguous and of one shape. activation: a name of GATES."""
+    """Return the launch of a gate; all tensors are contiguous and of one shape. activation: a name of GATES."""
     return Launch(
         kernel=gate_and_multiply,
         grid=(-(-gate.numel() // GATED),),
@@ -109,7 +115,7 @@ def gate_launch(gate: Tensor, up: Tensor, out: Tensor, *, activation: str) -> La
 
 
 def gated(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
-    """activation(gate) * up of one shape and dtype. activation: a name of GATES."""
+    """Compute activation(gate) * up, of one shape and dtype. activation: a name of GATES."""
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     gate_launch(gate.contiguous(), up.contiguous(), out, activation=activation).run()
     return out

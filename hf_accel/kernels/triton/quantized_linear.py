@@ -1,7 +1,7 @@
 """Rows times a quantized weight, whose integers are read once for each tile of rows.
 
 They become floats in registers, or rows are rounded to INT8 first, in each group of inputs, and the products are
-integers. An FP8 weight has floats of a byte in the place of integers, and rows are rounded to the like.
+integers. An FP8 weight has floats of a byte instead of integers, and rows are rounded to the same format.
 
 A weight [out, in] is stored block of inputs by block, `[blocks, out, bytes of a block]`, so that what a program reads
 of a block lies side by side whatever the size of a group is. With 4 bits, byte i of a block holds input i in its low
@@ -29,10 +29,10 @@ ROUNDED = 1024  # numbers that one program rounds
 
 @dataclass(frozen=True, kw_only=True)
 class LinearTile:
-    """What one program computes: outputs x rows, over one of `splits` parts of the inputs.
+    """The work of one program: outputs x rows, over one of `splits` parts of the inputs.
 
-    The partial sums of several splits are written in float32 and added up in order. rounded: what rows are rounded to
-    and multiplied as, without splits.
+    The partial sums of several splits are written in float32 and added up in order. rounded: the format that rows are
+    rounded to and multiplied in, without splits.
     """
 
     outputs: int
@@ -43,7 +43,7 @@ class LinearTile:
     rounded: Literal["int8", "fp8"] | None = None
 
     def __str__(self) -> str:
-        """A name, in which no two tiles agree."""
+        """Return a name that no other tile has."""
         kind, parts = (
             (f"{self.rounded} " if self.rounded else ""),
             (f" in {self.splits} parts" if self.splits > 1 else ""),
@@ -78,17 +78,17 @@ class BlockedWeight:
 
     @property
     def readable(self) -> Tensor:
-        """The integers as programs take them: FP8 as bytes."""
+        """The integers in the form that programs read: FP8 as bytes."""
         return self.integers.view(torch.uint8) if self.is_fp8 else self.integers
 
     @property
     def is_stacked(self) -> bool:
-        """Whether there is one for each of several experts."""
+        """True if it holds the weights of several experts."""
         return self.integers.dim() == 4
 
     @property
     def block(self) -> int:
-        """Inputs of a block."""
+        """The number of inputs in a block."""
         return self.integers.shape[-1] * 8 // self.bits
 
     @property
@@ -101,13 +101,13 @@ class BlockedWeight:
 
     @property
     def blocks_per_group(self) -> int:
-        """0 if scales belong to outputs."""
+        """The number of blocks in a group; 0 if scales belong to outputs."""
         groups = self.scale.shape[-2]
         return 0 if groups == 1 and self.bits == 8 and self.minimum is None else self.num_blocks // groups
 
     @property
     def blocks_rounded(self) -> int:
-        """Blocks in which a row's numbers share a scale when they are rounded."""
+        """The number of blocks in which a row's numbers share a scale when they are rounded."""
         return self.blocks_per_group or ACTIVATION_GROUP // self.block
 
 
@@ -120,7 +120,7 @@ def launches(
     tile: LinearTile,
     starts: Tensor | None = None,
 ) -> list[Launch]:
-    """What computes out [rows, out] from x [rows, in], both contiguous, in order.
+    """Return the launches that compute out [rows, out] from x [rows, in], both contiguous, in order.
 
     starts: int64 [experts + 1], where the rows of each expert start; weight and bias are `stacked` then.
     """
@@ -158,9 +158,10 @@ def launches(
 
 
 def rounding(x: Tensor, weight: BlockedWeight, *, room: int) -> tuple[Launch, Tensor, Tensor]:
-    """What rounds x [rows, in], contiguous, in each group of inputs, to numbers of the kind that `weight` has.
+    """Return the launch that rounds x [rows, in], contiguous, in each group of inputs, to numbers of the weight's
+    kind.
 
-    Also what it writes: levels [room, in up to whole groups], int8, or FP8 as bytes, and float32 factors
+    Also returns what it writes: levels [room, in up to whole groups], int8, or FP8 as bytes, and float32 factors
     [room, groups]. Beyond x's rows they hold anything.
     """
     per_group = weight.blocks_rounded
@@ -203,7 +204,7 @@ def _rounded_launches(
 
 
 def _programs(out: Tensor, tile: LinearTile, starts: Tensor | None) -> tuple[int, int]:
-    """Tiles of rows, of which each expert may need one that is not full, and of outputs."""
+    """Return the number of tiles of rows, where each expert may need one that is not full, and of tiles of outputs."""
     rows, outputs = out.shape
     row_tiles = -(-rows // tile.rows) if starts is None else min(rows, rows // tile.rows + len(starts) - 1)
     return row_tiles, -(-outputs // tile.outputs)
@@ -218,9 +219,9 @@ def _constants(tile: LinearTile, starts: Tensor | None) -> dict[str, int]:
 def quantized_linear(
     x: Tensor, weight: BlockedWeight, bias: Tensor | None, *, tile: LinearTile, starts: Tensor | None = None
 ) -> Tensor:
-    """x [rows, in], contiguous -> [rows, out] in x's dtype: x @ W^T + bias.
+    """Compute x @ W^T + bias for x [rows, in], contiguous -> [rows, out] in x's dtype.
 
-    starts: as `launches` has it, with bias [experts, out] and a tile without splits.
+    starts: see `launches`, with bias [experts, out] and a tile without splits.
     """
     out = x.new_empty(len(x), weight.out_features)
     for launch in launches(x, weight, bias, out, tile=tile, starts=starts):
@@ -229,7 +230,7 @@ def quantized_linear(
 
 
 def stacked(weights: Sequence[BlockedWeight]) -> BlockedWeight:
-    """Weights of one shape one after the other, [experts, ...] in each tensor."""
+    """Stack weights of one shape, [experts, ...] in each tensor."""
 
     def joined(name: str) -> Tensor | None:
         parts = [getattr(weight, name) for weight in weights]
@@ -240,7 +241,7 @@ def stacked(weights: Sequence[BlockedWeight]) -> BlockedWeight:
 
 
 def parts_of_stack(weight: BlockedWeight) -> list[BlockedWeight]:
-    """Views of what was `stacked`."""
+    """Return views of the weights that were `stacked`."""
     names = [name for name in ("integers", "scale", "zero_point", "minimum") if getattr(weight, name) is not None]
     count = len(weight.integers)
     return [replace(weight, **{name: getattr(weight, name)[i] for name in names}) for i in range(count)]

@@ -12,7 +12,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall, build_respon
 from transformers.utils import logging
 
 from ..bodies import ChatBody
-from ..service import Event, Job, known_keywords
+from ..service import Event, Job, Service, known_keywords
 from ..token_text import ScoredToken
 from .handlers import OfEngine, event_stream, usage, with_usage
 
@@ -30,7 +30,16 @@ class MessageParser:
         self._parser, self._name = parser, f"{request_id}_{index}"
         self.keeps_special = parser is not None  # it knows thoughts and calls by special tokens
         self._begun = False
+        self.is_broken = False  # its end was not understood
         self.num_calls = 0
+
+    @classmethod
+    def of(
+        cls, service: Service, prompt: list[int], tools: list[dict[str, Any]] | None, request_id: str, index: int = 0
+    ) -> MessageParser:
+        """The parser for choice `index` of a request, of which the model was told `tools`."""
+        more = known_keywords(build_response_parser, {"tools": tools})
+        return cls(build_response_parser(service.tokenizer, service.engine.model, prompt, **more), request_id, index)
 
     def feed(self, text: str) -> list[dict[str, Any]]:
         """Return the deltas of a message that a piece of text brings."""
@@ -49,7 +58,7 @@ class MessageParser:
             _, events = self._parser.finalize()
         except (ValueError, RuntimeError) as error:  # the text ends within a call, most likely at max_tokens
             logger.warning(f"the end of a message was not understood, and is left out: {error}")
-            events = []
+            self.is_broken, events = True, []
         return before + self._deltas(events)
 
     def _deltas(self, events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -76,10 +85,8 @@ class Chat(OfEngine, ChatCompletionHandler):
     async def _answer(
         self, asked: ChatBody, body: dict[str, Any], prompts: list[list[int]], request_id: str
     ) -> Response:
-        model, tokenizer = self.service.engine.model, self.service.tokenizer
-        more = known_keywords(build_response_parser, {"tools": _tools(asked, body)})
         parsers = [
-            MessageParser(build_response_parser(tokenizer, model, prompts[0], **more), request_id, index)
+            MessageParser.of(self.service, prompts[0], _tools(asked, body), request_id, index)
             for index in range(asked.num_choices)
         ]
         job = self.service.submit(asked, prompts)
@@ -95,7 +102,7 @@ class Chat(OfEngine, ChatCompletionHandler):
         for index in range(job.num_choices):
             yield {**head, "choices": [_chunk(index, {"role": "assistant", "content": ""})]}
         async for event in job.events(keep_special=parsers[0].keeps_special):
-            deltas = _deltas(parsers[event.index], event)
+            deltas = deltas_of(parsers[event.index], event)
             if event.entries and not deltas:
                 deltas = [{}]
             for number, delta in enumerate(deltas):
@@ -112,7 +119,7 @@ class Chat(OfEngine, ChatCompletionHandler):
         entries: list[list[ScoredToken]] = [[] for _ in parsers]
         reasons: list[str | None] = [None] * len(parsers)
         async for event in job.events(keep_special=parsers[0].keeps_special):
-            for delta in _deltas(parsers[event.index], event):
+            for delta in deltas_of(parsers[event.index], event):
                 _join(messages[event.index], delta)
             entries[event.index] += event.entries
             reasons[event.index] = event.finish_reason
@@ -131,7 +138,8 @@ def _tools(asked: ChatBody, body: dict[str, Any]) -> list[dict[str, Any]] | None
     return None if asked.tool_choice == "none" else body.get("tools") or None
 
 
-def _deltas(parser: MessageParser, event: Event) -> list[dict[str, Any]]:
+def deltas_of(parser: MessageParser, event: Event) -> list[dict[str, Any]]:
+    """The deltas of a message that news of its choice bring."""
     return parser.feed(event.text) + (parser.end() if event.finish_reason is not None else [])
 
 

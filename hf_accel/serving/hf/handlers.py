@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -93,8 +93,13 @@ class OfEngine(BaseHandler):
         return [{**message, **converted} for message, converted in zip(given, inputs, strict=True)]
 
 
-def event_stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
-    """Send dicts as server-sent events, then [DONE]. An error is an event too, because the status has been sent."""
+def event_stream(
+    events: AsyncIterator[dict[str, Any]],
+    *,
+    failed: Callable[[ApiError], list[dict[str, Any]]] = lambda error: [error.body()],
+    last: str = "data: [DONE]\n\n",
+) -> StreamingResponse:
+    """Send dicts as server-sent events, then `last`. failed: the events of an error; the status has been sent."""
 
     async def lines() -> AsyncIterator[str]:
         try:
@@ -104,8 +109,9 @@ def event_stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
             if not isinstance(error, ApiError):
                 logger.exception("a stream ended with an error")
                 error = ApiError(500, f"the server failed: {type(error).__name__}")
-            yield f"data: {json.dumps(error.body())}\n\n"
-        yield "data: [DONE]\n\n"
+            for event in failed(error):
+                yield f"data: {json.dumps(event)}\n\n"
+        yield last
 
     return StreamingResponse(lines(), media_type="text/event-stream")
 

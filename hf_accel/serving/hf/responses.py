@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from transformers.cli.serving.response import ResponseHandler
+from starlette.responses import JSONResponse, Response
+from transformers.cli.serving.response import ResponseHandler, _ResponseStreamBuilder, compute_usage
 
 from ..api_errors import ApiError
 from ..bodies import ResponseBody, check_messages
-from ..service import known_keywords
-from .engine_manager import EngineManager
-from .handlers import OfEngine
+from ..service import Job
+from .chat import MessageParser, deltas_of
+from .handlers import OfEngine, event_stream
 
 
 class Responses(OfEngine, ResponseHandler):
@@ -40,50 +40,67 @@ class Responses(OfEngine, ResponseHandler):
     async def _answer(
         self, asked: ResponseBody, body: dict[str, Any], prompts: list[list[int]], request_id: str
     ) -> Response:
-        streaming: Any = self._streaming
-        more = known_keywords(streaming, {"tools": self._tools(asked, body)})
-        manager = EngineManager(self.service)
-        stream: Any = streaming(
-            request_id,
-            self.service.engine.model,
-            self.service.tokenizer,
-            self.service.name,
-            body,
-            {"input_ids": prompts[0]},
-            asked,
-            gen_manager=manager,
-            **more,
-        )
-        parts = _with_end(stream.body_iterator, manager)
+        parser = MessageParser.of(self.service, prompts[0], self._tools(asked, body), request_id)
+        job = self.service.submit(asked, prompts)
+        head = {
+            "id": f"resp_{request_id}", "created_at": time.time(), "model": self.service.name, "object": "response",
+            "tools": [], "tool_choice": "auto", "parallel_tool_calls": body.get("parallel_tool_calls", False),
+        }  # fmt: skip
+        answer: Any = Answer(request_id=request_id, response_defaults=head)
+        events = _events(job, parser, answer)
         if asked.stream:
-            return StreamingResponse(parts, media_type=stream.media_type)
-        # Transformers' own whole answers fail where the text ends within a call.
-        last = [part async for part in parts][-1]
-        if manager.failure is not None:
-            raise manager.failure
-        return JSONResponse(_events(last)[-1]["response"])
+            return event_stream(events, failed=lambda error: answer.error(error.message), last="")
+        return JSONResponse([event async for event in events][-1]["response"])
 
 
-async def _with_end(parts: AsyncIterator[str], manager: EngineManager) -> AsyncIterator[str]:
-    """Hand on transformers' server-sent events; the last ones say so if the answer was cut off.
+class Answer(_ResponseStreamBuilder):
+    """Makes transformers' events of one answer, as dicts. is_cut_off: it has as many tokens as it may have."""
 
-    The last two parts are the end of the message, by itself, and the end of the response.
-    """
-    async for part in parts:
-        if not manager.is_cut_off:
-            yield part
-            continue
-        events = _events(part)
-        last = events[-1]
-        if last["type"] == "response.completed":
-            last |= {"type": "response.incomplete", "response": incomplete(last["response"])}
-        elif last["type"] == "response.output_item.done":
-            last["item"] = _cut_off(last["item"])
-        yield "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    is_cut_off = False
+
+    def _emit(self, event: Any) -> Any:
+        self.seq += 1
+        found: dict[str, Any] = event.model_dump(mode="json", exclude_none=True)
+        if self.is_cut_off and found["type"] == "response.completed":
+            return {**found, "type": "response.incomplete", "response": incomplete(found["response"])}
+        if self.is_cut_off and found["type"] == "response.output_item.done":
+            return {**found, "item": _cut_off(found["item"])}
+        return found
+
+    def delta(self, delta: dict[str, Any]) -> list[Any]:
+        """Return the events of a delta of a message."""
+        if "reasoning_content" in delta:
+            return [*([] if self.reasoning_open else self.start_reasoning()), *self.reasoning_delta(*delta.values())]
+        if "content" in delta:
+            begun = [] if self.message_open else self.start_message()
+            return [*self._thought(), *begun, *self.text_delta(delta["content"])]
+        call, number = delta["tool_calls"][0]["function"], len(self.tool_calls)
+        said = self.finish_message() if self.message_open else []
+        name = f"{self.resp_id.removeprefix('resp_')}_tool_call_{number}"
+        return [*self._thought(), *said, *self.tool_call(name, call["name"], call["arguments"])]
+
+    def end(self, job: Job) -> list[Any]:
+        """Return the last events; each answer has a message, if an empty one."""
+        begun = [] if self.message_open else self.start_message()
+        usage = compute_usage(job.num_prompt_tokens, job.num_new_tokens)
+        return [*self._thought(), *begun, *self.finish_message(), *self.completed(usage)]
+
+    def _thought(self) -> list[Any]:
+        return self.finish_reasoning() if self.reasoning_open else []
 
 
-def _events(part: str) -> list[dict[str, Any]]:
-    return [json.loads(line.removeprefix("data: ")) for line in part.split("\n\n") if line]
+async def _events(job: Job, parser: MessageParser, answer: Any) -> AsyncIterator[dict[str, Any]]:
+    for event in answer.start_response():
+        yield event
+    async for news in job.events(keep_special=parser.keeps_special):
+        for delta in deltas_of(parser, news):
+            for event in answer.delta(delta):
+                yield event
+        answer.is_cut_off = news.finish_reason == "length"
+    if parser.is_broken and not answer.is_cut_off:
+        raise ApiError(500, "the end of the answer was not understood: it ends within a call")
+    for event in answer.end(job):
+        yield event
 
 
 def incomplete(response: dict[str, Any]) -> dict[str, Any]:

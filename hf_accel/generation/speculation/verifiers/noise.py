@@ -19,7 +19,7 @@ MASK = (1 << 64) - 1
 
 
 class Purpose(IntEnum):
-    """What a random number is used for. Numbers of different purposes are independent."""
+    """The use of a random number. Numbers of different purposes are independent."""
 
     DRAFT = 0  # to draw a drafted token
     ACCEPT = 1  # to decide whether a drafted token is accepted

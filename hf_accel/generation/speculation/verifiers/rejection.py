@@ -40,7 +40,7 @@ class Given(NamedTuple):
     starts: list[int]
 
     def kept(self, counts: abc.Sequence[int], last: abc.Sequence[int]) -> list[list[int]]:
-        """Of each draft the first `count` tokens, and one more."""
+        """Return the first `count` tokens of each draft, and one more."""
         each = zip(self.drafts, counts, last, strict=True)
         return [[*draft.tokens[:count], token] for draft, count, token in each]
 
@@ -101,7 +101,7 @@ class RejectionVerifier(Verifier):
     def accept_on_device(self, drafts: DrawnDrafts) -> tuple[Tensor, Tensor]:
         """Return what `accept` does, as [n] int64 and [n] float64, without waiting for the device.
 
-        The host's own arithmetic is several times faster where its numbers are at hand.
+        The host's own arithmetic is several times faster if it has the numbers.
         """
 
     def drawn(self, probabilities: Tensor, places: abc.Sequence[Place]) -> Unread[list[int]]:
@@ -181,7 +181,7 @@ class RejectionVerifier(Verifier):
             p, q = given.probabilities[start : start + len(draft) + 1], _distributions(draft)
             drafted = integers(draft.tokens)[:, None]
             uniforms = [self._number(place.next(j), Purpose.ACCEPT) for j in range(len(draft))]
-            p_drafted, q_drafted = (law.gather(1, drafted)[:, 0].tolist() for law in (p, q))
+            p_drafted, q_drafted = (each.gather(1, drafted)[:, 0].tolist() for each in (p, q))
             looked.append(Drawn(p, q, p_drafted, q_drafted, uniforms))
         return looked
 

@@ -44,7 +44,7 @@ class Verifier(ABC):
         """Draw a drafted token from each row of probabilities [n, V] float32.
 
         places: for drafted token j of a sequence, `first.next(j)`, where `first` is the Place that `verified` gets for
-        this sequence. If there are numbers to read, the first n of them are the tokens, but for the rare ones that
+        this sequence. If there are numbers to read, the first n of them are the tokens, except for the rare ones that
         are drawn again when they are read.
         """
 

@@ -1,1 +1,1 @@
-"""The kernels themselves, in Triton's language. A launch is made of them one folder higher."""
+"""The kernels themselves, in Triton's language. The files one folder higher make launches of them."""

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .rounded import fp8_numbers
 
-# These change from pass to pass. Triton would compile the kernel anew where one is 1, or a multiple of 16.
+# These change from pass to pass. Triton would compile the kernel again where one is 1, or a multiple of 16.
 VARYING = [
     "table_row", "num_row_blocks", "num_splits", "first_query", "rows_of_part", "least_queries", "most_queries",
 ]  # fmt: skip
@@ -24,7 +24,9 @@ INT4_MIDDLE = tl.constexpr(7.5)
 
 @triton.jit
 def _levels(tile, FP8: tl.constexpr, dtype: tl.constexpr):
-    """Stored int8 or fp8 as numbers of `dtype`, exactly; fp8 comes 2 ** 8 times too small, as fp8_numbers gives it."""
+    """Convert stored int8 or fp8 to numbers of `dtype`, exactly; fp8 comes out 2 ** 8 times too small, see
+    fp8_numbers.
+    """
     if FP8:
         return fp8_numbers(tile, dtype)
     return tile.to(tl.float32).to(dtype)  # straight from int8, the interpreter's bfloat16 would be wrong
@@ -32,7 +34,7 @@ def _levels(tile, FP8: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _scores(x, softcap, scale, CAPPED: tl.constexpr):
-    """Products q k -> scores times log2(e)."""
+    """Turn products q k into scores times log2(e)."""
     if CAPPED:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is 1 long before exp2 overflows
         power = tl.minimum(x * (scale / softcap) * (2 * LOG2_E), 64.0)
@@ -42,7 +44,7 @@ def _scores(x, softcap, scale, CAPPED: tl.constexpr):
 
 @triton.jit
 def _finish(numbers, lse, sink):
-    """Normalized numbers [rows, D] of lse [rows] (base 2), beside a sink [rows] (base 2) -> the results, their lse."""
+    """Add a sink [rows] (base 2) to normalized numbers [rows, D] of lse [rows] (base 2) -> the results, their lse."""
     largest = tl.maximum(lse, sink)
     largest = tl.where(largest == -float("inf"), 0.0, largest)
     weight = tl.exp2(lse - largest)
@@ -53,7 +55,7 @@ def _finish(numbers, lse, sink):
 
 @triton.jit
 def _first_part(position, window, SPLIT_KEYS: tl.constexpr, WINDOWED: tl.constexpr):
-    """The part that the first key of a query at this position is in: parts before it are not kept."""
+    """Return the part that holds the first key of a query at this position: parts before it are not kept."""
     if WINDOWED:
         return tl.maximum(0, position - window + 1) // SPLIT_KEYS
     return position * 0
@@ -70,7 +72,7 @@ def attend(
     SPLIT_KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, KIND: tl.constexpr, FP8: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows of one sequence and key head; axis 1 of the grid goes over the parts of its keys."""
+    """Compute one block of rows of one sequence and key head; axis 1 of the grid goes over the parts of its keys."""
     row_block, place = tl.program_id(0) % num_row_blocks, tl.program_id(0) // num_row_blocks
     kv_heads = num_heads // GROUP
     sequence, kv_head = place // kv_heads, place % kv_heads
@@ -222,7 +224,7 @@ def merge(
     num_heads, num_splits, first_query, rows_of_part, most_queries, window,
     VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, SPLIT_KEYS: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one query and head, added in the order of their keys."""
+    """Add the parts of one query and head in the order of their keys."""
     head, place = tl.program_id(0) % num_heads, tl.program_id(0) // num_heads
     sequence, row = place // rows_of_part, place % rows_of_part
     query = first_query + row

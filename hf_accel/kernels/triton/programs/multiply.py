@@ -7,12 +7,14 @@ import triton.language as tl
 
 from .rounded import fp8_numbers
 
-VARYING = ["rows"]  # Triton would compile the kernel anew where it is 1, or a multiple of 16
+VARYING = ["rows"]  # Triton would compile the kernel again where it is 1, or a multiple of 16
 
 
 @triton.jit
 def zero_points_of(zero_point, group, outputs, output, is_output):
-    """int8, of a group of inputs; a byte holds those of two outputs, the even one in its low half."""
+    """Read the zero points of a group of inputs, int8; a byte holds those of two outputs, the even one in its low
+    half.
+    """
     pairs = (outputs + 1) // 2
     pair = tl.load(zero_point + group * pairs + output // 2, mask=is_output, other=0).to(tl.int32)
     return (pair << (28 - output % 2 * 4) >> 28).to(tl.int8)
@@ -20,7 +22,8 @@ def zero_points_of(zero_point, group, outputs, output, is_output):
 
 @triton.jit
 def _weights(integers, scale, zero_point, minimum, BITS: tl.constexpr, FP8: tl.constexpr, DTYPE: tl.constexpr):
-    """int8 [outputs, inputs], 4-bit numbers times 16 -> what `scale` is to multiply, in DTYPE; with minima the weight.
+    """Convert int8 [outputs, inputs] (4-bit numbers times 16) to the numbers that `scale` multiplies, in DTYPE; with
+    minima to the weight.
 
     scale: of the numbers as they come, with zero points of the numbers. FP8: bytes, which come 2 ** 8 times too small.
     """
@@ -36,7 +39,9 @@ def _weights(integers, scale, zero_point, minimum, BITS: tl.constexpr, FP8: tl.c
 
 @triton.jit
 def rows_of_expert(starts, row_tile, ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr):
-    """(expert, rows, which of them are its) of a tile, if each expert has as many as it needs; EXPERTS: of none."""
+    """Return (expert, rows, the mask of its rows) of a tile, if each expert has as many tiles as it needs; EXPERTS for
+    a tile of none.
+    """
     expert = tl.arange(0, EXPERTS_2)
     is_expert = expert < EXPERTS
     start = tl.load(starts + expert, mask=is_expert, other=0)
@@ -56,7 +61,9 @@ def multiply(
     BITS: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_CUT: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr,
 ):  # fmt: skip
-    """Program (row tile, output tile, split). out: [splits, rows, outputs]. share: blocks of inputs of a split.
+    """Compute one tile; the program is (row tile, output tile, split).
+
+    out: [splits, rows, outputs]. share: blocks of inputs of a split.
 
     starts: int64 [EXPERTS + 1], the first row of each expert, whose weights lie one after the other; or None.
     EXPERTS_2: EXPERTS up to a power of 2.
@@ -135,7 +142,7 @@ def multiply(
 
 @triton.jit
 def add_splits(partial, bias, out, numbers, outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """partial float32 [SPLITS, numbers], numbers = rows * outputs -> out [numbers]."""
+    """Add partial float32 [SPLITS, numbers], numbers = rows * outputs, to out [numbers]."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_there = number < numbers
     total = tl.zeros((BLOCK,), tl.float32)

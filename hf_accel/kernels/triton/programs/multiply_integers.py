@@ -1,8 +1,8 @@
 """Rows rounded to INT8 or FP8, times a quantized weight of the same kind; see ../quantized_linear.py.
 
-With integers, what one number of the result is does not depend on the tile: sums within a group of inputs are exact,
-and groups are added up in order, by products and sums that are rounded once. Products of FP8 are exact, and how their
-sums within a group are rounded is the GPU's.
+With integers, a number of the result does not depend on the tile: sums within a group of inputs are exact,
+and groups are added up in order, by products and sums that are rounded once. Products of FP8 are exact; the GPU
+decides how their sums within a group are rounded.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ def round_rows(
     x, levels, factors, inputs, groups,
     FP8: tl.constexpr, GROUP: tl.constexpr, GROUP_2: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, GROUPS groups of it). levels: [rows, groups * GROUP], int8, or FP8 as bytes. factors: float32
-    [rows, groups].
+    """Round GROUPS groups of a row; the program is (row, groups).
+
+    levels: [rows, groups * GROUP], int8, or FP8 as bytes. factors: float32 [rows, groups].
 
     Past the last input there are zeros. The factor of a group that holds NaN or infinity is NaN. GROUP_2: GROUP up to
     a power of 2.
@@ -55,10 +56,12 @@ def multiply_integers(
     BITS: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, BY_GROUP: tl.constexpr,
     IS_CUT: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr,
 ):  # fmt: skip
-    """Program (row tile, output tile). out: [rows, outputs]. PER_GROUP: blocks of inputs of a group of the rows.
+    """Compute one tile; the program is (row tile, output tile).
+
+    out: [rows, outputs]. PER_GROUP: blocks of inputs of a group of the rows.
 
     BY_GROUP: whether scales of the weight belong to these groups. IS_CUT: whether the last group has fewer blocks.
-    starts, EXPERTS, EXPERTS_2: as `multiply` has them.
+    starts, EXPERTS, EXPERTS_2: see `multiply`.
     """
     BYTES: tl.constexpr = BLOCK * BITS // 8
     row_tile = tl.program_id(0)

@@ -8,14 +8,17 @@ import triton.language as tl
 
 @triton.jit
 def norm(x, added, total, weight, out, size, eps, offset, ROUND_FIRST: tl.constexpr, BLOCK: tl.constexpr):
-    """One row of x and out [rows, size]. added: what is added to x before; total: where the sum goes. Both or none."""
+    """Norm one row of x into out [rows, size].
+
+    added: what is added to x before; total: where the sum goes. Both or none.
+    """
     start = tl.program_id(0).to(tl.int64) * size
     place = tl.arange(0, BLOCK)
     is_there = place < size
     row = tl.load(x + start + place, mask=is_there, other=0).to(tl.float32)
     if added is not None:
         row += tl.load(added + start + place, mask=is_there, other=0).to(tl.float32)
-        row = row.to(x.dtype.element_ty)  # the norm is that of the rounded sum, which others read
+        row = row.to(x.dtype.element_ty)  # the norm is that of the rounded sum, which other code reads too
         tl.store(total + start + place, row, mask=is_there)
         row = row.to(tl.float32)
     mean = tl.sum(row * row, axis=0) / size
@@ -28,7 +31,7 @@ def norm(x, added, total, weight, out, size, eps, offset, ROUND_FIRST: tl.conste
 
 @triton.jit
 def rotated(first, second, cos, sin, DTYPE: tl.constexpr, ROUND_EACH: tl.constexpr):
-    """first * cos + second * sin of float32 numbers; ROUND_EACH: both products are rounded to DTYPE."""
+    """Compute first * cos + second * sin of float32 numbers. ROUND_EACH: both products are rounded to DTYPE."""
     one, other = first * cos, second * sin
     if ROUND_EACH:
         one, other = one.to(DTYPE).to(tl.float32), other.to(DTYPE).to(tl.float32)
@@ -40,7 +43,7 @@ def rotate_heads(
     x, out, head, heads, size, cos, sin, x_head, out_head,
     INTERLEAVED: tl.constexpr, ROUND_EACH: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Some heads [HEADS, 1] of one token. x, out, cos, sin: point to what belongs to this token."""
+    """Rotate some heads [HEADS, 1] of one token. x, out, cos, sin: pointers to the values of this token."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     pair = tl.arange(0, PAIRS)[None, :]
     first_place = pair * 2 if INTERLEAVED else pair
@@ -65,7 +68,7 @@ def rotate(
     k_out_batch, k_out_head, k_out_token, table_batch, table_token,
     INTERLEAVED: tl.constexpr, ROUND_EACH: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token of q, and after those of q of k, by tables [batch or 1, tokens, size].
+    """Rotate HEADS heads of one token of q, and after the heads of q those of k, by tables [batch or 1, tokens, size].
 
     q and k, and what they become: [batch, heads, tokens, size].
     """
@@ -90,7 +93,7 @@ def rotate(
 
 @triton.jit
 def gate_and_multiply(gate, up, out, numbers, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """out = activation(gate) * up, each [numbers]; the activation is rounded to their dtype, as torch does it."""
+    """Compute out = activation(gate) * up, each [numbers]; the activation is rounded to their dtype, as in torch."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_there = place < numbers
     x = tl.load(gate + place, mask=is_there, other=0).to(tl.float32)

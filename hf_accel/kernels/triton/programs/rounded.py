@@ -10,13 +10,13 @@ ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: float32 numbers up to 2 ** 
 
 @triton.jit
 def round_to_even(x):
-    """To the nearest integer, halves to the even one; |x| at most 2 ** 22."""
+    """Round to the nearest integer, halves to the even one; |x| is at most 2 ** 22."""
     return (x + ROUNDER) - ROUNDER
 
 
 @triton.jit
 def fp8_bits(x):
-    """float32, of magnitude 448 at most, as the bits of float8_e4m3fn."""
+    """Convert float32 numbers, of magnitude 448 at most, to the bits of float8_e4m3fn."""
     bits = x.to(tl.uint32, bitcast=True)
     sign, magnitude = bits >> 24 & 0x80, bits & 0x7FFFFFFF
     # Adding just under half of the last bit that stays, or half if that bit is set, rounds halves to even.
@@ -27,6 +27,8 @@ def fp8_bits(x):
 
 @triton.jit
 def fp8_numbers(tile, dtype: tl.constexpr):
-    """Bytes of float8_e4m3fn as numbers of `dtype`, 2 ** 8 times too small: as float16, the exponent is 8 smaller."""
+    """Convert bytes of float8_e4m3fn to numbers of `dtype`, 2 ** 8 times too small: in float16 the exponent is 8
+    smaller.
+    """
     bits = tile.to(tl.uint16)
     return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32).to(dtype)

@@ -13,14 +13,14 @@ PLAIN, INT8, FP8, INT4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.c
 
 @triton.jit
 def _maximum(x, mask):
-    """Of the magnitudes of x; NaN if one of them is NaN."""
+    """Return the largest magnitude of x; NaN if a number is NaN."""
     largest = tl.max(tl.where(mask, tl.abs(x), 0.0), 0)
     return tl.where(tl.max(tl.where(mask & (x != x), 1, 0), 0) > 0, float("nan"), largest)
 
 
 @triton.jit
 def _scaled(x, scale, largest: tl.constexpr):
-    """Levels: x over its scale, within +-largest; 0 where that is not a number."""
+    """Return the levels: x over its scale, within +-largest; 0 where that is not a number."""
     levels = tl.div_rn(x, tl.where(scale == 0, 1.0, scale) + tl.zeros_like(x))
     levels = tl.where(levels == levels, levels, 0.0)
     return tl.minimum(tl.maximum(levels, -largest), largest)
@@ -28,7 +28,7 @@ def _scaled(x, scale, largest: tl.constexpr):
 
 @triton.jit
 def _hadamard(x, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """x [BLOCK] float32, in blocks of 2 ** STAGES, as `rotate` of cache/quantized.py multiplies it, sum by sum."""
+    """Multiply x [BLOCK] float32, in blocks of 2 ** STAGES, as `rotate` of cache/quantized.py does, sum by sum."""
     place = tl.arange(0, BLOCK)
     for stage in tl.static_range(STAGES):
         other = tl.gather(x, place ^ (1 << stage), 0)
@@ -38,7 +38,7 @@ def _hadamard(x, BLOCK: tl.constexpr, STAGES: tl.constexpr):
 
 @triton.jit
 def _store_range(x, pages, scales, target, scale_target, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """x [BLOCK] float32, of which DIM are there, by its range: two levels in a byte, a scale and a shift."""
+    """Store x [BLOCK] float32, of which DIM numbers count, by its range: two levels in a byte, a scale, a shift."""
     place = tl.arange(0, BLOCK)
     mask = place < DIM
     is_number = mask & (x == x)
@@ -66,14 +66,14 @@ def _store_range(x, pages, scales, target, scale_target, DIM: tl.constexpr, BLOC
 def _store_head(
     numbers, pages, scales, place, DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, STAGES: tl.constexpr
 ):
-    """One head of one token, [BLOCK], of which DIM are there, at a place among all heads of pages."""
+    """Store one head of one token, [BLOCK], of which the first DIM count, at a place among all heads of pages."""
     dims = tl.arange(0, BLOCK)
     mask = dims < DIM
     if KIND == PLAIN:
         tl.store(pages + place * DIM + dims, numbers, mask=mask)
     elif KIND == INT4:
-        turned = _hadamard(numbers.to(tl.float32), BLOCK, STAGES)
-        _store_range(turned, pages, scales, place * (DIM // 2), place, DIM, BLOCK)
+        rotated_numbers = _hadamard(numbers.to(tl.float32), BLOCK, STAGES)
+        _store_range(rotated_numbers, pages, scales, place * (DIM // 2), place, DIM, BLOCK)
     else:
         stored = scales.dtype.element_ty
         largest: tl.constexpr = 127.0 if KIND == INT8 else 448.0
@@ -89,21 +89,21 @@ def _store_head(
 
 @triton.jit
 def _head(states, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """The numbers of one head of one token, [BLOCK]."""
+    """Load the numbers of one head of one token, [BLOCK]."""
     dims = tl.arange(0, BLOCK)
     return tl.load(states + dims, mask=dims < DIM, other=0.0)
 
 
 @triton.jit
-def turn(
+def rotate_head(
     x, out, x_token, x_head, num_heads, DIM: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """One head of one token, multiplied as K and V are for INT4 pages. out: contiguous, [tokens, heads, DIM]."""
+    """Rotate one head of one token, as K and V are rotated for INT4 pages. out: contiguous, [tokens, heads, DIM]."""
     row = tl.program_id(0).to(tl.int64)
     numbers = _head(x + row // num_heads * x_token + row % num_heads * x_head, DIM, BLOCK)
-    turned = _hadamard(numbers.to(tl.float32), BLOCK, STAGES)
+    rotated_numbers = _hadamard(numbers.to(tl.float32), BLOCK, STAGES)
     dims = tl.arange(0, BLOCK)
-    tl.store(out + row * DIM + dims, turned.to(out.dtype.element_ty), mask=dims < DIM)
+    tl.store(out + row * DIM + dims, rotated_numbers.to(out.dtype.element_ty), mask=dims < DIM)
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def write(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, KIND: tl.constexpr,
     STAGES_K: tl.constexpr, STAGES_V: tl.constexpr,
 ):  # fmt: skip
-    """K and V of one head of one token. A slot below 0 is none: nothing is written."""
+    """Write K and V of one head of one token. A slot below 0 is none: nothing is written."""
     token, head = (tl.program_id(0) // num_heads).to(tl.int64), tl.program_id(0) % num_heads
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
@@ -129,17 +129,17 @@ def write(
 def _rotated_head(
     x, cos, sin, DIM: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, ROUND_EACH: tl.constexpr
 ):
-    """The numbers of one head of one token, [BLOCK], rotated; in their order, as pages hold them."""
+    """Load the numbers of one head of one token, [BLOCK], and rotate them; they keep the order of the pages."""
     place = tl.arange(0, BLOCK)
     mask = place < DIM
     is_first = place % 2 == 0 if INTERLEAVED else place < DIM // 2
     other = place ^ 1 if INTERLEAVED else tl.where(is_first, place + DIM // 2, place - DIM // 2)
     own = tl.load(x + place, mask=mask, other=0).to(tl.float32)
-    turned = tl.gather(own, other, 0)
-    turned = tl.where(is_first, -turned, turned)
+    partner = tl.gather(own, other, 0)
+    partner = tl.where(is_first, -partner, partner)
     cos = tl.load(cos + place, mask=mask, other=0).to(tl.float32)
     sin = tl.load(sin + place, mask=mask, other=0).to(tl.float32)
-    return rotated(own, turned, cos, sin, x.dtype.element_ty, ROUND_EACH)
+    return rotated(own, partner, cos, sin, x.dtype.element_ty, ROUND_EACH)
 
 
 @triton.jit
@@ -151,7 +151,7 @@ def rotate_and_write(
     STAGES_K: tl.constexpr, STAGES_V: tl.constexpr,
     INTERLEAVED: tl.constexpr, ROUND_EACH: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of q of one token, rotated; and after those of q, one head of K, rotated and written, and of V.
+    """Rotate HEADS heads of q of one token; after the heads of q, rotate and write one head of K, and write one of V.
 
     q, k, v: [batch, heads, tokens, dim]; q_out, k_out: [batch, tokens, heads, dim], contiguous. A slot < 0 is none.
     """

@@ -20,9 +20,9 @@ pytest.importorskip("triton")
 from hf_accel.kernels.triton import layer_parts as module
 from hf_accel.kernels.triton.kv_write import (
     rope_and_write,
+    rotated_heads,
+    rotating,
     rotating_and_writing,
-    turned,
-    turning,
     write_pages,
     writing,
 )
@@ -173,7 +173,7 @@ def test_turned_as_by_torch(dim, dtype):
     both = on(torch.randn(3, 5 * dim) * 10).to(dtype)
     for x in (both[:, : 4 * dim].unflatten(1, (4, dim)), both.unflatten(1, (5, dim)), both[:0].unflatten(1, (5, dim))):
         expected = rotate(x.float()).to(dtype)
-        assert torch.equal(turned(x), expected) and turned(x).is_contiguous()
+        assert torch.equal(rotated_heads(x), expected) and rotated_heads(x).is_contiguous()
 
 
 @runs
@@ -229,7 +229,7 @@ def test_all_fit_every_gpu(dtype, capability):
     from tests.unit.kernels.triton.compiling import compile_for
 
     launches = []
-    for size in (64, 128, 4096, 5120, module.LARGEST):
+    for size in (64, 128, 4096, 5120, module.WIDEST_NORM):
         x, weight = torch.empty(3, size, dtype=dtype), torch.empty(size, dtype=dtype)
         rows = (x, None, None) if size in (64, 5120) else (x, x, x)
         launches.append(module.norm_launch(rows, weight, x, eps=1e-5, offset=0.0, round_first=True))
@@ -241,7 +241,7 @@ def test_all_fit_every_gpu(dtype, capability):
             states, slots = torch.empty(10, 3, size, dtype=dtype), torch.zeros(10, dtype=torch.int64)
             pages = KVStorage(2, 16, states, states, quantized=quantized).pages
             launches.append(rotating_and_writing((*heads, x[:, :3]), tables, pages, slots, **options))
-        launches.append(turning(x[0].transpose(0, 1)))
+        launches.append(rotating(x[0].transpose(0, 1)))
     launches.append(writing(states, states, pages, slots))
     x = torch.empty(3, 4096, dtype=dtype)
     launches += [module.gate_launch(x, x, x, activation=activation) for activation in ACTIVATIONS]

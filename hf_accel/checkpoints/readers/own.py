@@ -1,0 +1,110 @@
+"""Our own checkpoints: config.json lists the quantized layers, and the files have their tensors as they are here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...errors import HfAccelError
+from ...linear import QuantModule
+from ...linear.formats import ByteWeight, LowBitWeight, chunks, readable, state, zeros
+from ...linear.hf import METHOD
+from ..contents import AGAIN, check_finite, check_tensor, missing
+from .reader import Found, Parts, Reader, are_safe, headers_of
+
+
+class Own(Reader):
+    """What save_pretrained writes of a model with quantized layers, which are loaded as they are."""
+
+    method = METHOD
+    suffixes: ClassVar[tuple[str, ...]] = tuple(
+        {f.name: 1 for kind in (ByteWeight, LowBitWeight) for f in fields(kind)}
+    )
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.listed: Mapping[str, Mapping[str, Any]] = config["modules"]
+
+    def headers(self, model: PreTrainedModel, files: Sequence[str]) -> Iterable[tuple[str, Found]] | None:
+        return headers_of([Path(file) for file in files], way_out=f", or {AGAIN}") if are_safe(files) else None
+
+    def settings(self, stored: Parts, shape: tuple[int, int]) -> Mapping[str, Any]:
+        return self.listed[stored.name]
+
+    @staticmethod
+    def check(model: PreTrainedModel, layer: QuantModule, stored: Parts) -> None:
+        """Raise HfAccelError unless `stored` are the tensors of the layer, which was made by its settings."""
+        name, shape = stored.name, (layer.out_features, layer.in_features)
+        expected = state(zeros(layer.layout, shape, dtype=torch.float32, device="meta"))
+        described = f"bits={layer.bits}" + ("" if layer.format == "int" else f", format={layer.format!r}")
+        if layer.bits < 8:
+            described += f", group_size={layer.group_size}, symmetric={layer.symmetric}"
+        for suffix, tensor in expected.items():
+            if suffix not in stored:
+                raise missing(model, f"{name}.{suffix}", described)
+            check_tensor(f"{name}.{suffix}", tensor, stored.tensors[suffix], described)
+        for suffix in sorted(stored.tensors.keys() - expected.keys()):
+            holds = f"{f'{name}.{suffix}'!r}, which a layer with {described}, as config.json has it, has not"
+            raise HfAccelError(f"the checkpoint holds {holds}; {AGAIN}")
+        there = _numbers(stored, "weight_shape")
+        if there is not None and there.tolist() != list(shape):
+            is_there = f"'{name}.weight_shape' is {there.tolist()} in the checkpoint"
+            raise HfAccelError(f"{is_there}, but the layer is {list(shape)}; {AGAIN}")
+        order = _numbers(stored, "input_order")
+        if order is not None and not torch.equal(order.sort().values, torch.arange(shape[1]).to(order)):
+            raise HfAccelError(f"'{name}.input_order' does not name each of {shape[1]} inputs once; {AGAIN}")
+
+
+def _numbers(stored: Parts, suffix: str) -> Tensor | None:
+    """A tensor of a layer, where it is there and has numbers."""
+    found = stored.tensors[suffix].read() if suffix in stored else None
+    return None if found is None or found.device.type == "meta" else found
+
+
+def check_loaded(model: PreTrainedModel) -> None:
+    """Check the quantized layers of a model that was just loaded, also from files whose headers nobody has read.
+
+    Raises HfAccelError as the preparer does.
+    """
+    for name, layer in model.named_modules():
+        if not isinstance(layer, QuantModule):
+            continue
+        loaded = {
+            suffix: Found(tensor.dtype, tuple(tensor.shape), tensor.detach)
+            for suffix, tensor in (layer._buffers | layer._parameters).items()
+            if tensor is not None and getattr(tensor, "_is_hf_initialized", False)  # transformers' mark: was read
+        }
+        bias = loaded.pop("bias", None)
+        if layer.bias is not None and bias is None:
+            raise missing(model, f"{name}.bias")
+        stored = Parts(name, loaded)
+        Own.check(model, layer, stored)
+        check_parts(stored)
+
+
+def check_parts(stored: Parts) -> None:
+    """Raise HfAccelError for NaN and infinity in scales and minima; negative scales are known of other programs."""
+    for suffix, found in stored.tensors.items():
+        if isinstance(found.dtype, torch.dtype) and found.dtype.is_floating_point and found.dtype.itemsize > 1:
+            check_finite(f"{stored.name}.{suffix}", found.read())
+
+
+def check_numbers(name: str, layer: QuantModule) -> None:
+    """Raise HfAccelError if the FP8 weight of a layer that was loaded, and is not packed yet, holds NaN.
+
+    Kernels take it for a number. It reads the whole weight, and so comes when the file is read anyway.
+    """
+    numbers = layer._buffers["weight"] if layer.format == "fp8" else None
+    if numbers is None or numbers.device.type == "meta":
+        return
+    for outputs in chunks(len(numbers)):
+        wrong = (readable(numbers[outputs]) & 0x7F) == 0x7F  # float8_e4m3fn has two such bytes, and no infinity
+        if wrong.any():
+            row, column = wrong.nonzero()[0].tolist()
+            place = [outputs.start + row, column]
+            raise HfAccelError(f"'{name}.weight' holds NaN at {place} in the checkpoint; {AGAIN}")

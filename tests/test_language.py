@@ -1,0 +1,177 @@
+"""The words of the package: how docstrings open, words that are not plain English, and names that mean one thing."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.structure import sources
+
+ROOT = Path(__file__).parents[1]
+
+# A docstring is a sentence with subject and verb. One that opens with these is half of one: "What the pass reads."
+OPENINGS = {"As", "How", "Of", "That", "Those", "What", "Where", "Whether", "Which", "Why"}
+
+# Not plain English, or plain words in a meaning of our own, and what to write instead.
+DIALECT = {
+    "afresh": "again",
+    "albeit": "although",
+    "alike": "in the same way",
+    "amid": "between",
+    "anew": "again",
+    "aught": "anything",
+    "beside": "besides, next to, or as well as",
+    "betwixt": "between",
+    "forsake": "give up",
+    "heed": "obey, or follow",
+    "heeded": "followed",
+    "heeds": "obeys, or follows",
+    "henceforth": "from now on",
+    "hereby": "so",
+    "herein": "in this",
+    "hitherto": "so far",
+    "law": "distribution",
+    "laws": "distributions",
+    "lest": "so that ... not",
+    "lowered": "say what was made lower",
+    "loose": "say what it does not belong to",
+    "naught": "nothing, or zero",
+    "nigh": "near",
+    "oft": "often",
+    "oriented": "say along which axis",
+    "oughtn": "must not",
+    "thereby": "so",
+    "therein": "in it",
+    "thereof": "of it",
+    "told": "given, or say which facts",
+    "turned": "rotated, or transposed",
+    "unsaid": "not given",
+    "unto": "to",
+    "upon": "on",
+    "whence": "from where",
+    "whereby": "by which",
+    "wherein": "in which",
+    "whereof": "of which",
+    "whilst": "while",
+}
+# The same, of several words; in docstrings and comments.
+PHRASES = {
+    "at hand": "here, or available",
+    "but for": "except for",
+    "for it says": "say which",
+    "goes by": "follows, or depends on",
+    "has it": "as in ...",
+    "in the place of": "instead of",
+    "says so": "say what it says",
+}
+
+
+def test_the_lists_are_long_enough() -> None:
+    assert len(DIALECT) >= 30
+
+
+# -- docstrings ----------------------------------------------------------------------------------------------
+
+
+def documented(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, docstring) of the module, and of its classes and functions."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield node.body[0].lineno, text
+
+
+def files() -> list[Path]:
+    return sources(ROOT, "hf_accel", ".py")
+
+
+def place(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT).as_posix()}:{line}"
+
+
+def opening(text: str) -> str:
+    return (re.match(r"\w*", text) or [""])[0]
+
+
+def test_docstrings_are_sentences() -> None:
+    found = [
+        f"{place(path, line)}: {text.splitlines()[0]}"
+        for path in files()
+        for line, text in documented(path)
+        if opening(text) in OPENINGS
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("text", ["What it reads.", "Of each, where many run.", "As torch's.", "Whether it is."])
+def test_openings_that_are_refused(text: str) -> None:
+    assert opening(text) in OPENINGS
+
+
+# -- words ---------------------------------------------------------------------------------------------------
+
+WORD = re.compile(rf"\b({'|'.join([*DIALECT, *PHRASES])})\b", re.IGNORECASE)
+
+
+def dialect_of(text: str) -> list[str]:
+    return [found.lower() for found in WORD.findall(" ".join(text.split()))]
+
+
+def comments(path: Path) -> Iterator[tuple[int, str]]:
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.string
+
+
+def native_comments(path: Path) -> Iterator[tuple[int, str]]:
+    text = path.read_text(encoding="utf-8")
+    for found in re.finditer(r"/\*.*?\*/|//[^\n]*", text, flags=re.DOTALL):
+        yield text.count("\n", 0, found.start()) + 1, found.group()
+
+
+def names(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, words) of each function, class, parameter and variable that the file defines."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield node.lineno, spaced(name)
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
+                yield node.lineno, spaced(name)
+
+
+def spaced(name: str) -> str:
+    """The words of a name, of the form two_words or TwoWords."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).replace("_", " ")
+
+
+def messages(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of the strings that a file holds and that are no docstring: among them its messages."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, node.value
+
+
+def test_words_are_plain_english() -> None:
+    found = []
+    for path in files():
+        for line, text in [*documented(path), *comments(path), *names(path), *messages(path)]:
+            found += [f"{place(path, line)}: {word!r}" for word in dialect_of(text)]
+    for path in sources(ROOT, "hf_accel", ".cpp", ".h"):
+        for line, text in native_comments(path):
+            found += [f"{place(path, line)}: {word!r}" for word in dialect_of(text)]
+    known = DIALECT | PHRASES
+    assert sorted({f"{entry} -> {known[entry.rpartition(': ')[2].strip(chr(39))]}" for entry in found}) == []
+
+
+def test_dialect_is_found_in_sentences_and_names() -> None:
+    assert dialect_of("The rows, but\nfor the last, as they were told.") == ["but for", "told"]
+    assert dialect_of(spaced("heeds_end")) == ["heeds"] and dialect_of(spaced("LooseEnd")) == ["loose"]
+    assert dialect_of("lawful tolds") == []
