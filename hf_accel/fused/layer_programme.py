@@ -142,8 +142,9 @@ class CallFields(NamedTuple):
     held: tuple[Tensor, ...]
 
     @staticmethod
-    def of(x: Tensor, cos: Tensor, sin: Tensor, block_size: int, step: GroupStep) -> CallFields:
-        """x: [B, Q, hidden], contiguous; cos, sin: [B or 1, Q, head_dim]."""
+    def of(x: Tensor, tables: tuple[Tensor, Tensor], step: GroupStep, block_size: int) -> CallFields:
+        """x: [B, Q, hidden], contiguous; tables: cos and sin, [B or 1, Q, head_dim]."""
+        cos, sin = tables
         if cos.stride(-1) != 1 or sin.stride() != cos.stride():
             cos, sin = cos.contiguous(), sin.contiguous()
         slots, ragged = step.slots, step.ragged

@@ -84,9 +84,9 @@ class Surroundings:
     """
 
     def __init__(self, modules: list[nn.Module], own_hook: object = None) -> None:
-        self._modules: list[nn.Module] = modules
+        self._seen: list[nn.Module] = modules
         self._types: list[Any] = list(map(type, modules))
-        self._forwards = [(kind, kind.forward) for kind in set(self._types)]
+        self._forwards = [read for kind in set(self._types) for read in _forwards(kind)]
         self._children = [module._modules for module in modules]
         self._lengths = list(map(len, self._children))
         self._reads = Reads(_around(modules))
@@ -98,8 +98,8 @@ class Surroundings:
         return (
             self._reads.hold()
             and list(map(len, self._children)) == self._lengths
-            and list(map(type, self._modules)) == self._types
-            and all(kind.forward is forward for kind, forward in self._forwards)
+            and list(map(type, self._seen)) == self._types
+            and all(vars(base)["forward"] is forward for base, forward in self._forwards)
         )
 
     def is_quiet(self) -> bool:
@@ -114,8 +114,14 @@ def _around(modules: Iterable[nn.Module]) -> Iterator[Read]:
         yield from (Read(own["_modules"], name, child) for name, child in own["_modules"].items())
 
 
+def _forwards(kind: type) -> Iterator[tuple[type, Any]]:
+    """The classes that a module's class is made of and that define a forward, which may be another one later."""
+    yield from ((base, vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base))
+
+
 def is_known_class(kind: type) -> bool:
-    """Whether a module's class, all that it inherits from, and its forward, are of known packages or Python's own."""
+    """Whether a module's class, all that it is made of, and their forwards, are of known packages or Python's own."""
     packages = {base.__module__.partition(".")[0] for base in kind.__mro__}
-    calls: Any = kind
-    return packages <= KNOWN_PACKAGES | PYTHONS and is_known_code(calls.forward) and is_known_code(calls.__call__)
+    call: Any = kind.__call__
+    functions = [call, *(forward for _, forward in _forwards(kind))]
+    return packages <= KNOWN_PACKAGES | PYTHONS and all(map(is_known_code, functions))

@@ -287,7 +287,7 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         if not programme.fits(storage):
             return None
         if place.fields is None:
-            place.fields = CallFields.of(x, *place.tables, storage.block_size, place.group_step)
+            place.fields = CallFields.of(x, place.tables, place.group_step, storage.block_size)
         return programme(x, place.fields, storage.pages)
 
 

@@ -16,7 +16,6 @@ from ...cache.group import SharedContext
 from ...cache.hf import PagedCache
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
-from ...fused.hf.layer_calls import PassWatch
 from ..agreement import ALONE, ProcessAgreement
 from ..speculation.controller import Controller
 from .model_watch import ModelWatch
@@ -95,7 +94,7 @@ class GenerationState:
 
     cache: how PagedCaches are made; None means transformers' own caches.
     watch: sees whether the model has changed. seen_salt: the last one of its salts that all processes have agreed on.
-    passes: sees whether anything can change within a pass.
+    passes: the PassWatch of the model's passes, made by the first of them.
     speculative: the default of calls without speculative=. ragged_refusal: why the model cannot compute the tokens of
         many sequences in one row; None if it can.
     invariant_rows: the largest number of rows for which the model's linears round each row as they round a single one;
@@ -118,7 +117,7 @@ class GenerationState:
     make_draft: MakeDraft | None = None
     watch: ModelWatch = field(default_factory=ModelWatch)
     seen_salt: bytes = b""
-    passes: PassWatch = field(default_factory=PassWatch)
+    passes: Any = None
     calls: dict[int, CallState] = field(default_factory=dict)
     drafts: dict[Any, Any] = field(default_factory=dict)
     controllers: dict[tuple[Any, ...], Controller] = field(default_factory=dict)
