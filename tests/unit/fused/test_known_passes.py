@@ -163,10 +163,12 @@ def test_classes_of_others_let_each_layer_be_asked(monkeypatch: pytest.MonkeyPat
 def test_what_a_hook_changes_within_a_pass_is_seen() -> None:
     """The hook comes after layers were known; a model without our layers says what is right."""
     model, passes = patched(), [0]
+    last: Any = model.model.layers[2].mlp.down_proj
+    weights = [nn.Parameter(last.weight.detach() * factor) for factor in (-9, 4, 1)]
 
     def change(module: nn.Module, args: Any, out: Any) -> None:
         passes[0] += 1
-        model.model.layers[2].self_attn.scaling = 0.25 + 0.5 * (passes[0] % 3)
+        last.weight = weights[passes[0] % 3]
 
     before = tokens(model)
     model.model.layers[0].register_forward_hook(change)
