@@ -78,7 +78,8 @@ def bars(panel: Panel, scale: float) -> Iterator[str]:
             ratio = panel.ratios[setup]
             colour = COLOURS[setup.split()[0]]
             end = MARGIN + scale * ratio
-            yield f'<rect x="{MARGIN}" y="{top + 2}" width="{scale * ratio:.1f}" height="{ROW - 4}" rx="2" fill="{colour}"/>'
+            shape = f'x="{MARGIN}" y="{top + 2}" width="{scale * ratio:.1f}" height="{ROW - 4}" rx="2"'
+            yield f'<rect {shape} fill="{colour}"/>'
             yield (
                 f'<text x="{end + 6:.1f}" y="{top + 13}"><tspan font-weight="600">{ratio:.1f}x</tspan> '
                 f"{escape(setup.split()[0])}</text>"

@@ -2,6 +2,7 @@
 
 python -m benchmarks.structure            count this tree; the columns of other commits stay as they are in the file
 python -m benchmarks.structure PATH...    count those too, work trees of other commits
+--accept "COUNT=FEATURE" is needed for each count of WORSE_IF_MORE that rose by more than 3 %.
 
 Only Python's own library is needed to count; what runs hf_accel runs in processes of their own (structure_run.py).
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import datetime
+import functools
 import io
 import json
 import os
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,8 @@ from .harness.tables import Table
 TOPIC = "structure"
 COMMAND = "python -m benchmarks.structure"
 THIS = "this tree"
+ACCEPTED = "accepted"  # the column that says which feature brought a count that rose
+SLACK = 1.03  # how far a count of WORSE_IF_MORE may rise above the table before the tests fail
 NOTE = (
     "Columns are commits. Lines of code leave out blanks, comments and docstrings. Files are those of hf_accel whose "
     "functions run. Parameters leave out self; positional ones are those that may be given without their name."
@@ -41,6 +45,27 @@ PACKAGE = "hf_accel"
 FOLDERS = ("hf_accel", "tests", "benchmarks", "examples")
 MOST_PARAMETERS, MOST_POSITIONAL, MOST_LINES = 6, 4, 60
 SAME_LINES = 6  # lines in a row that stand twice
+WORSE_IF_MORE = (
+    "lines of code, hf_accel, Python",
+    "lines of code, hf_accel, C++",
+    "lines in all, hf_accel, Python",
+    "lines in all, hf_accel, C++",
+    "modules at the root",
+    "rooms",
+    "files of a decode step",
+    "files of generate()",
+    "files of patch()",
+    "public names, imported at once",
+    f"functions of more than {MOST_LINES} lines",
+    f"functions of more than {MOST_PARAMETERS} parameters",
+    f"functions of more than {MOST_POSITIONAL} positional ones",
+    "names of two or more files",
+    "names of two or more classes",
+    "import circles",
+    "import circles, with types",
+    "modules in them",
+    f"lines that stand twice, {SAME_LINES} in a row",
+)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -48,13 +73,19 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 # -- lines ---------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def code_lines(path: Path) -> dict[int, str]:
     """Line numbers that hold code, and the code: without blanks, comments and docstrings, white space folded."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         return {number: line for number, line in enumerate(without_comments(text), 1) if line}
     skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    documented = set(docstring_lines(ast.parse(text)))
+    documented = set(docstring_lines(parsed(path)))
     words: dict[int, list[str]] = defaultdict(list)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in skipped and token.start[0] not in documented:
@@ -127,12 +158,7 @@ def num_lines(function: Function) -> int:
 def names_of_two(files: Sequence[Path]) -> tuple[int, int]:
     """File names, and names of classes at the top of a file, that stand more than once."""
     stems = Counter(path.stem for path in files if path.stem not in ("__init__", "hf"))
-    classes = Counter(
-        node.name
-        for path in files
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef)
-    )
+    classes = Counter(node.name for path in files for node in parsed(path).body if isinstance(node, ast.ClassDef))
     return sum(n > 1 for n in stems.values()), sum(n > 1 for n in classes.values())
 
 
@@ -156,7 +182,7 @@ def module_name(tree: Path, path: Path) -> str:
 
 def imported(path: Path, module: str, known: dict[str, Path], *, with_types: bool) -> Iterator[str]:
     package = module if path.stem == "__init__" else module.rpartition(".")[0]
-    for node in nodes(ast.parse(path.read_text(encoding="utf-8")), with_types=with_types):
+    for node in nodes(parsed(path), with_types=with_types):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom):
@@ -238,14 +264,10 @@ def python(tree: Path, *arguments: str) -> str:
 # -- the table -----------------------------------------------------------------------------------------------
 
 
-def count(tree: Path, *, imports: int) -> dict[str, float]:
-    """Every number of one tree. imports: how often they are timed; 0 leaves them out."""
+def count(tree: Path, passed: Mapping[str, Sequence[str]]) -> dict[str, float]:
+    """Every number of one tree. passed: what passed_files() found in it."""
     python_files = sources(tree, PACKAGE, ".py")
     native_files = sources(tree, PACKAGE, ".cpp", ".h")
-    defined = [f for path in python_files for f in functions(ast.parse(path.read_text(encoding="utf-8")))]
-    counted = [parameters(function, is_method) for _, function, is_method in defined]
-    two_files, two_classes = names_of_two(python_files)
-    passed = passed_files(tree)
     found: dict[str, float] = {
         "lines of code, hf_accel, Python": sum(len(code_lines(path)) for path in python_files),
         "lines of code, hf_accel, C++": sum(len(code_lines(path)) for path in native_files),
@@ -253,30 +275,64 @@ def count(tree: Path, *, imports: int) -> dict[str, float]:
     for folder in FOLDERS[1:]:
         found[f"lines of code, {folder}"] = sum(len(code_lines(path)) for path in sources(tree, folder, ".py"))
     found |= {
-        "lines in all, hf_accel, Python": sum(len(path.read_text().splitlines()) for path in python_files),
+        "lines in all, hf_accel, Python": lines_in_all(python_files),
+        "lines in all, hf_accel, C++": lines_in_all(native_files),
         "files, hf_accel, Python": len(python_files),
+        "modules at the root": len(list((tree / PACKAGE).glob("*.py"))),
+        "rooms": len(list((tree / PACKAGE).glob("*/__init__.py"))),
         "files of a decode step": len(passed["step"]),
         "files of generate()": len(passed["generate"]),
         "files of patch()": len(passed["patch"]),
         "public names": len(passed["public"]),
         "public names, imported at once": len(passed["eager"]),
+    }
+    found |= of_functions([function for path in python_files for function in functions(parsed(path))])
+    two_files, two_classes = names_of_two(python_files)
+    with_types = circles(import_graph(tree, with_types=True))
+    return found | {
+        "names of two or more files": two_files,
+        "names of two or more classes": two_classes,
+        "import circles": len(circles(import_graph(tree, with_types=False))),
+        "import circles, with types": len(with_types),
+        "modules in them": sum(map(len, with_types)),
+        f"lines that stand twice, {SAME_LINES} in a row": repeated_lines([*python_files, *native_files]),
+    }
+
+
+def lines_in_all(files: Sequence[Path]) -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+
+
+def of_functions(defined: Sequence[tuple[str, Function, bool]]) -> dict[str, float]:
+    """How many functions there are, and how many are long or take much."""
+    counted = [parameters(function, is_method) for _, function, is_method in defined]
+    return {
         "functions": len(defined),
         f"functions of more than {MOST_LINES} lines": sum(num_lines(f) > MOST_LINES for _, f, _ in defined),
         f"functions of more than {MOST_PARAMETERS} parameters": sum(n > MOST_PARAMETERS for n, _ in counted),
         f"functions of more than {MOST_POSITIONAL} positional ones": sum(n > MOST_POSITIONAL for _, n in counted),
-        "names of two or more files": two_files,
-        "names of two or more classes": two_classes,
-        "import circles": len(circles(import_graph(tree, with_types=False))),
-        "import circles, with types": len(circles(import_graph(tree, with_types=True))),
-        "modules in them": sum(map(len, circles(import_graph(tree, with_types=True)))),
-        f"lines that stand twice, {SAME_LINES} in a row": repeated_lines([*python_files, *native_files]),
     }
-    if imports:
-        alone, both = import_seconds(tree, imports)
-        found["seconds to import a model class"] = round(alone, 3)
-        found["seconds with hf_accel"] = round(both, 3)
-        found["percent longer"] = round(100 * (both / alone - 1), 1)
-    return found
+
+
+def of_imports(tree: Path, times: int) -> dict[str, float]:
+    """The time of an import, measured `times` times; nothing for 0 times."""
+    if not times:
+        return {}
+    alone, both = import_seconds(tree, times)
+    return {
+        "seconds to import a model class": round(alone, 3),
+        "seconds with hf_accel": round(both, 3),
+        "percent longer": round(100 * (both / alone - 1), 1),
+    }
+
+
+def worse(counts: Mapping[str, float], before: Mapping[str, float | None]) -> dict[str, str]:
+    """Counts of WORSE_IF_MORE that rose above those `before` by more than SLACK allows, with both numbers."""
+    return {
+        name: f"{number:g} became {counts[name]:g}"
+        for name in WORSE_IF_MORE
+        if (number := before.get(name)) is not None and counts[name] > SLACK * number
+    }
 
 
 def commit_of(tree: Path) -> str:
@@ -293,28 +349,41 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("trees", nargs="*", type=Path, help="work trees of other commits, with their kernels compiled")
     parser.add_argument("--imports", type=int, default=7, help="times that imports are timed; 0 leaves them out")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the results")
+    parser.add_argument("--accept", action="append", default=[], metavar="COUNT=FEATURE", help="what brought a rise")
     arguments = parser.parse_args(argv)
     columns = known_columns(arguments.out / f"{TOPIC}.json")
-    columns |= {commit_of(tree): count(tree.resolve(), imports=arguments.imports) for tree in arguments.trees}
-    columns[THIS] = count(HERE, imports=arguments.imports)
+    before = columns.pop(THIS, {})
+    accepted = {name: why for name, why in columns.pop(ACCEPTED, {}).items() if why}
+    accepted |= {name: why for name, _, why in (given.partition("=") for given in arguments.accept)}
+    for tree in [*arguments.trees, HERE]:
+        counts = count(tree.resolve(), passed_files(tree.resolve())) | of_imports(tree.resolve(), arguments.imports)
+        columns[THIS if tree is HERE else commit_of(tree)] = counts
+    given = {given.partition("=")[0] for given in arguments.accept}
+    refused = {name: how for name, how in worse(columns[THIS], before).items() if name not in given}
+    if refused:
+        parser.error(
+            f"these rose by more than 3 %: {refused}; make them less, or give --accept 'COUNT=FEATURE' for each"
+        )
     names = list(dict.fromkeys(name for column in columns.values() for name in column))
-    rows = [{"count": name, **{title: column.get(name) for title, column in columns.items()}} for name in names]
+    rows = [
+        {"count": name, **{title: column.get(name) for title, column in columns.items()}, ACCEPTED: accepted.get(name)}
+        for name in names
+    ]
     table = Table("The code in numbers", rows, NOTE)
     print(table.markdown())
-    print(f"written to {write(arguments.out, record(table))}")
+    write(arguments.out, record(table))
 
 
 def known_columns(path: Path) -> dict[str, dict[str, Any]]:
-    """Commits that were counted before and stand in the file."""
+    """The columns that stand in the file, by their titles."""
     if not path.exists():
         return {}
     rows = json.loads(path.read_text(encoding="utf-8"))["tables"][0]["rows"]
-    titles = [title for title in rows[0] if title not in ("count", THIS)]
-    return {title: {row["count"]: row[title] for row in rows} for title in titles}
+    return {title: {row["count"]: row[title] for row in rows} for title in rows[0] if title != "count"}
 
 
 def record(table: Table) -> dict[str, Any]:
-    """As every topic's."""
+    """The result in the form that every topic has."""
     return {
         "topic": TOPIC,
         "date": datetime.date.today().isoformat(),

@@ -53,6 +53,7 @@ BOOKKEEPING = {  # and what that may use
     "cache.table",
     "config",
     "config.cache_config",
+    "config.layout",
     "config.patch_config",
     "config.speculative_config",
     "config.weight_config",
@@ -78,10 +79,15 @@ BOOKKEEPING = {  # and what that may use
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "other"}
 LONGEST_FILE = 360
 
-EAGER_NAMES = [
+PUBLIC_NAMES = [
     "AccelConfig",
     "CacheConfig",
     "Certificate",
+    "DistillationCallback",
+    "DistillationConfig",
+    "DistillationMixin",
+    "DistillationSettings",
+    "DistillationTrainer",
     "Draft",
     "Drafter",
     "Engine",
@@ -93,36 +99,27 @@ EAGER_NAMES = [
     "PatchConfig",
     "Plan",
     "SpeculativeConfig",
+    "TeacherCache",
     "UnsupportedError",
     "WeightConfig",
+    "distill_draft",
+    "distillation_loss",
     "estimate",
+    "init_student",
     "is_patched",
     "load",
+    "measure_acceptance",
     "patch",
     "patched",
     "plan",
-    "stats",
-    "unpatch",
-    "verify",
-]
-LAZY_NAMES = [
-    "DistillationCallback",
-    "DistillationConfig",
-    "DistillationMixin",
-    "DistillationSettings",
-    "DistillationTrainer",
-    "TeacherCache",
-    "distill_draft",
-    "distillation_loss",
-    "init_student",
-    "measure_acceptance",
     "quantization_report",
     "save_compressed",
     "save_gguf",
+    "stats",
+    "unpatch",
+    "verify",
     "weights_changed",
 ]
-PUBLIC_NAMES = sorted(EAGER_NAMES + LAZY_NAMES)
-MOST_EAGER = 25
 KEYWORDS = {
     "patch": [
         "weights", "attention", "cache", "fuse", "speculative", "keep_original", "deterministic", "context_parallel",
@@ -303,20 +300,22 @@ def test_files_are_small_and_well_named(path: Path) -> None:
 
 def test_public_names_are_a_decision() -> None:
     assert sorted(hf_accel.__all__) == PUBLIC_NAMES
-    assert len(EAGER_NAMES) <= MOST_EAGER
     with pytest.raises(AttributeError, match="'hf_accel' has no attribute 'pach'") as raised:
         hf_accel.pach  # noqa: B018
     assert (raised.value.name, raised.value.obj) == ("pach", hf_accel), "Python proposes names that it finds by these"
     assert set(dir(hf_accel)) == {*PUBLIC_NAMES, "__version__"}, "pack.py is no name that a user means"
 
 
-def test_distillation_is_loaded_when_it_is_asked_for() -> None:
-    script = f"""if True:
+def test_names_are_loaded_when_they_are_asked_for() -> None:
+    script = """if True:
         import sys, hf_accel
-        assert not [name for name in sys.modules if name.startswith(("hf_accel.distill", "transformers.trainer"))]
-        assert sorted(set({LAZY_NAMES}) - set(vars(hf_accel))) == sorted({LAZY_NAMES})
+        assert not {"torch", "transformers"} & set(sys.modules) and not set(hf_accel._LAZY) & set(vars(hf_accel))
         assert hf_accel.distillation_loss is hf_accel.distillation_loss
         assert "hf_accel.distill.losses.distillation_loss" in sys.modules and "transformers.trainer" not in sys.modules
+        import hf_accel.verify.certificate, hf_accel.estimate
+        assert callable(hf_accel.verify) and callable(hf_accel.estimate), "and not the folders of these names"
+        hf_accel.patch, hf_accel.load
+        assert not [name for name in sys.modules if name.startswith(("hf_accel.distill.tr", "transformers.trainer"))]
         """
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
 

@@ -25,7 +25,7 @@ from benchmarks.topics.engine_waste import requests as requests_of
 from benchmarks.topics.serving import continuous, stock_settings
 from benchmarks.topics.waste import lengths
 from hf_accel.cli.measuring.requests import Requests, draw, poisson, shared_prefix
-from hf_accel.cli.measuring.served import Served, WrongResultError, accelerated, one_by_one, padded
+from hf_accel.cli.measuring.served import Served, WrongResultError, accelerated, in_turn, one_padded_batch
 from hf_accel.patching.twin import twin
 
 
@@ -86,8 +86,8 @@ def test_prompts_share_their_beginning_and_no_more() -> None:
 
 def test_all_ways_give_the_same_tokens(model: PreTrainedModel) -> None:
     work = requests()
-    expected = one_by_one(model, work).checked(work).tokens
-    assert padded(model, work).checked(work).tokens == expected
+    expected = in_turn(model, work).checked(work).tokens
+    assert one_padded_batch(model, work).checked(work).tokens == expected
     assert continuous(model, work, stock_settings(work, batch_tokens=64)).checked(work).tokens == expected
     patched = hf_accel.patch(twin(model), weights=None, keep_original=True)
     served = accelerated(patched, work, record_timestamps=True)

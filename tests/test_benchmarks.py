@@ -38,6 +38,7 @@ from benchmarks.topics import (
     decode,
     distill_memory,
     drafts,
+    encoder_kernels,
     experts,
     float_rows,
     http_load,
@@ -98,6 +99,7 @@ TABLES = {  # topic -> rows of each of its tables
     "isa": [5],
     "tiles": [4] * 8,
     "float_rows": [2, 2, 2],
+    "encoder_kernels": [2],
     "experts": [2, 2],
     "never_slower": [8, 2, 2],
     "quality": [6],
@@ -141,6 +143,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr(Methods, "quicker", lambda self: replace_fields(quick(self), windows=1, length=128))
         for name, value in {"SHAPES": ((64, 96), (96, 64)), "COLD_BYTES": 0, "SECONDS": 0}.items():
             patch.setattr(float_rows, name, value)
+        small = {"ENCODERS": {"small": encoder_kernels.Encoder(32, 2, 64)}, "SECONDS": 0}
+        small["BATCHES"] = {"1 x 16": [16], "of 3 and 5": [3, 5]}
+        for name, value in small.items():
+            patch.setattr(encoder_kernels, name, value)
         few = (experts.Shape(4, 2, 64, 32, 1), experts.Shape(8, 3, 32, 64, 2))
         for name, value in {"SHAPES": few, "TOKENS": (1, 5), "GROUP": 32}.items():
             patch.setattr(experts, name, value)

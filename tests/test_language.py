@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tokenize
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,7 +53,7 @@ DIALECT = {
     "turned": "rotated, or transposed",
     "unsaid": "not given",
     "unto": "to",
-    "upon": "on",
+    "thence": "from there",
     "whence": "from where",
     "whereby": "by which",
     "wherein": "in which",
@@ -175,3 +176,51 @@ def test_dialect_is_found_in_sentences_and_names() -> None:
     assert dialect_of("The rows, but\nfor the last, as they were told.") == ["but for", "told"]
     assert dialect_of(spaced("heeds_end")) == ["heeds"] and dialect_of(spaced("LooseEnd")) == ["loose"]
     assert dialect_of("lawful tolds") == []
+
+
+# -- names -----------------------------------------------------------------------------------------------------
+
+DEVICES = "one operation has one name in the interface and on each kind of device"
+SAME_FUNCTION_NAMES = {  # public functions of several modules -> why they have one name
+    **dict.fromkeys(("add_rms_norm", "gate_and_multiply", "gated", "rms_norm", "rope", "rope_and_write"), DEVICES),
+    **dict.fromkeys(("attend", "launches", "multiply", "rotate", "topk", "write_pages"), DEVICES),
+    **dict.fromkeys(("block_size", "by_output"), "asked of the weights of each backend or format"),
+    **dict.fromkeys(("estimate", "plan", "verify"), "a command, and what it calls"),
+    "main": "of a program",
+    "quantize": "every method, format and kernel quantizes",
+    "readable": "of a weight in each form",
+    "refusal": "every kind of kernel and of graph is asked why it cannot run",
+}
+MOST_MEANINGS = 2  # values of one constant's name in all modules
+
+
+def top_level(path: Path) -> Iterator[tuple[str, str]]:
+    """(name, value) of the public functions, with the value "", and of the constants of a module."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if not name.startswith("_"):
+                yield name, ""
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name.isupper():
+                yield name, ast.unparse(value)
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value) if name.isupper():
+                yield name, ast.unparse(value)
+
+
+def test_one_module_owns_a_function_name() -> None:
+    places: dict[str, set[str]] = defaultdict(set)
+    for path in files():
+        for name, value in top_level(path):
+            if not value:
+                places[name].add(path.relative_to(ROOT).as_posix())
+    shared = {name: sorted(found) for name, found in places.items() if len(found) > 1}
+    assert {name: found for name, found in shared.items() if name not in SAME_FUNCTION_NAMES} == {}
+    assert SAME_FUNCTION_NAMES.keys() - shared.keys() == set(), "take these from the list"
+
+
+def test_a_constant_has_few_meanings() -> None:
+    values: dict[str, set[str]] = defaultdict(set)
+    for path in files():
+        for name, value in top_level(path):
+            if value:
+                values[name].add(value)
+    assert {name: sorted(found) for name, found in values.items() if len(found) > MOST_MEANINGS} == {}

@@ -1,4 +1,4 @@
-"""The pages are true: their snippets run and print what is shown; their links lead somewhere; the site has them all."""
+"""The pages are true: their snippets run and print what is shown, their names exist, their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def test_no_block_is_overlooked() -> None:
     found = {page: [len(list(blocks(page, language))) for language in ("python", "sh")] for page in PAGES}
     assert found == {page: [read(page).count("```python"), read(page).count("```sh")] for page in PAGES}
     assert {match["needs"] for page in PAGES for match in BLOCK.finditer(read(page))} <= {None, *NEEDS}
-    assert all(read(page).count("<!-- needs") == sum(bool(m["needs"]) for m in BLOCK.finditer(read(page))) for page in PAGES)
+    assert all(
+        read(page).count("<!-- needs") == sum(bool(m["needs"]) for m in BLOCK.finditer(read(page))) for page in PAGES
+    )
 
 
 @pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))

@@ -66,7 +66,9 @@ def test_claims_are_recorded(claim: str) -> None:
 def test_no_number_is_without_a_record() -> None:
     """The plot's are in the text that stands for it; stock is 1.0x by definition."""
     said = set(NUMBER.findall(README)) - {"1.0"}
-    assert said <= {number for claim in CLAIMS for number in NUMBER.findall(claim)} | set(NUMBER.findall(overview.svg()))
+    assert said <= {number for claim in CLAIMS for number in NUMBER.findall(claim)} | set(
+        NUMBER.findall(overview.svg())
+    )
 
 
 def test_the_plot_is_that_of_the_results() -> None:

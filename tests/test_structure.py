@@ -9,20 +9,27 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.results_folder import FOLDER
 from benchmarks.structure import (
     FOLDERS,
     MOST_LINES,
     MOST_PARAMETERS,
     MOST_POSITIONAL,
+    THIS,
+    TOPIC,
+    WORSE_IF_MORE,
     circles,
     code_lines,
+    count,
     functions,
     import_graph,
+    known_columns,
     num_lines,
     parameters,
     passed_files,
     repeated_lines,
     sources,
+    worse,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -175,7 +182,25 @@ def test_benchmarks_import_each_other_in_no_circle() -> None:
     assert circles(import_graph(ROOT, with_types=True, folder="benchmarks")) == []
 
 
-def test_files_that_a_step_passes() -> None:
-    found = passed_files(ROOT)
-    assert set(found["step"]) < set(found["generate"]) and "patching/patch.py" in found["patch"]
-    assert set(found["eager"]) <= set(found["public"])
+@pytest.fixture(scope="module")
+def passed() -> dict[str, list[str]]:
+    return passed_files(ROOT)
+
+
+def test_files_that_a_step_passes(passed: dict[str, list[str]]) -> None:
+    assert set(passed["step"]) < set(passed["generate"]) and "patching/patch.py" in passed["patch"]
+    assert set(passed["eager"]) <= set(passed["public"])
+
+
+def test_the_tree_is_no_worse_than_the_table(passed: dict[str, list[str]]) -> None:
+    """After a rise that a feature is worth, `python -m benchmarks.structure --accept` writes the line that says so."""
+    counts = count(ROOT, passed)
+    table = known_columns(FOLDER / f"{TOPIC}.json")[THIS]
+    assert set(WORSE_IF_MORE) <= counts.keys() & table.keys()
+    assert worse(counts, table) == {}, "improve it, or: python -m benchmarks.structure --accept 'COUNT=FEATURE'"
+
+
+def test_what_counts_as_worse() -> None:
+    before = dict.fromkeys(WORSE_IF_MORE, 100.0) | {"functions": 100.0, "rooms": 0.0, "import circles": None}
+    counts = dict.fromkeys(WORSE_IF_MORE, 103.0) | {"functions": 900.0, "rooms": 1.0, "files of patch()": 104.0}
+    assert worse(counts, before) == {"rooms": "0 became 1", "files of patch()": "100 became 104"}

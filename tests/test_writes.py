@@ -46,6 +46,8 @@ WRITERS = {
     "linear.layer": {"dict"},
     # tensors that a quantized layer lends
     "linear.writable": {"class", "data"},
+    # the package's own module
+    "": {"class"},
     # the signature of a command, from its options
     "cli.options": {"dict"},
     # a student, while it is made or trained

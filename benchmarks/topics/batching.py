@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from hf_accel.cli.measuring.requests import DISTRIBUTIONS, Requests, draw
-from hf_accel.cli.measuring.served import Serve, Served, accelerated, padded
+from hf_accel.cli.measuring.served import Serve, Served, accelerated, one_padded_batch
 from hf_accel.cli.measuring.turns import median_ratio, take_turns
 
 from ..harness.bench import Bench, Entrant
@@ -65,7 +65,7 @@ def workload(bench: Bench, distribution: str, mean: float, *, requests: int | No
 def make_systems(bench: Bench) -> dict[str, tuple[Any, Serve]]:
     """Name -> a model, and how it serves a workload."""
     plain = bench.entrant(stock.Stock()).model
-    systems: dict[str, tuple[Any, Serve]] = {PADDED: (plain, padded), CONTINUOUS: (plain, continuous)}
+    systems: dict[str, tuple[Any, Serve]] = {PADDED: (plain, one_padded_batch), CONTINUOUS: (plain, continuous)}
     for setup in (accel.EXACT, accel.INT8, accel.INT4, accel.INT8_KV):
         systems[setup.name] = (agreeing(bench, bench.entrant(setup)).model, accelerated)
     return systems

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from hf_accel.cli.measuring.requests import Requests
-from hf_accel.cli.measuring.served import Serve, accelerated, one_by_one
+from hf_accel.cli.measuring.served import Serve, accelerated, in_turn
 from hf_accel.cli.measuring.turns import take_turns
 
 from ..harness.bench import Bench
@@ -36,7 +36,7 @@ def measure(bench: Bench) -> Table:
     candidates = {
         "one request": lambda: decode(model, single, None).seconds / steps,
         "one request, speculation": lambda: decode(model, single, config).seconds / steps,
-        f"{len(many.prompts)} requests, one by one": partial(per_token, one_by_one, model, few),
+        f"{len(many.prompts)} requests, one by one": partial(per_token, in_turn, model, few),
         f"{len(many.prompts)} requests, continuous batching": partial(per_token, accelerated, model, many),
     }
     seconds = take_turns(candidates, rounds=bench.settings.oracle.rounds, warm_up=False)

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from hf_accel.cli.measuring.requests import Requests
-from hf_accel.cli.measuring.served import Served, WrongResultError, accelerated, one_by_one
+from hf_accel.cli.measuring.served import Served, WrongResultError, accelerated, in_turn
 
 PAGE = 16  # tokens of a page, as ours has; stock's speed on a CPU hardly depends on it
 
@@ -90,7 +90,7 @@ def agree(name: str, model: PreTrainedModel, workload: Requests) -> None:
 
     On a GPU, torch's products round a row by what stands beside it, and near-ties fall otherwise: most first tokens.
     """
-    alone, together = one_by_one(model, workload).tokens, accelerated(model, workload).checked(workload).tokens
+    alone, together = in_turn(model, workload).tokens, accelerated(model, workload).checked(workload).tokens
     same = sum(a[0] == b[0] for a, b in zip(alone, together, strict=True))
     if alone != together and (model.device.type == "cpu" or 2 * same <= len(alone)):
         raise WrongResultError(f"{name}: generate_batch gives {together} where generate() gives {alone}")

@@ -12,7 +12,7 @@ import torch
 
 import hf_accel
 from hf_accel.cli.measuring.requests import Requests, shared_prefix
-from hf_accel.cli.measuring.served import Served, accelerated, greedy, padded
+from hf_accel.cli.measuring.served import Served, accelerated, greedy_config, one_padded_batch
 from hf_accel.cli.measuring.turns import BASELINE, median_ratio, take_turns
 
 from ..harness.bench import Bench
@@ -48,7 +48,7 @@ def samples(bench: Bench) -> Table:
 def sample(bench: Bench, model: Any, prompt: torch.Tensor) -> Served:
     settings = bench.settings
     torch.manual_seed(settings.seed)
-    config = greedy(settings.shared.new_tokens)
+    config = greedy_config(settings.shared.new_tokens)
     config.do_sample, config.num_return_sequences = True, settings.shared.samples
     start = time.perf_counter()
     if not hf_accel.is_patched(model):
@@ -73,7 +73,7 @@ def system_prompt(bench: Bench) -> Table:
     plain = bench.entrant(stock.Stock()).model
     limits = stock_settings(workload, batch_tokens=settings.serving.choices[0][0])
     candidates: dict[str, Callable[[], Served]] = {
-        BASELINE: partial(padded, plain, workload),
+        BASELINE: partial(one_padded_batch, plain, workload),
         "stock generate_batch": partial(continuous, plain, workload, limits),
     }
     for setup in (accel.EXACT, accel.INT8):

@@ -29,7 +29,7 @@ def listed(text: str) -> str:
             names = ", ".join(f"`{name}`" for name in re.split(", | and ", match[1]))
             if lines and not is_item and lines[-1]:
                 lines.append("")
-            line = f"* {names}: {line[match.end():]}"
+            line = f"* {names}: {line[match.end() :]}"
             is_item = True
         elif is_item and line and not line.startswith(" "):
             lines.append("") if lines[-1] else None

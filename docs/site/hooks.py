@@ -1,4 +1,4 @@
-"""What mkdocs makes pages of: the repository's own files, under their own paths, so that their links hold as they are."""
+"""What mkdocs makes pages of: the repository's own files under their own paths, so that their links hold."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 PATTERNS = (
-    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "NOTICE", "docs/*.md", "docs/*.svg", "docs/*.png", "docs/site/*.css",
-    "examples/*.py", "examples/*.ipynb", "benchmarks/results/**/*.md", "benchmarks/results/**/*.png", "benchmarks/results/**/*.json",
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "NOTICE",
+    "docs/*.md", "docs/*.svg", "docs/*.png", "docs/site/*.css", "examples/*.py", "examples/*.ipynb",
+    "benchmarks/results/**/*.md", "benchmarks/results/**/*.png", "benchmarks/results/**/*.json",
 )  # fmt: skip
 
 

@@ -22,10 +22,10 @@ BACKENDS: tuple[AttentionBackend, ...] = (
 )
 
 
-def choose(
+def choose_backend(
     spec: AttentionSpec, name: str = "auto", *, row_invariant: bool = False
 ) -> tuple[AttentionBackend, list[tuple[str, str]]]:
-    """The backend called `name`, or for "auto" the first that does not refuse `spec`.
+    """Choose the backend called `name`, or for "auto" the first that does not refuse `spec`.
 
     row_invariant: whether backends that are row-invariant come before the others.
     Returns it with (name, reason) of each that refused before it, of those for this kind of device. Raises
@@ -57,5 +57,5 @@ __all__ = [
     "ReferenceBackend",
     "SdpaBackend",
     "TritonBackend",
-    "choose",
+    "choose_backend",
 ]

@@ -14,7 +14,7 @@ from .masking import restrict, visible, visible_keys
 def row_blocks(
     q: Tensor, kv: KV, mask: Tensor | None, options: AttentionOptions, *, size: int
 ) -> Iterator[tuple[Tensor, KV, Tensor | None]]:
-    """Blocks of `size` rows of q [B, H, Q, D]; each block's mask says what causal and window said."""
+    """Cut q [B, H, Q, D] into blocks of `size` rows; each block's mask replaces causal and window."""
     num_queries, num_keys = q.shape[2], kv.k.shape[2]
     causal, window = options.causal, options.window
     if mask is not None:

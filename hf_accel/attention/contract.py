@@ -1,4 +1,4 @@
-"""What every attention backend offers, and what it is asked before it is chosen."""
+"""The interface of attention backends, and the questions that choose one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..kernels.layouts import KV, AttentionOptions, Ragged
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """What the attention of a group of layers needs, known before any tensor is there.
+    """The needs of a group of layers' attention, known before there are tensors.
 
-    window, softcap: as AttentionOptions has them. sinks, dropout: whether there are any. quantized_kv: int8, fp8 or
-    int4 pages.
+    window, softcap: see AttentionOptions. sinks, dropout: whether there are any. quantized_kv: int8, fp8 or int4
+    pages.
     """
 
     dtype: torch.dtype
@@ -46,12 +46,12 @@ class AttentionBackend(ABC):
     capturable: bool = False  # paged() reads lengths and block tables on the device alone, so a CUDA graph can hold it
 
     def is_for(self, device_type: str) -> bool:
-        """Whether it is meant for this kind of device. "auto" does not speak of backends that are not."""
+        """Return whether it is meant for this kind of device. "auto" does not mention backends that are not."""
         return True
 
     @abstractmethod
     def refuses(self, spec: AttentionSpec) -> str | None:
-        """None, or the clause that says why this backend cannot serve `spec`."""
+        """Return why this backend cannot serve `spec`, as a clause; None if it can."""
 
     @abstractmethod
     def dense(self, q: Tensor, kv: KV, options: AttentionOptions, *, mask: Tensor | None = None) -> Tensor:
@@ -85,26 +85,26 @@ class AttentionBackend(ABC):
 
 @dataclass(frozen=True)
 class PlannedAttention:
-    """What patch() leaves on an attention module: the backend that was chosen when planning, and for what."""
+    """The record that patch() leaves on an attention module: the backend that the plan chose, and its spec."""
 
     backend: AttentionBackend
     spec: AttentionSpec
 
 
 def must_be_traced(*operands: Tensor | None) -> bool:
-    """Whether torch has to see the operators: for a gradient, or to compile them."""
+    """Return whether torch has to see the operators: for a gradient, or to compile them."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands):
         return True
     return torch.compiler.is_compiling()
 
 
 def empty_lse(q: Tensor, sinks: Tensor | None) -> Tensor:
-    """What the queries q [N, Hq, D] start from before they have seen a key: [N, Hq] float32."""
+    """Return the lse of queries q [N, Hq, D] that have seen no key yet: [N, Hq] float32."""
     if sinks is None:
         return torch.full(q.shape[:2], float("-inf"), device=q.device)
     return sinks.float().expand(q.shape[:2]).clone()
 
 
 def _one_sequence(packed: Tensor, span: tuple[int, int]) -> Tensor:
-    """Rows `span` of [N, H, D] as a batch of one, [1, H, n, D]."""
+    """Return rows `span` of [N, H, D] as a batch of one, [1, H, n, D]."""
     return packed[slice(*span)].transpose(0, 1).unsqueeze(0)

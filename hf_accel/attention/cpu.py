@@ -1,6 +1,6 @@
 """The backend on our own C++ kernels: one call for decode, verification and prefill, K and V read where they are.
 
-A query's result has the same bits whatever stands beside it: batch, chunk, pages or rows, number of threads.
+A query's result has the same bits whatever its batch, chunk, pages, other rows and number of threads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LARGEST_DIM = 512
 
 
 class CpuBackend(AttentionBackend):
-    """Native attention on a CPU; what is rare there (a mask, dropout, gradients, tracing) goes through torch."""
+    """Native attention on a CPU; rare cases (a mask, dropout, gradients, tracing) use torch."""
 
     name = "cpu"
     row_invariant = True

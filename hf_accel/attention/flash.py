@@ -1,7 +1,7 @@
 """The backends on FlashAttention (Dao 2023, arXiv 2307.08691): of the package flash-attn, and the one inside torch.
 
-They serve prompts. Pages they read where they can, and where they cannot (blocks of few tokens, fewer bits), our own
-kernel does.
+They serve prompts. They also read pages where they can; our own kernel reads other pages (blocks of few tokens, fewer
+bits).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class FlashLibrary(ABC):
 
     @abstractmethod
     def refusal(self) -> str | None:
-        """Why it cannot be used here, as a clause; None if it can."""
+        """Return why it cannot be used here, as a clause; None if it can."""
 
     @abstractmethod
     def reads(self, block_size: int) -> bool:
-        """Whether it reads pages whose blocks have so many tokens."""
+        """Return whether it reads pages whose blocks have so many tokens."""
 
     @abstractmethod
     def attend(self, q: Tensor, kv: KV, ragged: Ragged, options: AttentionOptions) -> Tensor:
@@ -108,7 +108,7 @@ class TorchVarlen(FlashLibrary):
     has_softcap = False
 
     def refusal(self) -> str | None:
-        return None  # every torch that is supported has it
+        return None  # in every torch that is supported
 
     def reads(self, block_size: int) -> bool:
         return block_size % 256 == 0 and "block_table" in self._parameters
@@ -133,7 +133,7 @@ class TorchVarlen(FlashLibrary):
 
 
 def window_size(options: AttentionOptions) -> tuple[int, int]:
-    """As FlashAttention counts: keys to the left and to the right of a query's own; -1 for all."""
+    """Return the window in FlashAttention's terms: keys to the left and to the right of a query's own; -1 for all."""
     return (-1 if options.window is None else options.window - 1), -1
 
 
@@ -151,7 +151,7 @@ class FlashBackend(AttentionBackend):
 
     def refuses(self, spec: AttentionSpec) -> str | None:
         reason = self.library.refusal() if spec.device_type == "cuda" else None
-        reason = reason or self.triton.refuses(spec)  # which reads the pages that FlashAttention does not
+        reason = reason or self.triton.refuses(spec)  # it reads the pages that FlashAttention does not
         if reason is not None:
             return reason
         if spec.dtype not in (torch.bfloat16, torch.float16):

@@ -1,4 +1,4 @@
-"""Which keys a query may see: causal order, a sliding window, and a mask on top."""
+"""The keys that a query may see: by causal order, a sliding window, and a mask on top."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def visible(query_positions: Tensor, key_positions: Tensor, *, causal: bool, win
 
 
 def visible_keys(queries: range, *, num_queries: int, num_keys: int, causal: bool, window: int | None) -> range:
-    """The smallest range with every key that one of `queries` (of num_queries, bottom-right) may see."""
+    """Return the smallest range with every key that one of `queries` (of num_queries, bottom-right) may see."""
     offset = num_keys - num_queries
     stop = min(max(offset + queries.stop, 0), num_keys) if causal else num_keys
     start = 0 if window is None else min(max(offset + queries.start - window + 1, 0), stop)
@@ -22,17 +22,17 @@ def visible_keys(queries: range, *, num_queries: int, num_keys: int, causal: boo
 
 
 def restrict(mask: Tensor | None, seen: Tensor) -> Tensor:
-    """`mask` (bool, or floating and added) that hides what is not `seen` too."""
+    """Return `mask` (bool, or floating and added) that also hides what is not `seen`."""
     if mask is None:
         return seen
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
 
 
 def hidden(mask: Tensor) -> Tensor:
-    """True where `mask` leaves nothing of a key."""
+    """Return True where `mask` hides a key completely."""
     return ~mask if mask.dtype == torch.bool else mask.isneginf()
 
 
 def apply_mask(scores: Tensor, mask: Tensor) -> Tensor:
-    """Scores with a floating mask added, and -inf for what is hidden."""
+    """Add a floating mask to the scores, and set hidden ones to -inf."""
     return (scores + mask if mask.is_floating_point() else scores).masked_fill(hidden(mask), float("-inf"))

@@ -34,7 +34,7 @@ class PagedSequence(NamedTuple):
 
 
 def paged_sequences(ragged: Ragged, *, block_size: int, window: int | None) -> Iterator[PagedSequence]:
-    """The sequences that have both queries and keys."""
+    """Iterate over the sequences that have both queries and keys."""
     starts, lengths = ragged.cu_q.tolist(), ragged.kv_len.tolist()
     for number, ((start, stop), num_keys) in enumerate(zip(pairwise(starts), lengths, strict=True)):
         queries = range(stop - start)
@@ -46,14 +46,14 @@ def paged_sequences(ragged: Ragged, *, block_size: int, window: int | None) -> I
 
 
 def gather_sequence(pages: KV, ragged: Ragged, sequence: PagedSequence, dtype: torch.dtype) -> KV:
-    """k [1, Hkv, num_keys, D] and v of one sequence, which bottom-right order makes visible."""
+    """Return k [1, Hkv, num_keys, D] and v of one sequence, those that bottom-right order makes visible."""
     assert ragged.block_table is not None
     k, v, *_ = gather(pages, ragged.block_table[sequence.number, sequence.blocks].unsqueeze(0), dtype)
     return KV(k[:, :, : sequence.num_keys], v[:, :, : sequence.num_keys])
 
 
 def gather(pages: KV, blocks: Tensor, dtype: torch.dtype) -> KV:
-    """Blocks [B, n] of pages as k [B, Hkv, n * block_size, D] and v, in `dtype` if they are quantized.
+    """Gather blocks [B, n] of pages as k [B, Hkv, n * block_size, D] and v, in `dtype` if they are quantized.
 
     Those of int4 are still rotated: rotate queries and results, which are fewer.
     """
@@ -64,7 +64,7 @@ def gather(pages: KV, blocks: Tensor, dtype: torch.dtype) -> KV:
 
 
 def _pick(pages: Tensor, scales: Tensor | None, picked: Tensor, dtype: torch.dtype) -> Tensor:
-    """Entries [B, Hkv, n] of pages seen as [num_blocks * Hkv, block_size, D] -> [B, Hkv, n * block_size, D]."""
+    """Gather entries [B, Hkv, n] of pages seen as [num_blocks * Hkv, block_size, D] -> [B, Hkv, n * block_size, D]."""
     found = pages.view(-1, pages.shape[2] * pages.shape[3]).index_select(0, picked.flatten())
     found = found.view(*picked.shape[:2], -1, pages.shape[3])
     if scales is None:
@@ -74,6 +74,6 @@ def _pick(pages: Tensor, scales: Tensor | None, picked: Tensor, dtype: torch.dty
 
 
 def rotated_like_pages(x: Tensor, pages: KV) -> Tensor:
-    """Queries [N, Hq, D] as they meet rotated keys, or results [N, Hq, Dv] of rotated values as they were."""
+    """Rotate queries [N, Hq, D] for pages of rotated keys, or rotate results [N, Hq, Dv] of rotated values back."""
     exact = torch.promote_types(x.dtype, torch.float32)
     return rotate(x.to(exact)).to(x.dtype) if pages.is_int4 else x

@@ -49,7 +49,7 @@ def attend(q: Tensor, kv: KV, mask: Tensor | None, options: AttentionOptions) ->
 
 
 def attend_rows(q: Tensor, kv: KV, mask: Tensor | None, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """The definition: weights = exp(scores - lse). The mask says what causal and window say."""
+    """Compute the definition: weights = exp(scores - lse). The mask replaces causal and window."""
     exact = torch.promote_types(q.dtype, torch.float32)
     groups = (q.shape[0], kv.k.shape[1], q.shape[1] // kv.k.shape[1])  # B, Hkv, G
     scores = torch.einsum("bhgqd,bhkd->bhgqk", q.to(exact).reshape(*groups, *q.shape[2:]), kv.k.to(exact))

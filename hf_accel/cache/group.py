@@ -27,7 +27,7 @@ class KVStorage:
     """The K and V pages of one layer.
 
     keys [.., H, Dk], values [.., H, Dv]: examples of what will be written. Only their shapes, dtypes and device are
-    used. quantized: a dtype of quantized.LARGEST, or None. Quantized pages have one scale per token and head, of INT4
+    used. quantized: a key of LARGEST_LEVELS, or None. Quantized pages have one scale per token and head, of INT4
     with a shift (see quantize); it is rounded to its stored dtype, that of K and V or what SCALE_DTYPES says, before
     it is used. A token's head with a non-finite K or V is read back as NaN.
     Raises UnsupportedError for heads that quantized pages cannot hold.

@@ -8,7 +8,7 @@ from torch import Tensor
 # The dtypes that quantized pages may have, with the largest level of each. Bytes hold two levels of 4 bits, from -7.5
 # to 7.5 in steps of 1; the first of the two is in the low bits.
 INT4 = torch.uint8
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, INT4: 7.5}
+LARGEST_LEVELS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, INT4: 7.5}
 # The dtypes of pages by the names that users type.
 QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": INT4}
 # The dtypes of scales that are not the dtype of K and V: in half precision, those of small K would lose bits.
@@ -38,11 +38,11 @@ def head_bytes(dim: int, dtype: torch.dtype, quantized: torch.dtype | None) -> i
 def quantize(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantize states [N, H, D]: symmetrically by their largest absolute value, for INT4 by their range.
 
-    Returns levels [N, H, D] of `dtype`, which is one of LARGEST, and scales [N, H] of the dtype of `states` or what
+    Returns levels [N, H, D] of `dtype`, one of LARGEST_LEVELS, and scales [N, H] of the dtype of `states` or what
     SCALE_DTYPES says. The scale of all zeros is 0. INT4 has levels [N, H, D / 2] of what is rotated, and scales
     [N, H, 2]: the second number is added to the levels before they are multiplied by the first.
     """
-    largest, scale_dtype = LARGEST[dtype], SCALE_DTYPES.get(states.dtype, states.dtype)
+    largest, scale_dtype = LARGEST_LEVELS[dtype], SCALE_DTYPES.get(states.dtype, states.dtype)
     if dtype is INT4:
         return _quantize_range(rotate(states.float()), scale_dtype)
     numbers = states.float()
@@ -61,7 +61,7 @@ def _quantize_range(numbers: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, 
     scales = torch.where(equal, middle.to(scale_dtype), scales)
     shifts = torch.where(equal, 0.5, middle / scales.float()).to(scale_dtype).nan_to_num(0, 0, 0)
     levels = numbers / scales.float().masked_fill(scales == 0, 1).unsqueeze(-1) - shifts.float().unsqueeze(-1)
-    nibbles = (levels + LARGEST[INT4]).round().clamp(0, 15).nan_to_num(0).to(torch.uint8)
+    nibbles = (levels + LARGEST_LEVELS[INT4]).round().clamp(0, 15).nan_to_num(0).to(torch.uint8)
     return nibbles[..., ::2] | nibbles[..., 1::2] << 4, torch.stack((scales, shifts), -1)
 
 
@@ -71,7 +71,7 @@ def dequantize(levels: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     if levels.dtype is not INT4:
         return (levels.to(wide) * scales.unsqueeze(-1).to(wide)).to(dtype)
     wide = torch.promote_types(wide, torch.float32)
-    numbers = torch.stack((levels & 15, levels >> 4), -1).flatten(-2).to(wide) - LARGEST[INT4]
+    numbers = torch.stack((levels & 15, levels >> 4), -1).flatten(-2).to(wide) - LARGEST_LEVELS[INT4]
     factors, shifts = scales.to(wide).unsqueeze(-2).unbind(-1)
     return ((numbers + shifts) * factors).to(dtype)
 

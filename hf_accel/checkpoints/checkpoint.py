@@ -20,8 +20,9 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import HfAccelError, UnsupportedError
 from ..hardware import release
 from ..linear import ExpertWeights, QuantExperts, QuantLinear, QuantModule
+from ..linear.experts import WEIGHT_MODULES
 from ..linear.formats import state
-from ..linear.hf import spec_of
+from ..linear.layer_settings import spec_of
 from ..patching.survey import experts_sites
 from ..patching.ties import broken_ties
 from ..patching.weight_sites import ExpertsSite, LinearSite
@@ -37,11 +38,11 @@ from .readers.reader import ForeignReader, Found, Parts, Reader, refuse
 READERS: dict[str, type[Reader]] = {
     reader.method: reader for reader in (Own, Awq, BlockFp8, CompressedTensors, Gguf, Gptq)
 }
-COLLECTED = ".weight_scale"  # every quantized layer has it: under this name the loader collects a layer's parts
+COLLECTED = ".weight_scale"  # a tensor of every quantized layer; the loader collects a layer's parts under this name
 
 
 def reader_of(config: Mapping[str, Any]) -> Reader | None:
-    """What reads a checkpoint with this quantization_config; None: nothing here does.
+    """Return the reader of a checkpoint with this quantization_config; None if there is none.
 
     Raises UnsupportedError for a variant of a known format that is not read.
     """
@@ -50,7 +51,7 @@ def reader_of(config: Mapping[str, Any]) -> Reader | None:
 
 
 def prepare(model: PreTrainedModel, reader: Reader, files: Sequence[str]) -> list[WeightConverter]:
-    """Put an empty layer in the place of each weight that a checkpoint holds quantized, to be loaded into.
+    """Replace the layer of each weight that a checkpoint holds quantized by an empty one, to be loaded into.
 
     model: on the meta device. Returns the steps by which transformers' loader hands the parts of a layer to the
     reader. Raises UnsupportedError for what this model cannot have or the reader does not know, HfAccelError for files
@@ -60,7 +61,8 @@ def prepare(model: PreTrainedModel, reader: Reader, files: Sequence[str]) -> lis
     parts, others = _by_module(model, reader, headers or ())
     if reader.listed is None and not parts:
         raise refuse(reader.method, "holds no quantized weight under a name that is known")
-    experts = {} if reader.listed is None else _experts(model)
+    of_experts = reader.listed is not None or (isinstance(reader, ForeignReader) and bool(reader.of_experts))
+    experts = _experts(model) if of_experts else {}
     sites: dict[str, LinearSite] = {}
     layers: dict[str, QuantModule] = {}
     for name in sorted(parts) if reader.listed is None else reader.listed:
@@ -77,11 +79,11 @@ def prepare(model: PreTrainedModel, reader: Reader, files: Sequence[str]) -> lis
     if headers is not None:
         _check_others(model, layers, sites, others)
     _put_layers(model, layers, experts)
-    return [_handing_over(reader, layers)] if isinstance(reader, ForeignReader) else []
+    return _handing_over(reader, layers) if isinstance(reader, ForeignReader) else []
 
 
 def is_ours(conversion: Any) -> bool:
-    """Whether it is one of the steps that `prepare` returned, copied or not."""
+    """Return whether it is one of the steps that `prepare` returned, copied or not."""
     return any(isinstance(operation, ReadStored) for operation in getattr(conversion, "operations", ()))
 
 
@@ -162,15 +164,16 @@ def _by_module(
     parts: dict[str, dict[str, Found]] = {}
     others: list[tuple[str, Found]] = []
     for stored_as, found in headers:
-        module, _, suffix = stored_as.rpartition(".")
-        names, is_whole = names_of(f"{module}.weight")
-        name = names[0].removesuffix(".weight")
+        weight, suffix = reader.place(stored_as)
+        names, is_whole = names_of(weight)
+        module, _, key = names[0].rpartition(".")
+        name = f"{module}.{WEIGHT_MODULES[key]}" if key in WEIGHT_MODULES else module
         if not reader.is_part(suffix, found) or (reader.listed is not None and name not in reader.listed):
             others.append((stored_as, found))
         elif names[0] not in expected and passed_over(model, names[0]):
             continue
         elif not is_whole or found.shape is None:
-            raise refuse(reader.method, f"holds {module!r} quantized, which the model has joined with others")
+            raise refuse(reader.method, f"holds {weight!r} quantized, which the model has joined with others")
         else:
             parts.setdefault(name, {})[suffix] = found
     return parts, dict(own_names(model, expected, others))
@@ -201,16 +204,22 @@ def _check_others(
 # -- the steps of transformers' loader -----------------------------------------------------------------
 
 
-def _handing_over(reader: ForeignReader, layers: Mapping[str, QuantModule]) -> WeightConverter:
-    steps: list[ConversionOps] = [ReadStored(reader, layers)]
-    return WeightConverter(source_patterns=list(reader.patterns()), target_patterns=COLLECTED, operations=steps)
+def _handing_over(reader: ForeignReader, layers: Mapping[str, QuantModule]) -> list[WeightConverter]:
+    return [
+        WeightConverter(
+            source_patterns=list(suffixes),
+            target_patterns=f"{module}{COLLECTED}",
+            operations=[ReadStored(reader, layers, suffixes)],
+        )
+        for module, suffixes in reader.collected().items()
+    ]
 
 
 class ReadStored(ConversionOps):
-    """The parts of a layer -> the tensors of a QuantLinear."""
+    """The parts of a layer -> the tensors of ours. suffixes: of the patterns by which parts are collected."""
 
-    def __init__(self, reader: ForeignReader, layers: Mapping[str, QuantModule]) -> None:
-        self.reader, self.layers, self.suffixes = reader, layers, reader.patterns()
+    def __init__(self, reader: ForeignReader, layers: Mapping[str, QuantModule], suffixes: Mapping[str, str]) -> None:
+        self.reader, self.layers, self.suffixes = reader, layers, suffixes
         self.hf_quantizer = self  # a mark by which transformers leaves the dtypes as they are
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReadStored:
@@ -225,7 +234,7 @@ class ReadStored(ConversionOps):
         layer = self.layers[name]
         parts = {self.suffixes[pattern]: tensors[0] for pattern, tensors in input_dict.items()}
         shape = (layer.out_features, layer.in_features)
-        tensors = self.reader.loose(name, parts, shape)
+        tensors = self.reader.own_tensors(name, parts, shape)
         if tensors is None:
             tensors = state(self.reader.convert(name, parts, shape))
             for part in parts.values():

@@ -1,7 +1,7 @@
-"""Whether the files of a checkpoint hold the tensors of the model that its config.json describes.
+"""Checks that the files of a checkpoint hold the tensors of the model that its config.json describes.
 
-It is asked before anything is loaded. transformers would fill in random numbers for what is missing and pass over what
-it has no place for, each in a line of a long report.
+They run before anything is loaded. transformers would fill in random numbers for missing tensors and ignore unknown
+ones, each in a line of a long report.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def own_names(
     model: PreTrainedModel, expected: Mapping[str, Tensor], headers: Iterable[tuple[str, Found]], *,
     key_mapping: dict[str, str] | None = None,
 ) -> Iterator[tuple[str, Found]]:  # fmt: skip
-    """What files hold, by the names that transformers will give to it in the model.
+    """Return what files hold, by the names that transformers will give to it in the model.
 
-    expected: tensors of the model by name, of which some may be among them.
+    expected: the model's tensors by name; the files may hold some of them.
     """
     names_of = renamer(model, expected, key_mapping)
     for stored_as, found in headers:
@@ -81,7 +81,7 @@ def own_names(
 def renamer(
     model: PreTrainedModel, expected: Mapping[str, Tensor], key_mapping: dict[str, str] | None = None
 ) -> Callable[[str], tuple[list[str], bool]]:
-    """What gives the names in the model for a name in a file, and whether a tensor gets there as it is."""
+    """Return a function from a name in a file to the names in the model, and whether a tensor gets there unchanged."""
     renamings, converters = by_kind(get_model_conversion_mapping(model, key_mapping))
     targets = {pattern: entry.target_patterns for entry in converters for pattern in entry.source_patterns}
     prefix, known = model.base_model_prefix, dict(expected)
@@ -136,7 +136,7 @@ def _check_names(
     optional = set(model._keys_to_ignore_on_save or ())
     for name in sorted(expected.keys() - found.keys() - optional):
         if not _matches(name, model._keys_to_ignore_on_load_missing) and not name.endswith("num_batches_tracked"):
-            raise missing(model, name, instead=_beside(name, found.keys() - expected.keys()), again=again)
+            raise missing(model, name, instead=_sibling_of(name, found.keys() - expected.keys()), again=again)
     for name in sorted(found.keys() - expected.keys()):
         lost = strict or _is_of_more_layers(name, expected) or _is_lost_bias(name, expected, found[name])
         if lost and not passed_over(model, name):
@@ -144,7 +144,7 @@ def _check_names(
 
 
 def passed_over(model: PreTrainedModel, name: str) -> bool:
-    """Whether transformers knows that a tensor of this name is not needed: old buffers, and layers that draft."""
+    """Return whether transformers ignores a tensor of this name: old buffers, and layers that draft."""
     if _matches(name, model._keys_to_ignore_on_load_unexpected) or "rotary_emb.inv_freq" in name:
         return True
     if name.rpartition(".")[2] == "position_ids":
@@ -157,7 +157,9 @@ def passed_over(model: PreTrainedModel, name: str) -> bool:
 
 
 def _is_of_more_layers(name: str, expected: Mapping[str, Tensor]) -> bool:
-    """Whether the tensor belongs to a member of a list that the model has, after the members that the model has."""
+    """Return whether the tensor belongs to a member of a list that the model has, after the members that the model
+    has.
+    """
     for place in re.finditer(r"(?<=\.)\d+(?=\.)", f".{name}"):
         start, end = place.start() - 1, place.end() - 1
         same = re.compile(re.escape(name[:start]) + r"\d+" + re.escape(name[end:]))
@@ -167,7 +169,7 @@ def _is_of_more_layers(name: str, expected: Mapping[str, Tensor]) -> bool:
 
 
 def _is_lost_bias(name: str, expected: Mapping[str, Tensor], found: Found) -> bool:
-    """Whether it is a bias, not of zeros, of a layer that has none in the model."""
+    """Return whether it is a bias, not of zeros, of a layer that has none in the model."""
     module, _, suffix = name.rpartition(".")
     if suffix != "bias" or f"{module}.weight" not in expected or found.dtype not in FLOATS:
         return False
@@ -178,8 +180,8 @@ def _matches(name: str, patterns: Collection[str] | None) -> bool:
     return any(re.search(pattern, name) for pattern in patterns or ())
 
 
-def _beside(name: str, others: Collection[str]) -> str | None:
-    """What a file holds of the module that a missing tensor belongs to."""
+def _sibling_of(name: str, others: Collection[str]) -> str | None:
+    """Describe what a file holds of the module that a missing tensor belongs to."""
     module = name.rpartition(".")[0]
     return min((other for other in others if other.startswith(f"{module}.")), default=None)
 

@@ -26,7 +26,15 @@ from ..keywords import MEANT_BY_PATCH, Default, check_keywords, one_of
 from .loading import HUB_KEYWORDS, load_checkpoint
 
 OLD_BITS = {"load_in_4bit": (4, "int4"), "load_in_8bit": (8, "int8")}  # bitsandbytes' old keywords, and ours for them
-KNOWN = (*DEFAULTS, *HUB_KEYWORDS, *OLD_BITS, "dtype", "device_map", "attn_implementation", "distributed_config")
+KNOWN_KEYWORDS = (
+    *DEFAULTS,
+    *HUB_KEYWORDS,
+    *OLD_BITS,
+    "dtype",
+    "device_map",
+    "attn_implementation",
+    "distributed_config",
+)
 
 
 @takes_patch_keywords
@@ -46,13 +54,13 @@ def load(
 ) -> PreTrainedModel:
     """Load a checkpoint and patch it: a float one, one of ours, or one that another program quantized.
 
-    path: a folder, a name on the Hub or a .gguf file. keywords: beside those of hf_accel.patch(), those of
-    from_pretrained(); load_in_4bit=True is weights="int4", load_in_8bit=True is weights="int8".
-    compressed-tensors (INT4, INT8, FP8), GPTQ (4 and 8 bits, also with act-order), AWQ, FP8 in blocks (DeepSeek, Qwen)
-    and GGUF (Llama and Qwen; all types of blocks from Q2_K to Q8_0) are run in the bits that they have: nothing is
-    rounded again, and nothing but the embedding of a GGUF file is held in floating point. Leave weights= out for them.
-    A checkpoint of another quantizer, such as bitsandbytes, is loaded as transformers does, and everything but its
-    Linears is patched. With distributed_config= a float model is loaded split, and then patched.
+    path: a folder, a name on the Hub or a .gguf file. keywords: those of hf_accel.patch() and of from_pretrained();
+    load_in_4bit=True is weights="int4", load_in_8bit=True is weights="int8". compressed-tensors (INT4, INT8, FP8),
+    GPTQ (4 and 8 bits, also with act-order), AWQ, FP8 in blocks (DeepSeek, Qwen) and GGUF (Llama and Qwen; all types
+    of blocks from Q2_K to Q8_0) are run in the bits that they have: nothing is rounded again, and nothing but the
+    embedding of a GGUF file is held in floating point. Leave weights= out for them. A checkpoint of another quantizer,
+    such as bitsandbytes, is loaded as transformers does, and everything but its Linears is patched. With
+    distributed_config= a float model is loaded split, and then patched.
 
     The class is the one that config.json names under architectures. Raises UnsupportedError for an unknown keyword and
     for a layout that is not read, HfAccelError, before anything is loaded, for files that do not hold the weights that
@@ -69,18 +77,18 @@ def load(
     _read_old_bits(ours, keywords)
     meant = {**MEANT_BY_PATCH, "tokenizer": f"{_tokenizer_call(path)} for the tokenizer"}
     if "quantization_config" in keywords:
-        check_keywords("load()", ["quantization_config"], KNOWN, meant)
+        check_keywords("load()", ["quantization_config"], KNOWN_KEYWORDS, meant)
     try:
         return load_checkpoint(path, ours, keywords)
     except TypeError as error:  # the model's class is the last to be asked, before any weight is read
         unknown = re.search(r"__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
         if unknown is not None and unknown[1] in keywords:
-            check_keywords("load()", [unknown[1]], KNOWN, meant)
+            check_keywords("load()", [unknown[1]], KNOWN_KEYWORDS, meant)
         raise
 
 
 def _read_old_bits(ours: dict[str, Any], keywords: dict[str, Any]) -> None:
-    """Put weights= in the place of load_in_4bit= and load_in_8bit=; UnsupportedError where it says something else."""
+    """Replace load_in_4bit= and load_in_8bit= by weights=; UnsupportedError if weights= is given and differs."""
     for name, (bits, word) in OLD_BITS.items():
         asked = keywords.pop(name, False)
         one_of(name, asked, (True, False))

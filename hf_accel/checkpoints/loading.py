@@ -14,8 +14,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
-from transformers.quantizers import register_quantization_config, register_quantizer
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 from ..errors import HfAccelError, UnsupportedError
 from ..estimate.shapes import class_of
@@ -65,7 +64,7 @@ def finish_loading(model: PreTrainedModel, settings: AccelConfig, packer: Packer
 def _originals(
     packed: Mapping[str, Packed], model: PreTrainedModel, linears: Sequence[LinearPlan]
 ) -> dict[str, Stored] | None:
-    """Where the originals are stored; None unless that is so for all."""
+    """Return where the originals are stored; None unless all are stored."""
     wanted = [linear for linear in linears if linear.choice is not None and not linear.site.is_tied]
     sources = {p.site.tensor_name: packed[p.site.name].source for p in wanted if p.site.name in packed}
     found = {name: source.stored for name, source in sources.items() if source is not None}
@@ -144,7 +143,7 @@ def _for_float_files(ours: Mapping[str, Any], keywords: Mapping[str, Any]) -> Ac
 
 
 def _whole(load_model: partial[Any]) -> PreTrainedModel:
-    """What transformers loads by itself. Raises HfAccelError if it had to fill in random numbers."""
+    """Load with transformers alone. Raises HfAccelError if it had to fill in random numbers."""
     model, report = load_model(output_loading_info=True)
     check_report(model, report["missing_keys"], report["unexpected_keys"])
     return model
@@ -266,8 +265,7 @@ class HandOver(ConversionOps):
         return self.packer.take(name, values[0] if isinstance(values, list) else values, stored_as)
 
 
-def register() -> None:
+def register_quantization() -> None:
     """Make "hf_accel" a quantization method; harmless when repeated."""
-    if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        register_quantization_config(METHOD)(AccelConfig)
-        register_quantizer(METHOD)(LoadingQuantizer)
+    AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = AccelConfig
+    AUTO_QUANTIZER_MAPPING[METHOD] = LoadingQuantizer

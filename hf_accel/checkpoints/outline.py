@@ -23,7 +23,7 @@ from ..patching.patch import plan as plan_model
 from ..patching.plan import LinearPlan, Plan
 from .loading import stored_config
 
-SMALL = 2**20  # bytes; more are pages of their own
+SMALL_TENSOR = 2**20  # bytes; more are pages of their own
 WORDS = {torch.float32: ("F32",), torch.float16: ("F16",), torch.bfloat16: ("BF16",)}  # of safetensors' headers
 
 
@@ -34,7 +34,7 @@ def plan(
     dtype: torch.dtype | None = None,
     **keywords: Unpack[PatchKeywords],
 ) -> Plan:
-    """What `patch(model, **keywords)` would do, and why. Changes nothing.
+    """Return the plan of `patch(model, **keywords)`, with its reasons, without changing anything.
 
     model: a model, or the path or name of a float checkpoint, of which no weight is read. dtype: to load a checkpoint
     in; None takes that of config.json.
@@ -68,7 +68,7 @@ def plan_checkpoint(
     stored = checkpoint_files(os.fspath(path))
 
     def find_originals(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str, Stored] | None:
-        return _stored_alike(model, linears, stored)
+        return _stored_equally(model, linears, stored)
 
     return planned(outline(described, dtype=dtype), settings, find_originals=find_originals)
 
@@ -90,13 +90,15 @@ def outline(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> Pr
 def _untouched(like: Tensor) -> Tensor:
     """Contiguous, as a plan looks at it; a large one in pages that the system gives out when they are written to."""
     empty = torch.empty_like(like, device="cpu")
-    return empty.zero_() if empty.nbytes < SMALL else empty
+    return empty.zero_() if empty.nbytes < SMALL_TENSOR else empty
 
 
-def _stored_alike(
+def _stored_equally(
     model: PreTrainedModel, linears: Sequence[LinearPlan], stored: dict[str, Path]
 ) -> dict[str, Stored] | None:
-    """Where each weight to be replaced is stored; None unless all are there, in the dtype that they are loaded in."""
+    """Return where each weight to be replaced is stored; None unless all are there, in the dtype that they are loaded
+    in.
+    """
     files: dict[str, Stored] = {**stored, **stored_experts(model, stored)}
     names = [p.site.tensor_name for p in linears if p.choice is not None and not p.site.is_tied]
     if not stored or any(name not in files for name in names):

@@ -17,7 +17,7 @@ from .quantize import quantize
 from .serve import serve
 from .verify import verify
 
-NAME = "hf-accel"
+PROGRAM = "hf-accel"
 
 
 class Commands(TyperGroup):
@@ -26,7 +26,7 @@ class Commands(TyperGroup):
     def main(self, *args: Any, **settings: Any) -> Any:
         given = args[0] if args else settings.get("args")
         try:
-            code = super().main(given, NAME, standalone_mode=False)
+            code = super().main(given, PROGRAM, standalone_mode=False)
         except typer.Abort:
             say("interrupted; nothing half-written is left")
             code = INTERRUPTED
@@ -39,7 +39,7 @@ class Commands(TyperGroup):
 
 
 app = typer.Typer(
-    name=NAME, cls=Commands, invoke_without_command=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
+    name=PROGRAM, cls=Commands, invoke_without_command=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )  # fmt: skip
 for command in (plan, estimate, quantize, generate, verify, bench, serve):

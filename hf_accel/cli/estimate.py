@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from .failures import BadInputError
-from .models import check, explained, named_dtype
+from .models import checked_path, explained, named_dtype
 from .options import Asked, Path_, common
 from .plan import Dtype
 
@@ -43,7 +43,7 @@ def estimate(
       hf-accel estimate Qwen/Qwen3-8B --context 32768 --weights int4 --memory "RTX 4090"
       hf-accel estimate Qwen/Qwen3-8B --machine "A100 80GB" --price-per-hour 2 --requests-per-second 4
     """
-    place, wanted = check(path), named_dtype(dtype)
+    place, wanted = checked_path(path), named_dtype(dtype)
     import hf_accel
 
     if context is None and requests_per_second is not None:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from .failures import BadInputError
-from .models import check_text_model, load_patched, load_tokenizer
-from .options import Asked, Path_, common, texts_of
+from .models import check_text_model, load_patched, tokenizer_of
+from .options import Asked, Path_, common, texts_in_file
 from .plan import Dtype
 
 Prompt = Annotated[str | None, typer.Option(help="The prompt; without one it is read from stdin.")]
@@ -46,7 +46,7 @@ def generate(
       echo "def main(" | hf-accel generate examples/stdlib-tiny --weights none --speculative suffix
       hf-accel generate Qwen/Qwen3-0.6B --chat --prompt "Why is the sky blue?" --temperature 0.7
     """
-    text = prompt_of(prompt, prompt_file)
+    text = given_prompt(prompt, prompt_file)
     keywords = asked.keywords()
     given = {
         "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
@@ -54,7 +54,7 @@ def generate(
     }  # fmt: skip
     check_text_model(path, "generate")
     with asked.output.progress("loading the model"):
-        tokenizer = load_tokenizer(path)
+        tokenizer = tokenizer_of(path)
         inputs = encoded(tokenizer, text, chat=chat, system=system)
         model = load_patched(path, dtype=dtype, **keywords)
     import torch
@@ -82,8 +82,8 @@ def sampling_of(config: Any, given: dict[str, Any], *, seed: int | None) -> dict
     If the model's own settings are greedy, an option that needs sampling switches it on, at temperature 1.
     """
     found = {name: value for name, value in given.items() if value is not None}
-    means_samples = seed is not None or not found.keys().isdisjoint({"top_p", "top_k", "min_p"})
-    if "temperature" not in found and not config.do_sample and means_samples:
+    asks_for_samples = seed is not None or not found.keys().isdisjoint({"top_p", "top_k", "min_p"})
+    if "temperature" not in found and not config.do_sample and asks_for_samples:
         found["temperature"] = 1.0
     if found.get("temperature") == 0:
         penalty = found.get("repetition_penalty")
@@ -91,12 +91,12 @@ def sampling_of(config: Any, given: dict[str, Any], *, seed: int | None) -> dict
     return found | ({"do_sample": True} if "temperature" in found else {})
 
 
-def prompt_of(prompt: str | None, file: Path | None) -> str:
+def given_prompt(prompt: str | None, file: Path | None) -> str:
     """Return the prompt from the option, a file or stdin. Raises BadInputError for none, two or an empty one."""
     if prompt is not None and file is not None:
         raise BadInputError("--prompt and --prompt-file are both given; leave one of them out")
     if prompt is None and file is not None and str(file) != "-":
-        prompt = next(iter(texts_of(file)), "")
+        prompt = next(iter(texts_in_file(file)), "")
     elif prompt is None:
         if sys.stdin is None or sys.stdin.isatty():
             raise BadInputError("no prompt is given; add --prompt TEXT or --prompt-file FILE, or pipe a text in")

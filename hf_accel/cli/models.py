@@ -12,11 +12,11 @@ from typing import Any
 from .failures import BadInputError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 GIVE = "give a model's folder, a .gguf file, or a name on the Hugging Face hub"
 
 
-def check(path: str) -> str:
+def checked_path(path: str) -> str:
     """Return PATH if it may be a model. Raises BadInputError before torch is loaded if it surely is none."""
     place = Path(path).expanduser()
     if place.is_dir():
@@ -56,7 +56,7 @@ def named_dtype(name: str, *, where: str = "--dtype") -> Any:
 
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise BadInputError(f"{where}: {name!r} is not a dtype; choose one of {', '.join(DTYPES)}")
+        raise BadInputError(f"{where}: {name!r} is not a dtype; choose one of {', '.join(DTYPE_NAMES)}")
     return dtype
 
 
@@ -95,7 +95,7 @@ def check_text_model(path: str, command: str, *, decoder_only: bool = False) -> 
 
     decoder_only: whether one with an encoder is refused too.
     """
-    place = check(path)
+    place = checked_path(path)
     if place.endswith(".gguf"):
         return
     from transformers import AutoConfig, PreTrainedModel
@@ -126,7 +126,7 @@ def check_text_model(path: str, command: str, *, decoder_only: bool = False) -> 
 
 def load_patched(path: str, *, dtype: str = "auto", device: str | None = None, **keywords: Any) -> Any:
     """Load a model patched with `keywords`; a checkpoint that is quantized already keeps its bits."""
-    place, wanted = check(path), named_dtype(dtype)
+    place, wanted = checked_path(path), named_dtype(dtype)
     import hf_accel
 
     with explained(path):
@@ -138,7 +138,7 @@ def load_patched(path: str, *, dtype: str = "auto", device: str | None = None, *
 
 def load_float(path: str, *, dtype: str = "auto") -> Any:
     """Load a model with transformers. Raises BadInputError for one that is quantized already."""
-    place, wanted = check(path), named_dtype(dtype)
+    place, wanted = checked_path(path), named_dtype(dtype)
     from hf_accel.checkpoints.loading import stored_config
     from hf_accel.estimate.shapes import class_of
     from hf_accel.patching.model_config import read_config
@@ -153,11 +153,11 @@ def load_float(path: str, *, dtype: str = "auto") -> Any:
         return model.eval()
 
 
-def load_tokenizer(path: str) -> Any:
+def tokenizer_of(path: str) -> Any:
     """Load the tokenizer of a model. Raises BadInputError if there is none."""
     from hf_accel.checkpoints import loading
 
-    place = check(path)
+    place = checked_path(path)
     try:
         return loading.load_tokenizer(place)
     except Exception as error:  # whatever is missing or broken there

@@ -79,7 +79,7 @@ def _value(keyword: str, word: Any, fields: dict[str, Any], *, given: bool) -> A
         if given and "bits" in fields:
             raise BadInputError(f"--weights {word} and --bits {fields['bits']} are both given; leave one of them out")
         if isinstance(fields.get("calibration"), Path):
-            fields["calibration"] = texts_of(fields["calibration"])
+            fields["calibration"] = texts_in_file(fields["calibration"])
         from hf_accel.config import WEIGHTS  # which imports torch
 
         return WEIGHTS.get(word, {} if word is None else {"bits": word}) | fields
@@ -97,7 +97,7 @@ def _drafter(word: str | None) -> Any:
     return load_float(word or "")
 
 
-def texts_of(path: Path) -> list[str]:
+def texts_in_file(path: Path) -> list[str]:
     """Read the texts of a file: one text, or one per line of a .jsonl file."""
     import json
 

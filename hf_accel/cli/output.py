@@ -40,7 +40,7 @@ class Output:
 
     def write(self, document: Mapping[str, Any], text: object) -> None:
         """Print the answer: the document as JSON if that was asked for, else the text."""
-        self.print(json.dumps(plain(document), indent=2) if self.json else str(text))
+        self.print(json.dumps(json_value(document), indent=2) if self.json else str(text))
 
     def print(self, text: str, *, end: str = "\n") -> None:
         print(text, end=end, file=self.answers, flush=True)
@@ -141,12 +141,12 @@ class Bar:
         return lambda *_, **__: None
 
 
-def plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """Make a value JSON-able: paths become text, and numbers that JSON cannot write become null."""
     if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
+        return {str(key): json_value(one) for key, one in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(one) for one in value]
+        return [json_value(one) for one in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -6,13 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
-from .models import DTYPES, check, explained, load_patched, named_dtype
+from .models import DTYPE_NAMES, checked_path, explained, load_patched, named_dtype
 from .options import Asked, Path_, common
 
 Dtype = Annotated[
     str,
     typer.Option(
-        help="To load floating-point weights in.", metavar="|".join(DTYPES), autocompletion=lambda: list(DTYPES)
+        help="To load floating-point weights in.",
+        metavar="|".join(DTYPE_NAMES),
+        autocompletion=lambda: list(DTYPE_NAMES),
     ),
 ]
 
@@ -27,7 +29,7 @@ def plan(path: Path_, dtype: Dtype = "auto", *, asked: Asked) -> None:
       hf-accel plan Qwen/Qwen3-0.6B --weights int4 --cache-dtype int8
       hf-accel plan examples/stdlib-tiny --json
     """
-    place, wanted, keywords = check(path), named_dtype(dtype), asked.keywords()
+    place, wanted, keywords = checked_path(path), named_dtype(dtype), asked.keywords()
     with asked.output.progress("reading the model's config"), explained(path):
         found = _without_weights(place, wanted, keywords)
     if found is None:

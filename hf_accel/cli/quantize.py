@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from .failures import BadInputError
-from .models import check, load_patched, load_tokenizer
+from .models import checked_path, load_patched, tokenizer_of
 from .options import Asked, Path_, common
 from .plan import Dtype
 
-FORMATS = ("transformers", "compressed-tensors", "gguf")
+FILE_FORMATS = ("transformers", "compressed-tensors", "gguf")
 
 
 @common()
@@ -25,7 +25,7 @@ def quantize(
         str,
         typer.Option(
             help="For from_pretrained after import hf_accel; for vLLM and SGLang; for llama.cpp.",
-            metavar="|".join(FORMATS), autocompletion=lambda: list(FORMATS),
+            metavar="|".join(FILE_FORMATS), autocompletion=lambda: list(FILE_FORMATS),
         ),
     ] = "transformers",
     dtype: Dtype = "auto",
@@ -41,7 +41,7 @@ def quantize(
       hf-accel quantize examples/stdlib-tiny tiny.gguf --weights int4 --group-size 32 --format gguf
     """
     _check_out(out, format)
-    place, keywords = check(path), asked.keywords()
+    place, keywords = checked_path(path), asked.keywords()
     if "weights" in keywords and keywords["weights"] is None:
         raise BadInputError("--weights none leaves nothing to quantize; choose int8, int4, fp8 or nf4")
     start = time.perf_counter()
@@ -61,8 +61,8 @@ def quantize(
 
 def _check_out(out: Path, format: str) -> None:
     """Raise BadInputError for a path that exists, or that cannot be written to."""
-    if format not in FORMATS:
-        raise BadInputError(f"--format {format} is not known; choose one of {', '.join(FORMATS)}")
+    if format not in FILE_FORMATS:
+        raise BadInputError(f"--format {format} is not known; choose one of {', '.join(FILE_FORMATS)}")
     if out.is_dir() and format == "gguf":
         raise BadInputError(f"{out} is a folder; name a file in it, as {out / 'model.gguf'}")
     if out.is_dir() and any(out.iterdir()):
@@ -88,7 +88,7 @@ def _check_room(place: str, out: Path, keywords: dict[str, Any]) -> None:
 
 def _tokenizer(path: str) -> Any:
     try:
-        return load_tokenizer(path)
+        return tokenizer_of(path)
     except BadInputError:  # a model can be without one
         return None
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from .failures import BadInputError, say
-from .models import check, check_text_model, explained, named_dtype
-from .options import Asked, Path_, common, texts_of
+from .models import check_text_model, checked_path, explained, named_dtype
+from .options import Asked, Path_, common, texts_in_file
 from .plan import Dtype
 
 NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
@@ -57,10 +57,10 @@ def serve(
     missing = [package for package in NEEDED if find_spec(package) is None]
     if missing:
         raise BadInputError(f'{", ".join(missing)} is not installed, which serve needs: pip install "hf_accel[serve]"')
-    place, wanted, keywords = check(path), named_dtype(dtype), asked.keywords()
+    place, wanted, keywords = checked_path(path), named_dtype(dtype), asked.keywords()
     keywords |= {} if device is None else {"device_map": device}
     check_text_model(path, "serve", decoder_only=True)
-    template = None if chat_template is None else texts_of(chat_template)[0]
+    template = None if chat_template is None else texts_in_file(chat_template)[0]
     from hf_accel.serving.ranks import follow, join_ranks, leading
 
     relay = join_ranks(tensor_parallel, timeout=rank_timeout)

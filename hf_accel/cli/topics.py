@@ -16,10 +16,10 @@ import hf_accel
 from hf_accel.kernels import cpu as kernels
 from hf_accel.patching.twin import twin
 from hf_accel.verify.certificate import Cost
-from hf_accel.verify.cost import measure_cost, windows_of
+from hf_accel.verify.cost import measure_cost, text_windows
 
 from .measuring.requests import draw
-from .measuring.served import WrongResultError, accelerated, padded
+from .measuring.served import WrongResultError, accelerated, one_padded_batch
 from .measuring.turns import BASELINE, ratios, take_turns, time_generate
 
 PATCHED = "patched"
@@ -116,7 +116,7 @@ def batch(model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes, rep
     )  # fmt: skip
 
     def serve(one: PreTrainedModel) -> float:
-        way = accelerated if hf_accel.is_patched(one) else padded
+        way = accelerated if hf_accel.is_patched(one) else one_padded_batch
         return way(one, requests).checked(requests).seconds
 
     return in_turns(both(model, keywords), serve, sizes, report)
@@ -169,7 +169,7 @@ def compare(models: Mapping[str, PreTrainedModel], context: int, report: Report)
     Raises WrongResultError for a model that computes something else, which is then not timed.
     """
     stock = models[BASELINE]
-    windows = windows_of([tokens(stock, 1, max(2, min(context, COMPARED)))[0]])
+    windows = text_windows([tokens(stock, 1, max(2, min(context, COMPARED)))[0]])
     costs = {}
     for name, one in models.items():
         if one is stock:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .models import check, check_text_model, load_patched, load_tokenizer
-from .options import Asked, Path_, common, texts_of
+from .models import check_text_model, checked_path, load_patched, tokenizer_of
+from .options import Asked, Path_, common, texts_in_file
 from .plan import Dtype
 
 DIFFERENT = 1  # exit code
@@ -35,14 +35,14 @@ def verify(
       hf-accel verify tiny-int4 --reference examples/stdlib-tiny --json
     """
     keywords = asked.keywords()
-    measured = None if text is None else texts_of(text)
+    measured = None if text is None else texts_in_file(text)
     check_text_model(path, "verify")
     if reference is not None:
-        reference = check(reference)
+        reference = checked_path(reference)
     import hf_accel
 
     with asked.output.progress("loading the model") as now:
-        tokenizer = load_tokenizer(path)
+        tokenizer = tokenizer_of(path)
         model = load_patched(path, dtype=dtype, **keywords)
         now("comparing")
         certificate = hf_accel.verify(

@@ -1,6 +1,7 @@
 """The configs: frozen, keyword-only, and validated where they are made. Nothing writes into a config."""
 
 from .cache_config import CacheConfig, KVDtype, parse_cache
+from .layout import Format, Layout
 from .patch_config import KeywordsWithoutWeights, PatchConfig, Weights, check_patch_keywords, takes_patch_keywords
 from .speculative_config import DRAFTERS, Drafters, SpeculativeConfig, parse_speculative
 from .weight_config import (
@@ -19,7 +20,7 @@ from .weight_config import (
 
 __all__ = [
     "DRAFTERS", "GROUP_SIZES", "METHODS", "NF4_BLOCK", "WEIGHTS", "Activations", "Bits", "CacheConfig", "Drafters",
-    "GroupSize", "KVDtype", "KeywordsWithoutWeights", "Method", "PatchConfig", "SpeculativeConfig", "WeightConfig",
-    "WeightFormat", "Weights", "check_patch_keywords", "parse_cache", "parse_speculative", "parse_weights",
-    "takes_patch_keywords",
+    "Format", "GroupSize", "KVDtype", "KeywordsWithoutWeights", "Layout", "Method", "PatchConfig", "SpeculativeConfig",
+    "WeightConfig", "WeightFormat", "Weights", "check_patch_keywords", "parse_cache", "parse_speculative",
+    "parse_weights", "takes_patch_keywords",
 ]  # fmt: skip

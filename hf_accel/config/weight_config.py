@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from ..errors import UnsupportedError
 from ..keywords import Default, checked_keywords, one_of
+from .layout import Format, Layout
 
 Activations = Literal["auto", "int8", "fp8"] | None
 Method = Literal["rtn", "gptq", "awq"]
@@ -165,6 +166,13 @@ class WeightConfig:
                 "bits= is for one number of bits for all weights"
             )
         object.__setattr__(self, "bits", 4)  # the layers that do not get 8 bits
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of such a weight; for NF4, that of integers of as many bytes, except for the scales' dtype."""
+        format: Format = "fp8" if self.format == "fp8" else "int"
+        grouped = None if self.bits == 8 else self.group_size
+        return Layout(bits=self.bits, format=format, group_size=grouped, symmetric=self.symmetric)
 
     @property
     def is_nf4(self) -> bool:

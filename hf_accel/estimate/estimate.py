@@ -16,8 +16,8 @@ from .attention_bytes import AttentionBytes, attention_layers, encoder_layers
 from .result import Bound, Counted, Estimate
 from .roofline import Machine
 from .shapes import decoder_config, is_encoder, shapes_of
-from .this_machine import measure
-from .unpatched import settings_of
+from .this_machine import measure_machine
+from .unpatched import patched_settings
 from .weights import weight_tensors
 from .workload import Workload
 
@@ -59,7 +59,7 @@ def estimate(
     """
     positive_int("context", context)
     positive_int("batch", batch)
-    patched = settings_of(without_adapters(model)) if isinstance(model, nn.Module) else (None, None)
+    patched = patched_settings(without_adapters(model)) if isinstance(model, nn.Module) else (None, None)
     weights = patched[0] if isinstance(weights, Default) else weights
     kv_dtype = patched[1] if isinstance(kv_dtype, Default) else kv_dtype
     one_of("kv_dtype", kv_dtype, (None, *get_args(KVDtype)))
@@ -87,7 +87,7 @@ def estimate(
     )
     # One number alone may be another machine's: it is not mixed with what is measured here.
     is_given = bandwidth is not None or compute is not None
-    machine = Machine.given(**speeds) if is_given else measure(workload, device)
+    machine = Machine.given(**speeds) if is_given else measure_machine(workload, device)
     return _evaluate(workload, machine, name=type(shapes).__name__, price_per_hour=price_per_hour)
 
 

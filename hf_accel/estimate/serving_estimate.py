@@ -31,7 +31,7 @@ from .workload import Workload
 MOST_BUSY = 0.8  # of the time that is not spent on weights; nearer to 1, what arrives at random waits long
 DEVIATIONS = 3.0  # of the number of running requests, that memory has room for beyond their mean
 MOST_REPLICAS = 100_000
-SMALL = 1e-9  # rounding
+ROUNDING = 1e-9  # rounding
 
 
 class Load(NamedTuple):
@@ -133,13 +133,13 @@ class _Costs:
             idle = 1 - rate * self.request(running)
             return idle > 0 and arriving * self.weights(running) <= running * idle
 
-        low, high = 0.0, arriving * self.weights(math.inf) / (1 - MOST_BUSY) * (1 + SMALL)
+        low, high = 0.0, arriving * self.weights(math.inf) / (1 - MOST_BUSY) * (1 + ROUNDING)
         if not is_enough(high):
             return None
         for _ in range(60):
             middle = (low + high) / 2
             low, high = (low, middle) if is_enough(middle) else (middle, high)
-        return high if rate * self.request(high) <= MOST_BUSY * (1 + SMALL) else None
+        return high if rate * self.request(high) <= MOST_BUSY * (1 + ROUNDING) else None
 
     def bytes(self, running: int) -> int:
         """Return the bytes with room for keys and values of `peak` whole requests, and for one prompt in prefill."""

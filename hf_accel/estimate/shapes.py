@@ -21,7 +21,7 @@ from transformers import (
 from ..errors import UnsupportedError
 from ..models import without_adapters
 from ..patching.model_config import read_config
-from .unpatched import is_ours, unpatched_shapes
+from .unpatched import unpatched_shapes, was_patched
 
 
 def shapes_of(source: Any, *, dtype: torch.dtype | None) -> Any:
@@ -39,7 +39,7 @@ def shapes_of(source: Any, *, dtype: torch.dtype | None) -> Any:
                 f"dtype={dtype} is for a config or a path; the model given is counted in its own {inner.dtype}: leave "
                 "dtype= out, or pass model.config"
             )
-        return unpatched_shapes(inner) if is_ours(inner) else inner
+        return unpatched_shapes(inner) if was_patched(inner) else inner
     config = load_config(source) if isinstance(source, (str, os.PathLike)) else source
     if not isinstance(config, PreTrainedConfig):
         raise UnsupportedError(f"estimate() takes a config, a model or a path, not {type(source).__name__}")

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention import AttentionSpec
-from ..attention import choose as choose_attention
+from ..attention import choose_backend as choose_attention
+from ..config import Layout
 from ..fused.projections import UNLIMITED, native_rows
 from ..hardware import Hardware, detect, float_peak, read_bandwidth
 from ..hardware.speed import fp8_peak, least_seconds
@@ -35,7 +36,7 @@ from .roofline import ByRows, Machine
 from .weights import MULTIPLIED, WeightTensor
 from .workload import Workload
 
-ROWS = (1, 4, 8, 16, 32, 64, 512)
+MEASURED_ROWS = (1, 4, 8, 16, 32, 64, 512)
 QUERIES = (1, 128)
 SEQUENCES, KEYS = 8, 512  # that these queries attend over
 CACHES = 2  # times the last cache: what is read in turn has left it before its turn comes again
@@ -46,7 +47,7 @@ PASS_SECONDS, LAYER_SECONDS = 1e-3, 1e-4
 Run = Callable[[Tensor], object]  # a product of rows, or the attention of queries
 
 
-def measure(workload: Workload, device: torch.device | str) -> Machine:
+def measure_machine(workload: Workload, device: torch.device | str) -> Machine:
     """Measure the speeds of `device`, and on a CPU the products of a model's most frequent matrix."""
     hardware = detect(device)
     bandwidth = read_bandwidth(hardware)
@@ -123,7 +124,7 @@ def _quantized(spec: LinearSpec, count: int, here: Conditions) -> Measured:
 @torch.no_grad()
 def _floats(shape: tuple[int, int], dtype: torch.dtype, count: int, here: Conditions) -> Measured:
     """Measure products by floating-point matrices: ours up to the rows that it is used for, torch's beyond."""
-    outputs = timed_outputs(LinearSpec(in_features=shape[1], out_features=shape[0], bits=8, dtype=dtype))
+    outputs = timed_outputs(LinearSpec(in_features=shape[1], out_features=shape[0], layout=Layout(), dtype=dtype))
     size = outputs * shape[1] * dtype.itemsize
     rows = native_rows(dtype) if refusal() is None and dtype in FLOATS else 0
 
@@ -136,8 +137,10 @@ def _floats(shape: tuple[int, int], dtype: torch.dtype, count: int, here: Condit
 
 
 def _products(runs: Sequence[Run], shape: tuple[int, int], dtype: torch.dtype, size: float) -> Measured:
-    inputs = [torch.ones(rows, shape[1], dtype=dtype) for rows in ROWS]
-    return Measured(ROWS, _timed(runs, inputs), size, tuple(2.0 * rows * math.prod(shape) for rows in ROWS))
+    inputs = [torch.ones(rows, shape[1], dtype=dtype) for rows in MEASURED_ROWS]
+    return Measured(
+        MEASURED_ROWS, _timed(runs, inputs), size, tuple(2.0 * rows * math.prod(shape) for rows in MEASURED_ROWS)
+    )
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from ..patching.twin import twin
 from ..undo.state import find_state
 
 
-def is_ours(model: nn.Module) -> bool:
+def was_patched(model: nn.Module) -> bool:
     """Return whether patch() was at work on the model, or on what it was loaded from."""
     return find_state(model) is not None or any(isinstance(module, QuantModule) for module in model.modules())
 
@@ -57,7 +57,7 @@ def _linear(layer: Any) -> nn.Linear:
     )
 
 
-def settings_of(model: nn.Module) -> tuple[Any, str | None]:
+def patched_settings(model: nn.Module) -> tuple[Any, str | None]:
     """Return weights and kv_dtype as estimate() takes them: those that the model was patched with, else None."""
     state = find_state(model)
     if state is None:

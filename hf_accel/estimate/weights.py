@@ -109,7 +109,8 @@ def _linear(model: PreTrainedModel, site: LinearSite, config: WeightConfig | Non
 def _experts(model: PreTrainedModel, site: ExpertsSite, config: WeightConfig | None) -> WeightTensor:
     """The spec is that of the stored weight, [experts * out, in]."""
     weight, spec = site.matrices(site.parameter)[0], None
-    fits = config is not None and (config.bits == 8 or weight.shape[1] % config.group_size == 0)
+    group_size = None if config is None else config.layout.group_size
+    fits = group_size is None or weight.shape[1] % group_size == 0
     if config is not None and fits and site.skip is None and not config.is_nf4:
         one = LinearSpec.of(weight, config)
         spec = replace(one, out_features=site.count * one.out_features)

@@ -95,6 +95,6 @@ class Workload:
 def _rounds_to_fp8(tensor: WeightTensor, rows: float) -> bool:
     """Return whether a pass of so many rows multiplies in FP8: only calls of many rows do, unless all must."""
     spec = tensor.spec
-    if spec is None or spec.format != "fp8" or spec.activations is None:
+    if spec is None or spec.layout.format != "fp8" or spec.activations is None:
         return False
     return spec.activations == "fp8" or rows * tensor.share_per_token > FEW_ROWS

@@ -1,7 +1,7 @@
-"""What norms, rotations and gates are computed by, and in which form a module's own code computes them.
+"""Norms, rotations and gates: the calls that compute them, and the form in which a module's own code computes them.
 
 The native library computes on the CPU, Triton on an NVIDIA GPU. The form is read in the module's code, or found by
-trying ours on random input: one that computes the same in one dtype need not do so in another.
+trying ours on random input. A form that computes the same in one dtype need not do so in another.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Form = TypeVar("Form")
 
 
 def refusal(device_type: str) -> str | None:
-    """Why nothing of it is computed on tensors of this kind of device, as a clause; None if it is."""
+    """Return why neither library computes on tensors of this kind of device, as a clause; None if one does."""
     if device_type != "cpu":
         return triton.refusal(device_type)
     return cpu.refusal() if triton.refusal("cpu") is not None else None
 
 
 def computes(x: object) -> bool:
-    """Whether one call may replace torch's operators on x."""
+    """Return whether one call may replace torch's operators on x."""
     if library.native(x):
         return True
     return (
@@ -56,7 +56,7 @@ def computes(x: object) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float, round_first: bool) -> Tensor:
-    """As the CPU's; x and weight on one device."""
+    """Compute rms_norm of kernels/cpu; x and weight are on one device."""
     if by_library(x):
         return elementwise.rms_norm(x, weight, eps, offset=offset, round_first=round_first)
     from ..kernels.triton import layer_parts
@@ -67,7 +67,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float, round_firs
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, round_each: bool
 ) -> tuple[Tensor, Tensor]:
-    """As the CPU's; all on one device. cos, sin: [B or 1, T, D]."""
+    """Compute rope of kernels/cpu; all tensors are on one device. cos, sin: [B or 1, T, D]."""
     if by_library(q):
         return elementwise.rope(q, k, cos, sin, interleaved=interleaved, round_each=round_each)
     from ..kernels.triton import layer_parts
@@ -79,7 +79,7 @@ def rope(
 def add_rms_norm(
     x: Tensor, y: Tensor, weight: Tensor, eps: float, *, offset: float, round_first: bool
 ) -> tuple[Tensor, Tensor]:
-    """x + y and its `rms_norm`, by Triton in one launch: the bits of one after the other."""
+    """Compute x + y and its `rms_norm`, by Triton in one launch, with the bits of one after the other."""
     from ..kernels.triton import layer_parts
 
     return layer_parts.add_rms_norm(x, y, weight, eps, offset=offset, round_first=round_first)
@@ -89,7 +89,7 @@ def rope_and_write(
     heads: tuple[Tensor, Tensor, Tensor], tables: tuple[Tensor, Tensor], pages: KV, slots: Tensor, *,
     interleaved: bool, round_each: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`rope` of q and k, and the write of K and V, by Triton in one launch. heads: q, k and v, [B, H, T, D]."""
+    """Compute `rope` of q and k, and write K and V, by Triton in one launch. heads: q, k and v, [B, H, T, D]."""
     from ..kernels.triton import kv_write
 
     each = elementwise.rounds_each(heads[0].dtype, tables[0].dtype, round_each=round_each)
@@ -97,19 +97,19 @@ def rope_and_write(
 
 
 def gated(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
-    """activation(gate) * up of one shape and dtype, by Triton: the library does it while it multiplies."""
+    """Compute activation(gate) * up, of one shape and dtype, by Triton; the library does it while it multiplies."""
     from ..kernels.triton import layer_parts
 
     return layer_parts.gated(gate, up, activation=activation)
 
 
 def by_library(x: Tensor) -> bool:
-    """Whether the native library computes on x; else Triton does."""
+    """Return whether the native library computes on x; else Triton does."""
     return x.is_cpu and cpu.refusal() is None
 
 
 def has_library(device_type: str) -> bool:
-    """Whether the native library computes on this kind of device."""
+    """Return whether the native library computes on this kind of device."""
     return device_type == "cpu" and cpu.refusal() is None
 
 
@@ -129,7 +129,7 @@ class NormForm:
 
 
 def norm_form(module: nn.Module, kind: type | None = None, *, dtype: torch.dtype | None = None) -> NormForm | None:
-    """How a module normalizes inputs of `dtype` (its weight's by default), found by trying each form on random input.
+    """Find how a module normalizes inputs of `dtype` (its weight's by default), by trying each form on random input.
 
     kind: the class whose forward it is. None if it is no RMSNorm, and holds anything besides a weight and an eps.
     """
@@ -147,7 +147,7 @@ def norm_form(module: nn.Module, kind: type | None = None, *, dtype: torch.dtype
 
 
 def _nearest(forms: list[Form], different: Callable[[Form], float]) -> Form | None:
-    """The form that differs least; None if all differ by more than a rounding."""
+    """Return the form that differs least; None if all differ by more than a rounding."""
     differences = [different(form) for form in forms]
     least = min(differences)
     return None if least == math.inf else forms[differences.index(least)]
@@ -156,7 +156,7 @@ def _nearest(forms: list[Form], different: Callable[[Form], float]) -> Form | No
 def _norm_difference(module: Any, kind: Any, form: NormForm, dtype: torch.dtype) -> float:
     """The `difference` over all TRIALS.
 
-    torch's own sums differ in the last bit by how memory is aligned, so that equality cannot be asked for.
+    torch's own sums differ in the last bit by how memory is aligned, so that equality cannot be required.
     """
     numbers, weight, different = RandomNumbers(), module._parameters["weight"], 0.0
     for magnitude, shape, module.training in TRIALS:
@@ -185,7 +185,7 @@ class RotaryForm:
 
 
 def rotary_form(module: nn.Module, dtype: torch.dtype, device_type: str = "cpu") -> RotaryForm | None:
-    """How the module's forward rotates q and k, found by trying each form on random input; None if not at all."""
+    """Find how the module's forward rotates q and k, by trying each form on random input; None if it does not."""
     forward = type(module).forward
     if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names:
         return None
@@ -194,7 +194,7 @@ def rotary_form(module: nn.Module, dtype: torch.dtype, device_type: str = "cpu")
 
 
 def with_rotation(forward: Any, rotate: Callable[..., Any]) -> FunctionType:
-    """A copy of a forward that finds another function under the name of its rotation."""
+    """Copy a forward, so that it finds another function under the name of its rotation."""
     copy = FunctionType(
         forward.__code__, forward.__globals__ | {ROTATION: rotate}, forward.__name__, forward.__defaults__,
         forward.__closure__,
@@ -207,7 +207,7 @@ def with_rotation(forward: Any, rotate: Callable[..., Any]) -> FunctionType:
 def form_of_rotation(
     original: Rotation, dtype: torch.dtype, table_dtype: torch.dtype, device_type: str = "cpu"
 ) -> RotaryForm | None:
-    """How a function rotates q and k of `dtype` by tables of `table_dtype`; None if in no way that we know."""
+    """Return how a function rotates q and k of `dtype` by tables of `table_dtype`; None if in no way that we know."""
     if dtype not in library.FLOATS or table_dtype not in library.FLOATS or refusal(device_type) is not None:
         return None
     forms = [RotaryForm(interleaved, each) for interleaved, each in product((False, True), (True, False))]
@@ -254,7 +254,7 @@ class GatedNames:
 
 
 def gated_names(module: nn.Module, float_rows: int) -> GatedNames | None:
-    """The parts of a module whose code is down(act(gate(x)) * up(x)) and nothing else; None for any other."""
+    """Return the parts of a module whose code is down(act(gate(x)) * up(x)) and nothing else; None for any other."""
     code = gated_code(type(module).forward)
     if code is None:
         return None
@@ -270,7 +270,7 @@ def gated_names(module: nn.Module, float_rows: int) -> GatedNames | None:
 
 
 def _epilogue(activation: Any) -> str | None:
-    """Which of our activations a callable computes, found by calling it."""
+    """Return the name of our activation that a callable computes, found by calling it."""
     if not callable(activation) or (isinstance(activation, nn.Module) and not _is_stateless(activation)):
         return None
     large = torch.logspace(1, 4, 7, device="cpu")

@@ -1,7 +1,7 @@
-"""A traced decoder layer on a GPU: its modules one by one, and what stands between them in fewer launches.
+"""A traced decoder layer on a GPU: its modules are called one by one, the operations between them in fewer launches.
 
-The write of K and V goes with the rotation, and a norm with the sum that it is of: the bits are the same. Linear
-layers and attention are called as the layer's own code calls them.
+The write of K and V shares a launch with the rotation, and a norm with the sum before it: the bits are the same.
+Linear layers and attention are called as the layer's own code calls them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Attend = Callable[[nn.Module, tuple[Tensor, Tensor, Tensor], dict[str, Any]], Te
 
 
 def partner(operation: Operation, behind: Operation | None) -> Operation | None:
-    """What goes in one launch with an operation: the one behind it, or nothing."""
+    """Return the operation that shares a launch with this one: the operation after it, or None."""
     if behind is None or behind.inputs[:1] != operation.outputs[-1:]:
         return None
     match operation.kind, behind.kind:
@@ -38,8 +38,8 @@ def partner(operation: Operation, behind: Operation | None) -> Operation | None:
     return None
 
 
-def joined(operations: list[Operation]) -> Iterator[tuple[Operation, Operation | None]]:
-    """The operations, each with its partner; those that are partners do not come again."""
+def with_partners(operations: list[Operation]) -> Iterator[tuple[Operation, Operation | None]]:
+    """Iterate over the operations, each with its partner. A partner is not listed a second time."""
     taken: Operation | None = None
     for operation, behind in zip(operations, [*operations[1:], None], strict=True):
         if operation is not taken:
@@ -48,12 +48,12 @@ def joined(operations: list[Operation]) -> Iterator[tuple[Operation, Operation |
 
 
 def joins(operations: list[Operation]) -> frozenset[str]:
-    """The kinds of operations that have a partner."""
-    return frozenset(operation.kind for operation, behind in joined(operations) if behind is not None)
+    """Return the kinds of operations that have a partner."""
+    return frozenset(operation.kind for operation, behind in with_partners(operations) if behind is not None)
 
 
 class JoinedLayer(TracedLayer):
-    """A traced layer on a GPU. following: the norm that is given the layer's output, as far as is known, or None.
+    """A traced layer on a GPU. following: the norm that gets the layer's output, if it is known.
 
     Raises UntraceableError for a norm or a rotation that has no kernel.
     """
@@ -66,7 +66,7 @@ class JoinedLayer(TracedLayer):
     ) -> None:  # fmt: skip
         super().__init__(trace, table_dtype, attention, device)
         self.following = following
-        self._steps = list(joined(trace.operations))
+        self._steps = list(with_partners(trace.operations))
         for operation in trace.operations:
             match operation.kind:
                 case "norm":
@@ -111,7 +111,7 @@ class JoinedLayer(TracedLayer):
         return held.columns(Span(OUTPUT, 0, self.width), self.width)
 
     def _add(self, held: Held, operation: Operation, behind: Operation | None) -> None:
-        """A sum, and with it the norm that is behind it here, or at the beginning of the next layer."""
+        """Compute a sum, together with the norm after it, which is in this layer or begins the next one."""
         (span,), factor = operation.outputs, operation.values["factor"]
         x, y = (held.columns(each, operation.values["dim"]) for each in operation.inputs)
         norm = self.following if behind is None else behind.modules[0]
@@ -146,7 +146,7 @@ class Held:
         self._tensors[span.buffer] = x if x.ndim == 3 else x.flatten(2)
 
     def columns(self, span: Span, width: int) -> Tensor:
-        """[B, T, width]; of a whole buffer, the very tensor that was put."""
+        """[B, T, width]; for a whole buffer, the tensor itself that was put."""
         x = self._tensors[span.buffer]
         return x if width == x.shape[-1] else x[..., span.offset : span.offset + width]
 
@@ -160,7 +160,7 @@ class Held:
 
 
 def _product(held: Held, operation: Operation) -> Tensor:
-    """What linear layers compute, [B, T, out]: one, or the gate and the other half of a gated MLP."""
+    """Compute one linear layer, or the gate and the other half of a gated MLP, [B, T, out]."""
     linears: Any = operation.modules
     x = held.columns(operation.inputs[0], linears[0].in_features)
     first: Tensor = linears[0](x)
@@ -168,7 +168,7 @@ def _product(held: Held, operation: Operation) -> Tensor:
 
 
 def _normed(held: Held, operation: Operation) -> Tensor:
-    """A norm of all columns, [B, T, width], or of each head, [B, T, heads, dim]."""
+    """Compute a norm of all columns, [B, T, width], or of each head, [B, T, heads, dim]."""
     (norm,), heads, dim = operation.modules, operation.values["heads"], operation.values["dim"]
     x = held.columns(operation.inputs[0], heads * dim)
     normed: Tensor = norm(x if heads == 1 else x.view(*x.shape[:2], heads, dim))

@@ -26,14 +26,14 @@ from .modules import NativeNorm
 from .projections import NativeCall, NativeLinear, make_call
 from .traced import Operation, Trace, original_class
 
-# The most tokens of a call: with more, the time between the kernels is nothing beside theirs, and the call's memory
+# The most tokens of a call: with more, the time between the kernels is negligible, and the call's memory
 # would be large.
 MOST_TOKENS = 256
 KINDS = {name: number for number, name in enumerate(OPERATIONS)}
 
 
 class Attention(NamedTuple):
-    """What the attend operation of a layer computes. window: in tokens, None for all."""
+    """The attention of a layer's attend operation. window: in tokens, None for all."""
 
     scale: float
     softcap: float | None
@@ -43,7 +43,8 @@ class Attention(NamedTuple):
 class TracedLayer:
     """A layer whose trace was taken with tensors of one dtype, and tables of `table_dtype`, for calls on `device`.
 
-    max_tokens: the most of a call. reads: what the trace read, and what else must stay.
+    max_tokens: the most tokens of a call. reads: the values that must not change, those that the trace read among
+    them.
     """
 
     max_tokens: int
@@ -56,7 +57,7 @@ class TracedLayer:
         self.width = trace.widths[OUTPUT]
         self._hooks = [*trace.hooks, *GLOBAL_HOOKS]
         kv = next(operation.values for operation in trace.operations if operation.kind == "write")
-        # K and V of no token, which say what is written.
+        # K and V of no token, which show the shape and dtype of what is written.
         shapes = [(0, kv["heads"], kv[size]) for size in ("dim", "value_dim")]
         self.written = [torch.empty(shape, dtype=self.dtype, device=device) for shape in shapes]
 
@@ -91,7 +92,7 @@ class TracedLayer:
         return self.width, self.max_tokens, self.attention.window, *(tensor.shape for tensor in self.written)
 
     def freeze_reads(self) -> None:
-        """To be called when all that it depends on is in `reads`."""
+        """End the collection of `reads`; called when all that the layer depends on is in them."""
         self._frozen = Reads(self.reads)
 
     # -- while it is used ------------------------------------------------------------------------------
@@ -100,11 +101,11 @@ class TracedLayer:
         return self._frozen.hold()
 
     def is_unobserved(self) -> bool:
-        """Whether nobody would notice that the modules are not called."""
+        """Return whether no hook or replaced forward would notice that the modules are not called."""
         return not any(self._hooks)
 
     def takes(self, x: Tensor, cos: Tensor, sin: Tensor, *, tokens: int) -> bool:
-        """Whether the tensors of a pass over so many tokens are those that the trace stands for."""
+        """Return whether the tensors of a pass over so many tokens are those that the trace stands for."""
         if x.ndim != 3 or cos.ndim != 3:
             return False
         batch, row, size = x.shape
@@ -123,7 +124,7 @@ class TracedLayer:
         )
 
     def fits(self, storage: KVStorage) -> bool:
-        """Whether the pages hold K and V as the layer writes them, and attention reads them."""
+        """Return whether the pages hold K and V as the layer writes them, and attention reads them."""
         pages, (keys, values) = storage.pages, self.written
         dims = (pages.k.shape[1], pages.key_dim, pages.value_dim)
         same = storage.dtype is self.dtype and pages.k.device == self.device
@@ -160,15 +161,15 @@ class CallFields(NamedTuple):
 class LayerProgramme(TracedLayer):
     """A traced layer as one native call on the CPU.
 
-    It holds addresses, and what the trace read: `is_current` says whether both are still the layer's. Raises
-    UntraceableError for an operation that has no kernel.
+    It holds addresses, and the values that the trace read: `is_current` says whether both are still the layer's.
+    Raises UntraceableError for an operation that has no kernel.
     """
 
     def __init__(self, trace: Trace, table_dtype: torch.dtype, attention: Attention) -> None:
         super().__init__(trace, table_dtype, attention, torch.device("cpu"))
         self.max_tokens = MOST_TOKENS
-        self._calls: list[NativeCall] = []  # own the structs that the operations name
-        self._tensors: list[Tensor] = []  # whose memory the operations name
+        self._calls: list[NativeCall] = []  # keep the structs alive that the operations point to
+        self._tensors: list[Tensor] = []  # the operations point to their memory
         self._widths, self._moved = list(trace.widths), dict[int, Span]()
         operations = [self._compile(operation) for operation in self._joined(trace.operations)]
         self._ops = (LayerOp * len(operations))(*operations)
@@ -183,7 +184,7 @@ class LayerProgramme(TracedLayer):
     # -- while it is made ------------------------------------------------------------------------------
 
     def _joined(self, operations: list[Operation]) -> Iterator[Operation]:
-        """The operations, with linear layers on one input as one, which stands where the first of them stood."""
+        """Iterate over the operations, where linear layers on one input are one, at the place of the first of them."""
         done: list[Operation] = []
         for operation in operations:
             if operation in done:
@@ -247,7 +248,7 @@ class LayerProgramme(TracedLayer):
         return {"kind": KINDS[kind], "weight": call.address(), "tile_rows": call.tile_rows}
 
     def _rows(self, layer: nn.Module) -> int:
-        """The most rows that the layer is multiplied by natively. Notes what the call depends on."""
+        """Return the most rows of a native call, and note what the call depends on."""
         own, parameters = vars(layer), layer._parameters
         rows = MOST_TOKENS
         self.reads.append(Read(parameters, "bias", parameters.get("bias")))

@@ -1,4 +1,4 @@
-"""The forwards that patch() gives to norms, attention modules and MLPs: a native call, or the original's."""
+"""The forwards that patch() gives to norms, attention modules and MLPs: a native call, or the original forward."""
 
 from __future__ import annotations
 
@@ -34,14 +34,19 @@ from .projections import Pending, is_bare_linear
 
 
 class NormForms:
-    """The form of one norm by dtype: what is the same in float32 need not be in bfloat16. None: it has none."""
+    """The form of one norm for each dtype, since a form that fits in float32 need not fit in bfloat16.
+
+    None: no form fits.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], NormForm | None] = {}
         self._pending: Pending | None = None
 
     def form(self, module: nn.Module, kind: type, x: Tensor) -> NormForm | None:
-        """The form of `module`, whose class was `kind`, for inputs like x [..., n]; found when first asked for."""
+        """Return the form of `module`, whose class was `kind`, for inputs like x [..., n]; it is found at the first
+        call.
+        """
         own = module.__dict__
         weight = own["_parameters"].get("weight")  # None where it is computed: prune, parametrize
         if weight is None or x.shape[-1:] != weight.shape or weight.device != x.device:
@@ -52,11 +57,11 @@ class NormForms:
         return self._known[key]
 
     def leave(self, x: Tensor, normed: Tensor) -> None:
-        """Keep the norm of x, which was computed with x, until the module is called. x counts the writes to it."""
+        """Keep the norm of x, which was computed with x, until the module is called. torch counts the writes to x."""
         self._pending = Pending(x, x._version, {0: normed})
 
     def take(self, x: Tensor) -> Tensor | None:
-        """The norm that was left for x; None if x is another tensor, or was written to since."""
+        """Return the norm that was left for x; None if x is another tensor, or was written to since."""
         pending, self._pending = self._pending, None
         if pending is None or pending.x is not x or pending.version != x._version:
             return None
@@ -67,7 +72,7 @@ class NormForms:
 
 
 class NativeNorm(Mixin):
-    """Mixed into an RMSNorm: one native call instead of six operators."""
+    """Is mixed into an RMSNorm: one native call instead of six operators."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and computes(args[0]):
@@ -86,10 +91,10 @@ class NativeNorm(Mixin):
 
 
 class NativeRotary(Mixin):
-    """Mixed into an attention module: its rotation is one native call.
+    """Is mixed into an attention module: its rotation is one native call.
 
-    The original forward runs as it is, but for the name `apply_rotary_pos_emb`, which it finds in globals of its own:
-    a copy of its function with our rotation under that name. Neither the class nor its module is touched.
+    The original forward runs unchanged, except for the name `apply_rotary_pos_emb`, which it finds in globals of its
+    own: a copy of its function with our rotation under that name. Neither the class nor its module is touched.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +105,7 @@ class NativeRotary(Mixin):
 
 @lru_cache(maxsize=256)
 def _rewritten(original: type) -> FunctionType:
-    """The class's forward with our rotation; where that does not apply, with the original one."""
+    """Return the class's forward with our rotation, which calls the original one where ours does not apply."""
     forward: Any = original.forward  # type: ignore[attr-defined]
     stock: Rotation = forward.__globals__[ROTATION]
 
@@ -117,7 +122,7 @@ def _rewritten(original: type) -> FunctionType:
 
 
 def _is_usual(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether these are what the form was tried on: whole heads, and a row of the tables for each token."""
+    """Return whether these are what the form was tried on: whole heads, and a row of the tables for each token."""
     if not (computes(q) and type(k) in PLAIN and type(cos) in PLAIN and type(sin) in PLAIN):
         return False
     if not (k.device == cos.device == sin.device == q.device and q.ndim == k.ndim == 4 and cos.ndim == 3):
@@ -140,7 +145,7 @@ def _is_usual(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 class NativeGatedMLP(Mixin):
-    """Mixed into down(act(gate(x)) * up(x)): gate, up and the activation are one native call.
+    """Is mixed into down(act(gate(x)) * up(x)): gate, up and the activation are one native call.
 
     Adapters or hooks on its parts bring the original forward back.
     """
@@ -161,7 +166,7 @@ class NativeGatedMLP(Mixin):
 
 
 class FusedGate(Mixin):
-    """Mixed into down(act(gate(x)) * up(x)): the activation and the product are one call. The linears are called.
+    """Is mixed into down(act(gate(x)) * up(x)): the activation and the product are one call. The linears are called.
 
     For GPUs, where a linear layer is a kernel of its own anyway.
     """
@@ -179,14 +184,14 @@ class FusedGate(Mixin):
 
 
 def gate_and_multiply(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up; one call where they are what it takes. activation: a name of ACTIVATIONS."""
+    """Compute activation(gate) * up, in one call if it takes these tensors. activation: a name of ACTIVATIONS."""
     if gate.dtype is up.dtype and gate.shape == up.shape and computes(gate) and type(up) in PLAIN:
         return gated(gate, up, activation=activation)
     return ACTIVATIONS[activation](gate) * up
 
 
 def _is_held(activation: tuple[str, Any] | None, own: dict[str, Any]) -> bool:
-    """Whether the activation is what it was when it was tried, and nobody wants to see it called."""
+    """Return whether the activation is unchanged since it was tried, and has no hooks."""
     if activation is None:
         return True
     name, tried = activation

@@ -1,4 +1,4 @@
-"""Linear layers by native calls: one whose float weight is read in place, or several on one tensor in one call."""
+"""Native calls for linear layers: for one whose float weight is read in place, or for several on one tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NativeCall = IntegerLinear | FloatLinear
 
 
 def native_rows(dtype: torch.dtype) -> int:
-    """The most rows with which our product of float weights is faster than torch's on this CPU."""
+    """Return the most rows with which our product of float weights is faster than torch's on this CPU."""
     if not has_instructions(dtype) and (dtype is torch.float16 or isa() in SLOW_BFLOAT16):
         return UNLIMITED
     rows = FLOAT_ROWS.get(dtype, 0)
@@ -40,7 +40,7 @@ def native_rows(dtype: torch.dtype) -> int:
 
 
 def is_bare_linear(layer: nn.Module) -> bool:
-    """Whether calling `layer` does nothing but its product: no adapter around it, and nothing that wants to see it."""
+    """Return whether calling `layer` does nothing but its product: it has no adapter and no hook."""
     kind = type(layer)
     if kind is not QuantLinear and kind is not nn.Linear and not isinstance(layer, NativeLinear):
         return False
@@ -60,9 +60,9 @@ class ProjectionCall:
         self._call: NativeCall | None = None
 
     def ready(self, layers: tuple[nn.Module, ...], x: Tensor) -> NativeCall | None:
-        """The call for these layers on x [..., in]; None where they have no common one, or torch's is faster.
+        """Return the call for these layers on x [..., in]; None if they have no common one, or torch is faster.
 
-        None for an x of another size too, so that the layers complain of it themselves.
+        None for an x of another size too, so that the layers raise their own error.
         """
         if not self._is_current(layers):
             self._call = make_call(layers, self.epilogue, self.float_rows)
@@ -93,13 +93,13 @@ class ProjectionCall:
 
 
 def _tensors(layer: nn.Module) -> tuple[Any, Any]:
-    """A layer's weight, packed if it is quantized, and its bias."""
+    """Return a layer's weight, packed if it is quantized, and its bias."""
     weight = layer._packed if isinstance(layer, QuantLinear) else layer._parameters.get("weight")
     return weight, layer._parameters.get("bias")
 
 
 def make_call(layers: tuple[nn.Module, ...], epilogue: str | None, float_rows: int) -> NativeCall | None:
-    """One call for these layers, as ProjectionCall describes it; None if they have no common one."""
+    """Make one call for these layers, see ProjectionCall; None if they have no common one."""
     if refusal() is not None:  # a pickled model may arrive where no kernels were built
         return None
     quantized = [layer for layer in layers if isinstance(layer, QuantLinear)]
@@ -131,7 +131,9 @@ def _make_integer(layers: list[QuantLinear], epilogue: str | None) -> IntegerLin
 
 
 def is_readable(layer: nn.Module) -> bool:
-    """Whether the kernels can read the layer's weight and bias where they are, and torch would multiply by them."""
+    """Return whether the kernels can read the layer's weight and bias where they are, and torch would multiply by
+    them.
+    """
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     if "bias" not in layer._parameters:  # prune and parametrize take away what they compute
         return False
@@ -145,7 +147,7 @@ def is_readable(layer: nn.Module) -> bool:
 
 @dataclass
 class Pending:
-    """Results that are still to be asked for. version: that of x when they were computed."""
+    """Results that their layers have not fetched yet. version: the version of x when they were computed."""
 
     x: Tensor
     version: int
@@ -166,7 +168,7 @@ class FusedProjections:
         self.pending: Pending | None = None
 
     def take(self, layer: nn.Module, x: Tensor) -> Tensor | None:
-        """The layer's result on x, for which `native` holds; None if it is to be computed alone."""
+        """Return the layer's result on x, for which `native` is true; None if the layer must be computed alone."""
         index, version = self.layers.index(layer), 0 if x.is_inference() else x._version
         if index == 0:
             self.pending = self._compute(x, version)
@@ -191,7 +193,7 @@ class FusedProjections:
 
 
 class NativeLinear(Mixin):
-    """Mixed into an nn.Linear: few rows are multiplied natively by the weight where it is."""
+    """Is mixed into an nn.Linear: few rows are multiplied natively by the weight, which is read in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out] in x's dtype."""

@@ -1,4 +1,4 @@
-"""Where in a model the native calls go, and where not and why. Reads, never writes."""
+"""The places of a model that get native calls, and the reasons of the others. The model is read, never written to."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ DIFFERS = "the native call differs from the module's own result on random input"
 
 @dataclass(frozen=True)
 class FusedSite:
-    """A module that gets a class of its own. kind: for the plan. state: what the mixin reads, by attribute."""
+    """A module that gets a class of its own.
+
+    kind: its name in the plan. state: the values that the mixin reads, by attribute.
+    """
 
     name: str
     module: nn.Module
@@ -45,7 +48,7 @@ class ProjectionSite:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A module that looked the part, and why it keeps its own forward."""
+    """A module that looked like a candidate, and the reason why it keeps its own forward."""
 
     name: str
     kind: str
@@ -55,7 +58,7 @@ class Dropped:
 def fused_sites(
     model: nn.Module, dtype: torch.dtype, float_rows: int, *, device_type: str = "cpu"
 ) -> tuple[list[FusedSite], list[Dropped]]:
-    """Norms, rotary embeddings and gated MLPs that a native call can compute; checked on random input of `dtype`."""
+    """Find norms, rotary embeddings and gated MLPs for native calls, which are checked on random input of `dtype`."""
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
     checked: dict[Any, bool] = {}  # by what the check depends on
@@ -91,7 +94,7 @@ def _checked(
         return Dropped(name, site.kind, DIFFERS)
     if site.kind == "conv1d":
         if type(module) not in checked:
-            checked[type(module)] = _multiplies_alike(module, dtype)
+            checked[type(module)] = _multiplies_equally(module, dtype)
         return site if checked[type(module)] else Dropped(name, site.kind, DIFFERS)
     return site
 
@@ -99,7 +102,7 @@ def _checked(
 def _candidate(
     name: str, module: nn.Module, dtype: torch.dtype, float_rows: int, *, device_type: str
 ) -> FusedSite | None:
-    """What a module looks like by its name and its code."""
+    """Return the kind that a module seems to be by its name and its code."""
     if type(module).__name__.endswith("RMSNorm"):
         return FusedSite(name, module, "norm", NativeNorm, NormForms())
     if rotary_form(module, dtype, device_type) is not None:
@@ -112,14 +115,14 @@ def _candidate(
 
 
 def native_linears(model: nn.Module, float_rows: int) -> Iterator[FusedSite]:
-    """Plain float Linears whose weight a native call can read in place."""
+    """Find plain float Linears whose weight a native call can read in place."""
     for name, module in model.named_modules():
         if type(module) is nn.Linear and not has_own_forward(module) and is_readable(module):
             yield FusedSite(name, module, "linear", NativeLinear, ProjectionCall(float_rows))
 
 
 def projection_sites(model: nn.Module) -> Iterator[ProjectionSite]:
-    """Linear layers that their parent calls on one and the same tensor."""
+    """Find linear layers that their parent calls on one tensor."""
     for name, module in model.named_modules():
         for names in siblings(type(module).forward):
             layers = [getattr(module, child, None) for child in names]
@@ -129,7 +132,7 @@ def projection_sites(model: nn.Module) -> Iterator[ProjectionSite]:
 
 
 def _agrees(site: FusedSite, dtype: torch.dtype, device_type: str) -> bool:
-    """Whether the fused forward gives what the original gives, but for rounding, with small weights."""
+    """Return whether the fused forward gives the original's result, up to rounding, with small weights."""
     kind, parts, numbers = type(site.module), site.state, RandomNumbers()
     sizes = {parts.gate: (48, 32), parts.up: (48, 32), parts.down: (32, 48)}
     linears = {name: _small_linear(size, numbers).to(device_type, dtype) for name, size in sizes.items()}
@@ -144,8 +147,8 @@ def _agrees(site: FusedSite, dtype: torch.dtype, device_type: str) -> bool:
     )
 
 
-def _multiplies_alike(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a Conv1D gives what the product in float32 gives, but for rounding, with small weights."""
+def _multiplies_equally(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Return whether a Conv1D gives the result of the product in float32, up to rounding, with small weights."""
     kind, numbers = type(module), RandomNumbers()
     weight, bias, x = (numbers(*shape, dtype=dtype) for shape in ((32, 48), (48,), (3, 32)))
     twin = unwatched_twin(module)

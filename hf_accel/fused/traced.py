@@ -1,7 +1,7 @@
-"""What a decoder layer computes, found by running its own code once with stand-ins for tensors and modules.
+"""The trace of a decoder layer: its operations, found by running its code once with stand-ins for tensors and modules.
 
-Where the code does what the stand-ins do not know, the layer keeps its own forward. What the code reads (attributes,
-submodules) is noted, so that a later change is seen.
+If the code does something that the stand-ins do not know, the layer keeps its own forward. All that the code reads
+(attributes, submodules) is noted, so that a later change is noticed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from ..kernels.cpu.decoder_layer import INPUT, OUTPUT
 from ..recognition.stand_ins import (
     BATCH,
-    SCALARS,
+    PLAIN_TYPES,
     TENSORS,
     TOKENS,
     CacheStandIn,
@@ -38,7 +38,10 @@ Kind = Literal["linear", "gated", "norm", "rope", "write", "attend", "add"]
 
 @dataclass
 class Operation:
-    """modules: linears, a norm, or the attention module. values: what else the kernel needs."""
+    """One operation of a layer.
+
+    modules: linears, a norm, or the attention module. values: the kernel's other arguments.
+    """
 
     kind: Kind
     inputs: list[Span]
@@ -50,7 +53,7 @@ class Operation:
 class Trace:
     """One run of a layer's code.
 
-    operations, reads: what it did, and depends on. hooks: those of the modules that it called; none, as a rule.
+    operations: what it computed. reads: what it depends on. hooks: those of the modules that it called; usually none.
     dtype: of the tensors. attention: the name of the attention function that the model will have; None for its own.
     """
 
@@ -68,8 +71,8 @@ class Trace:
     def layer(self, layer: nn.Module, width: int, **arguments: Any) -> None:
         """Run the forward of a layer on [B, T, width]. Raises UntraceableError.
 
-        arguments: of the call, by name. Those of TENSORS get stand-ins, if they are not None; others are plain values,
-        which it may read.
+        arguments: of the call, by name. The names in TENSORS get stand-ins, if they are not None; others are plain
+        values, which the code may read.
         """
         self.widths[INPUT] = self.widths[OUTPUT] = width
         stand_ins = (self.mask, Opaque("position_ids"), CacheStandIn(self), self.tables)
@@ -80,7 +83,7 @@ class Trace:
             result = self.run(ModuleStandIn(self, layer), layer, (x,), kwargs)
         except UntraceableError:
             raise
-        except Exception as error:  # code that fails on a stand-in in a way of its own
+        except Exception as error:  # the code fails on a stand-in with an error of its own
             raise UntraceableError(f"its code fails on a stand-in ({type(error).__name__}: {error})") from error
         self.returns_tuple = isinstance(result, tuple) and len(result) == 1
         self._finish(result[0] if self.returns_tuple else result)
@@ -103,7 +106,7 @@ class Trace:
     # -- modules ---------------------------------------------------------------------------------------
 
     def visit(self, module: nn.Module) -> None:
-        """Note what stands around a call of the module. Raises UntraceableError if its forward was replaced."""
+        """Note the hooks around a call of the module. Raises UntraceableError if its forward was replaced."""
         own = vars(module)
         for name in ("forward", *HOOKS):
             self.note(own, name, own.get(name))
@@ -112,7 +115,7 @@ class Trace:
             raise UntraceableError("the forward of a module was replaced on the module itself")
 
     def attribute(self, stand_in: ModuleStandIn, module: nn.Module, name: str) -> Any:
-        """What the code reads as self.name."""
+        """Return what the code reads as self.name."""
         own = vars(module)
         for kind in ("_modules", "_parameters", "_buffers"):
             if name in own[kind]:
@@ -126,7 +129,7 @@ class Trace:
         if name in own:
             value = own[name]
             self.note(own, name, value)
-            if isinstance(value, SCALARS):
+            if isinstance(value, PLAIN_TYPES):
                 return value
             if callable(getattr(value, "to_dict", None)):
                 return ConfigStandIn(self, value)
@@ -137,12 +140,12 @@ class Trace:
             return MethodType(value, stand_in)
         if isinstance(value, property) and value.fget is not None:
             return value.fget(stand_in)
-        if isinstance(value, SCALARS):
+        if isinstance(value, PLAIN_TYPES):
             return value
         raise UntraceableError(f"it reads its own {name}")
 
     def child(self, module: nn.Module) -> Callable[..., Any]:
-        """What stands in for a submodule."""
+        """Return the stand-in of a submodule."""
         if isinstance(module, nn.Linear):
             return lambda x: self.linear(module, x)
         if type(module).__name__.endswith("RMSNorm"):
@@ -189,7 +192,7 @@ class Trace:
         return StandIn(self, out, module.out_features)
 
     def gated(self, module: nn.Module, names: GatedNames, x: Any) -> StandIn:
-        """down(act(gate(x)) * up(x)), of which the product is one operation."""
+        """Record down(act(gate(x)) * up(x)), where the product is one operation."""
         self._require(x, heads=False)
         parts = vars(module)["_modules"]
         gate, up, down = (parts[name] for name in (names.gate, names.up, names.down))
@@ -220,7 +223,7 @@ class Trace:
         out = self.buffer(x.width)
         values = {"heads": x.heads or 1, "dim": weight.shape[0]}
         self.operations.append(Operation("norm", [x.span], [out], (module,), values))
-        return StandIn(self, out, x.width, heads=x.heads, turned=x.turned)
+        return StandIn(self, out, x.width, heads=x.heads, transposed=x.transposed)
 
     def rotate(self, original: Any, *args: Any, **kwargs: Any) -> tuple[StandIn, StandIn]:
         if len(args) != 4 or kwargs or (args[2], args[3]) != self.tables:
@@ -275,18 +278,23 @@ class Trace:
 
     @staticmethod
     def _require(x: Any, *, heads: bool) -> None:
-        """heads: whether x must be [B, heads, T, dim], else [B, T, width]."""
-        if not isinstance(x, StandIn) or x.turned is not heads or (x.heads is not None) is not heads or x.factor != 1:
+        """Check the form of x. heads: whether x must be [B, heads, T, dim], else [B, T, width]."""
+        if (
+            not isinstance(x, StandIn)
+            or x.transposed is not heads
+            or (x.heads is not None) is not heads
+            or x.factor != 1
+        ):
             raise UntraceableError("its tensors have another layout")
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module had before a native forward was mixed in."""
+    """Return the class that a module had before a native forward was mixed in."""
     kind: type[nn.Module] = getattr(type(module), "original_class", type(module))
     return kind
 
 
 def gated_names_of(module: nn.Module, float_rows: int) -> GatedNames | None:
-    """The parts of a gated MLP, which may have its native forward already; None if it is none."""
+    """Return the parts of a gated MLP, which may have its native forward already; None for another module."""
     held = vars(module).get(FUSED)
     return held if isinstance(held, GatedNames) else gated_names(module, float_rows)

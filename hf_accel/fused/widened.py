@@ -17,12 +17,12 @@ WIDENED = 2**22  # the most weights that are held in float32 at once
 
 
 def is_slow_in_torch(dtype: torch.dtype) -> bool:
-    """Whether torch has no instructions for products of this dtype on this CPU."""
+    """Return whether torch has no instructions for products of this dtype on this CPU."""
     return dtype in HALVES and native_rows(dtype) == UNLIMITED
 
 
 def widened_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [rows, in] @ weight [in, out] + bias [out], summed in float32 by torch and rounded once to x's dtype."""
+    """Compute x [rows, in] @ weight [in, out] + bias [out], summed in float32 and rounded once to x's dtype."""
     wide, columns = x.float(), max(1, WIDENED // weight.shape[0])
     out = x.new_empty(x.shape[0], weight.shape[1])
     for first in range(0, weight.shape[1], columns):
@@ -33,7 +33,7 @@ def widened_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class WidenedConv1D(Mixin):
-    """Mixed into transformers' Conv1D, whose weight is [in, out]."""
+    """Is mixed into transformers' Conv1D, whose weight is [in, out]."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out] in x's dtype."""
@@ -47,7 +47,7 @@ class WidenedConv1D(Mixin):
 
 
 def is_widened(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> bool:
-    """Whether these are what torch would multiply as halves: plain tensors of one dtype and of sizes that fit."""
+    """Return whether torch would multiply these as halves: plain tensors of one dtype and of sizes that fit."""
     if weight is None or weight.dtype not in HALVES or weight.ndim != 2 or x.shape[-1:] != weight.shape[:1]:
         return False
     if bias is not None and (bias.dtype is not weight.dtype or bias.shape != weight.shape[1:]):
@@ -57,7 +57,7 @@ def is_widened(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> bool:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module has the name and the sizes of transformers' Conv1D."""
+    """Return whether a module has the name and the sizes of transformers' Conv1D."""
     own: dict[str, Any] = vars(module)
     weight = own["_parameters"].get("weight")
     return type(module).__name__ == "Conv1D" and weight is not None and weight.shape == (own.get("nx"), own.get("nf"))

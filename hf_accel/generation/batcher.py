@@ -17,7 +17,7 @@ from ..errors import HfAccelError, HfAccelWarning
 from ..tensors import integers, sent
 from .agreement import ALONE, ProcessAgreement
 from .runner import Runner
-from .sampling.choice import Chosen, choose
+from .sampling.choice import Chosen, choose_tokens
 from .sampling.logprobs import TokenLogprobs
 from .scheduling.scheduler import Scheduler
 from .sequence import Chunk, Sequence
@@ -120,7 +120,7 @@ class Batcher:
             return
         if self._rows <= 1:
             raise HfAccelError(
-                f"one token of one sequence does not fit into the memory of {self.runner.device}, beside the weights "
+                f"one token of one sequence does not fit into the memory of {self.runner.device}, next to the weights "
                 "and the KV cache; lower max_tokens= of the cache, store less in it (CacheConfig(dtype='int8')), or "
                 "quantize the weights (patch(model, weights='int4'))"
             ) from error
@@ -218,7 +218,7 @@ class Batcher:
             logits = logits[sent(integers(rows), logits)]
         proposed = [self.speculation.draft_of(sequence) for sequence in sequences]
         # A rank that rounds otherwise, or draws without a seed, would go on with other tokens than the others.
-        chosen = self.agreement.agree(choose(logits, sequences, proposed, self.speculation.verifier))
+        chosen = self.agreement.agree(choose_tokens(logits, sequences, proposed, self.speculation.verifier))
         return [self._commit(*pair) for pair in zip(sequences, chosen, strict=True)]
 
     def _with_followers(self, sequences: list[Sequence], counts: list[int]) -> tuple[list[Sequence], list[int]]:

@@ -17,7 +17,7 @@ from ..kernels.layouts import Ragged
 SEQUENCES: Final = (1, 2, 4, *range(8, 513, 8))  # as vLLM has them
 WIDTHS: Final = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # tokens of each sequence
 MOST_ROWS: Final = 512
-FEW_ROWS: Final = 16  # so many rows cost no more than one
+CHEAP_ROWS: Final = 16  # so many rows cost no more than one
 LEAST_BLOCKS: Final = 8
 
 NOT_UNIFORM = "a pass with prompts, or with drafts of very different lengths"
@@ -69,7 +69,7 @@ def padded(inputs: PassInputs, num_kept: int, groups: Sequence[PageGroup], *, mo
         return NOT_UNIFORM
     sequences, width = _above(SEQUENCES, num_sequences), _above(WIDTHS, first.max_q)
     rows = sequences * width
-    if rows > most_rows or rows > max(FEW_ROWS, 2 * width, 2 * num_tokens):
+    if rows > most_rows or rows > max(CHEAP_ROWS, 2 * width, 2 * num_tokens):
         return NOT_UNIFORM
     # Where no sequence is padded, tokens stay where they are.
     places = None if num_tokens == num_sequences * width else _places(first.cu_q, width)

@@ -38,7 +38,7 @@ def known(result: T) -> Unread[T]:
     return Unread(torch.empty(0, dtype=torch.int64), lambda _: result)
 
 
-def together(results: abc.Sequence[Unread[T]]) -> Unread[list[T]]:
+def all_unread(results: abc.Sequence[Unread[T]]) -> Unread[list[T]]:
     """The results of many as one, whose numbers are read at once."""
     if len(results) == 1:
         return results[0].then(lambda result: [result])

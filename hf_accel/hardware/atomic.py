@@ -9,7 +9,7 @@ system call, so that a process may be killed, and the machine may lose its power
   RENAME_SWAP; the old one then lies in the unfinished folder and is deleted. Where the system or the file system
   cannot exchange (Windows, some network file systems) it takes two renames: the complete new folder is first named
   `.NAME.hf_accel-new`, the old one moves to `.NAME.hf_accel-old`, then the new one moves to its place. Killed in
-  between, the place is empty, both complete folders stand beside it, and the next write to the place, or a rename by
+  between, the place is empty, both complete folders stand next to it, and the next write to the place, or a rename by
   hand, puts the new one there.
 
 An unfinished folder is locked by the process that writes it. One that nobody holds any more was left by a process that

@@ -11,10 +11,10 @@ ROOT = Path("/")
 def cpu_quotas(root: Path = ROOT) -> Iterator[float]:
     """Return the cores that each control group around this process grants, where it limits them."""
     for directory in control_groups("cpu", root):
-        quota, period = (read(directory / "cpu.max") or "max 0").split()  # version 2
+        quota, period = (content_of(directory / "cpu.max") or "max 0").split()  # version 2
         if quota == "max":
-            quota = read(directory / "cpu.cfs_quota_us") or "-1"  # version 1
-            period = read(directory / "cpu.cfs_period_us") or "0"
+            quota = content_of(directory / "cpu.cfs_quota_us") or "-1"  # version 1
+            period = content_of(directory / "cpu.cfs_period_us") or "0"
         if int(quota) > 0 and int(period) > 0:
             yield int(quota) / int(period)
 
@@ -26,10 +26,10 @@ def memory_limits(root: Path = ROOT) -> Iterator[tuple[int, int]]:
             ("memory.max", "memory.current", "inactive_file"),  # version 2
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
         ):
-            limit = read(directory / limit_file) or "max"
+            limit = content_of(directory / limit_file) or "max"
             if limit != "max":
-                statistic = dict(line.split() for line in (read(directory / "memory.stat") or "").splitlines())
-                yield int(limit), int(read(directory / used_file) or 0) - int(statistic.get(cache_field, 0))
+                statistic = dict(line.split() for line in (content_of(directory / "memory.stat") or "").splitlines())
+                yield int(limit), int(content_of(directory / used_file) or 0) - int(statistic.get(cache_field, 0))
 
 
 def control_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
@@ -38,7 +38,7 @@ def control_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
     Format: /proc/self/cgroup holds "id:controllers:path" lines, with no controllers for version 2 (man 7 cgroups).
     """
     base = root / "sys/fs/cgroup"
-    for line in (read(root / "proc/self/cgroup") or "").splitlines():
+    for line in (content_of(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -48,7 +48,7 @@ def control_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
         yield from (parent for parent in (directory, *directory.parents) if parent.is_relative_to(mount))
 
 
-def read(path: Path) -> str | None:
+def content_of(path: Path) -> str | None:
     try:
         return path.read_text().strip()
     except OSError:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from .container import ROOT, memory_limits, read
+from .container import ROOT, content_of, memory_limits
 
 
 def host_memory(root: Path = ROOT) -> tuple[int | None, int | None]:
@@ -15,7 +15,7 @@ def host_memory(root: Path = ROOT) -> tuple[int | None, int | None]:
 
     Free memory includes what the page cache would give back.
     """
-    fields = dict(line.split(":") for line in (read(root / "proc/meminfo") or "").splitlines() if ":" in line)
+    fields = dict(line.split(":") for line in (content_of(root / "proc/meminfo") or "").splitlines() if ":" in line)
     if "MemTotal" not in fields:
         return _installed_memory(), None
     total, free = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ..errors import UnsupportedError
-from .container import ROOT, cpu_quotas, read
+from .container import ROOT, content_of, cpu_quotas
 
 AVX512 = frozenset({"avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni"})
 
@@ -60,7 +60,7 @@ def instruction_sets(root: Path = ROOT) -> frozenset[str]:
     if features:
         return features
     if platform.machine().lower() in ("aarch64", "arm64"):
-        listed = set((read(root / "proc/cpuinfo") or "").split())
+        listed = set((content_of(root / "proc/cpuinfo") or "").split())
         return ISA_LEVELS["neon"] | {name for linux, name in LINUX_NAMES.items() if linux in listed}
     return ISA_LEVELS["avx2" if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else "portable"]
 
@@ -89,9 +89,9 @@ def cache_bytes(level: int, root: Path = ROOT) -> int | None:
     """Return the bytes of the level 2 cache of one core, or of the level 3 caches of all cores."""
     instances: dict[str, int] = {}
     for directory in root.glob("sys/devices/system/cpu/cpu[0-9]*/cache/index*"):
-        size = read(directory / "size") or ""
-        if read(directory / "level") == str(level) and size.endswith("K"):
-            instances[read(directory / "shared_cpu_list") or ""] = int(size[:-1]) * 1024
+        size = content_of(directory / "size") or ""
+        if content_of(directory / "level") == str(level) and size.endswith("K"):
+            instances[content_of(directory / "shared_cpu_list") or ""] = int(size[:-1]) * 1024
     if not instances:
         known_to_torch: int | None = torch.cpu.get_capabilities().get(f"l{level}_cache_size")
         return known_to_torch

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-MOST = 4  # each holds a weight twice while it packs it
+MOST_WORKERS = 4  # each holds a weight twice while it packs it
 
 Result = TypeVar("Result")
 
@@ -23,7 +23,7 @@ class Workers(Generic[Result]):
 
     def __init__(self, count: int | None = None) -> None:
         threads = torch.get_num_threads()
-        self.count = min(threads, MOST) if count is None else count
+        self.count = min(threads, MOST_WORKERS) if count is None else count
         self._under_way: set[Future[Result]] = set()
         self._pool = _start(self.count, max(1, threads // self.count)) if self.count > 1 else None
 

@@ -13,7 +13,7 @@ from .formats import FLOAT8
 
 EightBits = Literal["int8", "fp8"]  # what activations are rounded to
 SMALLEST = torch.finfo(torch.float32).tiny
-LARGEST: dict[EightBits, float] = {"int8": 127.0, "fp8": 448.0}
+LARGEST_NUMBER: dict[EightBits, float] = {"int8": 127.0, "fp8": 448.0}
 
 
 def quantize_rows(x: Tensor, rounded_to: EightBits = "int8") -> tuple[Tensor, Tensor]:
@@ -23,7 +23,7 @@ def quantize_rows(x: Tensor, rounded_to: EightBits = "int8") -> tuple[Tensor, Te
     not a number after the matmul without touching the other rows.
     """
     x = x.float()
-    scale = x.abs().amax(dim=-1, keepdim=True).div_(LARGEST[rounded_to])
+    scale = x.abs().amax(dim=-1, keepdim=True).div_(LARGEST_NUMBER[rounded_to])
     scale.nan_to_num_(nan=math.nan, posinf=math.nan).clamp_(min=SMALLEST)
     return _nearest(x / scale, rounded_to), scale
 
@@ -36,7 +36,7 @@ def round_groups(x: Tensor, group: int, rounded_to: EightBits = "int8") -> Tenso
     rows, inputs = x.shape
     groups = F.pad(x.float(), (0, -inputs % group)).view(rows, -(-inputs // group), group)
     absmax = groups.abs().amax(dim=-1, keepdim=True)
-    largest = LARGEST[rounded_to]
+    largest = LARGEST_NUMBER[rounded_to]
     inverse = torch.where(absmax >= 1e-35, torch.full_like(absmax, largest).div_(absmax), 0)
     rounded = _nearest(groups * inverse, rounded_to).mul_(absmax / largest)
     return rounded.where(absmax.isfinite(), torch.nan).flatten(1)[:, :inputs]
@@ -46,4 +46,4 @@ def _nearest(levels: Tensor, rounded_to: EightBits) -> Tensor:
     """The nearest levels; float32 in, float32 out."""
     if rounded_to == "int8":
         return levels.round_()
-    return levels.clamp_(-LARGEST["fp8"], LARGEST["fp8"]).to(FLOAT8).float()  # torch gives NaN beyond
+    return levels.clamp_(-LARGEST_NUMBER["fp8"], LARGEST_NUMBER["fp8"]).to(FLOAT8).float()  # torch gives NaN beyond

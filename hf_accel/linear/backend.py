@@ -1,106 +1,84 @@
-"""What a linear backend is, and what it is asked about."""
+"""The interface of linear backends, and the description of a layer that they are asked about."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, cast
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from ..config import Activations, WeightConfig
 from .activations import EightBits
-from .formats import Format, Layout, QuantizedWeight, zero_point_bytes
+from .formats import Layout, QuantizedWeight, zero_point_bytes
 from .methods.rtn import quantize
 
-Rounding = Literal["never", "many rows", "always"]  # which rows a backend rounds to 8 bits
+Rounding = Literal["never", "many rows", "always"]  # the rows that a backend rounds to 8 bits
 FEW_ROWS = 256  # on a GPU memory is the limit up to here; beyond, products are, and 8 bits have faster ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSpec:
-    """Everything a backend may decide by.
+    """Everything that a backend's decision may depend on.
 
-    dtype: of the activations. group_size: not read for 8 bits, but if by_group: scales belong to groups then, not to
-    outputs. minima: in the place of zero points. scale_dtype: None is dtype.
+    layout: that of the weight, without an order of the inputs, which no backend sees; its scale_dtype is None if it is
+    dtype. dtype: that of the activations.
     """
 
     in_features: int
     out_features: int
-    bits: int
+    layout: Layout
     dtype: torch.dtype
-    group_size: int = 128
-    symmetric: bool = True
-    by_group: bool = False
-    minima: bool = False
-    scale_dtype: torch.dtype | None = None
     device_type: str = "cpu"
     activations: Activations = "auto"
-    format: Format = "int"
+
+    def __post_init__(self) -> None:
+        scales = None if self.layout.scale_dtype is self.dtype else self.layout.scale_dtype
+        object.__setattr__(self, "layout", replace(self.layout, ordered=False, scale_dtype=scales))
 
     @classmethod
     def of(cls, weight: Tensor, config: WeightConfig, *, device_type: str | None = None) -> LinearSpec:
-        """What `config` makes of a float weight [out, in]; device_type: where it will be, if it is on meta now."""
+        """Describe a float weight [out, in] quantized by `config`.
+
+        device_type: where it will be, if it is on meta now.
+        """
         return cls(
             in_features=weight.shape[1],
             out_features=weight.shape[0],
-            bits=config.bits,
-            group_size=config.group_size,
-            symmetric=config.symmetric,
+            layout=replace(config.layout, scale_dtype=torch.float32) if config.is_nf4 else config.layout,
             dtype=weight.dtype,
-            scale_dtype=torch.float32 if config.is_nf4 and weight.dtype is not torch.float32 else None,
             device_type=device_type or weight.device.type,
             activations=config.activations,
-            format="int" if config.is_nf4 else cast(Format, config.format),
         )
 
     @classmethod
     def of_stored(
         cls, weight: QuantizedWeight, activations: Activations, dtype: torch.dtype | None = None
     ) -> LinearSpec:
-        """What a weight that is quantized already needs. dtype: None is the scales'."""
-        scale = weight.weight_scale
+        """Describe a weight that is quantized already. dtype: that of the activations; None for that of the scales."""
         return cls(
             in_features=weight.shape[1],
             out_features=weight.shape[0],
-            bits=weight.bits,
-            group_size=weight.group_size,
-            symmetric=weight.symmetric,
-            by_group=weight.bits == 8 and weight.by_group,
-            minima=weight.weight_minimum is not None,
-            dtype=dtype or scale.dtype,
-            scale_dtype=scale.dtype if dtype not in (None, scale.dtype) else None,
-            device_type=scale.device.type,
+            layout=weight.layout,
+            dtype=dtype or weight.weight_scale.dtype,
+            device_type=weight.weight_scale.device.type,
             activations=activations,
-            format=weight.format,
         )
-
-    @property
-    def layout(self) -> Layout:
-        """Without an order of the inputs, which no backend sees."""
-        group_size = self.group_size if self.bits < 8 or self.by_group else None
-        return Layout(
-            bits=self.bits, group_size=group_size, symmetric=self.symmetric, minima=self.minima, format=self.format
-        )
-
-    @property
-    def label(self) -> str:
-        """The format as users name it."""
-        return self.layout.label
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the stored integers, scales, and zero points or minima."""
-        groups = self.in_features // self.group_size if self.bits < 8 or self.by_group else 1
-        factors = self.out_features * groups * (self.scale_dtype or self.dtype).itemsize
-        zero_points = 0 if self.bits == 8 or self.symmetric else zero_point_bytes(self.out_features, groups, self.bits)
-        return self.integer_bytes + factors + (factors if self.minima else zero_points)
+        layout, groups = self.layout, self.layout.groups(self.in_features)
+        factors = self.out_features * groups * (layout.scale_dtype or self.dtype).itemsize
+        has_zeros = layout.bits < 8 and not layout.symmetric and not layout.minima
+        zero_points = zero_point_bytes(self.out_features, groups, layout.bits) if has_zeros else 0
+        return self.integer_bytes + factors + (factors if layout.minima else zero_points)
 
     @property
     def integer_bytes(self) -> int:
-        return self.in_features * self.out_features * self.bits // 8
+        return self.in_features * self.out_features * self.layout.bits // 8
 
 
 class GroupedExperts(ABC):
@@ -110,7 +88,7 @@ class GroupedExperts(ABC):
 
     @abstractmethod
     def serves(self, x: Tensor) -> bool:
-        """Whether the call may stand for torch's operators on x now."""
+        """Return whether the call may stand for torch's operators on x now."""
 
     @abstractmethod
     def run(self, x: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
@@ -123,8 +101,8 @@ class GroupedExperts(ABC):
 class Backend(ABC):
     """One way to multiply by a quantized weight.
 
-    bits: the widths it reads. formats: what these hold. device_type: where it runs; None: anywhere. dtypes: of
-        activations; none named: any.
+    layouts: labels of those that it reads. device_type: where it runs; None: anywhere. dtypes: of activations; none
+        named: any.
     activations: "int8" or "fp8" if it rounds each row of the input to 8 bits.
     reference: the backend of plain torch that rounds activations in the same way.
     row_invariant: row i of run(X) equals run(X[i:i+1]) bit for bit.
@@ -133,8 +111,7 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
-    bits: ClassVar[tuple[int, ...]]
-    formats: tuple[Format, ...] = ("int",)
+    layouts: tuple[str, ...]
     device_type: ClassVar[str | None] = None
     dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
     activations: EightBits | None = None
@@ -144,15 +121,15 @@ class Backend(ABC):
     own_formats_only: ClassVar[bool] = True
 
     def reads(self, spec: LinearSpec) -> bool:
-        """Whether it knows the format of the weight."""
-        return spec.bits in self.bits and spec.format in self.formats
+        """Return whether it knows the format of the weight."""
+        return spec.layout.label in self.layouts
 
     def is_for(self, device_type: str) -> bool:
-        """Whether it is meant for this kind of device. "auto" does not speak of backends that are not."""
+        """Return whether it is meant for this kind of device. "auto" does not mention backends that are not."""
         return self.device_type in (None, device_type)
 
     def refuses(self, spec: LinearSpec) -> str | None:
-        """None, or why not, as one clause a user can read."""
+        """Return why it cannot multiply, as one clause for a user; None if it can."""
         if not self.is_for(spec.device_type):
             return f"it runs on {self.device_type}, not on {spec.device_type}"
         if spec.activations not in ("auto", self.activations):
@@ -161,20 +138,22 @@ class Backend(ABC):
         if self.dtypes and spec.dtype not in self.dtypes:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
             return f"it takes {' and '.join(names.rsplit(', ', 1))}, not {spec.dtype}"
-        if self.own_formats_only and (spec.by_group or spec.minima):
-            return f"it takes no {'minima' if spec.minima else '8-bit weights with a scale for each group of inputs'}"
+        if self.own_formats_only and not spec.layout.is_own:
+            minima = spec.layout.minima
+            return f"it takes no {'minima' if minima else '8-bit weights with a scale for each group of inputs'}"
         return None
 
     def note(self, spec: LinearSpec) -> str | None:
-        """What a user should know if this backend is chosen; None: nothing."""
+        """Return a note for the user if this backend is chosen, or None."""
         return None
 
     @abstractmethod
     def pack(self, weight: QuantizedWeight) -> Any:
-        """The form that `run` reads; the only copy kept in memory."""
+        """Pack a weight in the form that `run` reads, which is the only copy in memory."""
 
     def quantize(self, weight: Tensor, config: WeightConfig) -> Any:
-        """A float weight [out, in], any strides, in the form that `run` reads: `pack` of `rtn.quantize`, bit for bit.
+        """Quantize a float weight [out, in] of any strides to the form that `run` reads: `pack` of `rtn.quantize`, bit
+        for bit.
 
         A backend that can do both at once overrides it. Called in several threads, each with a share of torch's
         (`torch.get_num_threads()`). Raises UnsupportedError for NaN and infinity.
@@ -183,12 +162,12 @@ class Backend(ABC):
 
     @abstractmethod
     def unpack(self, packed: Any) -> QuantizedWeight:
-        """The weight that was packed, exactly."""
+        """Return the weight that was packed, exactly."""
 
     @abstractmethod
     def run(self, x: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
-        """x [rows, in], contiguous -> [rows, out] in x's dtype. No checks, no gradient."""
+        """Multiply x [rows, in], contiguous -> [rows, out] in x's dtype, without checks and gradients."""
 
     def experts(self, parts: Sequence[Any]) -> GroupedExperts | None:
-        """One call over packed weights of one shape; None if each has to be called by itself."""
+        """Make one call over packed weights of one shape; None if each has to be called by itself."""
         return None

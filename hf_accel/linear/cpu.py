@@ -70,7 +70,7 @@ class Cpu(Backend):
     """
 
     name = "cpu"
-    bits = (8, 4)
+    layouts = ("int8", "int4")
     device_type = "cpu"
     dtypes = FLOATS
     activations = "int8"
@@ -79,8 +79,9 @@ class Cpu(Backend):
 
     def refuses(self, spec: LinearSpec) -> str | None:
         reason = super().refuses(spec) or kernels.refusal()
-        if reason is None and (spec.bits == 4 or spec.by_group) and spec.group_size % GROUP_MULTIPLE:
-            return f"it takes groups of a multiple of {GROUP_MULTIPLE} inputs, not {spec.group_size}"
+        group_size = spec.layout.group_size
+        if reason is None and group_size is not None and group_size % GROUP_MULTIPLE:
+            return f"it takes groups of a multiple of {GROUP_MULTIPLE} inputs, not {group_size}"
         return reason
 
     def pack(self, weight: QuantizedWeight) -> CpuWeight:
@@ -94,9 +95,9 @@ class Cpu(Backend):
         return CpuWeight(packed, scale.dtype)
 
     def quantize(self, weight: Tensor, config: WeightConfig) -> CpuWeight:
-        if config.bits == 4:
-            check_group_size((weight.shape[0], weight.shape[1]), config.group_size)
-        result = quantize(config.bits, weight.detach(), config.group_size, symmetric=config.symmetric)
+        layout, group_size = config.layout, config.layout.group_size or weight.shape[1]
+        check_group_size((weight.shape[0], weight.shape[1]), group_size)
+        result = quantize(layout.bits, weight.detach(), group_size, symmetric=layout.symmetric)
         if result is None:
             refuse_not_finite()
         return CpuWeight(result[0], weight.dtype)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..config import Activations
 from ..errors import UnsupportedError
 from .backend import Backend, GroupedExperts, LinearSpec
-from .formats import LOW_BITS, ByteWeight, QuantizedWeight, state, zeros
+from .formats import QuantizedWeight, state, zeros
 from .layer import QuantModule
 from .reference import differentiable_linear
 from .registry import BackendChoice
@@ -62,7 +62,7 @@ class ExpertWeights(QuantModule):
     def empty(cls, spec: LinearSpec, experts: int) -> ExpertWeights:
         """Zeros, unpacked, to load a checkpoint into. spec: of one expert."""
         shape = (experts * spec.out_features, spec.in_features)
-        weight = zeros(spec.layout, shape, dtype=spec.scale_dtype or spec.dtype, device=spec.device_type)
+        weight = zeros(spec.layout, shape, dtype=spec.dtype, device=spec.device_type)
         return cls(weight, experts, activations=spec.activations, dtype=spec.dtype)
 
     @property
@@ -71,21 +71,22 @@ class ExpertWeights(QuantModule):
 
     @property
     def spec(self) -> LinearSpec:
-        """Of the stored weight."""
+        """The spec of the stored weight."""
         if self.choice is None:
             return LinearSpec.of_stored(self.quantized, self.activations, self.dtype)
         return replace(self.choice.spec, out_features=self.out_features)
 
     @property
     def packed_spec(self) -> LinearSpec:
-        """Of one expert's weight."""
+        """The spec of one expert's weight."""
         return replace(self.spec, out_features=self.out_features // self.experts)
 
     def _pack(self, choice: BackendChoice, weight: QuantizedWeight) -> Any:
         return PackedExperts.of(choice.backend, [choice.backend.pack(p) for p in parts_of(weight, self.experts)])
 
     def _unpack(self, choice: BackendChoice) -> QuantizedWeight:
-        return joined([choice.backend.unpack(packed) for packed in self._packed.parts])
+        made: QuantizedWeight = self.kind.joined([choice.backend.unpack(packed) for packed in self._packed.parts])
+        return made
 
     def forward(self, x: Tensor, expert: int, bias: Tensor | None = None) -> Tensor:
         """x [rows, in] -> [rows, out] of one expert, in the dtype of the activations. bias: [out]."""
@@ -99,14 +100,14 @@ class ExpertWeights(QuantModule):
         return out
 
     def runs_together(self, x: Tensor) -> bool:
-        """Whether `together` may stand for calls of this module with parts of x, which no hook is to see."""
+        """Return whether `together` may replace calls of this module with parts of x, which no hook must see."""
         choice = self.choice or self.pack().choice
         assert choice is not None
         call, seen = self._packed.call, self._forward_pre_hooks or self._forward_hooks
         return call is not None and call.serves(x) and choice.spec.dtype is x.dtype and not seen
 
     def together(self, x: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
-        """x [rows, in] -> [rows, out] of all experts in one call. starts, biases: as `GroupedExperts.run` has them."""
+        """x [rows, in] -> [rows, out] of all experts in one call. starts, biases: see `GroupedExperts.run`."""
         out: Tensor = self._packed.call.run(x, starts, biases)
         return out
 
@@ -116,7 +117,7 @@ class ExpertWeights(QuantModule):
         return weight.view(self.experts, -1, self.in_features)
 
     def sibling(self) -> ExpertWeights:
-        """A second one over the same packed weights, to which neither ever writes."""
+        """Make a second module over the same packed weights, to which neither ever writes."""
         assert self.choice is not None
         layer = ExpertWeights.__new__(ExpertWeights)
         layer._describe(self.spec, self.requested_backend)
@@ -126,10 +127,8 @@ class ExpertWeights(QuantModule):
 
     def extra_repr(self) -> str:
         backend = self.choice.backend.name if self.choice else "not packed"
-        group = f", group_size={self.group_size}" if self.bits < 8 else ""
         shape = f"in_features={self.in_features}, out_features={self.out_features // self.experts}"
-        group += "" if self.format == "int" else f", format={self.format!r}"
-        return f"experts={self.experts}, {shape}, bits={self.bits}{group}, backend={backend}"
+        return f"experts={self.experts}, {shape}, {self.layout}, backend={backend}"
 
 
 class QuantExperts(nn.Module):
@@ -144,7 +143,7 @@ class QuantExperts(nn.Module):
     num_experts: int
 
     def __init__(self, original: nn.Module, weights: Mapping[str, ExpertWeights]) -> None:
-        """original: known by `experts_refusal`. weights: by the names of the parameters that they replace."""
+        """original: accepted by `experts_refusal`. weights: by the names of the parameters that they replace."""
         super().__init__()
         own = vars(self)
         vars(self).update({name: value for name, value in vars(original).items() if name not in own})
@@ -216,10 +215,10 @@ def grouped(
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, experts: int,
     compute: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:  # fmt: skip
-    """The weighted sums of what each token's experts say, [tokens, hidden] in the dtype of hidden_states.
+    """Return the weighted sums of the results of each token's experts, [tokens, hidden] in the dtype of hidden_states.
 
     compute: gets the rows of the tokens, in the order of the experts that they chose, and where those of each expert
-    start, int64 [experts + 1]; returns what the experts say of them.
+    start, int64 [experts + 1]; returns the experts' results for them.
     """
     tokens, top_k = top_k_index.shape
     chosen = top_k_index.reshape(-1)
@@ -240,40 +239,20 @@ def grouped(
 
 
 def one_by_one(rows: Tensor, starts: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """What experts say of the rows of `grouped`: each is called once, and not at all if it has no rows."""
+    """Return the experts' results for the rows of `grouped`: each is called once, or not at all without rows."""
     parts = torch.split(rows, starts.diff().tolist())
     return torch.cat([expert(index, part) for index, part in enumerate(parts) if len(part)])
 
 
 def activated(module: nn.Module, kind: type[nn.Module], hidden: Tensor) -> Tensor:
-    """What the experts' class `kind` makes of the result of its first weights, with the settings of `module`."""
+    """Apply the activation of the experts' class `kind` to the result of its first weights, with the settings of
+    `module`.
+    """
     made: Any = cast(Any, kind)._apply_gate(module, hidden) if module.has_gate else cast(Any, module).act_fn(hidden)
     return cast(Tensor, made)
 
 
 def parts_of(weight: QuantizedWeight, count: int) -> list[QuantizedWeight]:
-    """A weight [count * out, in] as `count` weights [out, in]. The integers, and all but zero points, are views."""
+    """Split a weight [count * out, in] into `count` weights [out, in]."""
     size = weight.shape[0] // count
-    return [_outputs(weight, slice(i * size, (i + 1) * size)) for i in range(count)]
-
-
-def _outputs(weight: QuantizedWeight, outputs: slice) -> QuantizedWeight:
-    scale = weight.weight_scale[outputs]
-    minimum = None if weight.weight_minimum is None else weight.weight_minimum[outputs]
-    if isinstance(weight, ByteWeight):
-        return type(weight)(weight.weight[outputs], scale, None, minimum)
-    made = weight.from_integers(weight.integers(outputs), scale, weight.zero_points(outputs))
-    return replace(made, weight_minimum=minimum)
-
-
-def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """`parts_of`, taken back."""
-    scale = torch.cat([weight.weight_scale for weight in weights])
-    minima = [weight.weight_minimum for weight in weights if weight.weight_minimum is not None]
-    minimum = torch.cat(minima) if minima else None
-    integers = torch.cat([weight.integers() for weight in weights])
-    if isinstance(weights[0], ByteWeight):
-        return type(weights[0])(integers, scale, None, minimum)
-    zeros_ = [zero for weight in weights if (zero := weight.zero_points()) is not None]  # type: ignore[union-attr]
-    zero_point = torch.cat(zeros_) if zeros_ else None
-    return replace(LOW_BITS[weights[0].bits].from_integers(integers, scale, zero_point), weight_minimum=minimum)
+    return [weight.part(slice(i * size, (i + 1) * size)) for i in range(count)]

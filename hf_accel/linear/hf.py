@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack, cast, get_args
+from typing import Any, Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,21 +28,17 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_imp
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..config import KeywordsWithoutWeights, PatchConfig, WeightConfig, Weights
+from ..config import KeywordsWithoutWeights, PatchConfig, Weights
 from ..config.patch_config import check_patch_keywords, takes_patch_keywords
 from ..errors import UnsupportedError
-from ..keywords import one_of
 from ..recognition.trial import RandomNumbers, Tolerance, agree
 from ..recognition.unchanged import has_own_forward
 from ..tensors import is_plain_tensor, is_sharded
-from .backend import LinearSpec
 from .experts import WEIGHT_MODULES, activated, grouped, one_by_one
-from .formats import Format, Layout, check_group_size, settings_of
 from .layer import QuantModule
+from .layer_settings import SCALE_DTYPES, module_settings
 
 METHOD = "hf_accel"
-SETTINGS = ("bits", "format", "activations", "group_size", "symmetric", "minima", "scale_dtype", "ordered")
-SCALE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class AccelConfig(QuantizationConfigMixin):
@@ -101,7 +97,7 @@ def _parse_modules(modules: object) -> dict[str, dict[str, Any]]:
 
 
 class AccelQuantizer(HfQuantizer):
-    """What transformers asks about a model with quantized layers when it saves or trains it."""
+    """The answers to transformers about a model with quantized layers, when it saves or trains it."""
 
     quantization_config: AccelConfig
 
@@ -125,7 +121,7 @@ class AccelQuantizer(HfQuantizer):
 
 
 def is_split(model: nn.Module) -> bool:
-    """Whether this process holds a part only of some weights."""
+    """Return whether this process holds only a part of some weights."""
     quantized = any(isinstance(layer, QuantModule) and layer.part for layer in model.modules())
     return quantized or any(is_sharded(parameter) for parameter in model.parameters())
 
@@ -136,60 +132,15 @@ def refuse_parts(layers: Mapping[str, QuantModule]) -> None:
     if name is not None:
         raise UnsupportedError(
             f"{name!r} is quantized, and this rank holds a part of it: the model cannot be saved so. Save it from one "
-            "process that has it whole (hf-accel quantize), or call hf_accel.unpatch(model) and save the float weights"
+            "process that has the whole model (hf-accel quantize), or call hf_accel.unpatch(model) and save the float "
+            "weights"
         )
 
 
-def module_settings(layer: QuantModule | WeightConfig) -> dict[str, Any]:
-    """What a checkpoint says of a layer, or of how it will be made."""
-    if isinstance(layer, QuantModule):
-        return settings_of(layer.layout, activations=layer.activations, scale_dtype=layer.spec.scale_dtype)
-    group_size = layer.group_size if layer.bits < 8 else None
-    layout = Layout(
-        bits=layer.bits, group_size=group_size, symmetric=layer.symmetric,
-        format="fp8" if layer.format == "fp8" else "int",
-    )  # fmt: skip
-    return settings_of(layout, activations=layer.activations, scale_dtype=None)
-
-
-def spec_of(settings: Mapping[str, Any], weight: Tensor, *, is_transposed: bool = False) -> LinearSpec:
-    """What `module_settings` says of a layer in whose place there is a Linear with `weight` [out, in].
-
-    Raises UnsupportedError for what no layer is.
-    """
-    unknown = sorted(settings.keys() - set(SETTINGS))
-    if unknown or "bits" not in settings:
-        what = f"{unknown[0]!r} is not known" if unknown else "bits is missing"
-        raise UnsupportedError(f"{what}; a module has {', '.join(SETTINGS)}")
-    one_of("format", settings.get("format", "int"), get_args(Format))
-    own = {name: settings[name] for name in ("bits", "format", "activations", "symmetric") if name in settings}
-    config = WeightConfig(**own)
-    group_size, minima = settings.get("group_size"), settings.get("minima", False)
-    if group_size is not None and (type(group_size) is not int or group_size < 1):
-        raise UnsupportedError(f"group_size={group_size!r} must be a number of inputs")
-    one_of("minima", minima, (True, False))
-    one_of("ordered", settings.get("ordered", False), (True, False))
-    scale_dtype = settings.get("scale_dtype")
-    if scale_dtype is not None:
-        one_of("scale_dtype", scale_dtype, tuple(SCALE_DTYPES))
-    scales = SCALE_DTYPES[scale_dtype] if scale_dtype else None
-    rows, columns = reversed(weight.shape) if is_transposed else weight.shape
-    spec = LinearSpec(
-        in_features=columns, out_features=rows, bits=config.bits, dtype=weight.dtype,
-        group_size=group_size or (128 if config.bits < 8 else columns),
-        symmetric=config.symmetric and not minima, by_group=config.bits == 8 and group_size is not None,
-        minima=minima, scale_dtype=scales if scales is not weight.dtype else None,
-        device_type=weight.device.type, activations=config.activations, format=settings.get("format", "int"),
-    )  # fmt: skip
-    if minima and (spec.format == "fp8" or (config.bits == 8 and group_size is None)):
-        raise UnsupportedError("minima=True needs group_size=, and format='int'")
-    if config.bits < 8 or spec.by_group:
-        check_group_size((rows, columns), spec.group_size)
-    return spec
-
-
 def lost_on_saving(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Whether transformers, which renames and joins tensors while it saves, would not find a module's own again."""
+    """Return whether transformers, which renames and joins tensors while it saves, would not find a module's own
+    again.
+    """
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     if not conversions:
         return lambda name: False
@@ -215,7 +166,7 @@ Pieces = tuple[tuple[tuple[Path, str], ...], ...]
 
 
 def stored_experts(model: PreTrainedModel, files: Mapping[str, Path]) -> dict[str, Pieces]:
-    """Where a checkpoint has the weights that transformers joins while it loads them: one for each expert.
+    """Find the weights of a checkpoint that transformers joins while it loads them: one for each expert.
 
     files: the file of each stored tensor. By the name in the model: of each expert, the files and names of the tensors
     that lie end to end. Left out where a piece is missing.
@@ -260,7 +211,7 @@ def _expert_places(model: PreTrainedModel, stored: Collection[str]) -> dict[str,
 
 
 def _joins_experts(converter: WeightConverter) -> bool:
-    """Whether it stacks the weights of all experts, after laying several of each end to end."""
+    """Return whether it stacks the weights of all experts, after laying several of each end to end."""
     kinds = [(type(one), getattr(one, "dim", None)) for one in converter.operations]
     whole = [(MergeModulelist, 0), (Concatenate, 1)]
     return kinds == (whole if len(converter.source_patterns) > 1 else whole[:1])
@@ -272,18 +223,18 @@ EXPERTS_FORWARDS = (None, "eager", "batched_mm", "grouped_mm")
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether a module has the weights of fused experts, [experts, out, in] or [experts, in, out]."""
+    """Return whether a module has the weights of fused experts, [experts, out, in] or [experts, in, out]."""
     weights = [module._parameters.get(name) for name in WEIGHT_MODULES]
     return module._parameters.get("down_proj") is not None and all(w is None or w.dim() == 3 for w in weights)
 
 
-def oriented(experts: nn.Module, weight: Tensor) -> Tensor:
-    """A weight of experts, or another tensor of its shape, as [experts, out, in]."""
+def with_outputs_first(experts: nn.Module, weight: Tensor) -> Tensor:
+    """Return a weight of experts, or another tensor of its shape, as [experts, out, in]."""
     return weight.transpose(1, 2) if getattr(experts, "is_transposed", False) else weight
 
 
 def experts_refusal(module: nn.Module) -> str | None:
-    """Why QuantExperts cannot stand for this module, as one clause; None if it can.
+    """Return why QuantExperts cannot stand for this module, as one clause; None if it can.
 
     Its forward has to be that of transformers' experts interface, and to compute what `grouped` does.
     """
@@ -324,7 +275,9 @@ def _decorated_code() -> Any:
 
 
 def _agrees(module: nn.Module, first: str) -> bool:
-    """Whether the class's own forward, on small random weights with the module's settings, gives what ours does."""
+    """Return whether the class's own forward, on small random weights with the module's settings, gives what ours
+    does.
+    """
     kind, has_gate, experts, hidden, inner = type(module), _has(module, "has_gate"), 3, 8, 6
     numbers = RandomNumbers()
     small: Any = kind.__new__(kind)
@@ -335,7 +288,7 @@ def _agrees(module: nn.Module, first: str) -> bool:
     weights = {first: numbers(experts, inner * (1 + has_gate), hidden), "down_proj": numbers(experts, hidden, inner)}
     biases = {name: numbers(experts, weight.shape[1]) for name, weight in weights.items() if _has(module, "has_bias")}
     for name, weight in weights.items():
-        small._parameters[name] = nn.Parameter(oriented(module, weight).contiguous())
+        small._parameters[name] = nn.Parameter(with_outputs_first(module, weight).contiguous())
     small._parameters.update({f"{name}_bias": nn.Parameter(bias) for name, bias in biases.items()})
 
     def expert(index: int, rows: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the inputs of a Linear look like, measured on calibration data."""
+"""Statistics of a Linear's inputs, measured on calibration data."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 
-CHUNK = 4096  # rows in float32 at a time
+CHUNK_ROWS = 4096  # rows in float32 at a time
 DAMPING = 0.01  # share of the mean of the Hessian's diagonal that is added to it
 MOST_DAMPING = 1.0
 
 
 @dataclass(eq=False)
 class Statistics:
-    """Of the inputs of a Linear.
+    """Statistics of the inputs of a Linear.
 
     hessian: float32 [in, in], 2 / rows * X^T X, of the squared error of the outputs (Frantar et al., GPTQ, 2023).
     magnitudes: float32 [in], the mean of |x| per input channel (Lin et al., AWQ, 2024).
-    rows: how many there were.
-    scales: float32 [in], what the inputs were divided by, so that weights have to be multiplied; None: nothing.
+    rows: their number. scales: float32 [in], by which the inputs were divided, so that weights must be multiplied;
+    None if they were not.
     """
 
     hessian: Tensor
@@ -38,7 +38,7 @@ class Statistics:
             raise UnsupportedError("the calibration data has no tokens; give it some")
         hessian = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float32, device=rows.device)
         magnitudes = torch.zeros_like(hessian[0])
-        for chunk in torch.split(rows, CHUNK):
+        for chunk in torch.split(rows, CHUNK_ROWS):
             wide = chunk.float()
             hessian.addmm_(wide.t(), wide)
             magnitudes += wide.abs().sum(0)
@@ -76,7 +76,7 @@ class Statistics:
         return blocks
 
     def divided(self, scales: Tensor) -> Statistics:
-        """Those of the inputs divided by scales [in]."""
+        """Return the statistics of the inputs divided by scales [in]."""
         hessian = self.hessian / scales / scales.unsqueeze(1)
         return Statistics(hessian, self.magnitudes / scales, self.rows, scales)
 

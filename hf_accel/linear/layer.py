@@ -16,7 +16,7 @@ from ..errors import HfAccelWarning, UnsupportedError
 from ..kernels.cpu.library import native
 from ..tensors import product_dtype
 from .backend import LinearSpec
-from .formats import FLOAT8, Layout, QuantizedWeight, converts, from_state, readable, state, zeros
+from .formats import FLOAT8, Layout, QuantizedWeight, converts, from_state, kind_of, readable, state, zeros
 from .methods.rtn import quantize_like
 from .reference import differentiable_linear
 from .registry import BackendChoice, choose
@@ -26,7 +26,7 @@ TAKEN_BACK = 0.25  # share of a change that may be left of it: rounding in bfloa
 
 
 class RankPart(NamedTuple):
-    """Of a weight that is split over processes: the part of one of them."""
+    """The part of a weight that is split over processes: that of one process."""
 
     rank: int
     ranks: int
@@ -45,12 +45,11 @@ class QuantModule(Lender, nn.Module):
     def _describe(self, spec: LinearSpec, backend: str) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = spec.in_features, spec.out_features
-        self.bits, self.format, self.symmetric = spec.bits, spec.format, spec.symmetric
-        self.group_size = spec.layout.group_size or spec.in_features
+        self.kind = kind_of(spec.layout)  # of the stored weight
         self.dtype = spec.dtype  # of the activations
         self.activations = spec.activations
         self.requested_backend = backend
-        self.row_invariant = False  # whether a backend that is so was asked for
+        self.row_invariant = False  # whether a row-invariant backend was asked for
         self.choice: BackendChoice | None = None
         self.fused_projections: Any = None  # what computes this layer together with others on one tensor, see fused
         self._packed: Any = None
@@ -65,12 +64,12 @@ class QuantModule(Lender, nn.Module):
         self.settle()
         if self.choice is not None:
             weight = self._unpack(self.choice)
-            return weight if self._input_order is None else replace(weight, input_order=self._input_order)
-        return from_state(self.bits, self._buffers, format=self.format)  # type: ignore[arg-type]
+            return weight if self._input_order is None else weight.changed(input_order=self._input_order)
+        return from_state(self.kind, self._buffers)  # type: ignore[arg-type]
 
     @property
     def layout(self) -> Layout:
-        """Of the stored weight."""
+        """The layout of the stored weight."""
         ordered = self._input_order is not None or self._buffers.get("input_order") is not None
         return replace(self.spec.layout, ordered=ordered)
 
@@ -80,14 +79,14 @@ class QuantModule(Lender, nn.Module):
 
     @property
     def spec(self) -> LinearSpec:
-        """What a backend is asked about; the dtype and the device are those that the layer has now."""
+        """The spec for the choice of a backend, with the dtype and the device that the layer has now."""
         if self.choice is not None:
             return self.choice.spec
         return LinearSpec.of_stored(self.quantized, self.activations, self.dtype)
 
     @property
     def packed_spec(self) -> LinearSpec:
-        """What the backend is chosen for."""
+        """The spec that the backend was chosen for."""
         return self.spec
 
     @property
@@ -101,10 +100,10 @@ class QuantModule(Lender, nn.Module):
         return choice.backend.unpack(self._packed)
 
     def pack(self) -> Self:
-        """Turn the buffers into the backend's form. Called by itself on the first forward."""
+        """Turn the buffers into the backend's form. The first forward calls it."""
         if self.choice is None:
             weight, choice = self.quantized, self.chosen
-            self._packed = self._pack(choice, replace(weight, input_order=None))
+            self._packed = self._pack(choice, weight.changed(input_order=None))
             self.choice, self._input_order = choice, weight.input_order
             for name in state(weight):
                 del self._buffers[name]
@@ -163,11 +162,11 @@ class QuantModule(Lender, nn.Module):
             self.pack()
 
     def _own_prefix(self, prefix: str) -> str:
-        """Before the names of what it stores. Parts of different ranks must not have the same names."""
+        """The prefix of the names of its tensors. Parts of different ranks must not have the same names."""
         return prefix if self.part is None else f"{prefix}{self.part}."
 
     def _wrong_part(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-        """torch would pass over the parts of other ranks, and whole weights, if it is not strict."""
+        """Refuse the parts of other ranks, and whole weights, which torch would ignore if it is not strict."""
         own = self._own_prefix(prefix)
         if self.part is None:
             wrong = [key for key in state_dict if key.startswith(f"{prefix}rank_")]
@@ -180,8 +179,8 @@ class QuantModule(Lender, nn.Module):
         ]
 
     def _wrong_dtypes(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-        """torch would copy a float weight into the stored numbers, as if its scales were 1."""
-        stored, kind = state(self.quantized).items(), self.spec.label.upper()
+        """Refuse a float weight, which torch would copy into the stored numbers as if its scales were 1."""
+        stored, kind = state(self.quantized).items(), self.layout.label.upper()
         loaded = [(name, own, state_dict[prefix + name]) for name, own in stored if prefix + name in state_dict]
         return [
             f"{prefix}{name} is {other.dtype} in the checkpoint, but an {kind} layer stores {own.dtype}; "
@@ -201,7 +200,7 @@ class QuantModule(Lender, nn.Module):
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         packed, buffers = attributes["_packed"], dict(attributes["_buffers"])
-        if attributes["format"] == "fp8":  # which torch can write as a pickle and not read
+        if attributes["kind"].format == "fp8":  # which torch can write as a pickle and not read
             buffers["weight"] = buffers["weight"].view(FLOAT8)
         super().__setstate__(attributes | {"_packed": None, "_buffers": buffers})  # type: ignore[no-untyped-call]
         if packed:
@@ -256,8 +255,7 @@ class QuantLinear(QuantModule, nn.Linear):
         ordered: whether the inputs of the stored weight have an order of their own.
         """
         shape, device = (spec.out_features, spec.in_features), spec.device_type
-        layout = replace(spec.layout, ordered=ordered)
-        weight = zeros(layout, shape, dtype=spec.scale_dtype or spec.dtype, device=device)
+        weight = zeros(replace(spec.layout, ordered=ordered), shape, dtype=spec.dtype, device=device)
         biases = torch.zeros(shape[0], dtype=spec.dtype, device=device) if bias else None
         return cls(weight, biases, activations=spec.activations, backend=backend, dtype=spec.dtype)
 
@@ -283,7 +281,7 @@ class QuantLinear(QuantModule, nn.Linear):
 
     @property
     def added_bias(self) -> nn.Parameter | None:
-        """What forward adds to the product."""
+        """The tensor that forward adds to the product."""
         return self.bias
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -294,17 +292,17 @@ class QuantLinear(QuantModule, nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The dequantized weight [out, in]: a copy, but what is written to it goes to `write`.
+        """The dequantized weight [out, in]: a copy, but writes to it go to `write`.
 
-        One and the same tensor for as long as somebody holds it, with the numbers that were written to it unrounded.
+        It is one tensor for as long as somebody holds it, with the numbers that were written to it unrounded.
         """
         return self.lend()
 
     @torch.no_grad()
     def write(self, value: Tensor) -> None:
-        """Take a float weight [out, in] in the place of the own one, rounded to nearest in the same format.
+        """Replace the weight by a float weight [out, in], rounded to nearest in the same format.
 
-        The weight that it has already is not rounded again. Raises UnsupportedError for another shape and for NaN and
+        Its own present weight is not rounded again. Raises UnsupportedError for another shape and for NaN and
         infinity, with the layer as it was.
         """
         if tuple(value.shape) != (self.out_features, self.in_features):
@@ -343,10 +341,7 @@ class QuantLinear(QuantModule, nn.Linear):
 
     def extra_repr(self) -> str:
         backend = self.choice.backend.name if self.choice else "not packed"
-        group = f", group_size={self.group_size}" if self.bits < 8 or self.group_size < self.in_features else ""
-        group += "" if self.symmetric else ", symmetric=False"
-        group += "" if self.format == "int" else f", format={self.format!r}"
-        return f"{super().extra_repr()}, bits={self.bits}{group}, backend={backend}"
+        return f"{super().extra_repr()}, {self.layout}, backend={backend}"
 
 
 def _keep_for_child(tensors: Any) -> None:

@@ -1,8 +1,8 @@
-"""Which tiles of the Triton kernels are the fastest on this GPU: measured when a model is patched, kept in a file.
+"""The fastest tiles of the Triton kernels on this GPU: measured when a model is patched, and kept in a file.
 
-With them torch's own product is measured where it has the same meaning (`torch_blocks`).
-Each candidate is timed for a few numbers of rows, with the cache of the GPU emptied before each call. What was timed
-is written to a file in the user's cache folder, so that the next process goes on where this one stopped.
+With them torch's own product is measured where it has the same meaning (`torch_blocks`). Each candidate is timed for a
+few numbers of rows, with the cache of the GPU emptied before each call. What was timed is written to a file in the
+user's cache folder, so that the next process goes on where this one stopped.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ Seconds = dict[str, dict[str, dict[str, float]]]  # by what is computed, the row
 class Measuring:
     """The measurements of one plan.
 
-    known: all that was timed, here or before; read when it is first needed. told: what was said of a spec.
+    known: all that was timed, now or before; read on first use. said: the text about each spec.
     """
 
     clock: Callable[[], float] = time.perf_counter
     spent: float = 0.0  # seconds
     is_new: bool = False  # whether something was timed that the file lacks
     known: Seconds | None = None
-    told: dict[tuple[Backend, LinearSpec, bool], str] = field(default_factory=dict)
+    said: dict[tuple[Backend, LinearSpec, bool], str] = field(default_factory=dict)
 
     def measure(self, choice: BackendChoice, *, of_experts: bool = False) -> str | None:
         """Time the tiles of the backend that have not been timed, and let it take the best ones from now on.
@@ -61,9 +61,9 @@ class Measuring:
         if not isinstance(backend, Triton) or not is_measured(spec.device_type):
             return None
         asked = backend, spec, of_experts
-        if asked not in self.told:
-            self.told[asked] = self._measure(*asked)
-        return self.told[asked]
+        if asked not in self.said:
+            self.said[asked] = self._measure(*asked)
+        return self.said[asked]
 
     def _measure(self, backend: Triton, spec: LinearSpec, of_experts: bool) -> str:
         from ..kernels.triton.quantized_linear import stacked
@@ -88,7 +88,7 @@ class Measuring:
         return in_words(found, timing.left, timing.failed)
 
     def finish(self) -> None:
-        """Write what is new to the file, beside what others have written there meanwhile."""
+        """Add new measurements to the file, and keep those that others have written there meanwhile."""
         if not self.is_new or self.known is None:
             return
         merged = read(file())
@@ -112,7 +112,10 @@ class Measuring:
 
 @dataclass(eq=False)
 class _Timing:
-    """Of one weight. left: tiles for which there was no time. failed: why a tile could not be run, by name."""
+    """The measurement of one weight.
+
+    left: tiles for which there was no time. failed: why a tile could not be run, by name.
+    """
 
     measuring: Measuring
     backend: Triton
@@ -145,19 +148,19 @@ class _Timing:
 
 
 def is_measured(device_type: str) -> bool:
-    """Whether tiles are measured on this kind of device now."""
+    """Return whether tiles are measured on this kind of device now."""
     on = os.environ.get(SWITCH, "1") != "0" and device_type == "cuda" and torch.cuda.is_available()
     return on and not torch.cuda.is_current_stream_capturing()
 
 
 def file() -> Path:
-    """Where measurements are kept."""
+    """Return the file of the measurements."""
     folder = os.environ.get("XDG_CACHE_HOME")
     return (Path(folder) if folder else Path.home() / ".cache") / "hf_accel" / "linear_tiles.json"
 
 
 def place() -> str:
-    """What seconds depend on beside the weight and the rows: the GPU, torch, Triton and the kernels."""
+    """Return what seconds depend on besides the weight and the rows: the GPU, torch, Triton and the kernels."""
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {kernels.version()}, {_kernels()}"
 
 
@@ -173,7 +176,7 @@ def _kernels() -> str:
 
 
 def read(path: Path) -> Seconds:
-    """What a file holds; nothing of one that is not there or damaged, so that all is measured again."""
+    """Return the content of a file; nothing if it is missing or damaged, so that all is measured again."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         return {
@@ -201,7 +204,7 @@ def _described(key: Any) -> str:
 
 
 def in_words(found: Sequence[tuple[int, Any]], left: int, failed: dict[str, str]) -> str:
-    """What was measured, in words. found: the tile for up to so many rows, None if that is the rule's."""
+    """Describe the measurement in words. found: the tile for up to so many rows, None for the rule's tile."""
     clauses: list[tuple[str, str]] = []
     for rows, tile in found:
         name = "as the rule says" if tile is None else str(tile).partition(",")[0]

@@ -35,7 +35,7 @@ def require_bitsandbytes() -> Any:
 
 @cache
 def has_fused_kernel() -> bool:
-    """Whether bitsandbytes multiplies by packed weights on this CPU, rather than dequantize them in each call."""
+    """Return whether bitsandbytes multiplies by packed weights on this CPU, without dequantizing them first."""
     known = getattr(require_bitsandbytes().functional, "has_avx512bf16", None)
     return known is not None and bool(known())
 
@@ -44,7 +44,7 @@ class BitsAndBytes(Backend):
     """The layers of bitsandbytes: `quantize` makes its Params4bit, `nf4_layer` puts that into its Linear4bit."""
 
     name = "bitsandbytes"
-    bits = (4,)
+    layouts = ("nf4",)
 
     def note(self, spec: LinearSpec) -> str | None:
         if spec.device_type != "cpu":
@@ -82,7 +82,7 @@ BACKEND = BitsAndBytes()
 
 
 def nf4_refusal(spec: LinearSpec, bias: Tensor | None) -> str | None:
-    """Why bitsandbytes' layer cannot stand in a Linear's place, as one clause; None if it can."""
+    """Return why bitsandbytes' layer cannot stand in a Linear's place, as one clause; None if it can."""
     if bias is not None and bias.dtype is not spec.dtype:
         return "its bias has another dtype than its weight, and bitsandbytes would convert it in place"
     is_cut = bool(spec.out_features % FUSED_OUTPUTS or spec.in_features % NF4_BLOCK)
@@ -113,19 +113,19 @@ def nf4_layer(weight: Any, bias: nn.Parameter | Tensor | None, spec: LinearSpec,
 
 
 def is_nf4(module: object) -> bool:
-    """Whether a module is a layer of bitsandbytes that patch() has put in."""
+    """Return whether a module is a layer of bitsandbytes that patch() has put in."""
     return LEVELS in getattr(module, "__dict__", {})
 
 
 def stored_bytes(layer: nn.Module) -> int:
-    """Of the packed weight and its scales."""
+    """Return the bytes of the packed weight and its scales."""
     weight: Any = layer.weight
     size: int = weight.nbytes + weight.quant_state.absmax.nbytes
     return size
 
 
 def has_changed(layer: nn.Module) -> bool:
-    """Whether a layer got another weight since patch(), as merging an adapter does.
+    """Return whether a layer got another weight since patch(), as merging an adapter does.
 
     Its levels are counted, because bitsandbytes puts them into another order for its fused kernel.
     """

@@ -28,7 +28,7 @@ class OneDNN(Backend):
     """Rounds each row to INT8 and sums in int32, so that a row's result does not depend on its neighbours."""
 
     name = "onednn"
-    bits = (8,)
+    layouts = ("int8",)
     device_type = "cpu"
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     activations = "int8"
@@ -77,7 +77,7 @@ def _matmul(x: Tensor, packed: OneDNNWeight) -> Tensor:
 
 @functools.cache
 def is_exact() -> bool:
-    """Whether this build has the op, and its sums are exact where saturating instructions would not be."""
+    """Return whether this build has the op, and its sums are exact where saturating instructions would not be."""
     signs = torch.tensor([1, 1, -1]).repeat(33)[None, :67]
     weight = Int8Weight((127 * signs).expand(16, -1).to(torch.int8).contiguous(), torch.ones(16, 1))
     levels = torch.cat((127 * signs, -127 * signs, 127 * torch.ones_like(signs)))

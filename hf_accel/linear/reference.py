@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from ..kernels import ACTIVATION_GROUP
 from ..tensors import has_instructions
 from .activations import EightBits, round_groups
 from .backend import Backend, LinearSpec
-from .formats import QuantizedWeight, chunks
+from .formats import KINDS, QuantizedWeight, chunks
 
 ROUNDED: tuple[EightBits | None, ...] = (None, "int8", "fp8")
 
@@ -26,18 +26,17 @@ class Reference(Backend):
     """
 
     name = "reference"
-    bits: ClassVar[tuple[int, ...]] = (8, 4, 3, 2)
     own_formats_only = False
 
     def __init__(self, activations: EightBits | None) -> None:
         self.activations = activations
-        if activations != "int8":
-            self.formats = ("fp8",) if activations else ("int", "fp8")
+        integers = tuple(label for label in KINDS if label != "fp8")
+        self.layouts = {None: tuple(KINDS), "int8": integers, "fp8": ("fp8",)}[activations]
 
     def note(self, spec: LinearSpec) -> str | None:
-        if spec.bits >= 4 and spec.format == "int":
+        if spec.layout.label in ("int8", "int4"):
             return None
-        what = "FP8 here" if spec.format == "fp8" else f"{spec.bits} bits"
+        what = f"{spec.layout.bits} bits" if spec.layout.format == "int" else f"{spec.layout.label.upper()} here"
         return f"no kernel multiplies by {what}: each call dequantizes the weight first, slower than stock"
 
     def pack(self, weight: QuantizedWeight) -> QuantizedWeight:
@@ -56,15 +55,18 @@ class Reference(Backend):
 
     def activation_group(self, weight: QuantizedWeight) -> int:
         """Inputs of a row that share a scale."""
-        return weight.group_size if weight.by_group else ACTIVATION_GROUP
+        return weight.layout.group_size or ACTIVATION_GROUP
 
 
 class ReferenceByRow(Reference):
     """The reference of backends that round each row of activations as a whole."""
 
     name = reference = "reference by row"
-    bits = (8,)
     own_formats_only = True
+
+    def __init__(self, activations: EightBits) -> None:
+        super().__init__(activations)
+        self.layouts = (activations,)
 
     def activation_group(self, weight: QuantizedWeight) -> int:
         return weight.shape[1]

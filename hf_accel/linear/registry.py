@@ -26,7 +26,7 @@ BACKENDS: tuple[Backend, ...] = (
     TorchIntMM(), TorchScaledMM(), *REFERENCES.values(), ReferenceByRow("int8"), ReferenceByRow("fp8"),
 )  # fmt: skip
 
-# Weights below which a backend that is slow to start comes last but for the reference.
+# Weights below which a backend that is slow to start comes last, except for the reference.
 # A rule and not a stopwatch: the choice decides the numbers that a layer computes.
 SMALL = 2**22
 
@@ -35,7 +35,7 @@ SMALL = 2**22
 class BackendChoice:
     """The backend of a layer, why those before it were not taken, and what it costs.
 
-    row_invariant: whether one that is so was asked for.
+    row_invariant: whether a row-invariant one was asked for.
     """
 
     spec: LinearSpec
@@ -75,7 +75,7 @@ def choose(spec: LinearSpec, name: str = "auto", *, row_invariant: bool = False)
             refusals.pop(backend.name, None)  # of another variant of it
             return BackendChoice(spec, backend, tuple(refusals.items()), row_invariant)
         refusals[backend.name] = reason
-    reasons = "; ".join(refusals.values()) or f"it has no {spec.label.upper()} weights"
+    reasons = "; ".join(refusals.values()) or f"it has no {spec.layout.label.upper()} weights"
     raise UnsupportedError(
         f"linear backend {name!r} refuses a layer [{spec.out_features}, {spec.in_features}]: {reasons}; use 'auto'"
     )

@@ -1,4 +1,4 @@
-"""Which tile the Triton kernels take, by the number of rows and the shape of the weight: what was measured, or a rule.
+"""The tile of the Triton kernels, by the number of rows and the shape of the weight: the measured one, or a rule's.
 
 Where torch has a product of the same meaning, measuring may choose that.
 
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..config import Layout
 from ..kernels.triton.quantized_linear import BlockedWeight, LinearTile
 from .backend import FEW_ROWS, Rounding
 from .torch_blocks import TorchBlocks, serves
@@ -34,21 +35,17 @@ FLOATS8 = [replace(tile, rounded="fp8") for tile in INTEGERS]
 
 
 class TileKey(NamedTuple):
-    """What a choice of tiles depends on, beside the GPU and the rows. block, blocks_per_group: see BlockedWeight.
+    """The key of a choice of tiles, besides the GPU and the rows.
 
-    is_stacked: of FP8 weights, of which torch's product takes one at a time.
+    block: see BlockedWeight. is_stacked: for FP8 weights, of which torch's product takes one at a time.
     """
 
     out_features: int
     in_features: int
-    bits: int
+    layout: Layout
     block: int
-    blocks_per_group: int
-    has_zero_points: bool
-    has_minima: bool
     dtype: torch.dtype
     rounding: Rounding
-    is_fp8: bool
     is_stacked: bool
 
 
@@ -58,14 +55,13 @@ MEASURED: dict[TileKey, tuple[tuple[int, LinearTile | TorchBlocks | None], ...]]
 
 def key_of(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> TileKey:
     return TileKey(
-        weight.out_features, weight.in_features, weight.bits, weight.block, weight.blocks_per_group,
-        weight.zero_point is not None, weight.minimum is not None, dtype, rounding, weight.is_fp8,
+        weight.out_features, weight.in_features, weight.layout, weight.block, dtype, rounding,
         weight.is_fp8 and weight.is_stacked,
     )  # fmt: skip
 
 
 def tiles_of(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "never") -> list[LinearTile]:
-    """All that serve a weight and rows of `dtype`, from that for the fewest rows to that for any number."""
+    """Return all tiles for a weight and rows of `dtype`, from that for the fewest rows to that for any number."""
     floats = [FLOAT32] if dtype is torch.float32 else [FEW, ONE_TILE]
     if dtype is not torch.float32:
         floats.append(MANY[weight.bits] if weight.blocks_per_group else MANY_WITHOUT_GROUPS)
@@ -100,7 +96,7 @@ def tile_for(
 
 
 def by_rule(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> LinearTile:
-    """Where programs are few, several share the inputs, so that all multiprocessors read."""
+    """Choose a tile by rule: if programs are few, several share the inputs, so that all multiprocessors read."""
     tiles = allowed(rows, tiles_of(weight, dtype, rounding), rounding)
     tile = next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
     if tile.rounded:
@@ -109,7 +105,7 @@ def by_rule(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Roun
 
 
 def allowed(rows: int, tiles: list[LinearTile], rounding: Rounding) -> list[LinearTile]:
-    """Those that may be taken for so many rows: "many rows" rounds these, and no fewer ones."""
+    """Return the tiles for so many rows: "many rows" rounds these, and no fewer ones."""
     if rounding != "many rows":
         return tiles
     return [tile for tile in tiles if bool(tile.rounded) == (rows > FEW_ROWS)]
@@ -118,7 +114,7 @@ def allowed(rows: int, tiles: list[LinearTile], rounding: Rounding) -> list[Line
 def candidates(
     rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding
 ) -> list[LinearTile | TorchBlocks]:
-    """What is worth measuring for so many rows, that of the rule first.
+    """Return the tiles that are worth measuring for so many rows, that of the rule first.
 
     Left out are tiles of which most would be empty, and those of few rows, which would read the weight many times.
     """

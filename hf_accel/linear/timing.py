@@ -1,4 +1,4 @@
-"""What one row costs through a backend and through the stock linear, on this machine."""
+"""The time of one row through a backend and through the stock linear, on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MULTIPLE = 64  # outputs that every backend takes
 @functools.cache
 @torch.no_grad()
 def measure(spec: LinearSpec, backend: Backend) -> tuple[float, float]:
-    """Seconds of one row (stock linear, `backend`): the least of a few runs, on weights made up here."""
+    """Measure the seconds of one row (stock linear, `backend`): the least of a few runs, on made-up weights."""
     outputs = timed_outputs(spec)
     weight = example(spec, outputs)
     packed, dense = backend.pack(weight), weight.dequantize(spec.dtype)
@@ -30,15 +30,15 @@ def measure(spec: LinearSpec, backend: Backend) -> tuple[float, float]:
 
 
 def timed_outputs(spec: LinearSpec) -> int:
-    """The outputs of a layer that are timed: all, or some of a large one."""
+    """Return the number of a layer's outputs that are timed: all, or some of a large one."""
     return min(spec.out_features, max(1, TIMED // spec.in_features // MULTIPLE) * MULTIPLE)
 
 
 def example(spec: LinearSpec, outputs: int) -> QuantizedWeight:
-    """A weight of zeros, as `spec` has it but for the number of outputs."""
+    """Make a weight of zeros with the layout of `spec` and another number of outputs."""
     device = torch.device(spec.device_type)
     shape = (outputs, spec.in_features)
-    weight = zeros(spec.layout, shape, dtype=spec.scale_dtype or spec.dtype, device=device)
+    weight = zeros(spec.layout, shape, dtype=spec.dtype, device=device)
     for values in state(weight).values():
         values.view(torch.uint8).add_(
             0

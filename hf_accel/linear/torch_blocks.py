@@ -52,7 +52,7 @@ def by_output(weight: BlockedWeight) -> Tensor:
 
 
 def serves(weight: BlockedWeight, dtype: torch.dtype) -> bool:
-    """Whether torch has a product of the same meaning for a weight and rows of `dtype`, on the GPU that is there."""
+    """Return whether torch has a product of the same meaning for a weight and rows of `dtype`, on this GPU."""
     whole = weight.in_features % ACTIVATION_GROUP == 0 == weight.out_features % MULTIPLE
     grouped = weight.is_fp8 and weight.blocks_rounded * weight.block == ACTIVATION_GROUP
     return grouped and whole and not weight.is_stacked and dtype is torch.bfloat16 and kernels.capability()[0] == MAJOR

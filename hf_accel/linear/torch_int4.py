@@ -36,7 +36,7 @@ class TorchInt4(Backend):
     """Multiplies in bfloat16; many rows dequantize the weight in chunks and use torch's matmul."""
 
     name = "torch"
-    bits = (4,)
+    layouts = ("int4",)
     device_type = "cpu"
     dtypes = (torch.bfloat16, torch.float32)
 
@@ -44,10 +44,10 @@ class TorchInt4(Backend):
         reason = super().refuses(spec)
         if reason is not None:
             return reason
-        if not spec.symmetric:
+        if not spec.layout.symmetric:
             return "it takes symmetric weights only"
-        if spec.group_size not in GROUP_SIZES:
-            return f"it takes groups of {', '.join(map(str, GROUP_SIZES))} inputs, not {spec.group_size}"
+        if spec.layout.group_size not in GROUP_SIZES:
+            return f"it takes groups of {', '.join(map(str, GROUP_SIZES))} inputs, not {spec.layout.group_size}"
         if spec.out_features % MULTIPLE:
             return f"it needs outputs in multiples of {MULTIPLE}, not {spec.out_features}"
         return None if block_size() else "torch's INT4 matmul is not available in this build"

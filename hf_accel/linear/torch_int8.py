@@ -9,7 +9,7 @@ from torch import Tensor
 from .backend import Backend, LinearSpec
 from .formats import Int8Weight, QuantizedWeight, chunks
 
-FEW_ROWS = 4  # beyond, the kernel reads the weight again for every 4 rows
+READ_ROWS = 4  # beyond, the kernel reads the weight again for every 4 rows
 ALIGNMENT = 64  # bytes; the kernel loads whole aligned vectors
 VECTOR = 16  # inputs in one of them
 
@@ -18,7 +18,7 @@ class TorchInt8(Backend):
     """Keeps activations in bfloat16; many rows dequantize the weight in chunks and use torch's matmul."""
 
     name = "torch"
-    bits = (8,)
+    layouts = ("int8",)
     device_type = "cpu"
     dtypes = (torch.bfloat16,)
 
@@ -38,7 +38,7 @@ class TorchInt8(Backend):
 
     def run(self, x: Tensor, packed: Int8Weight, bias: Tensor | None) -> Tensor:
         scales = packed.weight_scale.flatten()
-        if len(x) <= FEW_ROWS:
+        if len(x) <= READ_ROWS:
             out = torch._weight_int8pack_mm(aligned(x), packed.weight, scales)
         else:
             out = _many_rows(x, packed.weight).mul_(scales)

@@ -11,7 +11,7 @@ from .backend import Backend, LinearSpec
 from .formats import Int8Weight, QuantizedWeight
 
 LEAST_ROWS = 17  # torch._int_mm takes no fewer on a GPU
-MULTIPLE = 8  # and inputs and outputs in multiples of it
+SIZE_MULTIPLE = 8  # and inputs and outputs in multiples of it
 
 
 class TorchIntMM(Backend):
@@ -22,7 +22,7 @@ class TorchIntMM(Backend):
     """
 
     name = "torch"
-    bits = (8,)
+    layouts = ("int8",)
     device_type = "cuda"
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     activations = "int8"
@@ -31,8 +31,10 @@ class TorchIntMM(Backend):
 
     def refuses(self, spec: LinearSpec) -> str | None:
         reason = super().refuses(spec)
-        if reason is None and (spec.in_features % MULTIPLE or spec.out_features % MULTIPLE):
-            return f"it takes multiples of {MULTIPLE}, not {spec.in_features} inputs and {spec.out_features} outputs"
+        if reason is None and (spec.in_features % SIZE_MULTIPLE or spec.out_features % SIZE_MULTIPLE):
+            return (
+                f"it takes multiples of {SIZE_MULTIPLE}, not {spec.in_features} inputs and {spec.out_features} outputs"
+            )
         return reason or self._missing()
 
     def _missing(self) -> str | None:

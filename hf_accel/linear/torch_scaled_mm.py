@@ -17,8 +17,7 @@ class TorchScaledMM(Backend):
     """Rounds each row to FP8 with a scale of its own and sums in float32; the result is rounded to bfloat16."""
 
     name = "torch"
-    bits = (8,)
-    formats = ("fp8",)
+    layouts = ("fp8",)
     device_type = "cuda"
     dtypes = (torch.bfloat16,)  # the one that torch returns where rows have scales
     activations = "fp8"

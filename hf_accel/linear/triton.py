@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -13,9 +16,10 @@ from ..kernels import triton as kernels
 from ..tensors import is_recorded
 from .activations import EightBits
 from .backend import FEW_ROWS, Backend, GroupedExperts, LinearSpec, Rounding
-from .formats import Float8Weight, Int4Weight, Int8Weight, Layout, QuantizedWeight
+from .formats import ByteWeight, Int4Weight, Layout, QuantizedWeight, kind_of
 
 BLOCKS = {"int4": (128, 64, 32), "int8": (64, 32, 16), "fp8": (64, 32)}  # inputs that one product takes
+FEWER_BITS: dict[EightBits, tuple[str, ...]] = {"int8": ("int4",), "fp8": ()}  # that rounded rows multiply as well
 WITHOUT_GROUPS = (64, 32)  # of 8 bits with a scale for each output: the second for inputs that the first would cut
 LEAST_BYTES = 32  # of a block: integers that one product of integers takes
 
@@ -43,7 +47,7 @@ class TritonExperts(GroupedExperts):
 
 
 def _tile(rows: int, weight: Any, dtype: torch.dtype, backend: Triton) -> Any:
-    # Triton is optional, and slow to import: only who uses it needs it.
+    # Triton is optional, and slow to import: it is imported on first use.
     from .tiles import one_tile, tile_for
 
     only = one_tile(weight, dtype, backend.rounding) if backend.row_invariant else None
@@ -59,14 +63,15 @@ def _multiply(x: Tensor, weight: Any, bias: Tensor | None, backend: Triton) -> T
 @torch.library.custom_op("hf_accel::blocked_linear", mutates_args=())
 def recorded_blocked_linear(
     x: Tensor, integers: Tensor, scale: Tensor, zero_point: Tensor | None, minimum: Tensor | None,
-    bias: Tensor | None, in_features: int, row_invariant: bool, rounding: str,
+    bias: Tensor | None, in_features: int, row_invariant: bool, rounding: str, layout: str,
 ) -> Tensor:  # fmt: skip
-    """The kernel as a torch operator, which compiled and exported graphs can record."""
+    """The kernel as a torch operator, which compiled and exported graphs can record. layout: its settings as JSON."""
     from ..kernels.triton.quantized_linear import BlockedWeight
 
     weight = BlockedWeight(
-        integers=integers, scale=scale, in_features=in_features, zero_point=zero_point, minimum=minimum
-    )
+        integers=integers, scale=scale, in_features=in_features, layout=_layout_of(layout), zero_point=zero_point,
+        minimum=minimum,
+    )  # fmt: skip
     backend = Triton(row_invariant=row_invariant, rounding=cast(Rounding, rounding))
     return _multiply(x.contiguous(), weight, bias, backend)
 
@@ -74,7 +79,7 @@ def recorded_blocked_linear(
 @recorded_blocked_linear.register_fake
 def _(
     x: Tensor, integers: Tensor, scale: Tensor, zero_point: Tensor | None, minimum: Tensor | None,
-    bias: Tensor | None, in_features: int, row_invariant: bool, rounding: str,
+    bias: Tensor | None, in_features: int, row_invariant: bool, rounding: str, layout: str,
 ) -> Tensor:  # fmt: skip
     return x.new_empty(x.shape[0], integers.shape[-2])
 
@@ -90,17 +95,13 @@ class Triton(Backend):
     """
 
     name = "triton"
-    bits = (8, 4)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     own_formats_only = False
 
     def __init__(self, *, row_invariant: bool, rounding: Rounding = "never", rounded_to: EightBits = "int8") -> None:
         self.row_invariant, self.rounding, self.rounded_to = row_invariant, rounding, rounded_to
         self.activations = rounded_to if rounding == "always" else None
-        if rounding == "never":
-            self.formats = ("int", "fp8")
-        elif rounded_to == "fp8":
-            self.formats = ("fp8",)
+        self.layouts = tuple(BLOCKS) if rounding == "never" else (rounded_to, *FEWER_BITS[rounded_to])
 
     def is_for(self, device_type: str) -> bool:
         return kernels.is_for(device_type)
@@ -109,23 +110,25 @@ class Triton(Backend):
         reason = kernels.refusal(spec.device_type) or super().refuses(spec)
         if reason is not None:
             return reason
-        if block_size(spec.layout, spec.in_features) is None:
-            return f"it takes groups of a multiple of {BLOCKS[spec.label][-1]} inputs, not {spec.group_size}"
+        layout = spec.layout
+        if block_size(layout, spec.in_features) is None:
+            return f"it takes groups of a multiple of {BLOCKS[layout.label][-1]} inputs, not {layout.group_size}"
         if self.rounding != "never" and spec.activations is None:
             return f"it rounds activations to {self.rounded_to.upper()}"
         return None if self.rounding == "never" else self.unserved(spec)
 
     @staticmethod
     def unserved(spec: LinearSpec) -> str | None:
-        """Why rows that are rounded cannot be multiplied by such a weight, as a clause; None if they can."""
-        if spec.format == "fp8" and spec.device_type == "cuda" and kernels.capability() < kernels.FP8:
+        """Return why rounded rows cannot be multiplied by such a weight, as a clause; None if they can."""
+        layout = spec.layout
+        if layout.format == "fp8" and spec.device_type == "cuda" and kernels.capability() < kernels.FP8:
             return "with FP8 activations it needs a GPU that multiplies FP8, of compute capability 8.9"
-        if spec.minima:
+        if layout.minima:
             return "it takes no minima with INT8 activations"
-        block = block_size(spec.layout, spec.in_features) or 0
-        if block * spec.bits < 8 * LEAST_BYTES:
-            least = 8 * LEAST_BYTES // spec.bits
-            return f"with INT8 activations it takes groups of a multiple of {least} inputs, not {spec.group_size}"
+        block = block_size(layout, spec.in_features) or 0
+        if block * layout.bits < 8 * LEAST_BYTES:
+            least = 8 * LEAST_BYTES // layout.bits
+            return f"with INT8 activations it takes groups of a multiple of {least} inputs, not {layout.group_size}"
         return None
 
     def note(self, spec: LinearSpec) -> str | None:
@@ -137,7 +140,8 @@ class Triton(Backend):
         from ..kernels.triton.quantized_linear import BlockedWeight
 
         out_features, in_features = weight.shape
-        block = block_size(Layout.of(weight), in_features)
+        layout = replace(weight.layout, ordered=False, scale_dtype=None)
+        block = block_size(layout, in_features)
         assert block is not None
         stored = weight.integers()
         padded = F.pad(stored.view(torch.int8), (0, -in_features % block))  # as bytes: torch does not add to FP8
@@ -151,6 +155,7 @@ class Triton(Backend):
             integers=_by_block(integers),
             scale=_by_block(weight.weight_scale),
             in_features=in_features,
+            layout=layout,
             zero_point=None if zero_point is None else _by_block(_pairs(zero_point)),
             minimum=None if weight.weight_minimum is None else _by_block(weight.weight_minimum),
         )
@@ -159,9 +164,9 @@ class Triton(Backend):
         stored = _by_block(packed.integers)
         scale = _by_block(packed.scale)
         minimum = None if packed.minimum is None else _by_block(packed.minimum)
-        if packed.bits == 8:
-            numbers = stored.flatten(1)[:, : packed.in_features].contiguous()
-            return Float8Weight(numbers, scale) if packed.is_fp8 else Int8Weight(numbers, scale, None, minimum)
+        kind = kind_of(packed.layout)
+        if issubclass(kind, ByteWeight):
+            return kind(stored.flatten(1)[:, : packed.in_features].contiguous(), scale, None, minimum)
         signed = stored.view(torch.int8)
         integers = torch.cat((signed << 4 >> 4, signed >> 4), dim=-1).flatten(1)
         zero_point = None
@@ -174,13 +179,19 @@ class Triton(Backend):
         if is_recorded():
             w = packed
             out: Tensor = recorded_blocked_linear(
-                x, w.integers, w.scale, w.zero_point, w.minimum, bias, w.in_features, self.row_invariant, self.rounding
-            )
+                x, w.integers, w.scale, w.zero_point, w.minimum, bias, w.in_features, self.row_invariant,
+                self.rounding, json.dumps(w.layout.settings),
+            )  # fmt: skip
             return out
         return _multiply(x, packed, bias, self)
 
     def experts(self, parts: Sequence[Any]) -> GroupedExperts:
         return TritonExperts(parts, self)
+
+
+@functools.cache
+def _layout_of(settings: str) -> Layout:
+    return Layout(**json.loads(settings))
 
 
 def block_size(layout: Layout, in_features: int) -> int | None:

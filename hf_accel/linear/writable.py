@@ -51,7 +51,7 @@ class Lent:
 
     @property
     def is_current(self) -> bool:
-        """Whether nothing else gave the layer another weight, dtype or device since."""
+        """True if nothing else gave the layer another weight, dtype or device since."""
         return self.fits and self.writes == self.layer.writes
 
     def watch(self) -> None:
@@ -79,7 +79,7 @@ class Lent:
         self.writes = self.layer.writes
 
     def note_writes(self) -> bool:
-        """Whether the values were written to since this was last asked."""
+        """Return whether the values were written to since this was last asked."""
         version, before = self.values._version, self.before
         written = version != self.version or (before is not None and not torch.equal(before, self.values))
         if written:
@@ -108,7 +108,7 @@ class WritableWeight(Tensor):
         return whole
 
     def is_weight_of(self, layer: Writable) -> bool:
-        """Whether this is the whole weight of `layer`, as it is now."""
+        """Return whether this is the whole weight of `layer`, as it is now."""
         lent = self._lent
         if lent is None or lent.layer is not layer:
             return False
@@ -116,7 +116,7 @@ class WritableWeight(Tensor):
         return lent.is_current and _place(plain(self)) == _place(lent.values)
 
     def settle(self) -> None:
-        """Let the layer quantize again what was written since, in a way that told nobody."""
+        """Let the layer quantize again what was written since in a way that nothing reported."""
         if self._lent is not None:
             self._lent.settle()
 
@@ -145,7 +145,7 @@ class WritableWeight(Tensor):
             lent.replace(plain(value))
 
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As Tensor.set_, which torch calls without asking `__torch_function__`."""
+        """Set the numbers as Tensor.set_ does; torch calls it without asking `__torch_function__`."""
         made = torch.empty(0, dtype=self.dtype, device=self.device)
         self.data = made.set_(*args, **kwargs)
         return self
@@ -156,7 +156,7 @@ class WritableWeight(Tensor):
 
     @_is_param.setter
     def _is_param(self, value: bool) -> None:
-        """nn.Parameter says so of the `detach()` of what it is made of, which gets memory of its own here."""
+        """nn.Parameter sets it on the `detach()` of what it is made of, which gets memory of its own here."""
         own = plain(self).detach().clone().as_subclass(WritableWeight).requires_grad_(self.requires_grad)
         torch._C._swap_tensor_impl(self, own)
         self._lent, self._is_made_parameter = None, value
@@ -260,7 +260,7 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Where in its memory a tensor lies."""
+    """Return the place of a tensor in its memory."""
     return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
@@ -276,7 +276,7 @@ def _prepare(lent: Lent, name: str, kwargs: Mapping[str, Any]) -> None:
 
 
 def _refuse_other_shapes(weights: list[WritableWeight], name: str) -> None:
-    """Raise UnsupportedError if a function `name` has turned or resized the weight itself, as resize_ and t_ do."""
+    """Raise UnsupportedError if a function `name` transposed or resized the weight itself, as resize_ and t_ do."""
     for weight in weights:
         lent = weight._lent
         if weight._is_whole and lent is not None and _place(plain(weight)) != _place(lent.values):

@@ -19,7 +19,7 @@ from ..config import PatchConfig
 from ..errors import LostRankError, UnsupportedError
 from ..kernels.layouts import KV, AttentionOptions
 from ..tensors import is_sharded
-from .context_attention import attend_own, merge
+from .context_attention import attend_own, merge_ranks
 from .context_blocks import num_own, own_step
 from .rank_agreement import RankAgreement
 
@@ -106,7 +106,7 @@ class ContextParallel(SharedContext):
         found = self.exchange(message)
         outs = [each[:split].view(out.dtype).view(out.shape) for each in found]
         lses = [each[split:].clone().view(torch.float32).view(lse.shape) for each in found]
-        return merge(outs, lses)[0]
+        return merge_ranks(outs, lses)[0]
 
 
 def context_parallel(model: nn.Module, config: PatchConfig, refusal: str | None) -> ContextParallel | None:

@@ -18,7 +18,7 @@ MOST_BYTES = 2**26  # bytes of K and V that are gathered at a time
 MOST_SCORES = 2**24  # bounds the float32 scores of a product: 64 MB
 
 
-def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def merge_ranks(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Attention over all keys from parts over disjoint ones: outs [N, H, Dv], lses [N, H] -> out, lse float32.
 
     Each part has the weight exp(lse), as in Flash-Decoding (Dao 2023); one with lse -inf has seen no key. Sums are in
@@ -65,7 +65,7 @@ def _attend_sequence(q: Tensor, pages: KV, keys: OwnKeys, options: AttentionOpti
         # One part only counts the sinks.
         own = options if start == 0 else options._replace(sinks=None)
         parts.append(_attend_gathered(queries, used, own, first=keys.first, positions=positions))
-    out, lse = parts[0] if len(parts) == 1 else merge(*zip(*parts, strict=True))
+    out, lse = parts[0] if len(parts) == 1 else merge_ranks(*zip(*parts, strict=True))
     return rotated_like_pages(out, pages), lse
 
 

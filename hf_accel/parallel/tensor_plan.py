@@ -138,7 +138,7 @@ def check_split(split: TensorParallel, model: PreTrainedModel, config: PatchConf
             weights is not None and weights.is_nf4
         ),
         "weights='fp8', whose parts nobody has compared with the whole: use 'int8' or 'int4'": (
-            weights is not None and weights.format == "fp8"
+            weights is not None and weights.layout.format == "fp8"
         ),
         "calibration, which needs all of a layer in one process: use method='rtn', without average_bits=": (
             weights is not None and weights.needs_data

@@ -52,8 +52,8 @@ def _within(given: Any) -> str | None:
     return "model" if found is None and isinstance(getattr(given, "model", None), PreTrainedModel) else found
 
 
-def is_patched_alike(model: PreTrainedModel, settings: PatchConfig) -> bool:
-    """Whether the model is patched already, with these settings.
+def is_patched_with(model: PreTrainedModel, settings: PatchConfig) -> bool:
+    """Return whether the model is patched already, with these settings.
 
     Raises UnsupportedError where it is patched with others, is part of a patched model, or has a part that is patched.
     """
@@ -87,7 +87,7 @@ def is_patched_alike(model: PreTrainedModel, settings: PatchConfig) -> bool:
 
 
 def _differences(state: PatchState, settings: PatchConfig) -> list[str]:
-    """What a model was patched with where something else is asked for now."""
+    """Describe the settings that a model was patched with where different ones are asked for now."""
     before = state.config
     found = []
     for name in (f.name for f in dataclasses.fields(PatchConfig) if f.compare):
@@ -104,7 +104,7 @@ def _differences(state: PatchState, settings: PatchConfig) -> list[str]:
 
 
 def _changes(name: str, old: Any, new: Any) -> list[str]:
-    """Of two configs, the settings that differ."""
+    """Return the settings that differ between two configs."""
     if dataclasses.is_dataclass(old) and type(old) is type(new):
         fields = [
             f.name for f in dataclasses.fields(old) if f.compare and getattr(old, f.name) != getattr(new, f.name)
@@ -158,13 +158,13 @@ def _meant(wanted: str, modules: Iterable[str], linears: list[str]) -> str:
     }
     ends = sorted({name.rpartition(".")[2] for name in linears})
     close = sorted(inside) or difflib.get_close_matches(wanted, [*ends, *linears], n=3)
-    return f"did you mean {shortened(close)}?" if close else f"there are {shortened(ends)}"
+    return f"did you mean {first_names(close)}?" if close else f"there are {first_names(ends)}"
 
 
-def shortened(names: list[str], most: int = 8) -> str:
+def first_names(names: list[str], most: int = 8) -> str:
     return ", ".join([*map(repr, names[:most]), *(["..."] if len(names) > most else [])])
 
 
 def named(name: str, wanted: str) -> bool:
-    """Whether `wanted` is a module's name or the end of it."""
+    """Return whether `wanted` is a module's name or the end of it."""
     return name == wanted or name.endswith("." + wanted)

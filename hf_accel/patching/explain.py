@@ -27,7 +27,7 @@ def explain(plan: Plan) -> Iterator[Line]:
         yield _graphs_line(plan)
     yield _undo_line(plan)
     variant = plan.variant
-    reason = "; ".join(variant) or "a request's tokens do not depend on what runs beside it"
+    reason = "; ".join(variant) or "a request's tokens do not depend on other requests"
     yield Line("exactness", "row-invariant", "no" if variant else "yes", reason)
     yield from _size_lines(plan)
 
@@ -75,7 +75,7 @@ def _weight_lines(plan: Plan) -> Iterator[Line]:
 
 
 def _fold_lines(plan: Plan) -> Iterator[Line]:
-    """Where AWQ's scales of the inputs go."""
+    """Describe where AWQ's scales of the inputs go."""
     names = [p.site.name for p in plan.quantized if p.config.method == "awq"]
     scaled = {name for fold in plan.folds for name in fold.consumers}
     if scaled:
@@ -90,7 +90,8 @@ def _fold_lines(plan: Plan) -> Iterator[Line]:
 def _format(linear: LinearPlan) -> str:
     if linear.choice is None:
         return "as is"
-    group = f" group {linear.config.group_size}" if linear.config.bits < 8 and not linear.config.is_nf4 else ""
+    group_size = None if linear.config.is_nf4 else linear.config.layout.group_size
+    group = "" if group_size is None else f" group {group_size}"
     method = f" {linear.config.method}" if linear.config.is_calibrated else ""
     return f"{linear.config.label}{group}{method} by {linear.choice.backend.name}"
 
@@ -104,7 +105,7 @@ FUSED_KINDS = {
     KIND: ("decoder layers", "one native call each"),
     "norm": ("RMSNorms", "one native call"),
     "rotary": ("rotary embeddings", "one native call"),
-    "mlp": ("gated MLPs", "one call but for down"),
+    "mlp": ("gated MLPs", "one call, then down"),
     "gate": ("gated MLPs", "activation and product in one call"),
     "conv1d": ("float Conv1Ds", "torch, in float32"),
 }
@@ -182,7 +183,7 @@ def _undo_line(plan: Plan) -> Line:
 
 
 def _graphs_line(plan: Plan) -> Line:
-    """Whether passes of the ragged loop can be replayed as graphs; what else keeps one from it is in stats()."""
+    """Return whether passes of the ragged loop can be replayed as graphs; other obstacles are in stats()."""
     host = sorted({p.backend.name for p in plan.attention if not p.backend.capturable})
     refusal = (
         graphs.refusal(plan.model.device) or plan.stock_loop or (graphs.SPLIT if plan.agreement.size > 1 else None)

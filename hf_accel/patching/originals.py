@@ -25,7 +25,7 @@ from ..linear.hf import Pieces
 from ..parallel.tensor_parts import Part, let_go, part_of, put_back
 from ..tensors import local_tensor, plain_tensors
 
-CHUNK = 3 * 2**13  # words: few enough for the cache, and for torch not to divide them among threads
+CHUNK_SIZE = 3 * 2**13  # words: few enough for the cache, and for torch not to divide them among threads
 CHAIN = 0x9E3779B97F4A7C15  # odd
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -100,7 +100,7 @@ def fingerprint(tensor: Tensor) -> str:
     against an adversary.
     """
     total = 0
-    for chunk in _words(tensor.detach().cpu()).split(CHUNK):
+    for chunk in _words(tensor.detach().cpu()).split(CHUNK_SIZE):
         total = (total * CHAIN + int((chunk * _multipliers()[: len(chunk)]).sum())) % 2**64
     return f"{tensor.dtype} {tuple(tensor.shape)} {total:016x}"
 
@@ -108,7 +108,7 @@ def fingerprint(tensor: Tensor) -> str:
 @functools.cache
 def _multipliers() -> Tensor:
     generator = torch.Generator("cpu").manual_seed(0)
-    return torch.randint(-(2**62), 2**62, (CHUNK,), generator=generator, dtype=torch.int64, device="cpu") * 2 + 1
+    return torch.randint(-(2**62), 2**62, (CHUNK_SIZE,), generator=generator, dtype=torch.int64, device="cpu") * 2 + 1
 
 
 def _words(tensor: Tensor) -> Tensor:
@@ -122,9 +122,9 @@ def _words(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor can be read again, and what it must be then: in `dtype`, if it was converted when loaded.
+    """The place where a tensor can be read again, and the tensor's properties.
 
-    part: what of it this rank holds; None for all.
+    dtype: the one that it was converted to when loaded. part: the part that this rank holds; None for all.
     """
 
     stored: Stored
@@ -227,7 +227,7 @@ def _with_tensor(parameter: nn.Parameter, source: Source) -> tuple[nn.Parameter,
 
 
 def readable(name: str, parameter: Tensor, files: Mapping[str, Stored]) -> bool:
-    """Whether the checkpoint holds exactly this tensor, or this rank's part of it, bit for bit."""
+    """Return whether the checkpoint holds exactly this tensor, or this rank's part of it, bit for bit."""
     if name not in files:
         return False
     tensor = local_tensor(parameter)

@@ -30,15 +30,15 @@ from .plan import LinearPlan, Plan
 from .weight_sites import ExpertsSite, LinearSite
 
 LAYERS = nn.Linear | QuantExperts  # what is put in
-PATIENCE = 1.0  # seconds without a progress bar
+PROGRESS_SECONDS = 1.0  # seconds without a progress bar
 TRIM = 2**26  # bytes freed before malloc is asked for them: it keeps them for threads that pack no more
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight as `choice.backend` reads it.
+    """Pack a weight in the form that `choice.backend` reads.
 
-    source: where the original can be read again, None if it is kept. bias: in the place of the Linear's own.
+    source: where the original can be read again, None if it is kept. bias: replaces the Linear's own.
     """
 
     name: str
@@ -108,7 +108,7 @@ def _pack_all(linears: Sequence[LinearPlan], todo: Plan, replace: Callable[[Pack
     # transformers' own bar, which logging.disable_progress_bar() turns off
     with (
         Workers[Packed](None if todo.model.device.type == "cpu" else 1) as workers,
-        logging.tqdm(total=len(linears), desc="Quantizing weights", unit=" layers", delay=PATIENCE) as bar,
+        logging.tqdm(total=len(linears), desc="Quantizing weights", unit=" layers", delay=PROGRESS_SECONDS) as bar,
     ):
         for linear in linears:
             for packed in workers.put(partial(_pack_linear, linear, todo.on_disk)):
@@ -130,14 +130,17 @@ def _pack_linear(linear: LinearPlan, on_disk: Mapping[str, Stored] | None) -> Pa
 def pack_quantized(
     linear: LinearPlan, weight: QuantizedWeight, on_disk: Mapping[str, Stored] | None, *, bias: Tensor | None
 ) -> Packed:
-    """A weight that was quantized already, as `replace_linears` takes it. bias: in the place of the Linear's own."""
+    """Pack a weight that was quantized already, in the form that `replace_linears` takes.
+
+    bias: replaces the Linear's own.
+    """
     choice, source = linear.choice, _source(linear, on_disk)
     assert choice is not None
     return Packed(linear.site.name, choice, choice.backend.pack(weight), source, bias)
 
 
 def _source(linear: LinearPlan, on_disk: Mapping[str, Stored] | None) -> Source | None:
-    """Where the original can be read again; None if it is kept."""
+    """Return where the original can be read again; None if it is kept."""
     if on_disk is None or linear.site.is_tied:
         return None
     stored = linear.site.tensor_name

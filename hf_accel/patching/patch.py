@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from ..attention import PlannedAttention
-from ..attention.hf import NAME as ATTENTION_NAME
+from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.parts import implementation_of_config, set_our_attention, stock_implementation
 from ..config import WeightConfig
 from ..config.patch_config import (
@@ -33,7 +33,8 @@ from ..generation.hf import AcceleratedGeneration, GenerationState, prepare_step
 from ..kernels import cpu as cpu_kernels
 from ..keywords import MEANT_BY_PATCH, checked_keywords
 from ..linear import QuantLinear, QuantModule
-from ..linear.hf import METHOD, AccelConfig, AccelQuantizer, module_settings
+from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
+from ..linear.layer_settings import module_settings
 from ..models import unwrapped
 from ..tensors import torchs_defaults
 from ..undo.instance import mixed_class
@@ -50,7 +51,7 @@ from ..undo.state import (
     state_of,
 )
 from .calibration import calibrate, planned
-from .check import is_patched_alike, transformers_model
+from .check import is_patched_with, transformers_model
 from .nf4_model import label_nf4
 from .originals import Originals
 from .pack import Packed, replace_linears, replace_parameters
@@ -65,7 +66,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @takes_patch_keywords
 def plan(model: nn.Module, **keywords: Unpack[PatchKeywords]) -> Plan:
-    """What `patch(model, **keywords)` would do, and why. Changes nothing."""
+    """Return the plan of `patch(model, **keywords)`, with its reasons, without changing anything."""
     settings = PatchConfig.build(**keywords)
     with torchs_defaults():
         return planned(model, settings)
@@ -93,7 +94,7 @@ def patch(
     cache: "paged" (default), None for stock, or a CacheConfig.
     keep_original: "auto" (default) frees the replaced weights if the model's own checkpoint holds the very same
         ones, True keeps them in memory, False frees them for good.
-    deterministic: a request's tokens then never depend on what runs beside it, nor on how its prompt is cut; refused
+    deterministic: a request's tokens then never depend on other requests, nor on how its prompt is cut; refused
         where some part cannot promise that, and slower for many rows of float weights.
     speculative: how generate drafts tokens where a call does not say: None (default), "auto", "ngram", "suffix",
         "self-int4", a draft model, or a SpeculativeConfig.
@@ -108,7 +109,7 @@ def patch(
         "keep_original": keep_original, "deterministic": deterministic, "context_parallel": context_parallel,
     }  # fmt: skip
     settings = PatchConfig.build(config, **keywords)
-    if not is_patched_alike(transformers_model(model), settings):
+    if not is_patched_with(transformers_model(model), settings):
         with torchs_defaults():
             apply_plan(planned(model, settings))
     return model
@@ -132,12 +133,12 @@ def patched(model: Model, **keywords: Unpack[PatchKeywords]) -> Iterator[Model]:
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Whether patch() was at work on the model, or on the one that PEFT or torch.compile has wrapped."""
+    """Return whether patch() was at work on the model, or on the one that PEFT or torch.compile has wrapped."""
     return find_state(unwrapped(model)) is not None
 
 
 def stats(model: nn.Module) -> dict[str, Any]:
-    """What the last generate() of a patched model took: seconds, tokens per second, blocks, waste, prefix hits."""
+    """Return statistics of the model's last generate(): seconds, tokens per second, blocks, waste, prefix hits."""
     if is_patched(model):
         return dict(state_of(unwrapped(model)).generation.statistics)
     raise UnsupportedError(f"the model is not patched: {type(transformers_model(model)).__name__} has no statistics")

@@ -63,7 +63,7 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """What happens to one Linear. choice None: it stays, because of `reason`."""
+    """The plan of one Linear. choice None: it stays, because of `reason`."""
 
     site: LinearSite
     config: WeightConfig
@@ -83,7 +83,10 @@ class LinearPlan:
 
 @dataclass(frozen=True)
 class Fold:
-    """What computes the inputs of some Linears, all that read it. offset: None for a Linear, else what a norm adds."""
+    """A module that computes inputs, with all Linears that read them.
+
+    offset: None for a Linear, else the offset of a norm.
+    """
 
     producer: str
     consumers: tuple[str, ...]
@@ -154,7 +157,7 @@ class FusedPlan:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Printed):
-    """What patch() will do to a model and why. print() it, or read to_dict().
+    """The actions of patch() on a model, and their reasons. print() it, or read to_dict().
 
     stock_attention, stock_cache, stock_loop: why that stays stock, as one clause; None where it does not. stock_parts:
         the same for parts of the model, by name.
@@ -163,8 +166,9 @@ class Plan(Printed):
     on_disk: where the checkpoint has each weight that is replaced, by the tensor's name; None unless all can be read
         back.
     folds: where AWQ's scales go.
-    split: how the model is split over ranks; None if this process has it whole. context: the ranks that share out the
-        KV cache; None if this process has it whole.
+    split: how the model is split over ranks; None if this process has the whole model. context: the ranks that share
+    out the
+        KV cache; None if this process has the whole cache.
     """
 
     model: PreTrainedModel
@@ -190,7 +194,7 @@ class Plan(Printed):
 
     @property
     def agreement(self) -> ProcessAgreement:
-        """What the model's processes decide by."""
+        """The agreement by which the model's processes decide."""
         shared = self.split or self.context
         return ALONE if shared is None else shared.ranks
 
@@ -200,10 +204,10 @@ class Plan(Printed):
 
     @property
     def variant(self) -> list[str]:
-        """What may round a token's numbers differently beside other tokens, as clauses; none if nothing does."""
+        """The parts that may round a token's numbers differently among other tokens, as clauses."""
         chosen = {(p.choice.backend, p.config.label.split()[0]) for p in self.quantized if p.choice is not None}
         stored = [module for module in self.model.modules() if isinstance(module, QuantModule)]
-        chosen |= {(module.chosen.backend, module.spec.label) for module in stored}
+        chosen |= {(module.chosen.backend, module.spec.layout.label) for module in stored}
         clauses = {f"{b.name}'s {k.upper()} linear rounds by batch size" for b, k in chosen if not b.row_invariant}
         if self.stock_attention or self.stock_parts:
             clauses.add("stock attention rounds by batch size")
@@ -250,7 +254,7 @@ class Plan(Printed):
 
 
 def _has_matrix_of_its_own(module: nn.Module) -> bool:
-    """Whether a module that is no Linear may multiply by a parameter, as the router of a mixture does."""
+    """Return whether a module that is no Linear may multiply by a parameter, as the router of a mixture does."""
     if isinstance(module, nn.Linear | Conv1D | nn.Embedding | QuantModule):
         return False
     return any(p is not None and p.dim() > 1 and p.is_floating_point() for p in module._parameters.values())

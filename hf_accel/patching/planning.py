@@ -33,7 +33,7 @@ from .check import check_model
 from .explain import explain
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
 from .plan import CALLED_TOGETHER, AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan, Server, servers_of
-from .survey import attention_refusal, attention_sites, cache_refusal, other_quantizer, pages_refusal, sites_for
+from .survey import attention_sites, cache_refusal, model_attention_refusal, other_quantizer, pages_refusal, sites_for
 from .weight_sites import ExpertsSite, LinearSite
 
 OWN_FORWARD = "the forward of a linear layer in it is not nn.Linear's"
@@ -57,7 +57,9 @@ def make_plan(
     split = tensor_parallel(inner)
     if split is not None:
         check_split(split, inner, config)
-    stock_attention = _refusal("attention", config, attention_refusal(inner), wanted=config.attention is not None)
+    stock_attention = _refusal(
+        "attention", config, model_attention_refusal(inner), wanted=config.attention is not None
+    )
     no_cache = cache_refusal(inner) if config.attention is not None else "attention=None leaves attention stock"
     no_cache = no_cache or pages_refusal(inner, config.cache)
     stock_cache = _refusal("cache", config, no_cache, wanted=config.cache is not None)
@@ -141,7 +143,7 @@ def _kind(model: PreTrainedModel) -> str:
 
 
 def _refusal(keyword: str, config: PatchConfig, refusal: str | None, *, wanted: bool) -> str | None:
-    """Why a part stays stock; raises if the user asked for that part by name."""
+    """Return why a part stays stock; raises if the user asked for that part by name."""
     if not wanted:
         return f"{keyword}=None"
     asked = getattr(config, keyword)
@@ -153,7 +155,7 @@ def _refusal(keyword: str, config: PatchConfig, refusal: str | None, *, wanted: 
 
 
 def _stock_loop(model: PreTrainedModel, config: PatchConfig, stock_cache: str | None) -> str | None:
-    """Why generate stays on transformers' loops; raises if speculation was asked for, which they do not have."""
+    """Return why generate stays on transformers' loops; raises if speculation was asked for, which they lack."""
     refusal = stock_cache or model_refusal(model)
     if refusal is not None and config.speculative is not None:
         raise UnsupportedError(f"speculative= was asked for, but {refusal}; leave speculative= out")
@@ -206,7 +208,9 @@ def _plan_sites(
 
 
 class _Where(NamedTuple):
-    """Where a layer will run, whether each row has to be rounded as it is alone, and what measures its tiles."""
+    """The conditions of a layer: its device, whether each row must be rounded as if it were alone, and the tile
+    measurements.
+    """
 
     device_type: str | None
     row_invariant: bool
@@ -232,10 +236,9 @@ def _plan_experts(site: ExpertsSite, config: WeightConfig, where: _Where) -> Lin
     """Decide about a weight of experts as about the Linear that one of them is."""
     if config.is_nf4:
         return LinearPlan(site, config, "bitsandbytes has no experts")
-    if config.bits < 8 and site.weight.shape[2] % config.group_size:
-        return LinearPlan(
-            site, config, f"group_size={config.group_size} does not divide the {site.weight.shape[2]} inputs"
-        )
+    group_size, inputs = config.layout.group_size, site.weight.shape[2]
+    if group_size is not None and inputs % group_size:
+        return LinearPlan(site, config, f"group_size={group_size} does not divide the {inputs} inputs")
     nearest = replace(config, method="rtn", average_bits=None, calibration=None, resume=None)
     planned = _plan_linear(site, nearest, where)
     if planned.choice is not None and config.needs_data:
@@ -267,7 +270,7 @@ def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
 
 
 def find_on_disk(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str, Stored] | None:
-    """Where the checkpoint has every weight to be replaced, bit for bit; None unless all can be read back."""
+    """Return where the checkpoint has every weight to be replaced, bit for bit; None unless all can be read back."""
     sites = [p.site for p in linears if p.choice is not None and not p.site.is_tied]
     found = checkpoint_files(model.config._name_or_path) if sites else {}
     if not found:
@@ -292,7 +295,7 @@ def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[Att
             "knows; leave attention= out, or pass attention=None"
         )
     for site in sites:
-        backend, refusals = attention_backends.choose(
+        backend, refusals = attention_backends.choose_backend(
             site.spec, config.attention or "auto", row_invariant=config.deterministic
         )
         reason = "; ".join(f"{name} refused: {why}" for name, why in refusals) or "first choice"
@@ -305,7 +308,7 @@ def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[Att
 def _plan_fused(
     model: PreTrainedModel, config: PatchConfig, linears: Sequence[LinearPlan], attention: Iterable[AttentionPlan]
 ) -> FusedPlan:
-    """attention: what attends over pages; a layer of which all is known goes by its trace then."""
+    """Plan the native calls. attention: the modules with attention over pages, whose layers can run as traces."""
     if not config.fuse:
         return FusedPlan(reason="fuse=False")
     device_type = model.device.type

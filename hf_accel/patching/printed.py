@@ -1,4 +1,4 @@
-"""What is read as a table: print(), repr() and a notebook show the same."""
+"""A base of objects that are read as tables: print(), repr() and a notebook show the same."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..attention import AttentionSpec
-from ..attention.hf import NAME as ATTENTION_NAME
+from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.parts import attention_refusals, modules_outside, stock_implementation, stock_parts
 from ..attention.hf.stock import eager_agrees
 from ..cache.hf import NOT_PAGED, layer_windows
@@ -48,9 +48,9 @@ def experts_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[Exper
 
 
 def linear_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[LinearSite]:
-    """Every Linear (and GPT-2's Conv1D) with a weight of its own, each with the reason to leave it alone, if any.
+    """Find every Linear (and GPT-2's Conv1D) with a weight of its own, each with the reason to leave it alone, if any.
 
-    Pruning and weight normalization compute the weight anew in each pass, so that there is none to replace.
+    Pruning and weight normalization compute the weight again in each pass, so that there is none to replace.
     """
     head, owners = model.get_output_embeddings(), _weight_owners(model)
     other, is_lost, split = other_quantizer(model), lost_on_saving(model), tensor_parallel(model)
@@ -71,8 +71,8 @@ def sites_for(model: PreTrainedModel, config: WeightConfig) -> list[LinearSite]:
     check_skip(model, config.skip)
     sites = list(linear_sites(model, config.skip))
     experts = list(experts_sites(model, config.skip))
-    if config.bits < 8 and not config.is_nf4:  # whose blocks go over the ends of rows
-        _check_groups(sites, config.group_size)
+    if config.layout.group_size is not None and not config.is_nf4:  # whose blocks go over the ends of rows
+        _check_groups(sites, config.layout.group_size)
     return [*sites, *experts]
 
 
@@ -142,7 +142,7 @@ def _reason_to_skip(
 
 
 def _weight_is_read(model: PreTrainedModel, name: str) -> bool:
-    """Whether the parent's forward reads the weight itself (T5's `wo`), which would dequantize it in each pass."""
+    """Return whether the parent's forward reads the weight itself (T5's `wo`), and would dequantize it each time."""
     parent, _, own_name = name.rpartition(".")
     return f"self.{own_name}.weight" in (source.text(type(model.get_submodule(parent)).forward) or "")
 
@@ -164,8 +164,8 @@ STOCK_ATTENTION = (
 WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_masks_for_generate")
 
 
-def attention_refusal(model: PreTrainedModel) -> str | None:
-    """Why the model's attention cannot be ours, as one clause; None if all of it is known."""
+def model_attention_refusal(model: PreTrainedModel) -> str | None:
+    """Return why the model's attention cannot be ours, as one clause; None if all of it is known."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         return f"{name} is an encoder-decoder; its cross-attention stays stock"
@@ -205,11 +205,11 @@ def _function_refusal(model: PreTrainedModel) -> str | None:
 
 
 def cache_refusal(model: PreTrainedModel) -> str | None:
-    """Why generate cannot use a paged cache, as one clause; None if it can."""
+    """Return why generate cannot use a paged cache, as one clause; None if it can."""
     name = type(model).__name__
     if not model.can_generate():
         return f"{name} does not generate text"
-    refusal = attention_refusal(model)
+    refusal = model_attention_refusal(model)
     if refusal is not None:
         return refusal
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
@@ -228,7 +228,7 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
 
 
 def pages_refusal(model: PreTrainedModel, cache: CacheConfig | None) -> str | None:
-    """Why pages of the dtype that was asked for cannot hold the model's heads, as one clause; None if they can."""
+    """Return why pages of the requested dtype cannot hold the model's heads, as one clause; None if they can."""
     quantized = None if cache is None else QUANTIZED.get(cache.dtype)
     specs = [site.spec for site in attention_sites(model, quantized_kv=quantized is not None)]
     refusals = (dim_refusal(dim, quantized) for spec in specs for dim in (spec.head_dim, spec.value_dim))
@@ -243,13 +243,14 @@ def _has_window(config: Any) -> bool:
 
 
 def _masks_windows(model: PreTrainedModel) -> bool:
-    """Whether some part makes masks for a window. Which layers get them is checked in each pass."""
+    """Return whether some part makes masks for a window. Which layers get them is checked in each pass."""
     parts: set[Any] = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
     return any(name in (source.text(part) or "") for part in parts for name in WINDOW_MASKS)
 
 
 def _bidirectional_refusal(model: PreTrainedModel) -> str | None:
-    """A clause if the modules that keep K and V are not causal, and their attention function goes by `is_causal`.
+    """Return a clause if the modules that keep K and V are not causal, and their attention function follows
+    `is_causal`.
 
     One module that is causal is enough: others may attend to an encoder's output, which a decoder alone never gets.
     """

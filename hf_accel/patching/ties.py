@@ -1,4 +1,4 @@
-"""Which parameters of a model stay tied once some of its Linears are quantized.
+"""The parameters of a model that stay tied after some of its Linears are quantized.
 
 A quantized head is a copy of the embedding that it was tied to; tying it again would put the float weight over it. All
 other ties, of an encoder's embedding to a decoder's or of biases, hold as before.

@@ -19,7 +19,7 @@ from .pack import LAYERS
 
 Model = TypeVar("Model", bound=nn.Module)
 # Settings that patch(), and save_pretrained() of a patched model, write into its copy of a config.
-OURS = ("quantization_config", "tie_word_embeddings", "architectures", "dtype")
+OUR_FIELDS = ("quantization_config", "tie_word_embeddings", "architectures", "dtype")
 
 
 def unpatch(model: Model) -> Model:
@@ -145,5 +145,5 @@ def _keep_settings(copied: PreTrainedConfig, own: PreTrainedConfig) -> None:
         before = vars(own).get(name)
         if isinstance(value, PreTrainedConfig) and isinstance(before, PreTrainedConfig):
             _keep_settings(value, before)
-        elif name not in OURS and not name.startswith("_") and value != before:
+        elif name not in OUR_FIELDS and not name.startswith("_") and value != before:
             setattr(own, name, value)

@@ -1,4 +1,4 @@
-"""Where a model holds a weight that could be quantized."""
+"""The places of a model that hold a weight which could be quantized."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..linear.hf import oriented
+from ..linear.hf import with_outputs_first
 from ..tensors import local_tensor
 
 
@@ -26,7 +26,7 @@ class LinearSite:
 
     @property
     def tensor_name(self) -> str:
-        """Of the weight, in the model."""
+        """The name of the weight in the model."""
         return f"{self.name}.weight"
 
     @property
@@ -78,7 +78,7 @@ class ExpertsSite(LinearSite):
         return int(self.parameter.shape[0])
 
     def matrices(self, tensor: Tensor) -> list[Tensor]:
-        return list(oriented(self.module, tensor))
+        return list(with_outputs_first(self.module, tensor))
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -89,7 +89,7 @@ class ExpertsSite(LinearSite):
     @property
     def weight(self) -> Tensor:
         """[experts, out, in]"""
-        return oriented(self.module, self.tensor)
+        return with_outputs_first(self.module, self.tensor)
 
     @property
     def bias(self) -> None:

@@ -1,6 +1,5 @@
-"""What the code of a module does with masks, keys, values and the cache: known to be right for our attention, or not.
-
-A module is known by what its forward does, and the methods that it calls. Branches for an encoder's output are left
+"""The use of masks, keys, values and the cache in a module's code: is it known to be right for our attention? A module
+is known by its forward and the methods that it calls. Branches for an encoder's output are left
 out: a model that has one keeps stock attention.
 """
 
@@ -32,11 +31,12 @@ LIBRARIES = (
 
 @dataclass(frozen=True)
 class AttentionCode:
-    """What is known of a kind of module, as clauses; None where all is known.
+    """Facts about a kind of module; a refusal is a clause, or None.
 
-    attends: it calls an attention function of transformers' interface. refusal: why that cannot be ours. unpaged: why
-    K and V cannot stay in pages on the way to it, or the cache cannot be one of pages, even if it can be ours. eager:
-    the name, in the class's file, of the function that it attends by where no other is chosen.
+    attends: whether it calls an attention function of transformers' interface. refusal: why that function cannot be
+    ours. unpaged: why K and V cannot stay in pages on the way to it, or the cache cannot be paged, even if the
+    function can be ours. eager: the name, in the class's file, of the attention function that it uses if no other is
+    chosen.
     """
 
     attends: bool = False
@@ -46,7 +46,7 @@ class AttentionCode:
 
 
 def code_of(module: Any) -> AttentionCode:
-    """What is known of a module: branches that need a part that it does not have are left out."""
+    """Return the facts about a module; branches that need a part which it does not have are left out."""
     absent = {name for place in ("_modules", "_parameters", "_buffers") for name in _missing(vars(module)[place])}
     kind: type = type(module)
     return attention_code(kind, frozenset(absent | _missing(vars(module))))
@@ -58,7 +58,7 @@ def _missing(entries: dict[str, Any]) -> set[str]:
 
 @lru_cache(maxsize=4096)
 def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> AttentionCode:
-    """What is known of the modules of a class whose attributes of the names `absent` are None."""
+    """Return the facts about modules of a class whose attributes named in `absent` are None."""
     name = kind.__name__
     functions = _functions(kind, absent)
     if functions is None:
@@ -85,7 +85,7 @@ def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> Attentio
 
 
 def _functions(kind: type, absent: frozenset[str]) -> list[ast.FunctionDef] | None:
-    """forward, and the methods of its own that it calls; None if one that could matter cannot be read."""
+    """Return forward, and the class's own methods that it calls; None if one that could matter cannot be read."""
     found: dict[str, ast.FunctionDef] = {}
     waiting = ["forward"]
     while waiting:
@@ -107,7 +107,7 @@ def _functions(kind: type, absent: frozenset[str]) -> list[ast.FunctionDef] | No
 
 
 def _own_method(kind: type, name: str) -> FunctionType | None:
-    """The method as the class finds it, unless a library defines it for all modules."""
+    """Return the method that the class finds, unless a library defines it for all modules."""
     for base in kind.__mro__:
         if name in vars(base):
             method = vars(base)[name]
@@ -117,7 +117,7 @@ def _own_method(kind: type, name: str) -> FunctionType | None:
 
 
 class _DeadBranches(ast.NodeTransformer):
-    """Takes out what only happens with an encoder's output, or with a part that is None."""
+    """Removes branches that run only with an encoder's output, or with a part that is None."""
 
     def __init__(self, absent: frozenset[str]) -> None:
         self.absent = absent
@@ -135,7 +135,7 @@ class _DeadBranches(ast.NodeTransformer):
         return self.generic_visit(node) if truth is None else self.visit(node.body if truth else node.orelse)
 
     def _truth(self, test: ast.AST) -> bool | None:
-        """The value of a condition; None where it is not known."""
+        """Return the value of a condition; None where it is not known."""
         match test:
             case ast.Name(id="is_cross_attention") | ast.Attribute(attr="is_cross_attention"):
                 return False
@@ -165,7 +165,7 @@ class _DeadBranches(ast.NodeTransformer):
 
 
 def _interface_calls(function: ast.FunctionDef) -> list[ast.Call]:
-    """Calls of what was taken from ALL_ATTENTION_FUNCTIONS."""
+    """Return the calls of functions that were taken from ALL_ATTENTION_FUNCTIONS."""
     names = {
         target.id
         for value, target in _assignments(function)
@@ -179,7 +179,7 @@ def _interface_calls(function: ast.FunctionDef) -> list[ast.Call]:
 
 
 def _eager_names(function: ast.FunctionDef) -> Iterator[str]:
-    """The second argument of ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)."""
+    """Return the second argument of ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)."""
     for node in ast.walk(function):
         match node:
             case ast.Call(func=ast.Attribute(attr="get_interface"), args=[_, ast.Name(id=name)]):
@@ -187,7 +187,7 @@ def _eager_names(function: ast.FunctionDef) -> Iterator[str]:
 
 
 def _assignments(function: ast.FunctionDef) -> Iterator[tuple[ast.expr | None, ast.expr]]:
-    """(value, target) of each."""
+    """Iterate over (value, target) of each assignment."""
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
             yield from ((node.value, target) for target in node.targets)
@@ -196,7 +196,7 @@ def _assignments(function: ast.FunctionDef) -> Iterator[tuple[ast.expr | None, a
 
 
 def _assigned_to(function: ast.FunctionDef, name: str) -> list[ast.expr | None]:
-    """The values that a variable is given, alone or with others."""
+    """Return the values that are assigned to a variable, alone or with others."""
     return [value for value, target in _assignments(function) if name in _names(target)]
 
 
@@ -213,7 +213,7 @@ def _call_refusals(function: ast.FunctionDef, call: ast.Call) -> Iterator[str]:
 
 
 def _is_none(function: ast.FunctionDef, value: ast.expr) -> bool:
-    """Whether an argument is always None."""
+    """Return whether an argument is always None."""
     if not isinstance(value, ast.Name):
         return isinstance(value, ast.Constant) and value.value is None
     values = _assigned_to(function, value.id)
@@ -226,7 +226,7 @@ def _keyword(call: ast.Call, name: str) -> ast.expr | None:
 
 
 def _passes_on(function: ast.FunctionDef, mask: ast.expr) -> bool:
-    """Whether the mask is one that the module was given, as it was given, or has nothing to do with one."""
+    """Return whether the mask is a given one, unchanged, or does not depend on a given one."""
     masks = {name for name in _parameters(function) if "mask" in name}
     if isinstance(mask, ast.Name):
         values = _assigned_to(function, mask.id)
@@ -266,7 +266,7 @@ def _cache_refusals(function: ast.FunctionDef, calls: list[ast.Call]) -> Iterato
 
 
 def _caches(function: ast.FunctionDef) -> set[str]:
-    """Names of the cache: parameters, and what they are assigned to."""
+    """Return the names of the cache: parameters, and variables that they are assigned to."""
     names = set(CACHE_NAMES & _parameters(function))
     for value, target in _assignments(function):
         if isinstance(value, ast.Name) and value.id in names and isinstance(target, ast.Name):
@@ -275,7 +275,7 @@ def _caches(function: ast.FunctionDef) -> set[str]:
 
 
 def _hands_on(function: ast.FunctionDef, update: ast.Attribute, call: ast.Call) -> bool:
-    """Whether `k, v = cache.update(k, v, layer)` is followed by a call with k and v as they are."""
+    """Return whether `k, v = cache.update(k, v, layer)` is followed by a call with k and v as they are."""
     keys, values = (call.args[i] if len(call.args) > i else _keyword(call, n) for i, n in ((2, "key"), (3, "value")))
     if not (isinstance(keys, ast.Name) and isinstance(values, ast.Name)):
         return False
@@ -308,7 +308,7 @@ OPERATORS = ("softmax", "scaled_dot_product_attention")
 
 
 def _computes_attention(name: str, functions: list[ast.FunctionDef]) -> bool:
-    """Whether a module applies a mask that it is given to scores of its own."""
+    """Return whether a module applies a mask that it is given to scores of its own."""
     masked = any("mask" in parameter for function in functions for parameter in _parameters(function))
     called = {
         node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")

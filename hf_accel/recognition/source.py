@@ -1,4 +1,4 @@
-"""What a function does, read from its source: the syntax tree, and what is found in that of a module's forward."""
+"""A function's source: its syntax tree, and patterns in that of a module's forward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 @lru_cache(maxsize=8192)
 def text(function: Any) -> str | None:
-    """The source of a function or a class; None if there is none, as for what was typed at a prompt."""
+    """Return the source of a function or a class; None if there is none, as for code that was typed at a prompt."""
     try:
         return inspect.getsource(function)
     except (OSError, TypeError):
@@ -26,7 +26,7 @@ def text(function: Any) -> str | None:
 
 @lru_cache(maxsize=8192)
 def tree_of(function: Any) -> ast.FunctionDef | None:
-    """The definition of a function; None if its source cannot be read, or it is a lambda. Not to be changed."""
+    """Return the definition of a function, which must not be changed; None for a lambda or without readable source."""
     code = text(function)
     if code is None:
         return None
@@ -39,7 +39,7 @@ def tree_of(function: Any) -> ast.FunctionDef | None:
 
 @lru_cache(maxsize=4096)
 def siblings(forward: Callable[..., Any]) -> tuple[tuple[str, ...], ...]:
-    """Names of the submodules that `forward` calls on one and the same variable, in the order of the calls.
+    """Return the names of the submodules that `forward` calls on one variable, in the order of the calls.
 
     Only calls `self.name(variable)` count, and only variables that are never assigned to after the first of them.
     """
@@ -66,7 +66,7 @@ def siblings(forward: Callable[..., Any]) -> tuple[tuple[str, ...], ...]:
 
 @dataclass(frozen=True)
 class GatedCode:
-    """Names of the submodules of down(act(gate(x)) * up(x)). activation: an attribute's name, or a torch function."""
+    """The submodules' names in down(act(gate(x)) * up(x)). activation: an attribute's name, or a torch function."""
 
     gate: str
     up: str
@@ -81,7 +81,7 @@ MLPS = tuple(rf"self\.(?P<down>\w+)\({product}\)" for product in (rf"{GATED} \* 
 
 @lru_cache(maxsize=4096)
 def gated_code(forward: Callable[..., Any]) -> GatedCode | None:
-    """The parts of a forward that is down(act(gate(x)) * up(x)) and nothing else; None for any other."""
+    """Return the parts of a forward that is down(act(gate(x)) * up(x)) and nothing else; None for any other."""
     tree = tree_of(forward)
     if tree is None or len(arguments := tree.args.args) != 2 or tree.args.vararg or tree.args.kwonlyargs:
         return None
@@ -99,9 +99,9 @@ def gated_code(forward: Callable[..., Any]) -> GatedCode | None:
 
 
 def _result(tree: ast.FunctionDef, values: dict[str, ast.expr]) -> ast.expr | None:
-    """What straight-line code returns, with its variables replaced by what they stand for.
+    """Return the result of straight-line code, with its variables replaced by their values.
 
-    values: the inputs; what is assigned is added. None where a variable is assigned twice.
+    values: the inputs; assigned variables are added. None where a variable is assigned twice.
     """
     statements = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
     for statement in statements:
@@ -125,7 +125,7 @@ class _Inline(ast.NodeTransformer):
 
 
 def _torch_function(name: str, forward: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A function of torch.nn.functional that code names by whatever it calls the module, F.silu say."""
+    """Return the function of torch.nn.functional that code names, under any name of the module, such as F.silu."""
     first, *rest = name.split(".")
     found: Any = getattr(forward, "__globals__", {}).get(first)
     for part in rest:

@@ -1,4 +1,4 @@
-"""What stands in for tensors and modules while the code of a decoder layer is run once to find what it computes.
+"""Stand-ins for tensors and modules, with which the code of a decoder layer is run once to find what it computes.
 
 A stand-in knows only what is written here. Whatever else the code asks of it raises UntraceableError: nothing is
 guessed.
@@ -17,16 +17,16 @@ from torch import nn
 # The arguments of a layer for which stand-ins are given where the call has any; others must be plain values.
 TENSORS = ("attention_mask", "position_ids", "past_key_values", "position_embeddings")
 ATTENTION = "_attn_implementation"  # the property of a config that names the attention function
-SCALARS = (bool, int, float, str, torch.dtype, type(None))
+PLAIN_TYPES = (bool, int, float, str, torch.dtype, type(None))
 
 
 class UntraceableError(Exception):
-    """The code does what the stand-ins do not know; the message says what, as a clause."""
+    """The code does something that the stand-ins do not know; the message names it, as a clause."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Columns of a buffer whose rows are tokens: those from `offset` on of `stride` numbers."""
+    """Columns of a buffer whose rows are tokens: the columns from `offset` on, in rows of `stride` numbers."""
 
     buffer: int
     offset: int
@@ -34,7 +34,7 @@ class Span:
 
 
 class Recorder(Protocol):
-    """What stand-ins tell what they are asked for. attention: the name of a function, or None for the config's."""
+    """The recorder of the operations on stand-ins. attention: the name of a function, or None for the config's."""
 
     attention: str | None
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class Recorder(Protocol):
 
 
 class Count:
-    """The rows of a pass, or the tokens of a row, which the code may hand on and nothing else."""
+    """The number of rows of a pass, or of tokens of a row, which the code may only pass on."""
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -68,7 +68,7 @@ TOKENS: Any = Count()
 
 
 class Opaque:
-    """What a layer may only hand on, such as the mask."""
+    """A value that a layer may only pass on, such as the mask."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -82,16 +82,16 @@ class Opaque:
 
 @dataclass(eq=False)
 class StandIn:
-    """A tensor [B, T, width], [B, T, heads, dim], or [B, heads, T, dim] if it is `turned`.
+    """A tensor [B, T, width], [B, T, heads, dim], or [B, heads, T, dim] if it is `transposed`.
 
-    factor: what it is still to be multiplied by. cached: whether it came from the cache.
+    factor: the number by which it must still be multiplied. cached: whether it came from the cache.
     """
 
     trace: Recorder
     span: Span
     width: int
     heads: int | None = None
-    turned: bool = False
+    transposed: bool = False
     factor: float = 1.0
     cached: bool = False
 
@@ -100,7 +100,7 @@ class StandIn:
         if self.heads is None:
             return (BATCH, TOKENS, self.width)
         dim = self.width // self.heads
-        return (BATCH, self.heads, TOKENS, dim) if self.turned else (BATCH, TOKENS, self.heads, dim)
+        return (BATCH, self.heads, TOKENS, dim) if self.transposed else (BATCH, TOKENS, self.heads, dim)
 
     def size(self, index: int | None = None) -> Any:
         return self.shape if index is None else self.shape[index]
@@ -111,7 +111,7 @@ class StandIn:
 
     def view(self, *sizes: Any) -> StandIn:
         batch, tokens, *rest = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
-        if self.turned or tokens is not TOKENS or batch is not BATCH or not 1 <= len(rest) <= 2:
+        if self.transposed or tokens is not TOKENS or batch is not BATCH or not 1 <= len(rest) <= 2:
             raise UntraceableError("it reshapes in another way than into heads and back")
         if any(not isinstance(size, int) for size in rest) or rest.count(-1) > 1:
             raise UntraceableError("it reshapes in another way than into heads and back")
@@ -128,7 +128,7 @@ class StandIn:
     def transpose(self, first: int, second: int) -> StandIn:
         if {first, second} != {1, 2} or self.heads is None:
             raise UntraceableError("it transposes other dimensions than heads and tokens")
-        return replace(self, turned=not self.turned)
+        return replace(self, transposed=not self.transposed)
 
     def contiguous(self) -> StandIn:
         return self
@@ -157,7 +157,7 @@ class StandIn:
     __rmul__ = __mul__
 
     def __iadd__(self, other: Any) -> StandIn:
-        raise UntraceableError("it writes to a tensor in place")  # which other names may stand for
+        raise UntraceableError("it writes to a tensor in place")  # which may have other names
 
     __imul__ = __iadd__
 
@@ -176,7 +176,7 @@ class StandIn:
         raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
 
     def attended(self, module: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[StandIn, None]:
-        """What the attention function returns for a query that is a stand-in."""
+        """Return the result of the attention function for a query that is a stand-in."""
         return self.trace.attend(module, (self, key, value), mask, options), None
 
 
@@ -185,7 +185,7 @@ def _drops(p: float = 0.5, training: bool = True, inplace: bool = False) -> bool
 
 
 class ModuleStandIn:
-    """A module whose code runs with stand-ins. What it reads of itself is noted."""
+    """A module whose code runs with stand-ins. The attributes that it reads of itself are noted."""
 
     forward = None  # transformers' checkpointing compares it with its own
 
@@ -212,7 +212,7 @@ class ConfigStandIn:
         if name == ATTENTION:
             return self._trace.attention or self._read_attention()
         value = getattr(self._config, name)
-        if not isinstance(value, SCALARS):
+        if not isinstance(value, PLAIN_TYPES):
             raise UntraceableError(f"it reads config.{name}")
         self._trace.note(vars(self._config), name, value)
         return value

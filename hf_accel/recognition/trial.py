@@ -1,4 +1,4 @@
-"""Try both and compare: does a module, or a function, give on random input what ours gives?"""
+"""Trials: does a module, or a function, give the same as ours on random input?"""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .unchanged import HOOKS
 
 
 class Tolerance(NamedTuple):
-    """How far a number may be from the one that is expected.
+    """The allowed distance of a number from the expected one; its parts are added up.
 
-    roundings: as a share of that number, in roundings of its dtype. relative: as a share of it, besides. absolute:
-    besides. of_largest: besides, as a share of the largest number.
+    roundings: a share of that number, in roundings of its dtype. relative: a share of it. absolute: a constant.
+    of_largest: a share of the largest number.
     """
 
     roundings: int = 0
@@ -31,21 +31,21 @@ EXACT = Tolerance()
 
 
 class RandomNumbers:
-    """Normal numbers that are the same in each trial, made on the CPU; no others are taken of the user's."""
+    """Normal numbers that are the same in each trial, made on the CPU; the user's random numbers stay."""
 
     def __init__(self) -> None:
         self._generator = torch.Generator("cpu").manual_seed(0)
 
     def __call__(self, *shape: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Tensor:
-        """A tensor of this shape."""
+        """Draw a tensor of this shape."""
         return torch.randn(*shape, generator=self._generator, dtype=torch.float32, device="cpu").to(device, dtype)
 
 
 def unwatched_twin(module: nn.Module, **parts: dict[str, Any]) -> Any:
-    """A copy of a module to try: without its hooks, and with dictionaries of its own, of which `parts` are changed.
+    """Copy a module for a trial: without its hooks, and with dictionaries of its own, of which `parts` are changed.
 
     parts: entries of `_modules` or `_parameters`, by that name; the others are shared with the module. A module's own
-    weights may be many, or not loaded yet, and its layers would call what a user has registered on them.
+    weights may be many, or not loaded yet, and its layers would call hooks that a user has registered on them.
     """
     twin = copy.copy(module)
     vars(twin).update({name: OrderedDict() for name in HOOKS})
@@ -55,14 +55,14 @@ def unwatched_twin(module: nn.Module, **parts: dict[str, Any]) -> Any:
 
 @torch.no_grad()
 def difference(theirs: Callable[[], Any], ours: Callable[[], Any], tolerance: Tolerance = EXACT) -> float:
-    """The share of numbers in which ours differ from theirs, summed over the tensors that each returns.
+    """Return the share of numbers in which ours differ from theirs, summed over the tensors that each returns.
 
     theirs, ours: return a tensor, or a tuple of tensors, when they are called. Infinite where a number differs by more
     than the tolerance, a dtype or a shape by anything, or one of both fails: what cannot be tried is not known. The
     user's random numbers stay as they are.
     """
     try:
-        with torch.random.fork_rng(devices=[]):  # what is tried may have dropout in it
+        with torch.random.fork_rng(devices=[]):  # the tried code may have dropout
             pairs = list(zip(_tensors(theirs()), _tensors(ours()), strict=True))
             return sum(_apart(expected, got, tolerance) for expected, got in pairs)
     except Exception:
@@ -70,7 +70,7 @@ def difference(theirs: Callable[[], Any], ours: Callable[[], Any], tolerance: To
 
 
 def agree(theirs: Callable[[], Any], ours: Callable[[], Any], tolerance: Tolerance = EXACT) -> bool:
-    """Whether the `difference` is finite."""
+    """Return whether the `difference` is finite."""
     return difference(theirs, ours, tolerance) < math.inf
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 # OpenAI's names for kinds of errors; clients choose the class of their exception by the status.
-TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
@@ -29,11 +29,11 @@ class ApiError(Exception):
 
 
 def error_body(status: int, message: str, field: str | None = None) -> dict[str, Any]:
-    """The JSON of an error in OpenAI's form."""
-    kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    """Return the JSON of an error in OpenAI's form."""
+    kind = ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": field, "code": status}}
 
 
 def unavailable(message: str, seconds: int) -> ApiError:
-    """503: the server cannot take requests now. seconds: when the client may try again."""
+    """Make the error 503: the server cannot take requests now. seconds: when the client may try again."""
     return ApiError(503, message, headers={"Retry-After": str(seconds)})

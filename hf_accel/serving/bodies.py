@@ -1,4 +1,4 @@
-"""What a client may send: the fields of each endpoint that are honoured, and what is refused.
+"""The bodies of requests: the fields of each endpoint that are honoured, and those that are refused.
 
 A field that would change the answer is honoured, or its request is refused: nothing is dropped without a word. Fields
 that change no token (names of users, billing, storage) are accepted and not read.
@@ -15,7 +15,7 @@ from .api_errors import ApiError
 
 MOST_STOPS = 16  # stop strings of one request
 STOP_CHARACTERS = 256  # of one stop string
-MOST_TOP_LOGPROBS = 20  # as OpenAI has it
+MOST_TOP_LOGPROBS = 20  # as in OpenAI's API
 SEEDS = 2**63
 
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -29,13 +29,16 @@ Body = TypeVar("Body", bound="Common")
 
 
 class Closed(BaseModel):
-    """Knows its fields: another one is an error. Types are not converted, so "1" is no number."""
+    """A body whose fields are all known: another one is an error. Types are not converted, so "1" is no number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class StreamOptions(Closed):
-    """continuous_usage_stats is vLLM's: the counts of tokens so far, in each chunk. Load generators ask for it."""
+    """The options of a stream.
+
+    continuous_usage_stats is vLLM's: each chunk has the counts of tokens so far, for load generators.
+    """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -43,8 +46,11 @@ class StreamOptions(Closed):
 
 
 class Common(Closed):
-    """What all endpoints know. top_k, min_p, repetition_penalty and chat_template_kwargs are vLLM's additions, and for
-    choices stop_token_ids, min_tokens and ignore_eos, which its benchmark of servers sends."""
+    """The fields of all endpoints.
+
+    top_k, min_p, repetition_penalty and chat_template_kwargs are vLLM's additions, and for choices stop_token_ids,
+    min_tokens and ignore_eos, which its benchmark of servers sends.
+    """
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
@@ -74,14 +80,14 @@ class Common(Closed):
         return 1
 
     @property
-    def means_samples(self) -> bool:
-        """Whether the request says something that greedy search would not heed."""
+    def asks_for_samples(self) -> bool:
+        """True if the request sets something that greedy search would ignore."""
         named = (self.top_p, self.top_k, self.min_p, self.seed)
         return self.num_choices > 1 or any(value is not None for value in named)
 
     @property
-    def heeds_end(self) -> bool:
-        """Whether the model's own stop tokens end the text."""
+    def stops_at_end(self) -> bool:
+        """True if the model's own stop tokens end the text."""
         return True
 
     @property
@@ -95,12 +101,14 @@ class Common(Closed):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many of the most probable tokens are reported beside each token; None reports no log-probabilities."""
+        """Return the number of most probable tokens that are reported for each token; None reports no
+        log-probabilities.
+        """
         return None
 
 
 class Choices(Common):
-    """What chat completions and completions have in common."""
+    """The fields that chat completions and completions have in common."""
 
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS)] | None = None
@@ -129,7 +137,7 @@ class Choices(Common):
         return self.n or 1
 
     @property
-    def heeds_end(self) -> bool:
+    def stops_at_end(self) -> bool:
         return not self.ignore_eos
 
     @property
@@ -138,12 +146,12 @@ class Choices(Common):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the counts of tokens."""
+        """True if a stream ends with the counts of tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def wants_usage_in_chunks(self) -> bool:
-        """Whether each chunk of a stream has the counts so far."""
+        """True if each chunk of a stream has the counts so far."""
         options = self.stream_options
         return self.wants_usage and options is not None and bool(options.continuous_usage_stats)
 
@@ -305,7 +313,10 @@ def read_body(kind: type[Body], body: dict[str, Any]) -> Body:
 
 
 def check_messages(messages: list[dict[str, Any]], *, field: str) -> None:
-    """Check messages that were made of another form. field: what they were made of. Raises ApiError (400)."""
+    """Check messages that were converted from another form.
+
+    field: the field that they came from. Raises ApiError (400).
+    """
     try:
         MESSAGES.validate_python(messages)
     except ValidationError as error:

@@ -1,6 +1,6 @@
 """A client's connection: the head of a request is bounded in bytes and in seconds, and connections in number.
 
-uvicorn and the parsers that it picks from (h11, httptools) bound neither alike, so it is done before they see a byte.
+uvicorn's parsers (h11, httptools) bound neither in the same way, so it is done before they see a byte.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _END = re.compile(rb"\n\r?\n")
 
 
 class Connections:
-    """The connections of a server. most: that are open at a time. body_bytes: that a request may have after its head.
+    """The connections of a server.
+
+    most: the number that may be open at a time. body_bytes: the most bytes of a request after its head.
 
     If all are taken, the one that has waited longest for a request is closed for the next client.
     """
@@ -33,7 +35,7 @@ class Connections:
         self.waiting: dict[Connection, None] = {}  # for the head of a request, the longest wait first
 
     def protocol(self, parser: Callable[..., asyncio.Protocol]) -> Callable[..., asyncio.Protocol]:
-        """Return what makes the protocol of a connection, as uvicorn calls it. parser: uvicorn's own."""
+        """Return the factory with which uvicorn makes the protocol of a connection. parser: uvicorn's own."""
 
         def make(*, app_state: dict[str, Any], **settings: Any) -> asyncio.Protocol:
             connection = Connection(self)
@@ -57,7 +59,7 @@ class Connections:
 
 
 class Connection(asyncio.Protocol):
-    """Hands on what a client sends to uvicorn's protocol, unless a head has too many bytes or takes too long.
+    """Passes a client's bytes on to uvicorn's protocol, unless a head has too many bytes or takes too long.
 
     The guard says when a request is answered, by `request_came` and `answered`.
     """
@@ -75,11 +77,11 @@ class Connection(asyncio.Protocol):
     # -- the guard -------------------------------------------------------------------------------------
 
     def request_came(self) -> None:
-        """A head was understood, and its request is about to be answered."""
+        """Note that a head was understood, and its request is about to be answered."""
         self._leave_head(0)
 
     def answered(self) -> None:
-        """The answer was given: the next request may come, and until then this connection may be closed."""
+        """Note that the answer was given: the next request may come, and until then this connection may be closed."""
         self._in_head, self._size, self._last = True, 0, b""
         if not self._is_over:
             self._connections.waiting[self] = None
@@ -127,7 +129,7 @@ class Connection(asyncio.Protocol):
     # -- heads -----------------------------------------------------------------------------------------
 
     def _count_head(self, data: bytes) -> bytes:
-        """Count what came of a head, and return it without the empty lines before it, which are no part of it."""
+        """Count the bytes of a head, and return them without the empty lines before it, which are no part of it."""
         if not self._size:
             data = data.lstrip(b"\r\n")
             if not data:
@@ -172,7 +174,7 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer in the parser's place, and close when the client has had time to read the answer."""
+        """Answer instead of the parser, and close when the client has had time to read the answer."""
         self._is_over = True
         self._stop_timer()
         body = json.dumps(error_body(status, message)).encode()

@@ -1,4 +1,4 @@
-"""The outermost layer of the server, in plain ASGI: hosts, keys, sizes, counts, and clients that go away."""
+"""The outermost layer of the server, in plain ASGI: it checks hosts, keys and sizes, and sees clients leave."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Guard:
             await self._run(scope, body, receive, answer)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        """Return what a request is answered that must not come in, whatever its body."""
+        """Return the answer to a request that is refused whatever its body is; None if it is not refused."""
         if len(scope["headers"]) > MOST_HEADERS:
             return ApiError(431, f"the request has more than {MOST_HEADERS} headers", headers=CLOSE)
         for name, value in scope["headers"]:
@@ -146,7 +146,7 @@ class Guard:
 
 
 class _Answer:
-    """Sends the answer, with the request's id and what becomes of the connection, and remembers its status."""
+    """Sends the answer, with the request's id and a header about the connection, and remembers its status."""
 
     def __init__(self, scope: Scope, send: Send, service: Service) -> None:
         self._send, self._service = send, service
@@ -163,7 +163,9 @@ class _Answer:
         await self._send(message)
 
     def _about_connection(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """Say that the connection ends here, as the server does, or how long it is kept: clients that heed it win."""
+        """Return the header that announces the end of the connection, or how long it is kept, for clients that read
+        it.
+        """
         if any(name.lower() == b"connection" for name, _ in headers):
             return []
         if self._service.admission.draining:
@@ -185,7 +187,7 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
 
 
 def _replayed(body: bytes) -> Receive:
-    """What the app receives: the body once, and then nothing, because the guard watches the connection."""
+    """Return the app's next message: the body once, and then nothing, because the guard watches the connection."""
     messages: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:

@@ -1,4 +1,4 @@
-"""Which names a server without an API key answers to: a web page must not reach it by a name of its own."""
+"""The host names that a server without an API key answers to: a web page must not reach it by a name of its own."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Hosts:
 
     @classmethod
     def of(cls, host: str, allowed: Iterable[str] = ()) -> Hosts:
-        """Those of a server that listens on `host`, and what the user allows besides. "*" among them allows all."""
-        names = {*LOOPBACK, name_of(host), *map(name_of, allowed)}
+        """Make the Hosts of a server that listens on `host`, with those that the user allows; "*" allows all."""
+        names = {*LOOPBACK, host_name(host), *map(host_name, allowed)}
         is_wildcard = _is_address(host) and ipaddress.ip_address(host).is_unspecified
         if is_wildcard:
             names.add(socket.gethostname().lower())
@@ -35,7 +35,7 @@ class Hosts:
 
     def refuses(self, header: bytes) -> str | None:
         """Return why a request with this Host header is not answered, or None."""
-        name = name_of(header.decode("latin-1"))
+        name = host_name(header.decode("latin-1"))
         if ANY in self.names or name in self.names or (self.addresses and _is_address(name)):
             return None
         known = ", ".join(sorted(self.names))
@@ -45,8 +45,8 @@ class Hosts:
         )
 
 
-def name_of(host: str) -> str:
-    """A Host header, or a host, without its port: 'LocalHost:8000' is 'localhost', '[::1]:8000' is '::1'."""
+def host_name(host: str) -> str:
+    """Return a Host header, or a host, without its port: 'LocalHost:8000' is 'localhost', '[::1]:8000' is '::1'."""
     host = host.strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]

@@ -1,4 +1,4 @@
-"""Limits of the server, and the count of what it computes: who may come in, and who is told to come later."""
+"""Limits of the server, and the count of its work: which requests are accepted, and which must come later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEMORY = 0.9  # how much of the mean time of a choice comes from those before th
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client may ask for, and how many may ask at a time.
+    """The most that one client may ask for, and the number of requests at a time.
 
     max_running: the choices (n of each request) that are computed at the same time. max_queue: how many more may
     wait; the next request gets 429. max_prompt_tokens, max_new_tokens: of each choice; None leaves them to the model's
@@ -44,7 +44,9 @@ class Limits:
 
     @property
     def most_connections(self) -> int:
-        """The connections that are open at a time: for all that may run or wait, and as many that are told to."""
+        """The connections that may be open at a time: for all requests that may run or wait, and as many that are
+        refused.
+        """
         return 2 * (self.max_running + self.max_queue)
 
 
@@ -105,7 +107,7 @@ class Admission:
             self._empty.set()
 
     def retry_seconds(self) -> int:
-        """How long it takes, by what requests took so far, until those that wait now have begun. In seconds."""
+        """Return the seconds until the requests that wait now have begun, estimated from the requests so far."""
         waiting = max(1, self.num_choices - self.limits.max_running)
         seconds = math.ceil(self._mean_seconds * waiting / self.limits.max_running)
         return max(1, min(LONGEST_RETRY, seconds))

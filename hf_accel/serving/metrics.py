@@ -94,5 +94,5 @@ class Metrics:
             self.between_tokens.observe(seconds / count)
 
     def page(self) -> tuple[bytes, str]:
-        """What Prometheus reads, and its content type."""
+        """Return the text for Prometheus, and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST

@@ -1,4 +1,4 @@
-"""One model over several ranks, of which the first has the clients: its requests go to the Engines of the others."""
+"""One model over several ranks. The first has the clients: its requests also go to the Engines of the others."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .service import Service
 
 
 class LeadingEngine(Engine):
-    """The Engine of the first rank: what is submitted to it is submitted to those of the other ranks, by `follow`.
+    """The Engine of the first rank: its requests are also submitted to the Engines of the other ranks, by `follow`.
 
-    What is cancelled here is cancelled everywhere, as the ranks agree before each pass.
+    A request that is cancelled here is cancelled everywhere, as the ranks agree before each pass.
     """
 
     def __init__(self, model: Any, *, relay: Relay, **settings: Any) -> None:
@@ -96,7 +96,7 @@ def leading(relay: Relay | None, service: Service, server: DrainingServer) -> It
 def follow(engine: Engine, relay: Relay) -> None:
     """Compute the passes of the first rank's Engine in another rank, until the first rank closes its relay.
 
-    Raises LostRankError if a rank is lost, and what broke the engine.
+    Raises LostRankError if a rank is lost, and the error that ended the engine.
     """
     with engine:
         for orders in relay.received():

@@ -107,12 +107,12 @@ class Service:
 
     @property
     def context(self) -> int | None:
-        """The tokens of the longest text that the model was made for; None if its config does not say."""
+        """The tokens of the longest text for the model; None if its config does not say."""
         found = getattr(self.engine.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return None if found is None else int(found)
 
     def unready(self) -> str | None:
-        """Why no request is taken now; None if requests are taken."""
+        """Return why no request is taken now; None if requests are taken."""
         if not self.engine.is_live:
             return "the engine has ended; restart the server"
         return "the server is shutting down" if self.admission.draining else None
@@ -124,7 +124,7 @@ class Service:
             raise unavailable("the engine has ended; the server must be restarted", RETRY_SECONDS)
 
     def stops(self, asked: Common) -> list[str]:
-        """The strings that end the text: the request's, or else those of the model's generation_config."""
+        """Return the strings that end the text: the request's, or else those of the model's generation_config."""
         own = self.engine.model.generation_config.stop_strings or []
         return asked.stops or ([own] if isinstance(own, str) else list(own))
 
@@ -134,7 +134,7 @@ class Service:
             raise ApiError(404, f"the model {asked[:200]!r} is not served here, but {self.name!r} is", field="model")
 
     async def in_thread(self, work: Callable[[], Found]) -> Found:
-        """Run tokenization beside the event loop."""
+        """Run tokenization outside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
 
     def submit(self, asked: Common, prompts: Sequence[list[int]]) -> Job:
@@ -154,15 +154,15 @@ class Service:
         return job
 
     def _sampling(self, asked: Common) -> dict[str, Any]:
-        """The keywords of a request for Engine.submit.
+        """Return the keywords of a request for Engine.submit.
 
-        What a request does not say, the model's generation_config says. If that is greedy, a request which makes sense
-        only for samples has the temperature that OpenAI's API would give it.
+        The model's generation_config gives the settings that the request does not. If it is greedy, a request that
+        needs sampling has the default temperature of OpenAI's API.
         """
         keywords, config = asked.sampling(), self.engine.model.generation_config
-        if "temperature" not in keywords and not config.do_sample and asked.means_samples:
+        if "temperature" not in keywords and not config.do_sample and asked.asks_for_samples:
             keywords["temperature"] = 1.0
-        own = stop_token_ids(self.engine.model) if asked.heeds_end else ()
+        own = stop_token_ids(self.engine.model) if asked.stops_at_end else ()
         keywords["stop_token_ids"] = [*keywords.get("stop_token_ids", ()), *own]
         if asked.num_logprobs is not None:
             keywords["logprobs"] = asked.num_logprobs
@@ -179,7 +179,7 @@ class Service:
             raise unavailable(str(error), RETRY_SECONDS) from error
 
     def _new_tokens(self, asked: Common, num_prompt: int) -> int:
-        """The most new tokens after a prompt. Raises ApiError (400) for a prompt or a number beyond the limits."""
+        """Return the most new tokens after a prompt. Raises ApiError (400) beyond the limits."""
         if not num_prompt:
             raise ApiError(400, "the prompt has no tokens; send at least one")
         longest, context, most = self.limits.max_prompt_tokens, self.context, self.limits.max_new_tokens
@@ -197,7 +197,7 @@ class Service:
         return wanted or min(DEFAULT_NEW_TOKENS, room, most or DEFAULT_NEW_TOKENS)
 
     def failure(self, error: BaseException) -> ApiError:
-        """What a client is told of an error of its choice."""
+        """Return the error that a client gets when its choice has failed with `error`."""
         if not self.engine.is_live:
             return unavailable(f"the engine has ended: {error}", RETRY_SECONDS)
         return ApiError(500, f"the request failed: {error}")
@@ -210,7 +210,7 @@ class Service:
 
 
 async def _merged(parts: Sequence[AsyncIterator[Event]]) -> AsyncIterator[Event]:
-    """The events of all parts in the order in which they come. Raises the first error of any part."""
+    """Iterate over the events of all parts in the order in which they come. Raises the first error of any part."""
     arrived: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
 
     async def run(part: AsyncIterator[Event]) -> None:
@@ -239,6 +239,6 @@ async def _merged(parts: Sequence[AsyncIterator[Event]]) -> AsyncIterator[Event]
 
 
 def known_keywords(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Those of `given` that `function` takes: transformers' releases differ in a few."""
+    """Return the keywords of `given` that `function` takes: transformers' releases differ in a few."""
     names = inspect.signature(function).parameters
     return {name: value for name, value in given.items() if name in names}

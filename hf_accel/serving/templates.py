@@ -1,4 +1,4 @@
-"""Chat templates, which come with a model and are programs: they run beside the server, and not for ever."""
+"""Chat templates, which come with a model and are programs: they run in a process of their own, for a limited time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROGRAM = Path(__file__).parent / "hf" / "template_process.py"
 
 
 class TemplateError(Exception):
-    """A chat template does not take a chat; the message says why."""
+    """A chat template refuses a chat; the message says why."""
 
 
 class TemplateProcess:
@@ -87,8 +87,8 @@ class Templates:
     async def render(self, **given: Any) -> str:
         """Return the text of a chat. given: the keywords of transformers' render_jinja_template.
 
-        Raises TemplateError for a chat that the template refuses, and ApiError: 400 for one that it does not end
-        with, 503 if others keep all processes busy.
+        Raises TemplateError for a chat that the template refuses, and ApiError: 400 for one on which it does not end,
+        503 if others keep all processes busy.
         """
         try:
             async with asyncio.timeout(PATIENCE), self._room:

@@ -28,8 +28,8 @@ class ScoredToken:
 class TokenText:
     """Turns the tokens of a choice into text, piece by piece.
 
-    tokenizer: a fast one of transformers. stops: strings that end the text, and are not part of it. What may be the
-    beginning of one is held back until more is known. keep_special: whether special tokens have text.
+    tokenizer: a fast one of transformers. stops: strings that end the text, and are not part of it. Text that may be
+    the beginning of one is held back until more is known. keep_special: whether special tokens have text.
 
     All pieces together are tokenizer.decode() of all tokens, up to the first stop string. A token's entry comes with
     the piece in which its text begins; a token without text, such as that which ends a text, has none.
@@ -60,7 +60,7 @@ class TokenText:
         return self._release(is_end=False)
 
     def end(self) -> tuple[str, list[ScoredToken]]:
-        """Return what was held back."""
+        """Return the text that was held back, and the entries of its tokens."""
         if self._stopped:
             return "", []
         whole = self.tokenizer.decode(self._tokens, skip_special_tokens=not self.keep_special)
@@ -81,7 +81,7 @@ class TokenText:
         return piece, entries
 
     def _held(self) -> int:
-        """The length of the longest end of the text with which a stop string may begin."""
+        """Return the length of the longest end of the text that may be the beginning of a stop string."""
         unreleased = len(self._text) - self._released
         longest = min(unreleased, max((len(stop) - 1 for stop in self.stops), default=0))
         for length in range(longest, 0, -1):

@@ -10,7 +10,7 @@ from typing import Any
 from ..patching.printed import Printed
 
 COLUMNS = 100
-LARGEST = 700.0  # nats whose exponential is a number
+LARGEST_LOSS = 700.0  # nats whose exponential is a number
 
 
 @dataclass(frozen=True)
@@ -83,16 +83,16 @@ class Cost(Printed):
 
     @property
     def reference_perplexity(self) -> float:
-        return math.exp(min(self.reference_loss, LARGEST))
+        return math.exp(min(self.reference_loss, LARGEST_LOSS))
 
     @property
     def perplexity(self) -> float:
-        return math.exp(min(self.loss, LARGEST))
+        return math.exp(min(self.loss, LARGEST_LOSS))
 
     @property
     def change(self) -> float:
         """The change of the perplexity, relative to the reference's."""
-        return math.expm1(min(self.loss - self.reference_loss, LARGEST))
+        return math.expm1(min(self.loss - self.reference_loss, LARGEST_LOSS))
 
     def to_dict(self) -> dict[str, Any]:
         perplexities = {"reference_perplexity": self.reference_perplexity, "perplexity": self.perplexity}

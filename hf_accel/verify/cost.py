@@ -12,15 +12,15 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..errors import UnsupportedError
-from ..patching.pack import PATIENCE
+from ..patching.pack import PROGRESS_SECONDS
 from .certificate import Cost
 from .passes import new_cache
 
 WINDOW = 512  # tokens that are predicted from one another
-CHUNK = 64  # tokens of a pass, so that what attention reads has been through the cache
+CHUNK_TOKENS = 64  # tokens of a pass, so that what attention reads has been through the cache
 
 
-def windows_of(texts: Sequence[Tensor]) -> list[Tensor]:
+def text_windows(texts: Sequence[Tensor]) -> list[Tensor]:
     """Cut token ids [n] of each text into windows [1, length] of at most WINDOW tokens.
 
     Raises UnsupportedError if none has two tokens: the first of a window is not predicted.
@@ -37,7 +37,7 @@ def measure_cost(
 ) -> Cost:
     """Run both models over the windows. Only the logits of one chunk of one window are in memory at a time."""
     found = []
-    for window in logging.tqdm(windows, desc="Measuring the cost", unit=" windows", delay=PATIENCE):
+    for window in logging.tqdm(windows, desc="Measuring the cost", unit=" windows", delay=PROGRESS_SECONDS):
         targets = window[0, 1:].to(model.device)
         for actual, expected in zip(predictions(model, window), predictions(reference, window), strict=True):
             chunk, targets = targets[: len(actual)], targets[len(actual) :]
@@ -64,7 +64,7 @@ def predictions(model: PreTrainedModel, ids: Tensor) -> Iterator[Tensor]:
         yield model(input_ids=ids).logits[0].float().log_softmax(-1)
         return
     cache = new_cache(model)
-    for chunk in ids.split(CHUNK, dim=1):
+    for chunk in ids.split(CHUNK_TOKENS, dim=1):
         output: Any = model(input_ids=chunk, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         yield output.logits[0].float().log_softmax(-1)

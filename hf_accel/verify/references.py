@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..attention.hf import NAME as ATTENTION_NAME
+from ..attention.hf import ATTENTION_NAME
 from ..config import CacheConfig
 from ..linear import QuantExperts, QuantLinear, QuantModule
 from ..linear.nf4 import is_nf4

@@ -71,7 +71,7 @@ class ReferenceModel:
         else:
             judged, dtype = last_logits(self.arbiter, history, **settings), self.arbiter.dtype
             ways.append(judged)
-        error = max(spread(ways), torch.finfo(self.model.dtype).eps * largest)
+        error = max(largest_difference(ways), torch.finfo(self.model.dtype).eps * largest)
         return judged, 2 * error, str(dtype).removeprefix("torch.")
 
     def _step_by_step(self, history: Tensor, num_prompt: int, settings: Mapping[str, Any]) -> Tensor:
@@ -171,7 +171,7 @@ class Jitter:
         return (output * (1 + self.eps * noise)).to(output.dtype)
 
 
-def spread(ways: list[Tensor]) -> float:
+def largest_difference(ways: list[Tensor]) -> float:
     """Return the largest difference between any two ways, over all logits that are finite in every way."""
     stacked = torch.stack(ways)
     finite = stacked[:, stacked.isfinite().all(0)]

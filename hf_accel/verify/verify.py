@@ -18,18 +18,18 @@ from ..errors import HfAccelError, UnsupportedError
 from ..generation.hf.vocabulary import check_ids, token_ids
 from ..keywords import check_keywords, positive_int
 from ..patching.check import transformers_model
-from ..patching.pack import PATIENCE
+from ..patching.pack import PROGRESS_SECONDS
 from ..patching.patch import is_patched, stock_twin
 from ..undo.state import state_of
 from .certificate import Certificate, Cost, Verdict
-from .cost import measure_cost, windows_of
+from .cost import measure_cost, text_windows
 from .passes import continuation, logits_of_the_run
 from .references import is_quantized, kv_config, quantized_reference
 from .rounding import ReferenceModel
 
 # Keywords that may change how generate() finds the tokens, but not which: the reference does not get them.
 OF_THE_MODEL = ("speculative", "assistant_model", "prompt_lookup_num_tokens")
-OURS = (
+OUR_KEYWORDS = (
     "do_sample", "num_beams", "num_return_sequences", "return_dict_in_generate", "output_scores", "max_length",
     "attention_mask", "input_ids", "inputs",
 )  # fmt: skip
@@ -66,7 +66,7 @@ def verify(
     if reference is model:
         raise UnsupportedError("reference= is the model itself; leave it out to compare with an unpatched copy")
     ids = _prompts(model, prompts, tokenizer, "prompt")
-    texts = None if text is None else windows_of([ids[0].cpu() for ids in _prompts(model, text, tokenizer, "text")])
+    texts = None if text is None else text_windows([ids[0].cpu() for ids in _prompts(model, text, tokenizer, "text")])
     if isinstance(reference, str | Path):
         AutoConfig.from_pretrained(reference)  # raises now, and not after the prompts have run
     run = Run(model, ids, max_new_tokens, generate)
@@ -97,7 +97,7 @@ class Run:
 
     @torch.no_grad()
     def verdicts(self, reference: ReferenceModel) -> tuple[Verdict, ...]:
-        bar = logging.tqdm(self.prompts, desc="Verifying", unit=" prompts", delay=PATIENCE)
+        bar = logging.tqdm(self.prompts, desc="Verifying", unit=" prompts", delay=PROGRESS_SECONDS)
         return tuple(self._compare(reference, prompt) for prompt in bar)
 
     def _compare(self, reference: ReferenceModel, prompt: Tensor) -> Verdict:
@@ -140,7 +140,7 @@ def _cost(run: Run, reference: Any, windows: list[Tensor] | None) -> tuple[Cost 
     if windows is None:
         source = "the prompts and how the float model goes on"
         new = [continuation(given.model, prompt, run.max_new_tokens, run.common) for prompt in run.prompts]
-        windows = windows_of([torch.cat([p[0], n]) for p, n in zip(run.prompts, new, strict=True)])
+        windows = text_windows([torch.cat([p[0], n]) for p, n in zip(run.prompts, new, strict=True)])
     return measure_cost(run.model, given.model, windows, name=given.name, text=source), None
 
 
@@ -160,12 +160,12 @@ def _float_reference(model: PreTrainedModel, reference: PreTrainedModel | str | 
 
 def _check_generate(model: PreTrainedModel, generate: dict[str, Any]) -> None:
     """Raise UnsupportedError for a keyword that verify() sets itself, and for an unknown one."""
-    for name in OURS:
+    for name in OUR_KEYWORDS:
         if name in generate:
             raise UnsupportedError(f"verify() compares the greedy tokens of one sequence at a time; leave {name}= out")
     functions = (verify, GenerationMixin.generate, type(transformers_model(model)).forward)
     known = {name for function in functions for name in inspect.signature(function).parameters}
-    known |= {*GenerationConfig().to_dict(), *OF_THE_MODEL} - {"self", "kwargs", "generate", *OURS}
+    known |= {*GenerationConfig().to_dict(), *OF_THE_MODEL} - {"self", "kwargs", "generate", *OUR_KEYWORDS}
     check_keywords("verify()", generate, known, {"max_tokens": "max_new_tokens="})
 
 

@@ -14,7 +14,7 @@ from hf_accel.cache.group import GroupStep
 from hf_accel.cache.quantized import INT4
 from hf_accel.kernels.layouts import KV
 from hf_accel.parallel import context_attention
-from hf_accel.parallel.context_attention import attend_own, merge
+from hf_accel.parallel.context_attention import attend_own, merge_ranks
 from hf_accel.parallel.context_blocks import num_own, own_slots, own_step
 
 from ..unit.attention.oracle import assert_close
@@ -69,7 +69,7 @@ def parts(case: Case, backend: AttentionBackend, size: int, **options: Any) -> t
 
 def merged(case: Case, backend: AttentionBackend, size: int, **options: Any) -> tuple[Tensor, Tensor]:
     outs, lses = zip(*parts(case, backend, size, **options), strict=True)
-    return merge(outs, lses)
+    return merge_ranks(outs, lses)
 
 
 @pytest.mark.parametrize("window", [None, 3, 16])
@@ -112,17 +112,17 @@ def test_a_share_may_be_empty() -> None:
 
 
 def test_merge_of_nothing_is_nothing() -> None:
-    out, lse = merge([torch.zeros(2, 3, 4)] * 2, [torch.full((2, 3), float("-inf"))] * 2)
+    out, lse = merge_ranks([torch.zeros(2, 3, 4)] * 2, [torch.full((2, 3), float("-inf"))] * 2)
     assert not out.any() and lse.isneginf().all()
 
 
 def test_scores_that_are_far_apart() -> None:
     """exp() of such scores is infinite: the merge only looks at differences."""
     outs = [torch.full((1, 1, 2), value) for value in (1.0, 3.0)]
-    out, lse = merge(outs, [torch.tensor([[500.0]]), torch.tensor([[500.0]])])
+    out, lse = merge_ranks(outs, [torch.tensor([[500.0]]), torch.tensor([[500.0]])])
     assert_close(out, torch.full((1, 1, 2), 2.0))
     assert_close(lse, torch.tensor([[500.0 + 0.6931472]]))
-    assert torch.equal(merge(outs, [torch.tensor([[-900.0]]), torch.tensor([[900.0]])])[0], outs[1])
+    assert torch.equal(merge_ranks(outs, [torch.tensor([[-900.0]]), torch.tensor([[900.0]])])[0], outs[1])
 
 
 def test_gathers_and_scores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

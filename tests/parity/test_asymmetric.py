@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_accel
 from hf_accel.linear import QuantLinear
-from hf_accel.linear.formats import FORMATS, state, zero_point_bytes
+from hf_accel.linear.formats import kind_of, state, zero_point_bytes
 
 from .dequantize import dequantized
 from .snapshot import snapshot
@@ -47,7 +47,11 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 
 def quant_layers(model: PreTrainedModel) -> dict[str, QuantLinear]:
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantLinear) and layer.bits < 8}
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, QuantLinear) and layer.layout.bits < 8
+    }
 
 
 def test_patched_computes_with_its_dequantized_weights(config: hf_accel.WeightConfig) -> None:
@@ -82,7 +86,7 @@ def test_saved_and_loaded_bit_for_bit(config: hf_accel.WeightConfig, tmp_path: P
     assert quant_layers(again).keys() == quant_layers(model).keys()
     for name, layer in quant_layers(again).items():
         weight, other = layer.quantized, model.get_submodule(name).quantized
-        assert type(weight) is type(other) is FORMATS[config.bits]
+        assert type(weight) is type(other) is kind_of(config.layout)
         assert state(weight).keys() == state(other).keys()
         assert all(torch.equal(tensor, state(other)[kind]) for kind, tensor in state(weight).items())
     assert torch.equal(logits(again), logits(model))

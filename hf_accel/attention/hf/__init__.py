@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from .forward import NAME, attention_forward, attention_is_ours
+from .forward import ATTENTION_NAME, attention_forward, attention_is_ours
 from .mask import mask_forward
 
-__all__ = ["NAME", "attention_is_ours", "register"]
+__all__ = ["ATTENTION_NAME", "attention_is_ours", "register"]
 
 
 def register() -> None:
     """Make "hf_accel" an attention implementation; harmless when repeated."""
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, mask_forward)
+    AttentionInterface.register(ATTENTION_NAME, attention_forward)
+    AttentionMaskInterface.register(ATTENTION_NAME, mask_forward)

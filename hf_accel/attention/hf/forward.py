@@ -1,4 +1,4 @@
-"""The attention function: a backend of ours for what it understands, the model's own function for all else."""
+"""The attention function: a backend of ours for calls that it understands, the model's own function for others."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ...kernels.layouts import KV, AttentionOptions, Ragged
 from ...recognition.module_code import CALL_KEYWORDS
 from ...tensors import is_recorded, product_dtype
 from ...undo.state import BACKEND_ATTRIBUTE
-from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose
+from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose_backend
 from .mask import as_known, numbers_of
 from .stock import EAGER, collects_attentions, name_before_patch, recorded_attention, stock_attention
 
-NAME = "hf_accel"
+ATTENTION_NAME = "hf_accel"
 
 # The keywords of attention, and those that models pass to all layers though only other modules read them.
 KNOWN_KEYWORDS = CALL_KEYWORDS | {
@@ -27,12 +27,18 @@ KNOWN_KEYWORDS = CALL_KEYWORDS | {
     "output_router_logits", "return_dict",
 }  # fmt: skip
 
-NOT_OURS = ("s_aux", "sinks", "cu_seq_lens_q", "output_attentions", "dropout")  # what a traced layer's attention lacks
+NOT_OURS = (
+    "s_aux",
+    "sinks",
+    "cu_seq_lens_q",
+    "output_attentions",
+    "dropout",
+)  # things that a traced layer's attention does not have
 
 
 def attention_is_ours(config: Any) -> bool:
-    """Whether a model with this config attends by "hf_accel"; a user may have set another implementation since."""
-    return bool(config.get_text_config(decoder=True)._attn_implementation == NAME)
+    """Return whether a model with this config uses attention "hf_accel"; a user may have set another one since."""
+    return bool(config.get_text_config(decoder=True)._attn_implementation == ATTENTION_NAME)
 
 
 def attention_forward(
@@ -48,7 +54,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """query [B, Hq, Q, D], key and value [B, Hkv, T, D] -> [B, Q, Hq, Dv], contiguous, and no weights.
 
-    What it does not understand goes to the function that the model has without us, which may return weights.
+    A call that it does not understand goes to the model's original function, which may return weights.
     """
     if not isinstance(query, Tensor):  # a stand-in, with which the code of a layer is traced
         traced: Any = query.attended(
@@ -107,7 +113,7 @@ def attention_forward(
 
 
 def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """All three in `dtype`: torch's attention does so under autocast, and pages may have been written in another."""
+    """Convert all three to `dtype`: torch's attention does so under autocast, and pages may have another dtype."""
     if query.dtype is key.dtype is value.dtype is dtype:
         return query, key, value
     return query.to(dtype), key.to(dtype), value.to(dtype)
@@ -136,12 +142,12 @@ def _unknown(
         return None if mask is None or mask.ndim == 4 else f"it is given a mask of shape {tuple(mask.shape)}"
     if columns is not None and columns != ours.lengths:
         return f"it is given a mask of {ours.lengths[1]} columns for {columns[1]}"
-    # a module that is not causal, where stock's sdpa would go by that
+    # a module that is not causal, where stock's sdpa would follow is_causal
     return None if causal or not ours.meaning.left_out or name_before_patch(module) == EAGER else "it is not causal"
 
 
 def _paged(backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionOptions, *, paged: PagedKV) -> Tensor:
-    """Attention of a forward pass over the pages; over K and V themselves where they are all there is."""
+    """Compute attention of a forward pass over the pages, or over K and V themselves without earlier tokens."""
     step, ragged, pages = paged.step, paged.group_step.ragged, paged.storage.pages
     context = paged.layer.group.context
     if context is not None:
@@ -159,7 +165,7 @@ def _paged(backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionO
 def _packed(
     backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionOptions, *, kwargs: dict[str, Any]
 ) -> Tensor:
-    """Several sequences end to end in one row, told apart by cu_seq_lens (transformers' FlashAttentionKwargs)."""
+    """Compute several sequences in one row, which cu_seq_lens separates (transformers' FlashAttentionKwargs)."""
     cu_q = kwargs["cu_seq_lens_q"]
     q_len, kv_len = cu_q.diff(), kwargs.get("cu_seq_lens_k", cu_q).diff()
     ragged = Ragged(cu_q, kv_len, int(q_len.max()), int(kv_len.max()))
@@ -170,7 +176,7 @@ def _packed(
 def _backend(
     module: nn.Module, query: Tensor, value: Tensor, options: AttentionOptions, *, paged: PagedKV | None
 ) -> AttentionBackend:
-    """The planned one, where a call asks for what was planned: a model can be given another dtype, say, since."""
+    """Return the planned backend if the call fits the plan; the model may have another dtype by now, for example."""
     planned: PlannedAttention | None = getattr(module, BACKEND_ATTRIBUTE, None)
     quantized_kv = paged is not None and paged.storage.pages.k_scales is not None
     if planned is not None:
@@ -207,8 +213,8 @@ def _backend(
 
 @lru_cache(maxsize=4096)
 def _choose(spec: AttentionSpec, name: str, *, row_invariant: bool) -> AttentionBackend:
-    """The backend of this name; another one for what it refuses."""
+    """Return the backend of this name, or another one for a spec that it refuses."""
     try:
-        return choose(spec, name, row_invariant=row_invariant)[0]
+        return choose_backend(spec, name, row_invariant=row_invariant)[0]
     except UnsupportedError:
-        return choose(spec, row_invariant=row_invariant)[0]
+        return choose_backend(spec, row_invariant=row_invariant)[0]

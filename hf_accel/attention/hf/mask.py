@@ -1,4 +1,4 @@
-"""The mask of causal attention: it says what it means to our attention, and is stock's mask to everybody else."""
+"""The mask of causal attention: it tells our attention its meaning, and is stock's mask for all other code."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ aten: Any = torch.ops.aten
 
 
 class Meaning(NamedTuple):
-    """What a CausalMask stands for: attention to the last `window` tokens, or to all, that are not padding.
+    """The meaning of a CausalMask: attention to the last `window` tokens, or to all, that are not padding.
 
-    left_out: stock's sdpa makes no mask here, and goes by is_causal instead.
+    left_out: whether stock's sdpa makes no mask here, and follows is_causal instead.
     """
 
     window: int | None
@@ -68,16 +68,16 @@ class CausalMask(Tensor):
 
     @property
     def is_known(self) -> bool:
-        """Whether it still has its meaning; if not, only its numbers say what it means."""
+        """True if it still has its meaning; if not, only its numbers count."""
         return not self._numbers.handed_out
 
     @property
     def seen(self) -> int:
-        """How many columns the last query may see; no query sees those behind."""
+        """Return the number of columns that the last query may see; no query sees later ones."""
         return self.columns.shape[1]
 
     def whole(self) -> Tensor:
-        """The numbers, for our own code, which does not change them."""
+        """The numbers, for our own code, which must not change them."""
         if self._numbers.tensor is None:
             # Made from `columns`, so that torch.compile sees where they come from.
             places = self.columns.new_ones(self.seen, dtype=torch.int64).cumsum(0)
@@ -175,14 +175,14 @@ def mask_forward(
     left_out = _ignore_causal_mask_sdpa(columns, q_length, kv_length, int(q_offset), 0, local_size)
     padded = columns is not None and not bool(columns[:, :seen].all())
     if columns is not None and padded:
-        columns = columns[:, :seen].clone()  # what the user does to the mask later must not change this pass
+        columns = columns[:, :seen].clone()  # later changes of the mask by the user must not change this pass
     else:
         columns = torch.ones(1, 1, dtype=torch.bool, device=kwargs.get("device")).expand(batch_size, seen)
     return CausalMask(columns, (q_length, kv_length), Meaning(local_size, padded, left_out))
 
 
 def _columns(attention_mask: Tensor, start: int, length: int) -> Tensor:
-    """The columns of an attention mask from `start` on; those that it lacks are padding, as to stock."""
+    """Return the columns of an attention mask from `start` on; missing ones count as padding, as in stock."""
     columns = attention_mask[:, start : start + length]
     return pad(columns, (0, length - columns.shape[1])) if columns.shape[1] < length else columns
 
@@ -193,7 +193,7 @@ def as_known(mask: Tensor | None) -> CausalMask | None:
 
 
 def numbers_of(mask: Tensor | None) -> Tensor | None:
-    """Return the numbers of a CausalMask, and any other mask as it is."""
+    """Return the numbers of a CausalMask; any other mask is returned unchanged."""
     return mask.whole() if isinstance(mask, CausalMask) else mask
 
 
@@ -207,7 +207,7 @@ _WINDOWED: Any = sliding_window_causal_mask_function(1)
 
 
 def _is_causal(mask_function: Any, local_size: int | None) -> bool:
-    """Whether it is transformers' own function for causal attention, within a window of `local_size` if given."""
+    """Return whether it is transformers' own causal mask function, within a window of `local_size` if given."""
     if local_size is None:
         return mask_function is causal_mask_function
     if getattr(mask_function, "__code__", None) is not _WINDOWED.__code__:

@@ -1,4 +1,4 @@
-"""Parts of a model that keep attention of their own: mostly towers for images or sound."""
+"""The parts of a model that keep their own attention: mostly towers for images or sound."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from transformers import PreTrainedModel
 
 from ...models import is_within
 from ...recognition.module_code import code_of
-from .forward import NAME
+from .forward import ATTENTION_NAME
 
 
 def stock_implementation(model: PreTrainedModel, module: nn.Module) -> str:
-    """The name of what a module of the model attends by without us."""
+    """Return the attention implementation that a module of the model has without us."""
     return implementation_of_config(model, getattr(module, "config", model.config))
 
 
 def implementation_of_config(model: PreTrainedModel, config: Any) -> str:
-    """What a part of the model with this config attends by without us."""
+    """Return the attention implementation that a part of the model with this config has without us."""
     name = getattr(config, "_attn_implementation", None) or model.config._attn_implementation
-    if name != NAME:
+    if name != ATTENTION_NAME:
         return str(name)
     part = next((m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is config), model)
     return "sdpa" if part._supports_sdpa else "eager"  # it was loaded with our attention
 
 
 def attention_refusals(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, str, str]]:
-    """The innermost model around each module whose attention cannot be ours, the name of that model, and a clause."""
+    """Return the innermost model around each module whose attention cannot be ours, its name, and the reason as a
+    clause.
+    """
     models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     for name, module in model.named_modules():
         refusal = code_of(module).refusal
@@ -38,7 +40,7 @@ def attention_refusals(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel
 
 
 def stock_parts(model: PreTrainedModel) -> dict[str, str]:
-    """The parts that keep their own attention, by name, each with the reason, as one clause.
+    """Return the parts that keep their own attention, by name, each with the reason, as one clause.
 
     Such a part has a config of its own, in which transformers looks up the attention and the masks of that part
     alone. It cannot be one that the decoder is in.
@@ -52,7 +54,7 @@ def stock_parts(model: PreTrainedModel) -> dict[str, str]:
 
 
 def modules_outside(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """The model's modules by name, but for those in parts that keep their own attention."""
+    """Iterate over the model's modules by name, except for those in parts that keep their own attention."""
     parts = stock_parts(model)
     for name, module in model.named_modules():
         if not any(is_within(name, part) for part in parts):
@@ -63,6 +65,6 @@ def set_our_attention(model: PreTrainedModel, set_implementation: Callable[[str]
     """Set our attention through transformers' own method, except in the parts that keep theirs."""
     inside = [module for name in stock_parts(model) for module in model.get_submodule(name).modules()]
     kept = [(m.config, stock_implementation(model, m)) for m in inside if isinstance(m, PreTrainedModel)]
-    set_implementation(NAME)
+    set_implementation(ATTENTION_NAME)
     for config, name in kept:
         config._attn_implementation_internal = name

@@ -1,4 +1,4 @@
-"""What a model attends by without us, for the calls that our attention does not understand."""
+"""The model's original attention, for the calls that our attention does not understand."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ TRIED = 5  # tokens on which a function is compared
 
 
 def name_before_patch(module: nn.Module) -> str:
-    """The implementation that the module attends by without us."""
+    """Return the attention implementation that the module has without us."""
     name: str = getattr(module, STOCK_ATTRIBUTE, SDPA)
     return name
 
 
 def collects_attentions() -> bool:
-    """Whether transformers' hooks gather attention weights in the pass that is under way."""
+    """Return whether transformers' hooks gather attention weights in the pass that is under way."""
     collector = output_capturing._active_collector.get()
     return collector is not None and any("attentions" in key for key in collector)
 
@@ -37,10 +37,10 @@ def collects_attentions() -> bool:
 def stock_attention(
     module: nn.Module, query: Tensor, kv: KV, mask: Tensor | None, *, left_out: bool, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention as the model has it without us; eager where weights are asked for, which no other function returns.
+    """Compute the model's original attention; eager where weights are asked for, which no other function returns.
 
-    query [B, Hq, Q, D] over a dense kv -> [B, Q, Hq, Dv], and weights [B, Hq, Q, T] or None. left_out: stock's sdpa
-    has no mask here, and goes by is_causal instead.
+    query [B, Hq, Q, D] over a dense kv -> [B, Q, Hq, Dv], and weights [B, Hq, Q, T] or None. left_out: whether stock's
+    sdpa has no mask here, and follows is_causal instead.
     """
     name, eager = name_before_patch(module), eager_function(module)
     weights = bool(options.get("output_attentions")) or collects_attentions()
@@ -57,13 +57,13 @@ def stock_attention(
 
 
 def _is_causal(module: nn.Module, name: str, options: dict[str, Any]) -> bool:
-    """Whether a missing mask means causal attention: it does to sdpa, to eager it means none."""
+    """Return whether a missing mask means causal attention: in sdpa it does, in eager it means no mask."""
     asked = options["is_causal"]
     return name != EAGER and bool(getattr(module, "is_causal", True) if asked is None else asked)
 
 
 def _full_mask(mask: Tensor | None, query: Tensor, key: Tensor, *, causal: bool) -> Tensor | None:
-    """What stock's eager is given: a mask to add to the scores."""
+    """Return the mask for stock's eager attention, which adds it to the scores."""
     q_length, kv_length = query.shape[2], key.shape[2]
     if mask is None and causal and q_length > 1:
         ones = torch.ones(q_length, kv_length, dtype=torch.bool, device=query.device)
@@ -75,7 +75,7 @@ def _full_mask(mask: Tensor | None, query: Tensor, key: Tensor, *, causal: bool)
 
 
 def eager_function(module: nn.Module) -> Any:
-    """The plain-torch attention of the file that a module's class comes from; None if it has none."""
+    """Return the plain-torch attention in the file of a module's class; None if there is none."""
     kind: type = type(module)
     original: type = kind.__bases__[1] if issubclass(kind, Mixin) else kind
     name = attention_code(original).eager
@@ -83,7 +83,7 @@ def eager_function(module: nn.Module) -> Any:
 
 
 def eager_agrees(module: nn.Module, spec: AttentionSpec) -> bool:
-    """Whether the module's own eager function gives what our reference gives, on random numbers."""
+    """Return whether the module's own eager function and our reference give the same on random numbers."""
     eager, numbers = eager_function(module), RandomNumbers()
     shapes = ((spec.num_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.value_dim))
     query, key, value = (numbers(1, heads, TRIED, width) for heads, width in shapes)
@@ -102,7 +102,7 @@ def eager_agrees(module: nn.Module, spec: AttentionSpec) -> bool:
 def recorded_attention(
     module: nn.Module, query: Tensor, kv: KV, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention by torch's operators alone, for a pass that torch records. mask: None, or of four dimensions."""
+    """Compute attention by torch's operators alone, for a recorded pass. mask: None, or of four dimensions."""
     sinks = options.get("s_aux", options.get("sinks"))
     if sinks is None and options.get("softcap") is None:
         result: tuple[Tensor, Tensor | None] = sdpa_attention_forward(module, query, kv.k, kv.v, mask, **options)

@@ -13,7 +13,7 @@ from .gathering import paged_attention
 
 
 class SdpaBackend(AttentionBackend):
-    """torch's scaled_dot_product_attention, and two batched products for what it is slow at or lacks."""
+    """torch's scaled_dot_product_attention, and two batched products where it is slow or lacks an option."""
 
     name = "sdpa"
 

@@ -11,10 +11,10 @@ from ...kernels.layouts import KV, AttentionOptions, Ragged
 from ..contract import empty_lse
 from ..masking import visible
 from ..paged_kv import PagedSequence, gather, gather_sequence, paged_sequences, rotated_like_pages
-from .dense import FEW_ROWS, attend
+from .dense import PRODUCT_ROWS, attend
 
 MAX_PADDING = 256  # tokens a sequence; with more of them, a call of its own is cheaper
-MAX_BYTES = 2**28  # of a gather that sequences share
+MAX_BYTES = 2**28  # bytes of a gather that sequences share
 
 
 def paged_attention(
@@ -29,7 +29,7 @@ def paged_attention(
         rows: Tensor | slice = batch[0].queries
         mask = None
         if len(batch) > 1:
-            rows, kv, mask = together(pages, ragged, batch, window=options.window, dtype=q.dtype)
+            rows, kv, mask = padded_together(pages, ragged, batch, window=options.window, dtype=q.dtype)
         else:
             kv = gather_sequence(pages, ragged, batch[0], q.dtype)
         own = options if mask is None else options._replace(causal=False, window=None)
@@ -42,7 +42,7 @@ def paged_attention(
 
 
 def batches(sequences: Iterable[PagedSequence], *, max_blocks: int, max_padding: int) -> Iterator[list[PagedSequence]]:
-    """Sequences with equally many query rows and similar lengths, the longest last.
+    """Group sequences with equally many query rows and similar lengths, the longest last.
 
     max_blocks bounds a batch with its padding, max_padding the blocks of padding per sequence.
     """
@@ -52,7 +52,7 @@ def batches(sequences: Iterable[PagedSequence], *, max_blocks: int, max_padding:
         count = len(batch) + 1
         padding = count * sequence.num_blocks - (needed + sequence.num_blocks)
         fits = count * sequence.num_blocks <= max_blocks and padding <= count * max_padding
-        if batch and not (fits and batch[0].num_queries == sequence.num_queries <= FEW_ROWS):
+        if batch and not (fits and batch[0].num_queries == sequence.num_queries <= PRODUCT_ROWS):
             yield batch
             batch, needed = [], 0
         batch.append(sequence)
@@ -61,10 +61,10 @@ def batches(sequences: Iterable[PagedSequence], *, max_blocks: int, max_padding:
         yield batch
 
 
-def together(
+def padded_together(
     pages: KV, ragged: Ragged, batch: list[PagedSequence], *, window: int | None, dtype: torch.dtype
 ) -> tuple[Tensor, KV, Tensor]:
-    """Several sequences padded to the blocks of the last one: query rows [B * Q], keys, and who sees which."""
+    """Pad several sequences to the blocks of the last one: query rows [B * Q], keys, and who sees which key."""
     block_table, device = ragged.block_table, ragged.cu_q.device
     assert block_table is not None
     fields = torch.tensor(batch, device=device).unsqueeze(2).unbind(1)  # each [B, 1]

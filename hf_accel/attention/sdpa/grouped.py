@@ -41,7 +41,7 @@ def grouped_attention(
 
 
 def masked_softmax(scores: Tensor, mask: Tensor | None, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Softmax over the last dimension, zeros where nothing is left, and its log denominator if needed."""
+    """Return the softmax over the last dimension, zeros where all is hidden, and its log denominator if needed."""
     if mask is not None:
         scores = apply_mask(scores, mask)
     weights = torch.softmax(scores, dim=-1)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...linear import Int4Weight, QuantizedWeight
 from ...linear.formats import Layout, unpack_words
-from .gptq import FLOATS, cut
-from .reader import Description, ForeignReader, Parts, contradiction, cut_group, group_of, refuse
+from .gptq import FLOAT_DTYPES, in_pieces
+from .reader import Description, ForeignReader, Parts, contradiction, cut_group, dtype_of, group_of, refuse
 
 PER_WORD = 8
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of 8 outputs, in a word
@@ -44,9 +44,9 @@ class Awq(ForeignReader):
         if outputs % PER_WORD or inputs % PER_WORD:
             raise refuse("AWQ", f"has {name!r} [{outputs}, {inputs}], which is no whole number of 32-bit words")
         stored.expect("qweight", (torch.int32,), (inputs, outputs // PER_WORD))
-        scales = stored.expect("scales", FLOATS)
+        scales = stored.expect("scales", FLOAT_DTYPES)
         groups = scales.shape[0] if scales.shape else 0
-        stored.expect("scales", FLOATS, (groups, outputs))
+        stored.expect("scales", FLOAT_DTYPES, (groups, outputs))
         group = group_of(name, inputs, groups, stated=self.group)
         symmetric = True
         if self.asymmetric and "qzeros" not in stored:
@@ -54,15 +54,15 @@ class Awq(ForeignReader):
         if "qzeros" in stored:
             zeros = _levels(stored.expect("qzeros", (torch.int32,), (groups, outputs // PER_WORD)).read())
             symmetric = bool((zeros == 0).all())
-        assert isinstance(scales.dtype, torch.dtype)
-        return Description(Layout(bits=4, group_size=cut_group(group), symmetric=symmetric), scales.dtype)
+        size = cut_group(group)
+        return Description(Layout(bits=4, group_size=size, symmetric=symmetric, scale_dtype=dtype_of(scales)))
 
     def convert(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         group = shape[1] // len(stored["scales"])
         pieces = group // cut_group(group)
-        scale = cut(stored["scales"].t().contiguous(), pieces)
+        scale = in_pieces(stored["scales"].t().contiguous(), pieces)
         zeros = _levels(stored["qzeros"]).t() if "qzeros" in stored else None
-        zero_point = None if zeros is None or not zeros.any() else cut(zeros, pieces).contiguous()
+        zero_point = None if zeros is None or not zeros.any() else in_pieces(zeros, pieces).contiguous()
         return Int4Weight.from_integers(_levels(stored["qweight"]).t().contiguous(), scale, zero_point)
 
 

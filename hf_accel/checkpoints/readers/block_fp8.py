@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from ...linear import Float8Weight, QuantizedWeight
 from ...linear.formats import FLOAT8, Layout
-from .gptq import FLOATS
-from .reader import Description, ForeignReader, Found, Parts, group_of, refuse
+from .gptq import FLOAT_DTYPES
+from .reader import Description, ForeignReader, Found, Parts, dtype_of, group_of, refuse
 
 NAME = "fp8"
 SCALES = "weight_scale_inv"
@@ -41,7 +40,7 @@ class BlockFp8(ForeignReader):
     def convert(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         return Float8Weight(stored["weight"], by_output(stored[SCALES], self._block, shape))
 
-    def loose(self, name: str, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
+    def own_tensors(self, name: str, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
         return {"weight_scale": by_output(parts[SCALES], self._block, shape)}
 
 
@@ -53,14 +52,14 @@ def checked_block(method: str, block: Any) -> tuple[int, int]:
 
 
 def described(stored: Parts, suffix: str, block: tuple[int, int], shape: tuple[int, int]) -> Description:
-    """How a Linear [out, in] with scales of blocks is held: with a scale for each output and group of inputs."""
+    """Return how a Linear [out, in] with scales of blocks is held: a scale for each output and group of inputs."""
     groups = -(-shape[1] // block[1])
-    scales = stored.expect(suffix, FLOATS, (-(-shape[0] // block[0]), groups))
+    scales = stored.expect(suffix, FLOAT_DTYPES, (-(-shape[0] // block[0]), groups))
     group = group_of(stored.name, shape[1], groups)
     if group != min(block[1], shape[1]):
         raise refuse(NAME, f"has {stored.name!r} with {shape[1]} inputs, which are no whole blocks of {block[1]}")
-    assert isinstance(scales.dtype, torch.dtype)
-    return Description(Layout(bits=8, group_size=group if groups > 1 else None, format="fp8"), scales.dtype)
+    group_size = group if groups > 1 else None
+    return Description(Layout(format="fp8", group_size=group_size, scale_dtype=dtype_of(scales)))
 
 
 def by_output(scale: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:

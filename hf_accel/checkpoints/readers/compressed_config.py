@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...linear.formats import Format
+from ...linear.formats import Layout
 
 VERSION = "0.15.0"  # the first compressed-tensors that transformers 5 reads these layouts with
 INT, PACKED, FLOAT, MIXED = "int-quantized", "pack-quantized", "float-quantized", "mixed-precision"
@@ -25,39 +25,36 @@ UNITS = (
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a layer's weight is stored.
+    """The format of a layer's weight. rounds: whether activations go to INT8, or to FP8 with FP8 weights."""
 
-    group_size None: one scale per output. rounds: activations go to INT8, or to FP8 with FP8 weights.
-    """
-
-    bits: int
-    group_size: int | None
-    symmetric: bool
+    layout: Layout
     rounds: bool
-    format: Format = "int"
 
     @property
-    def layout(self) -> str:
-        if self.format == "fp8":
+    def format(self) -> str:
+        if self.layout.format == "fp8":
             return FLOAT
         return INT if self.rounds else PACKED
 
     @property
     def label(self) -> str:
-        """As a user reads it: "W4A16 in groups of 128"."""
-        groups = "" if self.group_size is None else f" in groups of {self.group_size}"
-        kind = " in FP8" if self.format == "fp8" else ""
-        return f"W{self.bits}A{8 if self.rounds else 16}{kind}{groups}" + ("" if self.symmetric else ", asymmetric")
+        """Return it in the words of users: "W4A16 in groups of 128"."""
+        layout = self.layout
+        groups = "" if layout.group_size is None else f" in groups of {layout.group_size}"
+        kind = " in FP8" if layout.format == "fp8" else ""
+        lopsided = "" if layout.symmetric else ", asymmetric"
+        return f"W{layout.bits}A{8 if self.rounds else 16}{kind}{groups}{lopsided}"
 
     def to_dict(self, targets: Iterable[str]) -> dict[str, Any]:
         """A member of `config_groups`."""
-        kind = "float" if self.format == "fp8" else "int"
+        layout = self.layout
+        kind = "float" if layout.format == "fp8" else "int"
         weights = {
-            "num_bits": self.bits,
+            "num_bits": layout.bits,
             "type": kind,
-            "symmetric": self.symmetric,
-            "strategy": "channel" if self.group_size is None else "group",
-            "group_size": self.group_size,
+            "symmetric": layout.symmetric,
+            "strategy": "channel" if layout.group_size is None else "group",
+            "group_size": layout.group_size,
             "dynamic": False,
             "actorder": None,
             "block_structure": None,
@@ -78,7 +75,7 @@ class Scheme:
         }
         return {
             "targets": list(targets),
-            "format": self.layout,
+            "format": self.format,
             "weights": weights,
             "input_activations": token if self.rounds else None,
             "output_activations": None,
@@ -95,10 +92,10 @@ def compressed_config(schemes: Mapping[str, Scheme], ignore: Iterable[str]) -> d
     for number, scheme in enumerate(kinds):
         named = [name for name, own in schemes.items() if own == scheme]
         groups[f"group_{number}"] = scheme.to_dict(["Linear"] if len(kinds) == 1 else named)
-    layouts = {scheme.layout for scheme in kinds}
+    formats = {scheme.format for scheme in kinds}
     return {
         "quant_method": "compressed-tensors",
-        "format": layouts.pop() if len(layouts) == 1 else MIXED,
+        "format": formats.pop() if len(formats) == 1 else MIXED,
         "quantization_status": "compressed",
         "version": VERSION,
         "global_compression_ratio": None,

@@ -1,7 +1,7 @@
 """compressed-tensors checkpoints, as llm-compressor writes them, with integer or FP8 weights.
 
 Source of the layouts: the compressed-tensors package, `pack-quantized`, `int-quantized` and `float-quantized`. They
-are our own (linear/formats.py), but for 8 bits in words, 4 bits in bytes, and scales of a whole tensor or of blocks.
+are our own (linear/formats), except for 8 bits in words, 4 bits in bytes, and scales of a whole tensor or of blocks.
 
 A static scale of FP8 activations (`input_scale`) is checked and left out: activations are rounded with scales of their
 own rows here, or not at all, which is nearer to the float model and never saturates.
@@ -20,10 +20,21 @@ from torch import Tensor
 from ...config import Activations
 from ...errors import HfAccelError
 from ...linear import Int4Weight, Int8Weight, QuantizedWeight
-from ...linear.formats import BYTES, FLOAT8, Format, Layout, pack_zero_points, unpack_words
+from ...linear.formats import FLOAT8, Layout, kind_of, pack_zero_points, unpack_words
 from .block_fp8 import by_output, checked_block, described
-from .gptq import FLOATS, cut
-from .reader import Description, ForeignReader, Found, Parts, contradiction, cut_group, group_of, order_of, refuse
+from .gptq import FLOAT_DTYPES, in_pieces
+from .reader import (
+    Description,
+    ForeignReader,
+    Found,
+    Parts,
+    contradiction,
+    cut_group,
+    dtype_of,
+    group_of,
+    order_of,
+    refuse,
+)
 
 NAME = "compressed-tensors"
 FORMATS = {"int": ("pack-quantized", "int-quantized"), "float": ("float-quantized",)}  # by the type of the weights
@@ -32,18 +43,14 @@ FORMATS = {"int": ("pack-quantized", "int-quantized"), "float": ("float-quantize
 class Group(NamedTuple):
     """A member of config_groups.
 
-    group_size: of the strategy "group". ordered: the inputs are in the order of their activations. static: there is a
+    layout: as config.json says it, with the group size of the strategy "group". static: there is a
     scale for the activations. block: the outputs and inputs that share a scale, None if there are no blocks.
     """
 
     targets: list[str]
-    bits: int
-    format: Format
+    layout: Layout
     activations: Activations
     strategy: str
-    group_size: Any
-    symmetric: bool
-    ordered: bool
     static: bool
     block: tuple[int, int] | None
 
@@ -86,11 +93,11 @@ class CompressedTensors(ForeignReader):
         name = stored.name
         outputs, inputs = shape
         scheme = self._scheme(name)
-        bits, in_bytes = scheme.bits, "weight" in stored or scheme.format == "fp8"
+        bits, in_bytes = scheme.layout.bits, "weight" in stored or scheme.layout.format == "fp8"
         if scheme.static and "input_scale" not in stored:
             raise contradiction("input_activations with dynamic=false", f"there is no '{name}.input_scale'")
         if in_bytes:
-            stored.expect("weight", (BYTES[scheme.format].stored_as,), shape)
+            stored.expect("weight", (kind_of(replace(scheme.layout, bits=8)).stored_as,), shape)
             if scheme.block is not None:
                 return described(stored, "weight_scale", scheme.block, shape)
             if "weight_g_idx" in stored:
@@ -112,15 +119,14 @@ class CompressedTensors(ForeignReader):
         group = group_of(name, inputs, groups)
         has_zeros = self._expect_zeros(stored, scheme, outputs, groups)
         order = stored.order("weight_g_idx", inputs, group)
-        if scheme.ordered and "weight_g_idx" not in stored:
+        if scheme.layout.ordered and "weight_g_idx" not in stored:
             raise contradiction("actorder='group'", f"there is no '{name}.weight_g_idx'")
-        assert isinstance(scales.dtype, torch.dtype)
         size = group if in_bytes and bits == 8 else cut_group(group)
-        layout = Layout(
-            bits=bits, group_size=None if bits == 8 and group == inputs else size,
-            symmetric=not has_zeros, ordered=order is not None, format=scheme.format,
+        layout = replace(
+            scheme.layout, group_size=None if bits == 8 and group == inputs else size,
+            symmetric=not has_zeros, ordered=order is not None, scale_dtype=dtype_of(scales),
         )  # fmt: skip
-        return Description(layout, scales.dtype, scheme.activations)
+        return Description(layout, scheme.activations)
 
     def convert(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         scale = _by_output(stored["weight_scale"], shape)
@@ -128,23 +134,27 @@ class CompressedTensors(ForeignReader):
         pieces = group // cut_group(group)
         zeros = stored.get("weight_zero_point")
         if name in self._in_bytes:
-            zeros = None if zeros is None else cut(zeros, pieces).contiguous()
-            return Int4Weight.from_integers(stored["weight"], cut(scale, pieces), zeros)
+            zeros = None if zeros is None else in_pieces(zeros, pieces).contiguous()
+            return Int4Weight.from_integers(stored["weight"], in_pieces(scale, pieces), zeros)
         index = stored.get("weight_g_idx")
         order = None if index is None else order_of(name, index, shape[1], group)
         words = stored["weight_packed"].contiguous()
         if words.shape[1] * 4 == shape[1]:
             integers = (words.view(torch.uint8) ^ 128).view(torch.int8)
-            return Int8Weight(_ordered(integers, order), cut(scale, 1 if by_output else pieces), order)
-        weight = Int4Weight(words, cut(scale, pieces), torch.tensor(shape, device=words.device), input_order=order)
+            return Int8Weight(_ordered(integers, order), in_pieces(scale, 1 if by_output else pieces), order)
+        weight = Int4Weight(
+            words, in_pieces(scale, pieces), torch.tensor(shape, device=words.device), input_order=order
+        )
         if order is not None:
             integers = _ordered(unpack_words(words), order)
             weight = replace(weight, weight_packed=Int4Weight.from_integers(integers, scale).weight_packed)
         if zeros is not None and pieces > 1:
-            zeros = pack_zero_points(cut(unpack_words(zeros.t().contiguous()).t()[: shape[0]], pieces).contiguous())
+            zeros = pack_zero_points(
+                in_pieces(unpack_words(zeros.t().contiguous()).t()[: shape[0]], pieces).contiguous()
+            )
         return replace(weight, weight_zero_point=zeros)
 
-    def loose(self, name: str, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
+    def own_tensors(self, name: str, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
         if "weight_packed" in parts or name in self._in_bytes:
             return None
         scale, block = parts["weight_scale"], self._block
@@ -154,13 +164,13 @@ class CompressedTensors(ForeignReader):
         return own | {"weight_scale": _by_output(scale, shape)}
 
     def _expect_zeros(self, stored: Parts, scheme: Group, outputs: int, groups: int) -> bool:
-        """Whether there are zero points, which then are right."""
+        """Return whether there are zero points, which then are right."""
         name = stored.name
         if "weight_zero_point" not in stored:
-            if not scheme.symmetric:
+            if not scheme.layout.symmetric:
                 raise contradiction("symmetric=false", f"there is no '{name}.weight_zero_point'")
             return False
-        if scheme.bits == 8:
+        if scheme.layout.bits == 8:
             raise refuse(NAME, f"has {name!r} in 8 bits with zero points, which are read for 4 bits only")
         if name in self._in_bytes:
             _check_range(name, stored, "weight_zero_point")
@@ -170,7 +180,7 @@ class CompressedTensors(ForeignReader):
         return True
 
     def _scheme(self, name: str) -> Group:
-        """How a Linear is stored, and what happens to its activations."""
+        """Return how a Linear is stored, and what happens to its activations."""
         for group in self._groups:
             if any(_targets(target, name) for target in group.targets):
                 return group
@@ -197,12 +207,13 @@ def _checked(config: Mapping[str, Any], group: Mapping[str, Any]) -> Group:
         raise refuse(NAME, f"has input_activations={inputs!r}, of which {known} are read")
     # Activations go to FP8 where that is faster, as with a weight of our own.
     activations: Activations = "int8" if inputs and kind == "int" else "auto"
-    return Group(
-        targets=list(group.get("targets", ())), bits=int(weights["num_bits"]),
-        format="int" if kind == "int" else "fp8", activations=activations,
-        strategy=weights["strategy"], group_size=weights.get("group_size"),
+    layout = Layout(
+        bits=int(weights["num_bits"]), format="int" if kind == "int" else "fp8", group_size=weights.get("group_size"),
         symmetric=weights.get("symmetric", True) is not False, ordered=weights.get("actorder") in ("group", "dynamic"),
-        static=static,
+    )  # fmt: skip
+    return Group(
+        targets=list(group.get("targets", ())), layout=layout, activations=activations,
+        strategy=weights["strategy"], static=static,
         block=checked_block(NAME, weights.get("block_structure")) if weights["strategy"] == "block" else None,
     )  # fmt: skip
 
@@ -211,14 +222,14 @@ def _expect_scales(stored: Parts, scheme: Group, shape: tuple[int, int]) -> tupl
     """The scales of a weight [out, in], and how many groups of inputs have one."""
     outputs, inputs = shape
     if scheme.strategy == "tensor":
-        scales = stored.expect("weight_scale", FLOATS)
+        scales = stored.expect("weight_scale", FLOAT_DTYPES)
         if scales.shape not in ((), (1,), (1, 1)):
             raise contradiction("strategy='tensor'", f"'{stored.name}.weight_scale' is {list(scales.shape or ())}")
         return scales, 1
-    size = inputs if scheme.strategy == "channel" else scheme.group_size
+    size = inputs if scheme.strategy == "channel" else scheme.layout.group_size
     if type(size) is not int or size < 1 or inputs % size:
         raise contradiction(f"group_size={size!r}", f"{stored.name!r} has {inputs} inputs")
-    return stored.expect("weight_scale", FLOATS, (outputs, inputs // size)), inputs // size
+    return stored.expect("weight_scale", FLOAT_DTYPES, (outputs, inputs // size)), inputs // size
 
 
 def _check_range(name: str, stored: Parts, suffix: str = "weight") -> None:
@@ -229,7 +240,7 @@ def _check_range(name: str, stored: Parts, suffix: str = "weight") -> None:
 
 
 def _targets(target: str, name: str) -> bool:
-    """Whether a target means a Linear of this name: its class, a name or its end, or a regular expression."""
+    """Return whether a target means a Linear of this name: its class, a name or its end, or a regular expression."""
     if target.startswith("re:"):
         return re.match(target[3:], name) is not None
     return target in ("Linear", name) or name.endswith(f".{target}")

@@ -28,7 +28,6 @@ class BlockType:
     inputs: int
     bytes: int
     layout: Layout
-    scale_dtype: torch.dtype
     decode: Callable[[Tensor], QuantizedWeight]
 
     def weight(self, blocks: Tensor) -> QuantizedWeight:
@@ -143,23 +142,25 @@ def _times(integers: Tensor, factor: Tensor) -> Tensor:
     return (integers.float() * factor.float().unsqueeze(-1)).flatten(1)
 
 
-def _layout(bits: int, group_size: int, *, minima: bool = False) -> Layout:
-    return Layout(bits=bits, group_size=group_size, symmetric=not minima, minima=minima)
+def _layout(bits: int, group_size: int, scale_dtype: torch.dtype, *, minima: bool = False) -> Layout:
+    return Layout(
+        bits=bits, group_size=group_size, symmetric=not minima, minima=minima, scale_dtype=scale_dtype
+    )  # fmt: skip
 
 
 HALF, SINGLE = torch.float16, torch.float32
 TYPES = {
     kind.name: kind
     for kind in (
-        BlockType("Q8_0", 32, 34, _layout(8, 32), HALF, _q8_0),
-        BlockType("Q4_0", 32, 18, _layout(4, 32), HALF, _q4_0),
-        BlockType("Q4_1", 32, 20, _layout(4, 32, minima=True), HALF, _q4_1),
-        BlockType("Q5_0", 32, 22, _layout(8, 32), HALF, _q5_0),
-        BlockType("Q5_1", 32, 24, _layout(8, 32, minima=True), HALF, _q5_1),
-        BlockType("Q2_K", 256, 84, _layout(4, 16, minima=True), SINGLE, _q2_k),
-        BlockType("Q3_K", 256, 110, _layout(4, 16), SINGLE, _q3_k),
-        BlockType("Q4_K", 256, 144, _layout(4, 32, minima=True), SINGLE, _q4_k),
-        BlockType("Q5_K", 256, 176, _layout(8, 32, minima=True), SINGLE, _q5_k),
-        BlockType("Q6_K", 256, 210, _layout(8, 16), SINGLE, _q6_k),
+        BlockType("Q8_0", 32, 34, _layout(8, 32, HALF), _q8_0),
+        BlockType("Q4_0", 32, 18, _layout(4, 32, HALF), _q4_0),
+        BlockType("Q4_1", 32, 20, _layout(4, 32, HALF, minima=True), _q4_1),
+        BlockType("Q5_0", 32, 22, _layout(8, 32, HALF), _q5_0),
+        BlockType("Q5_1", 32, 24, _layout(8, 32, HALF, minima=True), _q5_1),
+        BlockType("Q2_K", 256, 84, _layout(4, 16, SINGLE, minima=True), _q2_k),
+        BlockType("Q3_K", 256, 110, _layout(4, 16, SINGLE), _q3_k),
+        BlockType("Q4_K", 256, 144, _layout(4, 32, SINGLE, minima=True), _q4_k),
+        BlockType("Q5_K", 256, 176, _layout(8, 32, SINGLE, minima=True), _q5_k),
+        BlockType("Q6_K", 256, 210, _layout(8, 16, SINGLE), _q6_k),
     )
 }

@@ -1,4 +1,4 @@
-"""What llama.cpp must know of a model beside its weights: names, hyperparameters, and the order of rotated rows.
+"""The facts about a model that llama.cpp needs besides its weights: names, hyperparameters, the order of rotated rows.
 
 Source: docs/gguf.md of ggml, and convert_hf_to_gguf.py of llama.cpp.
 """
@@ -86,7 +86,7 @@ def write_settings(writer: Any, config: Any) -> None:
 
 
 def frequency_factors(config: Any) -> Tensor | None:
-    """What llama.cpp divides each rotary frequency by, float32 [head_dim / 2]; None where that is 1."""
+    """Return the divisors of llama.cpp's rotary frequencies, float32 [head_dim / 2]; None if all are 1."""
     kind = config.rope_parameters.get("rope_type", "default")
     if kind == "default":
         return None

@@ -10,7 +10,7 @@ import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,11 +26,10 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from ...errors import HfAccelError, UnsupportedError
 from ...linear import QuantizedWeight
-from ...linear.formats import Layout
 from .ggml_blocks import TYPES, BlockType
 from .reader import PASSED_OVER, Description, ForeignReader, Found, Parts, refuse
 
-BLOCKS = "gguf_blocks"
+BLOCKS_PART = "gguf_blocks"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROPE_FACTORS = "rope_freqs.weight"
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -46,7 +45,7 @@ class Gguf(ForeignReader):
     """A GGUF file. Its Linears stay in the bits that they have; the other tensors are dequantized as they are read."""
 
     method = "gguf"
-    suffixes: ClassVar[tuple[str, ...]] = (BLOCKS,)
+    suffixes: ClassVar[tuple[str, ...]] = (BLOCKS_PART,)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """config: {"path": the file}."""
@@ -59,7 +58,9 @@ class Gguf(ForeignReader):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What transformers loads it in by default: float32, or the file's half precision if nothing is quantized."""
+        """Return the dtype in which transformers loads it by default: float32, or the file's half precision if nothing
+        is quantized.
+        """
         halves = [kind for kind in ("BF16", "F16") if any(tensor.type_name == kind for tensor in self.file.tensors)]
         return torch.float32 if self.is_quantized or not halves else PLAIN[halves[0]]
 
@@ -80,7 +81,7 @@ class Gguf(ForeignReader):
         return config
 
     def headers(self, model: PreTrainedModel, files: Sequence[str] = ()) -> Iterator[tuple[str, Found]]:
-        """What the file holds, by the names of `model`; the blocks of a Linear as its part BLOCKS.
+        """Return the file's tensors, by the names of `model`; the blocks of a Linear are its part BLOCKS_PART.
 
         Raises UnsupportedError for a tensor that the model has no place for, and for a type that is not read.
         """
@@ -100,14 +101,14 @@ class Gguf(ForeignReader):
             for place in places:
                 if place in linears and tensor.type_name not in PLAIN:
                     yield (
-                        f"{place.removesuffix('weight')}{BLOCKS}",
+                        f"{place.removesuffix('weight')}{BLOCKS_PART}",
                         tensor.blocks(_row_order(processor, tensor, place)),
                     )
                 elif place == own:
                     yield place, tensor.floats(processor)
 
     def describe(self, stored: Parts, shape: tuple[int, int]) -> Description:
-        found = stored.tensors[BLOCKS]
+        found = stored.tensors[BLOCKS_PART]
         assert isinstance(found, BlocksFound)
         kind = self.kinds[stored.name] = found.kind
         outputs, inputs = shape
@@ -116,11 +117,11 @@ class Gguf(ForeignReader):
             raise HfAccelError(f"the file holds {has}, which is no weight [{outputs}, {inputs}]")
         layout = kind.layout
         if layout.bits == 8 and layout.group_size == inputs and not layout.minima:
-            layout = Layout(bits=8, group_size=None)
-        return Description(layout, kind.scale_dtype)
+            layout = replace(layout, group_size=None)
+        return Description(layout)
 
     def convert(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
-        return self.kinds[name].weight(stored[BLOCKS])
+        return self.kinds[name].weight(stored[BLOCKS_PART])
 
 
 class LazyTensor:
@@ -163,7 +164,7 @@ class GgufTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As torch has it."""
+        """The shape in torch's order."""
         return tuple(int(size) for size in reversed(self.raw.shape))
 
     def blocks(self, order: Tensor | None) -> Found:
@@ -180,7 +181,7 @@ class GgufTensor:
         return BlocksFound(torch.uint8, (self.shape[0], columns), read, TYPES[self.type_name])
 
     def floats(self, processor: Any) -> Found:
-        """The tensor in float32, as the model has it."""
+        """Return the tensor in float32, in the model's form."""
 
         def read() -> Tensor:
             done = processor.process(weights=self.read_floats().numpy(), name=self.name)

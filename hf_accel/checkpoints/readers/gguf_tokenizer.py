@@ -19,7 +19,7 @@ LLAMA3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 PRE_TOKENIZERS = {LLAMA3: "llama-bpe", LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"): "qwen2"}
-WAY_OUT = "leave tokenizer= out: the file then takes token ids alone"
+WITHOUT_TOKENIZER = "leave tokenizer= out: the file then takes token ids alone"
 
 
 def write_no_tokenizer(writer: Any) -> None:
@@ -30,11 +30,13 @@ def write_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, vocab_size:
     """Raises UnsupportedError for a kind that llama.cpp would cut into other tokens."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise UnsupportedError(f"{type(tokenizer).__name__} is no tokenizer of the tokenizers package; {WAY_OUT}")
+        raise UnsupportedError(
+            f"{type(tokenizer).__name__} is no tokenizer of the tokenizers package; {WITHOUT_TOKENIZER}"
+        )
     stored = json.loads(backend.to_str())
     model = stored["model"]
     if model["type"] != "BPE":
-        raise UnsupportedError(f"a tokenizer of type {model['type']} is not written as GGUF; {WAY_OUT}")
+        raise UnsupportedError(f"a tokenizer of type {model['type']} is not written as GGUF; {WITHOUT_TOKENIZER}")
     merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
     tokens, types = _tokens(stored, vocab_size)
     if model.get("byte_fallback"):
@@ -91,7 +93,9 @@ def _check_llama(stored: dict[str, Any]) -> None:
     steps = normalizer.get("normalizers", [normalizer])
     kinds = [step.get("type") for step in steps]
     if kinds != ["Prepend", "Replace"] or stored["pre_tokenizer"] is not None:
-        raise UnsupportedError(f"a tokenizer that prepares texts by {kinds} is not written as GGUF; {WAY_OUT}")
+        raise UnsupportedError(
+            f"a tokenizer that prepares texts by {kinds} is not written as GGUF; {WITHOUT_TOKENIZER}"
+        )
 
 
 def _pre_tokenizer(stored: dict[str, Any]) -> str:
@@ -104,7 +108,7 @@ def _pre_tokenizer(stored: dict[str, Any]) -> str:
         return "gpt-2"
     if known and len(expressions) == 1 and expressions[0] in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[expressions[0]]
-    raise UnsupportedError(f"how the tokenizer cuts a text is not known to llama.cpp; {WAY_OUT}")
+    raise UnsupportedError(f"how the tokenizer cuts a text is not known to llama.cpp; {WITHOUT_TOKENIZER}")
 
 
 def _write_special(writer: Any, tokenizer: PreTrainedTokenizerBase) -> None:

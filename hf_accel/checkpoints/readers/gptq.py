@@ -22,9 +22,9 @@ from torch import Tensor
 from ...errors import HfAccelError
 from ...linear import Int4Weight, Int8Weight, QuantizedWeight
 from ...linear.formats import Layout, pack_zero_points, unpack_words
-from .reader import Description, ForeignReader, Parts, contradiction, cut_group, group_of, order_of, refuse
+from .reader import Description, ForeignReader, Parts, contradiction, cut_group, dtype_of, group_of, order_of, refuse
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 AUTO_GPTQ, GPTQ_MODEL = "auto_gptq", "gptqmodel"
 ONES = 0x11111111  # 1 in each of the eight zero points of a word
 
@@ -53,9 +53,9 @@ class Gptq(ForeignReader):
         if inputs % per_word or outputs % per_word:
             raise refuse("GPTQ", f"has {name!r} [{outputs}, {inputs}], which is no whole number of 32-bit words")
         stored.expect("qweight", (torch.int32,), (inputs // per_word, outputs))
-        scales = stored.expect("scales", FLOATS)
+        scales = stored.expect("scales", FLOAT_DTYPES)
         groups = scales.shape[0] if scales.shape else 0
-        stored.expect("scales", FLOATS, (groups, outputs))
+        stored.expect("scales", FLOAT_DTYPES, (groups, outputs))
         group = group_of(name, inputs, groups, stated=self.group)
         zeros = self._zeros(name, stored.expect("qzeros", (torch.int32,), (groups, outputs // per_word)).read())
         order = stored.order("g_idx", inputs, group)
@@ -69,10 +69,9 @@ class Gptq(ForeignReader):
             raise contradiction("sym=True", f"'{name}.qzeros' holds zero points other than {middle}")
         layout = Layout(
             bits=self.bits, group_size=None if self.bits == 8 and groups == 1 else cut_group(group),
-            symmetric=symmetric, ordered=order is not None,
+            symmetric=symmetric, ordered=order is not None, scale_dtype=dtype_of(scales),
         )  # fmt: skip
-        assert isinstance(scales.dtype, torch.dtype)
-        return Description(layout, scales.dtype)
+        return Description(layout)
 
     def convert(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         inputs = shape[1]
@@ -84,15 +83,17 @@ class Gptq(ForeignReader):
         if self.bits == 8:
             integers = (words.view(torch.uint8) ^ 128).view(torch.int8)
             integers = integers if order is None else integers.index_select(1, order)
-            return Int8Weight(integers, cut(scale, 1 if scale.shape[1] == 1 else pieces), order)
+            return Int8Weight(integers, in_pieces(scale, 1 if scale.shape[1] == 1 else pieces), order)
         zeros = self._zeros(name, stored["qzeros"]).t().contiguous()  # [out, groups]
-        weight = Int4Weight(words, cut(scale, pieces), torch.tensor(shape, device=words.device), input_order=order)
+        weight = Int4Weight(
+            words, in_pieces(scale, pieces), torch.tensor(shape, device=words.device), input_order=order
+        )
         if order is not None:
             integers = unpack_words(words).index_select(1, order)
             weight = replace(weight, weight_packed=Int4Weight.from_integers(integers, scale).weight_packed)
         if (zeros == 8).all():
             return weight
-        return replace(weight, weight_zero_point=pack_zero_points(cut(zeros - 8, pieces).to(torch.int8)))
+        return replace(weight, weight_zero_point=pack_zero_points(in_pieces(zeros - 8, pieces).to(torch.int8)))
 
     def _zeros(self, name: str, words: Tensor) -> Tensor:
         """int32 [groups, out * bits / 32] -> int16 [groups, out]; of 4 bits from 0 to 15."""
@@ -125,6 +126,6 @@ def _writers(config: Mapping[str, Any]) -> set[str]:
     return {str(name).partition(":")[0].strip().lower().replace("-", "_") for name in names}
 
 
-def cut(values: Tensor, pieces: int) -> Tensor:
+def in_pieces(values: Tensor, pieces: int) -> Tensor:
     """[out, groups] for groups cut into so many pieces."""
     return values if pieces == 1 else values.repeat_interleave(pieces, dim=1)

@@ -13,19 +13,17 @@ from transformers import PreTrainedModel
 
 from ...errors import HfAccelError
 from ...linear import QuantModule
-from ...linear.formats import ByteWeight, LowBitWeight, chunks, readable, state, zeros
+from ...linear.formats import KINDS, state, zeros
 from ...linear.hf import METHOD
 from ..contents import AGAIN, check_finite, check_tensor, missing
 from .reader import Found, Parts, Reader, are_safe, headers_of
 
 
 class Own(Reader):
-    """What save_pretrained writes of a model with quantized layers, which are loaded as they are."""
+    """Checkpoints that save_pretrained wrote of a model with quantized layers, which are loaded unchanged."""
 
     method = METHOD
-    suffixes: ClassVar[tuple[str, ...]] = tuple(
-        {f.name: 1 for kind in (ByteWeight, LowBitWeight) for f in fields(kind)}
-    )
+    suffixes: ClassVar[tuple[str, ...]] = tuple({f.name: 1 for kind in KINDS.values() for f in fields(kind)})
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.listed: Mapping[str, Mapping[str, Any]] = config["modules"]
@@ -41,15 +39,13 @@ class Own(Reader):
         """Raise HfAccelError unless `stored` are the tensors of the layer, which was made by its settings."""
         name, shape = stored.name, (layer.out_features, layer.in_features)
         expected = state(zeros(layer.layout, shape, dtype=torch.float32, device="meta"))
-        described = f"bits={layer.bits}" + ("" if layer.format == "int" else f", format={layer.format!r}")
-        if layer.bits < 8:
-            described += f", group_size={layer.group_size}, symmetric={layer.symmetric}"
+        described = str(layer.layout)
         for suffix, tensor in expected.items():
             if suffix not in stored:
                 raise missing(model, f"{name}.{suffix}", described)
             check_tensor(f"{name}.{suffix}", tensor, stored.tensors[suffix], described)
         for suffix in sorted(stored.tensors.keys() - expected.keys()):
-            holds = f"{f'{name}.{suffix}'!r}, which a layer with {described}, as config.json has it, has not"
+            holds = f"{f'{name}.{suffix}'!r}, which a layer with {described}, as in config.json, has not"
             raise HfAccelError(f"the checkpoint holds {holds}; {AGAIN}")
         there = _numbers(stored, "weight_shape")
         if there is not None and there.tolist() != list(shape):
@@ -95,16 +91,11 @@ def check_parts(stored: Parts) -> None:
 
 
 def check_numbers(name: str, layer: QuantModule) -> None:
-    """Raise HfAccelError if the FP8 weight of a layer that was loaded, and is not packed yet, holds NaN.
+    """Raise HfAccelError if the weight of a layer that was loaded, and is not packed yet, holds what is no number.
 
-    Kernels take it for a number. It reads the whole weight, and so comes when the file is read anyway.
+    It reads the whole weight, and so comes when the file is read anyway.
     """
-    numbers = layer._buffers["weight"] if layer.format == "fp8" else None
-    if numbers is None or numbers.device.type == "meta":
-        return
-    for outputs in chunks(len(numbers)):
-        wrong = (readable(numbers[outputs]) & 0x7F) == 0x7F  # float8_e4m3fn has two such bytes, and no infinity
-        if wrong.any():
-            row, column = wrong.nonzero()[0].tolist()
-            place = [outputs.start + row, column]
-            raise HfAccelError(f"'{name}.weight' holds NaN at {place} in the checkpoint; {AGAIN}")
+    weight = layer.quantized
+    wrong = None if weight.weight_scale.device.type == "meta" else weight.not_a_number()
+    if wrong is not None:
+        raise HfAccelError(f"'{name}.{wrong[0]}' holds NaN at {wrong[1]} in the checkpoint; {AGAIN}")

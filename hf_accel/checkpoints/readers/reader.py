@@ -1,4 +1,4 @@
-"""What a reader of quantized checkpoints is: which tensors stand for a weight, and what they mean."""
+"""The interface of readers of quantized checkpoints: the tensors that stand for a weight, and their meaning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from transformers.modeling_utils import str_to_torch_dtype
 from ...config import Activations
 from ...errors import HfAccelError, UnsupportedError
 from ...linear import QuantizedWeight
-from ...linear.formats import Layout, settings_of
+from ...linear.experts import WEIGHT_MODULES
+from ...linear.formats import Layout
 from ...patching.originals import read_tensor
 
 MOST_GROUP = 128  # inputs: a larger group is cut, so that activations have scales of their own for as many inputs
@@ -31,6 +32,12 @@ class Found:
     dtype: torch.dtype | str  # safetensors' name where torch's is not known
     shape: tuple[int, ...] | None
     read: Callable[[], Tensor]
+
+
+def dtype_of(found: Found) -> torch.dtype:
+    """Return the dtype of a tensor that `Parts.expect` has returned."""
+    assert isinstance(found.dtype, torch.dtype)
+    return found.dtype
 
 
 @dataclass(frozen=True)
@@ -66,16 +73,15 @@ class Parts:
 
 @dataclass(frozen=True)
 class Description:
-    """How a Linear will be held here. scale_dtype: of the stored scales."""
+    """The form in which a Linear will be held here. The layout gives the dtype of the stored scales."""
 
     layout: Layout
-    scale_dtype: torch.dtype
     activations: Activations = "auto"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """As config.json has them of a layer of ours."""
-        return settings_of(self.layout, activations=self.activations, scale_dtype=self.scale_dtype)
+        """Return the settings of a layer of ours, as in config.json."""
+        return {**self.layout.settings, "activations": self.activations}
 
 
 class Reader(ABC):
@@ -97,19 +103,36 @@ class Reader(ABC):
 
     @abstractmethod
     def headers(self, model: PreTrainedModel, files: Sequence[str]) -> Iterable[tuple[str, Found]] | None:
-        """What a checkpoint holds, by the names that transformers' loader is given; None: that is not known yet."""
+        """Return the tensors of a checkpoint, by the names that transformers' loader gets; None if they are not known
+        yet.
+        """
+
+    def place(self, stored_as: str) -> tuple[str, str]:
+        """The name of the weight that a tensor would be a part of, and the suffix that says which part."""
+        module, _, suffix = stored_as.rpartition(".")
+        return f"{module}.weight", suffix
 
     def is_part(self, suffix: str, found: Found) -> bool:
-        """Whether a tensor of this name may stand for a quantized weight, or for a part of it."""
+        """Return whether a tensor of this name may stand for a quantized weight, or for a part of it."""
         return suffix in self.suffixes
 
     @abstractmethod
     def settings(self, stored: Parts, shape: tuple[int, int]) -> Mapping[str, Any]:
-        """How a weight [out, in] is to be held, as config.json has it of a layer of ours."""
+        """Return the settings with which a weight [out, in] is held, those of a layer of ours in config.json."""
 
 
 class ForeignReader(Reader):
-    """Another program's way, in which only Linears are quantized; their tensors become ours while they are read."""
+    """Another program's way, whose tensors become ours while they are read.
+
+    of_experts: the parameters of fused experts that it has quantized, with a tensor `{parameter}_{suffix}` for each
+    suffix; where there are none, Linears are quantized.
+    """
+
+    of_experts: ClassVar[tuple[str, ...]] = ()
+
+    def place(self, stored_as: str) -> tuple[str, str]:
+        weight, _, suffix = stored_as.rpartition("_")
+        return (weight, suffix) if weight.rpartition(".")[2] in self.of_experts else super().place(stored_as)
 
     def headers(self, model: PreTrainedModel, files: Sequence[str]) -> Iterable[tuple[str, Found]]:
         """Raises UnsupportedError for files that can hold programs."""
@@ -124,13 +147,22 @@ class ForeignReader(Reader):
         """Regular expressions of the ends of names that are collected, each with its suffix; after `describe`."""
         return {rf"\.{suffix}$": suffix for suffix in self.suffixes}
 
-    def loose(self, name: str, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
+    def collected(self) -> dict[str, dict[str, str]]:
+        """`patterns` of each kind of weight, by what stands for them in the name of the module that will hold it."""
+        if not self.of_experts:
+            return {"": self.patterns()}
+        return {
+            f".{WEIGHT_MODULES[key]}": {rf"\.{key}_{suffix}$": suffix for suffix in self.suffixes}
+            for key in self.of_experts
+        }
+
+    def own_tensors(self, name: str, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
         """Our tensors for parts of a layer [out, in] whose integers are loaded under their own name; else None."""
         return None
 
     @abstractmethod
     def describe(self, stored: Parts, shape: tuple[int, int]) -> Description:
-        """How a Linear [out, in] is to be held.
+        """Return how a Linear [out, in] is to be held.
 
         Reads small tensors only. Raises UnsupportedError for a layout that this reader does not know, and HfAccelError
         for tensors that no such layout has.
@@ -145,7 +177,7 @@ class ForeignReader(Reader):
 
 
 def are_safe(files: Sequence[str]) -> bool:
-    """Whether there are files, and all are safetensors, whose headers can be read by themselves."""
+    """Return whether there are files, and all are safetensors, whose headers can be read by themselves."""
     return bool(files) and all(str(file).endswith(".safetensors") for file in files)
 
 

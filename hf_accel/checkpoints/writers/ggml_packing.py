@@ -14,14 +14,19 @@ from ...linear.formats import ByteWeight, LowBitWeight, QuantizedWeight
 BLOCK = 32
 
 
-def kind_of(weight: QuantizedWeight) -> str | None:
+def ggml_type_of(weight: QuantizedWeight) -> str | None:
     """The name of the blocks that hold a weight [out, in]; None if there are none for its shape and scales."""
-    if weight.shape[1] % BLOCK or weight.group_size % BLOCK or weight.input_order is not None:
+    if (
+        weight.format != "int"
+        or weight.shape[1] % BLOCK
+        or weight.group_size % BLOCK
+        or weight.input_order is not None
+    ):
         return None
     if weight.weight_scale.abs().max() > torch.finfo(torch.float16).max:
         return None
     if weight.bits == 8:
-        return "Q8_0" if weight.symmetric and weight.format == "int" else None
+        return "Q8_0" if weight.symmetric else None
     return "Q4_0" if weight.symmetric else "Q4_1"
 
 
@@ -40,7 +45,7 @@ def blocks(weight: QuantizedWeight, rows: Tensor | None = None) -> Tensor:
         nibbles = (values + (8 if weight.symmetric else 1 << weight.bits - 1)).view(torch.uint8)
         packed = nibbles[:, : BLOCK // 2] | nibbles[:, BLOCK // 2 :] << 4
         parts = [_half(factor), packed]
-        if not weight.symmetric:
+        if isinstance(weight, LowBitWeight) and not weight.symmetric:
             parts.insert(1, _half(_shift(weight)[order].repeat_interleave(repeats, dim=1).reshape(-1, 1)))
     return torch.cat(parts, dim=1).reshape(out_features, -1)
 
@@ -60,7 +65,7 @@ def _half(column: Tensor) -> Tensor:
 
 
 def rounding_of_scales(weight: QuantizedWeight) -> float:
-    """The largest change of a scale, or of what is added beside it, by float16, as a share of it."""
+    """Return the largest change of a scale, or of an offset, by float16, as a share of it."""
     added = [_shift(weight)] if isinstance(weight, LowBitWeight) and not weight.symmetric else []
     return max(_rounding(numbers.double()) for numbers in (weight.weight_scale, *added))
 

@@ -1,4 +1,4 @@
-"""What keeps a model from being written for other programs."""
+"""The reasons that keep a model from being written for other programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def savable(model: nn.Module) -> PreTrainedModel:
     if other is not None:
         raise UnsupportedError(f"the model is quantized by {other}; model.save_pretrained writes it as what it is")
     if is_split(inner):
-        raise UnsupportedError("the model is split over ranks; write it from one process that has it whole")
+        raise UnsupportedError("the model is split over ranks; write it from one process that has the whole model")
     adapted = next((name for name, module in inner.named_modules() if hasattr(module, "base_layer")), None)
     if adapted is not None:
         raise UnsupportedError(
@@ -30,7 +30,7 @@ def savable(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def check_finite(name: str, tensor: Tensor) -> None:
+def refuse_infinite(name: str, tensor: Tensor) -> None:
     """Raise UnsupportedError for NaN and infinity."""
     if not tensor.is_floating_point():
         return

@@ -7,7 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,13 @@ from ...hardware.atomic import replaced_folder
 from ...keywords import one_of
 from ...linear import QuantExperts, QuantLinear, quantize
 from ...linear.activations import EightBits
-from ...linear.formats import Format, Layout, state
-from ...patching.check import shortened
+from ...linear.formats import Format, state
+from ...patching.check import first_names
 from ...patching.plan import Line
 from ...patching.twin import twin
 from ...undo.state import state_of
 from ..readers.compressed_config import PACKED, Scheme, compressed_config, units
-from .savable import check_finite, savable
+from .savable import refuse_infinite, savable
 from .saved import Saved
 from .target import bring_over, check_folder, check_room
 
@@ -66,7 +66,7 @@ def save_compressed(
     The folder is replaced whole: a process killed at any moment leaves the old checkpoint or the new one (see
     hf_accel/hardware/atomic.py). Files of the old folder that are no part of a model, such as a tokenizer's, are kept.
 
-    tokenizer: written beside the model. max_shard_size: as in save_pretrained.
+    tokenizer: written next to the model. max_shard_size: as in save_pretrained.
     Raises UnsupportedError, with nothing written, for a model that is not patched, or cannot be written like this, and
     for a folder that cannot be replaced; HfAccelError if the disk does not take it.
     """
@@ -111,7 +111,7 @@ def _check(model: nn.Module) -> PreTrainedModel:
 
 @dataclass
 class Content:
-    """What is to be written. tensors, schemes: by names in the model. tied: the head is the embedding."""
+    """The content to be written. tensors, schemes: by names in the model. tied: the head is the embedding."""
 
     tensors: dict[str, Tensor]
     schemes: dict[str, Scheme]
@@ -130,13 +130,13 @@ def _content(model: PreTrainedModel, activations: Activations) -> Content:
     head_name = next((name for name, layer in layers.items() if layer is head), None)
     body = {name: layer for name, layer in layers.items() if layer is not head}
     rounds = {kind: _rounds(body, kind, activations) for kind in ROUNDED_TO}
-    schemes = {name: _scheme(name, layer, rounds[layer.format]) for name, layer in body.items()}
+    schemes = {name: _scheme(name, layer, rounds.get(layer.layout.format, False)) for name, layer in body.items()}
     _check_units(model, schemes)
     for layer in layers.values():
         layer.unpack()
     tensors: dict[str, Tensor] = dict(model.state_dict())
     for name, scheme in schemes.items():
-        if scheme.bits == 8 and scheme.layout == PACKED:
+        if scheme.layout.bits == 8 and scheme.format == PACKED:
             integers = tensors.pop(f"{name}.weight")
             tensors[f"{name}.weight_packed"] = pack_bytes(integers)
             tensors[f"{name}.weight_shape"] = torch.tensor(integers.shape)
@@ -144,7 +144,7 @@ def _content(model: PreTrainedModel, activations: Activations) -> Content:
         Line("weights", f"{n} linears", kind.label, _meaning(kind)) for kind, n in Counter(schemes.values()).items()
     ]
     for name, tensor in tensors.items():
-        check_finite(name, tensor)
+        refuse_infinite(name, tensor)
     tied = False
     if head_name is not None:
         tied = _is_embedding(model, head_name, layers[head_name])
@@ -157,9 +157,12 @@ def _content(model: PreTrainedModel, activations: Activations) -> Content:
 
 
 def _rounds(layers: Mapping[str, QuantLinear], kind: Format, activations: Activations) -> bool:
-    """Whether weights of 8 bits of this kind are written with activations of the same kind."""
-    eight = {name: layer for name, layer in layers.items() if layer.bits == 8 and layer.format == kind}
-    grouped, wanted = next((name for name, layer in eight.items() if layer.quantized.by_group), None), ROUNDED_TO[kind]
+    """Return whether weights of 8 bits of this kind are written with activations of the same kind."""
+    eight = {name: layer for name, layer in layers.items() if (layer.layout.bits, layer.layout.format) == (8, kind)}
+    grouped, wanted = (
+        next((name for name, layer in eight.items() if layer.layout.group_size is not None), None),
+        ROUNDED_TO[kind],
+    )
     if activations == wanted and grouped is not None:
         raise UnsupportedError(
             f"activations={wanted!r} was asked for, but {grouped!r} has a scale for each group of inputs, which "
@@ -176,16 +179,16 @@ def _scheme(name: str, layer: QuantLinear, rounds: bool) -> Scheme:
     for part, meaning in UNREAD.items():
         if getattr(weight, part) is not None:
             raise UnsupportedError(f"{name!r} has {meaning}, which vLLM does not read; use save_pretrained")
-    layout = Layout.of(weight)
+    layout = replace(weight.layout, scale_dtype=None)
     if layout.format == "fp8" and layout.group_size is not None:
         raise UnsupportedError(
             f"{name!r} has FP8 scales for groups of inputs, which are not written so; use save_pretrained"
         )
+    if layout.format not in ROUNDED_TO:
+        raise UnsupportedError(f"{name!r} is in {layout.label.upper()}, which is not written so; use save_pretrained")
     if layout.bits not in READ_BITS:
         raise UnsupportedError(f"{name!r} has {layout.bits} bits, and vLLM reads 8 and 4; use save_pretrained")
-    return Scheme(
-        layout.bits, layout.group_size, layout.symmetric, rounds=rounds and layer.bits == 8, format=layout.format
-    )
+    return Scheme(layout, rounds=rounds and layout.bits == 8)
 
 
 def _check_units(model: PreTrainedModel, schemes: Mapping[str, Scheme]) -> None:
@@ -196,8 +199,8 @@ def _check_units(model: PreTrainedModel, schemes: Mapping[str, Scheme]) -> None:
             described = ", ".join(f"{name.rpartition('.')[2]} is {kind}" for name, kind in kinds.items())
             names = [name.rpartition(".")[2] for name in unit]
             raise UnsupportedError(
-                f"vLLM and SGLang make one tensor of {shortened(names)} of {unit[0].rpartition('.')[0]!r}, which must "
-                f"be stored in one way, but {described}; patch all of them alike, or leave all alone with "
+                f"vLLM and SGLang make one tensor of {first_names(names)} of {unit[0].rpartition('.')[0]!r}, which "
+                f"must be stored in one way, but {described}; patch all of them in one way, or leave all alone with "
                 f"weights=WeightConfig(skip={names})"
             )
 
@@ -209,7 +212,7 @@ def pack_bytes(integers: Tensor) -> Tensor:
 
 
 def _is_embedding(model: PreTrainedModel, name: str, head: QuantLinear) -> bool:
-    """Whether the head is what quantizing the embedding gives, and the class can tie the two."""
+    """Return whether the head is what quantizing the embedding gives, and the class can tie the two."""
     weight = getattr(model.get_input_embeddings(), "weight", None)
     can = any(re.fullmatch(pattern, f"{name}.weight") for pattern in type(model)._tied_weights_keys or ())
     if not can or weight is None or tuple(weight.shape) != (head.out_features, head.in_features):
@@ -232,7 +235,7 @@ def _meaning(scheme: Scheme) -> str:
 
 def _head_line(name: str, head: QuantLinear, tied: bool) -> Line:
     size = head.in_features * head.out_features * head.compute_dtype.itemsize
-    kind = head.spec.label.upper()
+    kind = head.spec.layout.label.upper()
     lost = f"engines read {size / 1e6:,.1f} MB for it where {kind} takes {head.spec.weight_bytes / 1e6:,.1f}"
     if tied:
         return Line(
@@ -295,7 +298,7 @@ def _stored_names(model: PreTrainedModel, names: Sequence[str]) -> dict[str, str
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Of each tensor in the safetensors files of a folder."""
+    """Return the shape and dtype of each tensor in the safetensors files of a folder."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:

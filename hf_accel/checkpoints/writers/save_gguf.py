@@ -21,12 +21,12 @@ from ...patching.plan import Line
 from ..readers.ggml_blocks import TYPES
 from ..readers.gguf_model import check_gguf, frequency_factors, rotated_rows, write_settings
 from ..readers.gguf_tokenizer import write_no_tokenizer, write_tokenizer
-from .ggml_packing import blocks, kind_of, rounding_of_scales
-from .savable import check_finite, savable
+from .ggml_packing import blocks, ggml_type_of, rounding_of_scales
+from .savable import refuse_infinite, savable
 from .saved import Saved
 from .target import check_room
 
-FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+FLOAT_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 FILE_TYPES = {
     "F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16",
     "Q8_0": "MOSTLY_Q8_0", "Q4_0": "MOSTLY_Q4_0", "Q4_1": "MOSTLY_Q4_1",
@@ -39,13 +39,13 @@ def save_gguf(
     """Write a Llama, Mistral, Qwen2 or Qwen3 model, patched or not, as one GGUF file; returns what was written.
 
     What a patched model computes with is what the file holds: INT8 becomes Q8_0, fewer bits become Q4_0, or Q4_1 where
-    there are zero points, with the very same integers, as a scale of ours is for whole blocks of 32 inputs. Scales
+    there are zero points, with the same integers, because our scales are for whole blocks of 32 inputs. Scales
     are rounded to float16, which keeps all bits of those of a bfloat16 or float16 model but the smallest. A layer
     whose inputs are no multiple of 32, or that another program quantized in a way that has no such blocks (groups of
     16, K blocks of 8 bits, act-order), is written dequantized. All else is written as it is, in the model's dtype;
     norms and biases in float32. A quantized head is written as such, also where it is the embedding's copy.
 
-    tokenizer: a byte-level BPE, or a BPE with byte fallback as Llama 2 has it; without one the file has no vocabulary
+    tokenizer: a byte-level BPE, or a BPE with byte fallback as in Llama 2; without one the file has no vocabulary
         and takes token ids alone.
     The file is replaced whole: a process killed at any moment leaves the old file or the new one.
     Raises UnsupportedError, with nothing written, for other models and tokenizers, and without the package gguf;
@@ -104,7 +104,7 @@ class Entry:
 
 def _entries(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[Entry]:
     """Parameters that are tied come once; a quantized head is one more."""
-    if dtype not in FLOATS:
+    if dtype not in FLOAT_TYPES:
         raise UnsupportedError(f"a model in {dtype} cannot be written as GGUF; convert it with model.float() first")
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear):
@@ -119,8 +119,8 @@ def _entries(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[Entry]:
 
 def _quantized(name: str, layer: QuantLinear, config: Any, dtype: torch.dtype) -> Entry:
     rows, weight = rotated_rows(name, config), layer.quantized
-    check_finite(name, weight.weight_scale)
-    kind = kind_of(weight)
+    refuse_infinite(name, weight.weight_scale)
+    kind = ggml_type_of(weight)
     if kind is None:
         return _dense(name, lambda: layer.quantized.dequantize(dtype), weight.shape, dtype=dtype, rows=rows)
     size = weight.shape[0] * weight.shape[1] // TYPES[kind].inputs * TYPES[kind].bytes
@@ -139,11 +139,11 @@ def _dense(
 
     def make() -> Tensor:
         tensor = read().to("cpu", kind)
-        check_finite(name, tensor)
+        refuse_infinite(name, tensor)
         return (tensor if rows is None else tensor[rows]).contiguous().view(torch.uint8)
 
     size = torch.Size(shape).numel() * kind.itemsize
-    return Entry(name, shape, FLOATS[kind], size, make)
+    return Entry(name, shape, FLOAT_TYPES[kind], size, make)
 
 
 # -- the file ------------------------------------------------------------------------------------------

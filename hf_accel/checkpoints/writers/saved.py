@@ -1,4 +1,4 @@
-"""What was written for other programs, and what it does not keep of the patched model."""
+"""The report of a model that was written for other programs, and of what is lost."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from ...patching.printed import Printed, Row
 
 @dataclass(frozen=True, repr=False)
 class Saved(Printed):
-    """What save_compressed or save_gguf wrote. print() it: a line for each kind of tensor, and what is lost.
+    """The report of save_compressed or save_gguf.
 
-    path: the folder or the file. bytes: of all its tensors.
+    print() it: a line for each kind of tensor, and what is lost. path: the folder or the file. bytes: the size of all
+    its tensors.
     """
 
     path: Path

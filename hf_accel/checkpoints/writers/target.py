@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ...errors import HfAccelError, UnsupportedError
 from ...hardware.atomic import check_replaceable
-from ...patching.check import shortened
+from ...patching.check import first_names
 from ...patching.originals import files_of
 from ...undo.state import state_of
 
@@ -32,7 +32,7 @@ def check_folder(folder: Path, model: PreTrainedModel) -> None:
     others = [path.name for path in folder.glob("*.safetensors") if not MODEL_FILES.fullmatch(path.name)]
     if others:
         raise UnsupportedError(
-            f"{folder} holds {shortened(sorted(others))}, which engines would take for a part of the model; move it "
+            f"{folder} holds {first_names(sorted(others))}, which engines would take for a part of the model; move it "
             "away, or name another folder"
         )
     place = folder.resolve()

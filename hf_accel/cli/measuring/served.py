@@ -46,7 +46,7 @@ class Served:
 Serve = Callable[[PreTrainedModel, Requests], Served]
 
 
-def padded(model: Any, workload: Requests) -> Served:
+def one_padded_batch(model: Any, workload: Requests) -> Served:
     """Run one generate() over all prompts, padded on the left, until the longest has ended.
 
     Tokens after a row's own end are dropped, which costs nothing: only ending rows one by one would be faster, and
@@ -57,26 +57,26 @@ def padded(model: Any, workload: Requests) -> Served:
     seen = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in workload.prompts]
     ids, mask = (torch.tensor(numbers, device=model.device) for numbers in (rows, seen))
     start = time.perf_counter()
-    output = model.generate(ids, attention_mask=mask, generation_config=greedy(max(workload.lengths)))
+    output = model.generate(ids, attention_mask=mask, generation_config=greedy_config(max(workload.lengths)))
     seconds = time.perf_counter() - start
     found = output[:, width:].tolist()
     return Served(seconds, [row[:length] for row, length in zip(found, workload.lengths, strict=True)])
 
 
-def one_by_one(model: Any, workload: Requests) -> Served:
+def in_turn(model: Any, workload: Requests) -> Served:
     """Run a generate() for each prompt."""
     start = time.perf_counter()
     tokens = []
     for prompt, length in zip(workload.prompts, workload.lengths, strict=True):
         ids = torch.tensor([prompt], device=model.device)
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy(length))
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy_config(length))
         tokens.append(output[0, len(prompt) :].tolist())
     return Served(time.perf_counter() - start, tokens)
 
 
 def accelerated(model: Any, workload: Requests, **keywords: Any) -> Served:
     """Run hf_accel's generate_batch with a GenerationConfig for each prompt."""
-    configs = [greedy(length) for length in workload.lengths]
+    configs = [greedy_config(length) for length in workload.lengths]
     start = time.perf_counter()
     outputs = model.generate_batch(workload.prompts, generation_config=configs, **keywords)
     seconds = time.perf_counter() - start
@@ -84,7 +84,7 @@ def accelerated(model: Any, workload: Requests, **keywords: Any) -> Served:
     return Served(seconds, [output.generated_tokens for output in outputs.values()], stats(model), times)
 
 
-def greedy(new_tokens: int) -> GenerationConfig:
+def greedy_config(new_tokens: int) -> GenerationConfig:
     """Return a greedy config for exactly `new_tokens` tokens, which ignores the end-of-text token."""
     keywords = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
     return GenerationConfig(**keywords)  # type: ignore[no-untyped-call]

@@ -50,13 +50,13 @@ def distillation_loss(
     differentiated once. Raises UnsupportedError for what does not fit together, and for labels beyond the classes.
     """
     objective = Objective(alpha, temperature, loss, beta, eta)
-    student = as_rows(student_logits, "the student's logits")
+    student = rows_of_logits(student_logits, "the student's logits")
     positions = find_positions(student.shape, labels, objective, shift=shift, ignore_index=ignore_index)
     teacher = None
     if alpha < 1:
         if teacher_logits is None:
             raise UnsupportedError("no teacher: its logits are needed unless alpha=1")
-        teacher = positions.rows(as_rows(teacher_logits, "the teacher's logits"))
+        teacher = positions.rows(rows_of_logits(teacher_logits, "the teacher's logits"))
     targets = positions.targets if alpha else None
     sums = loss_sums(student.flat(), teacher, objective, targets, index=positions.index, size=vocab_size)
     return mean(sums.total, len(positions), num_items)
@@ -110,7 +110,7 @@ def loss_sums(
     return differentiated(partial(hidden_sums, hidden, head, task), hidden, weight, head.bias)
 
 
-def as_rows(given: Tensor | Rows, what: str) -> Rows:
+def rows_of_logits(given: Tensor | Rows, what: str) -> Rows:
     if isinstance(given, HeadRows) and given.hidden.dim() < 2:
         raise UnsupportedError(f"hidden states are {list(given.hidden.shape)}: [B, T, H] or [B, H] is needed")
     if not isinstance(given, Tensor):

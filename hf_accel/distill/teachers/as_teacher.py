@@ -15,13 +15,13 @@ from transformers.utils import CONFIG_NAME
 from ...errors import UnsupportedError
 from ...models import unwrapped
 from .cache_files import INDEX, PARTIAL
-from .identity import AUTO_CLASSES, kind_of
+from .identity import AUTO_CLASSES, auto_class_of
 from .live import BaseTeacher, ModelTeacher
 from .teacher import Teacher
 from .teacher_cache import TeacherCache
 
 ADAPTER = "adapter_config.json"  # of a folder that PEFT has saved
-NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # of a model on a hub
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # of a model on a hub
 
 
 def as_teacher(teacher: Any) -> Teacher:
@@ -56,7 +56,7 @@ def names_model(given: Any) -> bool:
     path = Path(given)
     if path.exists():
         return any((path / name).exists() for name in (CONFIG_NAME, ADAPTER))
-    return NAME.fullmatch(str(given)) is not None
+    return HUB_NAME.fullmatch(str(given)) is not None
 
 
 def load_teacher(
@@ -81,7 +81,7 @@ def load_teacher(
 
 
 def _load(name: str, student: Any, keywords: dict[str, Any]) -> PreTrainedModel:
-    kind = kind_of(student)
+    kind = auto_class_of(student)
     if kind is None:
         known = type(unwrapped(student)).__name__
         raise UnsupportedError(f"teacher_model={name!r}: load it yourself; no class is known for {known}")

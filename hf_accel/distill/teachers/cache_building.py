@@ -22,14 +22,14 @@ from ..losses.logit_rows import DenseRows
 from ..losses.positions import IGNORED
 from .cache_files import INDEX, LOCK, PARTIAL, SHARD, CacheSettings, Index, Shard, StoredRow, write_shard
 from .identity import task_of
-from .live import answer
+from .live import output_at
 from .teacher import PACKING
-from .texts import READ, Text, texts_of
+from .texts import READ, Text, batch_texts
 from .top_logits import TopLogits, top_logits
 
 SEED = 0
 # This many batches are sorted by length together.
-WINDOW = 64
+SORTED_BATCHES = 64
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def write_cache(teacher: Any, dataset: Any, folder: Path, settings: CacheSetting
         total = len(dataset) if hasattr(dataset, "__len__") else None
         bar = logging.tqdm(total=total, desc="Asking the teacher", unit=" rows", disable=not options.progress)
         with bar:
-            for window in _windows(dataset, size * WINDOW):
+            for window in _windows(dataset, size * SORTED_BATCHES):
                 new, shown = seen.new(_questions(window, teacher, settings, options.collator)), 0
                 for done, batch in enumerate(_batches(new, size), 1):
                     for row in _ask(teacher, batch, settings, generator):
@@ -213,7 +213,7 @@ def _questions(
     for item in items:
         inputs = _as_batch(collator([item]) if collator is not None else item, accepted)
         labels = inputs.get("labels")
-        for text in texts_of(inputs):
+        for text in batch_texts(inputs):
             positions = every_position(text, settings.task)
             if settings.positions == "labels" and labels is not None and settings.task != "sequence":
                 if labels.shape != inputs["input_ids"].shape:
@@ -263,7 +263,7 @@ def _ask(
 
 
 def logits_of(teacher: Any, inputs: Mapping[str, Tensor], select: Tensor) -> Tensor:
-    rows = answer(teacher, inputs, select)
+    rows = output_at(teacher, inputs, select)
     assert isinstance(rows, DenseRows)
     return rows.logits
 

@@ -32,7 +32,7 @@ INDEX, PARTIAL, LOCK = "index.json", "partial.json", "build.lock"
 SHARD = re.compile(r"shard-(\d{5,})\.safetensors")
 ANSWERS = tuple(part.name for part in fields(TopLogits))
 TABLE = ("keys", "starts", "checks")
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+STORED_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 SMALL_VOCABULARY = 2**16
 
 
@@ -59,7 +59,7 @@ class CacheSettings:
         if not self.temperatures or not all(0 < t < math.inf for t in self.temperatures):
             raise UnsupportedError(f"temperatures={self.temperatures}: one or more finite numbers above 0")
         one_of("positions", self.positions, ("labels", "all"))
-        one_of("dtype", self.dtype, tuple(DTYPES))
+        one_of("dtype", self.dtype, tuple(STORED_DTYPES))
         if not 0 <= self.samples < self.top_k or (self.samples and self.top_k == self.vocab_size):
             raise UnsupportedError(
                 f"samples={self.samples}: at least one of the top_k={self.top_k} ids is the best one, and nothing can "
@@ -68,7 +68,7 @@ class CacheSettings:
 
     @property
     def choice(self) -> KeptLogits:
-        return KeptLogits(self.top_k - self.samples, self.samples, self.temperatures, DTYPES[self.dtype])
+        return KeptLogits(self.top_k - self.samples, self.samples, self.temperatures, STORED_DTYPES[self.dtype])
 
     @property
     def id_dtype(self) -> torch.dtype:
@@ -144,7 +144,7 @@ def write_shard(file: Path, rows: list[StoredRow], settings: CacheSettings) -> S
         **dict(zip(ANSWERS, map(torch.cat, zip(*(row.answers.tensors() for row in rows), strict=True)), strict=True)),
         "keys": torch.frombuffer(keys, dtype=torch.uint8).view(-1, DIGEST_BYTES),
         "starts": counts.cumsum(0),
-        "checks": torch.tensor([check(row) for row in rows]),
+        "checks": torch.tensor([row_checksum(row) for row in rows]),
     }
     with replaced_file(file, errors=(SafetensorError,)) as temporary:
         save_file(tensors, temporary, metadata={"format": f"hf_accel teacher cache {FORMAT}"})
@@ -152,7 +152,7 @@ def write_shard(file: Path, rows: list[StoredRow], settings: CacheSettings) -> S
     return ShardEntry(file.name, size, len(rows), len(tensors["positions"]), _hash_table(tensors))
 
 
-def check(row: StoredRow) -> int:
+def row_checksum(row: StoredRow) -> int:
     """CRC-32 of all that is stored of a row."""
     total = zlib.crc32(row.key)
     for tensor in (row.positions, *row.answers.tensors()):
@@ -205,7 +205,7 @@ class Shard:
         part = slice(self._starts[number], self._starts[number + 1])
         answers = TopLogits(*(self._tensors[name][part] for name in ANSWERS))
         row = StoredRow(self._tensors["keys"][number].numpy().tobytes(), self._tensors["positions"][part], answers)
-        if check(row) != int(self._tensors["checks"][number]):
+        if row_checksum(row) != int(self._tensors["checks"][number]):
             raise self._broken(f"row {number} has changed")
         return row
 
@@ -217,7 +217,7 @@ def _layout(entry: ShardEntry, settings: CacheSettings) -> dict[str, tuple[torch
     return {
         "positions": (torch.int32, (entry.positions,)),
         "ids": (settings.id_dtype, (entry.positions, settings.top_k)),
-        "logits": (DTYPES[settings.dtype], (entry.positions, settings.top_k)),
+        "logits": (STORED_DTYPES[settings.dtype], (entry.positions, settings.top_k)),
         "log_sums": (torch.float32, (entry.positions, len(settings.temperatures))),
         "thresholds": (torch.float32, (entry.positions,)),
         "keys": (torch.uint8, (entry.rows, DIGEST_BYTES)),

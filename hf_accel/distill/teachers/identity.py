@@ -34,7 +34,7 @@ TASKS = {
 }
 
 
-def kind_of(model: Any) -> str | None:
+def auto_class_of(model: Any) -> str | None:
     """The key of AUTO_CLASSES that a model's class, or one that it inherits from, belongs to."""
     kinds = _kinds()
     return next((kinds[one.__name__] for one in type(unwrapped(model)).__mro__ if one.__name__ in kinds), None)
@@ -54,7 +54,7 @@ def task_of(model: Any) -> str | None:
     """Return what a model's logits predict: "causal" is the next token, "token" each token itself, "sequence" a class
     of the whole text. None if it is not known.
     """
-    return TASKS.get(kind_of(model) or "")
+    return TASKS.get(auto_class_of(model) or "")
 
 
 def describe(model: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class ModelTeacher(Teacher):
         check_pair(student, self.model, tokenizer)
 
     def rows(self, inputs: Mapping[str, Any], select: Tensor, *, compact: bool = False) -> Rows:
-        return answer(self.model, inputs, select, compact=compact)
+        return output_at(self.model, inputs, select, compact=compact)
 
 
 class BaseTeacher(Teacher):
@@ -50,7 +50,7 @@ class BaseTeacher(Teacher):
 
     def rows(self, inputs: Mapping[str, Any], select: Tensor, *, compact: bool = False) -> Rows:
         with self._bare() as student:
-            return answer(student, inputs, select, compact=compact)
+            return output_at(student, inputs, select, compact=compact)
 
     @contextmanager
     def _bare(self) -> Iterator[Any]:
@@ -68,7 +68,7 @@ class BaseTeacher(Teacher):
 
 
 @torch.no_grad()
-def answer(model: Any, inputs: Mapping[str, Any], select: Tensor, *, compact: bool = False) -> Rows:
+def output_at(model: Any, inputs: Mapping[str, Any], select: Tensor, *, compact: bool = False) -> Rows:
     """Return the output of `model` at `select`: logits, or, with `compact` and a head that can be left out, hidden
     states.
     """

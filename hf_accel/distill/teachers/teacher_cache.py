@@ -19,7 +19,7 @@ from .cache_files import INDEX, PARTIAL, CacheSettings, Index, Shard
 from .identity import describe, hash_vocabulary, task_of
 from .teacher import Teacher
 from .teacher_keyword import takes_teacher_model
-from .texts import SHOWN, Text, texts_of
+from .texts import SHOWN, Text, batch_texts
 from .top_logits import TopLogits
 
 SHARD_BYTES = 2**28
@@ -179,7 +179,7 @@ class TeacherCache(Teacher):
         """See Teacher. Raises UnsupportedError for a text that is not stored, or a position without an answer."""
         if self._objective is None:
             raise HfAccelError("TeacherCache.check(student, objective) comes before rows(): it says for which loss")
-        found = [self._answers(text, wanted) for text, wanted in _wanted(texts_of(inputs), select)]
+        found = [self._answers(text, wanted) for text, wanted in _wanted(batch_texts(inputs), select)]
         parts = zip(*(part.tensors() for part in found or [self._shards[0].row(0).answers[:0]]), strict=True)
         answers = TopLogits(*(torch.cat(same).to(select.device) for same in parts))
         s, temperature = self.settings, self._objective.temperature

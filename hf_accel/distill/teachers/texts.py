@@ -41,7 +41,7 @@ class Text:
         return f"{len(self)} ids ({', '.join(map(str, self.ids[:SHOWN].tolist()))}{more})"
 
 
-def texts_of(inputs: Mapping[str, Any]) -> list[Text]:
+def batch_texts(inputs: Mapping[str, Any]) -> list[Text]:
     """The texts of a batch, in order. inputs: the keywords of a model's forward; input_ids: [B, T].
 
     A row is one text; where attention_mask is 0, it is padding. Without a mask, position_ids that start again at 0

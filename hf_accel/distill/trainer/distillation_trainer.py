@@ -46,7 +46,7 @@ class DistillationMixin(_Base):
     where args is a DistillationConfig, or another config that DistillationSettings is mixed into.
 
     Losses are logged as ce_loss, kd_loss, hidden_loss and attention_loss, each without its weight and averaged as
-    Trainer averages `loss`; evaluation reports CE as eval_loss, and eval_kd_loss and eval_acceptance beside it.
+    Trainer averages `loss`; evaluation reports CE as eval_loss, and eval_kd_loss and eval_acceptance as well.
 
     Several processes give what one gives with average_tokens_across_devices=True (Trainer's default); without it each
     process divides by its own tokens, so that one with few of them counts as much as one with many.

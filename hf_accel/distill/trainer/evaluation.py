@@ -18,7 +18,7 @@ from ..teachers.teacher import Teacher
 from .hook import with_decoder_inputs
 
 # So many rows of logits are compared at a time, in float32.
-ROWS = 256
+ROWS_AT_ONCE = 256
 
 
 class EvaluationMeter:
@@ -58,7 +58,7 @@ class EvaluationMeter:
         acceptance = 0.0
         if isinstance(teacher, DenseRows):
             size = min(student.shape[-1], teacher.vocab_size)
-            logits = (rows[:, :size].split(ROWS) for rows in (teacher.logits, student))
+            logits = (rows[:, :size].split(ROWS_AT_ONCE) for rows in (teacher.logits, student))
             acceptance = sum(agreement(t, s, 1.0)[0].sum().item() for t, s in zip(*logits, strict=True))
         self.has_acceptance &= isinstance(teacher, DenseRows)
         found = [kd.item(), acceptance, len(student)]

@@ -17,7 +17,7 @@ from ...models import evaluating, unwrapped
 from ...patching.patch import is_patched, patched
 from .settings import DistillationSettings
 
-KNOWN = {"input_ids", "attention_mask", "labels", "position_ids"}
+KNOWN_INPUTS = {"input_ids", "attention_mask", "labels", "position_ids"}
 
 
 class StudentSampler:
@@ -89,7 +89,7 @@ def prompts_of(batch: Mapping[str, Any], prompt_tokens: int | None) -> list[list
 
     Raises UnsupportedError for rows that have no prompt, and for batches that hold more than text.
     """
-    more = sorted(name for name, value in batch.items() if name not in KNOWN and value is not None)
+    more = sorted(name for name, value in batch.items() if name not in KNOWN_INPUTS and value is not None)
     if more:
         raise UnsupportedError(f"lmbda: samples cannot replace {', '.join(more)} of a batch; set it to 0 for this")
     ids, labels = batch["input_ids"], batch["labels"]

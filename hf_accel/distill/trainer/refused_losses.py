@@ -11,7 +11,7 @@ from transformers import Trainer
 from ...errors import UnsupportedError
 
 # Libraries whose trainers' losses are known. All others are watched: see DistillationHook.confirm.
-KNOWN = ("transformers", "trl")
+KNOWN_LIBRARIES = ("transformers", "trl")
 # Methods that make the loss of a step, and where it is the model's own: in Trainer, and in TRL's SFTTrainer.
 METHODS = ("training_step", "compute_loss")
 MODELS_OWN = ("transformers.trainer", "trl.trainer.sft_trainer")
@@ -20,7 +20,9 @@ MODELS_OWN = ("transformers.trainer", "trl.trainer.sft_trainer")
 def refuse_loss(trainer: Trainer) -> None:
     """Raises UnsupportedError for a trainer of TRL's, or a subclass of one, that computes a loss of its own."""
     for method in METHODS:
-        owner = next(kind for kind in type(trainer).__mro__ if method in vars(kind) and _library(kind) in KNOWN)
+        owner = next(
+            kind for kind in type(trainer).__mro__ if method in vars(kind) and _library(kind) in KNOWN_LIBRARIES
+        )
         if owner.__module__ not in MODELS_OWN:
             raise UnsupportedError(
                 f"{type(trainer).__name__} computes a loss of its own ({owner.__name__}.{method} of "

@@ -24,7 +24,7 @@ from ...attention.hf.mask import window_of
 from ...cache.group import GroupStep, KVStorage, PageGroup, Step
 from ...cache.hf.handle import CacheOverPages, LayerOverPages, PagedKV
 from ...kernels.cpu.library import native
-from ...recognition.stand_ins import SCALARS, TENSORS, UntraceableError
+from ...recognition.stand_ins import PLAIN_TYPES, TENSORS, UntraceableError
 from ...recognition.unchanged import Read, Surroundings
 from ...undo.instance import Mixin
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED
@@ -35,7 +35,7 @@ from ..traced import Operation, Trace
 
 
 class TracedForward(Mixin):
-    """Mixed into a decoder layer: a pass over pages goes by its trace; all else runs its own code."""
+    """Is mixed into a decoder layer. A pass over pages runs the layer's trace; other calls run its own code."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """[B, Q, hidden] -> [B, Q, hidden]."""
@@ -145,7 +145,9 @@ Layer = TypeVar("Layer", bound=TracedLayer)
 
 
 class LayerCalls(ABC, Generic[Layer]):
-    """The traced layer of one module, made when it is first called, and again when what it depends on has changed.
+    """The traced layer of one module.
+
+    It is made at the first call, and again when something that it depends on has changed.
 
     A copy or a pickle starts without it, because it may hold addresses.
     """
@@ -158,20 +160,20 @@ class LayerCalls(ABC, Generic[Layer]):
         self.names: frozenset[str] = frozenset()  # of the arguments of that call
         self.tensors: frozenset[str] = frozenset()  # those of TENSORS that were not None
         self.plain: dict[str, Any] = {}  # and those that were plain values
-        self.reads: list[Read] = []  # what the trace depended on, if there is no programme
+        self.reads: list[Read] = []  # the reads of the trace, if there is no programme
         self.programme: Layer | None = None
         self.kind: tuple[object, ...] = ()  # two layers of one kind take the same calls
 
     @abstractmethod
     def make(self, trace: Trace, planned: PlannedAttention, *, x: Tensor, table_dtype: torch.dtype) -> Layer:
-        """What computes the layer. Raises UntraceableError where it cannot."""
+        """Make the object that computes the layer. Raises UntraceableError if it cannot be made."""
 
     @abstractmethod
     def compute(self, programme: Layer, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Tensor | None:
         """The layer's result, with K and V written; None, with nothing written, if the pages hold another kind."""
 
     def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | tuple[Tensor] | None:
-        """The layer's result; None where its own code must run."""
+        """Return the layer's result; None if its own code must run."""
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, CacheOverPages) or len(args) != 1 or not self.computes(args[0]):
             return None
@@ -238,7 +240,7 @@ class LayerCalls(ABC, Generic[Layer]):
             if programme is not None and programme.is_current():
                 return programme
             if programme is None and all(read.owner.get(read.name) is read.value for read in self.reads):
-                return None  # what could not be traced has not changed since
+                return None  # a layer that could not be traced has not changed since
         self.kinds, self.names, self.tensors = kinds, frozenset(kwargs), tensors
         self.plain = {name: value for name, value in kwargs.items() if name not in TENSORS}
         self.programme = self._make(layer, x, tables[0].dtype, kwargs)
@@ -250,7 +252,7 @@ class LayerCalls(ABC, Generic[Layer]):
     def _make(self, layer: nn.Module, x: Tensor, table_dtype: torch.dtype, kwargs: dict[str, Any]) -> Layer | None:
         trace = Trace(x.dtype, self.float_rows)
         try:
-            if not all(isinstance(value, SCALARS) for value in self.plain.values()):
+            if not all(isinstance(value, PLAIN_TYPES) for value in self.plain.values()):
                 raise UntraceableError("it is given more than plain values")
             trace.layer(layer, x.shape[-1], **kwargs)
             (module,) = next(o.modules for o in trace.operations if o.kind == "attend")
@@ -265,7 +267,7 @@ class LayerCalls(ABC, Generic[Layer]):
 
 
 class NativeCalls(LayerCalls[LayerProgramme]):
-    """Those of a layer on the CPU: one native call for a pass of few tokens."""
+    """The LayerCalls of a layer on the CPU: one native call for a pass of few tokens."""
 
     computes = staticmethod(native)
 
@@ -292,7 +294,10 @@ class NativeCalls(LayerCalls[LayerProgramme]):
 
 
 class JoinedCalls(LayerCalls[JoinedLayer]):
-    """Those of a layer on a GPU. joined: what shares a launch, of JOINS. following: see JoinedLayer."""
+    """The LayerCalls of a layer on a GPU.
+
+    joined: the operations of JOINS that share a launch. following: see JoinedLayer.
+    """
 
     computes = staticmethod(computes)
 
@@ -324,7 +329,7 @@ class JoinedCalls(LayerCalls[JoinedLayer]):
 
 
 def attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
-    """What the trace's attention computes, by the rules of our attention function; it must be what was planned."""
+    """Return the trace's attention by the rules of our attention function; it must be the planned one."""
     operation: Operation = next(o for o in trace.operations if o.kind == "attend")
     (module,), values = operation.modules, operation.values
     options: dict[str, Any] = values["options"]
@@ -347,5 +352,5 @@ def attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
 
 
 def _is_same(value: object, traced: object) -> bool:
-    """Whether an argument is the plain value that it was."""
-    return value is traced or (type(value) is type(traced) and isinstance(value, SCALARS) and value == traced)
+    """Return whether an argument is the plain value that it was."""
+    return value is traced or (type(value) is type(traced) and isinstance(value, PLAIN_TYPES) and value == traced)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...attention import AttentionSpec
-from ...attention.hf.forward import NAME
+from ...attention.hf.forward import ATTENTION_NAME
 from ...kernels.cpu.decoder_layer import INPUT
 from ...recognition.stand_ins import TENSORS, Span, UntraceableError
 from ...recognition.unchanged import has_own_forward
@@ -22,17 +22,19 @@ from .layer_calls import JoinedCalls, NativeCalls, TracedForward, attention_of
 KIND = "layer"
 JOINED = "joined layer"  # the kind of one on a GPU
 JOINS = {"rope": "rotation with the write of K and V", "add": "sum with the norm behind it"}  # for the plan
-USUAL_ARGUMENTS = dict.fromkeys(TENSORS, True) | {"use_cache": True}  # what transformers' models give a layer
+USUAL_ARGUMENTS = dict.fromkeys(TENSORS, True) | {
+    "use_cache": True
+}  # the arguments that transformers' models give a layer
 
 
 def layer_sites(
     model: nn.Module, dtype: torch.dtype, float_rows: int, *,
     attention: Mapping[nn.Module, AttentionSpec], linears: Container[nn.Module],
 ) -> tuple[list[FusedSite], list[Dropped]]:  # fmt: skip
-    """Decoder layers that are known to the last step, and those that are not, with the reason.
+    """Find decoder layers of which every operation is known, and give the reason for the others.
 
-    attention: the specs of the attention modules that the native kernels serve. linears: the linear layers that they
-    multiply by.
+    attention: the specs of the attention modules that the native kernels serve. linears: the linear layers that these
+    kernels compute.
     """
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
@@ -47,13 +49,13 @@ def layer_sites(
 def joined_sites(
     model: nn.Module, dtype: torch.dtype, *, attention: Mapping[nn.Module, AttentionSpec], device_type: str
 ) -> tuple[list[FusedSite], list[Dropped]]:
-    """Decoder layers on a GPU of which steps can share a launch, and those that are not known, with the reason.
+    """Find decoder layers on a GPU whose operations can share launches, and give the reason for the others.
 
     attention: the specs of the attention modules that attend over pages.
     """
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
-    first_norms: dict[str, nn.Module] = {}  # of each layer whose first step is one
+    first_norms: dict[str, nn.Module] = {}  # the first norm of each layer whose first operation is one
     for name, module, found in _traces(model, dtype, 0, attention=attention, device_type=device_type):
         if isinstance(found, str):
             dropped.append(Dropped(name, KIND, found))
@@ -80,7 +82,7 @@ def _traces(
         if len(inner) != 1 or not _rotates(inner[0]) or has_own_forward(module):
             continue
         try:
-            trace = Trace(dtype, float_rows, attention=NAME)
+            trace = Trace(dtype, float_rows, attention=ATTENTION_NAME)
             trace.layer(module, _width(module), **USUAL_ARGUMENTS)
             attention_of(trace, attention[inner[0]])
             _refuse_without_kernel(trace, linears, device_type)
@@ -107,7 +109,7 @@ def _refuse_partial_rotation(config: Any) -> None:
 
 
 def _width(layer: nn.Module) -> int:
-    """The size of the hidden states that a layer takes: that of its first norm."""
+    """Return the size of a layer's hidden states, which is that of its first norm."""
     for module in layer.children():
         weight = module._parameters.get("weight")
         if weight is not None and weight.ndim == 1:

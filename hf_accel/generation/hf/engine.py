@@ -136,7 +136,7 @@ class Engine:
         processors: functions of (input_ids [1, T] int64, scores [1, V] float32) that return scores, as transformers'
             LogitsProcessor. A request whose processors keep a state is decoded without drafts, because a position is
             processed again if its draft was rejected.
-        logprobs: the number of most probable tokens whose log-probabilities are reported beside the chosen token's.
+        logprobs: the number of most probable tokens whose log-probabilities are reported next to the chosen token's.
 
         Any thread may call this.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 
-from ...attention.hf import NAME as ATTENTION_NAME
+from ...attention.hf import ATTENTION_NAME
 from ...attention.hf.parts import set_our_attention
 from ...cache.hf import PagedCache
 from ...config import parse_speculative

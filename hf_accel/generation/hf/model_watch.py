@@ -22,7 +22,7 @@ from ...tensors import PLAIN, plain_tensors
 SAMPLES = 256  # numbers of each tensor
 SCALARS = (bool, int, float, complex, str, bytes, NoneType, torch.dtype, torch.device, type)
 PLAIN_KINDS, DICTS = frozenset(SCALARS), frozenset({dict, OrderedDict})
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
+INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
 
 FUNCTIONS = (FunctionType, MethodType, partial)
 READ_OF_CODE = (bool, int, float, Tensor, nn.Module, *FUNCTIONS)
@@ -134,7 +134,7 @@ class Reading:
                 self._hooks(own[name])
         self._entries(own)
         if isinstance(module, QuantModule):
-            self._all(stored_tensors(module._packed))
+            self._all(watched_tensors(module._packed))
 
     def _hooks(self, hooks: dict[int, Any]) -> None:
         for number, hook in list(hooks.items()):
@@ -196,17 +196,17 @@ def variables(code: Any) -> Iterator[Any]:
         yield from (code.__globals__[name] for name in code.__code__.co_names if name in code.__globals__)
 
 
-def stored_tensors(packed: Any) -> Iterator[Tensor]:
+def watched_tensors(packed: Any) -> Iterator[Tensor]:
     """Return the tensors that a packed weight is made of, without those that it keeps of its last call."""
     if isinstance(packed, Tensor):
         yield packed
     elif isinstance(packed, list):
         for part in packed[:: max(1, len(packed) - 1)]:  # the first and the last of many experts
-            yield from stored_tensors(part)
+            yield from watched_tensors(part)
     else:
         kind: Any = type(packed)
         for name in _stored_fields(kind):
-            yield from stored_tensors(getattr(packed, name))
+            yield from watched_tensors(getattr(packed, name))
 
 
 @lru_cache(maxsize=4096)
@@ -235,7 +235,7 @@ def spread(tensor: Tensor) -> Tensor:
     step = max(1, length // SAMPLES - 1) | 1
     count = min(SAMPLES, 1 + (length - 1) // step)
     view = tensor.as_strided((count,), (step,))
-    return view.view(INTEGERS[tensor.dtype.itemsize])
+    return view.view(INTEGER_DTYPES[tensor.dtype.itemsize])
 
 
 def _address(tensor: Tensor) -> int:

@@ -16,7 +16,7 @@ from ...kernels.cpu.logits import argmax as native_argmax
 from ...tensors import integers, sent
 from ..sequence import Draft, Sequence
 from ..speculation.verifiers.verifier import Place, Verifier
-from ..unread import Unread, known, together
+from ..unread import Unread, all_unread, known
 from .logprobs import TokenLogprobs, logprobs
 from .sampling import Sampling, processed_scores
 from .token_prefix import Prefix, prefix_of
@@ -56,7 +56,7 @@ class Member:
         return Place(self.sequence.seed, len(self.sequence.tokens))
 
 
-def choose(
+def choose_tokens(
     logits: Tensor, sequences: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], verifier: Verifier
 ) -> list[Chosen | Exception]:
     """Choose the new tokens of each sequence. An error of one sequence is returned instead of its tokens.
@@ -78,7 +78,7 @@ def choose(
         regrouped = _members([member.sequence for member in own], [member.draft for member in own])
         unread.append(_choose_group(_rows(logits, own), regrouped, verifier))
     results: dict[int, Chosen | Exception] = {}
-    for indices, chosen in zip(groups.values(), together(unread).read(), strict=True):
+    for indices, chosen in zip(groups.values(), all_unread(unread).read(), strict=True):
         results.update(zip(indices, chosen, strict=True))
     return _with_logprobs(logits, members, [results[index] for index in range(len(members))])
 
@@ -104,7 +104,7 @@ def processed(logits: Tensor, rows: abc.Sequence[tuple[Sequence, list[int]]]) ->
     return distributions
 
 
-def argmax(logits: Tensor) -> Tensor:
+def likeliest(logits: Tensor) -> Tensor:
     """Return the index of the largest logit of each row, [n] int64; the lowest index among equal logits."""
     if logits.device.type == "cpu" and logits.dtype in DTYPES and cpu.refusal() is None:
         return native_argmax(logits)
@@ -136,9 +136,11 @@ def _choose_group(logits: Tensor, members: list[Member], verifier: Verifier) -> 
     """Choose for members with equal keys. `logits` holds their rows and no others."""
     sampling = members[0].sequence.sampling
     if sampling.plain:
-        return _greedy(members, argmax(logits))
+        return _greedy(members, likeliest(logits))
     scores, errors = processed_scores(sampling, logits, [prefix for member in members for prefix in member.prefixes()])
-    chosen = _greedy(members, argmax(scores)) if sampling.greedy else _sampled(scores.softmax(-1), members, verifier)
+    chosen = (
+        _greedy(members, likeliest(scores)) if sampling.greedy else _sampled(scores.softmax(-1), members, verifier)
+    )
     # The errors are read after the tokens, because the host has waited for the device by then.
     return chosen.then(lambda results: _with_errors(members, results, errors()))
 
@@ -198,7 +200,7 @@ def _chosen(tokens: list[int]) -> Chosen:
 
 
 def _one_hot(scores: Tensor) -> Tensor:
-    return torch.zeros_like(scores).scatter_(1, argmax(scores)[:, None], 1)
+    return torch.zeros_like(scores).scatter_(1, likeliest(scores)[:, None], 1)
 
 
 def _with_logprobs(

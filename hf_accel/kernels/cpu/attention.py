@@ -7,9 +7,12 @@ from ctypes import Structure
 import torch
 from torch import Tensor
 
+from ...errors import UnsupportedError
 from ..layouts import KV, AttentionOptions, Ragged
 from .library import DTYPES, kernel, threads
-from .structs import fields
+from .structs import ScoreBias, fields
+
+EVERY_KEY = -1  # of kernels.h
 
 
 class Rows(Structure):
@@ -22,7 +25,11 @@ class AttentionCall(Structure):
         *fields(
             pointers="k_scales v_scales out lse sinks block_table cu_q cu_k kv_len",
             sizes="sequences heads kv_heads head_dim value_dim num_queries num_keys",
-            sizes_="table_stride block_size window causal", floats="scale softcap",
+            sizes_="table_stride block_size window ahead",
+        ),
+        ("bias", ScoreBias),
+        *fields(
+            floats="scale softcap",
             ints="q_dtype k_dtype v_dtype scale_dtype sink_dtype threads",
         ),
     ]  # fmt: skip
@@ -43,12 +50,24 @@ _attention = kernel("attention", AttentionCall)
 _write_pages = kernel("write_pages", WriteCall)
 
 
-def attend(q: Tensor, kv: KV, options: AttentionOptions, ragged: Ragged | None = None) -> Tensor:
+def attend(
+    q: Tensor, kv: KV, options: AttentionOptions, ragged: Ragged | None = None, *, ahead: int | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention over dense or packed K and V, see layouts.KV; the result is that of attention/contract.py.
 
     Without `ragged`: q [B, Hq, Q, D] and dense kv; returns [B, Q, Hq, Dv]. With `ragged`: q [N, Hq, D] and packed kv;
     returns [N, Hq, Dv]. Dtypes are those of FLOATS. options.dropout is not applied.
+
+    ahead: how many keys after its own a query sees that is not causal, None for all. options.window counts the keys up
+    to its own, so window=w + 1 and ahead=w is a window on both sides (Beltagy et al. 2020, "Longformer").
+    bias: float32, added to the scores after they are scaled and capped. [Hq, P, P] by the positions of query and key,
+    which begin at 0 in each sequence; or [Hq, 2 M - 1], whose column M - 1 + key - query holds the bias of a distance
+    (Raffel et al. 2020, "Exploring the Limits of Transfer Learning", section 2.1). -inf hides a key. Raises
+    UnsupportedError if it is not as large as the longest sequence, or if one has more queries than keys.
     """
+    if options.causal and ahead is not None:
+        raise UnsupportedError(f"attention: causal, and {ahead=} keys after a query's own; give one of them")
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, kv.k, kv.v))
     cu_q, cu_k = (None, None) if ragged is None else (_starts(ragged.cu_q), _starts(ragged.cu_k))
     if cu_q is None:
@@ -63,12 +82,18 @@ def attend(q: Tensor, kv: KV, options: AttentionOptions, ragged: Ragged | None =
         (q_token, q_head, _), (k_token, k_head, _), (v_token, v_head, _) = q.stride(), k.stride(), v.stride()
         q_batch = k_batch = v_batch = 0
     sinks = None if options.sinks is None else options.sinks.contiguous()
+    sees_ahead = 0 if options.causal else EVERY_KEY if ahead is None else ahead
+    if bias is not None:
+        lengths = [(num_queries, num_keys)]
+        if cu_q is not None and cu_k is not None:
+            lengths = list(zip(lengths_of(cu_q), lengths_of(cu_k), strict=True))
+        bias = checked_bias(bias, num_heads, lengths)
     _attention(
         q.data_ptr(), q_batch, q_head, q_token, k.data_ptr(), k_batch, k_head, k_token,
         v.data_ptr(), v_batch, v_head, v_token, 0, 0, out.data_ptr(), 0, 0 if sinks is None else sinks.data_ptr(),
         0, 0 if cu_q is None else cu_q.data_ptr(), 0 if cu_k is None else cu_k.data_ptr(), 0,
         sequences, num_heads, k.shape[1], dim, v.shape[-1], num_queries, num_keys, 0, 0,
-        options.window or 0, options.causal, options.scale, options.softcap or 0.0,
+        options.window or 0, sees_ahead, *bias_fields(bias), options.scale, options.softcap or 0.0,
         DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[v.dtype], 0, 0 if sinks is None else DTYPES[sinks.dtype], threads(),
     )  # fmt: skip
     return out
@@ -76,6 +101,36 @@ def attend(q: Tensor, kv: KV, options: AttentionOptions, ragged: Ragged | None =
 
 def _starts(offsets: Tensor) -> Tensor:
     return offsets.to(torch.int32).contiguous()
+
+
+def lengths_of(starts: Tensor) -> list[int]:
+    """The lengths of sequences that begin at `starts` [B + 1], whose last is where they end."""
+    lengths: list[int] = starts.diff().tolist()
+    return lengths
+
+
+def checked_bias(bias: Tensor, heads: int, lengths: list[tuple[int, int]]) -> Tensor:
+    """`bias` as the kernel reads it. lengths: the queries and the keys of each sequence."""
+    longest = max((keys for _, keys in lengths), default=0)
+    size = (bias.shape[-1] + 1) // 2 if bias.ndim == 2 else min(bias.shape[-2:], default=0)
+    known = bias.ndim == 3 or (bias.ndim == 2 and bias.shape[1] % 2 == 1)
+    if not known or bias.dtype is not torch.float32 or bias.shape[0] != heads or size < longest:
+        raise UnsupportedError(
+            f"attention: a bias of {bias.dtype} {tuple(bias.shape)} for {heads} heads and {longest} keys; it takes "
+            "torch.float32 [heads, keys, keys] or [heads, 2 * keys - 1]"
+        )
+    if any(queries > keys for queries, keys in lengths):
+        raise UnsupportedError("attention: a bias for a sequence of more queries than keys; give it as many keys")
+    return bias if bias.stride(-1) == 1 else bias.contiguous()
+
+
+def bias_fields(bias: Tensor | None) -> tuple[int, int, int]:
+    """The fields of ScoreBias."""
+    if bias is None:
+        return 0, 0, 0
+    if bias.ndim == 2:
+        return bias.data_ptr() + bias.shape[1] // 2 * bias.itemsize, bias.stride(0), -1
+    return bias.data_ptr(), bias.stride(0), bias.stride(1)
 
 
 def attend_pages(
@@ -101,7 +156,7 @@ def attend_pages(
         out.data_ptr(), 0 if lse is None else lse.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
         block_table.data_ptr(), ragged.cu_q.data_ptr(), 0, ragged.kv_len.data_ptr(),
         len(ragged.kv_len), num_heads, kv_heads, dim, value_dim, 0, 0, block_table.stride(0), block_size,
-        options.window or 0, True, options.scale, options.softcap or 0.0,
+        options.window or 0, 0, 0, 0, 0, options.scale, options.softcap or 0.0,
         DTYPES[q.dtype], DTYPES[k_pages.dtype], DTYPES[v_pages.dtype],
         0 if k_scales is None else DTYPES[k_scales.dtype], 0 if sinks is None else DTYPES[sinks.dtype], threads(),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Calls a whole decoder layer, whose operations are kernels one after the other."""
+"""Calls a whole layer, whose operations are kernels one after the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from ctypes import Structure
 from .library import kernel
 from .structs import fields
 
-OPERATIONS = ("integer_linear", "float_linear", "norm", "rope", "write", "attend", "add")  # LayerOpKind in kernels.h
+# LayerOpKind in kernels.h
+OPERATIONS = (
+    "integer_linear", "float_linear", "norm", "rope", "write", "attend", "add", "layer_norm", "attend_rows",
+)  # fmt: skip
 INPUT, OUTPUT = 0, 1  # the buffers that are tensors of the caller
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm, the rotary embedding of queries and keys, and sums."""
+"""Norms, the rotary embedding of queries and keys, sums, and activation functions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from ctypes import Structure
 import torch
 from torch import Tensor
 
-from .library import DTYPES, as_rows, kernel, refuse_gradients, threads
-from .structs import fields
+from ...errors import UnsupportedError
+from .library import DTYPES, FLOATS, as_rows, kernel, refuse_gradients, threads
+from .structs import ACTIVATIONS, fields
 
 
 class NormCall(Structure):
@@ -36,7 +37,20 @@ class AddCall(Structure):
     _fields_ = fields(pointers="x y out", sizes="rows size", floats="factor", ints="dtype threads")
 
 
+class ActivateCall(Structure):
+    _fields_ = fields(pointers="x out", sizes="x_stride rows size", ints="kind dtype threads")
+
+
+class LayerNormCall(Structure):
+    _fields_ = fields(
+        pointers="x y sum out weight bias", sizes="x_stride y_stride sum_stride out_stride rows size", floats="eps",
+        ints="dtype weight_dtype bias_dtype threads",
+    )  # fmt: skip
+
+
+_activate = kernel("activate", ActivateCall)
 _add = kernel("add", AddCall)
+_layer_norm = kernel("layer_norm", LayerNormCall)
 _norm = kernel("norm", NormCall)
 _rope = kernel("rope", RopeCall)
 
@@ -107,3 +121,76 @@ def add(x: Tensor, y: Tensor, factor: float = 1.0) -> Tensor:
     out = torch.empty_like(x)
     _add(x.data_ptr(), y.data_ptr(), out.data_ptr(), 1, x.numel(), factor, DTYPES[x.dtype], threads())
     return out
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """Apply a function to each number of x, [..., H] of a dtype of FLOATS; the result is rounded to it once.
+
+    activation: "relu"; "silu", with torch's bits; "gelu" (Hendrycks and Gimpel 2016, arXiv 1606.08415); "gelu_tanh",
+    its approximation by tanh, which transformers calls gelu_new and gelu_pytorch_tanh; or "gelu_quick",
+    x * sigmoid(1.702 x), with the bits of transformers in float32. "gelu" is within 7 ulps of the true value, and
+    differs from torch's by 1.5e-6 at most, which is torch's own error. "gelu_tanh" is computed as in torch and differs
+    from it by 5e-7 at most. NaN stays NaN, and zeros keep their sign. Infinity stays infinity, and -infinity becomes 0
+    by "relu" and "gelu" and NaN by the others. Raises UnsupportedError for another name, and if a gradient is needed.
+    """
+    refuse_gradients("activate", x)
+    if activation not in ACTIVATIONS:
+        raise UnsupportedError(f"activate: {activation!r} is not known; choose one of {list(ACTIVATIONS)}")
+    x, stride = as_rows(x)
+    size = x.shape[-1]
+    out = x.new_empty(x.shape)
+    _activate(
+        x.data_ptr(), out.data_ptr(), stride, x.numel() // size if size else 0, size, ACTIVATIONS[activation],
+        DTYPES[x.dtype], threads(),
+    )  # fmt: skip
+    return out
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, y: Tensor | None = None
+) -> Tensor:
+    """Compute LayerNorm(x), or LayerNorm(x + y) (Ba, Kiros and Hinton 2016, arXiv 1607.06450).
+
+    x, y: [..., H] of one shape and one dtype of FLOATS. weight, bias: [H] of any of them, None for ones and zeros.
+    x + y is rounded to the dtype, as a model does it that adds before it calls the norm. Mean and variance are float32
+    sums in an order that depends on H alone. Returns [..., H] of the dtype of x. Raises UnsupportedError if a gradient
+    is needed, and for operands of other shapes.
+    """
+    return _normalized(x, (weight, bias), eps, y, keep=False)[0]
+
+
+def add_layer_norm(
+    x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return LayerNorm(x + y), and x + y itself, which a model needs that normalizes before its sublayers.
+
+    The operands are those of `layer_norm`.
+    """
+    out, total = _normalized(x, (weight, bias), eps, y, keep=True)
+    assert total is not None
+    return out, total
+
+
+def _normalized(
+    x: Tensor, affine: tuple[Tensor | None, Tensor | None], eps: float, y: Tensor | None, *, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    refuse_gradients("layer norm", x, y, *affine)
+    size = x.shape[-1]
+    for name, factor in zip(("weight", "bias"), affine, strict=True):
+        if factor is not None and (factor.shape != (size,) or factor.dtype not in FLOATS):
+            raise UnsupportedError(
+                f"layer norm: a {name} of {factor.dtype} {tuple(factor.shape)} for rows of {size} numbers"
+            )
+    if y is not None and (y.shape != x.shape or y.dtype != x.dtype):
+        raise UnsupportedError(
+            f"layer norm: a sum of {x.dtype} {tuple(x.shape)} and {y.dtype} {tuple(y.shape)}; give it two alike"
+        )
+    (x, x_stride), (y, y_stride) = as_rows(x), (None, 0) if y is None else as_rows(y)
+    weight, bias = (factor if factor is None else factor.contiguous() for factor in affine)
+    out, total = x.new_empty(x.shape), x.new_empty(x.shape) if keep else None
+    _layer_norm(
+        x.data_ptr(), *[0 if tensor is None else tensor.data_ptr() for tensor in (y, total, out, weight, bias)],
+        x_stride, y_stride, size, size, x.numel() // size if size else 0, size, eps, DTYPES[x.dtype],
+        *[0 if factor is None else DTYPES[factor.dtype] for factor in (weight, bias)], threads(),
+    )  # fmt: skip
+    return out, total

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from .library import DTYPES, FLOATS, kernel, threads
-from .structs import EPILOGUES, Linear, LinearCall, Matrix
+from .structs import Linear, LinearCall, Matrix, epilogue_number
 
 _float_linear = kernel("float_linear", LinearCall)
 
@@ -23,8 +23,10 @@ class FloatLinear:
     """Computes x @ W.T + b for every weight, side by side; or act(gate) * up of two weights if it has an `epilogue`.
 
     weights: [N, K] each, contiguous, of one dtype of FLOATS. biases: [N] of any of these dtypes, or None.
-    epilogue: None, "silu", "gelu" (with erf) or "gelu_tanh". Sums are in float32, and the result is rounded once, to
-    the dtype of x. The bits of a row of the result depend neither on other rows nor on the number of threads.
+    epilogue: None, "silu", "gelu" (with erf) or "gelu_tanh". activation: None, or the name in structs.ACTIVATIONS of a
+    function of each output, for any number of weights without an epilogue. Sums are in float32, and the result is
+    rounded once, to the dtype of x. The bits of a row of the result depend neither on other rows nor on the number of
+    threads.
 
     tile_rows: the fewest rows of bfloat16 that tiles multiply, on a CPU that has them (AMX). If it is more than 1, the
     bits of a row depend on whether there are as many rows, because tiles add in another order than vectors do.
@@ -35,8 +37,9 @@ class FloatLinear:
 
     def __init__(
         self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], epilogue: str | None = None, *,
-        tile_rows: int = 1,
+        activation: str | None = None, tile_rows: int = 1,
     ) -> None:  # fmt: skip
+        number = epilogue_number(epilogue, activation)
         check_weights(weights, biases, epilogue)
         self.tile_rows = tile_rows
         self.weights = list(weights)
@@ -53,9 +56,7 @@ class FloatLinear:
         for i, matrix in enumerate(self._matrices):
             matrix.out_features = sizes[i]
             matrix.column = 0 if epilogue else sum(sizes[:i])
-        self._linear = Linear(
-            in_features=self.in_features, count=len(sizes), epilogue=EPILOGUES[epilogue], matrices=self._matrices
-        )
+        self._linear = Linear(in_features=self.in_features, count=len(sizes), epilogue=number, matrices=self._matrices)
         self._address = ctypes.addressof(self._linear)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -108,8 +109,6 @@ class FloatLinear:
 
 def check_weights(weights: Sequence[Tensor], biases: Sequence[Tensor | None], epilogue: str | None) -> None:
     """Raise UnsupportedError, which says what is wrong, for tensors that the kernel cannot read."""
-    if epilogue not in EPILOGUES:
-        raise UnsupportedError(f"float linear: epilogue {epilogue!r} is not known; choose one of {list(EPILOGUES)}")
     if len(weights) != len(biases) or not weights or (epilogue and len(weights) != 2):
         raise UnsupportedError(f"float linear: {len(weights)} weights and {len(biases)} biases for {epilogue=}")
     first = weights[0]

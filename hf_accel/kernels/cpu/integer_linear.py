@@ -14,7 +14,7 @@ from torch import Tensor
 from ...hardware.large_pages import large_pages
 from .. import ACTIVATION_GROUP
 from .library import DTYPES, kernel, threads
-from .structs import EPILOGUES, ExpertsCall, Linear, LinearCall, Matrix, fields
+from .structs import ExpertsCall, Linear, LinearCall, Matrix, epilogue_number, fields
 
 BLOCK = 64  # outputs of a packed block
 FORMATS = {8: 3, 4: 5}  # the Dtype of types.h for each number of bits
@@ -169,7 +169,8 @@ class IntegerLinear:
 
     x: [rows, in] of a dtype of FLOATS, with contiguous rows. Returns [rows, sum of out] of the same dtype. With the
     epilogue "silu", "gelu" or "gelu_tanh" there are two weights, and the result is act(x W0^T + b0) * (x W1^T + b1),
-    [rows, out]. The result is rounded once. Activations are quantized to INT8 with a scale for each row and group of
+    [rows, out]. With an `activation` of structs.ACTIVATIONS, for any number of weights, the result is act(x W^T + b).
+    The result is rounded once. Activations are quantized to INT8 with a scale for each row and group of
     inputs. Row i of the result depends only on row i of x, and has the same bits on every instruction set.
 
     tile_rows: the fewest rows that tiles multiply, on a CPU that has them (AMX); None for those of TILE_ROWS.
@@ -177,9 +178,9 @@ class IntegerLinear:
 
     def __init__(
         self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None], *, epilogue: str | None = None,
-        tile_rows: int | None = None,
+        activation: str | None = None, tile_rows: int | None = None,
     ) -> None:  # fmt: skip
-        first = weights[0]
+        first, number = weights[0], epilogue_number(epilogue, activation)
         self.keep_alive: list[Any] = [*weights, *biases]
         self._biases: list[tuple[Any, Tensor]] = []
         matrices, column = (Matrix * len(weights))(), 0
@@ -194,9 +195,7 @@ class IntegerLinear:
             column += weight.out_features
         self.in_features = first.in_features
         self.out_features = column if epilogue is None else first.out_features
-        self._linear = Linear(
-            first.format, first.activation_group, first.in_features, len(weights), EPILOGUES[epilogue], matrices
-        )
+        self._linear = Linear(first.format, first.activation_group, first.in_features, len(weights), number, matrices)
         self._address = ctypes.addressof(self._linear)
         self.tile_rows = TILE_ROWS[first.bits] if tile_rows is None else tile_rows
 

@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...config import Layout
 from .. import ACTIVATION_GROUP
 from .launch import Launch
 from .programs.multiply import add_splits, multiply
@@ -65,16 +66,17 @@ class BlockedWeight:
     integers: Tensor
     scale: Tensor
     in_features: int
+    layout: Layout
     zero_point: Tensor | None = None
     minimum: Tensor | None = None
 
     @property
     def bits(self) -> int:
-        return 4 if self.integers.dtype is torch.uint8 else 8
+        return self.layout.bits
 
     @property
     def is_fp8(self) -> bool:
-        return self.integers.dtype is torch.float8_e4m3fn
+        return self.layout.format == "fp8"
 
     @property
     def readable(self) -> Tensor:
@@ -102,8 +104,7 @@ class BlockedWeight:
     @property
     def blocks_per_group(self) -> int:
         """The number of blocks in a group; 0 if scales belong to outputs."""
-        groups = self.scale.shape[-2]
-        return 0 if groups == 1 and self.bits == 8 and self.minimum is None else self.num_blocks // groups
+        return 0 if self.layout.group_size is None else self.num_blocks // self.scale.shape[-2]
 
     @property
     def blocks_rounded(self) -> int:
@@ -140,8 +141,9 @@ def launches(
             "groups": weight.scale.shape[-2], "share": share,
         },
         constants={
-            "BITS": weight.bits, "FP8": weight.is_fp8, "BLOCK": weight.block, "PER_GROUP": weight.blocks_per_group,
-            "IS_CUT": bool(weight.in_features % weight.block), **_constants(tile, starts),
+            "BITS": weight.bits, "NUMBERS": weight.layout.format, "BLOCK": weight.block,
+            "PER_GROUP": weight.blocks_per_group, "IS_CUT": bool(weight.in_features % weight.block),
+            **_constants(tile, starts),
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -1,4 +1,4 @@
-"""Ways to round a weight to a few bits: to nearest, or by what calibration data says of its inputs."""
+"""Ways to round a weight to a few bits: to nearest, or by statistics of its inputs from calibration data."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ STEPS, FEW_STEPS = 48, 8  # ranges that are tried for each group, and while scal
 OUTPUTS = 128  # of each weight that scales are compared on
 EXPONENTS = (0.0, 0.25, 0.5, 0.75)  # of the magnitudes of inputs; 0 leaves them as they are
 INVERSE = (0.0, 0.5, 1.0)  # and of those of their weights
-LARGEST = 1e3  # times the smallest magnitude that is told apart from zero
+LARGEST_FACTOR = 1e3  # times the smallest magnitude that differs from zero
 
 
 def quantize(weight: Tensor, statistics: Statistics, config: WeightConfig) -> QuantizedWeight:
@@ -84,7 +84,7 @@ def _relative(rows: Tensor, group_size: int) -> Tensor:
 
 
 def _power(magnitudes: Tensor, exponent: float) -> Tensor:
-    return magnitudes.clamp(min=magnitudes.max().clamp(min=1e-30) / LARGEST).pow(exponent)
+    return magnitudes.clamp(min=magnitudes.max().clamp(min=1e-30) / LARGEST_FACTOR).pow(exponent)
 
 
 def _balanced(scales: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from .levels import Levels, group_size_of
 from .rows import checked_rows
 
 STEPS = 12  # ranges that are tried for each group
-BLOCK = 128  # inputs whose errors are spread over all later ones at once
+BLOCK_COLUMNS = 128  # inputs whose errors are spread over all later ones at once
 
 
 def quantize(weight: Tensor, statistics: Statistics, config: WeightConfig) -> QuantizedWeight:
@@ -51,8 +51,8 @@ def _round(
     scale, zeros = grid
     integers, groups = torch.empty_like(rows), group_of.tolist()
     diagonal = factor.diagonal().tolist()
-    for start in range(0, len(rows), BLOCK):
-        end = min(start + BLOCK, len(rows))
+    for start in range(0, len(rows), BLOCK_COLUMNS):
+        end = min(start + BLOCK_COLUMNS, len(rows))
         errors = torch.empty_like(rows[start:end])
         for i in range(start, end):
             group = groups[i]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...config import WeightConfig
-from ..formats import LOW_BITS, Int8Weight, QuantizedWeight, check_group_size
+from ..formats import Layout, QuantizedWeight, check_group_size, kind_of
 
 LEAST = 0.4  # of the range of a group that is still covered at the most clipped end of the search
 
@@ -17,18 +17,19 @@ LEAST = 0.4  # of the range of a group that is still covered at the most clipped
 class Levels:
     """The integers of a format: lowest to highest, with a zero point in each group or without."""
 
-    bits: int
+    layout: Layout
     lowest: int
     highest: int
     has_zero_points: bool
 
     @classmethod
     def of(cls, config: WeightConfig) -> Levels:
-        half = 1 << config.bits - 1
-        return cls(config.bits, -127 if config.bits == 8 else -half, half - 1, not config.symmetric)
+        layout, half = config.layout, 1 << config.bits - 1
+        return cls(layout, -127 if layout.bits == 8 else -half, half - 1, not layout.symmetric)
 
     def extent(self, groups: Tensor) -> tuple[Tensor, Tensor]:
-        """What the levels have to cover of groups [..., group, out]: the lowest and the highest value, [..., 1, out].
+        """Return the range of groups [..., group, out] that the levels must cover: the lowest and the highest value,
+        [..., 1, out].
 
         0 is always among them. Without zero points both are the largest magnitude; if there is one level more below
         zero than above, it is negative where a negative scale uses that level.
@@ -51,12 +52,12 @@ class Levels:
         return scale, zeros
 
     def round(self, values: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensor:
-        """The integers nearest to values, as floats."""
+        """Return the integers nearest to values, as floats."""
         levels = (values / _divisor(scale)).round_()
         return (levels if zeros is None else levels.add_(zeros)).clamp_(self.lowest, self.highest)
 
     def restore(self, integers: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensor:
-        """The values that integers stand for."""
+        """Return the values that integers stand for."""
         return integers * scale if zeros is None else (integers - zeros) * scale
 
     def search(
@@ -88,18 +89,18 @@ class Levels:
     def pack(self, integers: Tensor, scale: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> QuantizedWeight:
         """The stored form of integers [in, out], and scales and zero points [groups, out]."""
         stored, scales = integers.t().contiguous().to(torch.int8), scale.t().contiguous().to(dtype)
-        if self.bits == 8:
-            return Int8Weight.from_integers(stored, scales)
-        zero_point = None if zeros is None else zeros.t().contiguous().to(torch.int8)
-        return LOW_BITS[self.bits].from_integers(stored, scales, zero_point)
+        zero_point = [] if zeros is None else [zeros.t().contiguous().to(torch.int8)]
+        made: QuantizedWeight = kind_of(self.layout).from_integers(stored, scales, *zero_point)
+        return made
 
 
 def group_size_of(weight: Tensor, config: WeightConfig) -> int:
     """Inputs that share a scale. Raises UnsupportedError unless groups divide the inputs of a weight [out, in]."""
-    if config.bits == 8:
+    group_size = config.layout.group_size
+    if group_size is None:
         return weight.shape[1]
-    check_group_size((weight.shape[0], weight.shape[1]), config.group_size)
-    return config.group_size
+    check_group_size((weight.shape[0], weight.shape[1]), group_size)
+    return group_size
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:

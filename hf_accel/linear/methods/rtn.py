@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -10,17 +9,8 @@ from torch import Tensor
 
 from ...config import WeightConfig
 from ...errors import UnsupportedError
-from ..activations import LARGEST
-from ..formats import (
-    BYTES,
-    LOW_BITS,
-    ByteWeight,
-    Format,
-    LowBitWeight,
-    QuantizedWeight,
-    check_group_size,
-    chunks,
-)
+from ..activations import LARGEST_NUMBER
+from ..formats import FLOAT8, Layout, QuantizedWeight, check_group_size, chunks, kind_of
 
 
 def quantize(weight: Tensor, config: WeightConfig) -> QuantizedWeight:
@@ -35,48 +25,39 @@ def quantize(weight: Tensor, config: WeightConfig) -> QuantizedWeight:
     """
     weight = weight.detach()
     out_features, in_features = weight.shape
-    if config.bits == 8:
-        return _bytes(weight, in_features, "fp8" if config.format == "fp8" else "int")
-    check_group_size((out_features, in_features), config.group_size)
-    return _low_bits(weight, config.bits, config.group_size, symmetric=config.symmetric)
+    if config.layout.group_size is not None:
+        check_group_size((out_features, in_features), config.layout.group_size)
+    return _rounded(weight, config.layout)
 
 
 def quantize_like(weight: Tensor, other: QuantizedWeight) -> QuantizedWeight:
     """Quantize a floating-point weight [out, in] with the bits, groups and order of inputs that `other` has.
 
-    Scales get the dtype of `other`'s. In the place of minima come zero points, which hold 0 exactly. Raises
+    Scales get the dtype of `other`'s. Minima are replaced by zero points, which hold 0 exactly. Raises
     UnsupportedError for NaN and infinity.
     """
-    order, group_size = other.input_order, other.group_size
-    weight, dtype = weight.detach(), other.weight_scale.dtype
-    weight = weight if order is None else weight.index_select(1, order)
-    result: QuantizedWeight
-    if other.bits == 8:
-        result = _bytes(weight, group_size, other.format, dtype=dtype)
-    else:
-        result = _low_bits(weight, other.bits, group_size, symmetric=other.symmetric, dtype=dtype)
-    return replace(result, input_order=order)
+    order, weight = other.input_order, weight.detach()
+    return _rounded(weight if order is None else weight.index_select(1, order), other.layout).changed(
+        input_order=order
+    )
 
 
-def _bytes(weight: Tensor, group_size: int, format: Format, *, dtype: torch.dtype | None = None) -> ByteWeight:
-    return BYTES[format].from_integers(*_round(weight, group_size, format=format, dtype=dtype))
+def _rounded(weight: Tensor, layout: Layout) -> QuantizedWeight:
+    """Round a weight to a layout; a scale_dtype of None is the weight's dtype."""
+    is_lopsided = layout.bits < 8 and not layout.symmetric
+    rounding = _round_asymmetric if is_lopsided else _round
+    made: QuantizedWeight = kind_of(layout).from_integers(*rounding(weight, layout))
+    return made
 
 
-def _low_bits(
-    weight: Tensor, bits: int, group_size: int, *, symmetric: bool, dtype: torch.dtype | None = None
-) -> LowBitWeight:
-    rounding = _round if symmetric else _round_asymmetric
-    return LOW_BITS[bits].from_integers(*rounding(weight, group_size, bits=bits, dtype=dtype))
-
-
-def _round(
-    weight: Tensor, group_size: int, *, bits: int = 8, format: Format = "int", dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """Levels [out, in] and scales [out, groups] of `dtype` or the weight's, a chunk of outputs at a time."""
-    half, largest = 1 << bits - 1, LARGEST["fp8" if format == "fp8" else "int8"]
-    stored = BYTES[format].stored_as
+def _round(weight: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Levels [out, in] and scales [out, groups] of the layout's dtype, a chunk of outputs at a time."""
+    bits, is_fp8 = layout.bits, layout.format == "fp8"
+    half, largest = 1 << bits - 1, LARGEST_NUMBER["fp8" if is_fp8 else "int8"]
+    stored = FLOAT8 if is_fp8 else torch.int8
     integers = torch.empty_like(weight, dtype=stored, memory_format=torch.contiguous_format)
-    scale = weight.new_empty(len(weight), weight.shape[1] // group_size, dtype=dtype)
+    scale = weight.new_empty(len(weight), layout.groups(weight.shape[1]), dtype=layout.scale_dtype)
+    group_size = weight.shape[1] // scale.shape[1]
     for outputs in chunks(len(weight)):
         groups = weight[outputs].reshape(-1, scale.shape[1], group_size)  # [outputs, groups, group]
         low, high = groups.aminmax(dim=-1)
@@ -87,23 +68,22 @@ def _round(
         # The stored scale is the divisor: what is rounded here is what dequantize multiplies back.
         divisor = _wide(scale[outputs]).masked_fill(scale[outputs] == 0, 1).unsqueeze(-1)
         levels = _wide(groups) / divisor
-        levels = levels if format == "fp8" else levels.round_()
+        levels = levels if is_fp8 else levels.round_()
         levels.clamp_(-largest if bits == 8 else -half, largest if bits == 8 else half - 1)
         integers[outputs] = levels.flatten(-2).to(stored)
     return integers, scale
 
 
-def _round_asymmetric(
-    weight: Tensor, group_size: int, *, bits: int, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _round_asymmetric(weight: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     """int8 [out, in], scales and int8 zero points [out, groups], both integers less half of the levels."""
-    half = 1 << bits - 1
+    half, groups_of_row = 1 << layout.bits - 1, layout.groups(weight.shape[1])
+    group_size = weight.shape[1] // groups_of_row
     steps = 2 * half - 1
     integers = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
-    scale = weight.new_empty(len(weight), weight.shape[1] // group_size, dtype=dtype)
+    scale = weight.new_empty(len(weight), groups_of_row, dtype=layout.scale_dtype)
     zero_point = torch.empty_like(scale, dtype=torch.int8)
     for outputs in chunks(len(weight)):
-        groups = _wide(weight[outputs]).reshape(-1, scale.shape[1], group_size)  # [outputs, groups, group]
+        groups = _wide(weight[outputs]).reshape(-1, groups_of_row, group_size)  # [outputs, groups, group]
         low, high = groups.aminmax(dim=-1)
         if not (low.isfinite().all() and high.isfinite().all()):
             refuse_not_finite()

@@ -24,8 +24,8 @@ from .finished import Rounded
 from .streaming import RoundingLinear
 from .windows import windows_of
 
-TOKENS = 256  # that the divergence is measured on, in windows of WINDOW
-WINDOW = 128
+MEASURED_TOKENS = 256  # that the divergence is measured on, in windows of WINDOW_TOKENS
+WINDOW_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def eight_bit_names(todo: Plan) -> frozenset[str]:
 def sensitivities(model: PreTrainedModel, linears: Mapping[str, LinearPlan], windows: Tensor) -> list[Unit]:
     """Each unit of the Linears, with what it costs to round it to 4 bits, to nearest, and no other."""
     copy = twin(model)
-    length = min(WINDOW, windows.shape[1])
-    ids = windows.flatten()[: max(1, TOKENS // length) * length]
+    length = min(WINDOW_TOKENS, windows.shape[1])
+    ids = windows.flatten()[: max(1, MEASURED_TOKENS // length) * length]
     ids = ids[: len(ids) // length * length].view(-1, length).to(model.device)
     with evaluating(copy):
         expected = _predictions(copy, ids)

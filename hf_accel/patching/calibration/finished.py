@@ -8,17 +8,18 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...config import WeightConfig
 from ...errors import UnsupportedError
-from ...linear.formats import QuantizedWeight, from_state, state
+from ...linear.formats import QuantizedWeight, from_state, kind_of, state
 from ..originals import fingerprint
 from ..plan import LinearPlan
 
-SCALES = "input_scales"  # beside the tensors of the weight
+SCALES = "input_scales"  # stored next to the tensors of the weight
 RECORD = "calibration.json"  # what the layers in the folder were made from
 
 
@@ -35,7 +36,7 @@ class Finished:
     """A folder of quantized weights, one file each; folder None: nothing is stored."""
 
     folder: Path | None
-    bits: Mapping[str, int]
+    kinds: Mapping[str, type[Any]]
     files: Mapping[str, str]
 
     @classmethod
@@ -46,7 +47,7 @@ class Finished:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             _check(folder, _record(config, windows, linears))
-        return cls(folder, {name: linear.config.bits for name, linear in linears.items()}, files)
+        return cls(folder, {name: kind_of(linear.config.layout) for name, linear in linears.items()}, files)
 
     def read(self, name: str) -> Rounded | None:
         """The weight of a layer; None if it is still to be made."""
@@ -55,7 +56,7 @@ class Finished:
         path = self.folder / self.files[name]
         try:
             tensors = load_file(path)
-            return Rounded(from_state(self.bits[name], tensors), tensors.get(SCALES))
+            return Rounded(from_state(self.kinds[name], tensors), tensors.get(SCALES))
         except Exception as error:
             raise UnsupportedError(f"resume: {path} cannot be read: {error}; delete it") from error
 
@@ -71,7 +72,7 @@ class Finished:
 
 
 def _record(config: WeightConfig, windows: Tensor, linears: Mapping[str, LinearPlan]) -> dict[str, str]:
-    """What the numbers depend on, by the words that an error names."""
+    """Return the settings that the numbers depend on, by the words that an error names."""
     weights = [f"{name} {fingerprint(linear.site.parameter)}" for name, linear in linears.items()]
     formats = [f"{p.config.method} {p.config.label} {p.config.group_size}" for p in linears.values()]
     return {

@@ -1,4 +1,4 @@
-"""Where the scales of a Linear's inputs can be taken off again by what computes these inputs, exactly.
+"""Folds: the places where the module that computes a Linear's inputs can take their scales off again, exactly.
 
 No names are known: a decoder layer is run in float32 with random scales folded in, and a fold counts as exact if all
 else in the layer comes out as without it. Layers of one structure are tried once.
@@ -40,7 +40,7 @@ def folded_parameters(module: nn.Module, scales: Tensor, offset: float | None) -
 
 
 def foldable(module: nn.Module, scales: Tensor, offset: float | None) -> Tensor:
-    """What scales [out] come to once they are folded into a norm, whose dtype rounds; nothing is lost then."""
+    """Return scales [out] rounded as a norm's dtype rounds them, so that folding them into the norm loses nothing."""
     if offset is None:
         return scales
     weight = module._parameters["weight"]
@@ -111,7 +111,7 @@ class Probe:
         self.generator = torch.Generator().manual_seed(0)
 
     def folds(self) -> Iterator[Fold]:
-        """Those that change nothing but what they fold."""
+        """Return the folds that change nothing but the folded modules."""
         inputs, self.expected = self.run()
         units: dict[int, list[str]] = {}
         for name, tensor in inputs.items():
@@ -157,7 +157,7 @@ class Probe:
                     yield Fold(name, tuple(names), None)
 
     def is_exact(self, fold: Fold) -> bool:
-        """Whether all Linears but the producer, and the layer, put out the same with random scales folded in."""
+        """Return whether the layer, and all Linears but the producer, give the same with random scales folded in."""
         producer = self.modules[fold.producer]
         consumers = [self.modules[name] for name in fold.consumers]
         width = self.expected[fold.producer].shape[-1]

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from ...errors import HfAccelWarning, UnsupportedError
 from ...hardware import release
 from ...linear.formats import QuantizedWeight
-from ...linear.input_statistics import CHUNK, Statistics
+from ...linear.input_statistics import CHUNK_ROWS, Statistics
 from ...linear.methods import awq, quantize
 from ..pack import Packed, pack_quantized
 from ..plan import Fold, LinearPlan, Plan
@@ -73,7 +73,7 @@ def _warn_of_missed(names: list[str]) -> None:
 
 
 class CalibrationPass:
-    """What is known while the data passes."""
+    """The state of one pass of the data."""
 
     def __init__(self, todo: Plan, linears: Mapping[str, LinearPlan], finished: Finished, bar: Any) -> None:
         self._todo, self._linears, self._finished, self._bar = todo, linears, finished, bar
@@ -113,7 +113,7 @@ class CalibrationPass:
         return Rounded(quantize(linear.site.weight, statistics.divided(scales), linear.config), scales)
 
     def _statistics_of(self, inputs: Tensor) -> Statistics:
-        """Those of the last call, if it was for the very same tensor: q, k and v are called on one."""
+        """Return the statistics of the last call if it was for the same tensor, since q, k and v are called on one."""
         if self._statistics is None or inputs is not self._inputs or inputs._version != self._version:
             self._statistics = self._inputs = None  # before there are others
             self._statistics = Statistics.of(inputs)
@@ -144,17 +144,17 @@ class CalibrationPass:
 def with_outputs_divided(weight: QuantizedWeight, scales: Tensor) -> QuantizedWeight:
     """A quantized weight [out, in] divided by scales [out]: the integers stay."""
     stored = weight.weight_scale
-    return replace(weight, weight_scale=(stored.float() / scales.unsqueeze(1)).to(stored.dtype))
+    return weight.changed(weight_scale=(stored.float() / scales.unsqueeze(1)).to(stored.dtype))
 
 
 class Quantizing(Protocol):
-    """What gives RoundingLinears their weights."""
+    """The object that gives RoundingLinears their weights."""
 
     def quantize(self, name: str, inputs: Tensor) -> Rounded: ...
 
 
 class RoundingLinear(nn.Module):
-    """In the place of a Linear of the copy: quantizes its weight on the first call, and multiplies by that."""
+    """Replaces a Linear of the copy: quantizes its weight on the first call, and multiplies by that."""
 
     def __init__(self, linear: LinearPlan, run: Quantizing) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class RoundingLinear(nn.Module):
         self._rounded: Rounded | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """What is known of a Linear, its sizes and its weight, are those of the one that this stands for."""
+        """Return an attribute, such as sizes and weight, of the Linear that this one replaces."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -181,7 +181,7 @@ def product(x: Tensor, rounded: Rounded, bias: Tensor | None) -> Tensor:
         dense /= rounded.scales
     rows = x.flatten(0, -2)
     out = x.new_empty(len(rows), len(dense))
-    for start in range(0, len(rows), CHUNK):
-        part = rows[start : start + CHUNK].float() @ dense.t()
-        out[start : start + CHUNK] = part if bias is None else part.add_(bias.float())
+    for start in range(0, len(rows), CHUNK_ROWS):
+        part = rows[start : start + CHUNK_ROWS].float() @ dense.t()
+        out[start : start + CHUNK_ROWS] = part if bias is None else part.add_(bias.float())
     return out.view(*x.shape[:-1], -1)

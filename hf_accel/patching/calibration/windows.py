@@ -1,4 +1,4 @@
-"""Calibration data, in whatever form a user has it, as windows of token ids of one length."""
+"""Calibration data of any form as windows of token ids of one length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTH = 512  # tokens of a window
 MOST = 32  # windows
 READ = 16  # times as many tokens are read, for windows that lie evenly over them
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-KNOWN = (
+KNOWN_FORMS = (
     "give token ids as a tensor [n, length], a list of texts or of lists of token ids, a dataset with a column "
     "'input_ids' or 'text', or (texts, tokenizer)"
 )
@@ -57,7 +57,7 @@ def _pieces(data: Any, tokenizer: PreTrainedTokenizerBase | None, model: PreTrai
     if isinstance(data, Tensor) and data.dim() == 2:
         data = list(data)
     if not isinstance(data, Iterable) or isinstance(data, bytes) or (isinstance(data, Tensor) and data.dim() > 2):
-        raise UnsupportedError(f"calibration= is {_kind(data)}; {KNOWN}")
+        raise UnsupportedError(f"calibration= is {_kind(data)}; {KNOWN_FORMS}")
     for piece in [data] if _is_row(data) else data:
         if isinstance(piece, Mapping):
             piece = _column(piece)
@@ -68,7 +68,7 @@ def _pieces(data: Any, tokenizer: PreTrainedTokenizerBase | None, model: PreTrai
 
 
 def _is_row(data: Any) -> bool:
-    """Whether it is one list of token ids, and no list of pieces."""
+    """Return whether it is one list of token ids, and no list of pieces."""
     return isinstance(data, list | tuple) and bool(data) and isinstance(data[0], int)
 
 
@@ -79,14 +79,14 @@ def _row(piece: Any) -> list[int]:
         return list(piece)
     if hasattr(piece, "__array__"):
         return _row(torch.as_tensor(piece))
-    raise UnsupportedError(f"calibration= holds {_kind(piece)}; {KNOWN}")
+    raise UnsupportedError(f"calibration= holds {_kind(piece)}; {KNOWN_FORMS}")
 
 
 def _column(row: Mapping[str, Any]) -> Any:
     for name in ("input_ids", "text"):
         if name in row:
             return row[name]
-    raise UnsupportedError(f"calibration= is a dataset with the columns {', '.join(map(repr, row))}; {KNOWN}")
+    raise UnsupportedError(f"calibration= is a dataset with the columns {', '.join(map(repr, row))}; {KNOWN_FORMS}")
 
 
 def _encoded(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -125,7 +125,7 @@ def _length(model: PreTrainedModel) -> int:
 
 def _as_ids(ids: Tensor) -> Tensor:
     if ids.dtype not in INTEGERS:
-        raise UnsupportedError(f"calibration= is a tensor of {ids.dtype}, and token ids are integers; {KNOWN}")
+        raise UnsupportedError(f"calibration= is a tensor of {ids.dtype}, and token ids are integers; {KNOWN_FORMS}")
     return ids.detach().cpu().long()
 
 

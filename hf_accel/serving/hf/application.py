@@ -25,7 +25,7 @@ from .served_model import OneModel
 
 # What is kept of transformers' routes. Those that load and unload models, and those that need other models, go.
 KEPT = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-OURS = ("/v1/models", "/health", "/ready", "/metrics", "/plan", "/stats", "/")
+OUR_ROUTES = ("/v1/models", "/health", "/ready", "/metrics", "/plan", "/stats", "/")
 
 
 def make_app(
@@ -57,7 +57,7 @@ def make_app(
     _add_routes(app, service, manager)
     app.router.routes += page_routes(service)
     _add_errors(app)
-    return Guard(app, service, api_key=api_key, hosts=hosts, paths=(*KEPT, *OURS))
+    return Guard(app, service, api_key=api_key, hosts=hosts, paths=(*KEPT, *OUR_ROUTES))
 
 
 def _add_routes(app: FastAPI, service: Service, manager: OneModel) -> None:

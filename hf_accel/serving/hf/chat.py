@@ -1,4 +1,4 @@
-"""/v1/chat/completions: the next message of a chat, with what it thinks and the tools that it calls."""
+"""/v1/chat/completions: the next message of a chat, with its thoughts and its calls of tools."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MessageParser:
     def of(
         cls, service: Service, prompt: list[int], tools: list[dict[str, Any]] | None, request_id: str, index: int = 0
     ) -> MessageParser:
-        """The parser for choice `index` of a request, of which the model was told `tools`."""
+        """Return the parser for choice `index` of a request that gave the model `tools`."""
         more = known_keywords(build_response_parser, {"tools": tools})
         return cls(build_response_parser(service.tokenizer, service.engine.model, prompt, **more), request_id, index)
 
@@ -75,7 +75,7 @@ class MessageParser:
 
 
 class Chat(OfEngine, ChatCompletionHandler):
-    """transformers' handler of chats; n, log-probabilities, tool_choice="none" and each field of its own."""
+    """transformers' handler of chats, with n, log-probabilities, tool_choice="none" and checked fields."""
 
     body_type = ChatBody
 
@@ -134,17 +134,17 @@ class Chat(OfEngine, ChatCompletionHandler):
 
 
 def _tools(asked: ChatBody, body: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools that the model is told of: with tool_choice="none" it cannot call any."""
+    """Return the tools that the model may call; with tool_choice="none" there are none."""
     return None if asked.tool_choice == "none" else body.get("tools") or None
 
 
 def deltas_of(parser: MessageParser, event: Event) -> list[dict[str, Any]]:
-    """The deltas of a message that news of its choice bring."""
+    """Return the deltas that an event of its choice adds to a message."""
     return parser.feed(event.text) + (parser.end() if event.finish_reason is not None else [])
 
 
 def _join(message: dict[str, Any], delta: dict[str, Any]) -> None:
-    """Add a delta to a message, as clients do. A whole message has no index beside its calls."""
+    """Add a delta to a message, as clients do. A whole message has no index in its calls."""
     for name, value in delta.items():
         if name == "tool_calls":
             calls = [{key: part for key, part in call.items() if key != "index"} for call in value]
@@ -160,7 +160,7 @@ def _chunk(
 
 
 def _logprobs(asked: ChatBody, entries: Sequence[ScoredToken]) -> dict[str, Any] | None:
-    """Log-probabilities as the chat API writes them: an entry for each token."""
+    """Return log-probabilities in the form of the chat API: an entry for each token."""
     if asked.num_logprobs is None:
         return None
     content = [
@@ -171,5 +171,5 @@ def _logprobs(asked: ChatBody, entries: Sequence[ScoredToken]) -> dict[str, Any]
 
 
 def _token(text: str, logprob: float) -> dict[str, Any]:
-    """bytes: None for a token that is a part of a character, whose bytes its text does not tell."""
+    """Return the entry of a token. bytes: None for a part of a character, whose bytes are not known from its text."""
     return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}

@@ -17,7 +17,7 @@ from .handlers import OfEngine, event_stream, usage, with_usage
 
 
 class Completions(OfEngine, CompletionHandler):
-    """transformers' handler of completions; several prompts, n, log-probabilities and each field of its own."""
+    """transformers' handler of completions, with several prompts, n, log-probabilities and checked fields."""
 
     body_type = CompletionBody
 
@@ -71,7 +71,7 @@ def _choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str 
 
 
 def _logprobs(asked: CompletionBody, entries: Sequence[ScoredToken]) -> dict[str, Any] | None:
-    """Log-probabilities as the completions API writes them: a list for each kind of fact."""
+    """Return log-probabilities in the form of the completions API: a list for each kind of fact."""
     if asked.num_logprobs is None:
         return None
     return {

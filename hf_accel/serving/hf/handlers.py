@@ -1,4 +1,4 @@
-"""What our handlers of chats, completions and responses have in common: a request's way to the Service."""
+"""The common part of our handlers of chats, completions and responses: a request's way to the Service."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class OfEngine(BaseHandler):
     async def _tokens(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, more: dict[str, Any]
     ) -> list[int]:
-        """What apply_chat_template() of the tokenizer does, with the template in a process of its own."""
+        """Apply the tokenizer's chat template, in a process of its own."""
         tokenizer, service = self.service.tokenizer, self.service
         if not CAN_RENDER or type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
             encode = partial(tokenizer.apply_chat_template, messages, tools=tools, add_generation_prompt=True, **more)
@@ -87,7 +87,7 @@ class OfEngine(BaseHandler):
 
     @staticmethod
     def get_processor_inputs_from_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
-        """transformers' conversion of messages; other fields of a message, such as a name, go to the template too."""
+        """Convert messages as transformers does; other fields of a message, such as a name, go to the template too."""
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
         inputs: list[dict[str, Any]] = BaseHandler.get_processor_inputs_from_messages(given, modality)
         return [{**message, **converted} for message, converted in zip(given, inputs, strict=True)]
@@ -119,7 +119,10 @@ def event_stream(
 async def with_usage(
     chunks: AsyncIterator[dict[str, Any]], job: Job, asked: Choices, head: dict[str, Any]
 ) -> AsyncIterator[dict[str, Any]]:
-    """Hand on the chunks of a stream, with the counts of tokens where they were asked for. head: of each chunk."""
+    """Pass on the chunks of a stream, with the counts of tokens if they were requested.
+
+    head: the fields of each chunk.
+    """
     async for chunk in chunks:
         yield {**chunk, "usage": usage(job)} if asked.wants_usage_in_chunks else chunk
     if asked.wants_usage:
@@ -127,6 +130,6 @@ async def with_usage(
 
 
 def usage(job: Job) -> dict[str, int]:
-    """The counts of tokens of a request; prompts count once, whatever n."""
+    """Return the counts of tokens of a request; prompts count once, whatever n is."""
     prompt, new = job.num_prompt_tokens, job.num_new_tokens
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

@@ -1,4 +1,4 @@
-"""/v1/responses, by transformers' own events. Its handler calls every answer completed; we say which are cut off."""
+"""/v1/responses, by transformers' own events. Its handler calls every answer completed; ours marks those cut off."""
 
 from __future__ import annotations
 
@@ -114,5 +114,5 @@ def incomplete(response: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut_off(item: dict[str, Any]) -> dict[str, Any]:
-    """The message is what is cut off: it is written to the end, and calls come whole or not at all."""
+    """Mark the message as cut off. It is the only item that can be: calls come whole or not at all."""
     return {**item, "status": "incomplete"} if item["type"] == "message" else item

@@ -20,7 +20,7 @@ from ..service import Service
 
 
 def load_fast_tokenizer(path: str, *, chat_template: str | None = None) -> Any:
-    """Load a checkpoint's tokenizer. chat_template: the text of a template to use in the place of its own.
+    """Load a checkpoint's tokenizer. chat_template: the text of a template to use instead of its own.
 
     Raises UnsupportedError for a tokenizer that cannot decode token by token.
     """
@@ -72,7 +72,7 @@ class OneModel(ModelManager):
         return self._service.engine.model, self._service.tokenizer
 
     def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
-        """What is served, as OpenAI's API lists models."""
+        """Return the served model as an entry of OpenAI's list of models."""
         context = self._service.context
         found = {"id": self._service.name, "object": "model", "created": self._created, "owned_by": "hf_accel"}
         return [found if context is None else {**found, "max_model_len": context}]

@@ -40,7 +40,7 @@ def page_routes(service: Service) -> list[Route]:
 
 
 def description(service: Service) -> dict[str, Any]:
-    """What is served: the name, the kind of model, whether it chats, and the choices of the plan."""
+    """Describe the served model: its name, its kind, whether it chats, and the choices of the plan."""
     done = state_of(service.engine.model).description
     has_chat = service.tokenizer.chat_template is not None
     return {"model": service.name, "description": done["model"], "chat": has_chat, "choices": done["choices"]}

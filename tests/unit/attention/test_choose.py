@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_accel import attention
-from hf_accel.attention import BACKENDS, AttentionSpec, ReferenceBackend, choose
+from hf_accel.attention import BACKENDS, AttentionSpec, ReferenceBackend, choose_backend
 from hf_accel.errors import UnsupportedError
 from hf_accel.kernels import cpu as kernels
 
@@ -61,23 +61,23 @@ def test_names_are_ordered_by_preference() -> None:
     "name, chosen", [("auto", "cpu"), ("cpu", "cpu"), ("sdpa", "sdpa"), ("reference", "reference")]
 )
 def test_every_backend_serves(changes: dict[str, Any], name: str, chosen: str) -> None:
-    backend, refusals = choose(spec(**changes), name)
+    backend, refusals = choose_backend(spec(**changes), name)
     assert backend.name == chosen and refusals == []
 
 
 def test_auto_passes_over_a_refusal_and_says_why(picky: Picky) -> None:
-    backend, refusals = choose(spec(sinks=True))
+    backend, refusals = choose_backend(spec(sinks=True))
     assert backend.name == "cpu"
     assert refusals == [("picky", "its kernel has no attention sinks")]
 
 
 def test_auto_takes_the_first_that_serves(picky: Picky) -> None:
-    assert choose(spec()) == (picky, [])
+    assert choose_backend(spec()) == (picky, [])
 
 
 def test_explicit_refusal_is_an_error_with_the_way_out(picky: Picky) -> None:
     with pytest.raises(UnsupportedError, match=r"'picky'.*no attention sinks.*attention='auto'"):
-        choose(spec(sinks=True), "picky")
+        choose_backend(spec(sinks=True), "picky")
 
 
 def test_unknown_name_lists_the_known() -> None:
@@ -85,7 +85,7 @@ def test_unknown_name_lists_the_known() -> None:
         UnsupportedError,
         match=r"'flash' is not known; .* one of 'cpu', 'flash_attn', .*'sdpa', 'ref",
     ):
-        choose(spec(), "flash")
+        choose_backend(spec(), "flash")
 
 
 @pytest.mark.parametrize(
@@ -97,18 +97,18 @@ def test_unknown_name_lists_the_known() -> None:
     ids=str,
 )
 def test_the_native_backend_says_what_it_cannot_serve(changes: dict[str, Any], reason: str) -> None:
-    backend, refusals = choose(spec(**changes))
+    backend, refusals = choose_backend(spec(**changes))
     assert backend.name == "sdpa" and refusals == [("cpu", reason)]
 
 
 def test_a_backend_for_another_device_is_not_spoken_of() -> None:
-    assert choose(spec(device_type="mps"))[1] == []
+    assert choose_backend(spec(device_type="mps"))[1] == []
     with pytest.raises(UnsupportedError, match=r"it runs on a CPU, not on mps.*use attention='auto'"):
-        choose(spec(device_type="mps"), "cpu")
+        choose_backend(spec(device_type="mps"), "cpu")
     with pytest.raises(UnsupportedError, match="it runs on an NVIDIA GPU, not on mps"):
-        choose(spec(device_type="mps"), "triton")
+        choose_backend(spec(device_type="mps"), "triton")
 
 
 def test_without_the_library_the_reason_is_that_of_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "refusal", lambda: "cpu kernels: not built (no compiler)")
-    assert choose(spec())[1] == [("cpu", "cpu kernels: not built (no compiler)")]
+    assert choose_backend(spec())[1] == [("cpu", "cpu kernels: not built (no compiler)")]

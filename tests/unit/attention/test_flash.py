@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_accel.attention import AttentionSpec, choose, flash
+from hf_accel.attention import AttentionSpec, choose_backend, flash
 from hf_accel.attention.flash import FlashAttention2, FlashAttention3, FlashBackend, FlashLibrary, TorchVarlen
 from hf_accel.errors import UnsupportedError
 from hf_accel.kernels import triton as kernels
@@ -147,13 +147,13 @@ def test_which_blocks_are_read(standin: Standin) -> None:
 )
 def test_refusals(standin: Standin, name: str, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedError, match=reason):
-        choose(replace(SPEC, **changes), name)
+        choose_backend(replace(SPEC, **changes), name)
 
 
 def test_the_order_of_choice(standin: Standin, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose(SPEC)[0].name == "flash_attn"
+    assert choose_backend(SPEC)[0].name == "flash_attn"
     monkeypatch.setattr(flash.importlib.util, "find_spec", lambda name: None)
-    chosen, refusals = choose(SPEC)
+    chosen, refusals = choose_backend(SPEC)
     assert chosen.name == "varlen"
     assert refusals == [("flash_attn", "flash_attn is not installed")]
-    assert choose(SPEC, row_invariant=True)[0].name == "triton"
+    assert choose_backend(SPEC, row_invariant=True)[0].name == "triton"

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_accel
-from hf_accel.attention.hf import NAME
+from hf_accel.attention.hf import ATTENTION_NAME
 from hf_accel.attention.hf.parts import set_our_attention, stock_parts
 from tests.families.models import build, select
 
@@ -44,7 +44,7 @@ def test_a_tower_keeps_its_attention(stock: PreTrainedModel) -> None:
     assert stock_parts(stock) == {TOWER: "Gemma4AudioAttention computes attention by itself"}
     before, own = heard(stock), implementations(stock)
     patched = hf_accel.patch(copy.deepcopy(stock), weights=None, fuse=False, cache="paged")
-    assert implementations(patched) == dict.fromkeys(own, NAME) | {TOWER: own[TOWER]}
+    assert implementations(patched) == dict.fromkeys(own, ATTENTION_NAME) | {TOWER: own[TOWER]}
     assert torch.equal(heard(patched), before)
     line = next(line for line in hf_accel.plan(stock, weights=None).lines if line.what == TOWER)
     assert (line.choice, line.reason) == ("stock", "Gemma4AudioAttention computes attention by itself")
@@ -57,7 +57,7 @@ def test_setting_our_attention_back_leaves_the_tower_as_it_is(stock: PreTrainedM
     before = implementations(patched)
     patched.set_attn_implementation("eager")
     assert set(implementations(patched).values()) == {"eager"}
-    patched.set_attn_implementation(NAME)
+    patched.set_attn_implementation(ATTENTION_NAME)
     kept = {"eager", before[TOWER]}  # older transformers has given it sdpa, which "eager" has replaced
     assert implementations(patched)[TOWER] in kept
     assert implementations(patched) | {TOWER: ""} == before | {TOWER: ""}
@@ -68,9 +68,9 @@ def test_setting_our_attention_back_leaves_the_tower_as_it_is(stock: PreTrainedM
 
 def test_a_tower_that_was_set_to_ours_by_name_goes_back_to_what_it_can_do(stock: PreTrainedModel) -> None:
     model = copy.deepcopy(stock)
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(ATTENTION_NAME)
     set_our_attention(model, model.set_attn_implementation)
-    assert implementations(model)[TOWER] == implementations(stock)[TOWER] != NAME
+    assert implementations(model)[TOWER] == implementations(stock)[TOWER] != ATTENTION_NAME
 
 
 def test_a_part_that_the_decoder_is_in_keeps_nothing(stock: PreTrainedModel) -> None:

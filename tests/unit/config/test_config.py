@@ -75,7 +75,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"weights": {"calibration": ["text"]}}, "calibration= is not read by method='rtn'; leave it out, or choose"),
     ({"weights": {"method": "gptq", "resume": 3}}, "resume=3 must be the path of a folder"),
     ({"weights": {"resume": "folder"}}, "resume= is not read by method='rtn'"),
-    ({"weights": {"average_bits": 4}}, "average_bits=4 must be a number between 4 and 8, as 4.5; bits= is for all"),
+    (
+        {"weights": {"average_bits": 4}},
+        "average_bits=4 must be a number between 4 and 8, as 4.5; bits= is for one number",
+    ),
     ({"weights": {"average_bits": "5"}}, "average_bits='5' must be a number between 4 and 8"),
     ({"weights": {"average_bits": True}}, "average_bits=True must be a number"),
     ({"weights": {"skip": [3]}}, "must hold module names"),

@@ -14,11 +14,20 @@ from transformers import LlamaConfig
 from hf_accel.config import WeightConfig
 from hf_accel.estimate import estimate, this_machine
 from hf_accel.estimate.roofline import ByRows, Machine
-from hf_accel.estimate.this_machine import KEYS, QUERIES, ROWS, SEQUENCES, Conditions, Measured, measure
+from hf_accel.estimate.this_machine import (
+    KEYS,
+    MEASURED_ROWS,
+    QUERIES,
+    SEQUENCES,
+    Conditions,
+    Measured,
+    measure_machine,
+)
 from hf_accel.estimate.workload import Workload
 from hf_accel.kernels.cpu.float_linear import FloatLinear
 from hf_accel.kernels.cpu.library import refusal
 from hf_accel.linear import LinearSpec, choose
+from tests.unit.linear.specs import linear_spec
 
 from .shapes import GEMMA2_2B, TINY
 
@@ -62,11 +71,11 @@ def test_the_most_frequent_matrix_is_timed_by_what_would_run(
     asked: list[LinearSpec] = []
     monkeypatch.setattr(this_machine, "choose", lambda spec: (asked.append(spec), choose(spec))[1])
     config = WeightConfig(bits=int(weights[-1]), group_size=32)
-    machine = measure(workload(weights=config), "cpu")
-    assert shapes == [(rows, 128) for rows in ROWS]  # gate and up: two of each layer
+    machine = measure_machine(workload(weights=config), "cpu")
+    assert shapes == [(rows, 128) for rows in MEASURED_ROWS]  # gate and up: two of each layer
     assert [spec.device_type for spec in asked] == ["cpu"]
     assert machine.compute == 6.0 and machine.floats is None and machine.quantized is not None
-    each = [1e-3 * rows / (64 * 128) for rows in ROWS]
+    each = [1e-3 * rows / (64 * 128) for rows in MEASURED_ROWS]
     assert machine.quantized.seconds == pytest.approx([max(0.0, one - nbytes / 1e9) for one in each])
 
 
@@ -78,8 +87,8 @@ def test_a_float_model_is_timed_by_our_kernel_and_beyond_its_rows_by_torch(monke
     monkeypatch.setattr(FloatLinear, "__call__", lambda self, x: (ours.append(len(x)), called(self, x))[1])
     monkeypatch.setattr(this_machine, "native_rows", lambda dtype: 16)
     by_rows(monkeypatch, lambda rows: 1.0)
-    machine = measure(workload(), "cpu")
-    assert ours == [rows for rows in ROWS if rows <= 16]
+    machine = measure_machine(workload(), "cpu")
+    assert ours == [rows for rows in MEASURED_ROWS if rows <= 16]
     assert machine.quantized is None and machine.floats is not None
 
 
@@ -91,7 +100,7 @@ def test_matrices_fill_the_cache_unless_the_model_is_smaller(
     monkeypatch.setattr(this_machine, "choose", lambda spec: SimpleNamespace(backend=Counting(packed)))
     monkeypatch.setattr(this_machine, "_uncached_bytes", lambda hardware: nbytes)
     by_rows(monkeypatch, lambda rows: 1.0)
-    measure(workload(weights="int8"), "cpu")
+    measure_machine(workload(weights="int8"), "cpu")
     assert len(packed) == count
 
 
@@ -130,7 +139,7 @@ def test_attention_of_the_model_s_heads(monkeypatch: pytest.MonkeyPatch) -> None
         return tuple(float(x.shape[2 if x.ndim == 4 else 0]) for x in inputs)
 
     monkeypatch.setattr(this_machine, "_timed", timed)
-    found = measure(workload(), "cpu").attention
+    found = measure_machine(workload(), "cpu").attention
     assert found is not None and found.rows == QUERIES
     assert shapes[: len(QUERIES)] == [(SEQUENCES, queries, 4, 16) for queries in QUERIES]
     nbytes = SEQUENCES * 2 * 2 * KEYS * 16 * 2  # K and V of two heads, in bfloat16
@@ -141,12 +150,12 @@ def test_attention_of_the_model_s_heads(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_measured_once() -> None:
-    spec = LinearSpec(in_features=64, out_features=128, bits=8, dtype=torch.float32)
+    spec = linear_spec(in_features=64, out_features=128, bits=8, dtype=torch.float32)
     here = Conditions(1, torch.get_num_threads())
     one = this_machine._quantized(spec, 1, here)
     assert one is this_machine._quantized(spec, 1, here)
-    assert one.rows == ROWS and all(0 < seconds < math.inf for seconds in one.seconds)
-    assert one.operations == tuple(2 * rows * 64 * 128 for rows in ROWS)
+    assert one.rows == MEASURED_ROWS and all(0 < seconds < math.inf for seconds in one.seconds)
+    assert one.operations == tuple(2 * rows * 64 * 128 for rows in MEASURED_ROWS)
 
 
 def test_reading_is_taken_off_and_seconds_are_of_each_weight() -> None:
@@ -163,7 +172,7 @@ def test_what_others_multiply_has_the_speed_of_torch_s_product(
     monkeypatch.setattr(this_machine, "detect", lambda device: SimpleNamespace(device=str(device)))
     monkeypatch.setattr(this_machine, "fp8_peak", lambda hardware: 7.0)
     expected = Machine(1e9, 6.0) if device == "cpu" else Machine(1e9, 4.0, fp8=7.0)
-    assert measure(workload(GEMMA2_2B, weights=weights), device) == expected
+    assert measure_machine(workload(GEMMA2_2B, weights=weights), device) == expected
 
 
 def test_few_rows_take_longer_than_their_share_of_many(monkeypatch: pytest.MonkeyPatch) -> None:

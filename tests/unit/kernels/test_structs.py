@@ -11,12 +11,12 @@ import pytest
 
 from hf_accel.kernels.cpu import attention, decoder_layer, elementwise, integer_linear, library, structs
 from hf_accel.kernels.cpu.build import SOURCE
-from hf_accel.kernels.cpu.structs import EPILOGUES, packed_format
+from hf_accel.kernels.cpu.structs import ACTIVATIONS, EPILOGUES, packed_format
 
 HEADER = re.sub(r"//.*", "", (SOURCE / "kernels.h").read_text(encoding="utf-8"))
 TYPES = (SOURCE / "types.h").read_text(encoding="utf-8")
 KERNELS = dict(re.findall(r"KERNEL\((\w+), (\w+)\)", HEADER))
-INNER = [attention.Rows, attention.PageWrite, structs.Columns, elementwise.Rotated]
+INNER = [attention.Rows, attention.PageWrite, structs.Columns, structs.ScoreBias, elementwise.Rotated]
 STRUCTS = {s.__name__: s for s in (*library._structs.values(), *INNER)}
 SCALARS = {"int64_t": c_int64, "int32_t": c_int32, "float": c_float}
 
@@ -71,5 +71,8 @@ def test_numbers_of_names() -> None:
     assert {8: int(dtypes["INT8"]), 4: int(dtypes["INT4"])} == integer_linear.FORMATS
     kinds = re.search(r"enum LayerOpKind : int32_t {(.*?)}", HEADER)[1]  # type: ignore[index]
     assert tuple(kinds.lower().replace(" ", "").split(",")) == decoder_layer.OPERATIONS
-    epilogues = re.findall(r"= (\d)", re.search(r"enum Epilogue.*", HEADER)[0])  # type: ignore[index]
-    assert list(map(int, epilogues)) == list(EPILOGUES.values())
+    for enum, numbers in (("Epilogue", EPILOGUES), ("Activation", ACTIVATIONS)):
+        found = re.findall(r"= (\d)", re.search(rf"enum {enum}.*", HEADER)[0])  # type: ignore[index]
+        assert list(map(int, found)) == list(numbers.values())
+    named = re.findall(r"(\w+) = \d", re.search(r"enum Activation.*", HEADER)[0])  # type: ignore[index]
+    assert [name.lower() for name in named] == list(ACTIVATIONS)

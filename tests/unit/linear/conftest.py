@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_accel.linear.formats import LOW_BITS, Float8Weight, Int8Weight
+from hf_accel.linear.formats import KINDS, Float8Weight
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def make_weight():
         integers = torch.randint(low, high + 1, (out_features, in_features), dtype=torch.int8)
         scale = (torch.rand(out_features, groups) * 0.01 + 0.001).to(dtype)
         repeated = np.repeat(scale.double().numpy(), in_features // groups, axis=1)
-        weight = (Int8Weight if bits == 8 else LOW_BITS[bits]).from_integers(integers, scale)
+        weight = KINDS[f"int{bits}"].from_integers(integers, scale)
         return weight, integers.numpy() * repeated
 
     return make

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_accel.linear import BACKENDS, Backend, LinearSpec
-from hf_accel.linear.formats import FORMATS
+from hf_accel.linear import BACKENDS, Backend
+from hf_accel.linear.formats import KINDS
 from hf_accel.linear.onednn import is_exact
 from hf_accel.linear.reference import Reference
 from hf_accel.linear.torch_int4 import block_size
+
+from .specs import linear_spec
 
 
 @pytest.mark.parametrize(
@@ -23,18 +25,18 @@ from hf_accel.linear.torch_int4 import block_size
     ],
 )
 def test_bytes_of_a_layer(bits, group_size, dtype, weight_bytes):
-    spec = LinearSpec(in_features=256, out_features=100, bits=bits, group_size=group_size, dtype=dtype)
+    spec = linear_spec(in_features=256, out_features=100, bits=bits, group_size=group_size, dtype=dtype)
     assert spec.weight_bytes == weight_bytes
 
 
 def test_bytes_of_zero_points():
     sizes = {"in_features": 256, "out_features": 100, "bits": 4, "group_size": 32, "dtype": torch.float16}
-    both = [LinearSpec(**sizes, symmetric=symmetric).weight_bytes for symmetric in (True, False)]
+    both = [linear_spec(**sizes, symmetric=symmetric).weight_bytes for symmetric in (True, False)]
     assert both[1] - both[0] == 13 * 8 * 4  # 100 outputs take 13 words
 
 
 def test_most_backends_have_nothing_to_note():
-    spec = LinearSpec(in_features=64, out_features=64, bits=8, dtype=torch.float32)
+    spec = linear_spec(in_features=64, out_features=64, bits=8, dtype=torch.float32)
     notes = {backend.note(spec) for backend in BACKENDS if backend.reads(spec)}
     assert notes == {None, "calls with more than 256 rows may round activations to INT8"}
 
@@ -42,17 +44,15 @@ def test_most_backends_have_nothing_to_note():
 def test_every_backend_keeps_the_contract():
     for backend in BACKENDS:
         assert isinstance(backend, Backend)
-        assert set(backend.bits) <= set(FORMATS)
+        assert set(backend.layouts) <= set(KINDS)
         assert backend.activations in (None, "int8", "fp8")
-        assert backend.formats in (("int",), ("fp8",), ("int", "fp8"))
 
 
 def test_every_backend_has_a_reference_that_rounds_as_it_does():
     for backend in BACKENDS:
         plain = [b for b in BACKENDS if b.name == backend.reference and b.activations == backend.activations]
         assert len(plain) == 1
-        assert isinstance(plain[0], Reference) and set(backend.bits) <= set(plain[0].bits)
-        assert set(backend.formats) <= set(plain[0].formats)
+        assert isinstance(plain[0], Reference) and set(backend.layouts) <= set(plain[0].layouts)
 
 
 def cpu_flags() -> set[str]:

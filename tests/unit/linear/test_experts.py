@@ -12,7 +12,7 @@ import hf_accel
 from hf_accel.config import WeightConfig
 from hf_accel.errors import HfAccelError, UnsupportedError
 from hf_accel.linear import LinearSpec, QuantExperts, QuantLinear, QuantModule, choose, quantize
-from hf_accel.linear.experts import joined, parts_of
+from hf_accel.linear.experts import parts_of
 from hf_accel.linear.formats import readable, state
 from hf_accel.linear.hf import experts_refusal
 from hf_accel.undo.state import state_of
@@ -292,7 +292,7 @@ def test_parts_come_together_again(weights, count, rows):
         alone = quantize(weight, config)
         pairs = zip(state(part).values(), state(alone).values(), strict=True)
         assert all(torch.equal(readable(a), readable(b)) for a, b in pairs)
-    again = joined(parts)
+    again = type(whole).joined(parts)
     assert type(again) is type(whole)
     assert all(
         torch.equal(readable(a), readable(b))

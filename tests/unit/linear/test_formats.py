@@ -8,8 +8,7 @@ import torch
 from hf_accel.errors import UnsupportedError
 from hf_accel.linear import Int4Weight, Int8Weight
 from hf_accel.linear.formats import (
-    CHUNK,
-    FORMATS,
+    KINDS,
     Layout,
     check_group_size,
     chunks,
@@ -18,6 +17,7 @@ from hf_accel.linear.formats import (
     zero_point_bytes,
     zeros,
 )  # fmt: skip
+from hf_accel.linear.formats.quantized_weight import CHUNK
 from hf_accel.linear.methods.rtn import quantize_like
 
 
@@ -70,7 +70,7 @@ def test_zero_points_are_taken_off(outputs, dtype, bits):
     integers = torch.randint(-half, half, (35, 96), dtype=torch.int8)
     zero_point = torch.randint(-half, half, (35, 3), dtype=torch.int8)
     scale = torch.rand(35, 3).to(dtype)
-    weight = FORMATS[bits].from_integers(integers, scale, zero_point)
+    weight = KINDS[f"int{bits}"].from_integers(integers, scale, zero_point)
     assert weight.weight_zero_point.nbytes == zero_point_bytes(35, 3, bits)
     assert torch.equal(weight.zero_points(outputs), zero_point[outputs])
     exact = integers.double().view(35, 3, 32) - zero_point.double()[..., None]
@@ -85,18 +85,18 @@ def test_a_state_has_zero_points_only_where_the_weight_has():
     assert symmetric.symmetric
     assert symmetric.zero_points() is None
     assert list(state(symmetric)) == ["weight_packed", "weight_scale", "weight_shape"]
-    assert from_state(4, state(symmetric)).symmetric
+    assert from_state(Int4Weight, state(symmetric)).symmetric
     asymmetric = Int4Weight.from_integers(integers, scale, torch.tensor([[3], [-8], [7]], dtype=torch.int8))
     assert not asymmetric.symmetric
     assert list(state(asymmetric)) == ["weight_packed", "weight_scale", "weight_shape", "weight_zero_point"]
-    assert from_state(4, state(asymmetric)).zero_points().tolist() == [[3], [-8], [7]]
+    assert from_state(Int4Weight, state(asymmetric)).zero_points().tolist() == [[3], [-8], [7]]
 
 
 @pytest.mark.parametrize("bits", [4, 3, 2])
 def test_the_first_integer_is_in_the_lowest_bits(bits):
     half = 1 << bits - 1
     integers = torch.randint(-half, half, (5, 64), dtype=torch.int8)
-    weight = FORMATS[bits].from_integers(integers, torch.ones(5, 2))
+    weight = KINDS[f"int{bits}"].from_integers(integers, torch.ones(5, 2))
     assert weight.weight_packed.dtype == torch.int32
     assert weight.weight_packed.shape == (5, 2 * bits)
     for words, row in zip(weight.weight_packed.tolist(), integers.tolist(), strict=True):
@@ -121,10 +121,10 @@ def test_integers_survive_storage(make_weight, bits, shape):
     half = 1 << bits - 1
     low, high = (-127, 128) if bits == 8 else (-half, half)
     integers = torch.randint(low, high, shape, dtype=torch.int8)
-    weight = FORMATS[bits].from_integers(integers, torch.ones(shape[0], 1))
+    weight = KINDS[f"int{bits}"].from_integers(integers, torch.ones(shape[0], 1))
     assert weight.shape == shape
     assert torch.equal(weight.integers(), integers)
-    restored = from_state(bits, state(weight) | {"bias": torch.zeros(1)})
+    restored = from_state(type(weight), state(weight) | {"bias": torch.zeros(1)})
     assert torch.equal(restored.integers(slice(1, None)), integers[1:])
 
 
@@ -216,9 +216,10 @@ def test_groups_minima_and_orders_of_inputs(bits, minima, ordered):
     weight, dense = made(bits, minima=minima, ordered=ordered)
     torch.testing.assert_close(weight.dequantize(torch.float64), dense, rtol=1e-12, atol=1e-12)
     assert torch.equal(weight.dequantize(torch.float32, outputs=slice(3, 7)), weight.dequantize(torch.float32)[3:7])
-    layout = Layout.of(weight)
-    assert layout == Layout(bits=bits, group_size=16, symmetric=not minima, minima=minima, ordered=ordered)
-    again = from_state(bits, state(weight))
+    layout = weight.layout
+    groups = {"bits": bits, "group_size": 16, "scale_dtype": weight.weight_scale.dtype}
+    assert layout == Layout(**groups, symmetric=not minima, minima=minima, ordered=ordered)
+    again = from_state(type(weight), state(weight))
     assert torch.equal(again.dequantize(torch.float32), weight.dequantize(torch.float32))
     empty = zeros(layout, (10, 64), dtype=torch.float16, device="cpu")
     assert {k: (t.dtype, t.shape) for k, t in state(empty).items()} == {

@@ -30,7 +30,7 @@ def generate(model: Any, **keywords: Any) -> Tensor:
 
 
 def layers(model: Any) -> dict[str, QuantLinear]:
-    return {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear) and m.format == "fp8"}
+    return {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear) and m.layout.label == "fp8"}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -63,7 +63,7 @@ def test_saved_and_loaded_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> Non
             assert name == key and one.dtype is two.dtype and bits(one) == bits(two)
         if dtype is torch.float32:  # in another one, `.to()` rounded the tables of the first model's rotation too
             assert bits(logits(other)) == bits(logits(model))
-    assert model.lm_head.bits == 8 and model.lm_head.format == "int"
+    assert model.lm_head.layout.label == "int8"
 
 
 def test_loaded_as_it_is_read(tmp_path: Path) -> None:

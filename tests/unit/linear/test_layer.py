@@ -14,6 +14,7 @@ from hf_accel.linear import LinearSpec, QuantLinear, choose, quantize
 from hf_accel.linear.formats import readable
 
 from .layers import quantized_layer
+from .specs import linear_spec
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPE = (48, 128)  # [out, in]
@@ -31,11 +32,12 @@ STORED = {
 
 
 def stored_form(layer: QuantLinear) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    return STORED[layer.spec.label] | ({} if layer.symmetric else {"weight_zero_point": (torch.int32, (6, 4))})
+    zero_point = {} if layer.layout.symmetric else {"weight_zero_point": (torch.int32, (6, 4))}
+    return STORED[layer.layout.label] | zero_point
 
 
 def spec_of_layer(config: WeightConfig, device: str = "cpu") -> LinearSpec:
-    return LinearSpec(
+    return linear_spec(
         in_features=128, out_features=48, bits=config.bits, group_size=32, symmetric=config.symmetric, dtype=BF16,
         device_type=device, activations=config.activations, format=config.format,
     )  # fmt: skip
@@ -93,11 +95,11 @@ def test_is_a_linear_without_a_float_parameter(make_layer):
     assert layer.weight.device == torch.device("cpu")
     stored = [tensor for name, tensor in layer.state_dict().items() if name not in ("bias", "weight_shape")]
     assert layer.spec.weight_bytes == sum(tensor.nbytes for tensor in stored)
-    assert f"bits={layer.bits}" in repr(layer)
+    assert f"bits={layer.layout.bits}" in repr(layer)
     assert f"backend={make_layer.backend}" in repr(layer)
-    assert ("group_size=32" in repr(layer)) == (layer.bits == 4)
-    assert ("symmetric=False" in repr(layer)) == (not layer.symmetric)
-    assert ("format='fp8'" in repr(layer)) == (layer.format == "fp8")
+    assert ("group_size=32" in repr(layer)) == (layer.layout.bits == 4)
+    assert ("symmetric=False" in repr(layer)) == (not layer.layout.symmetric)
+    assert ("format='fp8'" in repr(layer)) == (layer.layout.format == "fp8")
 
 
 def test_computes_with_its_dequantized_weight(make_layer, x):

@@ -10,17 +10,18 @@ import torch
 
 from hf_accel.errors import HfAccelWarning
 from hf_accel.kernels import triton
-from hf_accel.linear import LinearSpec
 from hf_accel.linear import measured_tiles as module
 from hf_accel.linear.backend import FEW_ROWS
 from hf_accel.linear.measured_tiles import ROWS, Measuring
 from hf_accel.linear.registry import BackendChoice
 from hf_accel.linear.triton import Triton
 
+from .specs import changed, linear_spec
+
 pytest.importorskip("triton")
 from hf_accel.linear import tiles
 
-SPEC = LinearSpec(in_features=2048, out_features=512, bits=4, dtype=torch.bfloat16)
+SPEC = linear_spec(in_features=2048, out_features=512, bits=4, dtype=torch.bfloat16)
 BACKENDS = {rounding: Triton(row_invariant=False, rounding=rounding) for rounding in ("never", "many rows")}
 
 
@@ -76,7 +77,7 @@ def test_each_candidate_is_timed_once_and_the_best_is_taken(gpu):
     for rows, expected in ((1, best[1]), (1025, best[2048]), (2048, best[2048]), (10**5, best[2048])):
         assert str(tiles.tile_for(rows, weight_of(), torch.bfloat16)) == expected
     assert words.startswith(f"measured: {best[1].partition(',')[0]} up to 1 row, ") and words.endswith(" beyond")
-    other = LinearSpec(in_features=2048, out_features=256, bits=4, dtype=torch.bfloat16)
+    other = linear_spec(in_features=2048, out_features=256, bits=4, dtype=torch.bfloat16)
     assert tiles.tile_for(1, weight_of(other), torch.bfloat16) == tiles.by_rule(
         1, weight_of(other), torch.bfloat16, "never"
     )
@@ -95,7 +96,7 @@ def test_only_many_rows_may_be_rounded(gpu):
 def test_torchs_product_is_measured_beside_the_tiles(gpu, monkeypatch):
     """For many rows in FP8, on a GPU that has one of the same meaning, and not for experts."""
     monkeypatch.setattr(triton, "capability", lambda: (9, 0))
-    spec = LinearSpec(in_features=2048, out_features=512, bits=8, dtype=torch.bfloat16, format="fp8")
+    spec = linear_spec(in_features=2048, out_features=512, bits=8, dtype=torch.bfloat16, format="fp8")
     backend = Triton(row_invariant=False, rounding="many rows", rounded_to="fp8")
     gpu.seconds = {"torch._scaled_mm": 0.1}
     measuring = Measuring(gpu.clock)
@@ -116,7 +117,7 @@ def test_torchs_product_is_measured_beside_the_tiles(gpu, monkeypatch):
 
 def test_of_a_wide_weight_some_outputs_are_taken():
     """In a multiple that each candidate takes."""
-    spec = LinearSpec(in_features=28672, out_features=8192, bits=8, dtype=torch.bfloat16, format="fp8")
+    spec = linear_spec(in_features=28672, out_features=8192, bits=8, dtype=torch.bfloat16, format="fp8")
     timing = module._Timing(Measuring(), Triton(row_invariant=False), spec)
     assert timing.packed.out_features == 4672 and timing.packed.in_features == 28672
 
@@ -132,7 +133,7 @@ def test_the_next_process_reads_the_file(gpu, monkeypatch):
     assert not gpu.calls
     assert tiles.MEASURED
     for change in ({"dtype": torch.float16}, {"group_size": 64}, {"symmetric": False}, {"out_features": 256}):
-        spec = LinearSpec(**({**vars(SPEC)} | change))
+        spec = changed(SPEC, change)
         monkeypatch.setattr(module, "seconds_of", lambda rows, weight, tile, dtype: gpu.calls.update([1]) or 1.0)
         gpu.calls.clear()
         Measuring(gpu.clock).measure(choice(spec=spec))
@@ -174,7 +175,7 @@ def test_a_tile_that_fails_is_left_out_and_named(gpu):
     assert gpu.calls[1, broken] == 1
     gpu.seconds = {name: RuntimeError("") for rows in ROWS for name in names(rows)}
     tiles.MEASURED.clear()
-    words = Measuring(gpu.clock).measure(choice(spec=LinearSpec(**{**vars(SPEC), "group_size": 64})))
+    words = Measuring(gpu.clock).measure(choice(spec=changed(SPEC, {"group_size": 64})))
     assert words.startswith("measured: as the rule says beyond; left out: ")
     assert tiles.tile_for(7, weight_of(), torch.bfloat16) == tiles.by_rule(7, weight_of(), torch.bfloat16, "never")
 
@@ -242,7 +243,7 @@ def test_on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tiles, "MEASURED", {})
     monkeypatch.setattr(module, "SECONDS", 60.0)
-    spec = LinearSpec(**{**vars(SPEC), "device_type": "cuda"})
+    spec = changed(SPEC, {"device_type": "cuda"})
     measuring = Measuring()
     words = measuring.measure(choice("many rows", spec))
     measuring.finish()

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from hf_accel.linear import Int8Weight, LinearSpec
+from hf_accel.linear import Int8Weight
 from hf_accel.linear import onednn as module
 from hf_accel.linear.onednn import OneDNN, is_exact
+
+from .specs import linear_spec
 
 SPEC = {"in_features": 37, "out_features": 33, "bits": 8, "dtype": torch.float32}
 
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.skipif(not is_exact(), reason="torch's oneDNN INT8 matm
     ],
 )
 def test_refuses(keywords, reason):
-    assert OneDNN().refuses(LinearSpec(**(SPEC | keywords))) == reason
+    assert OneDNN().refuses(linear_spec(**(SPEC | keywords))) == reason
 
 
 def missing(*arguments):
@@ -47,7 +49,7 @@ def test_refuses_a_build_without_exact_sums(monkeypatch, broken):
     is_exact.cache_clear()
     monkeypatch.setattr(module, "_matmul", broken)
     try:
-        reason = OneDNN().refuses(LinearSpec(**SPEC))
+        reason = OneDNN().refuses(linear_spec(**SPEC))
     finally:
         is_exact.cache_clear()
     assert reason == "torch's oneDNN INT8 matmul is not available in this build"

@@ -10,6 +10,8 @@ from hf_accel.linear import BACKENDS, Int4Weight, LinearSpec
 from hf_accel.linear.formats import QuantizedWeight, from_state, readable, state
 from tests.devices import device_of
 
+from .specs import linear_spec
+
 # A few roundings of the dtype.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 CASES = [
@@ -35,19 +37,19 @@ PAIRS = [
     parameter(backend, *case, name=f"-{'int' * (case[0] != 'fp8')}{case[0]}-{case[1]}x{case[2]}")
     for backend in TRIED
     for case in CASES
-    if (case[0] in backend.bits and "int" in backend.formats) or case[0] in backend.formats
+    if case[0] in backend.layouts or f"int{case[0]}" in backend.layouts
 ]
 
 
 def spec_of(bits, outputs, inputs, *, group_size, dtype, device) -> LinearSpec:
     kind = {"bits": 8, "format": "fp8"} if bits == "fp8" else {"bits": bits}
     sizes = {"in_features": inputs, "out_features": outputs, "group_size": group_size}
-    return LinearSpec(**sizes, **kind, dtype=dtype, device_type=device)
+    return linear_spec(**sizes, **kind, dtype=dtype, device_type=device)
 
 
 def on(weight: QuantizedWeight, device: str) -> QuantizedWeight:
     moved = {name: tensor.to(device) for name, tensor in state(weight).items()}
-    return from_state(weight.bits, moved, format=weight.format)
+    return from_state(type(weight), moved)
 
 
 def rounded_rows(x: np.ndarray) -> np.ndarray:
@@ -144,13 +146,11 @@ def assert_same_state(restored, weight):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("outputs", "inputs", "group_size"), [(1, 32, 32), (33, 128, 64), (272, 256, 128)])
-@pytest.mark.parametrize(
-    "backend", [parameter(backend) for backend in TRIED if 4 in backend.bits and "int" in backend.formats]
-)
+@pytest.mark.parametrize("backend", [parameter(backend) for backend in TRIED if "int4" in backend.layouts])
 def test_zero_points(backend, outputs, inputs, group_size, dtype):
     device = device_of(backend)
     sizes = {"in_features": inputs, "out_features": outputs, "bits": 4, "group_size": group_size}
-    if reason := backend.refuses(LinearSpec(**sizes, symmetric=False, dtype=dtype, device_type=device)):
+    if reason := backend.refuses(linear_spec(**sizes, symmetric=False, dtype=dtype, device_type=device)):
         pytest.skip(reason)
     groups = inputs // group_size
     integers = torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8)

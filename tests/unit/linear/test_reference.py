@@ -3,9 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_accel.linear import BACKENDS, LinearSpec
+from hf_accel.linear import BACKENDS
 from hf_accel.linear.formats import Layout, from_state, state, zeros
 from hf_accel.linear.reference import REFERENCES, Reference, differentiable_linear
+
+from .specs import linear_spec
 
 
 @pytest.mark.parametrize(
@@ -19,14 +21,16 @@ from hf_accel.linear.reference import REFERENCES, Reference, differentiable_line
     ],
 )
 def test_refuses_other_activations_only(own, asked, reason):
-    spec = LinearSpec(in_features=7, out_features=3, bits=8, dtype=torch.float64, device_type="mps", activations=asked)
+    spec = linear_spec(
+        in_features=7, out_features=3, bits=8, dtype=torch.float64, device_type="mps", activations=asked
+    )
     assert Reference(own).refuses(spec) == reason
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_on_the_meta_device(make_weight, bits):
     weight, _ = make_weight(bits, 300, 64)
-    meta = from_state(bits, {name: tensor.to("meta") for name, tensor in state(weight).items()})
+    meta = from_state(type(weight), {name: tensor.to("meta") for name, tensor in state(weight).items()})
     got = REFERENCES[None].run(torch.empty(2, 64, device="meta"), meta, None)
     assert got.shape == (2, 300)
 
@@ -36,11 +40,12 @@ def test_zero_points_on_the_meta_device():
     assert REFERENCES[None].run(torch.empty(2, 64, device="meta"), meta, None).shape == (2, 300)
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: f"{backend.name}-{backend.bits[0]}")
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: f"{backend.name}-{backend.layouts[0]}")
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_gradients_are_those_of_the_float_layer(make_weight, backend, has_bias):
-    bits, dtype = backend.bits[-1] if "int" in backend.formats else "fp8", torch.bfloat16
-    spec = LinearSpec(in_features=64, out_features=272, bits=backend.bits[-1], group_size=32, dtype=dtype)
+    integers, dtype = [int(label[3:]) for label in backend.layouts if label.startswith("int")], torch.bfloat16
+    bits = integers[-1] if integers else "fp8"
+    spec = linear_spec(in_features=64, out_features=272, bits=min([8, *integers]), group_size=32, dtype=dtype)
     if backend.name == "cpu" and (reason := backend.refuses(spec)):
         pytest.skip(reason)
     weight, dense = make_weight(bits, 272, 64, dtype=dtype)

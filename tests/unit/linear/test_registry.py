@@ -6,10 +6,12 @@ import torch
 from hf_accel.errors import UnsupportedError
 from hf_accel.kernels import cpu as kernels
 from hf_accel.kernels import triton
-from hf_accel.linear import LinearSpec, choose
+from hf_accel.linear import choose
 from hf_accel.linear import registry as module
 from hf_accel.linear.onednn import is_exact
 from hf_accel.linear.torch_int4 import block_size
+
+from .specs import linear_spec
 
 pytestmark = pytest.mark.skipif(
     not (is_exact() and block_size()), reason="this build of torch lacks the ops that are chosen among"
@@ -37,12 +39,12 @@ def no_kernels(monkeypatch):
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("activations", ["auto", "int8"])
 def test_the_native_kernels_come_first(shape, bits, dtype, activations):
-    choice = choose(LinearSpec(**shape, bits=bits, dtype=dtype, activations=activations))
+    choice = choose(linear_spec(**shape, bits=bits, dtype=dtype, activations=activations))
     assert (choice.backend.name, choice.refusals) == ("cpu", ())
 
 
 def test_without_the_kernels_their_reason_is_told(no_kernels):
-    choice = choose(LinearSpec(**LARGE, bits=8, dtype=BF16))
+    choice = choose(linear_spec(**LARGE, bits=8, dtype=BF16))
     assert choice.refusals == (("cpu", "cpu kernels: not built (no compiler)"),)
 
 
@@ -68,38 +70,38 @@ def test_without_the_kernels_their_reason_is_told(no_kernels):
     ],
 )
 def test_auto_without_the_kernels(no_kernels, shape, bits, dtype, keywords, chosen, activations):
-    choice = choose(LinearSpec(**shape, bits=bits, dtype=dtype, **keywords))
+    choice = choose(linear_spec(**shape, bits=bits, dtype=dtype, **keywords))
     assert (choice.backend.name, choice.backend.activations) == (chosen, activations)
 
 
 @pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_zero_points_are_native_too(dtype):
-    choice = choose(LinearSpec(**LARGE, bits=4, symmetric=False, dtype=dtype))
+    choice = choose(linear_spec(**LARGE, bits=4, symmetric=False, dtype=dtype))
     assert (choice.backend.name, choice.refusals) == ("cpu", ())
 
 
 @pytest.mark.parametrize("activations", [None, "int8"])
 def test_torch_refuses_zero_points(no_kernels, activations):
-    choice = choose(LinearSpec(**LARGE, bits=4, symmetric=False, dtype=BF16, activations=activations))
+    choice = choose(linear_spec(**LARGE, bits=4, symmetric=False, dtype=BF16, activations=activations))
     assert (choice.backend.name, choice.backend.activations) == ("reference", activations)
     assert activations == "int8" or ("torch", "it takes symmetric weights only") in choice.refusals
 
 
 @pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 def test_refusals_name_the_backends_that_were_asked_before():
-    choice = choose(LinearSpec(**LARGE, bits=8, dtype=FP32, activations=None))
+    choice = choose(linear_spec(**LARGE, bits=8, dtype=FP32, activations=None))
     assert choice.refusals == (
         ("cpu", "it rounds activations to INT8"),
         ("onednn", "it rounds activations to INT8"),
         ("torch", "it takes bfloat16, not torch.float32"),
     )
-    assert choose(LinearSpec(**LARGE, bits=8, dtype=FP32)).refusals == ()
+    assert choose(linear_spec(**LARGE, bits=8, dtype=FP32)).refusals == ()
 
 
 def test_backends_that_are_row_invariant_come_first_where_asked(monkeypatch):
     monkeypatch.setattr(triton, "refusal", lambda device_type: None)
-    spec = LinearSpec(**LARGE, bits=4, dtype=BF16, device_type="cuda")
+    spec = linear_spec(**LARGE, bits=4, dtype=BF16, device_type="cuda")
     choose.cache_clear()
     for wanted in (False, True):
         choice = choose(spec, row_invariant=wanted)
@@ -108,7 +110,7 @@ def test_backends_that_are_row_invariant_come_first_where_asked(monkeypatch):
 
 
 def test_a_named_backend_is_taken_where_auto_would_not():
-    spec = LinearSpec(**LARGE, bits=8, dtype=BF16)
+    spec = linear_spec(**LARGE, bits=8, dtype=BF16)
     assert choose(spec, "torch").backend.name == "torch"
     assert choose(spec, "reference").backend.activations is None
 
@@ -129,12 +131,12 @@ def test_a_named_backend_is_taken_where_auto_would_not():
 )
 def test_a_named_backend_that_refuses_is_an_error(name, bits, keywords, message):
     with pytest.raises(UnsupportedError, match=message):
-        choose(LinearSpec(**LARGE, bits=bits, dtype=FP32, **keywords), name)
+        choose(linear_spec(**LARGE, bits=bits, dtype=FP32, **keywords), name)
 
 
 def test_a_choice_tells_its_note_and_its_cost(monkeypatch):
     monkeypatch.setattr(module, "measure", lambda spec, backend: (2.0, 1.0) if backend.name == "torch" else None)
-    choice = choose(LinearSpec(**SMALL, bits=4, dtype=FP32), "torch")
+    choice = choose(linear_spec(**SMALL, bits=4, dtype=FP32), "torch")
     assert "rounded to bfloat16" in choice.note
     assert (choice.stock_seconds, choice.seconds) == (2.0, 1.0)
-    assert choose(LinearSpec(**SMALL, bits=4, dtype=BF16), "torch").note is None
+    assert choose(linear_spec(**SMALL, bits=4, dtype=BF16), "torch").note is None

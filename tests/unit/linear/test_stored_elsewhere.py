@@ -15,7 +15,7 @@ from hf_accel.kernels import cpu as kernels
 from hf_accel.kernels import triton
 from hf_accel.linear import Int4Weight, Int8Weight, LinearSpec, QuantLinear, choose
 from hf_accel.linear.formats import QuantizedWeight, state
-from hf_accel.linear.hf import module_settings, spec_of
+from hf_accel.linear.layer_settings import module_settings, spec_of
 
 OUT, IN = 70, 128
 KINDS = ["groups", "groups with minima", "minima", "asymmetric", "symmetric", "output"]
@@ -110,7 +110,7 @@ def test_writing_keeps_the_layout(kind, ordered):
 def test_a_dtype_of_its_own_stays_with_the_scales():
     weight = stored("symmetric", ordered=False)
     layer = layer_of(weight, dtype=torch.bfloat16)
-    assert layer.spec.dtype is torch.bfloat16 and layer.spec.scale_dtype is torch.float16
+    assert layer.spec.dtype is torch.bfloat16 and layer.spec.layout.scale_dtype is torch.float16
     assert torch.equal(layer.pack().quantized.weight_scale, weight.weight_scale)
     layer.float()
     assert layer.spec.dtype is torch.float32 and layer(torch.randn(2, IN)).dtype is torch.float32

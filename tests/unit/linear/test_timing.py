@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from hf_accel.hardware import speed
-from hf_accel.linear import LinearSpec, choose
+from hf_accel.linear import choose
 from hf_accel.linear import timing as module
 from hf_accel.linear.reference import REFERENCES, Reference
 from hf_accel.linear.timing import measure
+
+from .specs import linear_spec
 
 
 class Slow(Reference):
@@ -28,7 +30,7 @@ def test_a_large_layer_is_measured_in_part(monkeypatch, outputs, seconds):
     clock = [0.0]
     monkeypatch.setattr(speed.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(module, "TIMED", 64 * 256 * 2)
-    spec = LinearSpec(in_features=256, out_features=outputs, bits=8, dtype=torch.float32)
+    spec = linear_spec(in_features=256, out_features=outputs, bits=8, dtype=torch.float32)
     assert measure(spec, Slow(clock)) == (0.0, seconds)
 
 
@@ -36,12 +38,12 @@ def test_a_large_layer_is_measured_in_part(monkeypatch, outputs, seconds):
 @pytest.mark.parametrize(("outputs", "inputs"), [(3, 96), (33, 128), (80, 128), (208, 128)])
 def test_every_choice_can_be_measured(monkeypatch, bits, dtype, outputs, inputs):
     monkeypatch.setattr(module, "TIMED", 100 * 128)
-    spec = LinearSpec(in_features=inputs, out_features=outputs, bits=bits, group_size=32, dtype=dtype)
+    spec = linear_spec(in_features=inputs, out_features=outputs, bits=bits, group_size=32, dtype=dtype)
     stock, chosen = measure(spec, choose(spec).backend)
     assert 0 < stock < 1
     assert 0 < chosen < 1
 
 
 def test_measured_once():
-    spec = LinearSpec(in_features=32, out_features=48, bits=8, dtype=torch.float32)
+    spec = linear_spec(in_features=32, out_features=48, bits=8, dtype=torch.float32)
     assert measure(spec, REFERENCES[None]) is measure(spec, REFERENCES[None])

@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_accel.linear import LinearSpec
 from hf_accel.linear import torch_int4 as module
 from hf_accel.linear.torch_int4 import BLOCKS, FEW_ROWS, TorchInt4, block_size
+
+from .specs import linear_spec
 
 SPEC = {"in_features": 64, "out_features": 48, "bits": 4, "dtype": torch.bfloat16, "group_size": 32}
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(not block_size(), reason="torch's INT4 matmul is
     ],
 )
 def test_refuses(keywords, reason):
-    assert TorchInt4().refuses(LinearSpec(**(SPEC | keywords))) == reason
+    assert TorchInt4().refuses(linear_spec(**(SPEC | keywords))) == reason
 
 
 def missing(integers):
@@ -43,15 +44,15 @@ def test_refuses_a_build_that_packs_in_another_way(monkeypatch, broken):
     block_size.cache_clear()
     monkeypatch.setattr(module, "_pack", broken)
     try:
-        reason = TorchInt4().refuses(LinearSpec(**SPEC))
+        reason = TorchInt4().refuses(linear_spec(**SPEC))
     finally:
         block_size.cache_clear()
     assert reason == "torch's INT4 matmul is not available in this build"
 
 
 def test_float32_models_are_told_of_the_rounding():
-    assert TorchInt4().note(LinearSpec(**SPEC)) is None
-    note = TorchInt4().note(LinearSpec(**(SPEC | {"dtype": torch.float32})))
+    assert TorchInt4().note(linear_spec(**SPEC)) is None
+    note = TorchInt4().note(linear_spec(**(SPEC | {"dtype": torch.float32})))
     assert note == f"up to {FEW_ROWS} rows are multiplied with inputs and scales rounded to bfloat16"
 
 

@@ -3,8 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_accel.linear import Int8Weight, LinearSpec
+from hf_accel.linear import Int8Weight
 from hf_accel.linear.torch_int8 import ALIGNMENT, TorchInt8, aligned
+
+from .specs import linear_spec
 
 SPEC = {"in_features": 48, "out_features": 33, "bits": 8, "dtype": torch.bfloat16}
 
@@ -21,7 +23,7 @@ SPEC = {"in_features": 48, "out_features": 33, "bits": 8, "dtype": torch.bfloat1
     ],
 )
 def test_refuses(keywords, reason):
-    assert TorchInt8().refuses(LinearSpec(**(SPEC | keywords))) == reason
+    assert TorchInt8().refuses(linear_spec(**(SPEC | keywords))) == reason
 
 
 @pytest.mark.parametrize("offset", [0, 1, 7, 32])

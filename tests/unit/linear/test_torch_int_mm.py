@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_accel.linear import Int8Weight, LinearSpec, choose
+from hf_accel.linear import Int8Weight, choose
 from hf_accel.linear.reference import ReferenceByRow
 from hf_accel.linear.torch_int_mm import TorchIntMM
 
 from . import test_parity
+from .specs import linear_spec
 
 SPEC = {"in_features": 48, "out_features": 32, "bits": 8, "dtype": torch.bfloat16, "device_type": "cuda"}
 
@@ -46,7 +47,7 @@ def as_on_a_gpu(monkeypatch):
     ],
 )
 def test_refuses(keywords, reason):
-    assert TorchIntMM().refuses(LinearSpec(**(SPEC | keywords))) == reason
+    assert TorchIntMM().refuses(linear_spec(**(SPEC | keywords))) == reason
 
 
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no-bias"])
@@ -75,9 +76,9 @@ def test_it_comes_before_the_reference_where_there_is_no_triton(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("hf_accel.kernels.triton.refusal", lambda device_type: "Triton is not installed")
     for activations, expected in (("auto", TorchIntMM), ("int8", TorchIntMM), (None, None)):
-        choice = choose.__wrapped__(LinearSpec(**SPEC, activations=activations))
+        choice = choose.__wrapped__(linear_spec(**SPEC, activations=activations))
         assert dict(choice.refusals)["triton"] == "Triton is not installed"
         assert expected is None or isinstance(choice.backend, expected)
         assert (choice.backend.name == "reference") == (expected is None)
-    named = choose.__wrapped__(LinearSpec(**SPEC), "torch")
+    named = choose.__wrapped__(linear_spec(**SPEC), "torch")
     assert isinstance(named.backend, TorchIntMM) and not named.refusals

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from hf_accel.kernels import triton
-from hf_accel.linear import Float8Weight, LinearSpec, choose
+from hf_accel.linear import Float8Weight, choose
 from hf_accel.linear import torch_scaled_mm as module
 from hf_accel.linear.reference import ReferenceByRow
 from hf_accel.linear.torch_scaled_mm import TorchScaledMM
 
 from . import test_parity
+from .specs import linear_spec
 
 BF16, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
 SPEC = {
@@ -53,19 +54,19 @@ def as_on_a_gpu(monkeypatch):
     ],
 )
 def test_refuses(keywords, reason):
-    assert TorchScaledMM().refuses(LinearSpec(**(SPEC | keywords))) == reason
+    assert TorchScaledMM().refuses(linear_spec(**(SPEC | keywords))) == reason
 
 
 def test_it_needs_a_gpu_that_multiplies_fp8(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert TorchScaledMM().refuses(LinearSpec(**SPEC)) == "torch sees no NVIDIA GPU here"
+    assert TorchScaledMM().refuses(linear_spec(**SPEC)) == "torch sees no NVIDIA GPU here"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(triton, "refusal", lambda device_type: "Triton is not installed")
     for capability, refused in (((8, 0), True), ((8, 9), False), ((9, 0), False)):
         monkeypatch.setattr(module, "capability", lambda found=capability: found)
         reason = "it needs a GPU that multiplies FP8, of compute capability 8.9" if refused else None
-        assert TorchScaledMM().refuses(LinearSpec(**SPEC)) == reason
-        assert isinstance(choose.__wrapped__(LinearSpec(**SPEC)).backend, TorchScaledMM) != refused
+        assert TorchScaledMM().refuses(linear_spec(**SPEC)) == reason
+        assert isinstance(choose.__wrapped__(linear_spec(**SPEC)).backend, TorchScaledMM) != refused
 
 
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no-bias"])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_accel import HfAccelError, UnsupportedError
 from hf_accel.patching.originals import (
     CHAIN,
-    CHUNK,
+    CHUNK_SIZE,
     Originals,
     Source,
     _multipliers,
@@ -75,15 +75,15 @@ def test_fingerprint_sees_bits_and_not_layout() -> None:
 
 def test_fingerprint_is_the_sum_that_it_says() -> None:
     """In Python's integers, over several chunks and a last word that is not whole."""
-    tensor = torch.randint(-128, 128, (3, 8 * CHUNK + 9), dtype=torch.int8)[1:]  # starts at an odd byte
+    tensor = torch.randint(-128, 128, (3, 8 * CHUNK_SIZE + 9), dtype=torch.int8)[1:]  # starts at an odd byte
     data = bytes(tensor.numpy().tobytes())
     words = np.frombuffer(data + bytes(-len(data) % 8), dtype="<i8").tolist()
     factors, total = _multipliers().tolist(), 0
-    for start in range(0, len(words), CHUNK):
-        chunk = words[start : start + CHUNK]
+    for start in range(0, len(words), CHUNK_SIZE):
+        chunk = words[start : start + CHUNK_SIZE]
         total = (total * CHAIN + sum(w * f for w, f in zip(chunk, factors, strict=False))) % 2**64
     assert all(factor % 2 for factor in factors)
-    assert len(set(factors)) == CHUNK
+    assert len(set(factors)) == CHUNK_SIZE
     assert fingerprint(tensor) == f"torch.int8 {tuple(tensor.shape)} {total:016x}"
 
 

@@ -178,7 +178,7 @@ def bars() -> Iterator[None]:
 def test_progress_bar(bars: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     hf_accel.patch(build("gpt2"))
     assert capsys.readouterr().err == ""  # it was quick
-    monkeypatch.setattr(pack, "PATIENCE", 0)
+    monkeypatch.setattr(pack, "PROGRESS_SECONDS", 0)
     hf_accel.patch(build("gpt2"))
     shown = capsys.readouterr()
     assert "Quantizing weights: 100%" in shown.err
@@ -189,7 +189,7 @@ def test_progress_bar(bars: None, capsys: pytest.CaptureFixture[str], monkeypatc
 def test_progress_bar_that_is_switched_off(
     bars: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pack, "PATIENCE", 0)
+    monkeypatch.setattr(pack, "PROGRESS_SECONDS", 0)
     logging.disable_progress_bar()
     hf_accel.patch(build("gpt2"))
     assert capsys.readouterr().err == ""

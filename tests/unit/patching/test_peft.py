@@ -76,8 +76,8 @@ def test_merged_weights_are_dequantized_added_and_quantized_again(order: str, we
 
 def settings_of(layer: QuantLinear) -> hf_accel.WeightConfig:
     return (
-        WEIGHTS["int8" if layer.bits == 8 else "int4" if layer.symmetric else "asymmetric"]
-        if layer.bits == 4
+        WEIGHTS["int8" if layer.layout.bits == 8 else "int4" if layer.layout.symmetric else "asymmetric"]
+        if layer.layout.bits == 4
         else (hf_accel.WeightConfig())
     )
 

@@ -25,7 +25,7 @@ from transformers.core_model_loading import WeightRenaming
 import hf_accel
 from hf_accel import UnsupportedError
 from hf_accel.linear.hf import lost_on_saving
-from hf_accel.patching.survey import attention_refusal, attention_sites, cache_refusal, linear_sites
+from hf_accel.patching.survey import attention_sites, cache_refusal, linear_sites, model_attention_refusal
 
 from ...parity.families import WINDOW, build
 
@@ -160,7 +160,7 @@ def bidirectional() -> PreTrainedModel:
 )
 def test_refusals(make: Any, attention: str | None, cache: str | None) -> None:
     model = make()
-    for refusal, expected in ((attention_refusal(model), attention), (cache_refusal(model), cache)):
+    for refusal, expected in ((model_attention_refusal(model), attention), (cache_refusal(model), cache)):
         assert (refusal is None) if expected is None else (expected in str(refusal))
 
 
@@ -169,10 +169,10 @@ def test_a_softcap_that_stock_leaves_out() -> None:
     model = build("gemma2")
     model.config._attn_implementation = "sdpa"
     reason = "Gemma2Attention has a softcap that sdpa leaves out; model.set_attn_implementation('eager') keeps it"
-    assert attention_refusal(model) == reason
+    assert model_attention_refusal(model) == reason
     assert hf_accel.plan(model).stock_attention == reason
     model.set_attn_implementation("eager")
-    assert attention_refusal(model) is None
+    assert model_attention_refusal(model) is None
 
 
 def test_no_cache_without_keys_and_values() -> None:

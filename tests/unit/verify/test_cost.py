@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hf_accel
 from hf_accel.verify import cost as module
-from hf_accel.verify.cost import differences, measure_cost, predictions, windows_of
+from hf_accel.verify.cost import differences, measure_cost, predictions, text_windows
 
 from ...parity.families import build, prompts
 
@@ -86,8 +86,8 @@ def test_impossible_tokens_diverge_by_nothing() -> None:
 
 
 def test_windows() -> None:
-    windows = windows_of([torch.arange(1026), torch.arange(513), torch.arange(1)])
+    windows = text_windows([torch.arange(1026), torch.arange(513), torch.arange(1)])
     assert [tuple(w.shape) for w in windows] == [(1, 512), (1, 512), (1, 2), (1, 512)]
     assert windows[2].tolist() == [[1024, 1025]]
     with pytest.raises(hf_accel.UnsupportedError, match="no two tokens in a row"):
-        windows_of([torch.arange(1)])
+        text_windows([torch.arange(1)])

@@ -13,7 +13,7 @@ from hf_accel.linear import QuantLinear
 from hf_accel.linear.activations import round_groups
 from hf_accel.verify import rounding as module
 from hf_accel.verify.references import quantized_reference
-from hf_accel.verify.rounding import Jitter, ReferenceModel, flip_nearest, spread
+from hf_accel.verify.rounding import Jitter, ReferenceModel, flip_nearest, largest_difference
 
 from ...parity.families import FAMILIES, build, prompts
 from ...parity.snapshot import snapshot
@@ -72,7 +72,7 @@ def test_float32_is_judged_by_float64() -> None:
 
 
 def test_rounding_is_at_least_a_unit_in_the_last_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "spread", lambda ways: 0.0)
+    monkeypatch.setattr(module, "largest_difference", lambda ways: 0.0)
     logits, rounding, _ = judge(build("llama", dtype=torch.bfloat16))
     assert rounding == pytest.approx(2 * 2**-7 * float(logits.abs().max()), rel=0.05)
 
@@ -177,8 +177,13 @@ def test_jitter(dtype: torch.dtype) -> None:
 
 def test_spread() -> None:
     inf = torch.inf
-    assert spread([torch.tensor([1.0, 2.0, -inf]), torch.tensor([1.5, 1.0, -inf]), torch.tensor([0.75, 2, 3])]) == 1
-    assert spread([torch.tensor([-inf]), torch.tensor([-inf])]) == 0
+    assert (
+        largest_difference(
+            [torch.tensor([1.0, 2.0, -inf]), torch.tensor([1.5, 1.0, -inf]), torch.tensor([0.75, 2, 3])]
+        )
+        == 1
+    )
+    assert largest_difference([torch.tensor([-inf]), torch.tensor([-inf])]) == 0
 
 
 def test_a_large_model_has_no_arbiter(monkeypatch: pytest.MonkeyPatch) -> None:

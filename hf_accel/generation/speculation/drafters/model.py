@@ -11,9 +11,9 @@ from torch import Tensor
 from ....cache.pages import CachedSequence, Pages, TokenRange
 from ....tensors import integers, is_remote, sent
 from ...runner import Runner
-from ...sampling.choice import argmax, processed
+from ...sampling.choice import likeliest, processed
 from ...sequence import Draft, Sequence
-from ...unread import Unread, together
+from ...unread import Unread, all_unread
 from ..verifiers.verifier import Place, Verifier
 from .drafter import Drafter
 
@@ -134,13 +134,13 @@ class ModelDrafter(Drafter):
             chosen, right = self._next_tokens(unfinished, self._over_target_vocabulary(logits))
             if ahead and is_remote(logits):
                 ids = chosen
-                passes.append(together([Unread(chosen, list), right]))
+                passes.append(all_unread([Unread(chosen, list), right]))
                 tokens = [UNREAD] * len(unfinished)
             else:
                 tokens = right.read()
             for draft, token in zip(unfinished, tokens, strict=True):
                 draft.tokens.append(token)
-        for number, (used, read) in enumerate(together(passes).read()):
+        for number, (used, read) in enumerate(all_unread(passes).read()):
             if used != read:
                 return []
             for draft, token in zip(longest_first, read, strict=False):
@@ -208,10 +208,10 @@ class ModelDrafter(Drafter):
         device, and as they are right: the rare ones that must be drawn again are known only when they are read.
         """
         if all(draft.sequence.sampling.plain for draft in drafts):
-            best = argmax(logits)
+            best = likeliest(logits)
             return best, Unread(best, list)
         distributions = processed(logits, [(draft.sequence, draft.tokens) for draft in drafts])
-        best = argmax(distributions)
+        best = likeliest(distributions)
         rows = [row for row, draft in enumerate(drafts) if not draft.sequence.sampling.greedy]
         if not rows:
             return best, Unread(best, list)
@@ -226,7 +226,7 @@ class ModelDrafter(Drafter):
             tokens = dict(enumerate(read[0])) | dict(zip(rows, read[1], strict=True))
             return list(tokens.values())
 
-        return best, together([Unread(best, list), drawn]).then(merged)
+        return best, all_unread([Unread(best, list), drawn]).then(merged)
 
     def _over_target_vocabulary(self, logits: Tensor) -> Tensor:
         """Convert logits [n, num_tokens] to [n, target_tokens], with -inf for tokens that only the target has."""

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from ....tensors import is_remote
 from ...unread import Unread, known
 
-BLOCK = 128  # weights per block: the cumulative sum is over block sums, and then within one block
+SEARCH_BLOCK = 128  # weights per block: the cumulative sum is over block sums, and then within one block
 
 
 def inverse_draw(weights: Tensor, uniforms: Tensor) -> Unread[list[int]]:
@@ -26,8 +26,8 @@ def inverse_draw(weights: Tensor, uniforms: Tensor) -> Unread[list[int]]:
     """
     if not len(weights):
         return known([])
-    missing = -weights.shape[1] % BLOCK
-    blocks = (pad(weights, (0, missing)) if missing else weights).reshape(len(weights), -1, BLOCK)
+    missing = -weights.shape[1] % SEARCH_BLOCK
+    blocks = (pad(weights, (0, missing)) if missing else weights).reshape(len(weights), -1, SEARCH_BLOCK)
     if is_remote(weights):
         return _drawn_on_device(weights, blocks, uniforms)
     return known(_drawn_on_host(weights, blocks, uniforms.tolist()))
@@ -44,7 +44,7 @@ def _drawn_on_host(weights: Tensor, blocks: Tensor, uniforms: abc.Sequence[float
     indices = []
     for row, block, target, within in zip(rows, found, targets, _rows(inner), strict=True):
         before = row[block - 1] if block else 0.0
-        indices.append(min(block * BLOCK + _first_beyond(within, target - before), last))
+        indices.append(min(block * SEARCH_BLOCK + _first_beyond(within, target - before), last))
     return indices
 
 
@@ -64,13 +64,13 @@ def _first_beyond(cumulative: ctypes.Array[ctypes.c_double], target: float) -> i
 
 
 def _drawn_on_device(weights: Tensor, blocks: Tensor, uniforms: Tensor) -> Unread[list[int]]:
-    """Draw as inverse_draw does. blocks: weights in blocks, [n, V / BLOCK, BLOCK]."""
+    """Draw as inverse_draw does. blocks: weights in blocks, [n, V / SEARCH_BLOCK, SEARCH_BLOCK]."""
     sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     targets = uniforms[:, None] * sums[:, -1:]
     found = _first_beyond_each(sums, targets)
     before = pad(sums, (1, 0)).gather(1, found)
-    inner = blocks.gather(1, found[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
-    indices = found * BLOCK + _first_beyond_each(inner, targets - before)
+    inner = blocks.gather(1, found[:, :, None].expand(-1, -1, SEARCH_BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
+    indices = found * SEARCH_BLOCK + _first_beyond_each(inner, targets - before)
     indices = indices.clamp(max=weights.shape[1] - 1)
     is_possible = weights.gather(1, indices) > 0
     both = torch.cat([indices[:, 0], is_possible[:, 0].long()])

@@ -22,11 +22,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ....tensors import integers, is_remote, sent
 from ...sequence import Draft
-from ...unread import Unread, together
+from ...unread import Unread, all_unread
 from . import noise
 from .inverse import inverse_draw
 from .noise import Purpose
-from .verifier import Place, Verifier, first_rows, follow
+from .verifier import Place, Verifier, accepted_of, first_rows
 
 Uniform = Callable[[int, int, int, int], float]  # seed, position, purpose, offset
 
@@ -130,7 +130,7 @@ class RejectionVerifier(Verifier):
             found = dict(zip([*others, *drawn], [*kept[0], *kept[1]], strict=True))
             return [found[i] for i in range(len(drafts))]
 
-        return together([followed, judged]).then(in_order)
+        return all_unread([followed, judged]).then(in_order)
 
     def _followed(
         self, probabilities: Tensor, drafts: abc.Sequence[Draft], places: abc.Sequence[Place]
@@ -138,7 +138,7 @@ class RejectionVerifier(Verifier):
         """Verify drafts that were not drawn. probabilities: their rows and no others."""
         numbers = self._numbers(_places(places, drafts, 1), Purpose.TARGET, probabilities)
         chosen = inverse_draw(probabilities, numbers)
-        return chosen.then(lambda tokens: follow(drafts, tokens))
+        return chosen.then(lambda tokens: accepted_of(drafts, tokens))
 
     def _judged_on_host(self, given: Given) -> Unread[list[list[int]]]:
         accepted = self.accept(self._each_drawn(given))
@@ -164,7 +164,7 @@ class RejectionVerifier(Verifier):
         weights = torch.where((counts < lengths)[:, None], residual(weights, q, factors), weights)
         numbers = self._numbers(_places(given.places, given.drafts, 1), Purpose.TARGET, weights)
         tokens = inverse_draw(weights, numbers[firsts + torch.arange(len(counts), device=counts.device) + counts])
-        return together([Unread(counts, list), tokens]).then(lambda read: given.kept(*read))
+        return all_unread([Unread(counts, list), tokens]).then(lambda read: given.kept(*read))
 
     def _number(self, place: Place, purpose: Purpose) -> float:
         offset = 0 if purpose is Purpose.TARGET else place.offset

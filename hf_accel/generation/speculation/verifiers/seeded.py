@@ -11,11 +11,11 @@ from ....tensors import integers, is_remote, sent
 from ...sequence import Draft
 from ...unread import Unread, known
 from . import noise
-from .verifier import Place, Verifier, first_rows, follow
+from .verifier import Place, Verifier, accepted_of, first_rows
 
 # All tokens of a row are raced if more than 512 and more than one in 8 of them are possible.
 DENSE, LARGE = 8, 512
-ROWS = 16  # that race at once on a GPU: some float64 numbers for each token take memory
+NOISE_ROWS = 16  # that race at once on a GPU: some float64 numbers for each token take memory
 
 
 class SeededVerifier(Verifier):
@@ -37,7 +37,7 @@ class SeededVerifier(Verifier):
         every = [
             place.next(j) for draft, place in zip(drafts, places, strict=True) for j in range(len(draft) + 1)
         ]  # fmt: skip
-        return self.drawn(probabilities, every).then(lambda chosen: follow(drafts, chosen))
+        return self.drawn(probabilities, every).then(lambda chosen: accepted_of(drafts, chosen))
 
 
 def race(probabilities: Tensor, keys: abc.Sequence[int]) -> Unread[list[int]]:
@@ -61,8 +61,8 @@ def _on_device(probabilities: Tensor, keys: abc.Sequence[int]) -> Tensor:
     """Race all tokens of all rows, without waiting for the device. Returns ids [n] int64."""
     ids = torch.arange(probabilities.shape[1], device=probabilities.device)
     moved = sent(integers(keys), probabilities)[:, None]
-    starts = range(0, len(keys), ROWS)
-    parts = ((moved[start : start + ROWS], probabilities[start : start + ROWS]) for start in starts)
+    starts = range(0, len(keys), NOISE_ROWS)
+    parts = ((moved[start : start + NOISE_ROWS], probabilities[start : start + NOISE_ROWS]) for start in starts)
     winners = [(noise.exponentials(some, ids) / own).argmin(-1) for some, own in parts]
     return torch.cat(winners)
 

@@ -89,7 +89,7 @@ def first_rows(probabilities: Tensor, drafts: abc.Sequence[Draft]) -> list[int]:
     return starts
 
 
-def follow(drafts: abc.Sequence[Draft], chosen: list[int]) -> list[list[int]]:
+def accepted_of(drafts: abc.Sequence[Draft], chosen: list[int]) -> list[list[int]]:
     """Return Draft.accepted for each draft. chosen: the model's own tokens for all drafts, end to end."""
     kept, row = [], 0
     for draft in drafts:

@@ -1,4 +1,4 @@
-// The kernels, and the struct of arguments of each. structs.py and the files beside it declare the same structs.
+// The kernels, and the struct of arguments of each. structs.py and the files next to it declare the same structs.
 // kernels/*.cpp is compiled once for each instruction set. Strides are in elements.
 #pragma once
 
@@ -16,6 +16,8 @@
   KERNEL(norm, NormCall)                  \
   KERNEL(rope, RopeCall)                  \
   KERNEL(add, AddCall)                    \
+  KERNEL(activate, ActivateCall)          \
+  KERNEL(layer_norm, LayerNormCall)       \
   KERNEL(argmax, LogitsCall)              \
   KERNEL(topk, LogitsCall)                \
   KERNEL(attention, AttentionCall)        \
@@ -33,6 +35,8 @@
 constexpr int64_t BLOCK = 64;
 
 enum Epilogue : int32_t { NONE = 0, SILU_MUL = 1, GELU_MUL = 2, GELU_TANH_MUL = 3 };
+// Functions of one number. As the epilogue of a linear layer, they are applied to each output.
+enum Activation : int32_t { SILU = 4, GELU = 5, GELU_TANH = 6, GELU_QUICK = 7, RELU = 8 };
 
 // One weight matrix [out_features, in_features].
 //   INT8  weight: packed; scales: float32 [blocks * 64]; zeros and minima: null
@@ -52,14 +56,14 @@ struct Matrix {
   int64_t column;  // the column of `out` at which its outputs begin
 };
 
-// Matrices with the same input. With an epilogue there are two matrices of equal size, gate and up, and the output is
-// act(gate) * up at the gate's column.
+// Matrices with the same input. With an Epilogue that multiplies there are two matrices of equal size, gate and up, and
+// the output is act(gate) * up at the gate's column. With an Activation it is act(output) for any number of matrices.
 struct Linear {
   int32_t format;  // the Dtype of the weights
   int32_t group;   // inputs that share an activation scale (integers) and a weight scale (INT8_GROUPS, INT4)
   int64_t in_features;
   int32_t count;
-  int32_t epilogue;
+  int32_t epilogue;  // an Epilogue or an Activation
   const Matrix* matrices;
 };
 
@@ -156,6 +160,28 @@ struct AddCall {
   int32_t dtype, threads;
 };
 
+// out = act(x) over [rows, size]; out is contiguous. `kind` is an Activation.
+struct ActivateCall {
+  const void* x;
+  void* out;
+  int64_t x_stride, rows, size;
+  int32_t kind, dtype, threads;
+};
+
+// out = (s - mean(s)) / sqrt(variance(s) + eps) * weight + bias over the last dimension of [rows, size], with
+// s = x + y rounded to dtype, or s = x if y is null. s is also written to `sum` if that is not null.
+struct LayerNormCall {
+  const void* x;
+  const void* y;       // or null
+  void* sum;           // or null
+  void* out;
+  const void* weight;  // [size], or null for ones
+  const void* bias;    // [size], or null for zeros
+  int64_t x_stride, y_stride, sum_stride, out_stride, rows, size;
+  float eps;
+  int32_t dtype, weight_dtype, bias_dtype, threads;
+};
+
 // The k largest of each row of logits [rows, size]. NaN counts as the largest. Equal logits are in order of their
 // index.
 struct LogitsCall {
@@ -176,7 +202,17 @@ struct Rows {
   int64_t batch, head, token;
 };
 
-// out[n, h] = softmax(softcap(scale * q k^T)) v over the keys that query n sees; see hf_accel/attention/contract.py.
+// What is added to the scores of head h: data[h * head + i * query + j], where i is the position of a query and j that
+// of a key. A bias of their distance has query = -1, and `data` is the entry of distance 0.
+struct ScoreBias {
+  const float* data;  // or null
+  int64_t head, query;
+};
+
+constexpr int64_t EVERY_KEY = -1;
+
+// out[n, h] = softmax(softcap(scale * q k^T) + bias) v over the keys that query n sees; see
+// hf_accel/attention/contract.py. The position of query i of Q is that of key T - Q + i of T.
 struct AttentionCall {
   Rows q, k, v;
   const void* k_scales;        // [blocks, kv_heads, block_size] of scale_dtype, of INT4 [.., 2], or null
@@ -190,8 +226,9 @@ struct AttentionCall {
   const int32_t* kv_len;       // [sequences], or null if cu_k or num_keys gives the lengths
   int64_t sequences, heads, kv_heads, head_dim, value_dim, num_queries, num_keys;
   int64_t table_stride, block_size;
-  int64_t window;  // the number of keys that a query sees, or 0 for all
-  int64_t causal;
+  int64_t window;  // how many keys up to its own a query sees, its own included, or 0 for all
+  int64_t ahead;   // how many keys after its own it sees, or EVERY_KEY; 0 is causal
+  ScoreBias bias;
   float scale, softcap;  // softcap is 0 if there is none
   int32_t q_dtype, k_dtype, v_dtype, scale_dtype, sink_dtype, threads;
 };
@@ -214,33 +251,39 @@ struct WriteCall {
   int32_t dtype, page_dtype, threads;
 };
 
-// -- a decoder layer, whose operations are kernels one after the other (src/layer.cpp) --------------------------------
+// -- a layer, whose operations are kernels one after the other (src/layer.cpp) --------------------------------
 
 // Where an operation reads or writes: row n of a buffer has its numbers at n * stride + offset. Buffer 0 is the layer's
-// input, buffer 1 its output; the others are memory of the call.
+// input, buffer 1 its output; the others are memory of the call. A stride of 0 stands for no place at all.
 struct Columns {
   int64_t buffer, offset, stride;
 };
 
-enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD };
+enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD, LAYER_NORM, ATTEND_ROWS };
 
 struct LayerOp {
   int32_t kind;
-  int32_t weight_dtype;     // NORM
-  Columns x, y, out, out2;    // ROPE: q and k; WRITE: K and V; ADD: both summands; else x alone
+  int32_t weight_dtype;     // NORM, LAYER_NORM
+  // ROPE: q and k; WRITE: K and V; ADD: both summands; LAYER_NORM: the summands, the second may be missing, the norm,
+  // and the sum if it has a place; ATTEND_ROWS: Q and K in x and y, V in z; else x alone
+  Columns x, y, out, out2, z;
   const void* weight;       // a Linear, or what a norm multiplies by
+  const void* bias;         // LAYER_NORM: or null
   int64_t heads, kv_heads;  // NORM: each of `heads` parts of a row is normalized
   int64_t dim, value_dim;   // NORM: the numbers of a part; ADD: of a row
-  int64_t window;
-  float eps, offset;     // NORM
+  int64_t window, ahead;  // ATTEND, ATTEND_ROWS; ATTEND is causal
+  ScoreBias score_bias;   // ATTEND_ROWS
+  float eps, offset;      // NORM, LAYER_NORM: eps
   float scale, softcap;  // ATTEND; ADD: scale is the factor of y
   int32_t round_first;   // NORM
   int32_t interleaved, round_each;  // ROPE
   int32_t tile_rows;                // INTEGER_LINEAR, FLOAT_LINEAR
+  int32_t bias_dtype;               // LAYER_NORM
 };
 
 // One layer over `tokens` tokens of `sequences` sequences, in `batch` rows of equal length. All numbers but weights and
-// pages are of `dtype`.
+// pages are of `dtype`. ATTEND_ROWS reads the keys of the call's own tokens, which cu_q divides; then there need be no
+// pages.
 struct LayerCall {
   const LayerOp* ops;
   const int64_t* starts;  // [buffers]: the numbers a token has in the buffers before each one

@@ -1,4 +1,4 @@
-// Runs the operations of a decoder layer one after the other: the kernels that Python would call one by one, so that
+// Runs the operations of a layer one after the other: the kernels that Python would call one by one, so that
 // the result has the same bits. What this saves is the time between them.
 #include "kernels.h"
 #include "parallel.h"
@@ -63,17 +63,29 @@ struct Layer {
     return {data, heads * call.block_size * columns, call.block_size * columns, columns};
   }
 
+  // Both kinds of attention; a causal one over the keys of the pages.
   void attend(const LayerOp& op) const {
     AttentionCall attention = {};
     attention.q = {at(op.x), 0, op.dim, op.x.stride};
-    attention.k = pages(call.k_pages, op.kv_heads, op.dim);
-    attention.v = pages(call.v_pages, op.kv_heads, op.value_dim);
-    attention.k_scales = call.k_scales;
-    attention.v_scales = call.v_scales;
-    attention.out = at(op.out);
-    attention.block_table = call.block_table;
     attention.cu_q = call.cu_q;
-    attention.kv_len = call.kv_len;
+    if (op.kind == ATTEND_ROWS) {
+      attention.k = {at(op.y), 0, op.dim, op.y.stride};
+      attention.v = {at(op.z), 0, op.value_dim, op.z.stride};
+      attention.cu_k = call.cu_q;
+      attention.ahead = op.ahead;
+      attention.bias = op.score_bias;
+      attention.k_dtype = attention.v_dtype = call.dtype;
+    } else {
+      attention.k = pages(call.k_pages, op.kv_heads, op.dim);
+      attention.v = pages(call.v_pages, op.kv_heads, op.value_dim);
+      attention.k_scales = call.k_scales;
+      attention.v_scales = call.v_scales;
+      attention.block_table = call.block_table;
+      attention.kv_len = call.kv_len;
+      attention.k_dtype = attention.v_dtype = call.page_dtype;
+      attention.scale_dtype = call.scale_dtype;
+    }
+    attention.out = at(op.out);
     attention.sequences = call.sequences;
     attention.heads = op.heads;
     attention.kv_heads = op.kv_heads;
@@ -82,14 +94,19 @@ struct Layer {
     attention.table_stride = call.table_stride;
     attention.block_size = call.block_size;
     attention.window = op.window;
-    attention.causal = 1;
     attention.scale = op.scale;
     attention.softcap = op.softcap;
     attention.q_dtype = call.dtype;
-    attention.k_dtype = attention.v_dtype = call.page_dtype;
-    attention.scale_dtype = call.scale_dtype;
     attention.threads = call.threads;
     kernels.attention(attention);
+  }
+
+  char* at_or_null(const Columns& place) const { return place.stride ? at(place) : nullptr; }
+
+  void layer_norm(const LayerOp& op) const {
+    kernels.layer_norm({at(op.x), at_or_null(op.y), at_or_null(op.out2), at(op.out), op.weight, op.bias, op.x.stride,
+                        op.y.stride, op.out2.stride, op.out.stride, call.tokens, op.dim, op.eps, call.dtype,
+                        op.weight_dtype, op.bias_dtype, call.threads});
   }
 
   void add(const LayerOp& op) const {
@@ -103,7 +120,9 @@ struct Layer {
       case NORM: return norm(op);
       case ROPE: return rope(op);
       case WRITE: return write(op);
-      case ATTEND: return attend(op);
+      case ATTEND:
+      case ATTEND_ROWS: return attend(op);
+      case LAYER_NORM: return layer_norm(op);
       default: return add(op);
     }
   }

@@ -21,13 +21,13 @@ def zero_points_of(zero_point, group, outputs, output, is_output):
 
 
 @triton.jit
-def _weights(integers, scale, zero_point, minimum, BITS: tl.constexpr, FP8: tl.constexpr, DTYPE: tl.constexpr):
+def _weights(integers, scale, zero_point, minimum, BITS: tl.constexpr, NUMBERS: tl.constexpr, DTYPE: tl.constexpr):
     """Convert int8 [outputs, inputs] (4-bit numbers times 16) to the numbers that `scale` multiplies, in DTYPE; with
     minima to the weight.
 
     scale: of the numbers as they come, with zero points of the numbers. FP8: bytes, which come 2 ** 8 times too small.
     """
-    if FP8:
+    if NUMBERS == "fp8":
         return fp8_numbers(integers, DTYPE)
     if minimum is not None:
         above = 128 if BITS == 4 else 0
@@ -58,7 +58,7 @@ def rows_of_expert(starts, row_tile, ROWS: tl.constexpr, EXPERTS: tl.constexpr, 
 @triton.jit(do_not_specialize=VARYING)
 def multiply(
     x, integers, scale, zero_point, minimum, bias, out, starts, rows, outputs, inputs, blocks, groups, share,
-    BITS: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_CUT: tl.constexpr,
+    BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_CUT: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile; the program is (row tile, output tile, split).
@@ -104,9 +104,9 @@ def multiply(
         if PER_GROUP:
             group = block // PER_GROUP * wide + output
             factor = tl.load(scale + group, mask=is_output, other=0).to(tl.float32)
-            if BITS == 4 and zero_point is None:
+            if BITS == 4 and NUMBERS == "int" and zero_point is None:
                 factor *= 0.0625  # shifting both halves to the right would take longer
-            if FP8:
+            if NUMBERS == "fp8":
                 factor *= 256.0
             if zero_point is not None:
                 zero = zero_points_of(zero_point, block // PER_GROUP, wide, output, is_output)
@@ -119,13 +119,13 @@ def multiply(
         values = tl.load(from_x + start, mask=is_there, other=0)
         added = total if (PER_GROUP == 0 or minimum is not None) else tl.zeros((OUTPUTS, ROWS), tl.float32)
         if BITS == 4:
-            low = _weights((stored << 4).to(tl.int8, bitcast=True), factor, zero, least, BITS, FP8, DTYPE)
+            low = _weights((stored << 4).to(tl.int8, bitcast=True), factor, zero, least, BITS, NUMBERS, DTYPE)
             added = tl.dot(low, values, added, input_precision="ieee")
             values = tl.load(from_x + start + BYTES, mask=is_there, other=0)
-            high = _weights((stored & 240).to(tl.int8, bitcast=True), factor, zero, least, BITS, FP8, DTYPE)
+            high = _weights((stored & 240).to(tl.int8, bitcast=True), factor, zero, least, BITS, NUMBERS, DTYPE)
             added = tl.dot(high, values, added, input_precision="ieee")
         else:
-            whole = _weights(stored, factor, zero, least, BITS, FP8, DTYPE)
+            whole = _weights(stored, factor, zero, least, BITS, NUMBERS, DTYPE)
             added = tl.dot(whole, values, added, input_precision="ieee")
         if PER_GROUP == 0 or minimum is not None:
             total = added
@@ -133,7 +133,7 @@ def multiply(
             total += added * factor[:, None]
     if PER_GROUP == 0:
         factor = tl.load(scale + output, mask=is_output, other=0).to(tl.float32)
-        total = total * (factor * 256.0 if FP8 else factor)[:, None]
+        total = total * (factor * 256.0 if NUMBERS == "fp8" else factor)[:, None]
     if bias is not None:
         total = total + tl.load(bias + output, mask=is_output, other=0).to(tl.float32)[:, None]
     to = out + (part.to(tl.int64) * rows + row)[None, :] * outputs + output[:, None]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hf_accel.attention.paged_kv import PagedSequence
-from hf_accel.attention.sdpa.dense import FEW_ROWS
+from hf_accel.attention.sdpa.dense import PRODUCT_ROWS
 from hf_accel.attention.sdpa.gathering import batches
 
 
@@ -21,8 +21,8 @@ def sequences(*sizes: tuple[int, int]) -> list[PagedSequence]:
         ([(1, 5), (2, 5), (1, 5)], [[0, 2], [1]]),  # one product takes as many query rows of each
         ([(1, 1), (1, 50)], [[0], [1]]),  # padding 1 to 50 costs more than a call
         ([(1, 1), (1, 9), (1, 10), (1, 50)], [[0, 1, 2], [3]]),
-        ([(FEW_ROWS, 5), (FEW_ROWS, 5)], [[0, 1]]),
-        ([(FEW_ROWS + 1, 5), (FEW_ROWS + 1, 5)], [[0], [1]]),  # prefill runs sequence by sequence
+        ([(PRODUCT_ROWS, 5), (PRODUCT_ROWS, 5)], [[0, 1]]),
+        ([(PRODUCT_ROWS + 1, 5), (PRODUCT_ROWS + 1, 5)], [[0], [1]]),  # prefill runs sequence by sequence
         ([(1, 40), (1, 40), (1, 40)], [[0, 1], [2]]),  # three would gather too much at once
         ([(1, 400)], [[0]]),  # one too long for the limit still runs
     ],

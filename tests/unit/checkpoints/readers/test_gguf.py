@@ -111,7 +111,7 @@ def test_blocks_of_each_type(kind: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", kind)
     model = hf_accel.load(path)
     agrees(model, stock(path))
-    assert model.get_submodule("model.layers.0.mlp.up_proj").bits == TYPES[kind].layout.bits
+    assert model.get_submodule("model.layers.0.mlp.up_proj").layout.bits == TYPES[kind].layout.bits
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -127,7 +127,7 @@ def test_architectures_and_ties(architecture: str, tied: bool, tmp_path: Path) -
 def test_mixed_types_are_saved_and_loaded(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", "Q4_K", head="Q6_K")
     model = hf_accel.load(path, dtype=torch.bfloat16)
-    assert model.dtype is torch.bfloat16 and model.lm_head.bits == 8
+    assert model.dtype is torch.bfloat16 and model.lm_head.layout.bits == 8
     assert model.lm_head.quantized.weight_scale.dtype is torch.float32
     model.save_pretrained(tmp_path / "saved")
     again = hf_accel.load(tmp_path / "saved")
@@ -164,7 +164,7 @@ def test_rotary_factors_of_llama_3(factor: float, tmp_path: Path) -> None:
 def test_float_files_are_patched(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", "F16")
     model = hf_accel.load(path, weights={"bits": 4, "group_size": 32})
-    assert model.get_submodule("model.layers.0.mlp.up_proj").bits == 4 and model.dtype is torch.float16
+    assert model.get_submodule("model.layers.0.mlp.up_proj").layout.bits == 4 and model.dtype is torch.float16
     exact = hf_accel.load(path, weights=None, dtype="float32")
     with torch.no_grad():
         torch.testing.assert_close(exact(IDS).logits, stock(path)(IDS).logits, rtol=1e-4, atol=1e-4)

@@ -277,7 +277,7 @@ def test_adapters_and_undo(saved: Any, tmp_path: Path) -> None:
 def test_a_float_checkpoint_and_one_of_ours(tmp_path: Path) -> None:
     make().save_pretrained(tmp_path / "float")
     model = hf_accel.load(tmp_path / "float", weights={"bits": 4, "group_size": 32})
-    assert model.get_submodule(Q).bits == 4
+    assert model.get_submodule(Q).layout.bits == 4
     model.save_pretrained(tmp_path / "ours")
     again = hf_accel.load(tmp_path / "ours", cache=None)
     assert torch.equal(again(IDS).logits, model(IDS).logits)
@@ -288,7 +288,7 @@ def test_weights_cannot_be_asked_for_again(saved: Any, tmp_path: Path) -> None:
     saved("awq")
     with pytest.raises(UnsupportedError, match="this awq checkpoint are quantized already; leave weights= out"):
         hf_accel.load(tmp_path / "in", weights="int8")
-    assert hf_accel.load(tmp_path / "in", weights=None).get_submodule(Q).bits == 4
+    assert hf_accel.load(tmp_path / "in", weights=None).get_submodule(Q).layout.bits == 4
 
 
 # -- what is refused -----------------------------------------------------------------------------------
@@ -524,7 +524,7 @@ def test_the_way_out_of_refused_fp8(kind: str, tmp_path: Path) -> None:
         make().save_pretrained(tmp_path)
     to_fp8(tmp_path)
     if kind != "experts":
-        assert hf_accel.load(tmp_path).get_submodule(Q).format == "fp8"
+        assert hf_accel.load(tmp_path).get_submodule(Q).layout.format == "fp8"
         config_with(activation_scheme="static")(tmp_path)
     with pytest.raises(UnsupportedError, match=r"from_pretrained\(\), and patch the model with weights=None, or"):
         hf_accel.load(tmp_path)

@@ -50,7 +50,7 @@ def test_the_numbers_of_the_writers_own_decoder(name: str, tmp_path: Path) -> No
     for linear, layer in layers.items():
         weight = layer.quantized.dequantize(torch.float64)
         torch.testing.assert_close((weight @ vectors(weight.shape[1])).float(), products[linear], rtol=1e-4, atol=1e-5)
-        assert layer.bits == (4 if "_4_bits" in name or "w4" in name or "awq" in name else 8)
+        assert layer.layout.bits == (4 if "_4_bits" in name or "w4" in name or "awq" in name else 8)
     assert model(IDS).logits.isfinite().all()
 
 

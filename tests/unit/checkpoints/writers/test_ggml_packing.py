@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_accel.checkpoints.readers.ggml_blocks import TYPES
-from hf_accel.checkpoints.writers.ggml_packing import blocks, kind_of, rounding_of_scales
+from hf_accel.checkpoints.writers.ggml_packing import blocks, ggml_type_of, rounding_of_scales
 from hf_accel.config import WeightConfig
 from hf_accel.linear import quantize
 from hf_accel.linear.formats import Int4Weight, Int8Weight
@@ -50,7 +50,7 @@ def test_four_bits_byte_by_byte() -> None:
 def test_transformers_reads_the_same_weight(config: WeightConfig, dtype: torch.dtype) -> None:
     dequant = pytest.importorskip("transformers.integrations.gguf.dequant")
     weight = quantize(torch.randn(24, 192, generator=torch.Generator().manual_seed(1)).to(dtype), config)
-    kind = kind_of(weight)
+    kind = ggml_type_of(weight)
     assert kind == ("Q8_0" if config.bits == 8 else "Q4_0" if config.symmetric else "Q4_1")
     assert kind is not None
     try:
@@ -67,7 +67,7 @@ def test_transformers_reads_the_same_weight(config: WeightConfig, dtype: torch.d
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.label} {config.group_size}")
 def test_the_reader_gets_the_same_integers(config: WeightConfig) -> None:
     weight = quantize(torch.randn(24, 192, generator=torch.Generator().manual_seed(7)).half(), config)
-    read = TYPES[str(kind_of(weight))].weight(blocks(weight))
+    read = TYPES[str(ggml_type_of(weight))].weight(blocks(weight))
     lower = 0 if weight.symmetric else 8 - (1 << weight.bits - 1)  # Q4_1 counts from its lowest level
     assert torch.equal(read.integers(), weight.integers() - lower)
     scale = weight.weight_scale.repeat_interleave(192 // weight.weight_scale.shape[1] // 32, dim=1)
@@ -86,14 +86,14 @@ def test_minima() -> None:
     weight = replace(
         Int4Weight.from_integers(integers, torch.full((4, 2), 0.5)), weight_minimum=torch.full((4, 2), 3.0)
     )
-    assert kind_of(weight) == "Q4_1"
+    assert ggml_type_of(weight) == "Q4_1"
     assert bytes(blocks(weight)[0, :4].tolist()) == struct.pack("<ee", 0.5, -3.0)
 
 
 def test_what_has_no_blocks() -> None:
     order = torch.randperm(64, dtype=torch.int32)
     eight = quantize(torch.randn(8, 64), WeightConfig(bits=8))
-    assert kind_of(replace(eight, weight_minimum=torch.ones(8, 1))) is None
-    assert kind_of(replace(quantize(torch.randn(8, 64), WeightConfig(bits=8)), input_order=order)) is None
-    assert kind_of(quantize(torch.randn(8, 48), WeightConfig(bits=8))) is None
-    assert kind_of(Int8Weight(torch.ones(1, 32, dtype=torch.int8), column([70000.0]))) is None
+    assert ggml_type_of(replace(eight, weight_minimum=torch.ones(8, 1))) is None
+    assert ggml_type_of(replace(quantize(torch.randn(8, 64), WeightConfig(bits=8)), input_order=order)) is None
+    assert ggml_type_of(quantize(torch.randn(8, 48), WeightConfig(bits=8))) is None
+    assert ggml_type_of(Int8Weight(torch.ones(1, 32, dtype=torch.int8), column([70000.0]))) is None

@@ -35,6 +35,7 @@ import hf_accel
 from hf_accel import HfAccelError, UnsupportedError, save_compressed
 from hf_accel.checkpoints.readers.compressed_config import Scheme, compressed_config, units
 from hf_accel.checkpoints.writers.save_compressed import pack_bytes
+from hf_accel.config import Layout
 from hf_accel.linear import QuantLinear
 
 from ....parity.dequantize import dequantized
@@ -105,7 +106,7 @@ def test_bytes_in_words() -> None:
 
 
 def test_the_config_word_by_word() -> None:
-    four = Scheme(4, 128, True, rounds=False)
+    four = Scheme(Layout(bits=4, group_size=128), rounds=False)
     weights = {
         "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": False,
         "actorder": None, "block_structure": None, "observer": "memoryless_minmax", "observer_kwargs": {},
@@ -121,7 +122,7 @@ def test_the_config_word_by_word() -> None:
 
 def test_several_schemes_name_their_layers() -> None:
     """vLLM takes the class before a name, so that a group for Linear would take all."""
-    four, eight = Scheme(4, 32, True, rounds=False), Scheme(8, None, True, rounds=True)
+    four, eight = Scheme(Layout(bits=4, group_size=32), rounds=False), Scheme(Layout(), rounds=True)
     config = compressed_config({"a": four, "b": eight, "c": four}, [])
     assert config["format"] == "mixed-precision"
     assert [group["targets"] for group in config["config_groups"].values()] == [["a", "c"], ["b"]]
@@ -162,7 +163,7 @@ def test_the_files_hold_what_the_model_computes_with(kind: str, dtype: torch.dty
             part.dtype in (torch.int8, torch.float8_e4m3fn, torch.int32, torch.int64, dtype)
             for part in stored.values()
         )
-        assert bits(decoded(stored, layer.bits)) == bits(layer.quantized.dequantize(dtype))
+        assert bits(decoded(stored, layer.layout.bits)) == bits(layer.quantized.dequantize(dtype))
     assert {name: bits(tensor) for name, tensor in tensors.items()} == {n: bits(t) for n, t in floats.items()}
 
     config = settings(tmp_path / "out")["quantization_config"]

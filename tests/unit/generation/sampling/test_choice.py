@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_accel.errors import HfAccelError
-from hf_accel.generation.sampling.choice import Chosen, choose, processed
+from hf_accel.generation.sampling.choice import Chosen, choose_tokens, processed
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sampling.token_prefix import Prefix
 from hf_accel.generation.sequence import Draft, Sequence
@@ -45,7 +45,7 @@ def generated(params: Sampling, name: str, draft: Callable[[Sequence], Draft], c
     one = sequence(params, seed=5)
     while one.num_new < count:
         drafts = [draft(one)]
-        (chosen,) = choose(rows([one], drafts), [one], drafts, verifier(name))
+        (chosen,) = choose_tokens(rows([one], drafts), [one], drafts, verifier(name))
         assert isinstance(chosen, Chosen)
         assert chosen.num_accepted == len(chosen.tokens) - 1
         assert chosen.tokens[:-1] == drafts[0].tokens[: chosen.num_accepted]
@@ -83,7 +83,7 @@ def test_greedy_takes_the_largest_and_of_equals_the_first(
     logits = torch.tensor([[0, 5, 5], [7, 1, 7], [0, 0, 1], [2, 2, 2]], dtype=dtype)
     drafts = [Draft([1, 2]), Draft()]
     sequences = [sequence(Sampling()) for _ in drafts]
-    assert choose(logits, sequences, drafts, TokenVerifier()) == [Chosen([1, 0], 1), Chosen([0], 0)]
+    assert choose_tokens(logits, sequences, drafts, TokenVerifier()) == [Chosen([1, 0], 1), Chosen([0], 0)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -98,9 +98,9 @@ def test_sequences_are_chosen_for_together_as_alone(name: str) -> None:
     sequences = [sequence(params, seed) for seed, params in enumerate(kinds * 3)]
     laws = [model([seed]).softmax(0).expand(2, -1) for seed in range(15)]
     drafts = [[Draft(), Draft([1, 2]), Draft([3, 1], laws[seed])][(seed // 5 + seed) % 3] for seed in range(15)]
-    together = choose(rows(sequences, drafts), sequences, drafts, verifier(name))
+    together = choose_tokens(rows(sequences, drafts), sequences, drafts, verifier(name))
     for one, draft, chosen in zip(sequences, drafts, together, strict=True):
-        assert choose(rows([one], [draft]), [one], [draft], verifier(name)) == [chosen]
+        assert choose_tokens(rows([one], [draft]), [one], [draft], verifier(name)) == [chosen]
 
 
 def test_a_processor_sees_each_prefix_once() -> None:
@@ -113,7 +113,7 @@ def test_a_processor_sees_each_prefix_once() -> None:
     params = request_sampling(temperature=1.0, processors=(counting,))
     sequences = [sequence(params), Sequence([9], 5, params)]
     drafts = [Draft([4, 5]), Draft()]
-    choose(rows(sequences, drafts), sequences, drafts, TokenVerifier())
+    choose_tokens(rows(sequences, drafts), sequences, drafts, TokenVerifier())
     assert seen == [[1, 2, 1], [1, 2, 1, 4], [1, 2, 1, 4, 5], [9]]
 
 
@@ -145,9 +145,9 @@ def test_an_error_is_its_own_sequences_alone(temperature: float, how: str, words
     params = request_sampling(temperature=temperature, processors=(Spiteful(how),), logprobs=1)
     sequences = [sequence(params, 1), Sequence([9], 5, params), sequence(params, 2)]
     drafts = [Draft([4]), Draft([1, 2]), Draft()]
-    first, failed, last = choose(rows(sequences, drafts), sequences, drafts, TokenVerifier())
+    first, failed, last = choose_tokens(rows(sequences, drafts), sequences, drafts, TokenVerifier())
     others = [sequences[0], sequences[2]]
-    alone = choose(rows(others, [drafts[0], drafts[2]]), others, [drafts[0], drafts[2]], TokenVerifier())
+    alone = choose_tokens(rows(others, [drafts[0], drafts[2]]), others, [drafts[0], drafts[2]], TokenVerifier())
     assert [first, last] == alone
     with pytest.raises((KeyError, HfAccelError), match=words):
         raise failed
@@ -172,7 +172,7 @@ def test_a_prefix_that_nobody_reaches_may_fail(name: str, how: str, temperature:
     for draft in (Draft([4, 1]), Draft([1, 4]), Draft([4, 1], law), Draft([1, 4], law)):
         sequences = [sequence(params, seed) for seed in range(50)]
         drafts = [draft] * 50
-        for chosen in choose(rows(sequences, drafts), sequences, drafts, verifier(name)):
+        for chosen in choose_tokens(rows(sequences, drafts), sequences, drafts, verifier(name)):
             assert isinstance(chosen, Chosen)
             assert 4 not in chosen.tokens
 
@@ -180,24 +180,24 @@ def test_a_prefix_that_nobody_reaches_may_fail(name: str, how: str, temperature:
 def test_logits_that_are_not_numbers() -> None:
     one, other = (Sequence([token], 5, request_sampling(temperature=1.0)) for token in (1, 2))
     logits = torch.stack([model([1]), model([2]) * torch.nan])
-    fine, failed = choose(logits, [one, other], [Draft(), Draft()], TokenVerifier())
+    fine, failed = choose_tokens(logits, [one, other], [Draft(), Draft()], TokenVerifier())
     assert isinstance(fine, Chosen)
     assert isinstance(failed, HfAccelError)
 
 
 def test_wrong_number_of_rows() -> None:
     with pytest.raises(HfAccelError, match=r"3 rows of logits .* need 2"):
-        choose(torch.zeros(3, V), [sequence(Sampling())], [Draft([1])], TokenVerifier())
+        choose_tokens(torch.zeros(3, V), [sequence(Sampling())], [Draft([1])], TokenVerifier())
 
 
 def test_no_sequence_at_all() -> None:
-    assert choose(torch.zeros(0, V), [], [], TokenVerifier()) == []
+    assert choose_tokens(torch.zeros(0, V), [], [], TokenVerifier()) == []
 
 
 def test_logprobs_are_the_models_own() -> None:
     params = request_sampling(logit_bias={7: 100.0}, logprobs=2)
     one, draft = sequence(params), Draft([7])
-    (chosen,) = choose(rows([one], [draft]), [one], [draft], TokenVerifier())
+    (chosen,) = choose_tokens(rows([one], [draft]), [one], [draft], TokenVerifier())
     assert isinstance(chosen, Chosen) and chosen.tokens == [7, 7] and chosen.logprobs is not None
     for report, tokens in zip(chosen.logprobs, ([1, 2, 1], [1, 2, 1, 7]), strict=True):
         logits = model(tokens).tolist()
@@ -222,9 +222,9 @@ def test_a_sampling_may_draw_undrafted_tokens_itself() -> None:
     sequences = [sequence(own, seed) for seed in range(6)]
     law = torch.full((1, V), 1 / V)
     drafts = [Draft(), Draft([1]), Draft(), Draft([2], law), Draft(), Draft()]
-    results = choose(rows(sequences, drafts), sequences, drafts, TokenVerifier())
+    results = choose_tokens(rows(sequences, drafts), sequences, drafts, TokenVerifier())
     verified = [sequence(request_sampling(temperature=1.0, top_k=3), seed) for seed in range(6)]
-    as_usual = choose(rows(verified, drafts), verified, drafts, TokenVerifier())
+    as_usual = choose_tokens(rows(verified, drafts), verified, drafts, TokenVerifier())
     for index, draft in enumerate(drafts):
         assert results[index] == (as_usual[index] if len(draft) else Chosen([index], 0))
 
@@ -234,7 +234,7 @@ def test_a_draw_that_raises_is_an_error_of_its_sequences() -> None:
         raise RuntimeError("no numbers left")
 
     sequences = [sequence(Sampling(greedy=False, draw=failing)), sequence(Sampling())]
-    failed, fine = choose(rows(sequences, [Draft()] * 2), sequences, [Draft()] * 2, TokenVerifier())
+    failed, fine = choose_tokens(rows(sequences, [Draft()] * 2), sequences, [Draft()] * 2, TokenVerifier())
     assert isinstance(failed, RuntimeError) and isinstance(fine, Chosen)
 
 
@@ -276,7 +276,7 @@ def test_law_of_two_tokens_under_processing(name: str) -> None:
     logits = torch.stack(
         [model([1, 2, 1]).expand(count, -1), table[first], torch.stack([model([2, 1, 4])]).expand(count, -1)], dim=1
     ).view(-1, V)
-    results = choose(logits, sequences, drafts, judge)
+    results = choose_tokens(logits, sequences, drafts, judge)
     observed = [0.0] * V**2
     left_over = []
     for seed, chosen in enumerate(results):
@@ -290,7 +290,7 @@ def test_law_of_two_tokens_under_processing(name: str) -> None:
         seq.num_prompt = 3
     for seq, chosen in zip(
         follow,
-        choose(table[[token for _, token in left_over]], follow, [Draft()] * len(follow), judge),
+        choose_tokens(table[[token for _, token in left_over]], follow, [Draft()] * len(follow), judge),
         strict=True,
     ):
         assert isinstance(chosen, Chosen)

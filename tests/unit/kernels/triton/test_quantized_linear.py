@@ -22,6 +22,7 @@ pytest.importorskip("triton")
 from hf_accel.kernels.triton.quantized_linear import launches, quantized_linear, stacked
 from hf_accel.linear import tiles as tiles_module
 from hf_accel.linear.tiles import for_experts, one_tile, tile_for, tiles_of
+from tests.unit.linear.specs import linear_spec
 
 runs = pytest.mark.skipif(kernels.refusal(triton_device()) is not None, reason=str(kernels.refusal(triton_device())))
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -40,7 +41,7 @@ QUICK = {  # a GPU each; the others are long
 
 
 def spec_of(kind: str, shape: tuple[int, int], *, dtype: torch.dtype, group: int = 128) -> LinearSpec:
-    return LinearSpec(
+    return linear_spec(
         in_features=shape[1], out_features=shape[0], bits=4 if kind.startswith("int4") else 8, dtype=dtype,
         group_size=group, symmetric=kind != "int4 zero points", minima=kind.endswith("minima"),
         by_group=kind in ("int8 groups", "int8 minima", "fp8 groups"), format="fp8" if "fp8" in kind else "int",

@@ -32,7 +32,7 @@ def linears(model: PreTrainedModel) -> dict[str, LinearPlan]:
 
 def bits_of(model: PreTrainedModel) -> dict[str, int]:
     layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear) and name != "lm_head"}
-    return {name: layer.bits for name, layer in layers.items()}
+    return {name: layer.layout.bits for name, layer in layers.items()}
 
 
 def average(model: PreTrainedModel) -> float:

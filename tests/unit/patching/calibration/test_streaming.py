@@ -167,7 +167,7 @@ def test_experts_of_a_mixture_are_rounded_to_nearest(method: str) -> None:
     held = [module for module in model.modules() if isinstance(module, QuantExperts)]
     floats = iter(expected)
     for weights in (weights for module in held for weights in module.weights.values()):
-        rounded = nearest(next(floats).flatten(0, 1), WeightConfig(bits=4, group_size=weights.group_size))
+        rounded = nearest(next(floats).flatten(0, 1), WeightConfig(bits=4, group_size=weights.layout.group_size))
         assert torch.equal(weights.quantized.integers(), rounded.integers())
     assert len(held) == 2 and next(floats, None) is None
     assert snapshot(hf_accel.unpatch(model)) == before

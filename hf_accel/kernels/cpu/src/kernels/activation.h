@@ -8,25 +8,36 @@
 
 namespace {
 
-// exp with the algorithm of torch's vectorized code (Sleef by Shibata, expf within 1 ulp), so that silu has torch's
-// bits.
-inline F exp_as_torch(F x) {
-  const F n = round(mul(x, set1(1.44269504088896341f)));
-  F r = fmadd(n, set1(-0.693145751953125f), x);
-  r = fmadd(n, set1(-1.428606765330187045e-6f), r);
+// exp(r) for |r| <= log(2) / 2.
+inline F exp_of_rest(F r) {
   F p = set1(0.000198527617612853646278381f);
   p = fmadd(p, r, set1(0.00139304355252534151077271f));
   p = fmadd(p, r, set1(0.00833336077630519866943359f));
   p = fmadd(p, r, set1(0.0416664853692054748535156f));
   p = fmadd(p, r, set1(0.166666671633720397949219f));
   p = fmadd(p, r, set1(0.5f));
-  p = add(set1(1.0f), fmadd(mul(r, r), p, r));
+  return add(set1(1.0f), fmadd(mul(r, r), p, r));
+}
+
+constexpr float LOG2_E = 1.44269504088896341f, LN2_HIGH = 0.693145751953125f, LN2_LOW = 1.428606765330187045e-6f;
+
+// exp with the algorithm of torch's vectorized code (Sleef by Shibata, expf within 1 ulp), so that silu has torch's
+// bits.
+inline F exp_as_torch(F x) {
+  const F n = round(mul(x, set1(LOG2_E)));
+  const F r = fmadd(n, set1(-LN2_LOW), fmadd(n, set1(-LN2_HIGH), x)), p = exp_of_rest(r);
   const F bounded = min(max(n, set1(-160.0f)), set1(160.0f));  // beyond these, the result is 0 or infinity
   const F usual = select_below(x, 100.0f, scale_by_power_of_two(p, bounded), set1(INFINITY));
   return keep_nan(select_below(x, -104.0f, zero(), usual), x);
 }
 
+inline F sigmoid(F x) { return div(set1(1.0f), add(set1(1.0f), exp_as_torch(sub(zero(), x)))); }
 inline F silu(F x) { return div(x, add(set1(1.0f), exp_as_torch(sub(zero(), x)))); }
+
+// x * sigmoid(1.702 x), rounded after each step as transformers does it (Hendrycks and Gimpel 2016, arXiv 1606.08415).
+inline F gelu_quick(F x) { return mul(x, sigmoid(mul(x, set1(1.702f)))); }
+
+inline F relu(F x) { return select_below(x, 0.0f, zero(), x); }
 
 // x / 2 * (1 + tanh(y)) with y = sqrt(2 / pi) * (x + 0.044715 x^3). tanh(|y|) is computed as 1 - 2 e / (1 + e) with
 // e = exp(-2 |y|), whose result is rounded only once if it is near 1.
@@ -38,23 +49,50 @@ inline F gelu_tanh(F x) {
   return mul(mul(set1(0.5f), x), add(set1(1.0f), tanh));
 }
 
-// erf with an absolute error below 2e-7, by Abramowitz and Stegun 7.1.26, as in torch.
-inline F erf(F x) {
-  const F magnitude = abs(x), t = div(set1(1.0f), fmadd(set1(0.3275911f), magnitude, set1(1.0f)));
-  F p = set1(1.061405429f);
-  p = fmadd(p, t, set1(-1.453152027f));
-  p = fmadd(p, t, set1(1.421413741f));
-  p = fmadd(p, t, set1(-0.284496736f));
-  p = fmadd(p, t, set1(0.254829592f));
-  const F falling = sub(zero(), exp_as_torch(sub(zero(), mul(x, x))));
-  const F positive = fmadd(mul(falling, t), p, set1(1.0f));
-  return select_below(x, 0.0f, sub(zero(), positive), positive);
+// exp(a^2 / 2) * erfc(a / sqrt(2)) / 2 for 0 <= a <= 15, with a relative error below 2e-8 before rounding: a minimax
+// polynomial in (a - 2.5) / (a + 2.5), over a + 2.5. The variable is that of Shepherd and Laframboise (1981,
+// "Chebyshev approximation of (1 + 2x) exp(x^2) erfc x"); with it the terms fall quickly.
+inline F scaled_tail(F a) {
+  const F inverse = div(set1(1.0f), add(a, set1(2.5f))), t = fmadd(inverse, set1(-5.0f), set1(1.0f));
+  F p = set1(-1.5770239e-4f);
+  p = fmadd(p, t, set1(-3.1162290e-4f));
+  p = fmadd(p, t, set1(6.8441276e-4f));
+  p = fmadd(p, t, set1(2.5239328e-3f));
+  p = fmadd(p, t, set1(-1.6008301e-3f));
+  p = fmadd(p, t, set1(-1.6386185e-2f));
+  p = fmadd(p, t, set1(9.2358757e-3f));
+  p = fmadd(p, t, set1(1.3198698e-1f));
+  p = fmadd(p, t, set1(-4.3369201e-1f));
+  p = fmadd(p, t, set1(7.0665663e-1f));
+  return mul(p, inverse);
 }
 
-// x / 2 * (1 + erf(x / sqrt(2))), as in torch.
+// x / 2 * (1 + erf(x / sqrt(2))) within 7 ulps. 1 + erf would lose the digits of a negative x. So it is -tail, or
+// x - tail for a positive x, with tail = |x| / 2 * erfc(|x| / sqrt(2)). The exponent -x^2 / 2 is a sum: `high` has few
+// bits and is exact, also without a fused multiply-add.
 inline F gelu(F x) {
-  return mul(mul(set1(0.5f), x), add(set1(1.0f), erf(mul(x, set1(0.70710678118654752f)))));
+  const F a = min(abs(x), set1(15.0f));  // there the tail is 0
+  const F shift = set1(0x1.8p19f), coarse = sub(add(a, shift), shift);  // to a sixteenth: the sum has no finer bits
+  const F high = mul(mul(coarse, coarse), set1(-0.5f));
+  const F low = mul(mul(sub(a, coarse), add(a, coarse)), set1(-0.5f));
+  const F n = round(mul(add(high, low), set1(LOG2_E)));
+  const F r = fmadd(n, set1(-LN2_LOW), add(fmadd(n, set1(-LN2_HIGH), high), low));
+  const F tail = scale_by_power_of_two(mul(mul(exp_of_rest(r), scaled_tail(a)), a), n);
+  return select_below(x, 0.0f, mul(tail, set1(-1.0f)), sub(x, tail));
 }
+
+// `kind` is an Activation.
+inline F activated(int32_t kind, F x) {
+  switch (kind) {
+    case SILU: return silu(x);
+    case GELU: return gelu(x);
+    case GELU_TANH: return gelu_tanh(x);
+    case GELU_QUICK: return gelu_quick(x);
+    default: return relu(x);
+  }
+}
+
+inline bool has_gate(const Linear& linear) { return linear.epilogue != NONE && linear.epilogue <= GELU_TANH_MUL; }
 
 // act(gate) * up, where `epilogue` is an Epilogue other than NONE.
 inline F gated(int32_t epilogue, F gate, F up) {

@@ -42,12 +42,13 @@ struct Attention {
   int64_t keys(int64_t b) const {
     return c.kv_len ? c.kv_len[b] : c.cu_k ? c.cu_k[b + 1] - c.cu_k[b] : c.num_keys;
   }
+  int64_t position_of(int64_t b, int64_t i) const { return keys(b) - queries(b) + i; }
   int64_t tokens_in_tile() const { return at_least(TILE_ROWS / group, 1); }
 
-  // Returns the keys that token i of sequence b sees, by bottom-right causality and the window.
+  // Returns the keys that token i of sequence b sees, up to its own position and around it.
   Range seen(int64_t b, int64_t i) const {
-    const int64_t count = keys(b), position = count - queries(b) + i;
-    const int64_t last = c.causal ? at_least(at_most(position + 1, count), 0) : count;
+    const int64_t count = keys(b), position = position_of(b, i);
+    const int64_t last = c.ahead == EVERY_KEY ? count : at_least(at_most(position + c.ahead + 1, count), 0);
     return {c.window ? at_most(at_least(position - c.window + 1, 0), last) : 0, last};
   }
   Range seen(const Tile& t) const { return {seen(t.b, t.first).first, seen(t.b, t.last - 1).last}; }
@@ -92,6 +93,13 @@ struct Attention {
     std::memcpy(to, static_cast<const Bf16*>(c.q.data) + at, sizeof(Bf16) * static_cast<size_t>(at_most(n, LANES)));
   }
 
+  // Returns what is added to the scores of row r of the tile, of which the first is that of key `start`; or null.
+  const float* bias_of(const Tile& t, int64_t r, int64_t start) const {
+    if (!c.bias.data) return nullptr;
+    const int64_t head = t.head * group + r % group, position = position_of(t.b, t.first + r / group);
+    return c.bias.data + head * c.bias.head + position * c.bias.query + start;
+  }
+
   // Computes the partial results of `count` rows of the tile over one split, in `parts` and `sums` [GROUP, padded].
   // Returns false if they see none of its keys. Sets visible [GROUP], the keys that each row sees, as indices in the
   // split.
@@ -111,7 +119,7 @@ struct Attention {
     for (int64_t r = 0; r < count; ++r) {
       const Range all = {from * LANES, to * LANES};
       const Range mine = visible[r].empty() ? Range{all.first, all.first} : visible[r];
-      parts[r] = to_weights<W>(c, rows, mine, all, scores + r * SCORE_STRIDE);
+      parts[r] = to_weights<W>(c, rows, mine, all, bias_of(t, r0 + r, start), scores + r * SCORE_STRIDE);
     }
     product<W>(count, {scores, SCORE_STRIDE}, v, padded, LANES, any.first / W::STEP, ceil_div(any.last, W::STEP),
                padded / LANES, sums, padded);

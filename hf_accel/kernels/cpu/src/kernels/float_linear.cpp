@@ -191,11 +191,13 @@ void finish(const Linear& linear, const LinearCall& call, const Chunk& chunk, in
       const int n = static_cast<int>(at_most(LANES, chunk.outputs - i));
       F value = load_n(sums + r * Dot::CHUNK + i, n);
       if (matrix.bias) value = add(value, load_dtype(matrix.bias, matrix.bias_dtype, chunk.n + i, n));
-      if (linear.epilogue != NONE) {
+      if (has_gate(linear)) {
         const Matrix& other = linear.matrices[1];
         F up = load_n(up_sums + r * Dot::CHUNK + i, n);
         if (other.bias) up = add(up, load_dtype(other.bias, other.bias_dtype, chunk.n + i, n));
         value = gated(linear.epilogue, value, up);
+      } else if (linear.epilogue != NONE) {
+        value = activated(linear.epilogue, value);
       }
       const int64_t column = matrix.column + chunk.n + i;
       store_dtype(call.out, call.out_dtype, (row + r) * call.out_stride + column, value, n);
@@ -251,7 +253,7 @@ void run_chunk(const Linear& linear, const LinearCall& call, const Input<Dot>& i
   float* sums = static_cast<float*>(scratch<Sums>(bytes));
   sum_chunk<Dot, T>(input, chunk, sums);
   float* up_sums = nullptr;
-  if (linear.epilogue != NONE) {
+  if (has_gate(linear)) {
     up_sums = static_cast<float*>(scratch<UpSums>(bytes));
     Chunk up = chunk;
     up.matrix = linear.matrices + 1;
@@ -262,7 +264,7 @@ void run_chunk(const Linear& linear, const LinearCall& call, const Input<Dot>& i
 
 template <class Dot, class T>
 void run_rows(const Linear& linear, const LinearCall& call, const Input<Dot>& input) {
-  const int32_t count = linear.epilogue == NONE ? linear.count : 1;
+  const int32_t count = has_gate(linear) ? 1 : linear.count;
   int64_t chunks = 0;
   for (int32_t m = 0; m < count; ++m) chunks += ceil_div(linear.matrices[m].out_features, Dot::CHUNK);
   // Rows are split over threads only if there are few chunks.

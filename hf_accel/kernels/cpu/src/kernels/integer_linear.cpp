@@ -56,13 +56,15 @@ inline HFA_INLINE void sum_int8(const uint8_t* weight, int64_t steps, const int8
   }
 }
 
-template <int ROWS, int WIDE, int LINES>
-inline HFA_INLINE void sum_int4(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride, Fetch fetch,
-                                I (&sums)[ROWS][WIDE]) {
+template <int FORMAT, int ROWS, int WIDE, int LINES>
+inline HFA_INLINE void sum_halves(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride, Fetch fetch,
+                                  I (&sums)[ROWS][WIDE]) {
+  const Levels<FORMAT> levels;
   for (int64_t k = 0; k < steps; k += 2, weight += STEP, x += 8) {
     fetch_lines<LINES>(fetch);
     unrolled<WIDE>([&](auto v) HFA_INLINE {
-      const I both = load_bytes(weight + v * LANES * 4), low = low_nibbles(both), high = high_nibbles(both);
+      const I both = load_bytes(weight + v * LANES * 4);
+      const I low = levels(low_nibbles(both)), high = levels(high_nibbles(both));
       unrolled<ROWS>([&](auto r) HFA_INLINE {
         sums[r][v] = dot4_nibbles(sums[r][v], low, broadcast4(x + r * x_stride));
         sums[r][v] = dot4_nibbles(sums[r][v], high, broadcast4(x + r * x_stride + 4));
@@ -81,15 +83,15 @@ inline void group_tile(const GroupTask& task, int start, const QuantizedRows& x,
   // Weights are stored with an offset, so the sums start from -offset * sum(x).
   unrolled<ROWS>([&](auto r) HFA_INLINE {
     unrolled<WIDE>([&](auto v) HFA_INLINE {
-      if constexpr (FORMAT != INT4) sums[r][v] = iset1((DOT4_OFFSET - 128) * x_sums[r]);
+      if constexpr (!IN_HALVES<FORMAT>) sums[r][v] = iset1((DOT4_OFFSET - 128) * x_sums[r]);
       else if (task.minima) sums[r][v] = iset1(0);
-      else if (!task.zeros) sums[r][v] = iset1(-8 * x_sums[r]);
+      else if (!task.zeros) sums[r][v] = iset1(-Levels<FORMAT>::MIDDLE * x_sums[r]);
       else sums[r][v] = mul_i32(load_u8_as_i32(task.zeros + start + v * LANES), iset1(-x_sums[r]));
     });
   });
   const uint8_t* weight = task.weight + start * 4;
-  if constexpr (FORMAT != INT4) sum_int8<ROWS, WIDE, LINES>(weight, task.steps, x.row(g, r0), x.group, fetch, sums);
-  else sum_int4<ROWS, WIDE, LINES>(weight, task.steps, x.row(g, r0), x.group, fetch, sums);
+  if constexpr (!IN_HALVES<FORMAT>) sum_int8<ROWS, WIDE, LINES>(weight, task.steps, x.row(g, r0), x.group, fetch, sums);
+  else sum_halves<FORMAT, ROWS, WIDE, LINES>(weight, task.steps, x.row(g, r0), x.group, fetch, sums);
   unrolled<WIDE>([&](auto v) HFA_INLINE {
     const GroupFactors<FORMAT> factors(task, start + v * LANES);
     unrolled<ROWS>([&](auto r) HFA_INLINE {
@@ -180,11 +182,13 @@ void finish(const Linear& linear, const Matrix& matrix, const LinearCall& call, 
       const int n = static_cast<int>(at_most(LANES, outputs - i));
       F value = load(sums + r * BLOCK + i);
       if (matrix.bias) value = add(value, load_dtype(matrix.bias, matrix.bias_dtype, b * BLOCK + i, n));
-      if (linear.epilogue != NONE) {
+      if (has_gate(linear)) {
         const Matrix& other = linear.matrices[1];
         F up = load(up_sums + r * BLOCK + i);
         if (other.bias) up = add(up, load_dtype(other.bias, other.bias_dtype, b * BLOCK + i, n));
         value = gated(linear.epilogue, value, up);
+      } else if (linear.epilogue != NONE) {
+        value = activated(linear.epilogue, value);
       }
       const int64_t column = matrix.column + b * BLOCK + i;
       store_dtype(call.out, call.out_dtype, (r0 + r) * call.out_stride + column, value, n);
@@ -198,7 +202,7 @@ void run_block(const Linear& linear, const Matrix& matrix, const LinearCall& cal
   for (int64_t r = first; r < last; r += CHUNK) {
     const int64_t rows = at_most(CHUNK, last - r);
     block_chunk<FORMAT>(linear, matrix, x, b, r, rows, sums);
-    if (linear.epilogue != NONE) block_chunk<FORMAT>(linear, linear.matrices[1], x, b, r, rows, up_sums);
+    if (has_gate(linear)) block_chunk<FORMAT>(linear, linear.matrices[1], x, b, r, rows, up_sums);
     finish(linear, matrix, call, b, r, rows, sums, up_sums);
   }
 }
@@ -216,7 +220,7 @@ void run_block_by_tiles(const Linear& linear, const Matrix& matrix, const Linear
     const size_t bytes = static_cast<size_t>(rows * BLOCK) * sizeof(float);
     float* sums = static_cast<float*>(scratch<Sums>(bytes));
     float* up_sums = nullptr;
-    if (linear.epilogue == NONE) {
+    if (!has_gate(linear)) {
       tile_block(weights, x, r, rows, next, sums);
     } else {
       const BlockWeights<FORMAT> up(linear, linear.matrices[1], b);
@@ -231,7 +235,7 @@ void run_block_by_tiles(const Linear& linear, const Matrix& matrix, const Linear
 
 template <int FORMAT>
 void run(const Linear& linear, const LinearCall& call, const QuantizedRows& x) {
-  const int32_t count = linear.epilogue == NONE ? linear.count : 1;
+  const int32_t count = has_gate(linear) ? 1 : linear.count;
   int64_t blocks = 0;
   for (int32_t m = 0; m < count; ++m) blocks += ceil_div(linear.matrices[m].out_features, BLOCK);
 #if defined(HFA_TILES)
@@ -293,11 +297,7 @@ void HFA_NAMESPACE::integer_linear(const LinearCall& call) {
   if (call.rows == 0) return;
   const Linear& linear = *call.linear;
   const QuantizedRows x = quantize_input(linear, call);
-  switch (linear.format) {
-    case INT4: return run<INT4>(linear, call, x);
-    case INT8_GROUPS: return run<INT8_GROUPS>(linear, call, x);
-    default: return run<INT8>(linear, call, x);
-  }
+  for_format(linear.format, [&](auto format) { run<format>(linear, call, x); });
 }
 
 void HFA_NAMESPACE::integer_experts(const ExpertsCall& call) {
@@ -306,9 +306,5 @@ void HFA_NAMESPACE::integer_experts(const ExpertsCall& call) {
   const LinearCall all = {call.linear, call.x, call.x_stride, call.rows, call.out, call.out_stride, call.x_dtype,
                           call.out_dtype, call.threads, call.tile_rows};
   const QuantizedRows x = quantize_input(linear, all);
-  switch (linear.format) {
-    case INT4: return run_experts<INT4>(linear, all, call.starts, x);
-    case INT8_GROUPS: return run_experts<INT8_GROUPS>(linear, all, call.starts, x);
-    default: return run_experts<INT8>(linear, all, call.starts, x);
-  }
+  for_format(linear.format, [&](auto format) { run_experts<format>(linear, all, call.starts, x); });
 }

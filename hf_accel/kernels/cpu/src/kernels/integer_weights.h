@@ -28,6 +28,26 @@ inline F weight_factor(const GroupTask& task, const void* values, int64_t i) {
   }
 }
 
+// Formats with two numbers in a byte. MIDDLE: the number that stands for 0 where there are no zero points.
+template <int FORMAT>
+constexpr bool IN_HALVES = FORMAT == INT4;
+
+template <int FORMAT>
+struct Levels {
+  static constexpr int MIDDLE = 8;
+  inline HFA_INLINE I operator()(I halves) const { return halves; }
+};
+
+// Calls f with the format of a linear layer as a constant.
+template <class Function>
+inline void for_format(int32_t format, const Function& f) {
+  switch (format) {
+    case INT4: return f(Constant<INT4>{});
+    case INT8_GROUPS: return f(Constant<INT8_GROUPS>{});
+    default: return f(Constant<INT8>{});
+  }
+}
+
 // The scales and minima of LANES outputs of a group, which turn integer sums into their share of the result.
 template <int FORMAT>
 struct GroupFactors {
@@ -66,7 +86,7 @@ struct BlockWeights {
         weight(static_cast<const uint8_t*>(of.weight) + block * bytes(inputs)) {}
 
   // The bytes of some inputs of all 64 outputs.
-  static int64_t bytes(int64_t count) { return count * BLOCK / (FORMAT == INT4 ? 2 : 1); }
+  static int64_t bytes(int64_t count) { return count * BLOCK / (IN_HALVES<FORMAT> ? 2 : 1); }
 
   GroupTask group(int64_t g) const {
     const int64_t scale_bytes = BLOCK * (matrix.scale_dtype == F32 ? 4 : 2);

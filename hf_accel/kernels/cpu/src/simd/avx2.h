@@ -172,6 +172,10 @@ inline I dot4_nibbles(I sum, I w, I a) {  // no saturation, because 2 * 15 * 128
 #endif
 inline I low_nibbles(I x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 inline I high_nibbles(I x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
+inline I table16(const uint8_t* p) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline I lookup16(I table, I x) { return _mm256_shuffle_epi8(table, x); }
 inline I mul_i32(I a, I b) { return _mm256_mullo_epi32(a, b); }
 inline I load_u8_as_i32(const uint8_t* p) {
   return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));

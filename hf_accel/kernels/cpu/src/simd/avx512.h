@@ -160,6 +160,10 @@ inline I dot4(I sum, I w, I a) {
 inline I dot4_nibbles(I sum, I w, I a) { return dot4(sum, w, a); }
 inline I low_nibbles(I x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline I high_nibbles(I x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
+inline I table16(const uint8_t* p) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline I lookup16(I table, I x) { return _mm512_shuffle_epi8(table, x); }
 inline I mul_i32(I a, I b) { return _mm512_mullo_epi32(a, b); }
 inline I load_u8_as_i32(const uint8_t* p) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

@@ -205,6 +205,15 @@ inline I high_nibbles(I x) {
   return {vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(x.low), 4)),
           vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(x.high), 4))};
 }
+inline I table16(const uint8_t* p) {
+  const int32x4_t table = vreinterpretq_s32_u8(vld1q_u8(p));
+  return {table, table};
+}
+inline I lookup16(I table, I x) {
+  const uint8x16_t of = vreinterpretq_u8_s32(table.low);
+  return {vreinterpretq_s32_u8(vqtbl1q_u8(of, vreinterpretq_u8_s32(x.low))),
+          vreinterpretq_s32_u8(vqtbl1q_u8(of, vreinterpretq_u8_s32(x.high)))};
+}
 inline I mul_i32(I a, I b) { return {vmulq_s32(a.low, b.low), vmulq_s32(a.high, b.high)}; }
 inline I load_u8_as_i32(const uint8_t* p) {
   const uint16x8_t wide = vmovl_u8(vld1_u8(p));

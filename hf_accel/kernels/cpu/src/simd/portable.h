@@ -115,6 +115,15 @@ inline I dot4(I sum, I w, I a) {
 inline I dot4_nibbles(I sum, I w, I a) { return dot4(sum, w, a); }
 inline I low_nibbles(I x) { HFA_EACH x.v[i] &= 0x0f0f0f0f; return x; }
 inline I high_nibbles(I x) { HFA_EACH x.v[i] = x.v[i] >> 4 & 0x0f0f0f0f; return x; }
+struct Table16 { uint8_t v[16]; };
+inline Table16 table16(const uint8_t* p) { Table16 table; std::memcpy(table.v, p, 16); return table; }
+inline I lookup16(const Table16& table, I x) {
+  uint8_t bytes[sizeof x.v];
+  std::memcpy(bytes, x.v, sizeof bytes);
+  for (uint8_t& byte : bytes) byte = table.v[byte];
+  std::memcpy(x.v, bytes, sizeof bytes);
+  return x;
+}
 inline I mul_i32(I a, I b) { HFA_EACH a.v[i] *= b.v[i]; return a; }
 inline I load_u8_as_i32(const uint8_t* p) { I r; HFA_EACH r.v[i] = p[i]; return r; }
 inline F to_f(I x) { F r; HFA_EACH r.v[i] = static_cast<float>(x.v[i]); return r; }

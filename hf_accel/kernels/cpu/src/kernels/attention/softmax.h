@@ -23,10 +23,18 @@ inline F keep_lanes(F x, F other, int64_t first, int64_t last) {  // lanes [firs
   return select_range(x, other, static_cast<int>(at_least(first, 0)), static_cast<int>(at_most(last, LANES)));
 }
 
-// Converts the scores of a row to weights in place. `seen`: the keys that the row sees, as indices in the split. Other
+// Loads lanes [first, last) of the vector at p, and touches no other memory.
+inline F load_lanes(const float* p, int64_t first, int64_t last) {
+  alignas(64) float lanes[LANES] = {};
+  for (int64_t i = at_least(first, 0); i < at_most(last, LANES); ++i) lanes[i] = p[i];
+  return load(lanes);
+}
+
+// Converts the scores of a row to weights in place. bias: what is added to them, or null. `seen`: the keys that the row sees, as indices in the split. Other
 // weights of `group` become 0; it begins and ends at a multiple of LANES.
 template <class W>
-inline Partial to_weights(const AttentionCall& c, const KeyRows& rows, Range seen, Range group, float* scores) {
+inline Partial to_weights(const AttentionCall& c, const KeyRows& rows, Range seen, Range group, const float* bias,
+                          float* scores) {
   Partial part;
   auto* const weights = reinterpret_cast<typename W::Number*>(scores);
   const int64_t begin = seen.first / LANES * LANES;
@@ -37,7 +45,9 @@ inline Partial to_weights(const AttentionCall& c, const KeyRows& rows, Range see
     if (c.k_scales) x = mul(x, load(rows.k_scales + j));
     x = mul(x, scale);
     if (c.softcap != 0.0f) x = mul(tanh(mul(x, inverse_cap)), cap);
-    if (j < seen.first || j + LANES > seen.last) x = keep_lanes(x, set1(-FLT_MAX), seen.first - j, seen.last - j);
+    const bool partly = j < seen.first || j + LANES > seen.last;
+    if (bias) x = add(x, partly ? load_lanes(bias + j, seen.first - j, seen.last - j) : load(bias + j));
+    if (partly) x = keep_lanes(x, set1(-FLT_MAX), seen.first - j, seen.last - j);
     store(scores + j, x);
     largest = max(x, largest);
   }
