@@ -1,7 +1,7 @@
 """Decoder layers of transformers that run by their trace over pages.
 
-On the CPU such a layer is one native call; on a GPU some of its steps share a launch. Each layer asks in each pass
-whether its trace still stands for it. Where nobody can change anything within a pass, one question is for all layers.
+On the CPU such a layer is one native call; on a GPU some of its operations share a launch. In each pass, each layer
+asks whether its trace still stands for it. Where nobody can change anything within a pass, one asks for all of them.
 """
 
 from __future__ import annotations
