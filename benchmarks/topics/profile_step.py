@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_accel.cache.hf.handle import RaggedLayer
 from hf_accel.cli.measuring.turns import time_generate
 from hf_accel.fused import layer_programme
-from hf_accel.fused.hf import TracedForward
+from hf_accel.fused.hf.layer_calls import TracedForward
 
 from ..harness.bench import Bench, Entrant
 from ..harness.tables import Row, Table

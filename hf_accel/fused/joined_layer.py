@@ -18,9 +18,9 @@ from ..kernels.cpu.decoder_layer import INPUT, OUTPUT
 from ..recognition.stand_ins import Opaque, Span
 from ..undo.state import FUSED
 from .forms import add_rms_norm, rope, rope_and_write
+from .layer_programme import Attention, TracedLayer
 from .modules import NativeNorm, NormForms, gate_and_multiply
 from .traced import Operation, Trace, original_class
-from .traced_layer import Attention, TracedLayer
 
 # What attends: (module, (q, k, v), options) with q [B, Hq, T, D], k and v [B, H, T, ..] -> [B, T, Hq, Dv].
 Attend = Callable[[nn.Module, tuple[Tensor, Tensor, Tensor], dict[str, Any]], Tensor]

@@ -1,10 +1,10 @@
-"""A traced decoder layer as one native call: its operations as C structs, and the conditions of a call."""
+"""A traced decoder layer: what it depends on however it is computed, and on the CPU its operations as C structs."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +15,147 @@ from ..kernels.cpu.elementwise import rounds_each
 from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.library import DTYPES, threads
 from ..kernels.cpu.structs import Columns, LayerOp
+from ..kernels.layouts import KV
 from ..linear import QuantLinear
 from ..recognition.stand_ins import Span, UntraceableError
-from ..recognition.unchanged import Read
+from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads
+from ..tensors import PLAIN
 from ..undo.state import FUSED
+from .forms import NormForm, RotaryForm, form_of_rotation
+from .modules import NativeNorm
 from .projections import NativeCall, NativeLinear, make_call
-from .traced import Operation, Trace
-from .traced_layer import Attention, TracedLayer
+from .traced import Operation, Trace, original_class
 
 # The most tokens of a call: with more, the time between the kernels is negligible, and the call's memory
 # would be large.
 MOST_TOKENS = 256
 KINDS = {name: number for number, name in enumerate(OPERATIONS)}
+
+
+class Attention(NamedTuple):
+    """The attention of a layer's attend operation. window: in tokens, None for all."""
+
+    scale: float
+    softcap: float | None
+    window: int | None
+
+
+class TracedLayer:
+    """A layer whose trace was taken with tensors of one dtype, and tables of `table_dtype`, for calls on `device`.
+
+    max_tokens: the most tokens of a call. reads: the values that must not change, those that the trace read among
+    them.
+    """
+
+    max_tokens: int
+
+    def __init__(self, trace: Trace, table_dtype: torch.dtype, attention: Attention, device: torch.device) -> None:
+        assert trace.layer_idx is not None
+        self.dtype, self.table_dtype, self.attention, self.device = trace.dtype, table_dtype, attention, device
+        self.layer_idx, self.returns_tuple = trace.layer_idx, trace.returns_tuple
+        self.reads = trace.reads
+        self.width = trace.widths[OUTPUT]
+        self._hooks = [*trace.hooks, *GLOBAL_HOOKS]
+        kv = next(operation.values for operation in trace.operations if operation.kind == "write")
+        # K and V of no token, which show the shape and dtype of what is written.
+        shapes = [(0, kv["heads"], kv[size]) for size in ("dim", "value_dim")]
+        self.written = [torch.empty(shape, dtype=self.dtype, device=device) for shape in shapes]
+
+    # -- while it is made ------------------------------------------------------------------------------
+
+    def norm_form(self, operation: Operation) -> NormForm:
+        """Raises UntraceableError for a norm that has no native call."""
+        (module,) = operation.modules
+        own, weight = vars(module), module._parameters["weight"]
+        form: NormForm | None = None
+        if isinstance(module, NativeNorm):
+            example = torch.empty(1, operation.values["dim"], dtype=self.dtype, device=self.device)
+            form = own[FUSED].form(module, original_class(module), example)
+        if form is None or weight is None or not weight.is_contiguous():
+            raise UntraceableError("a norm has no native call")
+        if form.round_first and torch.promote_types(self.dtype, weight.dtype) is not self.dtype:
+            raise UntraceableError("a norm changes the dtype")
+        self.reads += [Read(own, name, own.get(name)) for name in ("eps", "variance_epsilon")]
+        self.reads.append(Read(module._parameters, "weight", weight))
+        return form
+
+    def rotary_form(self, operation: Operation) -> RotaryForm:
+        """Raises UntraceableError for a rotation that has no native call."""
+        form = form_of_rotation(operation.values["function"], self.dtype, self.table_dtype, self.device.type)
+        if form is None:
+            raise UntraceableError("its rotation has no native call")
+        return form
+
+    @property
+    def limits(self) -> tuple[object, ...]:
+        """What `takes` and the pages go by, besides dtypes and the device."""
+        return self.width, self.max_tokens, self.attention.window, *(tensor.shape for tensor in self.written)
+
+    def freeze_reads(self) -> None:
+        """End the collection of `reads`; called when all that the layer depends on is in them."""
+        self._frozen = Reads(self.reads)
+
+    # -- while it is used ------------------------------------------------------------------------------
+
+    def is_current(self) -> bool:
+        return self._frozen.hold()
+
+    def is_unobserved(self) -> bool:
+        """Return whether no hook or replaced forward would notice that the modules are not called."""
+        return not any(self._hooks)
+
+    def takes(self, x: Tensor, cos: Tensor, sin: Tensor, *, tokens: int) -> bool:
+        """Return whether the tensors of a pass over so many tokens are those that the trace stands for."""
+        if x.ndim != 3 or cos.ndim != 3:
+            return False
+        batch, row, size = x.shape
+        table = (cos.shape[0], row, self.written[0].shape[2])
+        return (
+            size == self.width
+            and batch * row == tokens
+            and 0 < tokens <= self.max_tokens
+            and cos.shape[0] in (1, batch)
+            and x.is_contiguous()
+            and cos.dtype is sin.dtype
+            and cos.shape == sin.shape == table
+            and type(cos) in PLAIN
+            and type(sin) in PLAIN
+            and cos.device == sin.device == x.device == self.device
+        )
+
+    def fits(self, storage: KVStorage) -> bool:
+        """Return whether the pages hold K and V as the layer writes them, and attention reads them."""
+        pages, (keys, values) = storage.pages, self.written
+        dims = (pages.k.shape[1], pages.key_dim, pages.value_dim)
+        same = storage.dtype is self.dtype and pages.k.device == self.device
+        return same and dims == (*keys.shape[1:], values.shape[2])
+
+
+class CallFields(NamedTuple):
+    """Fields of the struct of a native call that are the same for layers of one kind in one pass.
+
+    held: tensors whose addresses are among them.
+    """
+
+    tables: tuple[int, ...]
+    step: tuple[int, ...]
+    threads: int
+    held: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(x: Tensor, tables: tuple[Tensor, Tensor], step: GroupStep, block_size: int) -> CallFields:
+        """x: [B, Q, hidden], contiguous; tables: cos and sin, [B or 1, Q, head_dim]."""
+        cos, sin = tables
+        if cos.stride(-1) != 1 or sin.stride() != cos.stride():
+            cos, sin = cos.contiguous(), sin.contiguous()
+        slots, ragged = step.slots, step.ragged
+        table = ragged.block_table
+        assert table is not None
+        held = (cos, sin, slots, table, ragged.cu_q, ragged.kv_len)
+        batch, tokens = x.shape[0], x.shape[0] * x.shape[1]
+        places = (cos.data_ptr(), sin.data_ptr(), tokens, batch, cos.stride(0) if len(cos) > 1 else 0, cos.stride(1))
+        pages = (*(tensor.data_ptr() for tensor in held[2:]), table.stride(0), len(table), block_size)
+        return CallFields(places, pages, threads(), held)
 
 
 class LayerProgramme(TracedLayer):
@@ -160,21 +289,14 @@ class LayerProgramme(TracedLayer):
     def is_current(self) -> bool:
         return super().is_current() and list(map(Tensor.data_ptr, self._tensors)) == self._pointers
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, *, storage: KVStorage, step: GroupStep) -> Tensor:
-        """x: [B, Q, hidden], contiguous; cos, sin: [B or 1, Q, head_dim] -> [B, Q, hidden]."""
-        if cos.stride(-1) != 1 or sin.stride() != cos.stride():
-            cos, sin = cos.contiguous(), sin.contiguous()
-        out, pages, ragged, dtype = torch.empty_like(x), storage.pages, step.ragged, DTYPES[self.dtype]
-        table = ragged.block_table
-        assert table is not None
+    def __call__(self, x: Tensor, fields: CallFields, pages: KV) -> Tensor:
+        """x: [B, Q, hidden], contiguous -> [B, Q, hidden]. pages: those of the layer, to which K and V are written."""
+        out, dtype = torch.empty_like(x), DTYPES[self.dtype]
         run_layer(
-            *self._fixed, x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-            x.shape[0] * x.shape[1], x.shape[0], cos.stride(0) if len(cos) > 1 else 0, cos.stride(1),
-            *[0 if tensor is None else tensor.data_ptr() for tensor in pages],
-            step.slots.data_ptr(), table.data_ptr(), ragged.cu_q.data_ptr(), ragged.kv_len.data_ptr(),
-            table.stride(0), len(table), storage.block_size,
+            *self._fixed, x.data_ptr(), out.data_ptr(), *fields.tables,
+            *[0 if tensor is None else tensor.data_ptr() for tensor in pages], *fields.step,
             dtype, DTYPES[self.table_dtype], DTYPES[pages.k.dtype],
-            dtype if pages.k_scales is None else DTYPES[pages.k_scales.dtype], threads(),
+            dtype if pages.k_scales is None else DTYPES[pages.k_scales.dtype], fields.threads,
         )  # fmt: skip
         return out
 

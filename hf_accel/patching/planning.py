@@ -16,7 +16,7 @@ from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..fused.forms import has_library
 from ..fused.forms import refusal as refuses_operators
-from ..fused.hf import joined_sites, layer_sites
+from ..fused.hf.layer_sites import joined_sites, layer_sites
 from ..fused.projections import UNLIMITED, native_rows
 from ..fused.sites import Dropped, fused_sites, native_linears, projection_sites
 from ..generation.hf import model_refusal

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ ALL_HOOKS = (
 )  # fmt: skip
 # Packages whose functions depend on their arguments alone.
 KNOWN_PACKAGES = frozenset({"hf_accel", "torch", "transformers", "accelerate", "peft"})
+PYTHONS = frozenset({"builtins", "abc", "typing"})  # of which classes of those packages are made
 
 
 def has_own_forward(module: nn.Module) -> bool:
@@ -60,3 +61,67 @@ class Reads:
     def hold(self) -> bool:
         # No loop of Python's: this is asked about each layer, or the whole model, in each step.
         return all(map(is_, map(dict.get, self._owners, self._names), self._values))  # type: ignore[arg-type]
+
+
+class Hooks:
+    """The hooks that forwards of some modules call. own: one that does not count."""
+
+    def __init__(self, modules: Iterable[nn.Module], own: object = None) -> None:
+        hooks = [*GLOBAL_HOOKS, *(module.__dict__[name] for module in modules for name in HOOKS)]
+        counts = [(each, sum(hook is own for hook in each.values())) for each in hooks]
+        self._without = [each for each, number in counts if not number]
+        self._with_own = [(each, number) for each, number in counts if number]
+
+    def any_others(self) -> bool:
+        """Whether somebody else wants to see one of the modules now. It costs little."""
+        return any(self._without) or any(len(hooks) != number for hooks, number in self._with_own)
+
+
+class Surroundings:
+    """Modules that run around those that a trace knows, as they were when this was made.
+
+    own_hook: a hook that changes nothing.
+    """
+
+    def __init__(self, modules: list[nn.Module], own_hook: object = None) -> None:
+        self._seen: list[nn.Module] = modules
+        self._types: list[Any] = list(map(type, modules))
+        self._forwards = [read for kind in set(self._types) for read in _forwards(kind)]
+        self._children = [module._modules for module in modules]
+        self._lengths = list(map(len, self._children))
+        self._reads = Reads(_around(modules))
+        self._hooks = Hooks(modules, own_hook)
+        self._is_known = all(map(is_known_class, set(self._types))) and not any(map(has_own_forward, modules))
+
+    def hold(self) -> bool:
+        """Whether they are the same modules of the same classes, each with the same children."""
+        return (
+            self._reads.hold()
+            and list(map(len, self._children)) == self._lengths
+            and list(map(type, self._seen)) == self._types
+            and all(vars(base)["forward"] is forward for base, forward in self._forwards)
+        )
+
+    def is_quiet(self) -> bool:
+        """Whether all their code is known, and no hook runs between it."""
+        return self._is_known and not self._hooks.any_others()
+
+
+def _around(modules: Iterable[nn.Module]) -> Iterator[Read]:
+    for module in modules:
+        own = module.__dict__
+        yield from (Read(own, name, own.get(name)) for name in ("forward", "_modules", *HOOKS))
+        yield from (Read(own["_modules"], name, child) for name, child in own["_modules"].items())
+
+
+def _forwards(kind: type) -> Iterator[tuple[type, Any]]:
+    """The classes that a module's class is made of and that define a forward, which may be another one later."""
+    yield from ((base, vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base))
+
+
+def is_known_class(kind: type) -> bool:
+    """Whether a module's class, all that it is made of, and their forwards, are of known packages or Python's own."""
+    packages = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    call: Any = kind.__call__
+    functions = [call, *(forward for _, forward in _forwards(kind))]
+    return packages <= KNOWN_PACKAGES | PYTHONS and all(map(is_known_code, functions))

@@ -23,9 +23,11 @@ class CacheOverPages(Cache):
     """A Cache whose layers store K and V in pages.
 
     unread: the layer that was updated last, until its attention reads the pages; then None.
+    known_pass: what is known of the pass that is under way (fused.hf.layer_calls.KnownPass); None if nothing is.
     """
 
     unread: LayerOverPages | None = None
+    known_pass: Any = None
 
     def check_read(self) -> None:
         """Raise UnsupportedError if the attention of the last layer did not read its pages."""

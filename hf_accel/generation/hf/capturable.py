@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...attention import PlannedAttention
-from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, has_own_forward
+from ...recognition.unchanged import Hooks, has_own_forward
 from ...tensors import plain_tensors
 from ...undo.state import BACKEND_ATTRIBUTE, find_state
 from ..graphs import SPLIT
@@ -41,14 +41,12 @@ class Dependencies:
 
     def __init__(self, model: nn.Module) -> None:
         self.values = tuple(_values(model))
-        self._hooks = list(_hooks(model))
+        self._hooks = Hooks(model.modules(), prepare_step)
 
     @property
     def hook_refusal(self) -> str | None:
         """The reason why no graph can run now, as a clause. It is cheap, so it can be asked before each pass."""
-        if any(len(hooks) != number for hooks, number in self._hooks):
-            return "a hook wants to see a module"
-        return None
+        return "a hook wants to see a module" if self._hooks.any_others() else None
 
 
 def _values(model: nn.Module) -> Iterator[Any]:
@@ -60,13 +58,3 @@ def _values(model: nn.Module) -> Iterator[Any]:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             for plain in () if tensor is None else plain_tensors(tensor):
                 yield plain.data_ptr(), plain.dtype, plain.shape
-
-
-def _hooks(model: nn.Module) -> Iterator[tuple[Any, int]]:
-    """Each dictionary of hooks, and how many entries it has without hooks of others than patch()."""
-    for hooks in GLOBAL_HOOKS:
-        yield hooks, 0
-    for module in model.modules():
-        for name in HOOKS:
-            hooks = vars(module)[name]
-            yield hooks, sum(hook is prepare_step for hook in hooks.values())

@@ -94,6 +94,7 @@ class GenerationState:
 
     cache: how PagedCaches are made; None means transformers' own caches.
     watch: sees whether the model has changed. seen_salt: the last one of its salts that all processes have agreed on.
+    passes: the PassWatch of the model's passes, made by the first of them.
     speculative: the default of calls without speculative=. ragged_refusal: why the model cannot compute the tokens of
         many sequences in one row; None if it can.
     invariant_rows: the largest number of rows for which the model's linears round each row as they round a single one;
@@ -116,6 +117,7 @@ class GenerationState:
     make_draft: MakeDraft | None = None
     watch: ModelWatch = field(default_factory=ModelWatch)
     seen_salt: bytes = b""
+    passes: Any = None
     calls: dict[int, CallState] = field(default_factory=dict)
     drafts: dict[Any, Any] = field(default_factory=dict)
     controllers: dict[tuple[Any, ...], Controller] = field(default_factory=dict)

@@ -17,8 +17,9 @@ from ...cache.group import PageGroup, Step
 from ...cache.hf import CacheOverPages, PagedCache, RaggedCache
 from ...cache.pass_inputs import PassInputs
 from ...errors import NotRaggedError, UnsupportedError
+from ...fused.hf.layer_calls import KnownPass, PassWatch
 from ...tensors import autocast_dtype, integers
-from ...undo.state import state_of
+from ...undo.state import find_state, state_of
 
 # PEFT binds these to hooks on its layers during a call.
 FOR_EACH_ROW = ("adapter_names", "alora_offsets")
@@ -191,6 +192,17 @@ def pass_inputs(ids: list[int] | Tensor, positions: list[int], step: Step, keep:
     return PassInputs(own, integers(positions), integers(keep or [0]), step)
 
 
+def _known_pass(model: nn.Module) -> KnownPass | None:
+    """What is known of the model's layers for the whole pass that begins; None if each of them has to be asked."""
+    state = find_state(model)
+    if state is None:
+        return None
+    if state.generation.passes is None:
+        state.generation.passes = PassWatch()
+    known: KnownPass | None = state.generation.passes.begin(model, prepare_step)
+    return known
+
+
 class ModelRunner:
     """Calls a patched model on the tokens of many sequences, which stand end to end in one row [1, N].
 
@@ -243,14 +255,18 @@ class ModelRunner:
     def _compute(self, inputs: PassInputs, *, everything: bool) -> Tensor:
         self.cache.step, self.cache.unread = inputs.step, None  # a pass that failed may have left a layer unread
         selection = {"logits_to_keep": 0 if everything else inputs.keep} if self.selects else {}
-        output = self.model(
-            input_ids=inputs.ids[None],
-            position_ids=inputs.positions[None],
-            past_key_values=self.cache,
-            use_cache=True,
-            return_dict=True,
-            **selection,
-        )
+        self.cache.known_pass = _known_pass(self.model)
+        try:
+            output = self.model(
+                input_ids=inputs.ids[None],
+                position_ids=inputs.positions[None],
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+                **selection,
+            )
+        finally:
+            self.cache.known_pass = None
         self.cache.check_read()
         logits: Tensor = output.logits[0]
         return logits if self.selects or everything else logits[inputs.keep]

@@ -1,0 +1,1 @@
+"""The seam to transformers: its decoder layers, as a whole."""

@@ -1,0 +1,356 @@
+"""Decoder layers of transformers that run by their trace over pages.
+
+On the CPU such a layer is one native call; on a GPU some of its operations share a launch. In each pass, each layer
+asks whether its trace still stands for it. Where nobody can change anything within a pass, one asks for all of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from operator import is_
+from types import NoneType
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import output_capturing
+
+from ...attention import AttentionSpec, PlannedAttention
+from ...attention.cpu import CpuBackend
+from ...attention.hf.forward import KNOWN_KEYWORDS, NOT_OURS, attention_forward
+from ...attention.hf.mask import window_of
+from ...cache.group import GroupStep, KVStorage, PageGroup, Step
+from ...cache.hf.handle import CacheOverPages, LayerOverPages, PagedKV
+from ...kernels.cpu.library import native
+from ...recognition.stand_ins import PLAIN_TYPES, TENSORS, UntraceableError
+from ...recognition.unchanged import Read, Surroundings
+from ...undo.instance import Mixin
+from ...undo.state import BACKEND_ATTRIBUTE, FUSED
+from ..forms import by_library, computes
+from ..joined_layer import JoinedLayer
+from ..layer_programme import Attention, CallFields, LayerProgramme, TracedLayer
+from ..traced import Operation, Trace
+
+
+class TracedForward(Mixin):
+    """Is mixed into a decoder layer. A pass over pages runs the layer's trace; other calls run its own code."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """[B, Q, hidden] -> [B, Q, hidden]."""
+        calls: LayerCalls[Any] = self.__dict__[FUSED]
+        result = calls.run(self, args, kwargs)  # type: ignore[arg-type]
+        return super().forward(*args, **kwargs) if result is None else result  # type: ignore[misc]
+
+
+# -- one pass ------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class LayerPlace:
+    """Where a pass writes K and V of the layers of one group, and what it gives to each of them.
+
+    kwargs: of the call of a layer, by name. kind: the `kind` of that layer. step: that of all groups. fields: what is
+    the same in the native calls of all its layers, when the first of them was made.
+    """
+
+    kwargs: dict[str, Any]
+    kind: tuple[object, ...]
+    group: PageGroup
+    step: Step
+    group_step: GroupStep
+    fields: CallFields | None = None
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """cos and sin, [B or 1, T, head_dim]."""
+        tables: tuple[Tensor, Tensor] = self.kwargs["position_embeddings"]
+        return tables
+
+
+class KnownPass:
+    """A pass within which nothing can change. programmes: those of the layers that need not be asked again.
+
+    A layer is given what the layer before it was given, and returned; then it goes where that one went.
+    """
+
+    def __init__(self, programmes: frozenset[TracedLayer]) -> None:
+        self.programmes = programmes
+        self.out: Tensor | None = None  # of the layer before
+        self.places: dict[int, LayerPlace] = {}  # by the id of the mask, which the place keeps
+
+    def place_of(self, calls: LayerCalls[Any], x: Tensor, kwargs: dict[str, Any]) -> LayerPlace | None:
+        """The place that was found for a layer before; None if this one has to be asked for its own."""
+        place = self.places.get(id(kwargs.get("attention_mask")))
+        if place is None or x is not self.out or calls.programme not in self.programmes or calls.kind != place.kind:
+            return None
+        known = place.kwargs
+        same = len(kwargs) == len(known) and all(map(is_, map(known.get, kwargs), kwargs.values()))
+        return place if same else None
+
+    def note(self, place: LayerPlace, out: Tensor) -> None:
+        self.out = out
+        self.places[id(place.kwargs.get("attention_mask"))] = place
+
+
+class PassWatch:
+    """Says at the beginning of a pass whether anything can change within it, and which layers are as they were.
+
+    What can is code of others: a hook on any module, a forward on a module, a module or a function that is not of a
+    known package. A copy or a pickle of a watch has seen nothing.
+    """
+
+    def __init__(self) -> None:
+        self._around: Surroundings | None = None
+        self._calls: list[LayerCalls[Any]] = []
+        self._programmes: list[TracedLayer | None] = []
+
+    def begin(self, model: nn.Module, own_hook: object) -> KnownPass | None:
+        """A KnownPass; None if each layer has to be asked. own_hook: a hook that changes nothing."""
+        if self._around is None:
+            self._look(model, own_hook)
+        if not self._calls:
+            return None
+        if [calls.programme for calls in self._calls] != self._programmes or not self._around.hold():  # type: ignore[union-attr]
+            self._look(model, own_hook)
+        known = [programme for programme in self._programmes if programme is not None]
+        if not known or not self._around.is_quiet():  # type: ignore[union-attr]
+            return None
+        # A layer that has changed may hold code of others, which runs in this pass.
+        if not all(programme.is_current() and programme.is_unobserved() for programme in known):
+            return None
+        return KnownPass(frozenset(known))
+
+    def _look(self, model: nn.Module, own_hook: object) -> None:
+        layers = [module for module in model.modules() if isinstance(module, TracedForward)]
+        self._calls = [vars(layer)[FUSED] for layer in layers]
+        self._programmes = [calls.programme for calls in self._calls]
+        # What is within a layer of a known trace is in what the trace has read.
+        traced = zip(layers, self._programmes, strict=True)
+        inside = {child for layer, programme in traced if programme is not None for child in _below(layer)}
+        self._around = Surroundings([m for m in model.modules() if m not in inside], own_hook)
+
+    def __reduce__(self) -> Any:
+        return PassWatch, ()
+
+
+def _below(module: nn.Module) -> Iterator[nn.Module]:
+    yield from (each for each in module.modules() if each is not module)
+
+
+# -- one layer -----------------------------------------------------------------------------------------
+
+Layer = TypeVar("Layer", bound=TracedLayer)
+
+
+class LayerCalls(ABC, Generic[Layer]):
+    """The traced layer of one module.
+
+    It is made at the first call, and again when something that it depends on has changed.
+
+    A copy or a pickle starts without it, because it may hold addresses.
+    """
+
+    float_rows = 0
+    computes: Callable[[object], bool]  # whether it is for this input
+
+    def __init__(self) -> None:
+        self.kinds: tuple[object, ...] = ()  # the dtypes of the input and the tables that were traced, and the device
+        self.names: frozenset[str] = frozenset()  # of the arguments of that call
+        self.tensors: frozenset[str] = frozenset()  # those of TENSORS that were not None
+        self.plain: dict[str, Any] = {}  # and those that were plain values
+        self.reads: list[Read] = []  # the reads of the trace, if there is no programme
+        self.programme: Layer | None = None
+        self.kind: tuple[object, ...] = ()  # two layers of one kind take the same calls
+
+    @abstractmethod
+    def make(self, trace: Trace, planned: PlannedAttention, *, x: Tensor, table_dtype: torch.dtype) -> Layer:
+        """Make the object that computes the layer. Raises UntraceableError if it cannot be made."""
+
+    @abstractmethod
+    def compute(self, programme: Layer, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Tensor | None:
+        """The layer's result, with K and V written; None, with nothing written, if the pages hold another kind."""
+
+    def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | tuple[Tensor] | None:
+        """Return the layer's result; None if its own code must run."""
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, CacheOverPages) or len(args) != 1 or not self.computes(args[0]):
+            return None
+        x, known = args[0], cache.known_pass
+        place = None if known is None else known.place_of(self, x, kwargs)
+        if place is None:
+            asked = self.ask(layer, x, kwargs)
+            if isinstance(asked, str):
+                return None
+            place = asked
+        programme = self.programme
+        assert programme is not None
+        pages: Any = cache.layers[programme.layer_idx]
+        if pages.group is not place.group or pages.prepared_step() is not place.step:
+            return None
+        out = self.compute(programme, x, pages, place)
+        if out is None:
+            return None
+        pages.pass_done(place.step)
+        if known is not None:
+            known.note(place, out)
+        return (out,) if programme.returns_tuple else out
+
+    def ask(self, layer: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> LayerPlace | str:
+        """Where the layer writes and reads in this pass; or why its own code must run, as a clause.
+
+        x: what it is called with, for which `computes` holds. kwargs: its other arguments, with a CacheOverPages.
+        """
+        tables = kwargs.get("position_embeddings")
+        if type(tables) is not tuple or list(map(type, tables)) != [Tensor, Tensor]:
+            return "its position embeddings are not two tensors"
+        if output_capturing._active_collector.get():
+            return "transformers collects what its modules return"
+        programme = self._ready(layer, x, tables, kwargs)
+        if programme is None:
+            return "its code does what is not known"
+        if not programme.is_unobserved():
+            return "a hook wants to see a module"
+        known, window = window_of(kwargs.get("attention_mask"))
+        pages = kwargs["past_key_values"].layers[programme.layer_idx]
+        if not known or not isinstance(pages, LayerOverPages):
+            return "its mask or its cache is not ours"
+        group = pages.group
+        if window != group.window or window != programme.attention.window:
+            return "its mask, its cache and its attention have other windows"
+        if group.context is not None:
+            return "one call cannot wait for other ranks in its middle"
+        whole = pages.prepared_step()
+        if whole is None or not whole.contiguous[pages.group_index]:
+            return "its pass needs a mask"
+        step = whole.groups[pages.group_index]
+        # With padding, there are fewer tokens than columns.
+        if step.written is not None or not programme.takes(x, *tables, tokens=len(step.slots)):
+            return "its pass has padding, or tensors of another shape or place"
+        return LayerPlace(kwargs, self.kind, group, whole, step)
+
+    def _ready(
+        self, layer: nn.Module, x: Tensor, tables: tuple[Tensor, Tensor], kwargs: dict[str, Any]
+    ) -> Layer | None:
+        kinds, programme = (x.dtype, tables[0].dtype, x.device), self.programme
+        tensors = frozenset(name for name in TENSORS if kwargs.get(name) is not None)
+        same = kinds == self.kinds and kwargs.keys() == self.names and tensors == self.tensors
+        if same and all(_is_same(kwargs[name], value) for name, value in self.plain.items()):
+            if programme is not None and programme.is_current():
+                return programme
+            if programme is None and all(read.owner.get(read.name) is read.value for read in self.reads):
+                return None  # a layer that could not be traced has not changed since
+        self.kinds, self.names, self.tensors = kinds, frozenset(kwargs), tensors
+        self.plain = {name: value for name, value in kwargs.items() if name not in TENSORS}
+        self.programme = self._make(layer, x, tables[0].dtype, kwargs)
+        if self.programme is not None:
+            plain = tuple((name, type(value), value) for name, value in self.plain.items())
+            self.kind = (*kinds, self.names, tensors, plain, *self.programme.limits)
+        return self.programme
+
+    def _make(self, layer: nn.Module, x: Tensor, table_dtype: torch.dtype, kwargs: dict[str, Any]) -> Layer | None:
+        trace = Trace(x.dtype, self.float_rows)
+        try:
+            if not all(isinstance(value, PLAIN_TYPES) for value in self.plain.values()):
+                raise UntraceableError("it is given more than plain values")
+            trace.layer(layer, x.shape[-1], **kwargs)
+            (module,) = next(o.modules for o in trace.operations if o.kind == "attend")
+            planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
+            trace.note(vars(module), BACKEND_ATTRIBUTE, planned)
+            if planned is None:
+                raise UntraceableError("its attention has another backend")
+            return self.make(trace, planned, x=x, table_dtype=table_dtype)
+        except UntraceableError:
+            self.reads = trace.reads
+            return None
+
+
+class NativeCalls(LayerCalls[LayerProgramme]):
+    """The LayerCalls of a layer on the CPU: one native call for a pass of few tokens."""
+
+    computes = staticmethod(native)
+
+    def __init__(self, float_rows: int) -> None:
+        super().__init__()
+        self.float_rows = float_rows
+
+    def __reduce__(self) -> Any:
+        return NativeCalls, (self.float_rows,)
+
+    def make(self, trace: Trace, planned: PlannedAttention, *, x: Tensor, table_dtype: torch.dtype) -> LayerProgramme:
+        spec = replace(planned.spec, dtype=x.dtype)
+        if not isinstance(planned.backend, CpuBackend) or planned.backend.refuses(spec) is not None:
+            raise UntraceableError("its attention has another backend")
+        return LayerProgramme(trace, table_dtype, attention_of(trace, spec))
+
+    def compute(self, programme: LayerProgramme, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Tensor | None:
+        storage = pages.group.storage(programme.layer_idx, *programme.written)
+        if not programme.fits(storage):
+            return None
+        if place.fields is None:
+            place.fields = CallFields.of(x, place.tables, place.group_step, storage.block_size)
+        return programme(x, place.fields, storage.pages)
+
+
+class JoinedCalls(LayerCalls[JoinedLayer]):
+    """The LayerCalls of a layer on a GPU.
+
+    joined: the operations of JOINS that share a launch. following: see JoinedLayer.
+    """
+
+    computes = staticmethod(computes)
+
+    def __init__(self, joined: frozenset[str], following: nn.Module | None = None) -> None:
+        super().__init__()
+        self.joined, self.following = joined, following
+
+    def __reduce__(self) -> Any:
+        return JoinedCalls, (self.joined, self.following)
+
+    def make(self, trace: Trace, planned: PlannedAttention, *, x: Tensor, table_dtype: torch.dtype) -> JoinedLayer:
+        if by_library(x):  # the model was moved to a CPU since
+            raise UntraceableError("its steps share launches on a GPU alone")
+        attention = attention_of(trace, replace(planned.spec, dtype=x.dtype))
+        return JoinedLayer(trace, table_dtype, attention, device=x.device, following=self.following)
+
+    def compute(self, programme: JoinedLayer, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Tensor | None:
+        storage: KVStorage = pages.group.storage(programme.layer_idx, *programme.written)
+        if not programme.fits(storage):
+            return None
+        step, mask = place.group_step, place.kwargs.get("attention_mask")
+
+        def attend(module: nn.Module, heads: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> Tensor:
+            q, k, v = heads
+            paged = PagedKV(pages, storage, place.step, step, True, v)
+            return attention_forward(module, q, paged.attach(k), v, mask, **options)[0]
+
+        return programme(x, place.tables, storage=storage, slots=step.slots, attend=attend)
+
+
+def attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
+    """Return the trace's attention by the rules of our attention function; it must be the planned one."""
+    operation: Operation = next(o for o in trace.operations if o.kind == "attend")
+    (module,), values = operation.modules, operation.values
+    options: dict[str, Any] = values["options"]
+    unknown = [n for n, value in options.items() if n not in KNOWN_KEYWORDS and value is not None]
+    used = [n for n in NOT_OURS if options.get(n)]
+    if unknown or used:
+        raise UntraceableError(f"its attention is given {(unknown + used)[0]}=")
+    causal = options.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+        trace.note(vars(module), "is_causal", vars(module).get("is_causal"))
+    scale, softcap = options.get("scaling"), options.get("softcap")
+    dim = values["dim"]
+    planned = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, spec.softcap, spec.sinks)
+    if not isinstance(scale, (int, float, NoneType)):
+        raise UntraceableError("it scales by more than a number")
+    if planned != (values["heads"], values["kv_heads"], dim, values["value_dim"], softcap, False) or not causal:
+        raise UntraceableError("its attention is not the one that was planned")
+    return Attention(dim**-0.5 if scale is None else scale, softcap, spec.window)
+
+
+def _is_same(value: object, traced: object) -> bool:
+    """Return whether an argument is the plain value that it was."""
+    return value is traced or (type(value) is type(traced) and isinstance(value, PLAIN_TYPES) and value == traced)
