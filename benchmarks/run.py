@@ -63,6 +63,7 @@ from .topics import (
     students,
     tiles,
     waste,
+    weight_formats,
 )
 
 TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
@@ -77,6 +78,7 @@ TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
     "prefill": prefill.measure,
     "rows": rows.measure,
     "float_rows": float_rows.measure,
+    "weight_formats": weight_formats.measure,
     "encoder_kernels": encoder_kernels.measure,
     "experts": experts.measure,
     "never_slower": never_slower.measure,

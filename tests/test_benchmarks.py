@@ -50,6 +50,7 @@ from benchmarks.topics import (
     scale_out,
     students,
     tiles,
+    weight_formats,
 )
 from benchmarks.topics.waste import admit, lengths, waste
 from hf_accel.cache.pool import BlockPool
@@ -99,6 +100,7 @@ TABLES = {  # topic -> rows of each of its tables
     "isa": [5],
     "tiles": [4] * 8,
     "float_rows": [2, 2, 2],
+    "weight_formats": [2],
     "encoder_kernels": [2],
     "experts": [2, 2],
     "never_slower": [8, 2, 2],
@@ -143,6 +145,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr(Methods, "quicker", lambda self: replace_fields(quick(self), windows=1, length=128))
         for name, value in {"SHAPES": ((64, 96), (96, 64)), "COLD_BYTES": 0, "SECONDS": 0}.items():
             patch.setattr(float_rows, name, value)
+        for name, value in {"SHAPES": ((64, 96), (96, 64)), "COLD_BYTES": 0, "ROUNDS": 1}.items():
+            patch.setattr(weight_formats, name, value)
         small = {"ENCODERS": {"small": encoder_kernels.Encoder(32, 2, 64)}, "SECONDS": 0}
         small["BATCHES"] = {"1 x 16": [16], "of 3 and 5": [3, 5]}
         for name, value in small.items():
