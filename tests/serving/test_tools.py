@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
+
+from hf_accel.serving.api_errors import ApiError
+from hf_accel.serving.hf.chat import MessageParser
+from hf_accel.serving.hf.responses import Answer, events_of
+from hf_accel.serving.service import Event
 
 from .checkpoint import QUESTION, SAID, THOUGHT, TOOLS, save_talker
 from .running import Running, serving
@@ -103,3 +110,39 @@ def test_a_response_calls(client: openai.OpenAI, stream: bool) -> None:
     assert response.output_text == SAID
     assert response.status == "completed" and response.incomplete_details is None
     assert {item.status for item in response.output} == {"completed"}
+
+
+class Unfinished:
+    """A parser of transformers whose text ends within a call."""
+
+    initial_events: tuple[Any, ...] = ()
+
+    def feed(self, text: str) -> list[dict[str, Any]]:
+        return [{"type": "region_chunk", "field": "content", "text": text}]
+
+    def finalize(self) -> Any:
+        raise ValueError("unclosed region")
+
+
+@pytest.mark.parametrize(("reason", "last"), [("stop", None), ("length", "response.incomplete")])
+def test_a_response_that_ends_by_itself_within_a_call_is_an_error(reason: str, last: str | None) -> None:
+    """It would say that it is complete, and the call would be missing."""
+
+    async def news(*, keep_special: bool) -> AsyncIterator[Event]:
+        yield Event(0, "so", [])
+        yield Event(0, " far", [], reason)
+
+    async def run() -> list[dict[str, Any]]:
+        head = {
+            "id": "resp_1", "created_at": 0, "model": "tiny", "object": "response", "tools": [],
+            "tool_choice": "auto", "parallel_tool_calls": False,
+        }  # fmt: skip
+        job: Any = SimpleNamespace(events=news, num_prompt_tokens=1, num_new_tokens=2)
+        answer = Answer(request_id="1", response_defaults=head)
+        return [event async for event in events_of(job, MessageParser(Unfinished(), "1", 0), answer)]
+
+    if last is None:
+        with pytest.raises(ApiError, match="ends within a call"):
+            asyncio.run(run())
+    else:
+        assert asyncio.run(run())[-1]["type"] == last

@@ -35,7 +35,13 @@ class MessageParser:
 
     @classmethod
     def of(
-        cls, service: Service, prompt: list[int], tools: list[dict[str, Any]] | None, request_id: str, index: int = 0
+        cls,
+        service: Service,
+        prompt: list[int],
+        tools: list[dict[str, Any]] | None,
+        *,
+        request_id: str,
+        index: int = 0,
     ) -> MessageParser:
         """Return the parser for choice `index` of a request that gave the model `tools`."""
         more = known_keywords(build_response_parser, {"tools": tools})
@@ -86,7 +92,7 @@ class Chat(OfEngine, ChatCompletionHandler):
         self, asked: ChatBody, body: dict[str, Any], prompts: list[list[int]], request_id: str
     ) -> Response:
         parsers = [
-            MessageParser.of(self.service, prompts[0], _tools(asked, body), request_id, index)
+            MessageParser.of(self.service, prompts[0], _tools(asked, body), request_id=request_id, index=index)
             for index in range(asked.num_choices)
         ]
         job = self.service.submit(asked, prompts)

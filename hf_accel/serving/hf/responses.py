@@ -40,14 +40,14 @@ class Responses(OfEngine, ResponseHandler):
     async def _answer(
         self, asked: ResponseBody, body: dict[str, Any], prompts: list[list[int]], request_id: str
     ) -> Response:
-        parser = MessageParser.of(self.service, prompts[0], self._tools(asked, body), request_id)
+        parser = MessageParser.of(self.service, prompts[0], self._tools(asked, body), request_id=request_id)
         job = self.service.submit(asked, prompts)
         head = {
             "id": f"resp_{request_id}", "created_at": time.time(), "model": self.service.name, "object": "response",
             "tools": [], "tool_choice": "auto", "parallel_tool_calls": body.get("parallel_tool_calls", False),
         }  # fmt: skip
         answer: Any = Answer(request_id=request_id, response_defaults=head)
-        events = _events(job, parser, answer)
+        events = events_of(job, parser, answer)
         if asked.stream:
             return event_stream(events, failed=lambda error: answer.error(error.message), last="")
         return JSONResponse([event async for event in events][-1]["response"])
@@ -89,7 +89,8 @@ class Answer(_ResponseStreamBuilder):
         return self.finish_reasoning() if self.reasoning_open else []
 
 
-async def _events(job: Job, parser: MessageParser, answer: Any) -> AsyncIterator[dict[str, Any]]:
+async def events_of(job: Job, parser: MessageParser, answer: Any) -> AsyncIterator[dict[str, Any]]:
+    """Make the events of an `Answer`. Raises ApiError (500) for one that ends by itself within a call."""
     for event in answer.start_response():
         yield event
     async for news in job.events(keep_special=parser.keeps_special):

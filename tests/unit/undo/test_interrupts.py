@@ -19,7 +19,7 @@ from hf_accel.undo import journal as journal_module
 from ...parity.families import build
 from ...parity.snapshot import snapshot
 
-apply_plan = sys.modules["hf_accel.patch"].apply_plan  # the function patch stands before its module
+apply_plan = sys.modules["hf_accel.patching.patch"].apply_plan  # the function patch stands before its module
 RECOVERING = {
     (journal_module.__file__, "undo"),
     (journal_module.__file__, "_take_back"),

@@ -475,7 +475,7 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limits[1]))
     try:
-        with pytest.raises(HfAccelError, match=r"out could not be written: .*what was complete before is as it was"):
+        with pytest.raises(HfAccelError, match=r"out could not be written: .*the old content is unchanged"):
             save_compressed(model, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
