@@ -104,7 +104,7 @@ def test_wrong_results_are_not_timed(model: PreTrainedModel) -> None:
     patched = hf_accel.patch(twin(model), weights=None, keep_original=True)
     serving.agree("same", patched, work)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serving, "one_by_one", lambda *_: Served(1.0, [[0] * length for length in work.lengths]))
+        patch.setattr(serving, "in_turn", lambda *_: Served(1.0, [[0] * length for length in work.lengths]))
         with pytest.raises(WrongResultError, match="x: generate_batch gives"):
             serving.agree("x", patched, work)
 

@@ -40,7 +40,7 @@ class Layout:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return its settings for config.json, which `of_settings` reads."""
+        """Return its settings for config.json, which `spec_of` in linear/layer_settings.py reads."""
         settings: dict[str, Any] = {"bits": self.bits}
         if self.format != "int":
             settings["format"] = self.format

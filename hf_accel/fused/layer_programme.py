@@ -88,7 +88,7 @@ class TracedLayer:
 
     @property
     def limits(self) -> tuple[object, ...]:
-        """What `takes` and the pages go by, besides dtypes and the device."""
+        """The sizes that `takes` and the pages compare, besides dtypes and the device."""
         return self.width, self.max_tokens, self.attention.window, *(tensor.shape for tensor in self.written)
 
     def freeze_reads(self) -> None:

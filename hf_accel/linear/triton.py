@@ -191,7 +191,7 @@ class Triton(Backend):
             w = packed
             out: Tensor = recorded_blocked_linear(
                 x, w.integers, w.scale, w.zero_point, w.minimum, bias, w.in_features, self.row_invariant,
-                self.rounding, json.dumps(w.layout.settings),
+                self.rounding, _settings_of(w.layout),
             )  # fmt: skip
             return out
         return _multiply(x, packed, bias, self)
@@ -200,9 +200,15 @@ class Triton(Backend):
         return TritonExperts(parts, self)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # json is nothing that torch.compile traces
+def _settings_of(layout: Layout) -> str:
+    return json.dumps(layout.settings)
+
+
 @functools.cache
 def _layout_of(settings: str) -> Layout:
-    return Layout(**json.loads(settings))
+    read = json.loads(settings)
+    return Layout(**{**read, "scale_dtype": getattr(torch, read["scale_dtype"]) if "scale_dtype" in read else None})
 
 
 def block_size(layout: Layout, in_features: int) -> int | None:

@@ -73,7 +73,7 @@ class Hooks:
         self._with_own = [(each, number) for each, number in counts if number]
 
     def any_others(self) -> bool:
-        """Whether somebody else wants to see one of the modules now. It costs little."""
+        """Return whether somebody else wants to see one of the modules now. It costs little."""
         return any(self._without) or any(len(hooks) != number for hooks, number in self._with_own)
 
 
@@ -94,7 +94,7 @@ class Surroundings:
         self._is_known = all(map(is_known_class, set(self._types))) and not any(map(has_own_forward, modules))
 
     def hold(self) -> bool:
-        """Whether they are the same modules of the same classes, each with the same children."""
+        """Return whether they are the same modules of the same classes, each with the same children."""
         return (
             self._reads.hold()
             and list(map(len, self._children)) == self._lengths
@@ -103,7 +103,7 @@ class Surroundings:
         )
 
     def is_quiet(self) -> bool:
-        """Whether all their code is known, and no hook runs between it."""
+        """Return whether all their code is known, and no hook runs between it."""
         return self._is_known and not self._hooks.any_others()
 
 
@@ -120,7 +120,7 @@ def _forwards(kind: type) -> Iterator[tuple[type, Any]]:
 
 
 def is_known_class(kind: type) -> bool:
-    """Whether a module's class, all that it is made of, and their forwards, are of known packages or Python's own."""
+    """Return whether a module's class, its bases and their forwards are all of known packages or Python's own."""
     packages = {base.__module__.partition(".")[0] for base in kind.__mro__}
     call: Any = kind.__call__
     functions = [call, *(forward for _, forward in _forwards(kind))]

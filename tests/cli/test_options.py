@@ -11,7 +11,7 @@ import pytest
 
 from hf_accel.config import CacheConfig, PatchConfig, SpeculativeConfig, WeightConfig
 from hf_accel_cli.failures import BadInputError, as_options
-from hf_accel_cli.options import Asked, texts_of
+from hf_accel_cli.options import Asked, texts_in_file
 from hf_accel_cli.patch_options import PATCH_OPTIONS, PatchOption
 
 CONFIGS: dict[str, Any] = {"weights": WeightConfig, "cache": CacheConfig, "speculative": SpeculativeConfig}
@@ -81,8 +81,8 @@ def test_nothing_to_set() -> None:
 def test_texts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n")
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n')
-    assert texts_of(tmp_path / "a.txt") == ["one\ntwo\n"]
-    assert texts_of(tmp_path / "a.jsonl") == ["one", "two"]
+    assert texts_in_file(tmp_path / "a.txt") == ["one\ntwo\n"]
+    assert texts_in_file(tmp_path / "a.jsonl") == ["one", "two"]
     assert asked(method="gptq", calibration=tmp_path / "a.jsonl")["weights"]["calibration"] == ["one", "two"]
 
 
@@ -99,7 +99,7 @@ def test_texts_that_are_none(tmp_path: Path, name: str, content: bytes | None, m
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(BadInputError, match=message):
-        texts_of(tmp_path / name)
+        texts_in_file(tmp_path / name)
 
 
 @pytest.mark.parametrize(

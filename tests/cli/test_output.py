@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from hf_accel.errors import HfAccelWarning
 from hf_accel_cli import output as module
-from hf_accel_cli.output import Bar, Output, plain
+from hf_accel_cli.output import Bar, Output, json_value
 
 
 def test_what_libraries_print_is_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +39,7 @@ def test_warnings_of_ours_take_a_line(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_json_has_no_word_for_what_is_no_number() -> None:
-    found = plain({"a": float("nan"), "b": (1, float("inf")), "c": Path("x"), 1: {"d": None, "e": True}})
+    found = json_value({"a": float("nan"), "b": (1, float("inf")), "c": Path("x"), 1: {"d": None, "e": True}})
     assert found == {"a": None, "b": [1, None], "c": "x", "1": {"d": None, "e": True}}
 
 

@@ -46,7 +46,7 @@ def test_a_checkpoint_of_ours(tmp_path: Path, continuous: bool) -> None:
     try:
         until(lambda: server.server.started)
         served, _ = server._model_manager.load_model_and_processor(f"{tmp_path}@main")
-        assert hf_accel.is_patched(served) and served.model.layers[0].mlp.up_proj.bits == 4
+        assert hf_accel.is_patched(served) and served.model.layers[0].mlp.up_proj.layout.bits == 4
         body = {"messages": MESSAGES, "max_tokens": 16, "temperature": 0}
         answer = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text

@@ -30,7 +30,7 @@ class Mxfp4(ForeignReader):
     of_experts = ("gate_up_proj", "down_proj")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Whether modules_to_not_convert names them or not, only the files tell which weights are quantized."""
+        """Only the files tell which weights are quantized, whether modules_to_not_convert names them or not."""
 
     def describe(self, stored: Parts, shape: tuple[int, int]) -> Description:
         blocks = stored.expect(BLOCKS, (torch.uint8,)).shape or (0,)

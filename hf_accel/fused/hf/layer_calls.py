@@ -49,7 +49,7 @@ class TracedForward(Mixin):
 
 @dataclass(eq=False)
 class LayerPlace:
-    """Where a pass writes K and V of the layers of one group, and what it gives to each of them.
+    """The place where a pass writes K and V of the layers of one group, and what it gives to each of them.
 
     kwargs: of the call of a layer, by name. kind: the `kind` of that layer. step: that of all groups. fields: what is
     the same in the native calls of all its layers, when the first of them was made.
@@ -198,7 +198,7 @@ class LayerCalls(ABC, Generic[Layer]):
         return (out,) if programme.returns_tuple else out
 
     def ask(self, layer: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> LayerPlace | str:
-        """Where the layer writes and reads in this pass; or why its own code must run, as a clause.
+        """Return where the layer writes and reads in this pass; or why its own code must run, as a clause.
 
         x: what it is called with, for which `computes` holds. kwargs: its other arguments, with a CacheOverPages.
         """

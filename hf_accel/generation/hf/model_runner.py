@@ -193,7 +193,7 @@ def pass_inputs(ids: list[int] | Tensor, positions: list[int], step: Step, keep:
 
 
 def _known_pass(model: nn.Module) -> KnownPass | None:
-    """What is known of the model's layers for the whole pass that begins; None if each of them has to be asked."""
+    """Return what is known of the model's layers for the pass that begins; None if each of them has to be asked."""
     state = find_state(model)
     if state is None:
         return None

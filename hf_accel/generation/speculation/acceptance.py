@@ -15,7 +15,7 @@ class Tally:
 
     The verified tokens of a draft are the accepted ones and the first rejected one. The tokens after it are not
     verified, because their prefix is wrong. memory: about so many tokens of a position count, because each new one
-    makes the older ones count less; None counts all alike.
+    makes the older ones count less; None counts all the same.
     """
 
     def __init__(self, memory: float | None = None) -> None:

@@ -40,7 +40,7 @@ class Drafted:
 
 @dataclass
 class DraftSource:
-    """What is learnt of a drafter over all sequences."""
+    """The acceptance and the costs of a drafter over all sequences, as far as they were observed."""
 
     tally: Tally = field(default_factory=partial(Tally, SOURCE_MEMORY))
     sequences: WeakKeyDictionary[Sequence, Drafted] = field(default_factory=WeakKeyDictionary)
@@ -58,7 +58,7 @@ class DraftSource:
 
 @dataclass
 class PassRecord:
-    """The drafts of a pass. seconds: of all that was done for them before it, but for reading sequences."""
+    """The drafts of a pass. seconds: of all that was done for them before it, except for reading sequences."""
 
     sequences: int = 0
     drafted: int = 0
@@ -129,9 +129,7 @@ class Controller:
         if known.deepest:
             chains = expected_gains(known, records, bounds)
             lengths = allocate(chains, costs.seconds, draft, other_rows=rows - count, least=costs.doubt(rows))
-            if (
-                self.num_passes % REFRESH == 0
-            ):  # lest the time of passes without drafts, or with longer ones, grows old
+            if self.num_passes % REFRESH == 0:  # so that times without drafts, or with longer ones, stay new
                 more = self.num_passes // REFRESH % 2
                 lengths = [more and min(2 * n + 1, bound) for n, bound in zip(lengths, bounds, strict=True)]
         lacking = known.reading - self.balance
@@ -175,7 +173,7 @@ class Controller:
         self._pass.seconds += passes * costs.seconds(width)
 
     def observe_asking(self, sequences: abc.Sequence[Sequence], seconds: float, source: str = "") -> None:
-        """Learn that it took `seconds` to get drafts of these sequences, besides what `observe_drafting` is told.
+        """Learn that it took `seconds` to get drafts of these sequences, besides what `observe_drafting` gets.
 
         Without sequences, it is the time of something else that would not be done without drafts.
         """

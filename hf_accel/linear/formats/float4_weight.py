@@ -59,7 +59,7 @@ class Float4Weight(QuantizedWeight):
         return levels.to(self.weight_packed.device)[self.codes(outputs).int()]
 
     def factors(self, outputs: slice = slice(None)) -> Tensor:
-        """What `integers` are multiplied by, float32 [outputs, in / 32]: half of the scales, exactly."""
+        """The factors of `integers`, float32 [outputs, in / 32]: half of the scales, exactly."""
         exponents = self.weight_scale[outputs].int() - 128
         return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
 

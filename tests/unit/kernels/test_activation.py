@@ -94,7 +94,9 @@ def test_difference_from_torch_is_as_documented(isa: str, activation: str) -> No
     x = torch.cat((every_exponent(), torch.linspace(-30, 30, 100000), torch.randn(5003)))
     x = x[x.abs() < 1e3]  # beyond, torch's results are 0 or x
     limit = 2e-5 if isa == "portable" and activation in ("silu", "gelu_quick") else FROM_TORCH[activation]
-    assert (activate(x, activation) - TORCH[activation](x)).abs().max() <= limit
+    expected = TORCH[activation](x)
+    last_bits = expected.abs() * 2.0**-22  # torch itself computes the ends of its threads' rows by another loop
+    assert ((activate(x, activation) - expected).abs() <= last_bits.clamp(min=limit)).all()
 
 
 @pytest.mark.usefixtures("isa")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -336,5 +337,5 @@ def test_compiled_graphs_record_one_operator(kind, monkeypatch):
     compiled_run = torch.compile(lambda x: backend.run(x, packed, bias) * 2, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled_run(x), expected * 2)
     tensors = (x, packed.integers, packed.scale, packed.zero_point, None, bias)
-    operands = (*tensors, packed.in_features, True, backend.rounding)
+    operands = (*tensors, packed.in_features, True, backend.rounding, json.dumps(packed.layout.settings))
     torch.library.opcheck(torch.ops.hf_accel.blocked_linear, operands, test_utils=("test_schema", "test_faketensor"))
