@@ -59,7 +59,7 @@ from hf_accel.checkpoints.loading import load_tokenizer
 from hf_accel.cli.measuring import turns
 from hf_accel.cli.measuring.served import WrongResultError
 from hf_accel.cli.measuring.turns import Generation, median_ratio, take_turns, time_generate
-from hf_accel.hardware.resident import PAGEMAP
+from hf_accel.hardware.memory import PAGEMAP
 from hf_accel.kernels import cpu as kernels
 from hf_accel.patching.twin import twin
 

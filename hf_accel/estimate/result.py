@@ -11,7 +11,7 @@ import torch
 
 from ..errors import UnsupportedError
 from ..hardware import Hardware, detect
-from ..patching.printed import Printed, Row
+from ..patching.plan import Printed, Row
 from .attention_bytes import AttentionBytes
 from .devices import memory_of
 from .roofline import Machine

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from ..errors import UnsupportedError
 from ..keywords import positive_int
-from ..patching.printed import Printed, Row
+from ..patching.plan import Printed, Row
 from .attention_bytes import AttentionBytes
 from .roofline import Machine, Work
 from .weights import WeightTensor

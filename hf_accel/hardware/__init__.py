@@ -4,8 +4,8 @@ Nothing is measured at import.
 """
 
 from .device import Hardware, detect
+from .memory import release, trim
 from .processor import ISA_LEVELS
-from .resident import release, trim
 from .speed import float_peak, read_bandwidth
 
 __all__ = ["ISA_LEVELS", "Hardware", "detect", "float_peak", "read_bandwidth", "release", "trim"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .device import Hardware
-from .large_pages import large_pages
+from .memory import large_pages
 
 MIB = 2**20
 

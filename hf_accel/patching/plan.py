@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from html import escape
 from typing import Any
 
 from torch import nn
@@ -23,9 +24,24 @@ from ..parallel.context import ContextParallel
 from ..parallel.tensor_plan import TensorParallel
 from ..recognition.unchanged import has_own_forward
 from .originals import Stored
-from .printed import Printed, Row
 from .survey import AttentionSite
 from .weight_sites import LinearSite
+
+
+class Printed:
+    """Base of plans, certificates, estimates and reports, which have a __str__: repr() is that, in a notebook HTML."""
+
+    def _table_rows(self) -> Iterable[Row]:
+        """The rows in a notebook: lines of text, unless a class knows its columns."""
+        return ((line,) for line in str(self).splitlines())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        rows = list(self._table_rows())
+        columns = max(map(len, rows), default=1)
+        return f"<table>{''.join(_html_row(row, columns) for row in rows)}</table>"
 
 
 @dataclass(frozen=True)
@@ -262,3 +278,14 @@ def _has_matrix_of_its_own(module: nn.Module) -> bool:
 
 def _is_float_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D) and not isinstance(module, QuantLinear)
+
+
+Row = tuple[str, ...]  # its cells; a single one is a line of text across all columns
+STYLE = "text-align: left; white-space: pre-wrap"
+
+
+def _html_row(row: Row, columns: int) -> str:
+    if len(row) == 1:
+        return f'<tr><td colspan="{columns}" style="{STYLE}; font-family: monospace">{escape(row[0])}</td></tr>'
+    cells = (f'<td style="{STYLE}">{escape(cell)}</td>' for cell in row)
+    return f"<tr>{''.join(cells)}</tr>"

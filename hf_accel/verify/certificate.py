@@ -7,7 +7,7 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..patching.printed import Printed
+from ..patching.plan import Printed
 
 COLUMNS = 100
 LARGEST_LOSS = 700.0  # nats whose exponential is a number

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...patching.plan import Line, row_of, table
-from ...patching.printed import Printed, Row
+from ...patching.plan import Line, Printed, Row, row_of, table
 
 
 @dataclass(frozen=True, repr=False)
