@@ -93,9 +93,8 @@ struct Attention {
     std::memcpy(to, static_cast<const Bf16*>(c.q.data) + at, sizeof(Bf16) * static_cast<size_t>(at_most(n, LANES)));
   }
 
-  // Returns what is added to the scores of row r of the tile, of which the first is that of key `start`; or null.
+  // Returns what is added to the scores of row r of the tile, of which the first is that of key `start`.
   const float* bias_of(const Tile& t, int64_t r, int64_t start) const {
-    if (!c.bias.data) return nullptr;
     const int64_t head = t.head * group + r % group, position = position_of(t.b, t.first + r / group);
     return c.bias.data + head * c.bias.head + position * c.bias.query + start;
   }
@@ -119,7 +118,9 @@ struct Attention {
     for (int64_t r = 0; r < count; ++r) {
       const Range all = {from * LANES, to * LANES};
       const Range mine = visible[r].empty() ? Range{all.first, all.first} : visible[r];
-      parts[r] = to_weights<W>(c, rows, mine, all, bias_of(t, r0 + r, start), scores + r * SCORE_STRIDE);
+      float* const row = scores + r * SCORE_STRIDE;
+      parts[r] = c.bias.data ? to_weights<W, true>(c, rows, mine, all, bias_of(t, r0 + r, start), row)
+                             : to_weights<W, false>(c, rows, mine, all, nullptr, row);
     }
     product<W>(count, {scores, SCORE_STRIDE}, v, padded, LANES, any.first / W::STEP, ceil_div(any.last, W::STEP),
                padded / LANES, sums, padded);

@@ -45,7 +45,7 @@ inline F scale_by_power_of_two(F a, F n) {  // in two steps, because 2^128 is no
 inline F select_range(F x, F other, int from, int to) {
   return _mm256_blendv_ps(other, x, _mm256_castsi256_ps(_mm256_andnot_si256(first(from), first(to))));
 }
-inline void transpose(F (&x)[LANES]) {
+inline HFA_INLINE void transpose(F (&x)[LANES]) {
   F y[LANES];
   for (int i = 0; i < LANES; i += 2) {
     y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);

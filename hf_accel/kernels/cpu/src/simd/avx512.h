@@ -39,7 +39,7 @@ inline F scale_by_power_of_two(F a, F n) { return _mm512_scalef_ps(a, n); }
 inline F select_range(F x, F other, int from, int to) {
   return _mm512_mask_mov_ps(other, static_cast<__mmask16>(first(to) & ~first(from)), x);
 }
-inline void transpose(F (&x)[LANES]) {
+inline HFA_INLINE void transpose(F (&x)[LANES]) {
   F y[LANES];
   for (int i = 0; i < LANES; i += 2) {
     y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);

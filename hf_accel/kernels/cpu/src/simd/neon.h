@@ -52,7 +52,7 @@ inline F scale_by_power_of_two(F a, F n) {
   return {scale_by_power_of_two(a.low, n.low), scale_by_power_of_two(a.high, n.high)};
 }
 inline F select_range(F x, F other, int from, int to) { return select(first(from), other, select(first(to), x, other)); }
-inline void transpose(float32x4_t& a, float32x4_t& b, float32x4_t& c, float32x4_t& d) {
+inline HFA_INLINE void transpose(float32x4_t& a, float32x4_t& b, float32x4_t& c, float32x4_t& d) {
   const float64x2_t ab_even = vreinterpretq_f64_f32(vtrn1q_f32(a, b)), ab_odd = vreinterpretq_f64_f32(vtrn2q_f32(a, b));
   const float64x2_t cd_even = vreinterpretq_f64_f32(vtrn1q_f32(c, d)), cd_odd = vreinterpretq_f64_f32(vtrn2q_f32(c, d));
   a = vreinterpretq_f32_f64(vtrn1q_f64(ab_even, cd_even));
@@ -60,7 +60,7 @@ inline void transpose(float32x4_t& a, float32x4_t& b, float32x4_t& c, float32x4_
   c = vreinterpretq_f32_f64(vtrn2q_f64(ab_even, cd_even));
   d = vreinterpretq_f32_f64(vtrn2q_f64(ab_odd, cd_odd));
 }
-inline void transpose(F (&x)[LANES]) {
+inline HFA_INLINE void transpose(F (&x)[LANES]) {
   for (int i = 0; i < LANES; i += 4) {
     transpose(x[i].low, x[i + 1].low, x[i + 2].low, x[i + 3].low);
     transpose(x[i].high, x[i + 1].high, x[i + 2].high, x[i + 3].high);

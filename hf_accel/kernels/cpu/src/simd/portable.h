@@ -47,7 +47,7 @@ inline F select_range(F x, F other, int from, int to) {
   HFA_EACH if (i < from || i >= to) x.v[i] = other.v[i];
   return x;
 }
-inline void transpose(F (&x)[LANES]) {
+inline HFA_INLINE void transpose(F (&x)[LANES]) {
   HFA_EACH for (int j = 0; j < i; ++j) {
     const float lane = x[i].v[j];
     x[i].v[j] = x[j].v[i];

@@ -20,6 +20,9 @@
 
 #include "../types.h"
 
+// For what must stay in registers: as a kernel's file grows, gcc stops inlining what it inlined before.
+#define HFA_INLINE __attribute__((always_inline))
+
 #if defined(HFA_AVX512)
 #include "avx512.h"
 #elif defined(HFA_AVX2)
@@ -50,13 +53,12 @@ constexpr int DOT4_OFFSET = 0;
 template <int VALUE> struct Constant { constexpr operator int() const { return VALUE; } };
 
 template <int COUNT, class Function>
-inline __attribute__((always_inline)) void unrolled(const Function& f) {
+inline HFA_INLINE void unrolled(const Function& f) {
   if constexpr (COUNT > 0) {
     unrolled<COUNT - 1>(f);
     f(Constant<COUNT - 1>{});
   }
 }
-#define HFA_INLINE __attribute__((always_inline))
 
 // exp(x) with a relative error below 2e-7. It is 0 below -87.3, so that masked scores of -inf have no weight. NaN stays
 // NaN. Argument reduction and polynomial are those of expf of Cephes.

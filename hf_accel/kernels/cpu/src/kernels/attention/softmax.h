@@ -30,11 +30,12 @@ inline F load_lanes(const float* p, int64_t first, int64_t last) {
   return load(lanes);
 }
 
-// Converts the scores of a row to weights in place. bias: what is added to them, or null. `seen`: the keys that the row sees, as indices in the split. Other
-// weights of `group` become 0; it begins and ends at a multiple of LANES.
-template <class W>
-inline Partial to_weights(const AttentionCall& c, const KeyRows& rows, Range seen, Range group, const float* bias,
-                          float* scores) {
+// Converts the scores of a row to weights in place. `seen`: the keys that the row sees, as indices in the split. Other
+// weights of `group` become 0; it begins and ends at a multiple of LANES. bias: what is added to the scores, if there
+// is one; attention without it is compiled without it.
+template <class W, bool HAS_BIAS>
+inline Partial to_weights(const AttentionCall& c, const KeyRows& rows, Range seen, Range group,
+                          [[maybe_unused]] const float* bias, float* scores) {
   Partial part;
   auto* const weights = reinterpret_cast<typename W::Number*>(scores);
   const int64_t begin = seen.first / LANES * LANES;
@@ -46,7 +47,7 @@ inline Partial to_weights(const AttentionCall& c, const KeyRows& rows, Range see
     x = mul(x, scale);
     if (c.softcap != 0.0f) x = mul(tanh(mul(x, inverse_cap)), cap);
     const bool partly = j < seen.first || j + LANES > seen.last;
-    if (bias) x = add(x, partly ? load_lanes(bias + j, seen.first - j, seen.last - j) : load(bias + j));
+    if constexpr (HAS_BIAS) x = add(x, partly ? load_lanes(bias + j, seen.first - j, seen.last - j) : load(bias + j));
     if (partly) x = keep_lanes(x, set1(-FLT_MAX), seen.first - j, seen.last - j);
     store(scores + j, x);
     largest = max(x, largest);
