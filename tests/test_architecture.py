@@ -50,7 +50,6 @@ COMPOSITION = [  # each may use those before it
 ]
 BOOKKEEPING = {  # and what that may use
     "cache.pool",
-    "cache.table",
     "config",
     "config.cache_config",
     "config.layout",
@@ -66,7 +65,6 @@ BOOKKEEPING = {  # and what that may use
     "generation.speculation.acceptance",
     "generation.speculation.controller",
     "generation.speculation.costs",
-    "generation.speculation.drafters.copying",
     "generation.speculation.drafters.drafter",
     "generation.speculation.drafters.ngram",
     "generation.speculation.drafters.suffix",

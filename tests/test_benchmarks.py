@@ -53,8 +53,7 @@ from benchmarks.topics import (
     weight_formats,
 )
 from benchmarks.topics.waste import admit, lengths, waste
-from hf_accel.cache.pool import BlockPool
-from hf_accel.cache.table import BlockTable
+from hf_accel.cache.pool import BlockPool, BlockTable
 from hf_accel.checkpoints.loading import load_tokenizer
 from hf_accel.cli.measuring import turns
 from hf_accel.cli.measuring.served import WrongResultError

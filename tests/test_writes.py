@@ -16,7 +16,7 @@ WRITERS = {
     # a head and configs that a user has changed since, which stay
     "patching.unpatch": {"setattr", "dict"},
     "patching.nf4_model": {"journal", "config"},
-    "patching.ties": {"journal", "config"},
+    "patching.originals": {"journal", "config"},
     "attention.hf.parts": {"config"},
     # storage of weights that the journal has put aside
     "parallel.tensor_parts": {"data"},

@@ -6,8 +6,7 @@ import random
 from collections.abc import Iterator
 from itertools import islice
 
-from hf_accel.cache.pool import BlockPool
-from hf_accel.cache.table import BlockTable
+from hf_accel.cache.pool import BlockPool, BlockTable
 
 from ..harness.bench import Bench
 from ..harness.settings import Settings

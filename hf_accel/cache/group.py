@@ -18,9 +18,8 @@ from ..kernels.cpu import attention as cpu
 from ..kernels.cpu.library import FLOATS
 from ..kernels.layouts import KV, AttentionOptions, Ragged
 from ..tensors import integers, is_recorded
-from .pool import BlockPool, PrefixIndex
+from .pool import BlockPool, BlockTable, PrefixIndex
 from .quantized import INT4, SCALE_DTYPES, dequantize, dim_refusal, quantize, rotate, stored_columns
-from .table import BlockTable
 
 
 class KVStorage:

@@ -14,7 +14,7 @@ from ..errors import UnsupportedError
 from ..kernels.layouts import Ragged
 from ..tensors import integers
 from .group import GroupStep, PageGroup, Step, offsets
-from .table import BlockTable
+from .pool import BlockTable
 
 HOST = torch.device("cpu")
 

@@ -23,8 +23,8 @@ from ..linear import ExpertWeights, QuantExperts, QuantLinear, QuantModule
 from ..linear.experts import WEIGHT_MODULES
 from ..linear.formats import state
 from ..linear.layer_settings import spec_of
+from ..patching.originals import broken_ties
 from ..patching.survey import experts_sites
-from ..patching.ties import broken_ties
 from ..patching.weight_sites import ExpertsSite, LinearSite
 from .contents import AGAIN, check_floats, missing, own_names, passed_over, renamer, shared_names, with_shared
 from .readers.awq import Awq

@@ -19,7 +19,7 @@ from ..errors import HfAccelError
 from ..hardware import release
 from ..linear.formats import converts
 from ..linear.hf import by_kind, lost_expert
-from ..patching.ties import remaining_ties
+from ..patching.originals import remaining_ties
 from .readers.reader import Found
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

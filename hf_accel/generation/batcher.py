@@ -7,18 +7,17 @@ import warnings
 from collections import abc
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
+from ..cache.group import Step
 from ..cache.pages import CachedSequence, Pages, TokenRange
 from ..errors import HfAccelError, HfAccelWarning
 from ..tensors import integers, sent
 from .agreement import ALONE, ProcessAgreement
-from .runner import Runner
-from .sampling.choice import Chosen, choose_tokens
-from .sampling.logprobs import TokenLogprobs
+from .sampling.choice import Chosen, TokenLogprobs, choose_tokens
 from .scheduling.scheduler import Scheduler
 from .sequence import Chunk, Sequence
 from .speculation.speculation import Speculation
@@ -286,3 +285,18 @@ class Batcher:
             if reason is not None:
                 return tokens[:number], reason, None
         return tokens, None, chosen.error
+
+
+class Runner(Protocol):
+    """A model that reads and writes pages."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def __call__(self, ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int]) -> Tensor:
+        """Compute N tokens of one or many sequences, which stand end to end.
+
+        ids: N, or a tensor [N] int64 on the model's device: one token of each sequence, which the host has not read.
+        positions: N. step: the slots that the pass writes and reads; its tensors are on the host. keep: the
+        indices of the tokens whose logits are wanted. Returns logits [len(keep), V], on the model's device.
+        """

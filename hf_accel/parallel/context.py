@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 
 from ..attention.contract import AttentionBackend
 from ..cache.group import GroupStep, SharedContext
-from ..cache.table import BlockTable
+from ..cache.pool import BlockTable
 from ..config import PatchConfig
 from ..errors import LostRankError, UnsupportedError
 from ..kernels.layouts import KV, AttentionOptions

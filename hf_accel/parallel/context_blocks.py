@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..cache.group import GroupStep
-from ..cache.table import BlockTable
+from ..cache.pool import BlockTable
 from ..kernels.layouts import Ragged
 from ..tensors import integers
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +17,7 @@ from pathlib import Path, PureWindowsPath
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..errors import HfAccelError, UnsupportedError
 from ..hardware import release
@@ -24,6 +25,7 @@ from ..linear import Workers
 from ..linear.hf import Pieces
 from ..parallel.tensor_parts import Part, let_go, part_of, put_back
 from ..tensors import local_tensor, plain_tensors
+from ..undo.journal import Journal
 
 CHUNK_SIZE = 3 * 2**13  # words: few enough for the cache, and for torch not to divide them among threads
 CHAIN = 0x9E3779B97F4A7C15  # odd
@@ -247,3 +249,53 @@ def parameter_bytes(tensors: Iterable[Tensor]) -> int:
     parts = (part for tensor in tensors for part in plain_tensors(tensor))
     unique = {t.untyped_storage().data_ptr() if t.numel() else id(t): t.nbytes for t in parts}
     return sum(unique.values())
+
+
+def remaining_ties(ties: Mapping[str, str], quantized: Collection[str]) -> dict[str, str]:
+    """`ties` (parameter -> the one that it is) without the weights of the modules `quantized`.
+
+    Where a quantized weight was what others are tied to, the first of these takes its place.
+    """
+    gone = {f"{name}.weight" for name in quantized}
+    substitutes: dict[str, str] = {}
+    remaining = {}
+    for target, source in ties.items():
+        if target in gone:
+            continue
+        if source not in gone:
+            remaining[target] = source
+        elif source not in substitutes:
+            substitutes[source] = target
+        else:
+            remaining[target] = substitutes[source]
+    return remaining
+
+
+def broken_ties(
+    model: PreTrainedModel, quantized: Collection[str]
+) -> Iterator[tuple[PreTrainedModel, str, dict[str, str]]]:
+    """(submodel, attribute, value) to be set, once the modules `quantized` of `model` are replaced.
+
+    transformers keeps the ties twice: those of the whole, used while it loads, and each class's own, read again by
+    tie_weights(). The latter are shadowed in the instance.
+    """
+    for prefix, submodel in list(model.named_modules()):
+        if not isinstance(submodel, PreTrainedModel):
+            continue
+        start = f"{prefix}." if prefix else ""
+        names = {name.removeprefix(start) for name in quantized if name.startswith(start)}
+        every = dict(submodel.all_tied_weights_keys)
+        own = submodel.get_expanded_tied_weights_keys(all_submodels=False)
+        for attribute, ties in (("all_tied_weights_keys", every), ("_tied_weights_keys", own)):
+            if (remaining := remaining_ties(ties, names)) != ties:
+                yield submodel, attribute, remaining
+
+
+def break_ties(model: PreTrainedModel, quantized: Collection[str], journal: Journal) -> None:
+    """Write `broken_ties` through the journal, and into the config, which must be the model's own, if none is left."""
+    for submodel, attribute, ties in list(broken_ties(model, quantized)):
+        journal.attribute(submodel, attribute, ties)
+        if submodel is model and not model.all_tied_weights_keys:
+            # what others, such as PEFT, look up
+            model.config.tie_word_embeddings = False
+            model.config.get_text_config(decoder=True).tie_word_embeddings = False

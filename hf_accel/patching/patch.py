@@ -53,11 +53,10 @@ from ..undo.state import (
 from .calibration import calibrate, planned
 from .check import is_patched_with, transformers_model
 from .nf4_model import label_nf4
-from .originals import Originals
+from .originals import Originals, break_ties
 from .pack import Packed, replace_linears, replace_parameters
 from .plan import Plan
 from .survey import attention_modules, common_group_size
-from .ties import break_ties
 from .twin import twin
 from .unpatch import unpatch
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ..errors import HfAccelError, OutOfBlocksError, UnsupportedError
 from ..generation.engine.stream import Request, Sample
 from ..generation.hf import Engine
-from ..generation.hf.defaults import stop_token_ids
+from ..generation.hf.request_config import stop_token_ids
 from .api_errors import ApiError, unavailable
 from .bodies import Common
 from .limits import Admission, Limits

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from ..generation.sampling.logprobs import TokenLogprobs
+from ..generation.sampling.choice import TokenLogprobs
 
 
 @dataclass(frozen=True)

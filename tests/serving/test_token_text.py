@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from hf_accel.generation.sampling.logprobs import TokenLogprobs
+from hf_accel.generation.sampling.choice import TokenLogprobs
 from hf_accel.serving.token_text import ScoredToken, TokenText
 
 from .running import SHIPPED

@@ -1,6 +1,10 @@
-"""The reasons that keep a model from being written for other programs."""
+"""The reasons that keep a model from being written for other programs, and the report of one that was written."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -10,6 +14,7 @@ from ...linear.formats import FLOAT8
 from ...linear.hf import is_split
 from ...models import unwrapped
 from ...patching.check import check_model
+from ...patching.plan import Line, Printed, Row, row_of, table
 from ...patching.survey import other_quantizer
 
 
@@ -38,3 +43,26 @@ def refuse_infinite(name: str, tensor: Tensor) -> None:
     if wrong.any():
         place = wrong.nonzero()[0].tolist()
         raise UnsupportedError(f"{name!r} holds NaN or infinity at {place}; repair the model first")
+
+
+@dataclass(frozen=True, repr=False)
+class Saved(Printed):
+    """The report of save_compressed or save_gguf.
+
+    print() it: a line for each kind of tensor, and what is lost. path: the folder or the file. bytes: the size of all
+    its tensors.
+    """
+
+    path: Path
+    bytes: int
+    lines: tuple[Line, ...]
+
+    @property
+    def _all_lines(self) -> list[Line]:
+        return [*self.lines, Line("bytes", "tensors", f"{self.bytes / 1e6:,.1f} MB", "")]
+
+    def __str__(self) -> str:
+        return "\n".join([f"hf_accel saved: {self.path}", *table(self._all_lines)])
+
+    def _table_rows(self) -> Iterable[Row]:
+        return [(f"hf_accel saved: {self.path}",), *map(row_of, self._all_lines)]

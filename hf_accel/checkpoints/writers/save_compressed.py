@@ -32,8 +32,7 @@ from ...patching.plan import Line
 from ...patching.twin import twin
 from ...undo.state import state_of
 from ..readers.compressed_config import PACKED, Scheme, compressed_config, units
-from .savable import refuse_infinite, savable
-from .saved import Saved
+from .savable import Saved, refuse_infinite, savable
 from .target import bring_over, check_folder, check_room
 
 # What vLLM does not read of a weight that another program quantized.

@@ -22,8 +22,7 @@ from ..readers.ggml_blocks import TYPES
 from ..readers.gguf_model import check_gguf, frequency_factors, rotated_rows, write_settings
 from ..readers.gguf_tokenizer import write_no_tokenizer, write_tokenizer
 from .ggml_packing import blocks, ggml_type_of, rounding_of_scales
-from .savable import refuse_infinite, savable
-from .saved import Saved
+from .savable import Saved, refuse_infinite, savable
 from .target import check_room
 
 FLOAT_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

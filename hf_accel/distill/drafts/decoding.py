@@ -12,9 +12,9 @@ from ...cache.hf import fixed_settings
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ...generation import sequence as generated
-from ...generation.hf.defaults import stop_token_ids
 from ...generation.hf.model_runner import model_device
 from ...generation.hf.refusals import ragged_refusal
+from ...generation.hf.request_config import stop_token_ids
 from ...generation.hf.session import Session
 from ...generation.sampling.processors import Temperature
 from ...generation.sampling.sampling import Sampling

@@ -16,7 +16,7 @@ from ...errors import UnsupportedError
 from ...keywords import checked_keywords
 from ...models import evaluating, layer_lists
 from ...patching.patch import is_patched, stock_twin
-from ..teachers.teacher_keyword import takes_teacher_model
+from ..teachers.teacher import takes_teacher_model
 from .kept_layers import (
     block_influence,
     check_layers,

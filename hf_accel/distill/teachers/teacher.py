@@ -1,13 +1,16 @@
-"""The interface of every teacher."""
+"""The interface of every teacher, and the keyword that gives one."""
 
 from __future__ import annotations
 
+import functools
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+from ...errors import HfAccelWarning, UnsupportedError
 from ..losses.logit_rows import Rows
 from ..losses.objective import Objective
 
@@ -42,3 +45,21 @@ class Teacher(ABC):
             shifted already: position i predicts token i + 1.
         compact: never hold logits [B, T, V], where the teacher can do without.
         """
+
+
+Target = TypeVar("Target", bound=Callable[..., Any])
+
+
+def takes_teacher_model(target: Target) -> Target:
+    """Decorate a function with teacher_model=: teacher= means the same, and warns. UnsupportedError for both."""
+
+    @functools.wraps(target)
+    def call(*args: Any, **keywords: Any) -> Any:
+        if "teacher" in keywords:
+            if "teacher_model" in keywords:
+                raise UnsupportedError("teacher= and teacher_model= say the same; give teacher_model= alone")
+            warnings.warn("teacher= is called teacher_model= now", HfAccelWarning, stacklevel=2)
+            keywords["teacher_model"] = keywords.pop("teacher")
+        return target(*args, **keywords)
+
+    return call  # type: ignore[return-value]

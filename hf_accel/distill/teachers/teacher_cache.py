@@ -17,8 +17,7 @@ from ..losses.objective import Objective
 from .cache_building import BuildOptions, survey, write_cache
 from .cache_files import INDEX, PARTIAL, CacheSettings, Index, Shard
 from .identity import describe, hash_vocabulary, task_of
-from .teacher import Teacher
-from .teacher_keyword import takes_teacher_model
+from .teacher import Teacher, takes_teacher_model
 from .texts import SHOWN, Text, batch_texts
 from .top_logits import TopLogits
 

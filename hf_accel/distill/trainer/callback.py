@@ -11,8 +11,7 @@ from ...generation.hf.weights_changed import weights_changed
 from ...keywords import checked_keywords
 from ..losses.objective import Objective
 from ..teachers.as_teacher import as_teacher, load_teacher, names_model
-from ..teachers.teacher import Teacher
-from ..teachers.teacher_keyword import takes_teacher_model
+from ..teachers.teacher import Teacher, takes_teacher_model
 from .averages import Averages
 from .hook import DistillationHook
 from .refused_losses import refuse_loss, refuse_settings, running_trainer

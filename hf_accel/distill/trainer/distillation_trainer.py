@@ -17,8 +17,7 @@ from ...generation.hf.weights_changed import weights_changed
 from ...models import unwrapped
 from ..teachers.as_teacher import load_teacher
 from ..teachers.live import BaseTeacher, ModelTeacher
-from ..teachers.teacher import Teacher
-from ..teachers.teacher_keyword import takes_teacher_model
+from ..teachers.teacher import Teacher, takes_teacher_model
 from .averages import Averages
 from .callback import DistillationCallback
 from .capture import Projections, load_projections, save_projections

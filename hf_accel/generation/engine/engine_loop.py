@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from ...errors import HfAccelError, LostRankError
 from ..batcher import Batcher, Progress
-from ..sampling.logprobs import TokenLogprobs
+from ..sampling.choice import TokenLogprobs
 from ..sequence import Sequence
 
 CLOSED = "the engine is closed; make a new one"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ...errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from ..sampling.logprobs import TokenLogprobs
+    from ..sampling.choice import TokenLogprobs
 
 
 @dataclass(frozen=True)

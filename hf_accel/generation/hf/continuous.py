@@ -22,7 +22,7 @@ from ...errors import HfAccelError, UnsupportedError
 from ...undo.state import state_of
 from ..engine.agreed_loop import make_loop
 from ..engine.engine_loop import EngineLoop
-from ..sampling.logprobs import TokenLogprobs
+from ..sampling.choice import TokenLogprobs
 from .factory import Reply, SequenceFactory, complete_config, session_settings
 from .session import Session
 

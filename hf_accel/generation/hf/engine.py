@@ -27,13 +27,12 @@ from ..sampling.purity import stateful_refusal
 from ..sampling.sampling import Sampling
 from ..sampling.stopping import StopRules, StopStrings
 from ..sequence import Sequence
-from .defaults import default_new_tokens
 from .drafting import draft_models
 from .factory import request_rules
 from .generation_state import GenerationState
 from .refusals import ragged_refusal
 from .reports import warn_once
-from .request_config import request_config
+from .request_config import default_new_tokens, request_config
 from .session import Session
 from .vocabulary import check_ids, token_ids, vocabulary_size
 

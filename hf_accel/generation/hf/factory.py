@@ -18,15 +18,15 @@ from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ...keywords import check_keywords
 from ...undo.state import state_of
-from ..sampling.logprobs import TokenLogprobs
+from ..sampling.choice import TokenLogprobs
 from ..sampling.processors import Processor
 from ..sampling.sampling import Sampling
 from ..sampling.stopping import StopRules
 from ..sequence import Sequence
-from .defaults import default_new_tokens
 from .model_runner import model_device
 from .processing import processors_refusal, stock_sampling, stop_rules
 from .refusals import refuse_clocks
+from .request_config import default_new_tokens
 from .vocabulary import check_ids, token_ids
 
 # Keywords of generate() that are no fields of a config, and what serves instead.

@@ -15,7 +15,7 @@ from ...errors import UnsupportedError
 from ...undo.state import state_of
 from ..sequence import Sequence
 from .generation_state import LoopCall
-from .kept_runners import keep_runner
+from .graphed_runner import keep_runner
 from .processing import BatchDraws, stock_sampling, stop_rules
 from .session import Session
 

@@ -19,12 +19,12 @@ from ...keywords import Default
 from ...tensors import made_on_host
 from ...undo.instance import Mixin
 from ...undo.state import state_of
-from .assisted import assistant_refusal, assisted
 from .batch import generate_batch, with_configs
+from .drafting import assistant_refusal, assisted
 from .factory import with_fields
 from .generate import run
 from .generation_state import CallState, GenerationState, LoopCall
-from .kept_runners import cache_of_kept
+from .graphed_runner import cache_of_kept
 from .managers import destroy_managers, manager_for, refuse_batching
 from .model_runner import other_input, positions_count_tokens, positions_depend_on_length, weights_salt
 from .refusals import call_refusal, changed_refusal, drafts_refusal, ragged_refusal, refuse_clocks

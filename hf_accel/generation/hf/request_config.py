@@ -1,4 +1,4 @@
-"""The keywords of Engine.submit in the terms of transformers: a GenerationConfig and logits processors."""
+"""The keywords and defaults of Engine.submit as transformers has them: a GenerationConfig and logits processors."""
 
 from __future__ import annotations
 
@@ -147,3 +147,21 @@ def _number(name: str, value: Any, hint: str, *, low: float = -math.inf, high: f
 def _integer(name: str, value: Any, hint: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise UnsupportedError(f"{name}={value!r} must be an integer of at least 0; {hint}")
+
+
+NEW_TOKENS = 20  # the default of transformers
+
+
+def stop_token_ids(model: Any) -> tuple[int, ...]:
+    """The end-of-sequence token ids of the model."""
+    ends = model.generation_config.eos_token_id
+    if ends is None:
+        return ()
+    return tuple(ends) if isinstance(ends, list | tuple) else (int(ends),)
+
+
+def default_new_tokens(config: Any, num_prompt: int) -> int:
+    """The number of new tokens that a GenerationConfig allows after a prompt of `num_prompt` tokens."""
+    if config.max_new_tokens is not None:
+        return int(config.max_new_tokens)
+    return NEW_TOKENS if config.max_length is None else max(1, config.max_length - num_prompt)

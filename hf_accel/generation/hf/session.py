@@ -20,8 +20,7 @@ from ..speculation.controller import Controller
 from ..speculation.drafters.model import ModelDrafter
 from ..speculation.speculation import Speculation
 from .drafting import keep_controller, make_speculation, remake_drafts
-from .graphed_runner import GraphedRunner
-from .kept_runners import make_runner
+from .graphed_runner import GraphedRunner, make_runner
 from .model_runner import model_device, weights_salt
 
 # How often a session that works looks whether its model has changed. A look at a model of 1.1 billion parameters takes

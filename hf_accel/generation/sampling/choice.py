@@ -1,4 +1,4 @@
-"""Chooses the new tokens of each sequence from the logits of a pass."""
+"""Chooses the new tokens of each sequence from the logits of a pass, and gives their log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ...errors import HfAccelError
 from ...kernels import cpu
 from ...kernels.cpu.library import DTYPES
 from ...kernels.cpu.logits import argmax as native_argmax
-from ...tensors import integers, sent
+from ...tensors import HostCopy, integers, sent
 from ..sequence import Draft, Sequence
 from ..speculation.verifiers.verifier import Place, Verifier
 from ..unread import Unread, all_unread, known
-from .logprobs import TokenLogprobs, logprobs
+from .filters import topk
 from .sampling import Sampling, processed_scores
 from .token_prefix import Prefix, prefix_of
 
@@ -224,3 +224,25 @@ def _with_logprobs(
             if isinstance(result, Chosen):
                 results[at] = replace(result, logprobs=[next(reports) for _ in result.tokens])
     return results
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The log-probability (natural logarithm) of a token. top: the most probable token ids with theirs, descending."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+def logprobs(logits: Tensor, tokens: abc.Sequence[int], counts: abc.Sequence[int]) -> list[TokenLogprobs]:
+    """For each row of logits [n, V], the log-probabilities of tokens[row] and of the counts[row] most probable ids."""
+    logs = logits.float().log_softmax(-1)
+    own = logs.gather(1, sent(integers(tokens), logs)[:, None])[:, 0]
+    most = min(max(counts, default=0), logs.shape[1])
+    copies = [HostCopy(tensor) for tensor in (own, *topk(logs, most))]  # the host waits for all of them at once
+    chosen, values, ids = (copy.tolist() for copy in copies)
+    return [
+        TokenLogprobs(token, logprob, list(zip(row_ids[:count], row_values[:count], strict=True)))
+        for token, logprob, count, row_ids, row_values in zip(tokens, chosen, counts, ids, values, strict=True)
+    ]

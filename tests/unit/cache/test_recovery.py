@@ -11,8 +11,7 @@ from transformers import MistralConfig
 from hf_accel.cache import group as group_module
 from hf_accel.cache.group import KVStorage, PageGroup
 from hf_accel.cache.hf import PagedCache
-from hf_accel.cache.pool import BlockPool, PrefixIndex
-from hf_accel.cache.table import BlockTable
+from hf_accel.cache.pool import BlockPool, BlockTable, PrefixIndex
 from hf_accel.errors import OutOfBlocksError, UnsupportedError
 
 

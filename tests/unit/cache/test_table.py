@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from hf_accel.cache.pool import BlockPool, PrefixIndex
-from hf_accel.cache.table import BlockTable
+from hf_accel.cache.pool import BlockPool, BlockTable, PrefixIndex
 from hf_accel.errors import OutOfBlocksError
 
 

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from hf_accel.cache.pool import BlockPool
-from hf_accel.cache.table import BlockTable
+from hf_accel.cache.pool import BlockPool, BlockTable
 
 
 def lengths() -> list[int]:

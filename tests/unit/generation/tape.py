@@ -23,7 +23,7 @@ from hf_accel.attention import AttentionBackend, AttentionSpec
 from hf_accel.attention.masking import visible
 from hf_accel.attention.reference import ReferenceBackend
 from hf_accel.attention.sdpa.gathering import gather
-from hf_accel.generation.hf import kept_runners
+from hf_accel.generation.hf import graphed_runner
 from hf_accel.kernels.layouts import KV, AttentionOptions, Ragged
 from hf_accel.kernels.triton.launch import Launch
 
@@ -165,5 +165,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[TapeMaker]:
     monkeypatch.setattr("hf_accel.tensors._len_torch_dispatch_stack", lambda: 0)
     backends: tuple[AttentionBackend, ...] = (TapeBackend(), *hf_accel.attention.BACKENDS)
     monkeypatch.setattr(hf_accel.attention, "BACKENDS", backends)
-    monkeypatch.setattr(kept_runners, "make_graphs", make)
+    monkeypatch.setattr(graphed_runner, "make_graphs", make)
     return makers

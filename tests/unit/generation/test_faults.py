@@ -11,8 +11,7 @@ import pytest
 
 from hf_accel.cache.group import PageGroup
 from hf_accel.cache.pages import Pages
-from hf_accel.cache.pool import BlockPool, PrefixIndex
-from hf_accel.cache.table import BlockTable
+from hf_accel.cache.pool import BlockPool, BlockTable, PrefixIndex
 from hf_accel.errors import HfAccelError, HfAccelWarning, OutOfBlocksError
 from hf_accel.generation.batcher import Batcher
 from hf_accel.generation.engine.engine_loop import EngineLoop

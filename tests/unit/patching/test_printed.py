@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import hf_accel
-from hf_accel.checkpoints.writers.saved import Saved
+from hf_accel.checkpoints.writers.savable import Saved
 from hf_accel.distill.drafts.report import AcceptanceReport
 from hf_accel.patching.plan import Line, Printed
 from hf_accel.verify import Certificate, Cost, Verdict

@@ -36,7 +36,7 @@ from transformers import (
 
 import hf_accel
 from hf_accel.linear import QuantLinear
-from hf_accel.patching.ties import remaining_ties
+from hf_accel.patching.originals import remaining_ties
 
 from ...parity.families import DECODER, build
 from ...parity.snapshot import bits, snapshot

@@ -36,3 +36,14 @@ class Drafter(ABC):
 
     def forget(self, sequence: Sequence) -> None:  # noqa: B027 - most have nothing to free
         """Free what is held for a sequence, because it has ended. Unknown sequences are ignored."""
+
+
+def copy_from(tokens: abc.Sequence[int], start: int, count: int) -> list[int]:
+    """Copy `count` tokens from index `start` on. At the end of `tokens` the copy continues with itself, as in LZ77:
+    it repeats with a period of len(tokens) - start.
+    """
+    found = list(tokens[start : start + count])
+    period = len(tokens) - start
+    while len(found) < count:
+        found += found[len(found) - period : len(found) - period + count - len(found)]
+    return found

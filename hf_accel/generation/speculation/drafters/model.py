@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....cache.pages import CachedSequence, Pages, TokenRange
 from ....tensors import integers, is_remote, sent
-from ...runner import Runner
+from ...batcher import Runner
 from ...sampling.choice import likeliest, processed
 from ...sequence import Draft, Sequence
 from ...unread import Unread, all_unread

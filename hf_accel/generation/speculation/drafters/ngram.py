@@ -9,8 +9,7 @@ from weakref import WeakKeyDictionary
 from ....errors import UnsupportedError
 from ....keywords import positive_int
 from ...sequence import Draft, Sequence
-from .copying import copy_from
-from .drafter import Drafter
+from .drafter import Drafter, copy_from
 
 BITS = 32  # the bits of one token in a key; token ids are below 2^32 - 1
 

@@ -12,8 +12,7 @@ from weakref import WeakKeyDictionary
 from ....errors import UnsupportedError
 from ....keywords import positive_int
 from ...sequence import Draft, Sequence
-from .copying import copy_from
-from .drafter import Drafter
+from .drafter import Drafter, copy_from
 
 WALK = 32  # the number of repeated suffixes whose latest occurrence is updated at each token
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import hf_accel
-from hf_accel.generation.hf import kept_runners
+from hf_accel.generation.hf import graphed_runner
 from hf_accel.kernels.triton.launch import Launch
 
 from ....parity.families import build
@@ -58,6 +58,6 @@ def test_quantized_weights(weights: Any) -> None:
     found = by_generate_batch(model, PROMPTS, NEW_TOKENS)
     assert hf_accel.stats(model)["graphs"]["replays"] == NEW_TOKENS - 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept_runners, "make_graphs", lambda device: None)
+        patch.setattr(graphed_runner, "make_graphs", lambda device: None)
         assert by_generate_batch(model, PROMPTS, NEW_TOKENS) == found
     assert "graphs" not in hf_accel.stats(model)

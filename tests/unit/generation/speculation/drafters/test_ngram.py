@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.generation.speculation.drafters.copying import copy_from
+from hf_accel.generation.speculation.drafters.drafter import copy_from
 from hf_accel.generation.speculation.drafters.ngram import NgramDrafter
 
 from .texts import continued, longest_repeat, sequence, texts
