@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -238,6 +238,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
+# Those of a product without a gate.
+PLAIN_ACTIVATIONS = ACTIVATIONS | {"gelu_quick": lambda x: x * torch.sigmoid(1.702 * x), "relu": F.relu}
 # Attributes of these modules are settings, whose effect a trial shows. Other modules must have no attributes.
 KNOWN_MODULES = ("torch.nn.modules.activation", "transformers.activations")
 
@@ -262,21 +264,21 @@ def gated_names(module: nn.Module, float_rows: int) -> GatedNames | None:
         return None
     named = isinstance(code.activation, str)
     activation = getattr(module, code.activation, None) if isinstance(code.activation, str) else code.activation
-    epilogue = _epilogue(activation)
+    epilogue = activation_name(activation, ACTIVATIONS)
     if epilogue is None:
         return None
     held = (str(code.activation), activation) if named else None
     return GatedNames(code.gate, code.up, code.down, held, ProjectionCall(float_rows, epilogue))
 
 
-def _epilogue(activation: Any) -> str | None:
-    """Return the name of our activation that a callable computes, found by calling it."""
+def activation_name(activation: Any, known: Mapping[str, Callable[[Tensor], Tensor]]) -> str | None:
+    """Return the name of our activation that a callable computes, found by calling it; None if it computes another."""
     if not callable(activation) or (isinstance(activation, nn.Module) and not _is_stateless(activation)):
         return None
     large = torch.logspace(1, 4, 7, device="cpu")
     x = torch.cat([torch.linspace(-12, 12, 97, device="cpu"), large, -large])
     matches = (
-        name for name, ours in ACTIVATIONS.items()
+        name for name, ours in known.items()
         if agree(lambda: activation(x.clone()), lambda ours=ours: ours(x), Tolerance(absolute=1e-6))  # type: ignore[misc]
     )  # fmt: skip
     return next(matches, None)

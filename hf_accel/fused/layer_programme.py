@@ -158,30 +158,33 @@ class CallFields(NamedTuple):
         return CallFields(places, pages, threads(), held)
 
 
-class LayerProgramme(TracedLayer):
-    """A traced layer as one native call on the CPU.
+class NativeOperations:
+    """The operations of a layer as C structs, for tensors of one dtype.
 
-    It holds addresses, and the values that the trace read: `is_current` says whether both are still the layer's.
-    Raises UntraceableError for an operation that has no kernel.
+    max_tokens: the most tokens of a call. reads: the values that must not change.
     """
 
-    def __init__(self, trace: Trace, table_dtype: torch.dtype, attention: Attention) -> None:
-        super().__init__(trace, table_dtype, attention, torch.device("cpu"))
-        self.max_tokens = MOST_TOKENS
+    dtype: torch.dtype
+    max_tokens: int
+    reads: list[Read]
+
+    def compile(self, operations: list[Operation], widths: list[int]) -> None:
+        """Make the structs. widths: of the buffers. Raises UntraceableError for an operation that has no kernel."""
         self._calls: list[NativeCall] = []  # keep the structs alive that the operations point to
         self._tensors: list[Tensor] = []  # the operations point to their memory
-        self._widths, self._moved = list(trace.widths), dict[int, Span]()
-        operations = [self._compile(operation) for operation in self._joined(trace.operations)]
-        self._ops = (LayerOp * len(operations))(*operations)
+        self._widths, self._moved = list(widths), dict[int, Span]()
+        compiled = [self._compile(operation) for operation in self._joined(operations)]
+        self._ops = (LayerOp * len(compiled))(*compiled)
         starts = [0, 0]
         for width in self._widths[OUTPUT + 1 :]:
             starts.append(starts[-1] + width)
         self._starts = (ctypes.c_int64 * len(self._widths))(0, *starts[:-1])
-        self._fixed = ctypes.addressof(self._ops), ctypes.addressof(self._starts), len(operations), starts[-1]
+        self._fixed = ctypes.addressof(self._ops), ctypes.addressof(self._starts), len(compiled), starts[-1]
         self._pointers = [tensor.data_ptr() for tensor in self._tensors]
-        self.freeze_reads()
 
-    # -- while it is made ------------------------------------------------------------------------------
+    def has_memory(self) -> bool:
+        """Return whether the tensors that the operations point to are where they were."""
+        return list(map(Tensor.data_ptr, self._tensors)) == self._pointers
 
     def _joined(self, operations: list[Operation]) -> Iterator[Operation]:
         """Iterate over the operations, where linear layers on one input are one, at the place of the first of them."""
@@ -213,31 +216,26 @@ class LayerProgramme(TracedLayer):
         return Columns(moved.buffer, moved.offset + span.offset, moved.stride)
 
     def _compile(self, operation: Operation) -> LayerOp:
-        values = operation.values
-        match operation.kind:
-            case "linear" | "gated":
-                fields = self._linear(operation)
-            case "norm":
-                fields = self._norm(operation)
-            case "rope":
-                fields = self._rope(operation)
-            case "write":
-                fields = {"kv_heads": values["heads"], "dim": values["dim"], "value_dim": values["value_dim"]}
-            case "attend":
-                attention = self.attention._asdict()
-                fields = {name: values[name] for name in ("heads", "kv_heads", "dim", "value_dim")}
-                fields |= {name: value or 0 for name, value in attention.items()}
-            case "add":
-                fields = {"dim": values["dim"], "scale": values["factor"]}
-        places = zip(("x", "y"), operation.inputs, strict=False), zip(("out", "out2"), operation.outputs, strict=False)
+        fields = self._fields(operation)
+        places = zip(("x", "y", "z"), operation.inputs, strict=False), zip(("out", "out2"), operation.outputs, strict=False)
         fields |= {name: self._place(span) for pairs in places for name, span in pairs}
         if "kind" not in fields:
             fields["kind"] = KINDS[operation.kind]
         return LayerOp(**fields)
 
+    def _fields(self, operation: Operation) -> dict[str, Any]:
+        """Return the fields of an operation besides its places."""
+        match operation.kind:
+            case "linear" | "gated":
+                return self._linear(operation)
+            case "add":
+                return {"dim": operation.values["dim"], "scale": operation.values["factor"]}
+        raise UntraceableError(f"{operation.kind} has no native call")
+
     def _linear(self, operation: Operation) -> dict[str, Any]:
         rows = min(self._rows(layer) for layer in operation.modules)
-        call = make_call(operation.modules, operation.values.get("epilogue"), rows)
+        values = operation.values
+        call = make_call(operation.modules, values.get("epilogue"), rows, activation=values.get("activation"))
         if call is None:
             raise UntraceableError("a linear layer has no native call")
         if isinstance(call, FloatLinear) and call.weights[0].dtype is not self.dtype:
@@ -267,6 +265,36 @@ class LayerProgramme(TracedLayer):
         self._tensors += [tensor for tensor in parameters.values() if tensor is not None]
         return rows
 
+
+class LayerProgramme(TracedLayer, NativeOperations):
+    """A traced layer as one native call on the CPU.
+
+    It holds addresses, and the values that the trace read: `is_current` says whether both are still the layer's.
+    Raises UntraceableError for an operation that has no kernel.
+    """
+
+    def __init__(self, trace: Trace, table_dtype: torch.dtype, attention: Attention) -> None:
+        super().__init__(trace, table_dtype, attention, torch.device("cpu"))
+        self.max_tokens = MOST_TOKENS
+        self.compile(trace.operations, trace.widths)
+        self.freeze_reads()
+
+    # -- while it is made ------------------------------------------------------------------------------
+
+    def _fields(self, operation: Operation) -> dict[str, Any]:
+        values = operation.values
+        match operation.kind:
+            case "norm":
+                return self._norm(operation)
+            case "rope":
+                return self._rope(operation)
+            case "write":
+                return {"kv_heads": values["heads"], "dim": values["dim"], "value_dim": values["value_dim"]}
+            case "attend":
+                fields = {name: values[name] for name in ("heads", "kv_heads", "dim", "value_dim")}
+                return fields | {name: value or 0 for name, value in self.attention._asdict().items()}
+        return super()._fields(operation)
+
     def _norm(self, operation: Operation) -> dict[str, Any]:
         form, weight = self.norm_form(operation), operation.modules[0]._parameters["weight"]
         assert weight is not None
@@ -287,7 +315,7 @@ class LayerProgramme(TracedLayer):
     # -- while it is used ------------------------------------------------------------------------------
 
     def is_current(self) -> bool:
-        return super().is_current() and list(map(Tensor.data_ptr, self._tensors)) == self._pointers
+        return super().is_current() and self.has_memory()
 
     def __call__(self, x: Tensor, fields: CallFields, pages: KV) -> Tensor:
         """x: [B, Q, hidden], contiguous -> [B, Q, hidden]. pages: those of the layer, to which K and V are written."""

@@ -98,13 +98,18 @@ def _tensors(layer: nn.Module) -> tuple[Any, Any]:
     return weight, layer._parameters.get("bias")
 
 
-def make_call(layers: tuple[nn.Module, ...], epilogue: str | None, float_rows: int) -> NativeCall | None:
-    """Make one call for these layers, see ProjectionCall; None if they have no common one."""
+def make_call(
+    layers: tuple[nn.Module, ...], epilogue: str | None, float_rows: int, *, activation: str | None = None
+) -> NativeCall | None:
+    """Make one call for these layers, see ProjectionCall; None if they have no common one.
+
+    activation: as IntegerLinear's.
+    """
     if refusal() is not None:  # a pickled model may arrive where no kernels were built
         return None
     quantized = [layer for layer in layers if isinstance(layer, QuantLinear)]
     if len(quantized) == len(layers):
-        return _make_integer(quantized, epilogue)
+        return _make_integer(quantized, epilogue, activation)
     if quantized or not all(is_readable(layer) for layer in layers):
         return None
     weights, biases = zip(*(_tensors(layer) for layer in layers), strict=True)
@@ -114,10 +119,11 @@ def make_call(layers: tuple[nn.Module, ...], epilogue: str | None, float_rows: i
     if epilogue is not None and len(shapes) > 1:
         return None
     # Where rows may be torch's, their bits depend on their number anyway.
-    return FloatLinear(weights, biases, epilogue, tile_rows=1 if float_rows == UNLIMITED else TILE_ROWS)
+    tile_rows = 1 if float_rows == UNLIMITED else TILE_ROWS
+    return FloatLinear(weights, biases, epilogue, activation=activation, tile_rows=tile_rows)
 
 
-def _make_integer(layers: list[QuantLinear], epilogue: str | None) -> IntegerLinear | None:
+def _make_integer(layers: list[QuantLinear], epilogue: str | None, activation: str | None) -> IntegerLinear | None:
     if not all(layer.choice is not None and isinstance(layer.choice.backend, Cpu) for layer in layers):
         return None
     if any(layer._input_order is not None or "bias" not in layer._parameters for layer in layers):
@@ -127,7 +133,8 @@ def _make_integer(layers: list[QuantLinear], epilogue: str | None) -> IntegerLin
         return None
     if epilogue is not None and len({w.weight.out_features for w in weights}) > 1:
         return None
-    return IntegerLinear([w.weight for w in weights], [layer.bias for layer in layers], epilogue=epilogue)
+    biases = [layer.bias for layer in layers]
+    return IntegerLinear([w.weight for w in weights], biases, epilogue=epilogue, activation=activation)
 
 
 def is_readable(layer: nn.Module) -> bool:

@@ -33,7 +33,7 @@ from ..recognition.unchanged import HOOKS, Read, has_own_forward
 from ..undo.state import FUSED
 from .forms import ROTATION, GatedNames, gated_names, with_rotation
 
-Kind = Literal["linear", "gated", "norm", "rope", "write", "attend", "add"]
+Kind = Literal["linear", "gated", "norm", "rope", "write", "attend", "add", "layer_norm", "activation"]
 
 
 @dataclass

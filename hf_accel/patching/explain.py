@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from ..fused.hf.encoder_sites import LAYER, STACK
 from ..fused.hf.layer_sites import JOINED, JOINS, KIND
 from ..generation import graphs
 from ..kernels import cpu as cpu_kernels
@@ -103,6 +104,8 @@ def _shapes(members: list[LinearPlan]) -> str:
 
 FUSED_KINDS = {
     KIND: ("decoder layers", "one native call each"),
+    LAYER: ("encoder layers", "one native call each"),
+    STACK: ("encoders", "without padding from end to end"),
     "norm": ("RMSNorms", "one native call"),
     "rotary": ("rotary embeddings", "one native call"),
     "mlp": ("gated MLPs", "one call, then down"),
@@ -132,7 +135,7 @@ def _fused_lines(plan: Plan) -> Iterator[Line]:
     if fused.linears:
         yield Line("fused", f"{len(fused.linears)} float linears", "native for few rows", "weights are read in place")
     for (kind, reason), count in Counter((d.kind, d.reason) for d in fused.dropped).items():
-        choice = "module by module" if kind == KIND else "stock"
+        choice = "module by module" if kind in (KIND, LAYER) else "stock"
         yield Line("fused", f"{count} {FUSED_KINDS[kind][0]}", choice, reason)
 
 

@@ -16,6 +16,7 @@ from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..fused.forms import has_library
 from ..fused.forms import refusal as refuses_operators
+from ..fused.hf.encoder_sites import encoder_sites
 from ..fused.hf.layer_sites import joined_sites, layer_sites
 from ..fused.projections import UNLIMITED, native_rows
 from ..fused.sites import Dropped, fused_sites, native_linears, projection_sites
@@ -33,7 +34,7 @@ from .check import check_model
 from .explain import explain
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
 from .plan import CALLED_TOGETHER, AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan, Server, servers_of
-from .survey import attention_sites, cache_refusal, model_attention_refusal, other_quantizer, pages_refusal, sites_for
+from .survey import attention_modules, attention_sites, cache_refusal, model_attention_refusal, other_quantizer, pages_refusal, sites_for
 from .weight_sites import ExpertsSite, LinearSite
 
 OWN_FORWARD = "the forward of a linear layer in it is not nn.Linear's"
@@ -336,6 +337,12 @@ def _plan_fused(
         attention={p.site.module: p.site.spec for p in attention if isinstance(p.backend, CpuBackend)},
         linears={module for module, server in servers.items() if server is Server.KERNELS},
     )  # fmt: skip
+    ours = config.attention in ("auto", CpuBackend.name) and split is None and not model_attention_refusal(model)
+    encoders, stock_encoders = encoder_sites(
+        model, model.dtype, float_rows, attends=attention_modules(model) if ours else (),
+        linears={module for module, server in servers.items() if server is Server.KERNELS},
+    )  # fmt: skip
+    layers, by_module = [*layers, *encoders], [*by_module, *stock_encoders]
     projections = [
         site for site in projection_sites(model)
         if all(servers.get(model.get_submodule(name)) in CALLED_TOGETHER for name in site.layers)

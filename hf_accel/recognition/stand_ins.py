@@ -155,6 +155,7 @@ class StandIn:
         return replace(self, factor=float(other))
 
     __rmul__ = __mul__
+    __iter__ = None  # transformers' outputs ask whether a value is iterable
 
     def __iadd__(self, other: Any) -> StandIn:
         raise UntraceableError("it writes to a tensor in place")  # which may have other names

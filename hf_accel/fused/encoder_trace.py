@@ -1,0 +1,262 @@
+"""The trace of an encoder layer, and of the encoder that calls such layers one after the other.
+
+An encoder layer sees all tokens of a sequence at once, and keeps nothing in a cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..kernels.cpu.decoder_layer import INPUT, OUTPUT
+from ..recognition.stand_ins import (
+    BATCH,
+    PLAIN_TYPES,
+    TOKENS,
+    ModuleStandIn,
+    Opaque,
+    Span,
+    StandIn,
+    UntraceableError,
+)
+from .forms import PLAIN_ACTIVATIONS, activation_name
+from .traced import Operation, Trace, original_class
+
+MASK = "attention_mask"
+PASSED_ON = (MASK, "position_ids")  # tensors that a layer may only pass on to its attention
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """The arguments of a call, apart from the numbers in tensors.
+
+    states: the name of the hidden states. tensors: those of PASSED_ON that are tensors. plain: the name, type and value
+    of each other argument; True is not 1.
+    """
+
+    states: str
+    tensors: frozenset[str] = frozenset()
+    plain: tuple[tuple[str, type, Any], ...] = ()
+
+
+def usual_form(kind: type[nn.Module]) -> CallForm:
+    """Return the form of a call with hidden states, and with a mask if the code takes one."""
+    names = parameter_names(kind.forward)
+    if not names:
+        raise UntraceableError("it takes no hidden states")
+    return CallForm(names[0], frozenset({MASK}.intersection(names)))
+
+
+def bound(kind: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, CallForm] | None:
+    """Return the hidden states, the mask (or None) and the form of a call; None for one that is not known.
+
+    kind: the class whose forward is called.
+    """
+    names = parameter_names(kind.forward)
+    named = dict(zip(names, args, strict=False))
+    if not names or len(args) > len(names) or not named.keys().isdisjoint(kwargs):
+        return None
+    named.update(kwargs)
+    x, mask = named.pop(names[0], None), named.get(MASK)
+    tensors = frozenset(name for name in PASSED_ON if not isinstance(named.get(name), PLAIN_TYPES))
+    plain = tuple((name, type(value), value) for name, value in named.items() if name not in tensors)
+    if not all(issubclass(item[1], PLAIN_TYPES) for item in plain):
+        return None
+    return x, mask, CallForm(names[0], tensors, plain)
+
+
+@lru_cache(maxsize=256)
+def parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the parameters that can be given by place, without self."""
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    return tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
+
+
+class EncoderTrace(Trace):
+    """One run of the code of an encoder layer, or of an encoder.
+
+    arity: how many values the code returns in a tuple, of which all but the first are None; 0 for a tensor alone.
+    """
+
+    def __init__(self, dtype: torch.dtype, float_rows: int, attention: str | None = None) -> None:
+        super().__init__(dtype, float_rows, attention)
+        self.arity = 0
+
+    def encoder_layer(self, layer: nn.Module, width: int, form: CallForm) -> None:
+        """Run the forward of a layer on [B, T, width]. Raises UntraceableError."""
+        result = self.call(layer, width, form)
+        if isinstance(result, tuple) and result and all(each is None for each in result[1:]):
+            self.arity, result = len(result), result[0]
+        last = self.operations[-1] if self.operations else None
+        if last is None or sum(operation.kind == "attend" for operation in self.operations) != 1:
+            raise UntraceableError("it does not attend once")
+        whole = isinstance(result, StandIn) and result.shape == (BATCH, TOKENS, width) and result.factor == 1
+        if not whole or [result.span] != last.outputs or last.kind not in ("add", "layer_norm"):
+            raise UntraceableError("it returns something else than its last sum or norm")
+        self.operations = folded(self.operations)
+        self.operations[-1].outputs[0] = Span(OUTPUT, 0, width)
+
+    def call(self, module: nn.Module, width: int, form: CallForm) -> Any:
+        """Return the result of a module's code on hidden states [B, T, width]."""
+        self.widths[INPUT] = self.widths[OUTPUT] = width
+        tensors: dict[str, Any] = {name: Opaque(name) for name in form.tensors} | {MASK: self.mask}
+        kwargs = {name: value for name, _, value in form.plain} | {name: tensors[name] for name in form.tensors}
+        kwargs[form.states] = StandIn(self, Span(INPUT, 0, width), width)
+        try:
+            return self.run(ModuleStandIn(self, module), module, (), kwargs)
+        except UntraceableError:
+            raise
+        except Exception as error:  # the code fails on a stand-in with an error of its own
+            raise UntraceableError(f"its code fails on a stand-in ({type(error).__name__}: {error})") from error
+
+    def attribute(self, stand_in: ModuleStandIn, module: nn.Module, name: str) -> Any:
+        value = vars(module).get(name)
+        if callable(value) and not isinstance(value, nn.Module) and not callable(getattr(value, "to_dict", None)):
+            self.note(vars(module), name, value)
+            return self._activation(value)
+        return super().attribute(stand_in, module, name)
+
+    def child(self, module: nn.Module) -> Any:
+        if type(module) is nn.LayerNorm:
+            return lambda x: self.layer_norm(module, x)
+        parts = vars(module)
+        if not (parts["_modules"] or parts["_parameters"] or parts["_buffers"]) and not isinstance(module, nn.Dropout):
+            name = activation_name(module, PLAIN_ACTIVATIONS)
+            if name is not None:
+                self.visit(module)
+                for attribute, value in parts.items():
+                    self.note(parts, attribute, value)
+                return lambda x: self.activate(name, x)
+        return super().child(module)
+
+    def _activation(self, function: Any) -> Callable[[Any], StandIn]:
+        name = activation_name(function, PLAIN_ACTIVATIONS)
+        if name is None:
+            raise UntraceableError("its activation is not known")
+        return lambda x: self.activate(name, x)
+
+    # -- operations ------------------------------------------------------------------------------------
+
+    def activate(self, name: str, x: Any) -> StandIn:
+        self._require(x, heads=False)
+        out = self.buffer(x.width)
+        self.operations.append(Operation("activation", [x.span], [out], values={"activation": name}))
+        return StandIn(self, out, x.width)
+
+    def layer_norm(self, module: nn.LayerNorm, x: Any) -> StandIn:
+        self._require(x, heads=False)
+        if module.normalized_shape != (x.width,):
+            raise UntraceableError("a norm takes another number of inputs")
+        self.visit(module)
+        for name in ("eps", "normalized_shape", "elementwise_affine"):
+            self.note(vars(module), name, vars(module).get(name))
+        out = self.buffer(x.width)
+        self.operations.append(Operation("layer_norm", [x.span], [out], (module,), {"dim": x.width}))
+        return StandIn(self, out, x.width)
+
+    def attend(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn:
+        for x in qkv:
+            self._require(x, heads=True)
+        query, key, value = qkv
+        dims = {x.shape[3] for x in qkv}
+        same = query.heads == key.heads == value.heads and len(dims) == 1
+        if not isinstance(module, ModuleStandIn) or not same or mask not in (None, self.mask):
+            raise UntraceableError("it attends in a way of its own")
+        out = self.buffer(query.width)
+        values = {"options": options, "heads": query.heads, "dim": query.shape[3], "masked": mask is not None}
+        self.operations.append(Operation("attend", [x.span for x in qkv], [out], (module._module,), values))
+        return StandIn(self, out, query.width, heads=query.heads)
+
+
+def folded(operations: Sequence[Operation]) -> list[Operation]:
+    """Let products end with the activation, and norms begin with the sum, that alone they are followed or preceded by."""
+    readers = Counter(span.buffer for operation in operations for span in operation.inputs)
+    done: list[Operation] = []
+    for operation in operations:
+        last = done[-1] if done else None
+        follows = last is not None and operation.inputs == last.outputs
+        if last is not None and follows and operation.kind == "activation" and last.kind == "linear":
+            if readers[last.outputs[0].buffer] == 1:
+                done[-1] = replace(last, outputs=operation.outputs, values=last.values | operation.values)
+                continue
+        if operation.kind == "activation":
+            raise UntraceableError("an activation follows no product")
+        if last is not None and follows and operation.kind == "layer_norm" and last.kind == "add":
+            if last.values["factor"] == 1:
+                kept = last.outputs if readers[last.outputs[0].buffer] > 1 else []
+                done[-1] = replace(operation, inputs=last.inputs, outputs=[*operation.outputs, *kept])
+                continue
+        done.append(replace(operation, outputs=list(operation.outputs)))
+    return done
+
+
+# -- encoders ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerOfStack:
+    """A layer that an encoder calls, and the form of this call."""
+
+    layer: nn.Module
+    form: CallForm
+
+
+class StackTrace(EncoderTrace):
+    """One run of the code of an encoder, which must call known layers one after the other and nothing else.
+
+    layers: the modules that are known to be encoder layers. called: those that the code called. outcome: makes the
+    result of the code from a tensor.
+    """
+
+    def __init__(self, dtype: torch.dtype, layers: Container[nn.Module]) -> None:
+        super().__init__(dtype, 0)
+        self.layers, self.called = layers, list[LayerOfStack]()
+        self._last: StandIn | None = None
+        self._kind: type | None = None
+        self._name = ""
+
+    def stack(self, encoder: nn.Module, width: int, form: CallForm) -> None:
+        """Run the forward of an encoder on [B, T, width]. Raises UntraceableError."""
+        result = self.call(encoder, width, form)
+        if is_dataclass(result) and not isinstance(result, type):
+            held = {each.name: getattr(result, each.name) for each in fields(result)}
+            self._kind = type(result)
+            (self._name, result), *others = [item for item in held.items() if item[1] is not None] or [("", None)]
+            if others:
+                raise UntraceableError("it returns more than the last hidden states")
+        if result is not self._last or not self.called:
+            raise UntraceableError("it returns something else than what its last layer did")
+
+    def outcome(self, out: torch.Tensor) -> Any:
+        return out if self._kind is None else self._kind(**{self._name: out})
+
+    def child(self, module: nn.Module) -> Any:
+        if isinstance(module, nn.ModuleList):
+            self.note(vars(module), "_modules", module._modules)
+            self.note(module._modules, str(len(module)), None)
+            for name, each in module._modules.items():
+                self.note(module._modules, name, each)
+            return [self.child(each) for each in module]
+        if module in self.layers:
+            return lambda *args, **kwargs: self._layer(module, args, kwargs)
+        raise UntraceableError("it calls more than its layers")
+
+    def _layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = bound(original_class(layer), args, kwargs)
+        if given is None:
+            raise UntraceableError("it calls a layer with more than plain values")
+        x, mask, form = given
+        whole = Span(INPUT, 0, self.widths[INPUT])
+        is_next = x is self._last if self.called else isinstance(x, StandIn) and x.span == whole and x.factor == 1
+        if not is_next or mask not in (None, self.mask):
+            raise UntraceableError("it gives a layer something else than what the one before it returned")
+        self.called.append(LayerOfStack(layer, form))
+        self._last = StandIn(self, self.buffer(self.widths[INPUT]), self.widths[INPUT])
+        return self._last

@@ -1,0 +1,89 @@
+"""The plan of which encoder layers run by their trace: of each, its code is run once with stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+
+import torch
+from torch import nn
+
+from ...attention.hf.forward import ATTENTION_NAME
+from ...recognition.stand_ins import UntraceableError
+from ...recognition.unchanged import has_own_forward
+from ..encoder_trace import MASK, EncoderTrace, StackTrace, usual_form
+from ..sites import Dropped, FusedSite
+from .encoder_calls import EncoderForward, EncoderLayerCalls, EncoderStackCalls, scale_of
+
+LAYER, STACK = "encoder layer", "encoder"
+
+
+def encoder_sites(
+    model: nn.Module, dtype: torch.dtype, float_rows: int, *, attends: Iterable[nn.Module],
+    linears: Container[nn.Module],
+) -> tuple[list[FusedSite], list[Dropped]]:  # fmt: skip
+    """Find encoder layers of which every operation is known, and encoders that do nothing but call such layers.
+
+    attends: the modules whose attention is ours. linears: the linear layers that the native kernels compute.
+    """
+    ahead = {module for module in attends if not getattr(module, "is_causal", True)}
+    sites: list[FusedSite] = []
+    dropped: list[Dropped] = []
+    for name, layer, attention in _layers(model, ahead):
+        reason = _refusal(layer, dtype, float_rows, linears=linears, attention=attention)
+        if reason is None:
+            sites.append(FusedSite(name, layer, LAYER, EncoderForward, EncoderLayerCalls(float_rows)))
+        else:
+            dropped.append(Dropped(name, LAYER, reason))
+    return [*sites, *_stacks(model, dtype, {site.module for site in sites})], dropped
+
+
+def _layers(model: nn.Module, ahead: set[nn.Module]) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """The modules of lists in which one module attends, with their names and this module."""
+    for place, parent in model.named_modules():
+        if not isinstance(parent, nn.ModuleList):
+            continue
+        for name, layer in parent.named_children():
+            inner = [module for module in layer.modules() if module in ahead]
+            if len(inner) == 1 and layer not in ahead:
+                yield f"{place}.{name}", layer, inner[0]
+
+
+def _refusal(
+    layer: nn.Module, dtype: torch.dtype, float_rows: int, *, linears: Container[nn.Module], attention: nn.Module
+) -> str | None:
+    """Return why a layer has no trace that can be computed, as a clause; None if it has one."""
+    if has_own_forward(layer):
+        return "its forward was replaced on the module itself"
+    try:
+        form = usual_form(type(layer))
+        trace = EncoderTrace(dtype, float_rows, attention=ATTENTION_NAME)
+        trace.encoder_layer(layer, _width(attention), form)
+        scale_of(trace, masked=MASK in form.tensors)
+    except UntraceableError as error:
+        return str(error)
+    products = [operation for operation in trace.operations if operation.kind in ("linear", "gated")]
+    if not all(module in linears for operation in products for module in operation.modules):
+        return "a linear layer has no native call"
+    others = {operation.kind for operation in trace.operations} - {"linear", "attend", "add", "layer_norm"}
+    return f"{min(others)} has no native call over rows" if others else None
+
+
+def _width(attention: nn.Module) -> int:
+    """Return the size of the hidden states that an attention module is given: the inputs of its first product."""
+    for module in attention.modules():
+        if isinstance(module, nn.Linear):
+            return int(module.in_features)
+    raise UntraceableError("it has no linear layer")
+
+
+def _stacks(model: nn.Module, dtype: torch.dtype, layers: set[nn.Module]) -> Iterator[FusedSite]:
+    """The modules around lists of layers of which all are known, whose code does nothing but call them."""
+    for name, module in model.named_modules():
+        lists = [child for child in module.children() if isinstance(child, nn.ModuleList) and len(child)]
+        if len(lists) != 1 or not layers.issuperset(lists[0]) or has_own_forward(module):
+            continue
+        try:
+            StackTrace(dtype, layers).stack(module, 1, usual_form(type(module)))
+        except UntraceableError:
+            continue
+        yield FusedSite(name, module, STACK, EncoderForward, EncoderStackCalls())
