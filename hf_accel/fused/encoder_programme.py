@@ -183,7 +183,8 @@ class EncoderProgramme(NativeOperations):
         buffers = {INPUT: x}
 
         def at(span: Span, width: int) -> Tensor:
-            return buffers[span.buffer].narrow(1, span.offset, width)
+            buffer = buffers[span.buffer]
+            return buffer if buffer.shape[1] == width else buffer.narrow(1, span.offset, width)
 
         for operation in self.operations:
             values, places = operation.values, operation.inputs

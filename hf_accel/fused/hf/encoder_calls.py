@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from transformers.utils import output_capturing
 
 from ...attention import PlannedAttention
@@ -35,6 +36,8 @@ class EncoderForward(Mixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """[B, T, hidden] -> [B, T, hidden], with zeros at padding if the call was native."""
+        if is_compiling():  # a compiler could not follow into a trace
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
         calls: EncoderCalls = self.__dict__[FUSED]
         result = calls.run(self, args, kwargs)  # type: ignore[arg-type]
         return super().forward(*args, **kwargs) if result is None else result  # type: ignore[misc]
