@@ -19,7 +19,7 @@ WRITERS = {
     "patching.originals": {"journal", "config"},
     "attention.hf.parts": {"config"},
     # storage of weights that the journal has put aside
-    "parallel.tensor_parts": {"data"},
+    "parallel.tensor": {"data"},
     # a model that from_pretrained is making, before anybody has it
     "checkpoints.checkpoint": {"setattr", "submodule", "dict"},
     "checkpoints.loading": {"config", "dict"},

@@ -21,7 +21,7 @@ from ..generation.agreement import ALONE, ProcessAgreement
 from ..linear import BackendChoice, QuantLinear, QuantModule
 from ..linear.cpu import Cpu
 from ..parallel.context import ContextParallel
-from ..parallel.tensor_plan import TensorParallel
+from ..parallel.tensor import TensorParallel
 from ..recognition.unchanged import has_own_forward
 from .originals import Stored
 from .survey import AttentionSite

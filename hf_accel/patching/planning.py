@@ -28,12 +28,20 @@ from ..linear.hf import stored_experts
 from ..linear.measured_tiles import Measuring
 from ..linear.nf4 import choose_nf4, nf4_refusal, require_bitsandbytes
 from ..parallel.context import context_parallel
-from ..parallel.tensor_plan import check_split, tensor_parallel
+from ..parallel.tensor import check_split
 from .check import check_model
 from .explain import explain
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
 from .plan import CALLED_TOGETHER, AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan, Server, servers_of
-from .survey import attention_sites, cache_refusal, model_attention_refusal, other_quantizer, pages_refusal, sites_for
+from .survey import (
+    attention_sites,
+    cache_refusal,
+    model_attention_refusal,
+    other_quantizer,
+    pages_refusal,
+    sites_for,
+    split_of,
+)
 from .weight_sites import ExpertsSite, LinearSite
 
 OWN_FORWARD = "the forward of a linear layer in it is not nn.Linear's"
@@ -54,7 +62,7 @@ def make_plan(
         leaves 8 bits for.
     """
     inner = check_model(model)
-    split = tensor_parallel(inner)
+    split = split_of(inner)
     if split is not None:
         check_split(split, inner, config)
     stock_attention = _refusal(
@@ -69,7 +77,8 @@ def make_plan(
     linears = tuple(plan_linears(inner, config.weights, eight_bits=eight_bits, row_invariant=config.deterministic))
     attention = () if stock_attention else tuple(_plan_attention(inner, config))
     stock_loop = _stock_loop(inner, config, stock_cache)
-    context = context_parallel(inner, config, stock_attention or stock_loop)
+    shared = config.context_parallel is not None
+    context = context_parallel(inner, config, stock_attention or stock_loop) if shared else None
     before = parameter_bytes(list(inner.parameters()) + list(inner.buffers()))
     after = before + sum(p.bytes_held for p in linears)
     bandwidth = read_bandwidth(detect(inner.device))
@@ -319,7 +328,7 @@ def _plan_fused(
         return FusedPlan(reason=reason)
     float_rows = UNLIMITED if config.deterministic else native_rows(model.dtype)
     candidates, dropped = fused_sites(model, model.dtype, float_rows, device_type=device_type)
-    split = tensor_parallel(model)
+    split = split_of(model)
     if not has_library(device_type):
         specs = {} if split is not None else {p.site.module: p.site.spec for p in attention}
         layers, by_module = joined_sites(model, model.dtype, attention=specs, device_type=device_type)
