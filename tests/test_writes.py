@@ -17,7 +17,7 @@ WRITERS = {
     "patching.unpatch": {"setattr", "dict"},
     "patching.nf4_model": {"journal", "config"},
     "patching.originals": {"journal", "config"},
-    "attention.hf.parts": {"config"},
+    "attention.hf.stock": {"config"},
     # storage of weights that the journal has put aside
     "parallel.tensor": {"data"},
     # a model that from_pretrained is making, before anybody has it

@@ -19,7 +19,7 @@ from torch import Tensor, distributed, nn
 from ..attention.contract import AttentionBackend, empty_lse
 from ..attention.masking import visible
 from ..attention.paged_kv import gather, rotated_like_pages
-from ..attention.sdpa.grouped import grouped_attention
+from ..attention.sdpa import grouped_attention
 from ..cache.group import GroupStep, SharedContext
 from ..cache.pool import BlockTable
 from ..config import PatchConfig

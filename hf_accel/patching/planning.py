@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from .. import attention as attention_backends
 from ..attention.cpu import CpuBackend
-from ..attention.hf.parts import stock_parts
+from ..attention.hf.stock import stock_parts
 from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..fused.forms import has_library

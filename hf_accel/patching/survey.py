@@ -13,8 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..attention import AttentionSpec
 from ..attention.hf import ATTENTION_NAME
-from ..attention.hf.parts import attention_refusals, modules_outside, stock_implementation, stock_parts
-from ..attention.hf.stock import eager_agrees
+from ..attention.hf.stock import attention_refusals, eager_agrees, modules_outside, stock_implementation, stock_parts
 from ..cache.hf import NOT_PAGED, layer_windows
 from ..cache.quantized import QUANTIZED, dim_refusal
 from ..config import GROUP_SIZES, CacheConfig, GroupSize, WeightConfig

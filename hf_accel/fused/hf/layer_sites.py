@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...attention import AttentionSpec
-from ...attention.hf.forward import ATTENTION_NAME
+from ...attention.hf import ATTENTION_NAME
 from ...kernels.cpu.decoder_layer import INPUT
 from ...recognition.stand_ins import TENSORS, Span, UntraceableError
 from ...recognition.unchanged import has_own_forward
