@@ -37,7 +37,7 @@ WRITERS = {
     "recognition.trial": {"dict"},
     "patching.calibration": {"hook", "submodule"},
     "estimate.unpatched": {"dict", "submodule"},
-    "fused.sites": {"class", "dict"},
+    "fused.hf.sites": {"class", "dict"},
     "patching.twin": {"dict"},
     "verify.references": {"setattr", "submodule"},
     "verify.rounding": {"hook"},

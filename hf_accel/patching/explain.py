@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from ..fused.hf.layer_sites import JOINED, JOINS, KIND
+from ..fused.hf.sites import JOINED, JOINS, KIND
 from ..generation import graphs
 from ..kernels import cpu as cpu_kernels
 from ..parallel.tensor import TensorParallel

@@ -15,8 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ..attention import AttentionBackend
 from ..config import PatchConfig, WeightConfig
+from ..fused.hf.sites import Dropped, FusedSite, ProjectionSite
 from ..fused.projections import UNLIMITED
-from ..fused.sites import Dropped, FusedSite, ProjectionSite
 from ..generation.agreement import ALONE, ProcessAgreement
 from ..linear import BackendChoice, QuantLinear, QuantModule
 from ..linear.cpu import Cpu

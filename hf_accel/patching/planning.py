@@ -14,11 +14,10 @@ from ..attention.cpu import CpuBackend
 from ..attention.hf.stock import stock_parts
 from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
-from ..fused.forms import has_library
-from ..fused.forms import refusal as refuses_operators
-from ..fused.hf.layer_sites import joined_sites, layer_sites
+from ..fused.hf.sites import Dropped, fused_sites, layer_sites, native_linears, projection_sites
+from ..fused.modules import has_library
+from ..fused.modules import refusal as refuses_operators
 from ..fused.projections import UNLIMITED, native_rows
-from ..fused.sites import Dropped, fused_sites, native_linears, projection_sites
 from ..generation.hf import model_refusal
 from ..hardware import detect, read_bandwidth
 from ..kernels.cpu.library import FLOATS
@@ -331,7 +330,7 @@ def _plan_fused(
     split = split_of(model)
     if not has_library(device_type):
         specs = {} if split is not None else {p.site.module: p.site.spec for p in attention}
-        layers, by_module = joined_sites(model, model.dtype, attention=specs, device_type=device_type)
+        layers, by_module = layer_sites(model, model.dtype, attention=specs, linears=None, device_type=device_type)
         return FusedPlan((*candidates, *layers), dropped=(*dropped, *by_module))
     planned = {p.site.module: p for p in linears if p.choice is not None}
     floats = [site for site in native_linears(model, float_rows) if site.module not in planned]
@@ -341,7 +340,7 @@ def _plan_fused(
     dropped += [Dropped(site.name, site.kind, OWN_FORWARD) for site in kept]
     sites = [site for site in candidates if site not in kept and site.module not in planned]
     layers, by_module = layer_sites(
-        model, model.dtype, float_rows,
+        model, model.dtype,
         attention={p.site.module: p.site.spec for p in attention if isinstance(p.backend, CpuBackend)},
         linears={module for module, server in servers.items() if server is Server.KERNELS},
     )  # fmt: skip

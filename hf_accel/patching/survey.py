@@ -22,8 +22,7 @@ from ..linear.experts import WEIGHT_MODULES
 from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving
 from ..models import head_dim, num_kv_heads, spans_processes
 from ..parallel.tensor import TensorParallel, tensor_parallel
-from ..recognition import source
-from ..recognition.module_code import attention_code, code_of
+from ..recognition.code import attention_code, code_of, source_of
 from ..tensors import is_plain_tensor, is_sharded
 from .check import check_skip, named
 from .weight_sites import ExpertsSite, LinearSite
@@ -149,7 +148,7 @@ def _reason_to_skip(
 def _weight_is_read(model: PreTrainedModel, name: str) -> bool:
     """Return whether the parent's forward reads the weight itself (T5's `wo`), and would dequantize it each time."""
     parent, _, own_name = name.rpartition(".")
-    return f"self.{own_name}.weight" in (source.text(type(model.get_submodule(parent)).forward) or "")
+    return f"self.{own_name}.weight" in (source_of(type(model.get_submodule(parent)).forward) or "")
 
 
 def _reason_by_role(config: Any, module: nn.Module, head: nn.Module | None) -> str | None:
@@ -250,7 +249,7 @@ def _has_window(config: Any) -> bool:
 def _masks_windows(model: PreTrainedModel) -> bool:
     """Return whether some part makes masks for a window. Which layers get them is checked in each pass."""
     parts: set[Any] = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
-    return any(name in (source.text(part) or "") for part in parts for name in WINDOW_MASKS)
+    return any(name in (source_of(part) or "") for part in parts for name in WINDOW_MASKS)
 
 
 def _bidirectional_refusal(model: PreTrainedModel) -> str | None:

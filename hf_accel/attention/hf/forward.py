@@ -13,7 +13,7 @@ from transformers.utils import output_capturing
 from ...cache.hf import PAGED_HANDLE, PagedKV
 from ...errors import UnsupportedError
 from ...kernels.layouts import KV, AttentionOptions, Ragged
-from ...recognition.module_code import CALL_KEYWORDS
+from ...recognition.code import CALL_KEYWORDS
 from ...tensors import is_recorded, product_dtype
 from ...undo.state import BACKEND_ATTRIBUTE
 from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose_backend

@@ -14,9 +14,9 @@ from transformers.utils import output_capturing
 
 from ...kernels.layouts import KV, AttentionOptions
 from ...models import is_within
-from ...recognition.module_code import attention_code, code_of
+from ...recognition.code import attention_code, code_of
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
-from ...undo.instance import Mixin
+from ...undo.instance import original_class
 from ...undo.state import STOCK_ATTRIBUTE
 from .. import AttentionSpec, ReferenceBackend
 
@@ -81,8 +81,7 @@ def _full_mask(mask: Tensor | None, query: Tensor, key: Tensor, *, causal: bool)
 
 def eager_function(module: nn.Module) -> Any:
     """Return the plain-torch attention in the file of a module's class; None if there is none."""
-    kind: type = type(module)
-    original: type = kind.__bases__[1] if issubclass(kind, Mixin) else kind
+    original = original_class(module)
     name = attention_code(original).eager
     return None if name is None else getattr(sys.modules.get(original.__module__), name, None)
 
