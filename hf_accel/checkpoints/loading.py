@@ -21,7 +21,7 @@ from ..estimate.shapes import class_of
 from ..hardware import release, trim
 from ..linear import QuantModule
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
-from ..parallel.tensor_plan import split_sizes
+from ..parallel.tensor import split_sizes
 from ..patching.calibration import planned
 from ..patching.model_config import read_config
 from ..patching.originals import Stored

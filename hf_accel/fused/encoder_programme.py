@@ -12,17 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.cpu.attention import EVERY_KEY, attend
-from ..kernels.cpu.decoder_layer import INPUT, OUTPUT, run_layer
+from ..kernels.cpu.decoder_layer import run_layer
 from ..kernels.cpu.elementwise import activate, add, add_layer_norm, layer_norm
 from ..kernels.cpu.library import DTYPES, FLOATS, threads
 from ..kernels.layouts import KV, AttentionOptions, Ragged
-from ..recognition.stand_ins import Span, UntraceableError
+from ..recognition.encoder_trace import EncoderTrace
+from ..recognition.trace import INPUT, OUTPUT, Operation, Span, UntraceableError
 from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads
 from ..tensors import PLAIN, integers, is_plain_tensor
-from .encoder_trace import EncoderTrace
 from .layer_programme import KINDS, NativeOperations
 from .projections import UNLIMITED
-from .traced import Operation
 
 # The tokens of a native call, unless one sequence has more: its memory stays in the caches.
 CALL_TOKENS = 1024

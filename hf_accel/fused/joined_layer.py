@@ -14,13 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.group import KVStorage
-from ..kernels.cpu.decoder_layer import INPUT, OUTPUT
-from ..recognition.stand_ins import Opaque, Span
+from ..recognition.trace import INPUT, OUTPUT, Opaque, Operation, Span, Trace
 from ..undo.state import FUSED
-from .forms import add_rms_norm, rope, rope_and_write
 from .layer_programme import Attention, TracedLayer
-from .modules import NativeNorm, NormForms, gate_and_multiply
-from .traced import Operation, Trace, original_class
+from .modules import NativeNorm, NormForms, add_rms_norm, gate_and_multiply, rope, rope_and_write
 
 # What attends: (module, (q, k, v), options) with q [B, Hq, T, D], k and v [B, H, T, ..] -> [B, T, Hq, Dv].
 Attend = Callable[[nn.Module, tuple[Tensor, Tensor, Tensor], dict[str, Any]], Tensor]
@@ -120,7 +117,7 @@ class JoinedLayer(TracedLayer):
         form = None
         if isinstance(norm, NativeNorm) and is_known and factor == 1 and x.dtype is y.dtype:
             forms: NormForms = vars(norm)[FUSED]
-            form = forms.form(norm, original_class(norm), x)
+            form = forms.form(norm, x)
         if form is None:
             held.put(span, x + (y if factor == 1 else y * factor))
             if behind is not None:

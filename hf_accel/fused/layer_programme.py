@@ -10,21 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.group import GroupStep, KVStorage
-from ..kernels.cpu.decoder_layer import OPERATIONS, OUTPUT, run_layer
+from ..kernels.cpu.decoder_layer import OPERATIONS, run_layer
 from ..kernels.cpu.elementwise import rounds_each
 from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.library import DTYPES, threads
 from ..kernels.cpu.structs import Columns, LayerOp
 from ..kernels.layouts import KV
 from ..linear import QuantLinear
-from ..recognition.stand_ins import Span, UntraceableError
+from ..recognition.trace import OUTPUT, Operation, Span, Trace, UntraceableError
 from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads
 from ..tensors import PLAIN
 from ..undo.state import FUSED
-from .forms import NormForm, RotaryForm, form_of_rotation
-from .modules import NativeNorm
+from .modules import NativeNorm, NormForm, RotaryForm, form_of_rotation
 from .projections import NativeCall, NativeLinear, make_call
-from .traced import Operation, Trace, original_class
 
 # The most tokens of a call: with more, the time between the kernels is negligible, and the call's memory
 # would be large.
@@ -70,7 +68,7 @@ class TracedLayer:
         form: NormForm | None = None
         if isinstance(module, NativeNorm):
             example = torch.empty(1, operation.values["dim"], dtype=self.dtype, device=self.device)
-            form = own[FUSED].form(module, original_class(module), example)
+            form = own[FUSED].form(module, example)
         if form is None or weight is None or not weight.is_contiguous():
             raise UntraceableError("a norm has no native call")
         if form.round_first and torch.promote_types(self.dtype, weight.dtype) is not self.dtype:

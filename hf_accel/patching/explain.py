@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ..fused.hf.encoder_sites import LAYER, STACK
-from ..fused.hf.layer_sites import JOINED, JOINS, KIND
+from ..fused.hf.sites import JOINED, JOINS, KIND
 from ..generation import graphs
 from ..kernels import cpu as cpu_kernels
-from ..parallel.tensor_plan import TensorParallel
+from ..parallel.tensor import TensorParallel
 from .originals import files_of
 from .plan import Line, LinearPlan, Plan
 from .weight_sites import ExpertsSite

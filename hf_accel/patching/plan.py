@@ -15,13 +15,13 @@ from transformers.pytorch_utils import Conv1D
 
 from ..attention import AttentionBackend
 from ..config import PatchConfig, WeightConfig
+from ..fused.hf.sites import Dropped, FusedSite, ProjectionSite
 from ..fused.projections import UNLIMITED
-from ..fused.sites import Dropped, FusedSite, ProjectionSite
 from ..generation.agreement import ALONE, ProcessAgreement
 from ..linear import BackendChoice, QuantLinear, QuantModule
 from ..linear.cpu import Cpu
 from ..parallel.context import ContextParallel
-from ..parallel.tensor_plan import TensorParallel
+from ..parallel.tensor import TensorParallel
 from ..recognition.unchanged import has_own_forward
 from .originals import Stored
 from .survey import AttentionSite

@@ -20,13 +20,12 @@ from ...attention import PlannedAttention
 from ...attention.cpu import LARGEST_DIM, CpuBackend
 from ...attention.hf.forward import KNOWN_KEYWORDS, NOT_OURS
 from ...kernels.cpu.library import native
-from ...recognition.stand_ins import UntraceableError
+from ...recognition.encoder_trace import MASK, CallForm, EncoderTrace, LayerOfStack, StackTrace, bound
+from ...recognition.trace import UntraceableError
 from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, Read, Reads, has_own_forward
-from ...undo.instance import Mixin
+from ...undo.instance import Mixin, original_class
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED
 from ..encoder_programme import EncoderProgramme, Layout, layout_of
-from ..encoder_trace import MASK, CallForm, EncoderTrace, LayerOfStack, StackTrace, bound
-from ..traced import original_class
 
 HIDDEN_STATES = {"hidden_states", "_hidden_states_layers"}  # what transformers collects from layers themselves
 
@@ -100,19 +99,18 @@ class EncoderCalls(ABC):
 
 
 class EncoderLayerCalls(EncoderCalls):
-    """The EncoderCalls of a layer. float_rows: the most rows that float weights are multiplied by natively."""
+    """The EncoderCalls of a layer."""
 
-    def __init__(self, float_rows: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.float_rows = float_rows
         self.programme: EncoderProgramme | None = None
 
     def __reduce__(self) -> Any:
-        return EncoderLayerCalls, (self.float_rows,)
+        return EncoderLayerCalls, ()
 
     def make(self, module: nn.Module, kind: Kind, reads: list[Read]) -> None:
         form, dtype, width = kind
-        trace = EncoderTrace(dtype, self.float_rows)
+        trace = EncoderTrace(dtype)
         trace.reads = reads
         trace.encoder_layer(module, width, form)
         self.programme = EncoderProgramme(trace, scale_of(trace, masked=MASK in form.tensors))

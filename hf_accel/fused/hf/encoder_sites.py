@@ -8,18 +8,17 @@ import torch
 from torch import nn
 
 from ...attention.hf.forward import ATTENTION_NAME
-from ...recognition.stand_ins import UntraceableError
+from ...recognition.encoder_trace import MASK, EncoderTrace, StackTrace, usual_form
+from ...recognition.trace import UntraceableError
 from ...recognition.unchanged import has_own_forward
-from ..encoder_trace import MASK, EncoderTrace, StackTrace, usual_form
-from ..sites import Dropped, FusedSite
 from .encoder_calls import EncoderForward, EncoderLayerCalls, EncoderStackCalls, scale_of
+from .sites import Dropped, FusedSite
 
 LAYER, STACK = "encoder layer", "encoder"
 
 
 def encoder_sites(
-    model: nn.Module, dtype: torch.dtype, float_rows: int, *, attends: Iterable[nn.Module],
-    linears: Container[nn.Module],
+    model: nn.Module, dtype: torch.dtype, *, attends: Iterable[nn.Module], linears: Container[nn.Module]
 ) -> tuple[list[FusedSite], list[Dropped]]:  # fmt: skip
     """Find encoder layers of which every operation is known, and encoders that do nothing but call such layers.
 
@@ -29,9 +28,9 @@ def encoder_sites(
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
     for name, layer, attention in _layers(model, ahead):
-        reason = _refusal(layer, dtype, float_rows, linears=linears, attention=attention)
+        reason = _refusal(layer, dtype, linears=linears, attention=attention)
         if reason is None:
-            sites.append(FusedSite(name, layer, LAYER, EncoderForward, EncoderLayerCalls(float_rows)))
+            sites.append(FusedSite(name, layer, LAYER, EncoderForward, EncoderLayerCalls()))
         else:
             dropped.append(Dropped(name, LAYER, reason))
     return [*sites, *_stacks(model, dtype, {site.module for site in sites})], dropped
@@ -50,14 +49,14 @@ def _layers(model: nn.Module, ahead: set[nn.Module]) -> Iterator[tuple[str, nn.M
 
 
 def _refusal(
-    layer: nn.Module, dtype: torch.dtype, float_rows: int, *, linears: Container[nn.Module], attention: nn.Module
+    layer: nn.Module, dtype: torch.dtype, *, linears: Container[nn.Module], attention: nn.Module
 ) -> str | None:
     """Return why a layer has no trace that can be computed, as a clause; None if it has one."""
     if has_own_forward(layer):
         return "its forward was replaced on the module itself"
     try:
         form = usual_form(type(layer))
-        trace = EncoderTrace(dtype, float_rows, attention=ATTENTION_NAME)
+        trace = EncoderTrace(dtype, attention=ATTENTION_NAME)
         trace.encoder_layer(layer, _width(attention), form)
         scale_of(trace, masked=MASK in form.tensors)
     except UntraceableError as error:

@@ -24,14 +24,13 @@ from ...attention.hf.mask import window_of
 from ...cache.group import GroupStep, KVStorage, PageGroup, Step
 from ...cache.hf.handle import CacheOverPages, LayerOverPages, PagedKV
 from ...kernels.cpu.library import native
-from ...recognition.stand_ins import PLAIN_TYPES, TENSORS, UntraceableError
+from ...recognition.trace import PLAIN_TYPES, TENSORS, Operation, Trace, UntraceableError
 from ...recognition.unchanged import Read, Surroundings
 from ...undo.instance import Mixin
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED
-from ..forms import by_library, computes
 from ..joined_layer import JoinedLayer
 from ..layer_programme import Attention, CallFields, LayerProgramme, TracedLayer
-from ..traced import Operation, Trace
+from ..modules import by_library, computes
 
 
 class TracedForward(Mixin):
@@ -152,7 +151,6 @@ class LayerCalls(ABC, Generic[Layer]):
     A copy or a pickle starts without it, because it may hold addresses.
     """
 
-    float_rows = 0
     computes: Callable[[object], bool]  # whether it is for this input
 
     def __init__(self) -> None:
@@ -250,7 +248,7 @@ class LayerCalls(ABC, Generic[Layer]):
         return self.programme
 
     def _make(self, layer: nn.Module, x: Tensor, table_dtype: torch.dtype, kwargs: dict[str, Any]) -> Layer | None:
-        trace = Trace(x.dtype, self.float_rows)
+        trace = Trace(x.dtype)
         try:
             if not all(isinstance(value, PLAIN_TYPES) for value in self.plain.values()):
                 raise UntraceableError("it is given more than plain values")
@@ -271,12 +269,8 @@ class NativeCalls(LayerCalls[LayerProgramme]):
 
     computes = staticmethod(native)
 
-    def __init__(self, float_rows: int) -> None:
-        super().__init__()
-        self.float_rows = float_rows
-
     def __reduce__(self) -> Any:
-        return NativeCalls, (self.float_rows,)
+        return NativeCalls, ()
 
     def make(self, trace: Trace, planned: PlannedAttention, *, x: Tensor, table_dtype: torch.dtype) -> LayerProgramme:
         spec = replace(planned.spec, dtype=x.dtype)

@@ -15,19 +15,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..kernels.cpu.decoder_layer import INPUT, OUTPUT
-from ..recognition.stand_ins import (
+from ..undo.instance import original_class
+from .trace import (
     BATCH,
+    INPUT,
+    OUTPUT,
     PLAIN_TYPES,
     TOKENS,
     ModuleStandIn,
     Opaque,
+    Operation,
     Span,
     StandIn,
+    Trace,
     UntraceableError,
 )
-from .forms import PLAIN_ACTIVATIONS, activation_name
-from .traced import Operation, Trace, original_class
+from .trial import PLAIN_ACTIVATIONS, activation_name
 
 MASK = "attention_mask"
 PASSED_ON = (MASK, "position_ids")  # tensors that a layer may only pass on to its attention
@@ -85,8 +88,8 @@ class EncoderTrace(Trace):
     arity: how many values the code returns in a tuple, of which all but the first are None; 0 for a tensor alone.
     """
 
-    def __init__(self, dtype: torch.dtype, float_rows: int, attention: str | None = None) -> None:
-        super().__init__(dtype, float_rows, attention)
+    def __init__(self, dtype: torch.dtype, attention: str | None = None) -> None:
+        super().__init__(dtype, attention)
         self.arity = 0
 
     def encoder_layer(self, layer: nn.Module, width: int, form: CallForm) -> None:
@@ -216,7 +219,7 @@ class StackTrace(EncoderTrace):
     """
 
     def __init__(self, dtype: torch.dtype, layers: Container[nn.Module]) -> None:
-        super().__init__(dtype, 0)
+        super().__init__(dtype)
         self.layers, self.called = layers, list[LayerOfStack]()
         self._last: StandIn | None = None
         self._kind: type | None = None
