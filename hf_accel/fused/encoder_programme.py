@@ -92,7 +92,10 @@ def _layout(shape: tuple[int, int], index: Tensor | None, lengths: list[int]) ->
     longest, begins = max(lengths), integers(starts, dtype=torch.int32)
     ragged = Ragged(begins, integers(lengths, dtype=torch.int32), longest, longest)
     calls = [
-        (slice(starts[first], starts[end]), begins if not first and end == len(lengths) else begins[first : end + 1] - starts[first])
+        (
+            slice(starts[first], starts[end]),
+            begins if not first and end == len(lengths) else begins[first : end + 1] - starts[first],
+        )
         for first, end in pairwise(_ends(starts))
     ]
     return Layout(shape, index, ragged, tuple(calls))
@@ -148,7 +151,12 @@ class EncoderProgramme(NativeOperations):
                 raise UntraceableError("a norm computes its weight or bias")
             if tensor is None:
                 continue
-            if not is_plain_tensor(tensor) or not tensor.is_cpu or tensor.dtype not in FLOATS or not tensor.is_contiguous():
+            if (
+                not is_plain_tensor(tensor)
+                or not tensor.is_cpu
+                or tensor.dtype not in FLOATS
+                or not tensor.is_contiguous()
+            ):
                 raise UntraceableError("a norm has no native call")
             self._tensors.append(tensor)
             fields |= {name: tensor.data_ptr(), f"{name}_dtype": DTYPES[tensor.dtype]}
@@ -197,7 +205,9 @@ class EncoderProgramme(NativeOperations):
                     q, k, v = (at(span, heads[0] * heads[1]).unflatten(1, heads) for span in places)
                     results = [attend(q, KV(k, v), AttentionOptions(self.scale, causal=False), ragged).flatten(1)]
                 case "layer_norm":
-                    results = self._norm(operation.modules[0], [at(span, values["dim"]) for span in places], len(operation.outputs))
+                    results = self._norm(
+                        operation.modules[0], [at(span, values["dim"]) for span in places], len(operation.outputs)
+                    )
                 case _:
                     first, second = (at(span, values["dim"]) for span in places)
                     results = [add(first, second, values["factor"])]

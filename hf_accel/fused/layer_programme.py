@@ -215,7 +215,10 @@ class NativeOperations:
 
     def _compile(self, operation: Operation) -> LayerOp:
         fields = self._fields(operation)
-        places = zip(("x", "y", "z"), operation.inputs, strict=False), zip(("out", "out2"), operation.outputs, strict=False)
+        places = (
+            zip(("x", "y", "z"), operation.inputs, strict=False),
+            zip(("out", "out2"), operation.outputs, strict=False),
+        )
         fields |= {name: self._place(span) for pairs in places for name, span in pairs}
         if "kind" not in fields:
             fields["kind"] = KINDS[operation.kind]

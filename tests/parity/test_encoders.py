@@ -202,7 +202,12 @@ def test_positions_and_kinds_of_segments_may_be_given() -> None:
 @torch.no_grad()
 def test_heads_and_inference_mode() -> None:
     config = transformers.BertConfig(**SIZES, num_labels=2)
-    for kind in ("BertForSequenceClassification", "BertForTokenClassification", "BertForMaskedLM", "BertForQuestionAnswering"):
+    for kind in (
+        "BertForSequenceClassification",
+        "BertForTokenClassification",
+        "BertForMaskedLM",
+        "BertForQuestionAnswering",
+    ):
         torch.manual_seed(0)
         stock = getattr(transformers, kind)(config).eval()
         enliven(stock)

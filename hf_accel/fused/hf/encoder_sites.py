@@ -43,7 +43,9 @@ def _layers(model: nn.Module, ahead: set[nn.Module]) -> Iterator[tuple[str, nn.M
             continue
         for name, layer in parent.named_children():
             inner = [module for module in layer.modules() if module in ahead]
-            has_layers = any(isinstance(module, nn.ModuleList) and ahead & set(module.modules()) for module in layer.modules())
+            has_layers = any(
+                isinstance(module, nn.ModuleList) and ahead & set(module.modules()) for module in layer.modules()
+            )
             if len(inner) == 1 and layer not in ahead and not has_layers:
                 yield f"{place}.{name}", layer, inner[0]
 
