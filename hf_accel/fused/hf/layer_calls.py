@@ -7,7 +7,7 @@ checks that its trace is still right. If nothing can change within a pass, the f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import is_
 from types import NoneType
@@ -127,15 +127,11 @@ class PassWatch:
         self._programmes = [calls.programme for calls in self._calls]
         # A trace has read all modules inside its layer, and notices their changes.
         traced = zip(layers, self._programmes, strict=True)
-        inside = {child for layer, programme in traced if programme is not None for child in _below(layer)}
+        inside = {child for layer, programme in traced if programme is not None for child in [*layer.modules()][1:]}
         self._around = Surroundings([m for m in model.modules() if m not in inside], own_hook)
 
     def __reduce__(self) -> Any:
         return PassWatch, ()
-
-
-def _below(module: nn.Module) -> Iterator[nn.Module]:
-    yield from (each for each in module.modules() if each is not module)
 
 
 # -- one layer -----------------------------------------------------------------------------------------
