@@ -1,4 +1,4 @@
-"""A traced decoder layer: what it depends on however it is computed, and on the CPU its operations as C structs."""
+"""Traced decoder layers: the values that a layer depends on, and for the CPU its operations as C structs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TracedLayer:
         self.width = trace.widths[OUTPUT]
         self._hooks = [*trace.hooks, *GLOBAL_HOOKS]
         kv = next(operation.values for operation in trace.operations if operation.kind == "write")
-        # K and V of no token, which show the shape and dtype of what is written.
+        # Empty K and V, with the shape and the dtype of those that are written.
         shapes = [(0, kv["heads"], kv[size]) for size in ("dim", "value_dim")]
         self.written = [torch.empty(shape, dtype=self.dtype, device=device) for shape in shapes]
 
@@ -86,7 +86,7 @@ class TracedLayer:
 
     @property
     def limits(self) -> tuple[object, ...]:
-        """The sizes that `takes` and the pages compare, besides dtypes and the device."""
+        """The sizes that `takes` and `fits` compare, besides dtypes and the device."""
         return self.width, self.max_tokens, self.attention.window, *(tensor.shape for tensor in self.written)
 
     def freeze_reads(self) -> None:
@@ -103,7 +103,7 @@ class TracedLayer:
         return not any(self._hooks)
 
     def takes(self, x: Tensor, cos: Tensor, sin: Tensor, *, tokens: int) -> bool:
-        """Return whether the tensors of a pass over so many tokens are those that the trace stands for."""
+        """Return whether the tensors of a pass over so many tokens have the shapes that the trace is for."""
         if x.ndim != 3 or cos.ndim != 3:
             return False
         batch, row, size = x.shape

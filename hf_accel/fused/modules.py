@@ -264,7 +264,7 @@ class NormForms:
 
 
 class NativeNorm(Mixin):
-    """Is mixed into an RMSNorm: one native call instead of six operators."""
+    """A mixin for an RMSNorm: one native call instead of six operators."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and computes(args[0]):
@@ -283,7 +283,7 @@ class NativeNorm(Mixin):
 
 
 class NativeRotary(Mixin):
-    """Is mixed into an attention module: its rotation is one native call.
+    """A mixin for an attention module: its rotation is one native call.
 
     The original forward runs unchanged, except for the name `apply_rotary_pos_emb`, which it finds in globals of its
     own: a copy of its function with our rotation under that name. Neither the class nor its module is touched.
@@ -350,7 +350,7 @@ class GatedCall(GatedNames):
 
 
 class NativeGatedMLP(Mixin):
-    """Is mixed into down(act(gate(x)) * up(x)): gate, up and the activation are one native call.
+    """A mixin for an MLP down(act(gate(x)) * up(x)): gate, up and the activation are one native call.
 
     Adapters or hooks on its parts bring the original forward back.
     """
@@ -371,9 +371,9 @@ class NativeGatedMLP(Mixin):
 
 
 class FusedGate(Mixin):
-    """Is mixed into down(act(gate(x)) * up(x)): the activation and the product are one call. The linears are called.
+    """A mixin for an MLP down(act(gate(x)) * up(x)): the activation and the product are one call.
 
-    For GPUs, where a linear layer is a kernel of its own anyway.
+    For GPUs, where a linear layer is a kernel of its own anyway: all three are called.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

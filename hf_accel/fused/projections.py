@@ -24,11 +24,11 @@ from ..undo.state import FUSED, FUSED_PROJECTIONS
 # Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place
 # (`python -m benchmarks.run float_rows`).
 FLOAT_ROWS = {torch.bfloat16: 16, torch.float16: 128, torch.float32: 128}
-BFLOAT16_ROWS = {"avx512_vnni_bf16": 64}  # at levels at which it is more
+BFLOAT16_ROWS = {"avx512_vnni_bf16": 64}  # another number on these instruction sets
 UNLIMITED = 2**62
 
-# Levels at which torch may have no instructions for bfloat16; ours is faster then with any number of rows (512 in
-# benchmarks/results/amd-epyc-avx2/prefill.json). For float16 it may have none at any level.
+# Instruction sets on which torch may not multiply bfloat16; ours is faster then with any number of rows (512 in
+# benchmarks/results/amd-epyc-avx2/prefill.json). For float16, torch may lack instructions on all of them.
 SLOW_BFLOAT16 = ("avx2", "avx_vnni")
 
 NativeCall = IntegerLinear | FloatLinear
@@ -203,7 +203,7 @@ class FusedProjections:
 
 
 class NativeLinear(Mixin):
-    """Is mixed into an nn.Linear: few rows are multiplied natively by the weight, which is read in place."""
+    """A mixin for an nn.Linear: few rows are multiplied natively by the weight, which is read in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out] in x's dtype."""
@@ -244,7 +244,7 @@ def widened_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class WidenedConv1D(Mixin):
-    """Is mixed into transformers' Conv1D, whose weight is [in, out]."""
+    """A mixin for transformers' Conv1D, whose weight is [in, out]."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out] in x's dtype."""

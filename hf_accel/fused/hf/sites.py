@@ -116,7 +116,7 @@ def _checked(
 def _candidate(
     name: str, module: nn.Module, dtype: torch.dtype, float_rows: int, *, device_type: str
 ) -> FusedSite | None:
-    """Return the kind that a module seems to be by its name and its code."""
+    """Return a site of the kind that a module seems to be, by its name and its code."""
     if type(module).__name__.endswith("RMSNorm"):
         return FusedSite(name, module, "norm", NativeNorm, NormForms())
     if rotary_form(module, dtype, device_type) is not None:
@@ -214,13 +214,13 @@ def layer_sites(
             attention_of(trace, attention[inner[0]])
             _refuse_without_kernel(trace, linears, device_type)
             _refuse_partial_rotation(model.config)
-            joined = joins(trace.operations)
-            if linears is None and not joined:
+            joined = joins(trace.operations) if linears is None else None
+            if joined is not None and not joined:
                 raise UntraceableError("none of its steps can share a launch")
         except UntraceableError as error:
             dropped.append(Dropped(name, KIND, str(error)))
             continue
-        kind, calls = (JOINED, JoinedCalls(joined)) if linears is None else (KIND, NativeCalls())
+        kind, calls = (KIND, NativeCalls()) if joined is None else (JOINED, JoinedCalls(joined))
         sites.append(FusedSite(name, module, kind, TracedForward, calls))
         first = trace.operations[0]
         if first.kind == "norm" and first.inputs == [Span(INPUT, 0, trace.widths[INPUT])]:
