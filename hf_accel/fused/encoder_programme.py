@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..kernels.cpu.attention import EVERY_KEY, attend
 from ..kernels.cpu.decoder_layer import run_layer
@@ -28,7 +27,7 @@ CALL_TOKENS = 1024
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class RowLayout:
     """The places of a padded batch [B, T] that hold tokens: at least one in each row, which begins with one.
 
     index: of the tokens among B * T places, int64; None if there is no padding. ragged: the sequences, end to end.
@@ -53,7 +52,7 @@ class Layout:
         return out.index_copy_(0, self.index, rows).view(*self.shape, -1)
 
 
-def layout_of(mask: Tensor | None, batch: int, tokens: int) -> Layout | None:
+def layout_of(mask: Tensor | None, batch: int, tokens: int) -> RowLayout | None:
     """Return the layout of a batch whose attention has this mask; None for a mask that does not say which are padding.
 
     mask: None, or [B or 1, 1, T or 1, T]: bool, or numbers that are added to scores. All queries must see the same
@@ -85,7 +84,7 @@ def layout_of(mask: Tensor | None, batch: int, tokens: int) -> Layout | None:
     return _layout((batch, tokens), columns.flatten().nonzero().squeeze(1), lengths)
 
 
-def _layout(shape: tuple[int, int], index: Tensor | None, lengths: list[int]) -> Layout:
+def _layout(shape: tuple[int, int], index: Tensor | None, lengths: list[int]) -> RowLayout:
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
@@ -98,7 +97,7 @@ def _layout(shape: tuple[int, int], index: Tensor | None, lengths: list[int]) ->
         )
         for first, end in pairwise(_ends(starts))
     ]
-    return Layout(shape, index, ragged, tuple(calls))
+    return RowLayout(shape, index, ragged, tuple(calls))
 
 
 def _ends(starts: list[int]) -> Iterator[int]:
@@ -172,7 +171,7 @@ class EncoderProgramme(NativeOperations):
         for each in self._hooks:
             yield from each.values()
 
-    def __call__(self, x: Tensor, layout: Layout) -> Tensor:
+    def __call__(self, x: Tensor, layout: RowLayout) -> Tensor:
         """x: [N, width], contiguous, of the dtype of the trace: the tokens of the layout -> [N, width]."""
         if len(x) > self.max_tokens:
             return self._one_by_one(x, layout.ragged)
@@ -202,12 +201,11 @@ class EncoderProgramme(NativeOperations):
                     results = [activate(out, values["activation"]) if "activation" in values else out]
                 case "attend":
                     heads = values["heads"], values["dim"]
-                    q, k, v = (at(span, heads[0] * heads[1]).unflatten(1, heads) for span in places)
+                    q, k, v = (at(span, heads[0] * heads[1]).view(-1, *heads) for span in places)
                     results = [attend(q, KV(k, v), AttentionOptions(self.scale, causal=False), ragged).flatten(1)]
                 case "layer_norm":
-                    results = self._norm(
-                        operation.modules[0], [at(span, values["dim"]) for span in places], len(operation.outputs)
-                    )
+                    terms = [at(span, values["dim"]) for span in places]
+                    results = self._norm(operation.modules[0], terms, keep=len(operation.outputs) == 2)
                 case _:
                     first, second = (at(span, values["dim"]) for span in places)
                     results = [add(first, second, values["factor"])]
@@ -215,8 +213,8 @@ class EncoderProgramme(NativeOperations):
         return buffers[OUTPUT]
 
     @staticmethod
-    def _norm(norm: nn.Module, terms: list[Tensor], count: int) -> list[Tensor]:
-        weight, bias, eps = norm.weight, norm.bias, norm.eps
-        if count == 2:
-            return list(add_layer_norm(*terms, weight, bias, eps=eps))
-        return [layer_norm(terms[0], weight, bias, eps, y=terms[1] if len(terms) == 2 else None)]
+    def _norm(norm: Any, terms: list[Tensor], *, keep: bool) -> list[Tensor]:
+        if keep:
+            return list(add_layer_norm(terms[0], terms[1], norm.weight, norm.bias, eps=norm.eps))
+        y = terms[1] if len(terms) == 2 else None
+        return [layer_norm(terms[0], norm.weight, norm.bias, norm.eps, y=y)]

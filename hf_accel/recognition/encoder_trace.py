@@ -40,8 +40,8 @@ PASSED_ON = (MASK, "position_ids")  # tensors that a layer may only pass on to i
 class CallForm:
     """The arguments of a call, apart from the numbers in tensors.
 
-    states: the name of the hidden states. tensors: those of PASSED_ON that are tensors. plain: the name, type and value
-    of each other argument; True is not 1.
+    states: the name of the hidden states. tensors: those of PASSED_ON that are tensors. plain: the name, type and
+    value of each other argument; True is not 1.
     """
 
     states: str
@@ -179,24 +179,21 @@ class EncoderTrace(Trace):
 
 
 def folded(operations: Sequence[Operation]) -> list[Operation]:
-    """Let products end with the activation, and norms begin with the sum, that alone they are followed or preceded by."""
+    """Let each product end with the activation of its result, and each norm begin with the sum that it normalizes."""
     readers = Counter(span.buffer for operation in operations for span in operation.inputs)
     done: list[Operation] = []
     for operation in operations:
-        last = done[-1] if done else None
-        follows = last is not None and operation.inputs == last.outputs
-        if last is not None and follows and operation.kind == "activation" and last.kind == "linear":
-            if readers[last.outputs[0].buffer] == 1:
-                done[-1] = replace(last, outputs=operation.outputs, values=last.values | operation.values)
-                continue
+        last = done[-1] if done and operation.inputs == done[-1].outputs else None
+        read = 0 if last is None else readers[last.outputs[0].buffer]
         if operation.kind == "activation":
-            raise UntraceableError("an activation follows no product")
-        if last is not None and follows and operation.kind == "layer_norm" and last.kind == "add":
-            if last.values["factor"] == 1:
-                kept = last.outputs if readers[last.outputs[0].buffer] > 1 else []
-                done[-1] = replace(operation, inputs=last.inputs, outputs=[*operation.outputs, *kept])
-                continue
-        done.append(replace(operation, outputs=list(operation.outputs)))
+            if last is None or last.kind != "linear" or read > 1:
+                raise UntraceableError("an activation follows no product")
+            done[-1] = replace(last, outputs=operation.outputs, values=last.values | operation.values)
+        elif last is not None and (operation.kind, last.kind) == ("layer_norm", "add") and last.values["factor"] == 1:
+            kept = last.outputs if read > 1 else []
+            done[-1] = replace(operation, inputs=last.inputs, outputs=[*operation.outputs, *kept])
+        else:
+            done.append(replace(operation, outputs=list(operation.outputs)))
     return done
 
 

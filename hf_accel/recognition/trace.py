@@ -92,7 +92,6 @@ class Trace:
         except Exception as error:
             if isinstance(error, UntraceableError):
                 raise
-            # the code fails on a stand-in with an error of its own
             raise UntraceableError(f"its code fails on a stand-in ({type(error).__name__}: {error})") from error
         self.returns_tuple = isinstance(result, tuple) and len(result) == 1
         self._finish(result[0] if self.returns_tuple else result)

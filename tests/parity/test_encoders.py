@@ -1,4 +1,4 @@
-"""Encoders by the native calls against stock: tokens as stock computes them, zeros at padding, stock's path for the rest."""
+"""Encoders by native calls: tokens as stock computes them, zeros at padding, stock's path for the rest."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 DISTILBERT = {"dim": 60, "n_heads": 5, "hidden_dim": 92, "n_layers": 3}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "Bert": {"hidden_act": "gelu_new"}, "Roberta": {}, "XLMRoberta": {"hidden_act": "quick_gelu"}, "DistilBert": DISTILBERT,
-    "Electra": {"embedding_size": 20, "hidden_act": "relu"}, "RobertaPreLayerNorm": {}, "Data2VecText": {}, "Camembert": {},
-    "XLMRobertaXL": {}, "Ernie": {},
+    "Bert": {"hidden_act": "gelu_new"}, "Roberta": {}, "XLMRoberta": {"hidden_act": "quick_gelu"},
+    "DistilBert": DISTILBERT, "Electra": {"embedding_size": 20, "hidden_act": "relu"}, "RobertaPreLayerNorm": {},
+    "Data2VecText": {}, "Camembert": {}, "XLMRobertaXL": {}, "Ernie": {},
 }  # fmt: skip
 LENGTHS = {"right": [11, 3, 7, 1], "none": [9, 9], "alone": [13], "one token": [1]}
 

@@ -7,8 +7,6 @@ one to the next, padding is left out once for all of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from types import NoneType
 from typing import Any
 
 import torch
@@ -18,14 +16,14 @@ from transformers.utils import output_capturing
 
 from ...attention import PlannedAttention
 from ...attention.cpu import LARGEST_DIM, CpuBackend
-from ...attention.hf.forward import KNOWN_KEYWORDS, NOT_OURS
 from ...kernels.cpu.library import native
 from ...recognition.encoder_trace import MASK, CallForm, EncoderTrace, LayerOfStack, StackTrace, bound
 from ...recognition.trace import UntraceableError
 from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, Read, Reads, has_own_forward
 from ...undo.instance import Mixin, original_class
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED
-from ..encoder_programme import EncoderProgramme, Layout, layout_of
+from ..encoder_programme import EncoderProgramme, RowLayout, layout_of
+from .layer_calls import attend_of
 
 HIDDEN_STATES = {"hidden_states", "_hidden_states_layers"}  # what transformers collects from layers themselves
 
@@ -94,7 +92,7 @@ class EncoderCalls(ABC):
         """Return whether no hook would notice that modules are not called."""
 
     @abstractmethod
-    def compute(self, x: Tensor, layout: Layout) -> Any:
+    def compute(self, x: Tensor, layout: RowLayout) -> Any:
         """x: [B, T, width] -> what the module's code would return."""
 
 
@@ -125,7 +123,7 @@ class EncoderLayerCalls(EncoderCalls):
             return False
         return all(map(_only_collects, self.programme.hooks()))
 
-    def compute(self, x: Tensor, layout: Layout) -> Any:
+    def compute(self, x: Tensor, layout: RowLayout) -> Any:
         assert self.programme is not None
         out = layout.padded(self.programme(layout.rows(x), layout))
         return (out, *[None] * (self.programme.arity - 1)) if self.programme.arity else out
@@ -175,7 +173,7 @@ class EncoderStackCalls(EncoderCalls):
                 return False
         return True
 
-    def compute(self, x: Tensor, layout: Layout) -> Any:
+    def compute(self, x: Tensor, layout: RowLayout) -> Any:
         assert self.trace is not None
         rows = layout.rows(x)
         for _, calls, _ in self._layers:
@@ -185,7 +183,7 @@ class EncoderStackCalls(EncoderCalls):
 
 
 def _only_collects(hook: Any) -> bool:
-    """Return whether a hook is one of those by which transformers collects what modules return, where it is asked to."""
+    """Return whether a hook is transformers' own, which collects what a module returns where a call asks for it."""
     return getattr(hook, "__code__", None) in COLLECTING
 
 
@@ -199,25 +197,15 @@ def scale_of(trace: EncoderTrace, *, masked: bool) -> float:
 
     masked: whether the call has a mask.
     """
-    operation = next(each for each in trace.operations if each.kind == "attend")
+    operation, scale, causal = attend_of(trace)
     (module,), values = operation.modules, operation.values
-    options: dict[str, Any] = values["options"]
-    given = [name for name, value in options.items() if value is not None]
-    unknown = [name for name in given if name not in KNOWN_KEYWORDS]
-    used = [name for name in (*NOT_OURS, "softcap", "sliding_window") if options.get(name)]
-    if unknown or used:
-        raise UntraceableError(f"its attention is given {(unknown + used)[0]}=")
-    causal = options.get("is_causal")
-    if causal is None:
-        causal = getattr(module, "is_causal", True)
-        trace.note(vars(module), "is_causal", vars(module).get("is_causal"))
     planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
     trace.note(vars(module), BACKEND_ATTRIBUTE, planned)
-    scale = options.get("scaling")
-    if causal or values["masked"] is not masked:
-        raise UntraceableError("its attention is causal, or leaves out the mask")
+    limited = [name for name in ("softcap", "sliding_window") if values["options"].get(name)]
+    if causal or limited or values["masked"] is not masked:
+        raise UntraceableError("its attention is not that of all tokens to all that the mask shows")
     if planned is not None and not isinstance(planned.backend, CpuBackend):
         raise UntraceableError("its attention has another backend")
-    if values["dim"] > LARGEST_DIM or not isinstance(scale, (int, float, NoneType)):
-        raise UntraceableError("its heads are too large, or it scales by more than a number")
-    return float(values["dim"] ** -0.5 if scale is None else scale)
+    if values["dim"] > LARGEST_DIM:
+        raise UntraceableError("its heads are too large")
+    return scale

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Iterator
 import torch
 from torch import nn
 
-from ...attention.hf.forward import ATTENTION_NAME
+from ...attention.hf import ATTENTION_NAME
 from ...recognition.encoder_trace import MASK, EncoderTrace, StackTrace, usual_form
 from ...recognition.trace import UntraceableError
 from ...recognition.unchanged import has_own_forward

@@ -320,25 +320,30 @@ class JoinedCalls(LayerCalls[JoinedLayer]):
 
 def attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
     """Return the trace's attention by the rules of our attention function; it must be the planned one."""
+    operation, scale, causal = attend_of(trace)
+    values = operation.values
+    softcap, dim = values["options"].get("softcap"), values["dim"]
+    planned = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, spec.softcap, spec.sinks)
+    if planned != (values["heads"], values["kv_heads"], dim, values["value_dim"], softcap, False) or not causal:
+        raise UntraceableError("its attention is not the one that was planned")
+    return Attention(scale, softcap, spec.window)
+
+
+def attend_of(trace: Trace) -> tuple[Operation, float, bool]:
+    """Return the attention among a trace's operations, the scale of its scores, and whether it is causal."""
     operation: Operation = next(o for o in trace.operations if o.kind == "attend")
-    (module,), values = operation.modules, operation.values
-    options: dict[str, Any] = values["options"]
+    (module,), options = operation.modules, operation.values["options"]
     unknown = [n for n, value in options.items() if n not in KNOWN_KEYWORDS and value is not None]
     used = [n for n in NOT_OURS if options.get(n)]
     if unknown or used:
         raise UntraceableError(f"its attention is given {(unknown + used)[0]}=")
-    causal = options.get("is_causal")
+    causal, scale = options.get("is_causal"), options.get("scaling")
     if causal is None:
         causal = getattr(module, "is_causal", True)
         trace.note(vars(module), "is_causal", vars(module).get("is_causal"))
-    scale, softcap = options.get("scaling"), options.get("softcap")
-    dim = values["dim"]
-    planned = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, spec.softcap, spec.sinks)
     if not isinstance(scale, (int, float, NoneType)):
         raise UntraceableError("it scales by more than a number")
-    if planned != (values["heads"], values["kv_heads"], dim, values["value_dim"], softcap, False) or not causal:
-        raise UntraceableError("its attention is not the one that was planned")
-    return Attention(dim**-0.5 if scale is None else scale, softcap, spec.window)
+    return operation, operation.values["dim"] ** -0.5 if scale is None else float(scale), bool(causal)
 
 
 def _is_same(value: object, traced: object) -> bool:
