@@ -110,6 +110,7 @@ FUSED_KINDS = {
     "rotary": ("rotary embeddings", "one native call"),
     "mlp": ("gated MLPs", "one call, then down"),
     "gate": ("gated MLPs", "activation and product in one call"),
+    "activation": ("activations", "one native call"),
     "conv1d": ("float Conv1Ds", "torch, in float32"),
 }
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ...attention.hf import ATTENTION_NAME
+from ...recognition.code import source_of
 from ...recognition.encoder_trace import MASK, EncoderTrace, StackTrace, usual_form
 from ...recognition.trace import UntraceableError
 from ...recognition.unchanged import has_own_forward
@@ -28,7 +29,7 @@ def encoder_sites(
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
     for name, layer, attention in _layers(model, ahead):
-        reason = _refusal(layer, dtype, linears=linears, attention=attention)
+        reason = _causal(model, name) or _refusal(layer, dtype, linears=linears, attention=attention)
         if reason is None:
             sites.append(FusedSite(name, layer, LAYER, EncoderForward, EncoderLayerCalls()))
         else:
@@ -48,6 +49,18 @@ def _layers(model: nn.Module, ahead: set[nn.Module]) -> Iterator[tuple[str, nn.M
             )
             if len(inner) == 1 and layer not in ahead and not has_layers:
                 yield f"{place}.{name}", layer, inner[0]
+
+
+def _causal(model: nn.Module, name: str) -> str | None:
+    """Return a clause if the code around a layer makes causal masks alone, as that of CLIP's texts; else None."""
+    while name:
+        name = name.rpartition(".")[0]
+        code = source_of(type(model.get_submodule(name))) or ""
+        if "create_bidirectional_mask" in code:
+            return None
+        if "create_causal_mask" in code:
+            return "its tokens see those before them alone"
+    return None
 
 
 def _refusal(

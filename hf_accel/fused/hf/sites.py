@@ -19,6 +19,7 @@ from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.unchanged import has_own_forward
 from ...undo.instance import Mixin, mixed_class
 from ...undo.state import FUSED
+from ..activations import NativeActivation, composed_activation
 from ..joined_layer import joins
 from ..modules import (
     FusedGate,
@@ -72,7 +73,9 @@ class Dropped:
 def fused_sites(
     model: nn.Module, dtype: torch.dtype, float_rows: int, *, device_type: str = "cpu"
 ) -> tuple[list[FusedSite], list[Dropped]]:
-    """Find norms, rotary embeddings and gated MLPs for native calls, which are checked on random input of `dtype`."""
+    """Find norms, rotary embeddings, activations and gated MLPs for native calls, which are checked on random input of
+    `dtype`.
+    """
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
     checked: dict[Any, bool] = {}  # by what the check depends on
@@ -123,6 +126,9 @@ def _candidate(
         return FusedSite(name, module, "rotary", NativeRotary, None)
     if device_type == "cpu" and is_conv1d(module) and is_slow_in_torch(dtype):
         return FusedSite(name, module, "conv1d", WidenedConv1D, None)
+    form = composed_activation(module, dtype) if has_library(device_type) else None
+    if form is not None:
+        return FusedSite(name, module, "activation", NativeActivation, form)
     parts = GatedCall.of(module, float_rows)
     kind, mixin = ("mlp", NativeGatedMLP) if has_library(device_type) else ("gate", FusedGate)
     return None if parts is None else FusedSite(name, module, kind, mixin, parts)

@@ -1,0 +1,68 @@
+"""Activation functions that a module computes by several operators of torch, as one native call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..kernels.cpu.elementwise import activate
+from ..kernels.cpu.library import FLOATS, native
+from ..recognition.trial import KNOWN_MODULES, PLAIN_ACTIVATIONS, RandomNumbers, Tolerance, activation_name, agree
+from ..undo.instance import Mixin
+from ..undo.state import FUSED
+
+
+@dataclass(frozen=True)
+class ActivationForm:
+    """The name of a function in kernels/cpu, and the dtype in which a module was found to compute it."""
+
+    name: str
+    dtype: torch.dtype
+
+
+class _Counted(TorchFunctionMode):
+    """Counts the operators of torch that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **kwargs or {})
+
+
+def composed_activation(module: nn.Module, dtype: torch.dtype) -> ActivationForm | None:
+    """Return the form of an activation that torch computes by more than one operator; None for any other module.
+
+    A single operator is as fast as ours. In bfloat16 and float16 torch rounds after each operator, and ours once, so
+    that most are left alone.
+    """
+    if type(module).__module__ not in KNOWN_MODULES or dtype not in FLOATS:
+        return None
+    name = activation_name(module, PLAIN_ACTIVATIONS)
+    if name is None:
+        return None
+    x = (RandomNumbers()(512) * 3).to(dtype)
+    with torch.no_grad(), _Counted() as counted:
+        module(x)
+    tolerance = Tolerance(roundings=4, absolute=1e-6 if dtype is torch.float32 else 0.0)
+    same = counted.calls > 1 and agree(lambda: module(x), lambda: activate(x, name), tolerance)
+    return ActivationForm(name, dtype) if same else None
+
+
+class NativeActivation(Mixin):
+    """A mixin for an activation function: one native call instead of several operators."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """x [...] -> [...]."""
+        if len(args) == 1 and not kwargs and native(args[0]):
+            x, form = args[0], self.__dict__[FUSED]
+            if x.dtype is form.dtype and x.ndim and x.numel():
+                return activate(x, form.name)
+        stock: Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return stock
