@@ -39,6 +39,7 @@ from benchmarks.topics import (
     distill_memory,
     drafts,
     encoder_kernels,
+    encoders,
     experts,
     float_rows,
     http_load,
@@ -101,6 +102,7 @@ TABLES = {  # topic -> rows of each of its tables
     "float_rows": [2, 2, 2],
     "weight_formats": [2],
     "encoder_kernels": [2],
+    "encoders": [2],
     "experts": [2, 2],
     "never_slower": [8, 2, 2],
     "quality": [6],
@@ -150,6 +152,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         small["BATCHES"] = {"1 x 16": [16], "of 3 and 5": [3, 5]}
         for name, value in small.items():
             patch.setattr(encoder_kernels, name, value)
+        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+        for name, value in {"MODELS": {"small": sizes}, "BATCHES": small["BATCHES"], "SECONDS": 0}.items():
+            patch.setattr(encoders, name, value)
         few = (experts.Shape(4, 2, 64, 32, 1), experts.Shape(8, 3, 32, 64, 2))
         for name, value in {"SHAPES": few, "TOKENS": (1, 5), "GROUP": 32}.items():
             patch.setattr(experts, name, value)

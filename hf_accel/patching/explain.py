@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ..fused.hf.encoder_sites import LAYER, STACK
-from ..fused.hf.sites import JOINED, JOINS, KIND
+from ..fused.hf.sites import ACTIVATION, JOINED, JOINS, KIND
 from ..generation import graphs
 from ..kernels import cpu as cpu_kernels
 from ..parallel.tensor import TensorParallel
@@ -110,7 +110,7 @@ FUSED_KINDS = {
     "rotary": ("rotary embeddings", "one native call"),
     "mlp": ("gated MLPs", "one call, then down"),
     "gate": ("gated MLPs", "activation and product in one call"),
-    "activation": ("activations", "one native call"),
+    ACTIVATION: ("activations", "one native call"),
     "conv1d": ("float Conv1Ds", "torch, in float32"),
 }
 

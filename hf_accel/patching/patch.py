@@ -28,6 +28,7 @@ from ..config.patch_config import (
     takes_patch_keywords,
 )
 from ..errors import UnsupportedError
+from ..fused.hf.sites import ACTIVATION, FusedSite
 from ..fused.projections import FusedProjections
 from ..generation.hf import AcceleratedGeneration, GenerationState, prepare_step
 from ..kernels import cpu as cpu_kernels
@@ -267,8 +268,22 @@ def _switch_attention(todo: Plan, journal: Journal) -> None:
 def _fuse(todo: Plan, journal: Journal) -> None:
     """Give modules a class of their own."""
     for site in (*todo.fused.sites, *todo.fused.linears):
+        if site.kind == ACTIVATION:
+            _put_copy(todo.model, site, journal)
+            continue
         journal.attribute(site.module, "__class__", mixed_class(site.mixin, type(site.module)))
         journal.attribute(site.module, FUSED, site.state)
+
+
+def _put_copy(model: nn.Module, site: FusedSite, journal: Journal) -> None:
+    """Put a native copy in the places of a module that models may share: some files make one activation for all."""
+    made: Any = copy.copy(site.module)  # hooks stay shared
+    made.__class__ = mixed_class(site.mixin, type(made))
+    vars(made)[FUSED] = site.state
+    for parent in list(model.modules()):
+        for key, child in list(parent._modules.items()):
+            if child is site.module:
+                journal.item(parent, "_modules", key, made)
 
 
 def _fuse_projections(todo: Plan, journal: Journal) -> None:

@@ -225,7 +225,7 @@ class StackTrace(EncoderTrace):
     def stack(self, encoder: nn.Module, width: int, form: CallForm) -> None:
         """Run the forward of an encoder on [B, T, width]. Raises UntraceableError."""
         result = self.call(encoder, width, form)
-        if is_dataclass(result) and not isinstance(result, type):
+        if is_dataclass(result) and not isinstance(result, type | StandIn):
             held = {each.name: getattr(result, each.name) for each in fields(result)}
             self._kind = type(result)
             (self._name, result), *others = [item for item in held.items() if item[1] is not None] or [("", None)]

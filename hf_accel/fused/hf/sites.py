@@ -36,6 +36,7 @@ from ..modules import (
 from ..projections import NativeLinear, ProjectionCall, WidenedConv1D, is_conv1d, is_readable, is_slow_in_torch
 from .layer_calls import JoinedCalls, NativeCalls, TracedForward, attention_of
 
+ACTIVATION = "activation"
 DIFFERS = "the native call differs from the module's own result on random input"
 
 
@@ -86,7 +87,8 @@ def fused_sites(
             sites.append(found)
         elif found is not None:
             dropped.append(found)
-    return sites, dropped
+    held = [site.state.activation[1] for site in sites if isinstance(site.state, GatedCall) and site.state.activation]
+    return [site for site in sites if site.kind != ACTIVATION or site.module not in held], dropped
 
 
 def _checked(
@@ -128,7 +130,7 @@ def _candidate(
         return FusedSite(name, module, "conv1d", WidenedConv1D, None)
     form = composed_activation(module, dtype) if has_library(device_type) else None
     if form is not None:
-        return FusedSite(name, module, "activation", NativeActivation, form)
+        return FusedSite(name, module, ACTIVATION, NativeActivation, form)
     parts = GatedCall.of(module, float_rows)
     kind, mixin = ("mlp", NativeGatedMLP) if has_library(device_type) else ("gate", FusedGate)
     return None if parts is None else FusedSite(name, module, kind, mixin, parts)

@@ -1,0 +1,142 @@
+"""The trace of encoder layers: what is folded, which calls are known, and what ends a trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, ViTConfig
+from transformers.models.bert.modeling_bert import BertEncoder, BertLayer
+from transformers.models.vit.modeling_vit import ViTLayer
+
+from hf_accel.attention.hf import ATTENTION_NAME
+from hf_accel.recognition.encoder_trace import CallForm, EncoderTrace, StackTrace, bound, usual_form
+from hf_accel.recognition.trace import INPUT, OUTPUT, UntraceableError
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 24, "num_attention_heads": 2, "intermediate_size": 40, "num_hidden_layers": 2,
+    "attn_implementation": "sdpa",
+}  # fmt: skip
+
+
+def traced(layer: nn.Module, form: CallForm | None = None) -> EncoderTrace:
+    trace = EncoderTrace(torch.float32, attention=ATTENTION_NAME)
+    trace.encoder_layer(layer.eval(), 24, form or usual_form(type(layer)))
+    return trace
+
+
+def test_norms_behind_sums() -> None:
+    operations = traced(BertLayer(BertConfig(**SIZES))).operations
+    kinds = [operation.kind for operation in operations]
+    assert kinds == ["linear", "linear", "linear", "attend", "linear", "layer_norm", "linear", "linear", "layer_norm"]
+    assert [len(each.inputs) for each in operations if each.kind == "layer_norm"] == [2, 2]
+    assert [each.values.get("activation") for each in operations if each.kind == "linear"] == [
+        None, None, None, None, "gelu", None,
+    ]  # fmt: skip
+    assert operations[0].inputs[0].buffer == INPUT and operations[-1].outputs[0].buffer == OUTPUT
+
+
+def test_norms_before_products_keep_the_sum() -> None:
+    operations = traced(ViTLayer(ViTConfig(**SIZES))).operations
+    kinds = [operation.kind for operation in operations]
+    expected = [
+        "layer_norm",
+        "linear",
+        "linear",
+        "linear",
+        "attend",
+        "linear",
+        "layer_norm",
+        "linear",
+        "linear",
+        "add",
+    ]
+    assert kinds == expected
+    first, second = (each for each in operations if each.kind == "layer_norm")
+    assert (len(first.inputs), len(first.outputs)) == (1, 1) and (len(second.inputs), len(second.outputs)) == (2, 2)
+    assert operations[-1].inputs[1] == second.outputs[1] or operations[-1].inputs[0] == second.outputs[1]
+
+
+def test_calls_are_bound_by_name() -> None:
+    x, mask = torch.ones(1, 2, 24), torch.ones(1, 1, 2, 2)
+    by_place = bound(BertLayer, (x, mask), {})
+    by_name = bound(BertLayer, (), {"hidden_states": x, "attention_mask": mask})
+    assert by_place is not None and by_name is not None
+    assert by_place[0] is by_name[0] is x and by_place[1] is by_name[1] is mask and by_place[2] == by_name[2]
+    plain = bound(BertLayer, (x, None), {"a": True}), bound(BertLayer, (x, None), {"a": 1})
+    assert plain[0] is not None and plain[1] is not None and plain[0][2] != plain[1][2]
+    assert bound(BertLayer, (x,), {"hidden_states": x}) is None
+    assert bound(BertLayer, (x, None, x), {}) is None, "it is given what an encoder put out"
+    assert bound(BertLayer, (x,) * 9, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"hidden_act": "mish"}, "activation"), ({"chunk_size_feed_forward": 3}, "Count"),
+        ({"is_decoder": True, "add_cross_attention": True}, ""),
+    ],
+)  # fmt: skip
+def test_unknown_code_ends_a_trace(change: dict[str, Any], reason: str) -> None:
+    layer = BertLayer(BertConfig(**SIZES | change))
+    if not reason:
+        assert traced(layer).operations, "without the output of an encoder it attends to itself alone"
+        return
+    with pytest.raises(UntraceableError, match=reason):
+        traced(layer)
+
+
+def test_dropout_in_training_ends_a_trace() -> None:
+    layer = BertLayer(BertConfig(**SIZES)).train()
+    with pytest.raises(UntraceableError):
+        EncoderTrace(torch.float32, attention=ATTENTION_NAME).encoder_layer(layer, 24, usual_form(BertLayer))
+
+
+class Doubled(BertEncoder):
+    def forward(self, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        for layer in self.layer:
+            hidden_states = layer(hidden_states, attention_mask) * 2
+        return hidden_states
+
+
+class Skipping(BertEncoder):
+    def forward(self, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        for layer in self.layer:
+            first = layer(hidden_states, attention_mask)
+        return first
+
+
+class Unmasked(BertEncoder):
+    def forward(self, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        for layer in self.layer:
+            hidden_states = layer(hidden_states, attention_mask + 1)
+        return hidden_states
+
+
+class Plain(BertEncoder):
+    def forward(self, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        for layer in self.layer:
+            hidden_states = layer(hidden_states, attention_mask)
+        return hidden_states
+
+
+@pytest.mark.parametrize("kind", [BertEncoder, Plain, Doubled, Skipping, Unmasked])
+def test_encoders_do_nothing_but_call_their_layers(kind: type[BertEncoder]) -> None:
+    encoder = kind(BertConfig(**SIZES)).eval()
+    trace = StackTrace(torch.float32, set(encoder.layer))
+    if kind not in (BertEncoder, Plain):
+        with pytest.raises(UntraceableError):
+            trace.stack(encoder, 24, usual_form(kind))
+        return
+    trace.stack(encoder, 24, usual_form(kind))
+    assert [each.layer for each in trace.called] == list(encoder.layer)
+    out = trace.outcome(torch.ones(1))
+    assert (out if kind is Plain else out.last_hidden_state).equal(torch.ones(1))
+
+
+def test_a_layer_that_is_not_known_ends_the_trace_of_an_encoder() -> None:
+    encoder = BertEncoder(BertConfig(**SIZES)).eval()
+    with pytest.raises(UntraceableError, match="more than its layers"):
+        StackTrace(torch.float32, {encoder.layer[0]}).stack(encoder, 24, usual_form(BertEncoder))
