@@ -19,7 +19,7 @@ from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.unchanged import has_own_forward
 from ...undo.instance import Mixin, mixed_class
 from ...undo.state import FUSED
-from ..activations import NativeActivation, composed_activation
+from ..composed_activation import NativeActivation, composed_activation
 from ..joined_layer import joins
 from ..modules import (
     FusedGate,

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, OpenAIGPTConfig, OpenAIGPT
 from transformers.activations import ACT2FN
 
 import hf_accel
-from hf_accel.fused.activations import NativeActivation, composed_activation
+from hf_accel.fused.composed_activation import NativeActivation, composed_activation
 from hf_accel.kernels import cpu as kernels
 from hf_accel.undo.instance import mixed_class
 from hf_accel.undo.state import FUSED
