@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 import hf_accel
 from hf_accel.fused import encoder_programme
 from hf_accel.fused.encoder_programme import EncoderProgramme
-from hf_accel.fused.hf.encoder_calls import EncoderCalls
+from hf_accel.fused.hf.encoder_calls import MOST_KINDS, EncoderCalls
 from hf_accel.kernels import cpu as kernels
+from hf_accel.recognition.encoder_trace import EncoderTrace
 from hf_accel.undo.state import FUSED
 from tests.families.models import enliven
 
@@ -219,6 +220,31 @@ def test_heads_and_inference_mode() -> None:
         if expected.shape[:2] == real.shape:
             found, expected = found[real], expected[real]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_calls_in_turns_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches with and without padding, which have a mask or none."""
+    ours, traced = hf_accel.patch(build(), weights=None), Counter[str]()
+    call = EncoderTrace.call
+
+    def watched(self: EncoderTrace, module: nn.Module, *args: Any) -> Any:
+        traced[type(module).__name__] += 1
+        return call(self, module, *args)
+
+    monkeypatch.setattr(EncoderTrace, "call", watched)
+    for _ in range(3):
+        ours(**batch([6, 4])), ours(**batch([6, 6])), ours(**batch([6]), output_hidden_states=True)
+    assert traced == {"BertEncoder": 3, "BertLayer": 9}
+
+
+@torch.no_grad()
+def test_many_kinds_of_calls_do_not_pile_up() -> None:
+    ours, x = hf_accel.patch(build(), weights=None), torch.randn(1, 3, 60)
+    layer = ours.encoder.layer[0]
+    for number in range(30):
+        layer(x, num_items_in_batch=number)
+    assert len(vars(layer)[FUSED]._known) <= MOST_KINDS
 
 
 # -- what is asked for -----------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ one to the next, padding is left out once for all of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from transformers.utils import output_capturing
 from ...attention import PlannedAttention
 from ...attention.cpu import LARGEST_DIM, CpuBackend
 from ...kernels.cpu.library import native
-from ...recognition.encoder_trace import MASK, CallForm, EncoderTrace, LayerOfStack, StackTrace, bound
+from ...recognition.encoder_trace import MASK, CallForm, EncoderTrace, StackTrace, bound
 from ...recognition.trace import UntraceableError
 from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, Read, Reads, has_own_forward
 from ...undo.instance import Mixin, original_class
@@ -41,17 +43,49 @@ class EncoderForward(Mixin):
 
 
 Kind = tuple[CallForm, torch.dtype, int]  # of a call: its arguments, the dtype and the width of the hidden states
+MOST_KINDS = 8  # of calls that are kept
+Computation = Callable[[Tensor, RowLayout], Any]  # of [B, T, width] -> what the module's code would return
+
+
+class Known(ABC):
+    """What is known of the calls of one kind of one module."""
+
+    @abstractmethod
+    def is_current(self) -> bool:
+        """Return whether all that this was made of is the same."""
+
+    @abstractmethod
+    def computation(self) -> Computation | None:
+        """Return what computes such a call; None if the module's own code must, as where a hook wants to see a module
+        that is not called.
+        """
+
+
+class UnknownCode(Known):
+    """The module's code could not be traced."""
+
+    def __init__(self, reads: list[Read]) -> None:
+        self._reads = Reads(reads)
+
+    def is_current(self) -> bool:
+        return self._reads.hold()
+
+    def computation(self) -> None:
+        return None
 
 
 class EncoderCalls(ABC):
-    """The trace of one module. It is made at the first call, and again when something has changed that it depends on.
+    """What is known of the calls of one module: it is traced at the first call of each kind, and again when something
+    has changed that this depends on.
 
     A copy or a pickle starts without it, because it may hold addresses.
     """
 
     def __init__(self) -> None:
-        self.kind: Kind | None = None  # of the call that was traced
-        self._failed: Reads | None = None  # the reads of a trace that could not be made
+        self._known: dict[Kind, Known] = {}
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the module's result; None if its own code must run."""
@@ -59,72 +93,58 @@ class EncoderCalls(ABC):
         if given is None or not native(given[0]):
             return None
         x, mask, form = given
-        if x.ndim != 3 or x.numel() == 0 or not self.is_ready(module, (form, x.dtype, x.shape[2])):
+        if x.ndim != 3 or x.numel() == 0:
             return None
-        layout = layout_of(mask, x.shape[0], x.shape[1])
-        return None if layout is None else self.compute(x, layout)
+        compute = self.known(module, (form, x.dtype, x.shape[2])).computation()
+        layout = None if compute is None else layout_of(mask, x.shape[0], x.shape[1])
+        return None if compute is None or layout is None else compute(x, layout)
 
-    def is_ready(self, module: nn.Module, kind: Kind) -> bool:
-        """Return whether the trace stands for calls of this kind, and nobody wants to see a module that is in it."""
-        same = kind == self.kind
-        if same and self._failed is not None and self._failed.hold():
-            return False
-        if not same or self._failed is not None or not self.is_current():
-            self.kind, self._failed = kind, None
+    def known(self, module: nn.Module, kind: Kind) -> Known:
+        """Return what is known of calls of this kind now."""
+        known = self._known.get(kind)
+        if known is None or not known.is_current():
+            if len(self._known) >= MOST_KINDS:
+                self._known.clear()
             reads: list[Read] = []
             try:
-                self.make(module, kind, reads)
+                known = self.make(module, kind, reads)
             except UntraceableError:
-                self._failed = Reads(reads)
-                return False
-        return self.is_unobserved()
+                known = UnknownCode(reads)
+            self._known[kind] = known
+        return known
 
     @abstractmethod
-    def make(self, module: nn.Module, kind: Kind, reads: list[Read]) -> None:
+    def make(self, module: nn.Module, kind: Kind, reads: list[Read]) -> Known:
         """Trace a call of the module. Raises UntraceableError, when `reads` are what this depends on."""
-
-    @abstractmethod
-    def is_current(self) -> bool:
-        """Return whether all that the trace has read is the same."""
-
-    @abstractmethod
-    def is_unobserved(self) -> bool:
-        """Return whether no hook would notice that modules are not called."""
-
-    @abstractmethod
-    def compute(self, x: Tensor, layout: RowLayout) -> Any:
-        """x: [B, T, width] -> what the module's code would return."""
 
 
 class EncoderLayerCalls(EncoderCalls):
     """The EncoderCalls of a layer."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.programme: EncoderProgramme | None = None
-
-    def __reduce__(self) -> Any:
-        return EncoderLayerCalls, ()
-
-    def make(self, module: nn.Module, kind: Kind, reads: list[Read]) -> None:
+    def make(self, module: nn.Module, kind: Kind, reads: list[Read]) -> KnownEncoderLayer:
         form, dtype, width = kind
         trace = EncoderTrace(dtype)
         trace.reads = reads
         trace.encoder_layer(module, width, form)
-        self.programme = EncoderProgramme(trace, scale_of(trace, masked=MASK in form.tensors))
+        return KnownEncoderLayer(EncoderProgramme(trace, scale_of(trace, masked=MASK in form.tensors)))
+
+
+class KnownEncoderLayer(Known):
+    """A layer that is one native call."""
+
+    def __init__(self, programme: EncoderProgramme) -> None:
+        self.programme = programme
 
     def is_current(self) -> bool:
-        return self.programme is not None and self.programme.is_current()
+        return self.programme.is_current()
 
-    def is_unobserved(self) -> bool:
-        assert self.programme is not None
+    def computation(self) -> Computation | None:
         collected = output_capturing._active_collector.get()
         if collected and not HIDDEN_STATES.issuperset(collected):
-            return False
-        return all(map(_only_collects, self.programme.hooks()))
+            return None
+        return self._compute if all(map(_only_collects, self.programme.hooks())) else None
 
-    def compute(self, x: Tensor, layout: RowLayout) -> Any:
-        assert self.programme is not None
+    def _compute(self, x: Tensor, layout: RowLayout) -> Any:
         out = layout.padded(self.programme(layout.rows(x), layout))
         return (out, *[None] * (self.programme.arity - 1)) if self.programme.arity else out
 
@@ -132,54 +152,50 @@ class EncoderLayerCalls(EncoderCalls):
 class EncoderStackCalls(EncoderCalls):
     """The EncoderCalls of an encoder, all of whose layers have EncoderLayerCalls."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.trace: StackTrace | None = None
-        self._layers: list[tuple[LayerOfStack, EncoderLayerCalls, Kind]] = []
-        self._types: list[type] = []
-        self._reads = Reads(())
-
-    def __reduce__(self) -> Any:
-        return EncoderStackCalls, ()
-
-    def make(self, module: nn.Module, kind: Kind, reads: list[Read]) -> None:
+    def make(self, module: nn.Module, kind: Kind, reads: list[Read]) -> KnownStack:
         form, dtype, width = kind
         known = {each for each in module.modules() if isinstance(vars(each).get(FUSED), EncoderLayerCalls)}
-        self.trace = trace = StackTrace(dtype, known)
+        trace = StackTrace(dtype, known)
         trace.reads = reads
         trace.stack(module, width, form)
-        layers = [(each, vars(each.layer)[FUSED], (each.form, dtype, width)) for each in trace.called]
-        self._types = [type(each.layer) for each in trace.called]
+        return KnownStack(trace, [(each.layer, (each.form, dtype, width)) for each in trace.called])
+
+
+class KnownStack(Known):
+    """An encoder that does nothing but call layers. layers: each of them, and the kind of its call."""
+
+    def __init__(self, trace: StackTrace, layers: list[tuple[nn.Module, Kind]]) -> None:
+        self._trace, self._layers = trace, layers
+        self._types = [type(layer) for layer, _ in layers]
+        self._calls: list[EncoderLayerCalls] = [vars(layer)[FUSED] for layer, _ in layers]
+        for layer, calls in zip(trace.called, self._calls, strict=True):
+            trace.note(vars(layer.layer), FUSED, calls)
         if not all(issubclass(each, EncoderForward) for each in self._types):
             raise UntraceableError("a layer has another forward")
-        for each, calls, _ in layers:
-            reads.append(Read(vars(each.layer), FUSED, calls))
-        self._layers, self._reads = layers, Reads(reads)
+        self._reads = Reads(trace.reads)
 
     def is_current(self) -> bool:
-        return self._reads.hold() and [type(each.layer) for each, _, _ in self._layers] == self._types
+        return self._reads.hold() and [type(layer) for layer, _ in self._layers] == self._types
 
-    def is_unobserved(self) -> bool:
+    def computation(self) -> Computation | None:
         if output_capturing._active_collector.get() or any(GLOBAL_HOOKS):
-            return False
-        assert self.trace is not None
-        if not all(_only_collects(hook) for hooks in self.trace.hooks for hook in hooks.values()):
-            return False
-        for each, calls, kind in self._layers:
-            own = vars(each.layer)
-            if has_own_forward(each.layer) or not all(_only_collects(h) for name in HOOKS for h in own[name].values()):
-                return False
-            if not calls.is_ready(each.layer, kind) or calls.programme is None or calls.programme.arity:
-                return False
-        return True
+            return None
+        hooks = [*self._trace.hooks, *(vars(layer)[name] for layer, _ in self._layers for name in HOOKS)]
+        if not all(_only_collects(hook) for each in hooks for hook in each.values()):
+            return None
+        programmes: list[EncoderProgramme] = []
+        for calls, (layer, kind) in zip(self._calls, self._layers, strict=True):
+            known = None if has_own_forward(layer) else calls.known(layer, kind)
+            if not isinstance(known, KnownEncoderLayer) or known.programme.arity or known.computation() is None:
+                return None
+            programmes.append(known.programme)
+        return partial(self._compute, programmes)
 
-    def compute(self, x: Tensor, layout: RowLayout) -> Any:
-        assert self.trace is not None
+    def _compute(self, programmes: list[EncoderProgramme], x: Tensor, layout: RowLayout) -> Any:
         rows = layout.rows(x)
-        for _, calls, _ in self._layers:
-            assert calls.programme is not None
-            rows = calls.programme(rows, layout)
-        return self.trace.outcome(layout.padded(rows))
+        for programme in programmes:
+            rows = programme(rows, layout)
+        return self._trace.outcome(layout.padded(rows))
 
 
 def _only_collects(hook: Any) -> bool:
