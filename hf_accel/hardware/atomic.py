@@ -122,18 +122,33 @@ def _unfinished(place: Path) -> Iterator[Path]:
             warnings.warn(f"{folder} could not be deleted; it is of no use", HfAccelWarning, stacklevel=2)
 
 
-def _lock(folder: Path) -> int | None:
-    """Return a file descriptor that locks the folder until it is closed; None where the system has no locks."""
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Let one process at a time into the block; others on this machine wait. A lock dies with its process.
+
+    file: what is locked, made if it is not there, and left.
+    """
+    lock = _lock(file, os.O_RDWR | os.O_CREAT, waits=True)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(path: Path, flags: int = os.O_RDONLY, *, waits: bool = False) -> int | None:
+    """Return a file descriptor that locks a folder or file until it is closed; None where the system has no locks, or,
+    unless it `waits`, where another process holds it."""
     try:
         import fcntl
     except ImportError:  # Windows
         return None
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(path, flags)
     except OSError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
         return None

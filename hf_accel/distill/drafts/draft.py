@@ -208,9 +208,8 @@ def _examples(decoder: Decoder, rows: list[list[int]], rewriting: Rewriting) -> 
     chosen = set(random.Random(rewriting.seed).sample(range(len(rows)), round(rewriting.share * len(rows))))
     examples = [{"input_ids": row, "labels": row} for i, row in enumerate(rows) if i not in chosen]
     prompts = [prompt_of(rows[i], rewriting.prompt_tokens) for i in sorted(chosen)]
-    with logging.tqdm(
-        total=len(prompts), desc="The target writes", unit=" rows", disable=not rewriting.progress_bar
-    ) as bar:
+    bar = logging.tqdm(total=len(prompts), desc="The target writes", unit=" rows", disable=not rewriting.progress_bar)
+    with bar:
         for start in range(0, len(prompts), AT_ONCE):
             some = prompts[start : start + AT_ONCE]
             made = decoder.run(some, [max(1, rewriting.max_length - len(prompt)) for prompt in some])

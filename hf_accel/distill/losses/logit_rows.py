@@ -20,7 +20,7 @@ Index = slice | Tensor
 
 
 @dataclass(frozen=True)
-class _Indexed:
+class Indexed:
     """The base of all kinds. The first field is a tensor of the leading shape and one dimension more; every
     tensor among the fields begins with the leading shape."""
 
@@ -28,7 +28,7 @@ class _Indexed:
         return self.shape[0]
 
     def __getitem__(self, index: Index) -> Self:
-        return self._with_each(lambda tensor: tensor[index])
+        return self.with_each(lambda tensor: tensor[index])
 
     @property
     def shape(self) -> torch.Size:
@@ -37,15 +37,15 @@ class _Indexed:
 
     def flat(self) -> Self:
         last = len(self.shape) - 1
-        return self._with_each(lambda tensor: tensor.flatten(0, last))
+        return self.with_each(lambda tensor: tensor.flatten(0, last))
 
-    def _with_each(self, change: Callable[[Tensor], Tensor]) -> Self:
+    def with_each(self, change: Callable[[Tensor], Tensor]) -> Self:
         changed = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **changed)
 
 
 @dataclass(frozen=True)
-class DenseRows(_Indexed):
+class DenseRows(Indexed):
     """logits: [N, V], any float dtype."""
 
     logits: Tensor
@@ -75,7 +75,7 @@ class PickedRows(DenseRows):
 
 
 @dataclass(frozen=True)
-class HeadRows(_Indexed):
+class HeadRows(Indexed):
     """hidden: [N, H], what goes into the head; the logits are made when needed, for a few rows at a time."""
 
     hidden: Tensor
@@ -94,7 +94,7 @@ class HeadRows(_Indexed):
 
 
 @dataclass(frozen=True)
-class TopRows(_Indexed):
+class TopRows(Indexed):
     """The best tokens, and all other tokens as one.
 
     ids: int64 [N, k], different in a row. log_probs: float [N, k], of those ids among all tokens, softened by T.

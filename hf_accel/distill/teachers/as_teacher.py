@@ -15,7 +15,7 @@ from transformers.utils import CONFIG_NAME
 from ...errors import UnsupportedError
 from ...models import unwrapped
 from .cache_files import INDEX, PARTIAL
-from .identity import AUTO_CLASSES, auto_class_of
+from .labels import auto_class_of
 from .live import BaseTeacher, ModelTeacher
 from .teacher import Teacher
 from .teacher_cache import TeacherCache
@@ -81,12 +81,12 @@ def load_teacher(
 
 
 def _load(name: str, student: Any, keywords: dict[str, Any]) -> PreTrainedModel:
-    kind = auto_class_of(student)
-    if kind is None:
+    loader = auto_class_of(student)
+    if loader is None:
         known = type(unwrapped(student)).__name__
         raise UnsupportedError(f"teacher_model={name!r}: load it yourself; no class is known for {known}")
     try:
-        model: PreTrainedModel = getattr(transformers, AUTO_CLASSES[kind]).from_pretrained(name, **keywords)
+        model: PreTrainedModel = getattr(transformers, loader).from_pretrained(name, **keywords)
     except OSError as error:
         raise UnsupportedError(
             f"teacher_model={name!r} is no folder of a model or of a TeacherCache, and no model of this name can be "

@@ -1,7 +1,9 @@
-"""The way in which a model reads its labels: the label of each position, and the divisor of the loss."""
+"""What a model predicts, and the way in which it reads its labels: the label of each position, and the divisor of the
+loss."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,12 +17,49 @@ from transformers.loss.loss_utils import (
     ForSequenceClassificationLoss,
     ForTokenClassification,
 )
+from transformers.models.auto import modeling_auto
 
 from ...errors import UnsupportedError
 from ...models import unwrapped
 from ..losses.positions import learnt
 
 CLASSIFYING = (ForSequenceClassificationLoss, ForTokenClassification)
+AUTO_CLASSES = {  # how modeling_auto's mappings are called, and who loads their classes
+    "SEQ_TO_SEQ_CAUSAL_LM": "AutoModelForSeq2SeqLM",
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "MASKED_LM": "AutoModelForMaskedLM",
+    "TOKEN_CLASSIFICATION": "AutoModelForTokenClassification",
+    "SEQUENCE_CLASSIFICATION": "AutoModelForSequenceClassification",
+}
+TASKS = {
+    "AutoModelForCausalLM": "causal",
+    "AutoModelForMaskedLM": "token",
+    "AutoModelForTokenClassification": "token",
+    "AutoModelForSequenceClassification": "sequence",
+}
+
+
+def auto_class_of(model: Any) -> str | None:
+    """The class that loads models of this one's class, or of one that it inherits from."""
+    loaders = _loaders()
+    return next((loaders[one.__name__] for one in type(unwrapped(model)).__mro__ if one.__name__ in loaders), None)
+
+
+@functools.cache
+def _loaders() -> dict[str, str]:
+    """The name of the auto class for the name of each of transformers' classes."""
+    found = {}
+    for mapping, loader in AUTO_CLASSES.items():
+        for names in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").values():
+            found.update(dict.fromkeys([names] if isinstance(names, str) else names, loader))
+    return found
+
+
+def task_of(model: Any) -> str | None:
+    """Return what a model's logits predict: "causal" is the next token, "token" each token itself, "sequence" a class
+    of the whole text. None if it is not known.
+    """
+    return TASKS.get(auto_class_of(model) or "")
 
 
 def loss_of(model: Any) -> Any:

@@ -16,7 +16,7 @@ import pytest
 
 from hf_accel import HfAccelError, HfAccelWarning, UnsupportedError
 from hf_accel.hardware import atomic
-from hf_accel.hardware.atomic import replaced_file, replaced_folder
+from hf_accel.hardware.atomic import locked, replaced_file, replaced_folder
 
 FILES = ("config.json", "model.bin", "inner/tokens.txt")
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="the test ends child processes")
@@ -273,3 +273,20 @@ def test_a_process_that_is_killed(tmp_path: Path, kills: int) -> None:
         assert version_at(place) in ("a", "b")
     write(place, "c")
     assert version_at(place) == "c" and list(tmp_path.iterdir()) == [place]
+
+
+@needs_fork
+def test_a_lock_makes_others_wait_and_dies_with_its_process(tmp_path: Path) -> None:
+    file, held, done = tmp_path / "lock", tmp_path / "held", tmp_path / "done"
+    child = os.fork()
+    if not child:
+        with locked(file):
+            held.touch()
+            time.sleep(0.3)
+            done.touch()
+            os._exit(0)
+    while not held.exists():
+        time.sleep(0.01)
+    with locked(file):
+        assert done.exists()
+    os.waitpid(child, 0)
