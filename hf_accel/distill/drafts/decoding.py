@@ -92,7 +92,7 @@ class Decoder:
         return [sequence.tokens[sequence.num_prompt :] for sequence in sequences]
 
     def _cache(self, lengths: Sequence[int], at_once: int | None) -> CacheConfig:
-        """On a GPU, pages for the longest sequences that can be under way together: a training needs the other memory.
+        """Leave a GPU's memory to the training but for pages of the longest sequences that can be under way together.
 
         lengths: the tokens of each sequence at its end.
         """

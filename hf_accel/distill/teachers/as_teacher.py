@@ -25,7 +25,7 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # of a model on a hub
 
 
 def as_teacher(teacher: Any) -> Teacher:
-    """A model, "base" for the student without its adapters, a Teacher, or the folder of a TeacherCache."""
+    """The Teacher for a model, for "base" (the student without its adapters), or for the folder of a TeacherCache."""
     if isinstance(teacher, Teacher):
         return teacher
     if isinstance(teacher, str) and teacher == "base":
@@ -65,7 +65,7 @@ def load_teacher(
     device: torch.device,
     keywords: dict[str, Any] | str | None = None,
 ) -> Teacher:
-    """A name or path is loaded for the student's task, with `keywords` for from_pretrained. "base" is a LoRA student
+    """Load a name or path for the student's task, with `keywords` for from_pretrained. "base" is a LoRA student
     without its adapters. A model is moved to `device`, unless it was placed or quantized by others."""
     is_name = names_model(given)
     if keywords and not is_name:

@@ -78,7 +78,7 @@ class Index:
 
     @classmethod
     def read(cls, file: Path) -> Index:
-        """Raises HfAccelError, with the file's name, for what is not an intact index of this format."""
+        """Raise HfAccelError, with the file's name, for what is not an intact index of this format."""
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
             version = content["format"]
@@ -134,7 +134,7 @@ class Shard:
     """One file, mapped into memory: a row is read from the disk when it is asked for, and checked then."""
 
     def __init__(self, file: Path, settings: CacheSettings) -> None:
-        """Raises HfAccelError, with the file's name, if it is missing, cut short or of other settings."""
+        """Raise HfAccelError, with the file's name, if it is missing, cut short or of other settings."""
         self.file = file
         try:
             with safe_open(file, framework="pt") as opened:

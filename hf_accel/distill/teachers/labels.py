@@ -1,4 +1,4 @@
-"""What a model predicts, and the way in which it reads its labels: the label of each position, and the divisor of the
+"""The task of a model, and the way in which it reads its labels: the label of each position, and the divisor of the
 loss."""
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Divisor:
         self._probe: Tensor | None = None
 
     def watch(self, kwargs: dict[str, Any]) -> None:
-        """Before a forward pass: puts the probe into its keywords if the answer is not known."""
+        """Put the probe into the keywords of a forward pass if the answer is not known."""
         items = kwargs.get("num_items_in_batch")
         self._probe = None
         if self.is_given is None and items is not None:
@@ -125,7 +125,7 @@ class Divisor:
             kwargs["num_items_in_batch"] = self._probe
 
     def settle(self, loss: Tensor) -> Tensor | None:
-        """After it. Returns the sum of the labels' cross entropies, float32, if the loss's derivative tells it:
+        """Return the sum of the labels' cross entropies, float32, if the derivative of the pass's loss tells it:
         d(sum / items) / d(items) = -sum / items^2."""
         probe, self._probe = self._probe, None
         if probe is None or not loss.requires_grad:
@@ -135,12 +135,13 @@ class Divisor:
         return None if slope is None else -slope * probe.detach() ** 2
 
     def of(self, items: Any, labels: int) -> Any:
-        """items: the number given to the forward pass or None; labels: how many the micro-batch has."""
+        """Return the divisor. items: the number given to the forward pass or None; labels: how many the micro-batch
+        has."""
         return items if self.is_given and items is not None else max(labels, 1)
 
 
 def check_reading(own: Tensor, logits: Tensor, labels: Tensor, shift: bool) -> None:
-    """Compares the sum of cross entropies in the model's own loss with ours under both readings. Raises
+    """Compare the sum of cross entropies in the model's own loss with ours under both readings, and raise
     UnsupportedError if the other reading explains it and this one does not. A loss of another kind passes."""
     if labels.dim() < 2:
         return

@@ -153,7 +153,7 @@ class TeacherCache(Teacher):
                 shard.row(number)
 
     def check(self, student: Any, objective: Objective, tokenizer: Any = None) -> None:
-        """See Teacher. The rows that are asked for from now on are for this objective."""
+        """Check as Teacher does. The rows that are asked for from now on are for this objective."""
         known = self.settings.tokenizer
         if known is not None and tokenizer is not None and hash_vocabulary(tokenizer) != known:
             raise UnsupportedError(f"{self.path} was built with another tokenizer; use that one, or build it again")
@@ -179,7 +179,8 @@ class TeacherCache(Teacher):
             )
 
     def rows(self, inputs: Mapping[str, Any], select: Tensor, *, compact: bool = False) -> Rows:
-        """See Teacher. Raises UnsupportedError for a text that is not stored, or a position without an answer."""
+        """Answer as Teacher does. Raises UnsupportedError for a text that is not stored, or a position without an
+        answer."""
         if self._objective is None:
             raise HfAccelError("TeacherCache.check(student, objective) comes before rows(): it says for which loss")
         found = [self._answers(text) for text in texts_at(select, batch_texts(inputs))]

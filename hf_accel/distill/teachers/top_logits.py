@@ -99,7 +99,7 @@ class TopLogits(Indexed):
 
 
 def top_logits(logits: Tensor, kept: KeptLogits, generator: torch.Generator | None = None) -> TopLogits:
-    """logits: [N, V], any float dtype, on any device; what comes back is there too.
+    """Choose what is kept of logits [N, V], of any float dtype, on any device; the result is there too.
 
     The best logit of each row is taken off first: the distribution stays, and float16 is left with numbers near 0,
     where it is fine. The sums are those of the best ones *as rounded* to the dtype and of the exact rest, so that
