@@ -48,7 +48,7 @@ class Transfer:
         self.teacher, self.settings, self.seed = teacher, settings, seed
         self.projections: Projections | None = None
         self.last: dict[str, Tensor] = {}  # losses of the newest micro-batch, without their weights
-        self._handles: list[Any] = []
+        self.captures: tuple[Capture, ...] = ()
         self._student: Any = None
 
     def install(self, student: Any) -> None:
@@ -70,15 +70,11 @@ class Transfer:
             capture.install()
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        if self._student is None:
-            return
-        for capture in getattr(self, "captures", ()):
+        for capture in self.captures:
             capture.remove()
-        self._student._modules.pop(PROJECTIONS, None)
-        self._student = None
+        if self._student is not None:
+            self._student._modules.pop(PROJECTIONS, None)
+            self._student = None
 
     # -- what is learnt from what ----------------------------------------------------------------------
 
@@ -99,17 +95,6 @@ class Transfer:
             device = next(student.parameters()).device
             self.projections = Projections(self.hidden, widths[0], widths[1], self.seed).to(device)
         student.add_module(PROJECTIONS, self.projections)
-        prefix = f"{PROJECTIONS}."
-
-        def leave_out(module: Any, state: dict[str, Any], at: str, metadata: Any) -> None:
-            for name in [name for name in state if name.startswith(at + prefix)]:
-                del state[name]
-
-        def not_missed(module: Any, keys: Any) -> None:
-            keys.missing_keys[:] = [name for name in keys.missing_keys if prefix not in name]
-
-        self._handles.append(student.register_state_dict_post_hook(leave_out))
-        self._handles.append(student.register_load_state_dict_post_hook(not_missed))
 
     # -- one pass --------------------------------------------------------------------------------------
 
@@ -315,6 +300,14 @@ def projections_of(layer: nn.Module, where: str) -> dict[str, Site]:
 # -- projections -----------------------------------------------------------------------------------------
 
 
+class Unsaved(nn.ParameterDict):
+    """Parameters that are trained with a model, and are in no state dict of it."""
+
+    def _save_to_state_dict(self, *given: Any) -> None: ...
+
+    def _load_from_state_dict(self, *given: Any) -> None: ...
+
+
 class Projections(nn.Module):
     """Learned linear maps to its teacher's width, one for each student layer of `layers`.
 
@@ -324,7 +317,7 @@ class Projections(nn.Module):
     def __init__(self, layers: Iterable[int], student_width: int, teacher_width: int, seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.weights = nn.ParameterDict()
+        self.weights = Unsaved()
         for layer in layers:
             weight = torch.empty(teacher_width, student_width, dtype=torch.float32)
             self.weights[str(layer)] = nn.Parameter(nn.init.orthogonal_(weight, generator=generator))
@@ -333,10 +326,14 @@ class Projections(nn.Module):
         """Map [..., H_s] to float32 [..., H_t]."""
         return nn.functional.linear(hidden.float(), self.weights[str(layer)])
 
+    def named(self) -> dict[str, Tensor]:
+        """The maps by their names in a file."""
+        return {name: weight.detach() for name, weight in self.named_parameters()}
+
 
 def save_projections(projections: Projections, folder: str) -> None:
     """Write the file whole or not at all. Raises HfAccelError if it cannot be written."""
-    state = {name: value.detach().cpu().contiguous() for name, value in projections.state_dict().items()}
+    state = {name: weight.cpu().contiguous() for name, weight in projections.named().items()}
     with replaced_file(Path(folder) / FILE, errors=(SafetensorError,)) as unfinished:
         save_file(state, unfinished)
 
@@ -350,10 +347,11 @@ def load_projections(projections: Projections, folder: str) -> None:
             f"hidden_weight=0"
         )
     found = load_file(path)
-    shapes, wanted = ({name: tuple(x.shape) for name, x in of.items()} for of in (found, projections.state_dict()))
+    shapes, wanted = ({name: tuple(x.shape) for name, x in of.items()} for of in (found, projections.named()))
     if shapes != wanted:
         raise UnsupportedError(
             f"{path} holds {shapes}, and this training needs {wanted}: resume with the same teacher and the same "
             f"hidden_layer_map"
         )
-    projections.load_state_dict(found)
+    for name, weight in projections.named().items():
+        weight.copy_(found[name])
