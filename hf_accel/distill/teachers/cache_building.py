@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -27,6 +28,7 @@ from .teacher import PACKING
 from .texts import READ, Text, batch_texts
 from .top_logits import top_logits
 
+SHARD = re.compile(r"shard-(\d{5,})\.safetensors")
 SEED = 0
 # This many batches are sorted by length together.
 SORTED_BATCHES = 64
@@ -95,9 +97,10 @@ class CacheBuilder:
         if overwrite:
             (self.folder / PARTIAL).unlink(missing_ok=True)
         name = next((name for name in (PARTIAL, INDEX) if not overwrite and (self.folder / name).exists()), None)
-        self._index = Index(self.settings, [])
+        self._index, names = Index(self.settings, []), [file.name for file in self.folder.iterdir()]
         if name is not None:
             found = Index.read(self.folder / name)
+            names += found.shards
             if different := found.settings.differences(self.settings):
                 what = "a teacher's cache" if name == INDEX else "an interrupted build"
                 raise UnsupportedError(
@@ -108,6 +111,7 @@ class CacheBuilder:
                     shard = Shard(self.folder / file, self.settings)
                     self._known |= {key: _sum(shard.positions(at)) for at, key in enumerate(shard.keys)}
                     self._index.shards.append(file)
+        self._number = max((int(shard[1]) for name in names if (shard := SHARD.fullmatch(name))), default=-1) + 1
         # A build that goes on draws other ids than the one that was interrupted.
         self._generator = torch.Generator(self.teacher.device).manual_seed(SEED + len(self._index.shards))
 
@@ -195,11 +199,10 @@ class CacheBuilder:
     def _flush(self) -> None:
         if not self._waiting:
             return
-        number = max((int(file.stem.split("-")[1]) for file in self._shards()), default=-1) + 1
-        file = self.folder / f"shard-{number:05d}.safetensors"
+        file = self.folder / f"shard-{self._number:05d}.safetensors"
         keys, rows = zip(*self._waiting, strict=True)
         write_shard(file, self.settings, keys, rows)
-        self._waiting, self._bytes = [], 0
+        self._number, self._waiting, self._bytes = self._number + 1, [], 0
         self._index.shards.append(file.name)
         self._index.write(self.folder / PARTIAL)
 
@@ -207,12 +210,10 @@ class CacheBuilder:
         self._flush()
         self._index.write(self.folder / INDEX)
         (self.folder / PARTIAL).unlink(missing_ok=True)
-        for file in self._shards():
-            if file.name not in self._index.shards:
+        listed = set(self._index.shards)
+        for file in self.folder.iterdir():
+            if SHARD.fullmatch(file.name) and file.name not in listed:
                 file.unlink()
-
-    def _shards(self) -> list[Path]:
-        return list(self.folder.glob("shard-[0-9]*.safetensors"))
 
 
 def _sum(positions: Tensor) -> int:
