@@ -92,7 +92,8 @@ class Decoder:
         return [sequence.tokens[sequence.num_prompt :] for sequence in sequences]
 
     def _cache(self, lengths: Sequence[int], at_once: int | None) -> CacheConfig:
-        """Leave a GPU's memory to the training but for pages of the longest sequences that can be under way together.
+        """Leave a GPU's memory to the training, except for pages of the longest sequences that can be under way
+        together.
 
         lengths: the tokens of each sequence at its end.
         """

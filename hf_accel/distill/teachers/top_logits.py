@@ -19,7 +19,7 @@ from ..losses.objective import Objective
 CHUNK_BYTES = 2**25
 LEAST = 1e-30
 NOTHING = -1e30
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+STORED_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 SMALL_VOCABULARY = 2**16
 
 
@@ -37,7 +37,7 @@ class KeptLogits:
     def __post_init__(self) -> None:
         if not self.temperatures or not all(0 < t < math.inf for t in self.temperatures):
             raise UnsupportedError(f"temperatures={self.temperatures}: one or more finite numbers above 0")
-        one_of("dtype", self.dtype, tuple(DTYPES))
+        one_of("dtype", self.dtype, tuple(STORED_DTYPES))
         if not 0 <= self.samples < self.top_k or (self.samples and self.is_whole):
             raise UnsupportedError(
                 f"samples={self.samples}: at least one of the top_k={self.top_k} ids is the best one, and nothing can "
@@ -137,5 +137,5 @@ def _draw(log_weights: Tensor, count: int, generator: torch.Generator | None) ->
 
 
 def _rounded(logits: Tensor, kept: KeptLogits) -> Tensor:
-    dtype = DTYPES[kept.dtype]
+    dtype = STORED_DTYPES[kept.dtype]
     return logits.clamp_min(torch.finfo(dtype).min).to(dtype)

@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_accel.distill.losses.distillation_loss import divergence_sum
 from hf_accel.distill.losses.logit_rows import DenseRows, TopRows
 from hf_accel.distill.losses.objective import LOSSES, Objective
-from hf_accel.distill.teachers.top_logits import DTYPES, KeptLogits, TopLogits, top_logits
+from hf_accel.distill.teachers.top_logits import STORED_DTYPES, KeptLogits, TopLogits, top_logits
 from hf_accel.errors import HfAccelError
 
 TEACHER = torch.tensor([[0.7, 0.2, 0.1]]).log()
@@ -51,7 +51,7 @@ def test_what_is_read_back_is_near_and_sums_to_one(dtype: str, shift: float) -> 
     torch.testing.assert_close(read.exp().sum(-1), torch.ones(50))
     true = (logits / 2).log_softmax(-1).gather(-1, kept.ids.long())
     near = true > -6
-    assert (read - true)[near].abs().max() < 12 * torch.finfo(DTYPES[dtype]).eps + shift * 1e-6
+    assert (read - true)[near].abs().max() < 12 * torch.finfo(STORED_DTYPES[dtype]).eps + shift * 1e-6
 
 
 def draws(logits: Tensor, kept: KeptLogits, count: int, objective: Objective) -> TopRows:
