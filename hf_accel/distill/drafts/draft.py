@@ -198,7 +198,6 @@ def _examples(
     most half a row) up to max_length tokens, and of these the prompt is not learnt."""
     examples = [{"input_ids": row, "labels": row} for i, row in enumerate(rows) if i not in chosen]
     prompts = [prompt_of(rows[i], prompt_tokens) for i in sorted(chosen)]
-    # Where transformers' bars are switched off, the block gives none.
     bar = logging.tqdm(total=len(prompts), desc="The target writes", unit=" rows", disable=not progress_bar)
     with bar:
         for start in range(0, len(prompts), AT_ONCE):

@@ -258,13 +258,11 @@ def keep_in_config(config: Any, kept: Sequence[int]) -> None:
             setattr(config, name, sum(i >= total - value for i in kept))
         elif name in NUMBERS and isinstance(value, list | tuple):
             setattr(config, name, type(value)(kept.index(i) for i in value if i in kept))
-        elif isinstance(value, list | tuple) and len(value) == total and _is_of_layers(name):
+        elif name in NOT_OF_LAYERS or name.endswith(("token_id", "token_ids")):
+            continue
+        elif isinstance(value, list | tuple) and len(value) == total:
             setattr(config, name, type(value)(value[i] for i in kept))
     config.num_hidden_layers = len(kept)
-
-
-def _is_of_layers(name: str) -> bool:
-    return name not in NOT_OF_LAYERS and not name.endswith(("token_id", "token_ids"))
 
 
 # -- the weights ---------------------------------------------------------------------------------------

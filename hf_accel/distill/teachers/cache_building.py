@@ -111,7 +111,8 @@ class CacheBuilder:
                     shard = Shard(self.folder / file, self.settings)
                     self._known |= {key: _sum(shard.positions(at)) for at, key in enumerate(shard.keys)}
                     self._index.shards.append(file)
-        self._number = max((int(shard[1]) for name in names if (shard := SHARD.fullmatch(name))), default=-1) + 1
+        numbers = [int(match[1]) for name in names if (match := SHARD.fullmatch(name))]
+        self._number = max(numbers, default=-1) + 1
         # A build that goes on draws other ids than the one that was interrupted.
         self._generator = torch.Generator(self.teacher.device).manual_seed(SEED + len(self._index.shards))
 

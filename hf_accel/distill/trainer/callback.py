@@ -117,7 +117,9 @@ def refuse_loss(trainer: Trainer) -> None:
     """Raise UnsupportedError for a trainer of TRL's, or a subclass of one, that computes a loss of its own."""
     for method in METHODS:
         owner = next(
-            kind for kind in type(trainer).__mro__ if method in vars(kind) and _library(kind) in KNOWN_LIBRARIES
+            kind
+            for kind in type(trainer).__mro__
+            if method in vars(kind) and kind.__module__.partition(".")[0] in KNOWN_LIBRARIES
         )
         if owner.__module__ not in MODELS_OWN:
             raise UnsupportedError(
@@ -126,10 +128,6 @@ def refuse_loss(trainer: Trainer) -> None:
                 "wrong one; distil in transformers' Trainer, TRL's SFTTrainer or hf_accel.DistillationTrainer, "
                 "before or after it"
             )
-
-
-def _library(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
 
 
 def running_trainer() -> Trainer | None:

@@ -170,7 +170,8 @@ class DistillationHook:
         name = "log_probs" if is_summed else "loss"
         try:
             if self._learns_logits:
-                output[name] = self._mixed(model, inputs, output)
+                mix = self._mix_log_probs if is_summed else self._mix_hidden if self.fused else self._mix_logits
+                output[name] = mix(model, inputs, output)
             elif not is_summed:
                 self._divisor.settle(output.loss)
                 self.is_divided = bool(self._divisor.is_given)
@@ -188,12 +189,6 @@ class DistillationHook:
         labels = output.label_mask.bool() if is_summed else None
         output[name].register_hook(lambda gradient: self._on_backward(gradient, labels))
         return output
-
-    def _mixed(self, model: Any, inputs: dict[str, Any], output: Any) -> Tensor:
-        """The loss, or log_probs where the trainer makes the loss of them, with the teacher's share."""
-        if inputs.get("fused_lm_head"):
-            return self._mix_log_probs(model, inputs, output)
-        return self._mix_hidden(model, inputs, output) if self.fused else self._mix_logits(model, inputs, output)
 
     def _on_backward(self, gradient: Tensor, labels: Tensor | None) -> None:
         """Note whether the pass learns. labels: which log_probs are of a label; None where `gradient` is that of a
