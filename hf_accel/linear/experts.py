@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from ..config import Activations
 from ..errors import UnsupportedError
-from .backend import Backend, GroupedExperts, LinearSpec
+from .backends.backend import Backend, GroupedExperts, LinearSpec
+from .backends.reference import differentiable_linear
+from .backends.registry import BackendChoice
 from .formats import QuantizedWeight, state, zeros
 from .layer import QuantModule
-from .reference import differentiable_linear
-from .registry import BackendChoice
 
 # The parameters of transformers' fused experts, and the names of the modules that hold them quantized. These names are
 # others, because transformers cuts and renames what is called like the parameters while it saves and loads.

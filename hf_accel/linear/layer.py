@@ -15,11 +15,11 @@ from ..config import Activations
 from ..errors import HfAccelWarning, UnsupportedError
 from ..kernels.cpu.library import native
 from ..tensors import product_dtype
-from .backend import LinearSpec
+from .backends.backend import LinearSpec
+from .backends.reference import differentiable_linear
+from .backends.registry import BackendChoice, choose
 from .formats import FLOAT8, Layout, QuantizedWeight, converts, from_state, kind_of, readable, state, zeros
 from .methods.rtn import quantize_like
-from .reference import differentiable_linear
-from .registry import BackendChoice, choose
 from .writable import Lender, WritableWeight, plain
 
 TAKEN_BACK = 0.25  # share of a change that may be left of it: rounding in bfloat16

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config import WeightConfig
 from ..errors import UnsupportedError
 from ..keywords import one_of
-from .backend import LinearSpec
+from .backends.backend import LinearSpec
 from .formats import KINDS, Format, Layout, check_group_size
 from .layer import QuantModule
 

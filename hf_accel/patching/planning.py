@@ -24,8 +24,8 @@ from ..hardware import detect, read_bandwidth
 from ..kernels.cpu.library import FLOATS
 from ..linear import ExpertWeights, LinearSpec, QuantModule, Workers
 from ..linear import choose as choose_linear
+from ..linear.backends.measured_tiles import Measuring
 from ..linear.hf import stored_experts
-from ..linear.measured_tiles import Measuring
 from ..linear.nf4 import choose_nf4, nf4_refusal, require_bitsandbytes
 from ..parallel.context import context_parallel
 from ..parallel.tensor_plan import check_split, tensor_parallel

@@ -8,8 +8,8 @@ import torch
 
 from hf_accel.config import Layout
 from hf_accel.linear import BACKENDS, LinearSpec
+from hf_accel.linear.backends.reference import REFERENCES
 from hf_accel.linear.formats import MXFP4, Float4Weight
-from hf_accel.linear.reference import REFERENCES
 
 NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 TAKEN = [backend for backend in BACKENDS if "mxfp4" in backend.layouts and backend.is_for("cpu")]

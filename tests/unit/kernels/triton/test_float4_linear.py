@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from hf_accel.linear.triton import Triton
+from hf_accel.linear.backends.triton import Triton
 from tests.devices import triton_device
 from tests.unit.linear.test_float4 import made
 

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from hf_accel.kernels import triton as kernels
+from hf_accel.linear.backends.reference import REFERENCES
 from hf_accel.linear.formats import readable
-from hf_accel.linear.reference import REFERENCES
 from tests.devices import triton_device
 
 from .test_quantized_linear import BF16, FLOATS8, FP16, TOLERANCE, runs, weight_of, weight_of_zeros
 
 pytest.importorskip("triton")
 from hf_accel.kernels.triton.quantized_linear import stacked
-from hf_accel.linear import tiles, torch_blocks
-from hf_accel.linear.backend import FEW_ROWS
-from hf_accel.linear.torch_blocks import TorchBlocks, by_output, serves
+from hf_accel.linear.backends import tiles, torch_blocks
+from hf_accel.linear.backends.backend import FEW_ROWS
+from hf_accel.linear.backends.torch_blocks import TorchBlocks, by_output, serves
 
 
 @pytest.fixture

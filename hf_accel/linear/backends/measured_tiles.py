@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from ..errors import HfAccelError, HfAccelWarning
-from ..hardware.atomic import replaced_file
-from ..kernels import triton as kernels
+from ...errors import HfAccelError, HfAccelWarning
+from ...hardware.atomic import replaced_file
+from ...kernels import triton as kernels
 from .backend import Backend, LinearSpec
 from .registry import BackendChoice
 from .timing import example
@@ -66,7 +66,7 @@ class Measuring:
         return self.said[asked]
 
     def _measure(self, backend: Triton, spec: LinearSpec, of_experts: bool) -> str:
-        from ..kernels.triton.quantized_linear import stacked
+        from ...kernels.triton.quantized_linear import stacked
         from .tiles import MEASURED, candidates, key_of
 
         shape = backend.pack(example(replace(spec, device_type="meta"), spec.out_features))
@@ -167,7 +167,7 @@ def place() -> str:
 @functools.cache
 def _kernels() -> str:
     """Another word if a kernel of a linear changes."""
-    from ..kernels.triton.programs import multiply, multiply_integers, rounded
+    from ...kernels.triton.programs import multiply, multiply_integers, rounded
     from . import torch_blocks
 
     modules = (multiply, multiply_integers, rounded, torch_blocks)
@@ -192,7 +192,7 @@ def read(path: Path) -> Seconds:
 
 def seconds_of(rows: int, weight: Any, tile: Any, dtype: torch.dtype) -> float:
     """The least time of one call, after some that compile and warm up."""
-    from ..kernels.triton.launch import uncached_seconds
+    from ...kernels.triton.launch import uncached_seconds
     from .torch_blocks import multiply
 
     x = torch.ones(rows, weight.in_features, dtype=dtype, device=weight.integers.device)

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import triton as kernels
-from ..tensors import is_recorded
-from .activations import EightBits
+from ...kernels import triton as kernels
+from ...tensors import is_recorded
+from ..activations import EightBits
+from ..formats import ByteWeight, Float4Weight, Int4Weight, Layout, QuantizedWeight, kind_of
 from .backend import FEW_ROWS, Backend, GroupedExperts, LinearSpec, Rounding
-from .formats import ByteWeight, Float4Weight, Int4Weight, Layout, QuantizedWeight, kind_of
 
 BLOCKS = {
     "int4": (128, 64, 32),
@@ -33,7 +33,7 @@ class TritonExperts(GroupedExperts):
     """One launch over weights that lie one after the other, with the tiles of `backend`."""
 
     def __init__(self, parts: Sequence[Any], backend: Triton) -> None:
-        from ..kernels.triton.quantized_linear import parts_of_stack, stacked
+        from ...kernels.triton.quantized_linear import parts_of_stack, stacked
 
         self.weight, self.backend = stacked(parts), backend
         self.parts = parts_of_stack(self.weight)
@@ -42,7 +42,7 @@ class TritonExperts(GroupedExperts):
         return not (torch.is_grad_enabled() or is_recorded() or torch.is_autocast_enabled(x.device.type))
 
     def run(self, x: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
-        from ..kernels.triton.quantized_linear import quantized_linear
+        from ...kernels.triton.quantized_linear import quantized_linear
         from .tiles import for_experts
 
         rows_of_one = -(-len(x) // len(self.parts))
@@ -71,7 +71,7 @@ def recorded_blocked_linear(
     bias: Tensor | None, in_features: int, row_invariant: bool, rounding: str, layout: str,
 ) -> Tensor:  # fmt: skip
     """The kernel as a torch operator, which compiled and exported graphs can record. layout: its settings as JSON."""
-    from ..kernels.triton.quantized_linear import BlockedWeight
+    from ...kernels.triton.quantized_linear import BlockedWeight
 
     weight = BlockedWeight(
         integers=integers, scale=scale, in_features=in_features, layout=_layout_of(layout), zero_point=zero_point,
@@ -142,7 +142,7 @@ class Triton(Backend):
         return f"calls with more than {FEW_ROWS} rows may round activations to {self.rounded_to.upper()}"
 
     def pack(self, weight: QuantizedWeight) -> Any:
-        from ..kernels.triton.quantized_linear import BlockedWeight
+        from ...kernels.triton.quantized_linear import BlockedWeight
 
         out_features, in_features = weight.shape
         layout = replace(weight.layout, ordered=False, scale_dtype=None)

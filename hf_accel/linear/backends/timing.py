@@ -7,9 +7,9 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from ..hardware.speed import least_seconds
+from ...hardware.speed import least_seconds
+from ..formats import QuantizedWeight, state, zeros
 from .backend import Backend, LinearSpec
-from .formats import QuantizedWeight, state, zeros
 
 TIMED = 2**24  # weights at most; a larger layer is taken in proportion
 MULTIPLE = 64  # outputs that every backend takes

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..config import WeightConfig
-from ..kernels import cpu as kernels
-from ..kernels.cpu.integer_linear import (
+from ...config import WeightConfig
+from ...kernels import cpu as kernels
+from ...kernels.cpu.integer_linear import (
     IntegerExperts,
     IntegerLinear,
     PackedWeight,
@@ -21,10 +21,9 @@ from ..kernels.cpu.integer_linear import (
     stored_scales,
     unpack,
 )
-from ..kernels.cpu.library import FLOATS, native
-from ..tensors import is_recorded
-from .backend import Backend, GroupedExperts, LinearSpec
-from .formats import (
+from ...kernels.cpu.library import FLOATS, native
+from ...tensors import is_recorded
+from ..formats import (
     Float4Weight,
     Int4Weight,
     Int8Weight,
@@ -33,7 +32,8 @@ from .formats import (
     check_group_size,
     pack_zero_points,
 )
-from .methods.rtn import refuse_not_finite
+from ..methods.rtn import refuse_not_finite
+from .backend import Backend, GroupedExperts, LinearSpec
 
 GROUP_MULTIPLE = 8  # inputs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from ..errors import UnsupportedError
+from ...errors import UnsupportedError
 from .backend import Backend, LinearSpec
 from .cpu import Cpu
 from .onednn import OneDNN

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..config import Layout
-from ..kernels.triton.quantized_linear import BlockedWeight, LinearTile
+from ...config import Layout
+from ...kernels.triton.quantized_linear import BlockedWeight, LinearTile
 from .backend import FEW_ROWS, Rounding
 from .torch_blocks import TorchBlocks, serves
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..formats import Int8Weight, QuantizedWeight, chunks
 from .backend import Backend, LinearSpec
-from .formats import Int8Weight, QuantizedWeight, chunks
 
 READ_ROWS = 4  # beyond, the kernel reads the weight again for every 4 rows
 ALIGNMENT = 64  # bytes; the kernel loads whole aligned vectors

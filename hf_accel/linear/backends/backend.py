@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..config import Activations, WeightConfig
-from .activations import EightBits
-from .formats import Layout, QuantizedWeight, zero_point_bytes
-from .methods.rtn import quantize
+from ...config import Activations, WeightConfig
+from ..activations import EightBits
+from ..formats import Layout, QuantizedWeight, zero_point_bytes
+from ..methods.rtn import quantize
 
 Rounding = Literal["never", "many rows", "always"]  # the rows that a backend rounds to 8 bits
 FEW_ROWS = 256  # on a GPU memory is the limit up to here; beyond, products are, and 8 bits have faster ones

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels import ACTIVATION_GROUP
-from ..kernels import triton as kernels
-from ..kernels.triton.quantized_linear import BlockedWeight, LinearTile, quantized_linear, rounding
-from .formats import FLOAT8
+from ...kernels import ACTIVATION_GROUP
+from ...kernels import triton as kernels
+from ...kernels.triton.quantized_linear import BlockedWeight, LinearTile, quantized_linear, rounding
+from ..formats import FLOAT8
 
 MAJOR = 9  # compute capability 9.0; torch refuses these scales before and after
 MULTIPLE = 16  # rows and outputs that cuBLAS takes

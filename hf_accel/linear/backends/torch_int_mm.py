@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .activations import quantize_rows
+from ..activations import quantize_rows
+from ..formats import Int8Weight, QuantizedWeight
 from .backend import Backend, LinearSpec
-from .formats import Int8Weight, QuantizedWeight
 
 LEAST_ROWS = 17  # torch._int_mm takes no fewer on a GPU
 SIZE_MULTIPLE = 8  # and inputs and outputs in multiples of it
