@@ -17,6 +17,7 @@ import hf_accel
 from hf_accel import HfAccelError
 from hf_accel.linear import QuantExperts
 from hf_accel.linear.formats import MXFP4, state
+from hf_accel.undo.state import state_of
 
 EXPERTS, HIDDEN, INNER = 4, 64, 96
 IDS = torch.tensor([[3, 5, 7, 11, 2, 9, 4, 8]])
@@ -106,7 +107,22 @@ def test_a_model_computes_in_4_bits_and_is_saved_so(stored: Path, tmp_path: Path
             assert all(torch.equal(tensor, same[name]) for name, tensor in stored_form.items())
     with torch.no_grad():
         assert torch.equal(again(IDS).logits, ours)
-    assert hf_accel.estimate(model, context=64, bandwidth=1e9, compute=1e9).weights_by_kind["experts"] > 0
+
+
+def test_the_plan_and_the_estimate_count_what_is_there(stored: Path) -> None:
+    model = hf_accel.load(stored)
+    line, rest = (line for line in state_of(model).description["choices"] if line["topic"] == "weights")
+    assert (line["what"], line["reason"]) == ("4 weights of experts", "as stored")
+    assert re.fullmatch(r"mxfp4 group 32 by \w+", line["choice"]) and rest["choice"] == "as they are"
+    numbers = 2 * EXPERTS * 3 * INNER * HIDDEN  # in both layers
+    found = hf_accel.estimate(model, context=64, bandwidth=1e9, compute=1e9)
+    assert found.weights == "mxfp4"
+    biases = 2 * EXPERTS * (2 * INNER + HIDDEN) * 2  # bfloat16
+    assert found.weights_by_kind["experts"] == numbers // 2 + biases
+    assert found.weights_by_kind["scales"] == numbers // 32
+    as_bytes = hf_accel.estimate(model, context=64, weights="int8", bandwidth=1e9, compute=1e9)
+    assert as_bytes.weights == "int8" and as_bytes.weights_by_kind["experts"] == numbers + biases
+    assert hf_accel.estimate(model, context=64).weights == "mxfp4", "measured by its own products"
 
 
 @pytest.mark.parametrize(
