@@ -125,10 +125,11 @@ class QuantModule(Lender, nn.Module):
         if self.held is not None and (before.dtype, before.device) != (after.dtype, after.device):
             self.held.let_go()
         stored = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
-        self._buffers.update({name: readable(tensor) for name, tensor in stored.items()})  # else fn would convert FP8
+        kept = {name: t.dtype for name, t in stored.items() if t.dtype is FLOAT8 or name in self.kind.kept}
+        self._buffers.update({name: stored[name].view(torch.uint8) for name in kept})  # else fn would convert them
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name in (name for name, tensor in stored.items() if tensor.dtype is FLOAT8):
-            self._buffers[name] = self._buffers[name].view(FLOAT8)  # type: ignore[union-attr]
+        for name, dtype in kept.items():
+            self._buffers[name] = self._buffers[name].view(dtype)  # type: ignore[union-attr]
         return self.pack() if packed else self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -195,13 +196,14 @@ class QuantModule(Lender, nn.Module):
         buffers = {name: None if tensor is None else readable(tensor) for name, tensor in stored.items()}
         _keep_for_child(buffers)
         packed = self.choice is not None
+        bytewise = [name for name, tensor in stored.items() if tensor is not None and tensor.dtype is FLOAT8]
         gone = {"choice": None, "_input_order": None, "_lent": None}
-        return self.__dict__ | {"_buffers": buffers, "_packed": packed, **gone}
+        return self.__dict__ | {"_buffers": buffers, "_packed": packed, "_bytewise": bytewise, **gone}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         packed, buffers = attributes["_packed"], dict(attributes["_buffers"])
-        if attributes["kind"].format == "fp8":  # which torch can write as a pickle and not read
-            buffers["weight"] = buffers["weight"].view(FLOAT8)
+        for name in attributes.pop("_bytewise"):  # torch can write FP8 as a pickle and not read it
+            buffers[name] = buffers[name].view(FLOAT8)
         super().__setstate__(attributes | {"_packed": None, "_buffers": buffers})  # type: ignore[no-untyped-call]
         if packed:
             self.pack()

@@ -62,6 +62,7 @@ class Matrix(Structure):
         pointers="weight scales zeros minima bias",
         ints="scale_dtype bias_dtype",
         sizes_="column",
+        floats="divisor",
     )
 
 

@@ -9,19 +9,19 @@ import torch
 from hf_accel.config import Layout
 from hf_accel.linear import BACKENDS, LinearSpec
 from hf_accel.linear.backends.reference import REFERENCES
-from hf_accel.linear.formats import MXFP4, Float4Weight
+from hf_accel.linear.formats import MXFP4, Mxfp4Weight
 
 NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 TAKEN = [backend for backend in BACKENDS if "mxfp4" in backend.layouts and backend.is_for("cpu")]
 
 
-def made(outputs: int, inputs: int, exponents: tuple[int, int] = (116, 124)) -> tuple[Float4Weight, np.ndarray]:
+def made(outputs: int, inputs: int, exponents: tuple[int, int] = (116, 124)) -> tuple[Mxfp4Weight, np.ndarray]:
     """A weight, and its numbers in float64 by E2M1 and E8M0."""
     packed = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
     scales = torch.randint(*exponents, (outputs, inputs // 32), dtype=torch.uint8)
     codes = np.stack((packed.numpy() & 15, packed.numpy() >> 4), axis=-1).reshape(outputs, inputs)
     numbers = np.where(codes & 8, -1.0, 1.0) * NUMBERS[codes & 7]
-    return Float4Weight(packed, scales), numbers * np.repeat(2.0 ** (scales.numpy().astype(float) - 127), 32, axis=1)
+    return Mxfp4Weight(packed, scales), numbers * np.repeat(2.0 ** (scales.numpy().astype(float) - 127), 32, axis=1)
 
 
 def test_the_numbers_are_exact() -> None:
@@ -33,7 +33,7 @@ def test_the_numbers_are_exact() -> None:
 
 def test_parts_are_joined_again() -> None:
     weight, _ = made(12, 64)
-    again = Float4Weight.joined([weight.part(slice(i, i + 4)) for i in (0, 4, 8)])
+    again = Mxfp4Weight.joined([weight.part(slice(i, i + 4)) for i in (0, 4, 8)])
     assert torch.equal(again.weight_packed, weight.weight_packed)
     assert torch.equal(again.weight_scale, weight.weight_scale)
 
