@@ -16,7 +16,7 @@ from ..keywords import Default, checked_keywords, one_of
 if TYPE_CHECKING:
     import torch
 
-Format = Literal["int", "fp8", "mxfp4"]
+Format = Literal["int", "fp8", "mxfp4", "nvfp4"]
 Activations = Literal["auto", "int8", "fp8"] | None
 Method = Literal["rtn", "gptq", "awq"]
 Bits = Literal[8, 4, 3, 2]
@@ -39,7 +39,7 @@ LLM_INT8 = (
 )
 NOT_MADE = {  # formats that users know, and what to do
     "nvfp4": "nothing but the tensor cores of a Blackwell GPU multiplies by it fast, and INT4 in groups of 32 takes "
-    "as many bytes; choose weights={'bits': 4, 'group_size': 32}",
+    "as many bytes; choose weights={'bits': 4, 'group_size': 32}, or hf_accel.load(path) for a checkpoint of it",
     **dict.fromkeys(("llm.int8", "llm_int8"), LLM_INT8),
 }
 BY_DATA = (

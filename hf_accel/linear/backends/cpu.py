@@ -80,7 +80,7 @@ class Cpu(Backend):
     """
 
     name = "cpu"
-    layouts = ("int8", "int4", "mxfp4")
+    layouts = ("int8", "int4", "mxfp4", "nvfp4")
     device_type = "cpu"
     dtypes = FLOATS
     activations = "int8"

@@ -23,6 +23,7 @@ BLOCKS = {
     "int8": (64, 32, 16),
     "fp8": (64, 32),
     "mxfp4": (32,),
+    "nvfp4": (32,),  # two groups
 }  # inputs that one product takes
 FEWER_BITS: dict[EightBits, tuple[str, ...]] = {"int8": ("int4",), "fp8": ()}  # that rounded rows multiply as well
 WITHOUT_GROUPS = (64, 32)  # of 8 bits with a scale for each output: the second for inputs that the first would cut
