@@ -32,7 +32,7 @@ GPT_OSS = {  # 380 MB of experts in INT8, of which a step reads a half; heads an
     "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 4096,
     "max_position_embeddings": 512, "eos_token_id": None, "pad_token_id": 0, "dtype": "bfloat16",
 }  # fmt: skip
-SMALL = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 2, "vocab_size": 64}  # for its buffers
+SMALL = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 4, "vocab_size": 64}  # for its buffers
 NEW_TOKENS = 12
 STEP_NOTE = (
     "Milliseconds of a step at batch 1: processor time of one thread, the median of the turns. Ratio: the median, "

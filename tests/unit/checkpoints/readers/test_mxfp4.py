@@ -111,10 +111,8 @@ def test_a_model_computes_in_4_bits_and_is_saved_so(stored: Path, tmp_path: Path
 
 def test_the_rest_takes_the_weights_that_were_asked_for(stored: Path, tmp_path: Path) -> None:
     change_scale(stored)
-    model, plain = (
-        hf_accel.load(stored, weights="int8", dtype=torch.float32),
-        hf_accel.load(stored, dtype=torch.float32),
-    )
+    model = hf_accel.load(stored, weights="int8", dtype=torch.float32)
+    plain = hf_accel.load(stored, dtype=torch.float32)
     attention = model.model.layers[0].self_attn.q_proj
     assert isinstance(attention, QuantLinear) and attention.layout.label == "int8"
     assert not isinstance(plain.model.layers[0].self_attn.q_proj, QuantLinear)
