@@ -90,8 +90,7 @@ class ExpertWeights(QuantModule):
 
     def forward(self, x: Tensor, expert: int, bias: Tensor | None = None) -> Tensor:
         """x [rows, in] -> [rows, out] of one expert, in the dtype of the activations. bias: [out]."""
-        choice = self.choice or self.pack().choice
-        assert choice is not None
+        choice = self.choice or self.pack().chosen
         rows, packed = x.to(choice.spec.dtype).contiguous(), self._packed.parts[expert]
         if torch.is_grad_enabled() and (rows.requires_grad or (bias is not None and bias.requires_grad)):
             out: Tensor = differentiable_linear(rows, bias, choice.backend, packed)
@@ -101,8 +100,7 @@ class ExpertWeights(QuantModule):
 
     def runs_together(self, x: Tensor) -> bool:
         """Return whether `together` may replace calls of this module with parts of x, which no hook must see."""
-        choice = self.choice or self.pack().choice
-        assert choice is not None
+        choice = self.choice or self.pack().chosen
         call, seen = self._packed.call, self._forward_pre_hooks or self._forward_hooks
         return call is not None and call.serves(x) and choice.spec.dtype is x.dtype and not seen
 

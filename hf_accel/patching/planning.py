@@ -177,7 +177,8 @@ def plan_linears(
 
     row_invariant: whether backends that are row-invariant come before the others.
     """
-    measuring = None if row_invariant else Measuring()
+    on_cpu = (device_type or model.device.type) == "cpu"  # where no backend has tiles
+    measuring = None if row_invariant or on_cpu else Measuring()
     if measuring is not None:
         for module in model.modules():
             if isinstance(module, QuantModule):  # of a quantized checkpoint

@@ -39,7 +39,7 @@ from .reader import (
 )
 
 NAME = "compressed-tensors"
-FORMATS = {  # by the type and the bits of the weights
+FORMATS: dict[tuple[object, object], tuple[str, ...]] = {  # by the type and the bits of the weights
     ("int", 4): ("pack-quantized", "int-quantized"), ("int", 8): ("pack-quantized", "int-quantized"),
     ("float", 8): ("float-quantized",), ("float", 4): ("nvfp4-pack-quantized",),
 }  # fmt: skip
@@ -201,7 +201,7 @@ def _checked(config: Mapping[str, Any], group: Mapping[str, Any]) -> Group:
     """Raises UnsupportedError for what is not read."""
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or None
     form, kind, bits = group.get("format") or config.get("format"), weights.get("type"), weights.get("num_bits")
-    if form not in FORMATS.get((str(kind), bits), ()):
+    if form not in FORMATS.get((kind, bits), ()):
         what = f"format={form!r} with weights of {bits} bits and type {kind!r}"
         known = (
             "integers of 4 and 8 bits in pack-quantized and int-quantized, and floats of 8 in float-quantized and "

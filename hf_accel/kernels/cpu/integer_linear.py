@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ...hardware.memory import large_pages
 from .. import ACTIVATION_GROUP
-from .library import DTYPES, kernel, threads
-from .structs import ExpertsCall, Linear, LinearCall, Matrix, epilogue_number, fields
+from .library import DTYPES, ExpertsCall, Linear, LinearCall, Matrix, epilogue_number, fields, kernel, threads
 
 BLOCK = 64  # outputs of a packed block
 FORMATS = {8: 3, 4: 5}  # the Dtype of types.h for each number of bits

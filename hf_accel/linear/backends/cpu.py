@@ -81,7 +81,7 @@ class Cpu(Backend):
 
     name = "cpu"
     layouts = ("int8", "int4", "mxfp4", "nvfp4")
-    device_type = "cpu"
+    device_types = ("cpu",)
     dtypes = FLOATS
     activations = "int8"
     row_invariant = True

@@ -29,7 +29,7 @@ class OneDNN(Backend):
 
     name = "onednn"
     layouts = ("int8",)
-    device_type = "cpu"
+    device_types = ("cpu",)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     activations = "int8"
     reference = "reference by row"

@@ -37,7 +37,7 @@ class TorchInt4(Backend):
 
     name = "torch"
     layouts = ("int4",)
-    device_type = "cpu"
+    device_types = ("cpu",)
     dtypes = (torch.bfloat16, torch.float32)
 
     def refuses(self, spec: LinearSpec) -> str | None:

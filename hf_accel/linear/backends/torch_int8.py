@@ -19,7 +19,7 @@ class TorchInt8(Backend):
 
     name = "torch"
     layouts = ("int8",)
-    device_type = "cpu"
+    device_types = ("cpu",)
     dtypes = (torch.bfloat16,)
 
     def refuses(self, spec: LinearSpec) -> str | None:

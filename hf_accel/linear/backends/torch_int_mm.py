@@ -23,7 +23,7 @@ class TorchIntMM(Backend):
 
     name = "torch"
     layouts = ("int8",)
-    device_type = "cuda"
+    device_types = ("cuda",)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     activations = "int8"
     reference = "reference by row"

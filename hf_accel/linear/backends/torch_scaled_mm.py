@@ -18,7 +18,7 @@ class TorchScaledMM(Backend):
 
     name = "torch"
     layouts = ("fp8",)
-    device_type = "cuda"
+    device_types = ("cuda",)
     dtypes = (torch.bfloat16,)  # the one that torch returns where rows have scales
     activations = "fp8"
     reference = "reference by row"

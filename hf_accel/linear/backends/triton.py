@@ -61,7 +61,7 @@ def _tile(rows: int, weight: Any, dtype: torch.dtype, backend: Triton) -> Any:
 
 
 def _multiply(x: Tensor, weight: Any, bias: Tensor | None, backend: Triton) -> Tensor:
-    from .torch_blocks import multiply
+    from .tiles import multiply
 
     return multiply(x, weight, bias, _tile(len(x), weight, x.dtype, backend))
 
@@ -101,6 +101,7 @@ class Triton(Backend):
     """
 
     name = "triton"
+    device_types = kernels.DEVICES
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     own_formats_only = False
 
@@ -108,9 +109,6 @@ class Triton(Backend):
         self.row_invariant, self.rounding, self.rounded_to = row_invariant, rounding, rounded_to
         self.activations = rounded_to if rounding == "always" else None
         self.layouts = tuple(BLOCKS) if rounding == "never" else (rounded_to, *FEWER_BITS[rounded_to])
-
-    def is_for(self, device_type: str) -> bool:
-        return kernels.is_for(device_type)
 
     def refuses(self, spec: LinearSpec) -> str | None:
         reason = kernels.refusal(spec.device_type) or super().refuses(spec)

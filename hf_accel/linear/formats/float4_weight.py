@@ -42,7 +42,8 @@ class Float4Weight(QuantizedWeight):
         packed = torch.zeros(shape[0], shape[1] // 2, dtype=torch.uint8, device=device)
         scale = torch.zeros(shape[0], layout.groups(shape[1]), dtype=layout.scale_dtype, device=device)
         order = torch.arange(shape[1], dtype=torch.int32, device=device) if layout.ordered else None
-        return cls(packed, scale, input_order=order, **more)
+        tensors: dict[str, Any] = {"input_order": order, **more}
+        return cls(packed, scale, **tensors)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -84,7 +85,7 @@ class Float4Weight(QuantizedWeight):
 
     def rounded(self, weight: Tensor) -> Self:
         """Round a finite float weight [out, in] to nearest, with scales of its own."""
-        groups = weight.float().unflatten(1, (-1, self.group_size))
+        groups = weight.float().reshape(len(weight), -1, self.group_size)
         made = self.for_largest(groups.abs().amax(-1))
         steps = made._divided(made.factors()).unsqueeze(-1)
         levels = (groups / steps.masked_fill(steps == 0, 1)).flatten(1)

@@ -7,7 +7,7 @@ from hf_accel.hardware import speed
 from hf_accel.linear import choose
 from hf_accel.linear.backends import timing as module
 from hf_accel.linear.backends.reference import REFERENCES, Reference
-from hf_accel.linear.backends.timing import measure
+from hf_accel.linear.backends.registry import measure
 
 from ..specs import linear_spec
 
