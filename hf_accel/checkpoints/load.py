@@ -59,7 +59,7 @@ def load(
     (INT4, INT8, FP8, NVFP4A16), GPTQ (4 and 8 bits, also with act-order), AWQ, FP8 in blocks (DeepSeek, Qwen),
     MXFP4 (gpt-oss) and GGUF (Llama and Qwen; all types of blocks from Q2_K to Q8_0) are run in the bits that they
     have: nothing is rounded again, and nothing but the embedding of a GGUF file is held in floating point. Leave
-    weights= out for them, but for MXFP4: there it says how the rest is held, which the file has in bfloat16. A
+    weights= out for them, except for MXFP4: there it says how the rest is held, which the file has in bfloat16. A
     checkpoint of another quantizer, such as bitsandbytes, is loaded as transformers does, and everything but its
     Linears is patched.
     With distributed_config= a float model is loaded split, and then patched.

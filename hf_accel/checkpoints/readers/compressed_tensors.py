@@ -234,7 +234,7 @@ def _checked(config: Mapping[str, Any], group: Mapping[str, Any]) -> Group:
 
 
 def _checked_nvfp4(group: Mapping[str, Any], weights: Mapping[str, Any]) -> Group:
-    """As `_checked`, of a group whose weights are floats of 4 bits."""
+    """Check a group whose weights are floats of 4 bits. Raises UnsupportedError for what is not read."""
     for setting, known in (("strategy", "tensor_group"), ("group_size", NVFP4.group_size), ("symmetric", True)):
         if weights.get(setting, True) != known:
             raise refuse(NAME, f"has {setting}={weights.get(setting)!r} in {FORMATS['float', 4][0]}, not {known!r}")

@@ -5,7 +5,7 @@ import torch
 
 from hf_accel.hardware import speed
 from hf_accel.linear import choose
-from hf_accel.linear.backends import timing as module
+from hf_accel.linear.backends import registry as module
 from hf_accel.linear.backends.reference import REFERENCES, Reference
 from hf_accel.linear.backends.registry import measure
 
