@@ -45,7 +45,7 @@ class CpuWeight:
     """layout: of the stored weight. linear: the call, made for the bias that it was last run with."""
 
     weight: PackedWeight
-    layout: Layout
+    layout: Layout = field(compare=False)
     bias: Tensor | None = field(default=None, compare=False)
     linear: IntegerLinear | None = field(default=None, compare=False)
 
