@@ -11,7 +11,7 @@ from hf_accel.attention.hf import forward
 from hf_accel.checkpoints import packer
 from hf_accel.kernels import cpu, triton
 from hf_accel.linear import layer, nf4
-from hf_accel.linear.registry import choose
+from hf_accel.linear.backends.registry import choose
 from hf_accel.patching import planning
 
 

@@ -51,10 +51,7 @@ COMPOSITION = [  # each may use those before it
 BOOKKEEPING = {  # and what that may use
     "cache.pool",
     "config",
-    "config.cache_config",
-    "config.layout",
     "config.patch_config",
-    "config.speculative_config",
     "config.weight_config",
     "errors",
     "generation.sampling.stopping",

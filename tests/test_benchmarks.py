@@ -99,7 +99,7 @@ TABLES = {  # topic -> rows of each of its tables
     "isa": [5],
     "tiles": [4] * 8,
     "float_rows": [2, 2, 2],
-    "weight_formats": [2],
+    "weight_formats": [2, 4],
     "encoder_kernels": [2],
     "experts": [2, 2],
     "never_slower": [8, 2, 2],
@@ -144,8 +144,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr(Methods, "quicker", lambda self: replace_fields(quick(self), windows=1, length=128))
         for name, value in {"SHAPES": ((64, 96), (96, 64)), "COLD_BYTES": 0, "SECONDS": 0}.items():
             patch.setattr(float_rows, name, value)
-        for name, value in {"SHAPES": ((64, 96), (96, 64)), "COLD_BYTES": 0, "ROUNDS": 1}.items():
+        for name, value in {"SHAPES": ((64, 96), (96, 64)), "COLD_BYTES": 0, "ROUNDS": 1, "NEW_TOKENS": 2}.items():
             patch.setattr(weight_formats, name, value)
+        patch.setattr(weight_formats, "GPT_OSS", weight_formats.GPT_OSS | weight_formats.SMALL)
         small = {"ENCODERS": {"small": encoder_kernels.Encoder(32, 2, 64)}, "SECONDS": 0}
         small["BATCHES"] = {"1 x 16": [16], "of 3 and 5": [3, 5]}
         for name, value in small.items():

@@ -54,12 +54,14 @@ def load(
 ) -> PreTrainedModel:
     """Load a checkpoint and patch it: a float one, one of ours, or one that another program quantized.
 
-    path: a folder, a name on the Hub or a .gguf file. keywords: those of hf_accel.patch() and of from_pretrained();
-    load_in_4bit=True is weights="int4", load_in_8bit=True is weights="int8". compressed-tensors (INT4, INT8, FP8),
-    GPTQ (4 and 8 bits, also with act-order), AWQ, FP8 in blocks (DeepSeek, Qwen), MXFP4 (gpt-oss) and GGUF (Llama and
-    Qwen; all types of blocks from Q2_K to Q8_0) are run in the bits that they have: nothing is rounded again, and
-    nothing but the embedding of a GGUF file is held in floating point. Leave weights= out for them. A checkpoint of
-    another quantizer, such as bitsandbytes, is loaded as transformers does, and everything but its Linears is patched.
+    path: a folder, a name on the Hub or a .gguf file. keywords: those of hf_accel.patch() and of
+    from_pretrained(); load_in_4bit=True is weights="int4", load_in_8bit=True is weights="int8". compressed-tensors
+    (INT4, INT8, FP8, NVFP4A16), GPTQ (4 and 8 bits, also with act-order), AWQ, FP8 in blocks (DeepSeek, Qwen),
+    MXFP4 (gpt-oss) and GGUF (Llama and Qwen; all types of blocks from Q2_K to Q8_0) are run in the bits that they
+    have: nothing is rounded again, and nothing but the embedding of a GGUF file is held in floating point. Leave
+    weights= out for them, except for MXFP4: there it says how the rest is held, which the file has in bfloat16. A
+    checkpoint of another quantizer, such as bitsandbytes, is loaded as transformers does, and everything but its
+    Linears is patched.
     With distributed_config= a float model is loaded split, and then patched.
 
     The class is the one that config.json names under architectures. Raises UnsupportedError for an unknown keyword and

@@ -36,7 +36,7 @@ from .contents import COPY, check_float_model, check_report
 from .packer import Packer, make_packer
 from .readers.gguf_reader import Gguf, LazyTensor, forget_files
 from .readers.own import check_loaded, check_numbers
-from .readers.reader import headers_of
+from .readers.reader import ForeignReader, headers_of
 
 HUB_KEYWORDS = (
     "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
@@ -88,7 +88,9 @@ def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
             for tensor in stored:
                 release(tensor)
     trim()
-    todo = make_plan(model, replace(settings.patch, weights=None))
+    # Where a file holds nothing but experts quantized, weights= says how the rest is held.
+    rest = settings.patch.weights if isinstance(reader, ForeignReader) and reader.of_experts else None
+    todo = make_plan(model, replace(settings.patch, weights=rest if "weights" in settings.patch.explicit else None))
     note = () if reader is None or reader.note is None else (Line("linear", "activations", "8 bits", reader.note),)
     apply_plan(replace(todo, config=settings.patch, lines=(*todo.lines, *note)))
     state_of(model).originals.never_there = True
@@ -112,10 +114,12 @@ def load_checkpoint(path: str | os.PathLike[str], ours: dict[str, Any], keywords
     if stored is None:
         return load_model(quantization_config=_for_float_files(ours, keywords))
     method = stored.get("quant_method")
-    _leave_weights_out(ours, method)
+    reader = None if method == METHOD else reader_of(stored)
+    if not (isinstance(reader, ForeignReader) and reader.of_experts):
+        _leave_weights_out(ours, method)
     if method == METHOD:
         config.quantization_config = {**stored, **ours}
-    elif reader_of(stored) is not None:
+    elif reader is not None:
         config.quantization_config = {"quant_method": METHOD, "stored_as": stored, **ours}
     elif method in AUTO_QUANTIZATION_CONFIG_MAPPING:
         return patch(_whole(load_model), weights=None, **ours)

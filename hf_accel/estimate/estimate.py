@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from ..cache.quantized import QUANTIZED, dim_refusal
-from ..config import KVDtype, parse_weights
+from ..config import KVDtype, WeightConfig, parse_weights
 from ..errors import UnsupportedError
 from ..keywords import Default, checked_keywords, one_of, positive_int
+from ..linear import LinearSpec
 from ..models import without_adapters
 from .attention_bytes import AttentionBytes, attention_layers, encoder_layers
 from .result import Bound, Counted, Estimate
 from .roofline import Machine
 from .shapes import decoder_config, is_encoder, shapes_of
 from .this_machine import measure_machine
-from .unpatched import patched_settings
+from .unpatched import held_specs, patched_settings
 from .weights import weight_tensors
 from .workload import Workload
 
@@ -43,8 +46,9 @@ def estimate(
 
     model: a config, a path or name of one, or a model; a patched one counts as what it was before.
     context: tokens of each sequence; batch: sequences.
-    weights: as in `patch`; left out, what a patched model was patched with, else None, as they are. Linears and
-        experts that patch() knows take the bits and scales asked for, the head 8; embeddings stay.
+    weights: as in `patch`; left out, the formats that the layers of a patched or quantized model have, else None, as
+        they are. Linears and experts that patch() knows take the bits and scales asked for, the head 8; embeddings
+        stay.
     kv_dtype: None or "auto" for the model's dtype, "int8" or "fp8" for a byte per number and a scale per token, head,
         "int4" for half a byte; left out, that of a patched model's cache, else None.
     dtype: of a model built from a config; None takes the config's, else float32.
@@ -60,6 +64,7 @@ def estimate(
     positive_int("context", context)
     positive_int("batch", batch)
     patched = patched_settings(without_adapters(model)) if isinstance(model, nn.Module) else (None, None)
+    held = held_specs(model) if isinstance(weights, Default) and isinstance(model, nn.Module) else {}
     weights = patched[0] if isinstance(weights, Default) else weights
     kv_dtype = patched[1] if isinstance(kv_dtype, Default) else kv_dtype
     one_of("kv_dtype", kv_dtype, (None, *get_args(KVDtype)))
@@ -77,9 +82,9 @@ def estimate(
     for refusal in filter(None, (dim_refusal(layer.head_dim, QUANTIZED.get(kv_dtype or "")) for layer in layers)):
         raise UnsupportedError(f"kv_dtype={kv_dtype!r} was asked for, but {refusal}")
     workload = Workload(
-        tensors=tuple(weight_tensors(shapes, recipe)),
+        tensors=tuple(weight_tensors(shapes, recipe, held)),
         layers=layers,
-        weights=recipe.label if recipe else None,
+        weights=_label(recipe, held),
         dtype=shapes.dtype,
         kv_dtype=None if kv_dtype == "auto" else kv_dtype,
         context=context,
@@ -128,6 +133,15 @@ def _evaluate(workload: Workload, machine: Machine, *, name: str, price_per_hour
         cost_per_million_input_tokens=price_per_hour and 1e6 * price_per_hour / 3600 * prefill / prompts,
         counted=Counted(workload, machine),
     )
+
+
+def _label(recipe: WeightConfig | None, held: Mapping[str, LinearSpec]) -> str | None:
+    """Return the name of the weights' format: of layers that a model has, that of most numbers."""
+    numbers: Counter[str] = Counter()
+    for spec in held.values():
+        numbers[spec.layout.label] += spec.in_features * spec.out_features
+    main = max(numbers, key=numbers.__getitem__, default=None)
+    return recipe.label if recipe and main in (None, recipe.layout.label) else main
 
 
 def _positive_number(name: str, value: object) -> None:

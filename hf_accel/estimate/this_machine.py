@@ -30,7 +30,7 @@ from ..kernels.cpu.float_linear import TILE_ROWS, FloatLinear
 from ..kernels.cpu.library import FLOATS, refusal
 from ..kernels.layouts import KV, AttentionOptions
 from ..linear import LinearSpec, choose
-from ..linear.timing import example, timed_outputs
+from ..linear.backends.registry import example, timed_outputs
 from .attention_bytes import AttentionLayer
 from .roofline import ByRows, Machine
 from .weights import MULTIPLIED, WeightTensor

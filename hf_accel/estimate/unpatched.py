@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from ..linear import QuantExperts, QuantLinear, QuantModule
+from ..linear import LinearSpec, QuantExperts, QuantLinear, QuantModule
 from ..linear.nf4 import is_nf4
+from ..models import without_adapters
 from ..patching.twin import twin
 from ..undo.state import find_state
 
@@ -55,6 +56,12 @@ def _linear(layer: Any) -> nn.Linear:
     return nn.Linear(
         layer.in_features, layer.out_features, bias=layer.bias is not None, dtype=layer.compute_dtype, device="meta"
     )
+
+
+def held_specs(model: nn.Module) -> dict[str, LinearSpec]:
+    """Return how each quantized layer of ours is held, by its name."""
+    inner = without_adapters(model)
+    return {name: module.spec for name, module in inner.named_modules() if isinstance(module, QuantModule)}
 
 
 def patched_settings(model: nn.Module) -> tuple[Any, str | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -69,9 +69,12 @@ class WeightTensor:
         return stored.total() * (1 - (1 - self.share_per_token) ** tokens)
 
 
-def weight_tensors(model: PreTrainedModel, config: WeightConfig | None) -> Iterator[WeightTensor]:
-    """List every parameter of `model` once, quantized as `config` says.
+def weight_tensors(
+    model: PreTrainedModel, config: WeightConfig | None, held: Mapping[str, LinearSpec] | None = None
+) -> Iterator[WeightTensor]:
+    """List every parameter of `model` once, quantized as `config` says, or as the quantized layers are that it has.
 
+    held: the specs of these layers, by name.
     Raises UnsupportedError for a model whose linears are quantized, and for experts without a known number per token.
     """
     for name, module in model.named_modules():
@@ -90,7 +93,8 @@ def weight_tensors(model: PreTrainedModel, config: WeightConfig | None) -> Itera
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 site = sites.get(id(parameter))
-                yield _tensor(model, module, parameter) if site is None else _linear(model, site, config)
+                counted = _tensor(model, module, parameter) if site is None else _linear(model, site, config)
+                yield counted if site is None or not held else replace(counted, spec=held.get(site.name))
 
 
 def _linear(model: PreTrainedModel, site: LinearSite, config: WeightConfig | None) -> WeightTensor:

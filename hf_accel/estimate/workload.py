@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..cache.quantized import QUANTIZED
-from ..linear.backend import FEW_ROWS
+from ..linear.backends.backend import FEW_ROWS
 from .attention_bytes import AttentionLayer
 from .roofline import Work
 from .weights import WeightTensor

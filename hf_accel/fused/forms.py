@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels import cpu, triton
-from ..kernels.cpu import elementwise, library
+from ..kernels.cpu import library, row_kernels
 from ..kernels.layouts import KV
 from ..recognition.source import gated_code
 from ..recognition.trial import RandomNumbers, Tolerance, agree, difference
@@ -58,7 +58,7 @@ def computes(x: object) -> bool:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float, round_first: bool) -> Tensor:
     """Compute rms_norm of kernels/cpu; x and weight are on one device."""
     if by_library(x):
-        return elementwise.rms_norm(x, weight, eps, offset=offset, round_first=round_first)
+        return row_kernels.rms_norm(x, weight, eps, offset=offset, round_first=round_first)
     from ..kernels.triton import layer_parts
 
     return layer_parts.rms_norm(x, weight, eps, offset=offset, round_first=round_first)
@@ -69,10 +69,10 @@ def rope(
 ) -> tuple[Tensor, Tensor]:
     """Compute rope of kernels/cpu; all tensors are on one device. cos, sin: [B or 1, T, D]."""
     if by_library(q):
-        return elementwise.rope(q, k, cos, sin, interleaved=interleaved, round_each=round_each)
+        return row_kernels.rope(q, k, cos, sin, interleaved=interleaved, round_each=round_each)
     from ..kernels.triton import layer_parts
 
-    each = elementwise.rounds_each(q.dtype, cos.dtype, round_each=round_each)
+    each = row_kernels.rounds_each(q.dtype, cos.dtype, round_each=round_each)
     return layer_parts.rope(q, k, cos, sin, interleaved=interleaved, round_each=each)
 
 
@@ -92,7 +92,7 @@ def rope_and_write(
     """Compute `rope` of q and k, and write K and V, by Triton in one launch. heads: q, k and v, [B, H, T, D]."""
     from ..kernels.triton import kv_write
 
-    each = elementwise.rounds_each(heads[0].dtype, tables[0].dtype, round_each=round_each)
+    each = row_kernels.rounds_each(heads[0].dtype, tables[0].dtype, round_each=round_each)
     return kv_write.rope_and_write(heads, tables, pages, slots, interleaved=interleaved, round_each=each)
 
 

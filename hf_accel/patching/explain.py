@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from ..fused.hf.layer_sites import JOINED, JOINS, KIND
 from ..generation import graphs
 from ..kernels import cpu as cpu_kernels
+from ..linear import ExpertWeights, QuantModule
 from ..parallel.tensor_plan import TensorParallel
 from .originals import files_of
 from .plan import Line, LinearPlan, Plan
@@ -59,8 +60,12 @@ def _attention_lines(plan: Plan) -> Iterator[Line]:
 
 
 def _weight_lines(plan: Plan) -> Iterator[Line]:
+    held = Counter(map(_held, (m for m in plan.model.modules() if isinstance(m, QuantModule))))
+    for (what, choice), count in held.items():
+        yield Line("weights", f"{count} {what}", choice, "as stored")
     if plan.config.weights is None:
-        yield Line("weights", "all", "as they are", "weights=None: read in place")
+        rest, why = ("the rest", "they are no quantized layers") if held else ("all", "weights=None: read in place")
+        yield Line("weights", rest, "as they are", why)
         return
     groups: dict[tuple[str, str, str], list[LinearPlan]] = {}
     for linear in plan.linears:
@@ -72,6 +77,14 @@ def _weight_lines(plan: Plan) -> Iterator[Line]:
     yield from _fold_lines(plan)
     if not plan.linears:
         yield Line("weights", "none", "as they are", "the model has no Linear modules")
+
+
+def _held(layer: QuantModule) -> tuple[str, str]:
+    """Return what a layer that a checkpoint holds quantized is, and its format with the backend."""
+    group_size = layer.layout.group_size
+    group = "" if group_size is None else f" group {group_size}"
+    what = "weights of experts" if isinstance(layer, ExpertWeights) else "linears"
+    return what, f"{layer.layout.label}{group} by {layer.chosen.backend.name}"
 
 
 def _fold_lines(plan: Plan) -> Iterator[Line]:

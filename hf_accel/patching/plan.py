@@ -19,7 +19,7 @@ from ..fused.projections import UNLIMITED
 from ..fused.sites import Dropped, FusedSite, ProjectionSite
 from ..generation.agreement import ALONE, ProcessAgreement
 from ..linear import BackendChoice, QuantLinear, QuantModule
-from ..linear.cpu import Cpu
+from ..linear.backends.cpu import Cpu
 from ..parallel.context import ContextParallel
 from ..parallel.tensor_plan import TensorParallel
 from ..recognition.unchanged import has_own_forward

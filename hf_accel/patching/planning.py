@@ -24,8 +24,8 @@ from ..hardware import detect, read_bandwidth
 from ..kernels.cpu.library import FLOATS
 from ..linear import ExpertWeights, LinearSpec, QuantModule, Workers
 from ..linear import choose as choose_linear
+from ..linear.backends.measured_tiles import Measuring
 from ..linear.hf import stored_experts
-from ..linear.measured_tiles import Measuring
 from ..linear.nf4 import choose_nf4, nf4_refusal, require_bitsandbytes
 from ..parallel.context import context_parallel
 from ..parallel.tensor_plan import check_split, tensor_parallel
@@ -177,7 +177,8 @@ def plan_linears(
 
     row_invariant: whether backends that are row-invariant come before the others.
     """
-    measuring = None if row_invariant else Measuring()
+    on_cpu = (device_type or model.device.type) == "cpu"  # where no backend has tiles
+    measuring = None if row_invariant or on_cpu else Measuring()
     if measuring is not None:
         for module in model.modules():
             if isinstance(module, QuantModule):  # of a quantized checkpoint

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hf_accel.hardware import processor
 from hf_accel.kernels.cpu import library
-from hf_accel.kernels.cpu.structs import Linear, Matrix
+from hf_accel.kernels.cpu.library import Linear, Matrix
 
 SETTINGS = "HF_ACCEL_EMULATED"  # for each level, best first, the command that runs the driver for it: a dict in JSON
 NATIVE = "avx2"  # the level of this machine that has the same lanes, and so the same bits

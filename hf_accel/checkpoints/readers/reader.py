@@ -20,6 +20,7 @@ from ...errors import HfAccelError, UnsupportedError
 from ...linear import QuantizedWeight
 from ...linear.experts import WEIGHT_MODULES
 from ...linear.formats import Layout
+from ...linear.layer_settings import module_settings
 from ...patching.originals import read_tensor
 
 MOST_GROUP = 128  # inputs: a larger group is cut, so that activations have scales of their own for as many inputs
@@ -77,11 +78,6 @@ class Description:
 
     layout: Layout
     activations: Activations = "auto"
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Return the settings of a layer of ours, as in config.json."""
-        return {**self.layout.settings, "activations": self.activations}
 
 
 class Reader(ABC):
@@ -141,7 +137,7 @@ class ForeignReader(Reader):
         return headers_of([Path(file) for file in files])
 
     def settings(self, stored: Parts, shape: tuple[int, int]) -> Mapping[str, Any]:
-        return self.describe(stored, shape).settings
+        return module_settings(self.describe(stored, shape))
 
     def patterns(self) -> dict[str, str]:
         """Regular expressions of the ends of names that are collected, each with its suffix; after `describe`."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import HfAccelError
 from ...kernels import cpu
 from ...kernels.cpu.library import DTYPES
-from ...kernels.cpu.logits import argmax as native_argmax
+from ...kernels.cpu.row_kernels import argmax as native_argmax
 from ...tensors import HostCopy, integers, sent
 from ..sequence import Draft, Sequence
 from ..speculation.verifiers.verifier import Place, Verifier

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 import hf_accel
 from hf_accel.checkpoints import packer as packing
 from hf_accel.checkpoints.packer import Packer
-from hf_accel.linear import QuantLinear, choose, onednn, quantize, torch_int4
+from hf_accel.linear import QuantLinear, choose, quantize
+from hf_accel.linear.backends import onednn, torch_int4
 from hf_accel.patching.originals import Source
 from hf_accel.undo.state import state_of
 

@@ -7,12 +7,12 @@ import torch
 
 from hf_accel.kernels import triton
 from hf_accel.linear import Float8Weight, choose
-from hf_accel.linear import torch_scaled_mm as module
-from hf_accel.linear.reference import ReferenceByRow
-from hf_accel.linear.torch_scaled_mm import TorchScaledMM
+from hf_accel.linear.backends import torch_scaled_mm as module
+from hf_accel.linear.backends.reference import ReferenceByRow
+from hf_accel.linear.backends.torch_scaled_mm import TorchScaledMM
 
-from . import test_parity
-from .specs import linear_spec
+from .. import test_parity
+from ..specs import linear_spec
 
 BF16, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
 SPEC = {

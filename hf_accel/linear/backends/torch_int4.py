@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config import GROUP_SIZES
+from ...config import GROUP_SIZES
+from ..formats import Int4Weight, QuantizedWeight, chunks, scaled
 from .backend import Backend, LinearSpec
-from .formats import Int4Weight, QuantizedWeight, chunks, scaled
 
 FEW_ROWS = 48  # beyond, dequantizing once costs less than reading nibbles for every few rows
 MULTIPLE = 16  # the kernel takes whole vectors of outputs
@@ -37,7 +37,7 @@ class TorchInt4(Backend):
 
     name = "torch"
     layouts = ("int4",)
-    device_type = "cpu"
+    device_types = ("cpu",)
     dtypes = (torch.bfloat16, torch.float32)
 
     def refuses(self, spec: LinearSpec) -> str | None:

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels import ACTIVATION_GROUP
-from ..tensors import has_instructions
-from .activations import EightBits, round_groups
+from ...kernels import ACTIVATION_GROUP
+from ...tensors import has_instructions
+from ..activations import EightBits, round_groups
+from ..formats import KINDS, QuantizedWeight, chunks
 from .backend import Backend, LinearSpec
-from .formats import KINDS, QuantizedWeight, chunks
 
 ROUNDED: tuple[EightBits | None, ...] = (None, "int8", "fp8")
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from hf_accel.linear import BACKENDS, Backend
+from hf_accel.linear.backends.onednn import is_exact
+from hf_accel.linear.backends.reference import Reference
+from hf_accel.linear.backends.torch_int4 import block_size
 from hf_accel.linear.formats import KINDS
-from hf_accel.linear.onednn import is_exact
-from hf_accel.linear.reference import Reference
-from hf_accel.linear.torch_int4 import block_size
 
-from .specs import linear_spec
+from ..specs import linear_spec
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..formats import Int8Weight, QuantizedWeight, chunks
 from .backend import Backend, LinearSpec
-from .formats import Int8Weight, QuantizedWeight, chunks
 
 READ_ROWS = 4  # beyond, the kernel reads the weight again for every 4 rows
 ALIGNMENT = 64  # bytes; the kernel loads whole aligned vectors
@@ -19,7 +19,7 @@ class TorchInt8(Backend):
 
     name = "torch"
     layouts = ("int8",)
-    device_type = "cpu"
+    device_types = ("cpu",)
     dtypes = (torch.bfloat16,)
 
     def refuses(self, spec: LinearSpec) -> str | None:

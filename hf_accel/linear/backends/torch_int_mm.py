@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .activations import quantize_rows
+from ..activations import quantize_rows
+from ..formats import Int8Weight, QuantizedWeight
 from .backend import Backend, LinearSpec
-from .formats import Int8Weight, QuantizedWeight
 
 LEAST_ROWS = 17  # torch._int_mm takes no fewer on a GPU
 SIZE_MULTIPLE = 8  # and inputs and outputs in multiples of it
@@ -23,7 +23,7 @@ class TorchIntMM(Backend):
 
     name = "torch"
     layouts = ("int8",)
-    device_type = "cuda"
+    device_types = ("cuda",)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     activations = "int8"
     reference = "reference by row"

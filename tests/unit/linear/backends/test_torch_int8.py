@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hf_accel.linear import Int8Weight
-from hf_accel.linear.torch_int8 import ALIGNMENT, TorchInt8, aligned
+from hf_accel.linear.backends.torch_int8 import ALIGNMENT, TorchInt8, aligned
 
-from .specs import linear_spec
+from ..specs import linear_spec
 
 SPEC = {"in_features": 48, "out_features": 33, "bits": 8, "dtype": torch.bfloat16}
 

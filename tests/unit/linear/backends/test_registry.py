@@ -7,11 +7,11 @@ from hf_accel.errors import UnsupportedError
 from hf_accel.kernels import cpu as kernels
 from hf_accel.kernels import triton
 from hf_accel.linear import choose
-from hf_accel.linear import registry as module
-from hf_accel.linear.onednn import is_exact
-from hf_accel.linear.torch_int4 import block_size
+from hf_accel.linear.backends import registry as module
+from hf_accel.linear.backends.onednn import is_exact
+from hf_accel.linear.backends.torch_int4 import block_size
 
-from .specs import linear_spec
+from ..specs import linear_spec
 
 pytestmark = pytest.mark.skipif(
     not (is_exact() and block_size()), reason="this build of torch lacks the ops that are chosen among"

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from hf_accel.linear import Int8Weight, choose
-from hf_accel.linear.reference import ReferenceByRow
-from hf_accel.linear.torch_int_mm import TorchIntMM
+from hf_accel.linear.backends.reference import ReferenceByRow
+from hf_accel.linear.backends.torch_int_mm import TorchIntMM
 
-from . import test_parity
-from .specs import linear_spec
+from .. import test_parity
+from ..specs import linear_spec
 
 SPEC = {"in_features": 48, "out_features": 32, "bits": 8, "dtype": torch.bfloat16, "device_type": "cuda"}
 

@@ -10,16 +10,16 @@ import torch
 
 from hf_accel.errors import HfAccelWarning
 from hf_accel.kernels import triton
-from hf_accel.linear import measured_tiles as module
-from hf_accel.linear.backend import FEW_ROWS
-from hf_accel.linear.measured_tiles import ROWS, Measuring
-from hf_accel.linear.registry import BackendChoice
-from hf_accel.linear.triton import Triton
+from hf_accel.linear.backends import measured_tiles as module
+from hf_accel.linear.backends.backend import FEW_ROWS
+from hf_accel.linear.backends.measured_tiles import ROWS, Measuring
+from hf_accel.linear.backends.registry import BackendChoice
+from hf_accel.linear.backends.triton import Triton
 
-from .specs import changed, linear_spec
+from ..specs import changed, linear_spec
 
 pytest.importorskip("triton")
-from hf_accel.linear import tiles
+from hf_accel.linear.backends import tiles
 
 SPEC = linear_spec(in_features=2048, out_features=512, bits=4, dtype=torch.bfloat16)
 BACKENDS = {rounding: Triton(row_invariant=False, rounding=rounding) for rounding in ("never", "many rows")}

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from hf_accel.linear import Int8Weight
-from hf_accel.linear import onednn as module
-from hf_accel.linear.onednn import OneDNN, is_exact
+from hf_accel.linear.backends import onednn as module
+from hf_accel.linear.backends.onednn import OneDNN, is_exact
 
-from .specs import linear_spec
+from ..specs import linear_spec
 
 SPEC = {"in_features": 37, "out_features": 33, "bits": 8, "dtype": torch.float32}
 

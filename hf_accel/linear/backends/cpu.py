@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from ..config import WeightConfig
-from ..kernels import cpu as kernels
-from ..kernels.cpu.integer_linear import (
+from ...config import WeightConfig
+from ...kernels import cpu as kernels
+from ...kernels.cpu.integer_linear import (
     IntegerExperts,
     IntegerLinear,
     PackedWeight,
@@ -21,29 +21,31 @@ from ..kernels.cpu.integer_linear import (
     stored_scales,
     unpack,
 )
-from ..kernels.cpu.library import FLOATS, native
-from ..tensors import is_recorded
-from .backend import Backend, GroupedExperts, LinearSpec
-from .formats import (
+from ...kernels.cpu.library import FLOATS, native
+from ...tensors import is_recorded
+from ..formats import (
     Float4Weight,
     Int4Weight,
     Int8Weight,
+    Layout,
     LowBitWeight,
     QuantizedWeight,
     check_group_size,
+    kind_of,
     pack_zero_points,
 )
-from .methods.rtn import refuse_not_finite
+from ..methods.rtn import refuse_not_finite
+from .backend import Backend, GroupedExperts, LinearSpec
 
 GROUP_MULTIPLE = 8  # inputs
 
 
 @dataclass(eq=False)
 class CpuWeight:
-    """dtype: of the stored scales. linear: the call, made for the bias that it was last run with."""
+    """layout: of the stored weight. linear: the call, made for the bias that it was last run with."""
 
     weight: PackedWeight
-    dtype: torch.dtype
+    layout: Layout = field(compare=False)
     bias: Tensor | None = field(default=None, compare=False)
     linear: IntegerLinear | None = field(default=None, compare=False)
 
@@ -78,8 +80,8 @@ class Cpu(Backend):
     """
 
     name = "cpu"
-    layouts = ("int8", "int4", "mxfp4")
-    device_type = "cpu"
+    layouts = ("int8", "int4", "mxfp4", "nvfp4")
+    device_types = ("cpu",)
     dtypes = FLOATS
     activations = "int8"
     row_invariant = True
@@ -95,15 +97,16 @@ class Cpu(Backend):
     def pack(self, weight: QuantizedWeight) -> CpuWeight:
         scale = weight.weight_scale
         if isinstance(weight, Float4Weight):
-            factors = weight.factors().to(torch.bfloat16)  # which has the exponents of all scales
-            return CpuWeight(pack(4, weight.weight_packed, factors, is_float=True), factors.dtype)
+            divisor = 1.0 if weight.divisor is None else float(weight.divisor)
+            packed = pack(4, weight.weight_packed, weight.factors().to(torch.bfloat16), divisor=divisor)
+            return CpuWeight(packed, weight.layout)
         if isinstance(weight, Int8Weight):
-            return CpuWeight(pack(8, weight.weight, scale, minima=weight.weight_minimum), scale.dtype)
+            return CpuWeight(pack(8, weight.weight, scale, minima=weight.weight_minimum), weight.layout)
         assert isinstance(weight, LowBitWeight)
         zero_point = weight.zero_points()
         zeros = None if zero_point is None else (zero_point + 8).view(torch.uint8)
         packed = pack(4, weight.weight_packed.view(torch.uint8), scale, zeros, minima=weight.weight_minimum)
-        return CpuWeight(packed, scale.dtype)
+        return CpuWeight(packed, weight.layout)
 
     def quantize(self, weight: Tensor, config: WeightConfig) -> CpuWeight:
         layout, group_size = config.layout, config.layout.group_size or weight.shape[1]
@@ -111,12 +114,14 @@ class Cpu(Backend):
         result = quantize(layout.bits, weight.detach(), group_size, symmetric=layout.symmetric)
         if result is None:
             refuse_not_finite()
-        return CpuWeight(result[0], weight.dtype)
+        return CpuWeight(result[0], replace(layout, scale_dtype=weight.dtype))
 
     def unpack(self, packed: CpuWeight) -> QuantizedWeight:
-        stored, scale = unpack(packed.weight), stored_scales(packed.weight, packed.dtype)
-        if packed.weight.is_float:
-            return Float4Weight.of_factors(stored, scale)
+        kind, scale_dtype, divisor = kind_of(packed.layout), packed.layout.scale_dtype, packed.weight.divisor
+        assert scale_dtype is not None
+        stored, scale = unpack(packed.weight), stored_scales(packed.weight, scale_dtype)
+        if issubclass(kind, Float4Weight):
+            return kind.of_factors(stored, scale, torch.tensor([divisor], device="cpu"))
         minimum = stored_by_group(packed.weight, "minima")
         if packed.weight.bits == 8:
             return Int8Weight(stored, scale, None, minimum)
@@ -130,7 +135,7 @@ class Cpu(Backend):
             w = packed.weight
             out: Tensor = recorded_linear(
                 x, w.packed, w.scales, w.zeros, w.minima, bias, w.bits, w.out_features, w.in_features, w.group_size,
-                w.is_float,
+                w.divisor,
             )  # fmt: skip
             return out
         return packed.call(bias)(x)

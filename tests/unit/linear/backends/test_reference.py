@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from hf_accel.linear import BACKENDS
+from hf_accel.linear.backends.reference import REFERENCES, Reference, differentiable_linear
 from hf_accel.linear.formats import Layout, from_state, state, zeros
-from hf_accel.linear.reference import REFERENCES, Reference, differentiable_linear
 
-from .specs import linear_spec
+from ..specs import linear_spec
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_accel.linear import torch_int4 as module
-from hf_accel.linear.torch_int4 import BLOCKS, FEW_ROWS, TorchInt4, block_size
+from hf_accel.linear.backends import torch_int4 as module
+from hf_accel.linear.backends.torch_int4 import BLOCKS, FEW_ROWS, TorchInt4, block_size
 
-from .specs import linear_spec
+from ..specs import linear_spec
 
 SPEC = {"in_features": 64, "out_features": 48, "bits": 4, "dtype": torch.bfloat16, "group_size": 32}
 

@@ -1,6 +1,6 @@
 """The fastest tiles of the Triton kernels on this GPU: measured when a model is patched, and kept in a file.
 
-With them torch's own product is measured where it has the same meaning (`torch_blocks`). Each candidate is timed for a
+With them torch's own product is measured where it has the same meaning (`TorchBlocks`). Each candidate is timed for a
 few numbers of rows, with the cache of the GPU emptied before each call. What was timed is written to a file in the
 user's cache folder, so that the next process goes on where this one stopped.
 """
@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 
-from ..errors import HfAccelError, HfAccelWarning
-from ..hardware.atomic import replaced_file
-from ..kernels import triton as kernels
+from ...errors import HfAccelError, HfAccelWarning
+from ...hardware.atomic import replaced_file
+from ...kernels import triton as kernels
 from .backend import Backend, LinearSpec
-from .registry import BackendChoice
-from .timing import example
+from .registry import BackendChoice, example
 from .triton import Triton
 
 SWITCH = "HF_ACCEL_MEASURE"  # "0" in the environment turns it off
@@ -66,7 +65,7 @@ class Measuring:
         return self.said[asked]
 
     def _measure(self, backend: Triton, spec: LinearSpec, of_experts: bool) -> str:
-        from ..kernels.triton.quantized_linear import stacked
+        from ...kernels.triton.quantized_linear import stacked
         from .tiles import MEASURED, candidates, key_of
 
         shape = backend.pack(example(replace(spec, device_type="meta"), spec.out_features))
@@ -167,10 +166,10 @@ def place() -> str:
 @functools.cache
 def _kernels() -> str:
     """Another word if a kernel of a linear changes."""
-    from ..kernels.triton.programs import multiply, multiply_integers, rounded
-    from . import torch_blocks
+    from ...kernels.triton.programs import multiply, multiply_integers, rounded
+    from . import tiles
 
-    modules = (multiply, multiply_integers, rounded, torch_blocks)
+    modules = (multiply, multiply_integers, rounded, tiles)
     code = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
     return f"kernels {hashlib.sha256(code).hexdigest()[:8]}"
 
@@ -192,8 +191,8 @@ def read(path: Path) -> Seconds:
 
 def seconds_of(rows: int, weight: Any, tile: Any, dtype: torch.dtype) -> float:
     """The least time of one call, after some that compile and warm up."""
-    from ..kernels.triton.launch import uncached_seconds
-    from .torch_blocks import multiply
+    from ...kernels.triton.launch import uncached_seconds
+    from .tiles import multiply
 
     x = torch.ones(rows, weight.in_features, dtype=dtype, device=weight.integers.device)
     return uncached_seconds(lambda: multiply(x, weight, None, tile))

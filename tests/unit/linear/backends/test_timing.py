@@ -5,11 +5,11 @@ import torch
 
 from hf_accel.hardware import speed
 from hf_accel.linear import choose
-from hf_accel.linear import timing as module
-from hf_accel.linear.reference import REFERENCES, Reference
-from hf_accel.linear.timing import measure
+from hf_accel.linear.backends import registry as module
+from hf_accel.linear.backends.reference import REFERENCES, Reference
+from hf_accel.linear.backends.registry import measure
 
-from .specs import linear_spec
+from ..specs import linear_spec
 
 
 class Slow(Reference):

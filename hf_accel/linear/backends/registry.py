@@ -1,16 +1,20 @@
-"""The linear backends in order of preference, and the choice among them."""
+"""The linear backends in order of preference, the choice among them, and the time of one row through each."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
 
-from ..errors import UnsupportedError
+import torch
+import torch.nn.functional as F
+
+from ...errors import UnsupportedError
+from ...hardware.speed import least_seconds
+from ..formats import QuantizedWeight, state, zeros
 from .backend import Backend, LinearSpec
 from .cpu import Cpu
 from .onednn import OneDNN
 from .reference import REFERENCES, Reference, ReferenceByRow
-from .timing import measure
 from .torch_int4 import TorchInt4
 from .torch_int8 import TorchInt8
 from .torch_int_mm import TorchIntMM
@@ -29,6 +33,8 @@ BACKENDS: tuple[Backend, ...] = (
 # Weights below which a backend that is slow to start comes last, except for the reference.
 # A rule and not a stopwatch: the choice decides the numbers that a layer computes.
 SMALL = 2**22
+TIMED = 2**24  # weights at most; a larger layer is taken in proportion
+MULTIPLE = 64  # outputs that every backend takes
 
 
 @dataclass(frozen=True)
@@ -92,3 +98,33 @@ def _candidates(spec: LinearSpec, name: str) -> list[Backend]:
     if spec.in_features * spec.out_features < SMALL:
         able.sort(key=lambda backend: (isinstance(backend, Reference), backend.slow_start))
     return able
+
+
+@functools.cache
+@torch.no_grad()
+def measure(spec: LinearSpec, backend: Backend) -> tuple[float, float]:
+    """Measure the seconds of one row (stock linear, `backend`): the least of a few runs, on made-up weights."""
+    outputs = timed_outputs(spec)
+    weight = example(spec, outputs)
+    packed, dense = backend.pack(weight), weight.dequantize(spec.dtype)
+    x = torch.ones(1, spec.in_features, dtype=spec.dtype, device=spec.device_type)
+    stock = least_seconds(lambda: F.linear(x, dense), spec.device_type)
+    chosen = least_seconds(lambda: backend.run(x, packed, None), spec.device_type)
+    share = spec.out_features / outputs
+    return stock * share, chosen * share
+
+
+def timed_outputs(spec: LinearSpec) -> int:
+    """Return the number of a layer's outputs that are timed: all, or some of a large one."""
+    return min(spec.out_features, max(1, TIMED // spec.in_features // MULTIPLE) * MULTIPLE)
+
+
+def example(spec: LinearSpec, outputs: int) -> QuantizedWeight:
+    """Make a weight of zeros with the layout of `spec` and another number of outputs."""
+    device = torch.device(spec.device_type)
+    shape = (outputs, spec.in_features)
+    weight = zeros(spec.layout, shape, dtype=spec.dtype, device=device)
+    for values in state(weight).values():
+        # Pages that were never written all map to one page of zeros, which stays in the cache.
+        values.view(torch.uint8).add_(0)
+    return weight

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.triton import FP8, capability
-from .activations import quantize_rows
+from ...kernels.triton import FP8, capability
+from ..activations import quantize_rows
+from ..formats import FLOAT8, Float8Weight, QuantizedWeight
 from .backend import Backend, LinearSpec
-from .formats import FLOAT8, Float8Weight, QuantizedWeight
 
 MULTIPLE = 16  # inputs and outputs that torch._scaled_mm takes
 
@@ -18,7 +18,7 @@ class TorchScaledMM(Backend):
 
     name = "torch"
     layouts = ("fp8",)
-    device_type = "cuda"
+    device_types = ("cuda",)
     dtypes = (torch.bfloat16,)  # the one that torch returns where rows have scales
     activations = "fp8"
     reference = "reference by row"

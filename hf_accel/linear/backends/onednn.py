@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .activations import quantize_rows
+from ..activations import quantize_rows
+from ..formats import Int8Weight, QuantizedWeight
 from .backend import Backend, LinearSpec
-from .formats import Int8Weight, QuantizedWeight
 
 ROWS = 64  # quantized at a time
 ZERO_POINT = 128  # unsigned activations: signed ones take a path in oneDNN that is hundreds of times slower
@@ -29,7 +29,7 @@ class OneDNN(Backend):
 
     name = "onednn"
     layouts = ("int8",)
-    device_type = "cpu"
+    device_types = ("cpu",)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     activations = "int8"
     reference = "reference by row"

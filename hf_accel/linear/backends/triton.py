@@ -12,17 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import triton as kernels
-from ..tensors import is_recorded
-from .activations import EightBits
+from ...kernels import triton as kernels
+from ...tensors import is_recorded
+from ..activations import EightBits
+from ..formats import ByteWeight, Float4Weight, Int4Weight, Layout, QuantizedWeight, kind_of
 from .backend import FEW_ROWS, Backend, GroupedExperts, LinearSpec, Rounding
-from .formats import ByteWeight, Float4Weight, Int4Weight, Layout, QuantizedWeight, kind_of
 
 BLOCKS = {
     "int4": (128, 64, 32),
     "int8": (64, 32, 16),
     "fp8": (64, 32),
     "mxfp4": (32,),
+    "nvfp4": (32,),  # two groups
 }  # inputs that one product takes
 FEWER_BITS: dict[EightBits, tuple[str, ...]] = {"int8": ("int4",), "fp8": ()}  # that rounded rows multiply as well
 WITHOUT_GROUPS = (64, 32)  # of 8 bits with a scale for each output: the second for inputs that the first would cut
@@ -33,7 +34,7 @@ class TritonExperts(GroupedExperts):
     """One launch over weights that lie one after the other, with the tiles of `backend`."""
 
     def __init__(self, parts: Sequence[Any], backend: Triton) -> None:
-        from ..kernels.triton.quantized_linear import parts_of_stack, stacked
+        from ...kernels.triton.quantized_linear import parts_of_stack, stacked
 
         self.weight, self.backend = stacked(parts), backend
         self.parts = parts_of_stack(self.weight)
@@ -42,7 +43,7 @@ class TritonExperts(GroupedExperts):
         return not (torch.is_grad_enabled() or is_recorded() or torch.is_autocast_enabled(x.device.type))
 
     def run(self, x: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
-        from ..kernels.triton.quantized_linear import quantized_linear
+        from ...kernels.triton.quantized_linear import quantized_linear
         from .tiles import for_experts
 
         rows_of_one = -(-len(x) // len(self.parts))
@@ -60,7 +61,7 @@ def _tile(rows: int, weight: Any, dtype: torch.dtype, backend: Triton) -> Any:
 
 
 def _multiply(x: Tensor, weight: Any, bias: Tensor | None, backend: Triton) -> Tensor:
-    from .torch_blocks import multiply
+    from .tiles import multiply
 
     return multiply(x, weight, bias, _tile(len(x), weight, x.dtype, backend))
 
@@ -68,14 +69,14 @@ def _multiply(x: Tensor, weight: Any, bias: Tensor | None, backend: Triton) -> T
 @torch.library.custom_op("hf_accel::blocked_linear", mutates_args=())
 def recorded_blocked_linear(
     x: Tensor, integers: Tensor, scale: Tensor, zero_point: Tensor | None, minimum: Tensor | None,
-    bias: Tensor | None, in_features: int, row_invariant: bool, rounding: str, layout: str,
+    divisor: Tensor | None, bias: Tensor | None, in_features: int, row_invariant: bool, rounding: str, layout: str,
 ) -> Tensor:  # fmt: skip
     """The kernel as a torch operator, which compiled and exported graphs can record. layout: its settings as JSON."""
-    from ..kernels.triton.quantized_linear import BlockedWeight
+    from ...kernels.triton.quantized_linear import BlockedWeight
 
     weight = BlockedWeight(
         integers=integers, scale=scale, in_features=in_features, layout=_layout_of(layout), zero_point=zero_point,
-        minimum=minimum,
+        minimum=minimum, divisor=divisor,
     )  # fmt: skip
     backend = Triton(row_invariant=row_invariant, rounding=cast(Rounding, rounding))
     return _multiply(x.contiguous(), weight, bias, backend)
@@ -84,7 +85,7 @@ def recorded_blocked_linear(
 @recorded_blocked_linear.register_fake
 def _(
     x: Tensor, integers: Tensor, scale: Tensor, zero_point: Tensor | None, minimum: Tensor | None,
-    bias: Tensor | None, in_features: int, row_invariant: bool, rounding: str, layout: str,
+    divisor: Tensor | None, bias: Tensor | None, in_features: int, row_invariant: bool, rounding: str, layout: str,
 ) -> Tensor:  # fmt: skip
     return x.new_empty(x.shape[0], integers.shape[-2])
 
@@ -100,6 +101,7 @@ class Triton(Backend):
     """
 
     name = "triton"
+    device_types = kernels.DEVICES
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     own_formats_only = False
 
@@ -108,16 +110,16 @@ class Triton(Backend):
         self.activations = rounded_to if rounding == "always" else None
         self.layouts = tuple(BLOCKS) if rounding == "never" else (rounded_to, *FEWER_BITS[rounded_to])
 
-    def is_for(self, device_type: str) -> bool:
-        return kernels.is_for(device_type)
-
     def refuses(self, spec: LinearSpec) -> str | None:
         reason = kernels.refusal(spec.device_type) or super().refuses(spec)
         if reason is not None:
             return reason
         layout = spec.layout
         if block_size(layout, spec.in_features) is None:
-            return f"it takes groups of a multiple of {BLOCKS[layout.label][-1]} inputs, not {layout.group_size}"
+            least = BLOCKS[layout.label][-1]
+            if layout.is_float4:
+                return f"it takes a multiple of {least} inputs, not {spec.in_features}"
+            return f"it takes groups of a multiple of {least} inputs, not {layout.group_size}"
         if self.rounding != "never" and spec.activations is None:
             return f"it rounds activations to {self.rounded_to.upper()}"
         return None if self.rounding == "never" else self.unserved(spec)
@@ -142,7 +144,7 @@ class Triton(Backend):
         return f"calls with more than {FEW_ROWS} rows may round activations to {self.rounded_to.upper()}"
 
     def pack(self, weight: QuantizedWeight) -> Any:
-        from ..kernels.triton.quantized_linear import BlockedWeight
+        from ...kernels.triton.quantized_linear import BlockedWeight
 
         out_features, in_features = weight.shape
         layout = replace(weight.layout, ordered=False, scale_dtype=None)
@@ -151,10 +153,10 @@ class Triton(Backend):
         stored, scale = weight.integers(), weight.weight_scale
         padded = F.pad(stored.view(torch.int8), (0, -in_features % block))  # as bytes: torch does not add to FP8
         integers = padded.view(stored.dtype).view(out_features, -1, block)
-        zero_point = None
+        zero_point = divisor = None
         if isinstance(weight, Float4Weight):
             low, high = weight.codes().view(out_features, -1, block).chunk(2, dim=-1)
-            integers, scale = low | high << 4, weight.factors().to(torch.bfloat16)
+            integers, scale, divisor = low | high << 4, weight.factors().to(torch.bfloat16), weight.divisor
         if isinstance(weight, Int4Weight):
             low, high = integers.view(torch.uint8).chunk(2, dim=-1)
             integers = low & 15 | high << 4
@@ -166,6 +168,7 @@ class Triton(Backend):
             layout=layout,
             zero_point=None if zero_point is None else _by_block(_pairs(zero_point)),
             minimum=None if weight.weight_minimum is None else _by_block(weight.weight_minimum),
+            divisor=divisor,
         )
 
     def unpack(self, packed: Any) -> QuantizedWeight:
@@ -177,7 +180,7 @@ class Triton(Backend):
             return kind(stored.flatten(1)[:, : packed.in_features].contiguous(), scale, None, minimum)
         if issubclass(kind, Float4Weight):
             codes = torch.cat((stored & 15, stored >> 4), dim=-1).flatten(1)
-            return kind.of_factors(codes[:, ::2] | codes[:, 1::2] << 4, scale)
+            return kind.of_factors(codes[:, ::2] | codes[:, 1::2] << 4, scale, packed.divisor)
         signed = stored.view(torch.int8)
         integers = torch.cat((signed << 4 >> 4, signed >> 4), dim=-1).flatten(1)
         zero_point = None
@@ -190,8 +193,8 @@ class Triton(Backend):
         if is_recorded():
             w = packed
             out: Tensor = recorded_blocked_linear(
-                x, w.integers, w.scale, w.zero_point, w.minimum, bias, w.in_features, self.row_invariant,
-                self.rounding, _settings_of(w.layout),
+                x, w.integers, w.scale, w.zero_point, w.minimum, w.divisor, bias, w.in_features,
+                self.row_invariant, self.rounding, _settings_of(w.layout),
             )  # fmt: skip
             return out
         return _multiply(x, packed, bias, self)
@@ -212,14 +215,15 @@ def _layout_of(settings: str) -> Layout:
 
 
 def block_size(layout: Layout, in_features: int) -> int | None:
-    """Inputs of a block, which lie in one group; None if there is no such block.
+    """Inputs of a block, which lie in one group, or in two of 4-bit floats; None if there is no such block.
 
     Without groups the last block may be cut.
     """
     group_size = layout.group_size
     if group_size is None:
         return WITHOUT_GROUPS[in_features % WITHOUT_GROUPS[0] > 0]
-    return next((block for block in BLOCKS[layout.label] if group_size % block == 0), None)
+    whole = group_size if not layout.is_float4 or in_features % (2 * group_size) else 2 * group_size
+    return next((block for block in BLOCKS[layout.label] if whole % block == 0), None)
 
 
 def _pairs(values: Tensor) -> Tensor:

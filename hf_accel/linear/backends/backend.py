@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..config import Activations, WeightConfig
-from .activations import EightBits
-from .formats import Layout, QuantizedWeight, zero_point_bytes
-from .methods.rtn import quantize
+from ...config import Activations, WeightConfig
+from ..activations import EightBits
+from ..formats import Layout, QuantizedWeight, zero_point_bytes
+from ..methods.rtn import quantize
 
 Rounding = Literal["never", "many rows", "always"]  # the rows that a backend rounds to 8 bits
 FEW_ROWS = 256  # on a GPU memory is the limit up to here; beyond, products are, and 8 bits have faster ones
@@ -101,8 +101,8 @@ class GroupedExperts(ABC):
 class Backend(ABC):
     """One way to multiply by a quantized weight.
 
-    layouts: labels of those that it reads. device_type: where it runs; None: anywhere. dtypes: of activations; none
-        named: any.
+    layouts: labels of those that it reads. device_types: where it runs; none named: anywhere. dtypes: of activations;
+        none named: any.
     activations: "int8" or "fp8" if it rounds each row of the input to 8 bits.
     reference: the backend of plain torch that rounds activations in the same way.
     row_invariant: row i of run(X) equals run(X[i:i+1]) bit for bit.
@@ -112,7 +112,7 @@ class Backend(ABC):
 
     name: ClassVar[str]
     layouts: tuple[str, ...]
-    device_type: ClassVar[str | None] = None
+    device_types: ClassVar[tuple[str, ...]] = ()
     dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
     activations: EightBits | None = None
     reference: ClassVar[str] = "reference"
@@ -126,12 +126,12 @@ class Backend(ABC):
 
     def is_for(self, device_type: str) -> bool:
         """Return whether it is meant for this kind of device. "auto" does not mention backends that are not."""
-        return self.device_type in (None, device_type)
+        return not self.device_types or device_type in self.device_types
 
     def refuses(self, spec: LinearSpec) -> str | None:
         """Return why it cannot multiply, as one clause for a user; None if it can."""
         if not self.is_for(spec.device_type):
-            return f"it runs on {self.device_type}, not on {spec.device_type}"
+            return f"it runs on {' and '.join(self.device_types)}, not on {spec.device_type}"
         if spec.activations not in ("auto", self.activations):
             kept = "it keeps activations in floating point"
             return f"it rounds activations to {self.activations.upper()}" if self.activations else kept
