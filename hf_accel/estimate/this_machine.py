@@ -25,7 +25,7 @@ from ..attention import choose_backend as choose_attention
 from ..config import Layout
 from ..fused.projections import UNLIMITED, native_rows
 from ..hardware import Hardware, detect, float_peak, read_bandwidth
-from ..hardware.speed import fp8_peak, least_seconds
+from ..hardware.device import fp8_peak, least_seconds
 from ..kernels.cpu.float_linear import TILE_ROWS, FloatLinear
 from ..kernels.cpu.library import FLOATS, refusal
 from ..kernels.layouts import KV, AttentionOptions

@@ -7,7 +7,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from ..hardware.speed import least_seconds
+from ..hardware.device import least_seconds
 from .backend import Backend, LinearSpec
 from .formats import QuantizedWeight, state, zeros
 
