@@ -36,7 +36,7 @@ WRITERS = {
     "generation.sampling.purity": {"dict"},  # of a processor
     "recognition.trial": {"dict"},
     "patching.calibration": {"hook", "submodule"},
-    "estimate.unpatched": {"dict", "submodule"},
+    "estimate.shapes": {"dict", "submodule"},
     "fused.sites": {"class", "dict"},
     "patching.twin": {"dict"},
     "verify.references": {"setattr", "submodule"},

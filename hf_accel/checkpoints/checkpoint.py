@@ -24,8 +24,7 @@ from ..linear.experts import WEIGHT_MODULES
 from ..linear.formats import state
 from ..linear.layer_settings import spec_of
 from ..patching.originals import broken_ties
-from ..patching.survey import experts_sites
-from ..patching.weight_sites import ExpertsSite, LinearSite
+from ..patching.survey import ExpertsSite, LinearSite, experts_sites
 from .contents import AGAIN, check_floats, missing, own_names, passed_over, renamer, shared_names, with_shared
 from .readers.awq import Awq
 from .readers.block_fp8 import BlockFp8

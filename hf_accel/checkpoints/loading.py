@@ -17,18 +17,17 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 from ..errors import HfAccelError, UnsupportedError
-from ..estimate.shapes import class_of
+from ..estimate.shapes import class_of, read_config
 from ..hardware import release, trim
 from ..linear import QuantModule
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
 from ..parallel.tensor_plan import split_sizes
-from ..patching.calibration import planned
-from ..patching.model_config import read_config
 from ..patching.originals import Stored
 from ..patching.pack import Packed
 from ..patching.patch import apply_plan, patch
-from ..patching.plan import Line, LinearPlan
-from ..patching.planning import find_on_disk, make_plan
+from ..patching.plan import LinearPlan
+from ..patching.planning import find_on_disk, make_plan, planned
+from ..patching.printed import Line
 from ..tensors import torchs_defaults
 from ..undo.state import state_of
 from .checkpoint import is_ours, prepare, reader_of

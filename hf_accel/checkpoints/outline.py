@@ -17,10 +17,10 @@ from ..config.patch_config import PatchConfig, PatchKeywords, takes_patch_keywor
 from ..errors import UnsupportedError
 from ..estimate.shapes import load_config, on_meta
 from ..linear.hf import stored_experts
-from ..patching.calibration import planned
 from ..patching.originals import Stored, checkpoint_files
 from ..patching.patch import plan as plan_model
 from ..patching.plan import LinearPlan, Plan
+from ..patching.planning import planned
 from .loading import stored_config
 
 SMALL_TENSOR = 2**20  # bytes; more are pages of their own

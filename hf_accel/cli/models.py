@@ -140,8 +140,7 @@ def load_float(path: str, *, dtype: str = "auto") -> Any:
     """Load a model with transformers. Raises BadInputError for one that is quantized already."""
     place, wanted = checked_path(path), named_dtype(dtype)
     from hf_accel.checkpoints.loading import stored_config
-    from hf_accel.estimate.shapes import class_of
-    from hf_accel.patching.model_config import read_config
+    from hf_accel.estimate.shapes import class_of, read_config
 
     if place.endswith(".gguf"):
         raise BadInputError(f"{path}: a .gguf file is not loaded in floating point here; give the float checkpoint")

@@ -31,10 +31,8 @@ from ..kernels.cpu.library import FLOATS, refusal
 from ..kernels.layouts import KV, AttentionOptions
 from ..linear import LinearSpec, choose
 from ..linear.timing import example, timed_outputs
-from .attention_bytes import AttentionLayer
 from .roofline import ByRows, Machine
-from .weights import MULTIPLIED, WeightTensor
-from .workload import Workload
+from .workload import MULTIPLIED, AttentionLayer, WeightTensor, Workload
 
 MEASURED_ROWS = (1, 4, 8, 16, 32, 64, 512)
 QUERIES = (1, 128)

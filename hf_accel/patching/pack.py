@@ -27,7 +27,7 @@ from ..tensors import is_sharded
 from ..undo.journal import Journal
 from .originals import Originals, Source, Stored
 from .plan import LinearPlan, Plan
-from .weight_sites import ExpertsSite, LinearSite
+from .survey import ExpertsSite, LinearSite
 
 LAYERS = nn.Linear | QuantExperts  # what is put in
 PROGRESS_SECONDS = 1.0  # seconds without a progress bar

@@ -50,12 +50,13 @@ from ..undo.state import (
     find_state,
     state_of,
 )
-from .calibration import calibrate, planned
+from .calibration import Calibrated, calibrate
 from .check import is_patched_with, transformers_model
 from .nf4_model import label_nf4
 from .originals import Originals, break_ties
 from .pack import Packed, replace_linears, replace_parameters
 from .plan import Plan
+from .planning import planned
 from .survey import attention_modules, common_group_size
 from .twin import twin
 from .unpatch import unpatch
@@ -180,7 +181,7 @@ def apply_plan(todo: Plan, loaded: Mapping[str, Packed] | None = None) -> None:
     """
     if todo.model.device.type == "cpu":
         cpu_kernels.warn_of_refusal()
-    calibrated = calibrate(todo)  # which only reads
+    calibrated = calibrate(todo) if todo.calibrated else Calibrated({}, {})  # which only reads
     packed = {**calibrated.packed, **(loaded or {})}
     todo = replace(todo, config=todo.config.without_data())
     journal, originals = Journal(), Originals()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -20,14 +20,98 @@ from ..cache.quantized import QUANTIZED, dim_refusal
 from ..config import GROUP_SIZES, CacheConfig, GroupSize, WeightConfig
 from ..errors import UnsupportedError
 from ..linear.experts import WEIGHT_MODULES
-from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving
+from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving, with_outputs_first
 from ..models import head_dim, num_kv_heads
 from ..parallel.tensor_plan import TensorParallel, tensor_parallel
 from ..recognition import source
 from ..recognition.module_code import attention_code, code_of
-from ..tensors import is_plain_tensor, is_sharded
+from ..tensors import is_plain_tensor, is_sharded, local_tensor
 from .check import check_skip, named
-from .weight_sites import ExpertsSite, LinearSite
+
+
+@dataclass(frozen=True)
+class LinearSite:
+    """A module that multiplies by a weight matrix.
+
+    is_tied: the weight is the input embedding's too. skip: one clause why the module stays, or None.
+    """
+
+    name: str
+    module: nn.Module
+    is_head: bool
+    is_tied: bool
+    skip: str | None
+
+    @property
+    def tensor_name(self) -> str:
+        """The name of the weight in the model."""
+        return f"{self.name}.weight"
+
+    @property
+    def count(self) -> int:
+        """Weights in the parameter: one for each expert."""
+        return 1
+
+    def matrices(self, tensor: Tensor) -> list[Tensor]:
+        """The parameter, or another tensor of its shape, as weights [out, in]."""
+        return [tensor.t() if isinstance(self.module, Conv1D) else tensor]
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        parameter = self.module._parameters["weight"]
+        assert parameter is not None
+        return parameter
+
+    @property
+    def tensor(self) -> Tensor:
+        """The parameter's numbers, or, of a model that is split over ranks, those that this rank holds."""
+        return local_tensor(self.parameter)
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in], whatever the module's own layout."""
+        return self.tensor.t() if isinstance(self.module, Conv1D) else self.tensor
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        return self.module._parameters.get("bias")
+
+
+@dataclass(frozen=True)
+class ExpertsSite(LinearSite):
+    """A parameter of fused experts. name: of the module that will hold it. module: the experts. key: the parameter."""
+
+    key: str = ""
+
+    @property
+    def experts_name(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def tensor_name(self) -> str:
+        return f"{self.experts_name}.{self.key}"
+
+    @property
+    def count(self) -> int:
+        return int(self.parameter.shape[0])
+
+    def matrices(self, tensor: Tensor) -> list[Tensor]:
+        return list(with_outputs_first(self.module, tensor))
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        parameter = self.module._parameters[self.key]
+        assert parameter is not None
+        return parameter
+
+    @property
+    def weight(self) -> Tensor:
+        """[experts, out, in]"""
+        return with_outputs_first(self.module, self.tensor)
+
+    @property
+    def bias(self) -> None:
+        """Biases of experts stay where they are."""
 
 
 def experts_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[ExpertsSite]:

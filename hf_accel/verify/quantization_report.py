@@ -19,7 +19,7 @@ from ..models import evaluating, layer_lists
 from ..patching.calibration.windows import windows_of
 from ..patching.check import transformers_model
 from ..patching.patch import stock_twin
-from ..patching.plan import Printed
+from ..patching.printed import Printed
 
 WORST = 5  # layers that are printed
 

@@ -14,7 +14,7 @@ from ...linear.formats import FLOAT8
 from ...linear.hf import is_split
 from ...models import unwrapped
 from ...patching.check import check_model
-from ...patching.plan import Line, Printed, Row, row_of, table
+from ...patching.printed import Line, Printed, Row, row_of, table
 from ...patching.survey import other_quantizer
 
 

@@ -28,7 +28,7 @@ from ...linear import QuantExperts, QuantLinear, quantize
 from ...linear.activations import EightBits
 from ...linear.formats import Format, state
 from ...patching.check import first_names
-from ...patching.plan import Line
+from ...patching.printed import Line
 from ...patching.twin import twin
 from ...undo.state import state_of
 from ..readers.compressed_config import PACKED, Scheme, compressed_config, units

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...errors import UnsupportedError
 from ...hardware.atomic import replaced_file
 from ...linear import QuantLinear
-from ...patching.plan import Line
+from ...patching.printed import Line
 from ..readers.ggml_blocks import TYPES
 from ..readers.gguf_model import check_gguf, frequency_factors, rotated_rows, write_settings
 from ..readers.gguf_tokenizer import write_no_tokenizer, write_tokenizer

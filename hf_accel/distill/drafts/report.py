@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ...generation.speculation.acceptance import gains
-from ...patching.plan import Printed
+from ...patching.printed import Printed
 from ..losses.closed_forms import agreement
 
 # The least speed-up that timing can tell from none.

@@ -19,10 +19,9 @@ from ...linear.methods import rtn
 from ...models import evaluating
 from ..plan import LinearPlan, Plan
 from ..twin import twin
-from .feeding import check_takes_ids
 from .finished import Rounded
 from .streaming import RoundingLinear
-from .windows import windows_of
+from .windows import check_takes_ids, windows_of
 
 MEASURED_TOKENS = 256  # that the divergence is measured on, in windows of WINDOW_TOKENS
 WINDOW_TOKENS = 128

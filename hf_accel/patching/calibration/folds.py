@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...models import layer_lists
 from ..plan import Fold
-from .feeding import feed
+from .windows import feed
 
 TOKENS = 8  # that a layer is tried on
 TOLERANCE = 1e-4  # of the largest value, in float32

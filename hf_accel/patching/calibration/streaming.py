@@ -24,10 +24,9 @@ from ...linear.methods import awq, quantize
 from ..pack import Packed, pack_quantized
 from ..plan import Fold, LinearPlan, Plan
 from ..twin import twin
-from .feeding import check_takes_ids, feed
 from .finished import Finished, Rounded
 from .folds import foldable, folded_parameters
-from .windows import windows_of
+from .windows import check_takes_ids, feed, windows_of
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,8 @@ def calibrate(todo: Plan) -> Calibrated:
     Weights that the data does not reach are left out, with a HfAccelWarning. Raises UnsupportedError for calibration
     data that is none, for a model that it cannot be fed to, and where it leads to NaN or infinity.
     """
-    config = todo.config.weights
-    linears = {p.site.name: p for p in todo.quantized if p.config.is_calibrated}
-    if config is None or not linears:
-        return Calibrated({}, {})
+    config, linears = todo.config.weights, {p.site.name: p for p in todo.calibrated}
+    assert config is not None
     check_takes_ids(todo.model)
     windows = windows_of(config.calibration, todo.model)
     model = twin(todo.model)
