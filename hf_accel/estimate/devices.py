@@ -58,8 +58,8 @@ MEMORY_GB: dict[str, tuple[int, ...]] = {
 # makers' data sheets give them: no program reaches them, and none of ours was measured on these devices. Of several
 # models of one name, the slower memory. FP8 is half of what the sheets of the H100 PCIe (3,026), H200 (3,958) and L4
 # (485) give with sparsity, what that of the L40S gives without, and for the RTX 4090 Appendix A of the Ada GPU
-# Architecture whitepaper (from v2.02 on, which corrects it). AMD's MI300X multiplies another FP8, which nothing here is
-# rounded to.
+# Architecture whitepaper (from v2.02 on, which corrects it). AMD's MI300X multiplies another FP8, to which
+# nothing here is rounded.
 SPEEDS: dict[str, tuple[float, float, float | None]] = {
     "V100": (900, 125, None),
     "T4": (320, 65, None),

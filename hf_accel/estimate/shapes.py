@@ -27,11 +27,10 @@ from transformers import (
 )
 
 from ..errors import HfAccelError, UnsupportedError
-from ..linear import QuantExperts, QuantLinear, QuantModule
-from ..linear.nf4 import is_nf4
+from ..linear import QuantExperts, QuantModule
 from ..models import without_adapters
 from ..patching.originals import check_inside, indexed
-from ..patching.twin import twin
+from ..patching.twin import quantized_layers, twin
 from ..undo.state import find_state
 
 # Numbers of what transformers makes one after the other: a wrong one would keep it busy for days.
@@ -54,7 +53,8 @@ def shapes_of(source: Any, *, dtype: torch.dtype | None) -> Any:
                 f"dtype={dtype} is for a config or a path; the model given is counted in its own {inner.dtype}: leave "
                 "dtype= out, or pass model.config"
             )
-        return unpatched_shapes(inner) if was_patched(inner) else inner
+        was_patched = find_state(inner) is not None or any(isinstance(m, QuantModule) for m in inner.modules())
+        return unpatched_shapes(inner) if was_patched else inner
     config = load_config(source) if isinstance(source, (str, os.PathLike)) else source
     if not isinstance(config, PreTrainedConfig):
         raise UnsupportedError(f"estimate() takes a config, a model or a path, not {type(source).__name__}")
@@ -171,22 +171,13 @@ def _numbers(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 # -- patched models ------------------------------------------------------------------------------------
 
 
-def was_patched(model: nn.Module) -> bool:
-    """Return whether patch() was at work on the model, or on what it was loaded from."""
-    return find_state(model) is not None or any(isinstance(module, QuantModule) for module in model.modules())
-
-
 def unpatched_shapes(model: Any) -> Any:
     """Copy the model over the same storage, with a Linear instead of each of our layers.
 
     Weights that the patch freed, or that were never loaded, are on meta.
     """
     copied: Any = twin(model)
-    layers: dict[str, Any] = {
-        name: module
-        for name, module in copied.named_modules()
-        if isinstance(module, QuantLinear | QuantExperts) or is_nf4(module)
-    }
+    layers = quantized_layers(copied)
     state = find_state(copied)
     if state is not None:
         state.journal.undo()

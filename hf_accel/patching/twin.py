@@ -1,4 +1,4 @@
-"""A second model over the same numbers: to draft with, or to compare with."""
+"""A second model over the same numbers, to draft with or to compare with, and the quantized layers that they share."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
-from ..linear import ExpertWeights, QuantLinear, QuantModule
+from ..linear import ExpertWeights, QuantExperts, QuantLinear, QuantModule
 from ..linear.hf import is_split
+from ..linear.nf4 import is_nf4
 from ..recognition.unchanged import ALL_HOOKS
 from ..undo.state import find_state
 
@@ -34,6 +35,11 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(module, QuantModule) and module.choice is not None:
             memo[id(module)] = _sibling(module, memo)
     return copy.deepcopy(model, memo)
+
+
+def quantized_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the layers that take the place of float ones, ours and bitsandbytes', by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear | QuantExperts) or is_nf4(m)}
 
 
 def _modules(model: PreTrainedModel) -> Iterator[nn.Module]:
