@@ -54,7 +54,7 @@ from benchmarks.topics import (
 )
 from benchmarks.topics.waste import admit, lengths, waste
 from hf_accel.cache.pool import BlockPool, BlockTable
-from hf_accel.checkpoints.loading import load_tokenizer
+from hf_accel.checkpoints.load import load_tokenizer
 from hf_accel.cli.measuring import turns
 from hf_accel.cli.measuring.served import WrongResultError
 from hf_accel.cli.measuring.turns import Generation, median_ratio, take_turns, time_generate

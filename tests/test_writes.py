@@ -22,6 +22,7 @@ WRITERS = {
     "parallel.tensor_parts": {"data"},
     # a model that from_pretrained is making, before anybody has it
     "checkpoints.checkpoint": {"setattr", "submodule", "dict"},
+    "checkpoints.load": {"config"},
     "checkpoints.loading": {"config", "dict"},
     "checkpoints.readers.gguf_reader": {"config"},
     # what transformers writes into config.json

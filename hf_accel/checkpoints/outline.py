@@ -21,7 +21,7 @@ from ..patching.originals import Stored, checkpoint_files
 from ..patching.patch import plan as plan_model
 from ..patching.plan import LinearPlan, Plan
 from ..patching.planning import planned
-from .loading import stored_config
+from .load import stored_config
 
 SMALL_TENSOR = 2**20  # bytes; more are pages of their own
 WORDS = {torch.float32: ("F32",), torch.float16: ("F16",), torch.bfloat16: ("BF16",)}  # of safetensors' headers

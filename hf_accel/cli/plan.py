@@ -41,7 +41,7 @@ def plan(path: Path_, dtype: Dtype = "auto", *, asked: Asked) -> None:
 
 def _without_weights(place: str, dtype: Any, keywords: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
     """Return the plan as a document and as text; None if it cannot be made without the weights."""
-    from hf_accel.checkpoints.loading import stored_config
+    from hf_accel.checkpoints.load import stored_config
     from hf_accel.checkpoints.outline import plan_checkpoint
     from hf_accel.config.patch_config import PatchConfig
     from hf_accel.estimate.shapes import read_config

@@ -99,8 +99,8 @@ class Plan(Printed):
         back.
     folds: where AWQ's scales go.
     split: how the model is split over ranks; None if this process has the whole model. context: the ranks that share
-    out the
-        KV cache; None if this process has the whole cache.
+    out the KV
+        cache; None if this process has the whole cache.
     """
 
     model: PreTrainedModel
@@ -205,6 +205,7 @@ def _is_float_linear(module: nn.Module) -> bool:
 
 
 def explain(plan: Plan) -> Iterator[Line]:
+    """Return each choice of a plan, with its reason, as the line that is printed of it."""
     if plan.model.device.type == "cpu":
         yield _kernels_line()
     if plan.split is not None:
