@@ -346,7 +346,7 @@ def _cache_lines(plan: Plan) -> Iterator[Line]:
         return
     yield Line("generate", "greedy, sampling", "ragged", "no padding; a sequence that has ended costs nothing")
     yield Line("generate", "beams", "stock's loop", "over the paged cache; prompts stored once")
-    yield Line("generate", "managers", "ragged", "init_continuous_batching: the loop that serves an Engine")
+    yield Line("generate", "init_continuous_batching()", "ragged", "by the loop that an Engine runs")
     yield _speculation_line(plan)
 
 
@@ -389,11 +389,13 @@ def _graphs_line(plan: Plan) -> Line:
 
 def _size_lines(plan: Plan) -> Iterator[Line]:
     before, after = plan.bytes_before / 1e6, plan.bytes_after / 1e6
-    yield Line("bytes", "weights", f"{before:,.1f} -> {after:,.1f} MB", "while patched, without kept originals")
+    yield Line(
+        "bytes", "weights", f"{before:,.1f} -> {after:,.1f} MB", "while patched; originals that are kept come on top"
+    )
     what, unit = ("decode, batch 1", "ms a token") if plan.model.can_generate() else ("a pass, few tokens", "ms")
     yield Line(
         "speed",
         what,
         f"{plan.seconds_before * 1e3:,.2f} -> {plan.seconds_after * 1e3:,.2f} {unit}",
-        f"at least, at the measured {plan.bandwidth / 1e9:,.0f} GB/s",
+        f"at least, since memory is read at {plan.bandwidth / 1e9:,.0f} GB/s here",
     )

@@ -32,8 +32,7 @@ from ...patching.printed import Line
 from ...patching.twin import twin
 from ...undo.state import state_of
 from ..readers.compressed_config import PACKED, Scheme, compressed_config, units
-from .savable import Saved, refuse_infinite, savable
-from .target import bring_over, check_folder, check_room
+from .savable import Saved, bring_over, check_folder, check_room, refuse_infinite, savable
 
 # What vLLM does not read of a weight that another program quantized.
 UNREAD = {"input_order": "its inputs in an order of their own (act-order)", "weight_minimum": "minima for zero points"}
