@@ -139,7 +139,7 @@ def _dense(
     return Entry(name, shape, FLOAT_TYPES[kind], size, make)
 
 
-# -- blocks of 32 inputs, as readers/ggml_blocks.py reads them; source: ggml-common.h -----------------------------------
+# -- blocks of 32 inputs, as readers/ggml_blocks.py reads them; source: ggml-common.h ----------------------------------
 
 
 def ggml_type_of(weight: QuantizedWeight) -> str | None:
