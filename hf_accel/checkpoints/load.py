@@ -149,7 +149,7 @@ def _load_checkpoint(path: str | os.PathLike[str], ours: dict[str, Any], keyword
 
 
 def _load(kind: Any, path: str | os.PathLike[str], /, **keywords: Any) -> Any:
-    """from_pretrained(). Raises HfAccelError for what it reports only once it has read the tensors."""
+    """Call from_pretrained(). Raises HfAccelError for what it reports only once it has read the tensors."""
     try:
         return kind.from_pretrained(path, **keywords)
     except RuntimeError as error:
@@ -159,7 +159,7 @@ def _load(kind: Any, path: str | os.PathLike[str], /, **keywords: Any) -> Any:
 
 
 def _for_float_files(ours: Mapping[str, Any], keywords: Mapping[str, Any]) -> AccelConfig:
-    """Have the files checked before they are read. keywords: those of from_pretrained()."""
+    """Make settings by which the files are checked before they are read. keywords: those of from_pretrained()."""
     settings = AccelConfig(**ours)
     shapes = not keywords.get("ignore_mismatched_sizes", False)
     settings.check_files = {"key_mapping": keywords.get("key_mapping"), "shapes": shapes}
@@ -206,7 +206,7 @@ def _leave_weights_out(ours: dict[str, Any], method: str | None) -> None:
 
 
 def stored_config(config: PreTrainedConfig) -> dict[str, Any] | None:
-    """quantization_config of a checkpoint's config, also where only its text model has one."""
+    """Return the quantization_config of a checkpoint's config, also where only its text model has one."""
     for one in (config, config.get_text_config(decoder=True)):
         found = getattr(one, "quantization_config", None)
         if found is not None:

@@ -1,4 +1,4 @@
-"""What from_pretrained does with an AccelConfig: a checkpoint is checked, and packed while it is read.
+"""from_pretrained() with an AccelConfig: a checkpoint is checked, and packed while it is read.
 
 The float model never exists. A weight that was taken leaves a Parameter of its shape over a single number, so that the
 plan made afterwards is the one that patch() would make of the float model.
@@ -194,7 +194,7 @@ class Packer:
         return torch.empty(1, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
     def finish(self) -> dict[str, Packed]:
-        """By the names of modules. Raises UnsupportedError for a weight that cannot be quantized."""
+        """Return the packed weights by the names of modules. Raises UnsupportedError if one cannot be quantized."""
         with self._workers as workers:
             if self._failure is not None:
                 raise self._failure
@@ -216,7 +216,7 @@ class Packer:
 def make_packer(
     model: PreTrainedModel, settings: PatchConfig, *, device_map: Any, files: Sequence[str]
 ) -> Packer | None:
-    """The Packer for a model on meta; None where the model has to be loaded whole and patched then."""
+    """Make the Packer for a model on meta; None where the model has to be loaded whole and patched then."""
     device_type, keep = _device_type(device_map), settings.keep_original
     stored = stored_tensors(files)
     weights = settings.weights  # calibration needs the whole model; NF4 is not ours to pack from pieces
@@ -235,7 +235,7 @@ def make_packer(
 
 
 def _device_type(device_map: Any) -> str | None:
-    """The kind of the one device that all weights go to; None if there may be several."""
+    """Return the kind of the one device that all weights go to; None if there may be several."""
     if device_map is None or (isinstance(device_map, str) and not torch.accelerator.is_available()):
         return "cpu"
     devices = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}

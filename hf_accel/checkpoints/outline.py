@@ -52,7 +52,7 @@ def plan_checkpoint(
     dtype: torch.dtype | None = None,
     **keywords: Unpack[PatchKeywords],
 ) -> Plan:
-    """The Plan for the float checkpoint `path`, without reading its weights: as of the model that would be loaded.
+    """Return the Plan for the model that the float checkpoint `path` holds, without reading its weights.
 
     dtype: to load it in; None takes that of config.json. keywords: those of patch(). Raises UnsupportedError for a
     checkpoint that is quantized already, and for what only the weights could tell (AWQ, average_bits).
@@ -74,7 +74,7 @@ def plan_checkpoint(
 
 
 def outline(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """A model on the CPU whose weights nobody has written, so that they take no memory.
+    """Make a model on the CPU whose weights nobody has written, so that they take no memory.
 
     Buffers are real. dtype: None takes the config's, else float32.
     """
@@ -88,7 +88,7 @@ def outline(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> Pr
 
 
 def _untouched(like: Tensor) -> Tensor:
-    """Contiguous, as a plan looks at it; a large one in pages that the system gives out when they are written to."""
+    """Make an empty contiguous tensor, a large one in pages that the system gives out when they are written to."""
     empty = torch.empty_like(like, device="cpu")
     return empty.zero_() if empty.nbytes < SMALL_TENSOR else empty
 

@@ -36,7 +36,7 @@ def estimate(
     price_per_hour: float | None = None,
     device: torch.device | str = "cpu",
 ) -> Estimate:
-    """Bytes, seconds and cost of a decoder or an encoder, from its shapes alone: no weight is loaded.
+    """Return bytes, seconds and cost of a decoder or an encoder, from its shapes alone: no weight is loaded.
 
     model: a config, a path or name of one, or a model; a patched one counts as what it was before.
     context: tokens of each sequence; batch: sequences.

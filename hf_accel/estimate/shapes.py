@@ -139,7 +139,7 @@ def load_config(path: str | os.PathLike[str]) -> Any:
 
 
 def read_config(path: str | os.PathLike[str], **hub: Any) -> PreTrainedConfig:
-    """The config of a checkpoint. hub: keywords of from_pretrained.
+    """Read the config of a checkpoint. hub: keywords of from_pretrained.
 
     Raises HfAccelError for numbers of layers that no model has, and for shards that lie outside of the folder.
     """
@@ -160,7 +160,7 @@ def read_config(path: str | os.PathLike[str], **hub: Any) -> PreTrainedConfig:
 
 
 def _numbers(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """All numbers in it, by their names."""
+    """Yield all numbers in a config, by their names."""
     for name, value in content.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{prefix}{name}.")

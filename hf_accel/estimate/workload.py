@@ -222,7 +222,7 @@ def _linear(model: PreTrainedModel, site: LinearSite, config: WeightConfig | Non
 
 
 def _experts(model: PreTrainedModel, site: ExpertsSite, config: WeightConfig | None) -> WeightTensor:
-    """The spec is that of the stored weight, [experts * out, in]."""
+    """Count a weight of experts, with the spec of the stored one, [experts * out, in]."""
     weight, spec = site.matrices(site.parameter)[0], None
     group_size = None if config is None else config.layout.group_size
     fits = group_size is None or weight.shape[1] % group_size == 0

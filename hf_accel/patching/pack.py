@@ -183,7 +183,7 @@ def _place(packed: Packed, site: LinearSite, todo: Plan, journal: Journal) -> No
 
 
 def _part(packed: Packed, bias: nn.Parameter | None, todo: Plan) -> QuantLinear:
-    """The layer of a weight of which this rank has packed its part."""
+    """Make the layer of a weight of which this rank has packed its part."""
     assert todo.split is not None
     ranks = todo.split.ranks
     layer = CLASSES[todo.split.role(packed.name) or ""].from_packed(packed.weight, bias, choice=packed.choice)

@@ -118,7 +118,7 @@ def patch(
 @takes_patch_keywords
 @contextmanager
 def patched(model: Model, **keywords: Unpack[PatchKeywords]) -> Iterator[Model]:
-    """`with patched(model, ...):` patches for the length of a block, also if the block raises.
+    """Patch for the length of a block, `with patched(model, ...):`, also if the block raises.
 
     What the block has unpatched itself, or unpatched and patched again, stays as it left it. A model that was patched
     before, with the same keywords, stays patched.
@@ -145,14 +145,14 @@ def stats(model: nn.Module) -> dict[str, Any]:
 
 
 def stock_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """An unpatched model over the same Parameters; the model given does not notice. Raises as `unpatch` does."""
+    """Make an unpatched model over the same Parameters; the given one stays as it is. Raises as `unpatch` does."""
     copied: Any = twin(model)
     stock: PreTrainedModel = unpatch(copied) if is_patched(copied) else copied
     return stock
 
 
 def make_draft(model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
-    """A patched model over the same Parameters, with its linears in `weights`; the model given does not notice."""
+    """Make a patched model over the same Parameters, with its linears in `weights`; the given one stays as it is."""
     draft: Any = stock_twin(model)
     wanted: Any = WeightConfig(4, group_size=common_group_size(draft)) if weights == "int4" else weights
     made: PreTrainedModel = patch(draft, weights=wanted, keep_original=True)
@@ -160,7 +160,7 @@ def make_draft(model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
 
 
 def with_stock_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """A patched model over the same numbers that attends as without us; the model given does not notice."""
+    """Make a patched model over the same numbers with stock's attention; the given one stays as it is."""
     state = state_of(model)
     attending = twin(model)
     before = {id(write.owner): write.old for write in state.journal.writes if write.key == "config"}

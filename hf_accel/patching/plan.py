@@ -173,7 +173,7 @@ class Plan(Printed):
         return self.fused.float_rows if bounded else None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able: the choices, bytes, and the least seconds per token the measured bandwidth allows."""
+        """Return the choices, the bytes, and the least seconds per token at the measured bandwidth, JSON-able."""
         return {
             "model": self.title,
             "config": self.config.to_dict(),

@@ -62,7 +62,7 @@ def make_plan(
     find_originals: FindOriginals | None = None,
     eight_bits: Collection[str] = (),
 ) -> Plan:
-    """The Plan for a model; raises UnsupportedError where an explicit request cannot be met.
+    """Return the Plan for a model. Raises UnsupportedError where an explicit request cannot be met.
 
     find_originals: says which file holds each weight that will be replaced, or None unless all can be read back;
         without it the checkpoint that the model came from is compared. eight_bits: names of Linears that average_bits
@@ -262,7 +262,7 @@ def _plan_experts(site: ExpertsSite, config: WeightConfig, where: _Where) -> Lin
 
 
 def _whole_experts(experts: Sequence[LinearPlan]) -> Iterable[LinearPlan]:
-    """Weights of experts are quantized together, or all of them stay."""
+    """Let all weights of the same experts stay if one of them stays."""
     kept = {p.site.module: p.reason for p in experts if p.choice is None}
     for planned in experts:
         stays = kept.get(planned.site.module)
@@ -270,7 +270,7 @@ def _whole_experts(experts: Sequence[LinearPlan]) -> Iterable[LinearPlan]:
 
 
 def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
-    """Weight bytes that one decode step reads: all but the input embedding, unless it is the head as well."""
+    """Count the weight bytes that a decode step reads: all but the input embedding, unless it is the head too."""
     try:
         embedding: Any = model.get_input_embeddings()
     except NotImplementedError:  # a model of several inputs, or of images alone
@@ -375,7 +375,7 @@ def servers_of(
     model: nn.Module, planned: Mapping[nn.Module, LinearPlan], floats: Container[nn.Module],
     split: TensorParallel | None,
 ) -> dict[nn.Module, Server]:  # fmt: skip
-    """The Server of each linear layer. planned: those that are replaced. floats: those that get a native forward."""
+    """Return the Server of each linear layer. planned: the replaced ones. floats: those with a native forward."""
 
     def server(name: str, module: nn.Module) -> Server:
         plan = planned.get(module)
@@ -396,7 +396,7 @@ def servers_of(
 
 
 def planned(model: object, config: PatchConfig, *, find_originals: FindOriginals | None = None) -> Plan:
-    """`make_plan`; with average_bits and with AWQ a copy of the model is run on a few tokens."""
+    """Return the `make_plan` of a model; for average_bits and AWQ a copy of the model is run on a few tokens."""
     todo = make_plan(model, config, find_originals=find_originals)
     if config.weights is not None and config.weights.average_bits is not None:
         todo = make_plan(model, config, find_originals=find_originals, eight_bits=eight_bit_names(todo))

@@ -1,4 +1,4 @@
-"""What plans, certificates, estimates and reports are printed as: lines, tables, and HTML in a notebook."""
+"""Lines and tables, as plans, certificates, estimates and reports are printed, and their HTML in a notebook."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Printed:
     """Base of plans, certificates, estimates and reports, which have a __str__: repr() is that, in a notebook HTML."""
 
     def _table_rows(self) -> Iterable[Row]:
-        """The rows in a notebook: lines of text, unless a class knows its columns."""
+        """Return the rows in a notebook: lines of text, unless a class knows its columns."""
         return ((line,) for line in str(self).splitlines())
 
     def __repr__(self) -> str:
@@ -44,7 +44,7 @@ def row_of(line: Line) -> Row:
 
 
 def table(lines: Sequence[Line]) -> Iterator[str]:
-    """Columns that fit in WIDTH: long reasons go on below, and a topic is named once."""
+    """Yield rows of columns that fit in WIDTH: long reasons go on below, and a topic is named once."""
     cells = [(line.topic, line.what, line.choice) for line in lines]
     widths = [max((len(cell) for cell in column), default=0) for column in zip(*cells, strict=True)]
     indent = sum(widths) + 2 * len(widths)

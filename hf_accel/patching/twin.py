@@ -18,7 +18,7 @@ from ..undo.state import find_state
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A deep copy with Parameters of its own over the same storage, and quantized layers over the same packed weights.
+    """Make a deep copy with Parameters of its own over the same storage, and quantized layers over the same weights.
 
     Converting or patching the one leaves the other as it is; writing into a tensor in place changes both.
     Raises UnsupportedError for a model that is split over ranks: its modules call each other by closures.
@@ -43,7 +43,7 @@ def quantized_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def _modules(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """The modules of the model, and those that a patch has put aside."""
+    """Yield the modules of the model, and those that a patch has put aside."""
     yield from model.modules()
     state = find_state(model)
     for write in () if state is None else state.journal.writes:
@@ -58,7 +58,7 @@ def _alias(parameter: Tensor) -> Tensor:
 
 
 def _sibling(layer: QuantModule, memo: dict[int, Any]) -> QuantModule:
-    """A second layer over the same packed weight, to which neither ever writes."""
+    """Make a second layer over the same packed weight, to which neither ever writes."""
     assert layer.choice is not None
     sibling: QuantModule
     if isinstance(layer, ExpertWeights):

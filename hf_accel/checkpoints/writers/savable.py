@@ -1,4 +1,4 @@
-"""What may be written as a checkpoint, to what place, and the report of it."""
+"""Checks of a model before it is written, and of the place; the report of what was written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODEL_FILES = re.compile(
 
 
 def savable(model: nn.Module) -> PreTrainedModel:
-    """The transformers model to write. Raises UnsupportedError for one with adapters, or quantized by others."""
+    """Return the transformers model to write. Raises UnsupportedError for adapters and for others' quantization."""
     inner = check_model(unwrapped(model))
     other = other_quantizer(inner)
     if other is not None:
@@ -134,7 +134,7 @@ def bring_over(old: Path, new: Path) -> None:
 
 
 def _link(source: str, target: str) -> None:
-    """A second name for a file, or a copy where the file system has no such names."""
+    """Give a file a second name, or copy it where the file system has no such names."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:

@@ -122,7 +122,7 @@ class Content:
 
 
 def _content(model: PreTrainedModel, activations: Activations) -> Content:
-    """model: a copy, whose layers are left unpacked."""
+    """Return the content to be written. model: a copy, whose layers are left unpacked."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
     head = model.get_output_embeddings()
     head_name = next((name for name, layer in layers.items() if layer is head), None)
@@ -204,7 +204,7 @@ def _check_units(model: PreTrainedModel, schemes: Mapping[str, Scheme]) -> None:
 
 
 def pack_bytes(integers: Tensor) -> Tensor:
-    """int8 [out, in] -> int32 [out, ceil(in / 4)], q + 128, the first of four in the lowest bits."""
+    """Pack int8 [out, in] -> int32 [out, ceil(in / 4)], q + 128, the first of four in the lowest bits."""
     padded = F.pad(integers, (0, -integers.shape[1] % 4), value=-128)
     return (padded.view(torch.uint8) ^ 128).view(torch.int32)
 
@@ -289,7 +289,7 @@ def _write(copy: Any, content: Content, folder: Path, max_shard_size: int | str)
 
 
 def _stored_names(model: PreTrainedModel, names: Sequence[str]) -> dict[str, str]:
-    """Each module's name in a checkpoint, where transformers renames on saving."""
+    """Return each module's name in a checkpoint; transformers renames on saving."""
     numbered = {f"{name}.weight_scale": torch.tensor(number) for number, name in enumerate(names)}
     reverted = revert_weight_conversion(model, numbered)
     return {names[int(number)]: name.removesuffix(".weight_scale") for name, number in reverted.items()}
@@ -307,7 +307,7 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def _dense(
     model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], quantized: Mapping[str, Scheme]
 ) -> list[str]:
-    """The names of what is multiplied by and not quantized, as the checkpoint has them and as the model has them."""
+    """List the weights that are multiplied by but not quantized, by their names in the checkpoint and in the model."""
     modules = dict(model.named_modules())
     tables = [name for name, module in modules.items() if isinstance(module, nn.Embedding)]
     embeddings = {*tables, *_stored_names(model, tables).values()}

@@ -59,7 +59,7 @@ def write_gguf(
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: torch.dtype | None = None,
 ) -> Saved:
-    """`save_gguf`, with matrices that are not quantized in `dtype`."""
+    """Do as `save_gguf`, with matrices that are not quantized in `dtype`."""
     inner = savable(model)
     architecture = check_gguf(inner)
     if path.is_dir():
@@ -101,7 +101,7 @@ class Entry:
 
 
 def _entries(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[Entry]:
-    """Parameters that are tied come once; a quantized head is one more."""
+    """Yield the tensors to write. Parameters that are tied come once; a quantized head is one more."""
     if dtype not in FLOAT_TYPES:
         raise UnsupportedError(f"a model in {dtype} cannot be written as GGUF; convert it with model.float() first")
     for name, module in model.named_modules():
@@ -139,11 +139,11 @@ def _dense(
     return Entry(name, shape, FLOAT_TYPES[kind], size, make)
 
 
-# -- blocks of 32 inputs, as readers/ggml_blocks.py reads them; source: ggml-common.h ----------------------------------
+# -- blocks of 32 inputs, as readers/ggml_blocks.py reads them; source: ggml-common.h ---------------------------------
 
 
 def ggml_type_of(weight: QuantizedWeight) -> str | None:
-    """The name of the blocks that hold a weight [out, in]; None if there are none for its shape and scales."""
+    """Return the name of the blocks that hold a weight [out, in]; None if there are none for its shape and scales."""
     if (
         weight.format != "int"
         or weight.shape[1] % BLOCK
@@ -159,7 +159,7 @@ def ggml_type_of(weight: QuantizedWeight) -> str | None:
 
 
 def blocks(weight: QuantizedWeight, rows: Tensor | None = None) -> Tensor:
-    """uint8 [out, in / 32 * bytes of a block]. rows: the order of the outputs, int64 [out]."""
+    """Pack a weight -> uint8 [out, in / 32 * bytes of a block]. rows: the order of the outputs, int64 [out]."""
     order = slice(None) if rows is None else rows
     integers, scale = weight.integers()[order], weight.weight_scale[order]
     out_features, in_features = integers.shape
@@ -179,7 +179,7 @@ def blocks(weight: QuantizedWeight, rows: Tensor | None = None) -> Tensor:
 
 
 def _shift(weight: LowBitWeight) -> Tensor:
-    """[out, groups]: what is added to (q + 2^(bits - 1)) * scale."""
+    """Return what is added to (q + 2^(bits - 1)) * scale, [out, groups]."""
     if weight.weight_minimum is not None:
         return -weight.weight_minimum
     zero_point = weight.zero_points()
@@ -188,7 +188,7 @@ def _shift(weight: LowBitWeight) -> Tensor:
 
 
 def _half(column: Tensor) -> Tensor:
-    """[n, 1] in float16 as bytes [n, 2]."""
+    """Return [n, 1] in float16 as bytes [n, 2]."""
     return column.to(torch.float16).contiguous().view(torch.uint8)
 
 
@@ -207,7 +207,7 @@ def _rounding(numbers: Tensor) -> float:
 
 
 def _write(writer: Any, gguf: Any, model: PreTrainedModel, entries: list[Entry]) -> None:
-    """The settings, and where each tensor will be."""
+    """Write the settings, and where each tensor will be."""
     writer.add_type("model")
     writer.add_file_type(getattr(gguf.LlamaFileType, FILE_TYPES[_main_kind(entries)]))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -225,7 +225,7 @@ def _write(writer: Any, gguf: Any, model: PreTrainedModel, entries: list[Entry])
 
 
 def _write_tensors(writer: Any, gguf: Any, entries: list[Entry]) -> None:
-    """One after the other, so that no more than one is in memory twice."""
+    """Write the tensors one after the other, so that no more than one is in memory twice."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -234,7 +234,7 @@ def _write_tensors(writer: Any, gguf: Any, entries: list[Entry]) -> None:
 
 
 def _main_kind(entries: list[Entry]) -> str:
-    """The kind of most bytes among the matrices."""
+    """Return the kind of most bytes among the matrices."""
     counted: Counter[str] = Counter()
     for entry in entries:
         if len(entry.shape) > 1:

@@ -41,7 +41,7 @@ class Unit:
 
 
 def eight_bit_names(todo: Plan) -> frozenset[str]:
-    """The Linears of a plan for 4 bits that its average_bits allow 8 bits for: those where this gains most per byte.
+    """Return the Linears of a plan for 4 bits that get 8 bits within its average_bits: those that gain most per byte.
 
     average_bits are those of the weights, scales included, without the head. Raises UnsupportedError if 4 bits for all
     are more than that.
@@ -71,7 +71,7 @@ def eight_bit_names(todo: Plan) -> frozenset[str]:
 
 @torch.no_grad()
 def sensitivities(model: PreTrainedModel, linears: Mapping[str, LinearPlan], windows: Tensor) -> list[Unit]:
-    """Each unit of the Linears, with what it costs to round it to 4 bits, to nearest, and no other."""
+    """Return each unit of the Linears, with the loss when it alone is rounded to 4 bits, to nearest."""
     copy = twin(model)
     length = min(WINDOW_TOKENS, windows.shape[1])
     ids = windows.flatten()[: max(1, MEASURED_TOKENS // length) * length]
@@ -85,7 +85,7 @@ def sensitivities(model: PreTrainedModel, linears: Mapping[str, LinearPlan], win
 
 
 def units_of(model: PreTrainedModel, linears: Mapping[str, LinearPlan]) -> Iterator[tuple[str, ...]]:
-    """The Linears in groups that are called on one tensor; the others one by one."""
+    """Yield the Linears in groups that are called on one tensor, and the others one by one."""
     joined: dict[str, tuple[str, ...]] = {}
     for site in projection_sites(model):
         names = tuple(name for name in site.layers if name in linears)

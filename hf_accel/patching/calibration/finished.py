@@ -50,7 +50,7 @@ class Finished:
         return cls(folder, {name: kind_of(linear.config.layout) for name, linear in linears.items()}, files)
 
     def read(self, name: str) -> Rounded | None:
-        """The weight of a layer; None if it is still to be made."""
+        """Return the weight of a layer; None if it is still to be made."""
         if self.folder is None or not (self.folder / self.files[name]).exists():
             return None
         path = self.folder / self.files[name]
@@ -61,7 +61,7 @@ class Finished:
             raise UnsupportedError(f"resume: {path} cannot be read: {error}; delete it") from error
 
     def write(self, name: str, rounded: Rounded) -> None:
-        """Whole, or not at all if the process is killed meanwhile."""
+        """Store a layer; a process that is killed meanwhile leaves the whole file or none."""
         if self.folder is not None:
             scales = {} if rounded.scales is None else {SCALES: rounded.scales}
             tensors = {key: tensor.contiguous() for key, tensor in (state(rounded.weight) | scales).items()}

@@ -82,7 +82,7 @@ class CalibrationPass:
         self._statistics: Statistics | None = None
 
     def quantize(self, name: str, inputs: Tensor) -> Rounded:
-        """The weight of a Linear that is called on `inputs`."""
+        """Return the quantized weight of a Linear that is called on `inputs`."""
         rounded = self._finished.read(name)
         if rounded is None:
             try:
@@ -118,7 +118,7 @@ class CalibrationPass:
         return self._statistics
 
     def result(self) -> Calibrated:
-        """All that was quantized, packed, with the scales taken off where the inputs come from."""
+        """Return all that was quantized, packed, and the parameters that take the scales off again."""
         folded: dict[str, dict[str, Tensor]] = {}
         biases: dict[str, Tensor] = {}
         for fold, scales in self._scales.items():
@@ -139,7 +139,7 @@ class CalibrationPass:
 
 
 def with_outputs_divided(weight: QuantizedWeight, scales: Tensor) -> QuantizedWeight:
-    """A quantized weight [out, in] divided by scales [out]: the integers stay."""
+    """Return a quantized weight [out, in] divided by scales [out], with the same integers."""
     stored = weight.weight_scale
     return weight.changed(weight_scale=(stored.float() / scales.unsqueeze(1)).to(stored.dtype))
 
@@ -172,7 +172,7 @@ class RoundingLinear(nn.Module):
 
 
 def product(x: Tensor, rounded: Rounded, bias: Tensor | None) -> Tensor:
-    """x [..., in] times a quantized weight, in float32 a few rows at a time -> [..., out] in x's dtype."""
+    """Multiply x [..., in] by a quantized weight, in float32, a few rows at a time -> [..., out] in x's dtype."""
     dense = rounded.weight.dequantize(torch.float32)
     if rounded.scales is not None:
         dense /= rounded.scales

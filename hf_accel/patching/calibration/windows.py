@@ -25,7 +25,7 @@ KNOWN_FORMS = (
 
 
 def windows_of(calibration: object, model: PreTrainedModel) -> Tensor:
-    """int64 [n, length] of token ids that the model knows.
+    """Return token ids that the model knows, int64 [n, length].
 
     A tensor [n, length] is taken as it is. All else is read one piece after the other, with the end of text between
     texts, and gives up to MOST windows of LENGTH that lie evenly over the tokens, or one that is shorter: what is
@@ -51,7 +51,7 @@ def _with_tokenizer(calibration: object) -> tuple[Any, PreTrainedTokenizerBase |
 
 
 def _pieces(data: Any, tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedModel) -> Iterator[Iterable[int]]:
-    """The token ids of each text, or each row of ids."""
+    """Yield the token ids of each text, or of each row of ids."""
     if isinstance(data, Mapping):  # what a tokenizer returned
         data = data.get("input_ids")
     if isinstance(data, str) or (isinstance(data, Tensor) and data.dim() == 1):
@@ -99,7 +99,7 @@ def _encoded(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _own_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
-    """The one in the folder or repository that the model was loaded from."""
+    """Load the tokenizer of the folder or repository that the model was loaded from."""
     where = model.config._name_or_path
     problem = "the model was not loaded from a checkpoint"
     if where:
