@@ -270,7 +270,7 @@ def model_attention_refusal(model: PreTrainedModel) -> str | None:
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """List the modules that call an attention function of transformers' interface, except for parts that keep theirs."""
+    """List the modules that call an attention function of transformers' interface, without parts that keep theirs."""
     return [module for _, module in modules_outside(model) if attention_code(type(module)).attends]  # type: ignore[arg-type]
 
 

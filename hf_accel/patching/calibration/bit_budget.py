@@ -93,22 +93,14 @@ def units_of(model: PreTrainedModel, linears: Mapping[str, LinearPlan]) -> Itera
     yield from dict.fromkeys(joined.get(name, (name,)) for name in linears)
 
 
-class _ToNearest:
-    """Gives a RoundingLinear its weight."""
-
-    def __init__(self, linears: Sequence[LinearPlan]) -> None:
-        self._linears = {linear.site.name: linear for linear in linears}
-
-    def quantize(self, name: str, inputs: Tensor) -> Rounded:
-        linear = self._linears[name]
-        return Rounded(rtn.quantize(linear.site.weight, linear.config), None)
+def _to_nearest(linear: LinearPlan, inputs: Tensor) -> Rounded:
+    return Rounded(rtn.quantize(linear.site.weight, linear.config), None)
 
 
 def _divergence(copy: PreTrainedModel, ids: Tensor, expected: Tensor, linears: Sequence[LinearPlan]) -> float:
     before: dict[str, Any] = {linear.site.name: copy.get_submodule(linear.site.name) for linear in linears}
-    rounding = _ToNearest(linears)
     for linear in linears:
-        copy.set_submodule(linear.site.name, RoundingLinear(linear, rounding))
+        copy.set_submodule(linear.site.name, RoundingLinear(linear, _to_nearest))
     try:
         actual = _predictions(copy, ids)
     finally:

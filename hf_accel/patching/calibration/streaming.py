@@ -8,9 +8,9 @@ the activations of one layer are held. The user's model is only read.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ def calibrate(todo: Plan) -> Calibrated:
     with logging.tqdm(total=len(linears), desc=f"Quantizing by {config.method}", unit=" layers") as bar:
         run = CalibrationPass(todo, linears, finished, bar)
         for name, linear in linears.items():
-            model.set_submodule(name, RoundingLinear(linear, run))
+            model.set_submodule(name, RoundingLinear(linear, run.quantize))
         feed(model, windows)
     _warn_of_missed([name for name in linears if name not in run.quantized])
     return run.result()
@@ -81,12 +81,13 @@ class CalibrationPass:
         self._version = 0
         self._statistics: Statistics | None = None
 
-    def quantize(self, name: str, inputs: Tensor) -> Rounded:
+    def quantize(self, linear: LinearPlan, inputs: Tensor) -> Rounded:
         """Return the quantized weight of a Linear that is called on `inputs`."""
+        name = linear.site.name
         rounded = self._finished.read(name)
         if rounded is None:
             try:
-                rounded = self._quantize(name, inputs)
+                rounded = self._quantize(linear, inputs)
             except UnsupportedError as error:
                 raise UnsupportedError(f"{name!r} cannot be quantized: {error}") from error
             self._finished.write(name, rounded)
@@ -94,12 +95,12 @@ class CalibrationPass:
         if fold is not None and rounded.scales is not None:
             self._scales[fold] = rounded.scales
         self.quantized[name] = rounded
-        release(self._linears[name].site.parameter)
+        release(linear.site.parameter)
         self._bar.update()
         return rounded
 
-    def _quantize(self, name: str, inputs: Tensor) -> Rounded:
-        linear, statistics, fold = self._linears[name], self._statistics_of(inputs), self._fold_of.get(name)
+    def _quantize(self, linear: LinearPlan, inputs: Tensor) -> Rounded:
+        statistics, fold = self._statistics_of(inputs), self._fold_of.get(linear.site.name)
         if fold is None:
             return Rounded(quantize(linear.site.weight, statistics, linear.config), None)
         if fold not in self._scales:
@@ -144,18 +145,13 @@ def with_outputs_divided(weight: QuantizedWeight, scales: Tensor) -> QuantizedWe
     return weight.changed(weight_scale=(stored.float() / scales.unsqueeze(1)).to(stored.dtype))
 
 
-class Quantizing(Protocol):
-    """The object that gives RoundingLinears their weights."""
-
-    def quantize(self, name: str, inputs: Tensor) -> Rounded: ...
-
-
 class RoundingLinear(nn.Module):
     """Replaces a Linear of the copy: quantizes its weight on the first call, and multiplies by that."""
 
-    def __init__(self, linear: LinearPlan, run: Quantizing) -> None:
+    def __init__(self, linear: LinearPlan, quantized: Callable[[LinearPlan, Tensor], Rounded]) -> None:
+        """quantized: makes the weight, of a linear and the inputs of its first call."""
         super().__init__()
-        self._linear, self._run = linear, run
+        self._linear, self._quantized = linear, quantized
         self._rounded: Rounded | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -167,7 +163,7 @@ class RoundingLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._rounded is None:
-            self._rounded = self._run.quantize(self._linear.site.name, x)
+            self._rounded = self._quantized(self._linear, x)
         return product(x, self._rounded, self._linear.site.bias)
 
 
