@@ -58,7 +58,7 @@ from hf_accel.checkpoints.load import load_tokenizer
 from hf_accel.cli.measuring import turns
 from hf_accel.cli.measuring.served import WrongResultError
 from hf_accel.cli.measuring.turns import Generation, median_ratio, take_turns, time_generate
-from hf_accel.hardware.memory import PAGEMAP
+from hf_accel.hardware.device import PAGEMAP
 from hf_accel.kernels import cpu as kernels
 from hf_accel.patching.twin import twin
 

@@ -3,7 +3,6 @@
 Nothing is measured at import.
 """
 
-from .device import ISA_LEVELS, Hardware, detect, float_peak, read_bandwidth
-from .memory import release, trim
+from .device import ISA_LEVELS, Hardware, detect, float_peak, read_bandwidth, release, trim
 
 __all__ = ["ISA_LEVELS", "Hardware", "detect", "float_peak", "read_bandwidth", "release", "trim"]
