@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Unpack
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -22,9 +21,9 @@ from ..patching.patch import plan as plan_model
 from ..patching.plan import LinearPlan, Plan
 from ..patching.planning import planned
 from .load import stored_config
+from .readers.reader import headers_of
 
 SMALL_TENSOR = 2**20  # bytes; more are pages of their own
-WORDS = {torch.float32: ("F32",), torch.float16: ("F16",), torch.bfloat16: ("BF16",)}  # of safetensors' headers
 
 
 @takes_patch_keywords
@@ -104,8 +103,6 @@ def _stored_equally(
     if not stored or any(name not in files for name in names):
         return None
     first = next((name for name in names if name in stored), None)
-    if first is not None:
-        with safe_open(stored[first], framework="pt") as tensors:
-            if tensors.get_slice(first).get_dtype() not in WORDS.get(model.dtype, ()):
-                return None
+    if first is not None and dict(headers_of([stored[first]]))[first].dtype is not model.dtype:
+        return None
     return files

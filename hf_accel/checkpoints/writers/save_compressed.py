@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
@@ -32,6 +32,7 @@ from ...patching.printed import Line
 from ...patching.twin import twin
 from ...undo.state import state_of
 from ..readers.compressed_config import PACKED, Scheme, compressed_config, units
+from ..readers.reader import headers_of
 from .savable import Saved, bring_over, check_folder, check_room, refuse_infinite, savable
 
 # What vLLM does not read of a weight that another program quantized.
@@ -273,7 +274,8 @@ def _write(copy: Any, content: Content, folder: Path, max_shard_size: int | str)
         for config in (copy.config, copy.config.get_text_config(decoder=True)):
             config.tie_word_embeddings = True
     copy.save_pretrained(folder, max_shard_size=max_shard_size)
-    names, shapes = _stored_names(copy, list(content.schemes)), _shapes(folder)
+    names = _stored_names(copy, list(content.schemes))
+    shapes = {name: found.shape or () for name, found in headers_of(sorted(folder.glob("*.safetensors")))}
     lost = [name for name in content.schemes if f"{names.get(name)}.weight_scale" not in shapes]
     if lost:
         raise HfAccelError(f"transformers stores {lost[0]!r} under a name that is not known; use save_pretrained")
@@ -293,15 +295,6 @@ def _stored_names(model: PreTrainedModel, names: Sequence[str]) -> dict[str, str
     numbered = {f"{name}.weight_scale": torch.tensor(number) for number, name in enumerate(names)}
     reverted = revert_weight_conversion(model, numbered)
     return {names[int(number)]: name.removesuffix(".weight_scale") for name, number in reverted.items()}
-
-
-def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape and dtype of each tensor in the safetensors files of a folder."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    return shapes
 
 
 def _dense(
