@@ -17,9 +17,9 @@ from ..errors import UnsupportedError
 from ..estimate.shapes import load_config, on_meta
 from ..linear.hf import stored_experts
 from ..patching.originals import Stored, checkpoint_files
-from ..patching.patch import plan as plan_model
 from ..patching.plan import LinearPlan, Plan
 from ..patching.planning import planned
+from ..tensors import torchs_defaults
 from .load import stored_config
 from .readers.reader import headers_of
 
@@ -36,27 +36,20 @@ def plan(
     """Return the plan of `patch(model, **keywords)`, with its reasons, without changing anything.
 
     model: a model, or the path or name of a float checkpoint, of which no weight is read. dtype: to load a checkpoint
-    in; None takes that of config.json.
-    """
-    if isinstance(model, (str, os.PathLike)):
-        return plan_checkpoint(model, dtype=dtype, **keywords)
-    if dtype is not None:
-        raise UnsupportedError(f"dtype={dtype} is for the path of a checkpoint; a model has its own: leave dtype= out")
-    return plan_model(model, **keywords)
-
-
-def plan_checkpoint(
-    path: str | os.PathLike[str],
-    *,
-    dtype: torch.dtype | None = None,
-    **keywords: Unpack[PatchKeywords],
-) -> Plan:
-    """Return the Plan for the model that the float checkpoint `path` holds, without reading its weights.
-
-    dtype: to load it in; None takes that of config.json. keywords: those of patch(). Raises UnsupportedError for a
-    checkpoint that is quantized already, and for what only the weights could tell (AWQ, average_bits).
+    in; None takes that of config.json. Raises UnsupportedError for a checkpoint that is quantized already, and for
+    what only its weights could tell (AWQ, average_bits).
     """
     settings = PatchConfig.build(**keywords)
+    if isinstance(model, (str, os.PathLike)):
+        return _plan_of(model, settings, dtype)
+    if dtype is not None:
+        raise UnsupportedError(f"dtype={dtype} is for the path of a checkpoint; a model has its own: leave dtype= out")
+    with torchs_defaults():
+        return planned(model, settings)
+
+
+def _plan_of(path: str | os.PathLike[str], settings: PatchConfig, dtype: torch.dtype | None) -> Plan:
+    """Return the Plan for the model that the float checkpoint `path` holds, without reading its weights."""
     if os.fspath(path).endswith(".gguf"):
         raise UnsupportedError(f"{os.fspath(path)!r}: the plan of a GGUF file is made when it is loaded")
     described = load_config(path)

@@ -41,8 +41,8 @@ def plan(path: Path_, dtype: Dtype = "auto", *, asked: Asked) -> None:
 
 def _without_weights(place: str, dtype: Any, keywords: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
     """Return the plan as a document and as text; None if it cannot be made without the weights."""
+    import hf_accel
     from hf_accel.checkpoints.load import stored_config
-    from hf_accel.checkpoints.outline import plan_checkpoint
     from hf_accel.config.patch_config import PatchConfig
     from hf_accel.estimate.shapes import read_config
 
@@ -51,7 +51,7 @@ def _without_weights(place: str, dtype: Any, keywords: dict[str, Any]) -> tuple[
         return None
     if stored_config(read_config(place)) is not None:
         return None
-    made = plan_checkpoint(place, dtype=dtype, **keywords)
+    made = hf_accel.plan(place, dtype=dtype, **keywords)
     return made.to_dict(), str(made)
 
 

@@ -64,14 +64,6 @@ from .unpatch import unpatch
 Model = TypeVar("Model", bound=nn.Module)
 
 
-@takes_patch_keywords
-def plan(model: nn.Module, **keywords: Unpack[PatchKeywords]) -> Plan:
-    """Return the plan of `patch(model, **keywords)`, with its reasons, without changing anything."""
-    settings = PatchConfig.build(**keywords)
-    with torchs_defaults():
-        return planned(model, settings)
-
-
 @checked_keywords(**MEANT_BY_PATCH)
 @takes_patch_keywords
 def patch(
