@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaModel, PreTrainedModel, Text
 
 import hf_accel
 from hf_accel import UnsupportedError
-from hf_accel.patching.check import check_model
 from hf_accel.checkpoints.outline import plan
+from hf_accel.patching.check import check_model
 
 from ...parity.families import build, prompts
 from ...parity.letters import letters
