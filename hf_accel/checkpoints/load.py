@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from collections.abc import Mapping
@@ -10,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -28,7 +26,7 @@ from ..config.patch_config import (
     takes_patch_keywords,
 )
 from ..errors import HfAccelError, UnsupportedError
-from ..estimate.shapes import class_of, read_config
+from ..estimate.shapes import class_of, on_meta, read_config
 from ..keywords import MEANT_BY_PATCH, Default, check_keywords, one_of
 from ..linear.hf import METHOD, AccelConfig
 from ..patching.patch import patch
@@ -178,8 +176,7 @@ def _load_gguf(path: str, ours: dict[str, Any], keywords: dict[str, Any]) -> Pre
     reader = reader_of(stored)
     assert isinstance(reader, Gguf)
     config = keywords.pop("config", None) or reader.config()
-    with torch.device("meta"):
-        empty = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    empty = on_meta(config, dtype=None)
     config.architectures = [type(empty).__name__]
     keywords["dtype"] = reader.dtype if keywords.get("dtype", "auto") == "auto" else keywords["dtype"]
     if reader.is_quantized:
