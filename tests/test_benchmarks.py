@@ -54,11 +54,11 @@ from benchmarks.topics import (
 )
 from benchmarks.topics.waste import admit, lengths, waste
 from hf_accel.cache.pool import BlockPool, BlockTable
-from hf_accel.checkpoints.loading import load_tokenizer
+from hf_accel.checkpoints.load import load_tokenizer
 from hf_accel.cli.measuring import turns
 from hf_accel.cli.measuring.served import WrongResultError
 from hf_accel.cli.measuring.turns import Generation, median_ratio, take_turns, time_generate
-from hf_accel.hardware.memory import PAGEMAP
+from hf_accel.hardware.device import PAGEMAP
 from hf_accel.kernels import cpu as kernels
 from hf_accel.patching.twin import twin
 

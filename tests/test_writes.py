@@ -22,6 +22,7 @@ WRITERS = {
     "parallel.tensor_parts": {"data"},
     # a model that from_pretrained is making, before anybody has it
     "checkpoints.checkpoint": {"setattr", "submodule", "dict"},
+    "checkpoints.load": {"config"},
     "checkpoints.loading": {"config", "dict"},
     "checkpoints.readers.gguf_reader": {"config"},
     # what transformers writes into config.json
@@ -36,7 +37,7 @@ WRITERS = {
     "generation.sampling.purity": {"dict"},  # of a processor
     "recognition.trial": {"dict"},
     "patching.calibration": {"hook", "submodule"},
-    "estimate.unpatched": {"dict", "submodule"},
+    "estimate.shapes": {"dict", "submodule"},
     "fused.sites": {"class", "dict"},
     "patching.twin": {"dict"},
     "verify.references": {"setattr", "submodule"},

@@ -22,7 +22,7 @@ def estimate(
         str | None, typer.Option(help="How keys and values are stored.", metavar="auto|int8|fp8|int4|none")
     ] = None,
     machine: Annotated[
-        str | None, typer.Option(help="A GPU by its name, as L4 or 'A100 80GB'; this machine if left out.")
+        str | None, typer.Option(help="A GPU, as L4 or 'A100 80GB', by its data sheet; this machine if left out.")
     ] = None,
     bandwidth: Annotated[float | None, typer.Option(help="Bytes a second of another machine.")] = None,
     compute: Annotated[float | None, typer.Option(help="Operations a second of another machine.")] = None,
@@ -90,7 +90,7 @@ def _machine(
 def _config(place: str) -> Any:
     """Return the model's config in the form that estimate() takes."""
     if not place.endswith(".gguf"):
-        from hf_accel.patching.model_config import read_config
+        from hf_accel.estimate.shapes import read_config
 
         return read_config(place)
     from hf_accel.checkpoints.readers.gguf_reader import Gguf

@@ -74,7 +74,7 @@ def _check_out(out: Path, format: str) -> None:
 def _check_room(place: str, out: Path, keywords: dict[str, Any]) -> None:
     """Raise HfAccelError before hours of calibration if the disk has no room for the result."""
     import hf_accel
-    from hf_accel.checkpoints.writers.target import check_room
+    from hf_accel.checkpoints.writers.savable import check_room
 
     if place.endswith(".gguf"):
         return
@@ -103,7 +103,7 @@ def _writer(format: str) -> Callable[[Any, Any, Path], Written]:
 def _as_ours(model: Any, tokenizer: Any, out: Path) -> Written:
     from safetensors import SafetensorError
 
-    from hf_accel.checkpoints.writers.target import check_room
+    from hf_accel.checkpoints.writers.savable import check_room
     from hf_accel.hardware.atomic import replaced_folder
 
     size = sum(tensor.nbytes for tensor in model.state_dict().values() if hasattr(tensor, "nbytes"))

@@ -12,17 +12,14 @@ from torch import nn
 from ..cache.quantized import QUANTIZED, dim_refusal
 from ..config import KVDtype, WeightConfig, parse_weights
 from ..errors import UnsupportedError
-from ..keywords import Default, checked_keywords, one_of, positive_int
+from ..keywords import Default, checked_keywords, one_of, positive_int, positive_number
 from ..linear import LinearSpec
 from ..models import without_adapters
-from .attention_bytes import AttentionBytes, attention_layers, encoder_layers
 from .result import Bound, Counted, Estimate
 from .roofline import Machine
-from .shapes import decoder_config, is_encoder, shapes_of
+from .shapes import decoder_config, held_specs, is_encoder, patched_settings, shapes_of
 from .this_machine import measure_machine
-from .unpatched import held_specs, patched_settings
-from .weights import weight_tensors
-from .workload import Workload
+from .workload import Workload, attention_layers, encoder_layers, weight_tensors
 
 AS_PATCHED: Any = Default("as patched")
 
@@ -42,7 +39,7 @@ def estimate(
     price_per_hour: float | None = None,
     device: torch.device | str = "cpu",
 ) -> Estimate:
-    """Bytes, seconds and cost of a decoder or an encoder, from its shapes alone: no weight is loaded.
+    """Return bytes, seconds and cost of a decoder or an encoder, from its shapes alone: no weight is loaded.
 
     model: a config, a path or name of one, or a model; a patched one counts as what it was before.
     context: tokens of each sequence; batch: sequences.
@@ -70,7 +67,7 @@ def estimate(
     one_of("kv_dtype", kv_dtype, (None, *get_args(KVDtype)))
     speeds = {"bandwidth": bandwidth, "compute": compute, "compute_fp8": compute_fp8}
     for name, value in {**speeds, "price_per_hour": price_per_hour}.items():
-        _positive_number(name, value)
+        positive_number(name, value)
     recipe = parse_weights(weights)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise UnsupportedError(f"dtype={dtype!r} must be a dtype of torch, as torch.bfloat16")
@@ -97,10 +94,7 @@ def estimate(
 
 
 def _evaluate(workload: Workload, machine: Machine, *, name: str, price_per_hour: float | None) -> Estimate:
-    weights_by_kind, kv_bytes = workload.weights_by_kind, workload.kv_bytes
-    heads = workload.batch * max(layer.heads for layer in workload.layers)
-    attention_bytes = AttentionBytes.of(context=workload.context, heads=heads, dtype=workload.dtype)
-    weights_bytes = sum(weights_by_kind.values())
+    weights_by_kind = workload.weights_by_kind
     seconds = machine.seconds(workload.decode) if workload.decodes else None
     prefill = machine.seconds(workload.prefill)
     each = None if seconds is None else 1e6 * seconds / workload.batch
@@ -113,12 +107,12 @@ def _evaluate(workload: Workload, machine: Machine, *, name: str, price_per_hour
         context=workload.context,
         batch=workload.batch,
         parameters=sum(tensor.numel for tensor in workload.tensors),
-        weights_bytes=weights_bytes,
+        weights_bytes=sum(weights_by_kind.values()),
         weights_by_kind=weights_by_kind,
-        kv_bytes=kv_bytes,
-        attention_bytes=attention_bytes,
+        kv_bytes=workload.kv_bytes,
+        attention_bytes=workload.attention_bytes,
         activation_bytes=workload.activation_bytes,
-        total_bytes=weights_bytes + kv_bytes + attention_bytes.tiled + workload.activation_bytes,
+        total_bytes=workload.total_bytes,
         read_bytes=round((workload.decode if workload.decodes else workload.prefill).nbytes),
         bandwidth=machine.bandwidth,
         compute=machine.compute,
@@ -142,8 +136,3 @@ def _label(recipe: WeightConfig | None, held: Mapping[str, LinearSpec]) -> str |
         numbers[spec.layout.label] += spec.in_features * spec.out_features
     main = max(numbers, key=numbers.__getitem__, default=None)
     return recipe.label if recipe and main in (None, recipe.layout.label) else main
-
-
-def _positive_number(name: str, value: object) -> None:
-    if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
-        raise UnsupportedError(f"{name}={value!r} must be a finite number above 0")

@@ -50,25 +50,18 @@ from ..undo.state import (
     find_state,
     state_of,
 )
-from .calibration import calibrate, planned
+from .calibration import Calibrated, calibrate
 from .check import is_patched_with, transformers_model
 from .nf4_model import label_nf4
 from .originals import Originals, break_ties
 from .pack import Packed, replace_linears, replace_parameters
 from .plan import Plan
+from .planning import planned
 from .survey import attention_modules, common_group_size
 from .twin import twin
 from .unpatch import unpatch
 
 Model = TypeVar("Model", bound=nn.Module)
-
-
-@takes_patch_keywords
-def plan(model: nn.Module, **keywords: Unpack[PatchKeywords]) -> Plan:
-    """Return the plan of `patch(model, **keywords)`, with its reasons, without changing anything."""
-    settings = PatchConfig.build(**keywords)
-    with torchs_defaults():
-        return planned(model, settings)
 
 
 @checked_keywords(**MEANT_BY_PATCH)
@@ -117,7 +110,7 @@ def patch(
 @takes_patch_keywords
 @contextmanager
 def patched(model: Model, **keywords: Unpack[PatchKeywords]) -> Iterator[Model]:
-    """`with patched(model, ...):` patches for the length of a block, also if the block raises.
+    """Patch for the length of a block, `with patched(model, ...):`, also if the block raises.
 
     What the block has unpatched itself, or unpatched and patched again, stays as it left it. A model that was patched
     before, with the same keywords, stays patched.
@@ -144,14 +137,14 @@ def stats(model: nn.Module) -> dict[str, Any]:
 
 
 def stock_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """An unpatched model over the same Parameters; the model given does not notice. Raises as `unpatch` does."""
+    """Make an unpatched model over the same Parameters; the given one stays as it is. Raises as `unpatch` does."""
     copied: Any = twin(model)
     stock: PreTrainedModel = unpatch(copied) if is_patched(copied) else copied
     return stock
 
 
 def make_draft(model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
-    """A patched model over the same Parameters, with its linears in `weights`; the model given does not notice."""
+    """Make a patched model over the same Parameters, with its linears in `weights`; the given one stays as it is."""
     draft: Any = stock_twin(model)
     wanted: Any = WeightConfig(4, group_size=common_group_size(draft)) if weights == "int4" else weights
     made: PreTrainedModel = patch(draft, weights=wanted, keep_original=True)
@@ -159,7 +152,7 @@ def make_draft(model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
 
 
 def with_stock_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """A patched model over the same numbers that attends as without us; the model given does not notice."""
+    """Make a patched model over the same numbers with stock's attention; the given one stays as it is."""
     state = state_of(model)
     attending = twin(model)
     before = {id(write.owner): write.old for write in state.journal.writes if write.key == "config"}
@@ -180,7 +173,7 @@ def apply_plan(todo: Plan, loaded: Mapping[str, Packed] | None = None) -> None:
     """
     if todo.model.device.type == "cpu":
         cpu_kernels.warn_of_refusal()
-    calibrated = calibrate(todo)  # which only reads
+    calibrated = calibrate(todo) if todo.calibrated else Calibrated({}, {})  # which only reads
     packed = {**calibrated.packed, **(loaded or {})}
     todo = replace(todo, config=todo.config.without_data())
     journal, originals = Journal(), Originals()

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ...config import CacheConfig
 from ...errors import OutOfBlocksError
-from ...hardware.memory import pool_memory
+from ...hardware.device import pool_memory
 from ...models import head_dim, num_kv_heads
 from ..quantized import QUANTIZED, head_bytes
 

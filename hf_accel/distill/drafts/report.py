@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from ...generation.speculation.acceptance import gains
-from ...patching.plan import Printed
+from ...patching.printed import Printed
 
 # The least speed-up that timing can tell from none.
 WORTHWHILE = 1.05

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...hardware.memory import large_pages
+from ...hardware.device import large_pages
 from .. import ACTIVATION_GROUP
 from .library import DTYPES, ExpertsCall, Linear, LinearCall, Matrix, epilogue_number, fields, kernel, threads
 

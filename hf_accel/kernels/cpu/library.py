@@ -21,7 +21,7 @@ import torch  # before the library is loaded, because the kernels share torch's 
 from torch import Tensor
 
 from ...errors import HfAccelError, HfAccelWarning, UnsupportedError
-from ...hardware.processor import ISA_LEVELS, choose_isa, instruction_sets, usable_cores
+from ...hardware.device import ISA_LEVELS, choose_isa, instruction_sets, usable_cores
 from ...tensors import PLAIN, default_is_host, is_recorded
 from .build import HERE, LIBRARY, REASON
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ...errors import UnsupportedError
-from ...hardware.speed import least_seconds
+from ...hardware.device import least_seconds
 from ..formats import QuantizedWeight, state, zeros
 from .backend import Backend, LinearSpec
 from .cpu import Cpu

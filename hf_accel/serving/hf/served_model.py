@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.distributed import DistributedConfig
 
-from ...checkpoints.load import load
-from ...checkpoints.loading import load_tokenizer
+from ...checkpoints.load import load, load_tokenizer
 from ...errors import UnsupportedError
 from ...generation.hf import Engine
 from ...parallel.relay import Relay

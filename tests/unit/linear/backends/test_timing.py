@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_accel.hardware import speed
+from hf_accel.hardware import device
 from hf_accel.linear import choose
 from hf_accel.linear.backends import registry as module
 from hf_accel.linear.backends.reference import REFERENCES, Reference
@@ -28,7 +28,7 @@ class Slow(Reference):
 @pytest.mark.parametrize(("outputs", "seconds"), [(64, 1.0), (640, 10.0), (6400, 100.0)])
 def test_a_large_layer_is_measured_in_part(monkeypatch, outputs, seconds):
     clock = [0.0]
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(device.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(module, "TIMED", 64 * 256 * 2)
     spec = linear_spec(in_features=256, out_features=outputs, bits=8, dtype=torch.float32)
     assert measure(spec, Slow(clock)) == (0.0, seconds)
