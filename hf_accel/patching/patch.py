@@ -37,8 +37,7 @@ from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
 from ..linear.layer_settings import module_settings
 from ..models import unwrapped
 from ..tensors import torchs_defaults
-from ..undo.instance import mixed_class
-from ..undo.journal import Journal
+from ..undo.journal import Journal, mixed_class
 from ..undo.state import (
     BACKEND_ATTRIBUTE,
     FUSED,

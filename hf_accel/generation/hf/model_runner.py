@@ -1,4 +1,4 @@
-"""Calls a model on the tokens of many sequences (ModelRunner), and prepares its PagedCache for padded batches."""
+"""Calls a model on the tokens of many sequences, prepares its PagedCache for padded batches, and sees its changes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...attention.hf import attention_is_ours
-from ...cache.group import PageGroup, Step
+from ...cache.group import PageGroup, PassInputs, Step
 from ...cache.hf import CacheOverPages, PagedCache, RaggedCache
-from ...cache.pass_inputs import PassInputs
 from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.layer_calls import KnownPass, PassWatch
 from ...tensors import autocast_dtype, integers
-from ...undo.state import find_state, state_of
+from ...undo.state import PART_OF, find_state, state_of
 
 # PEFT binds these to hooks on its layers during a call.
 FOR_EACH_ROW = ("adapter_names", "alora_offsets")
@@ -134,7 +133,7 @@ def weights_salt(model: nn.Module) -> bytes:
     """
     state = state_of(model).generation
     salt = state.watch.look(model)
-    if not state.agreement.least(int(salt == state.seen_salt)):
+    if state.agreement.size > 1 and not state.agreement.least(int(salt == state.seen_salt)):
         salt = state.watch.renew() if salt == state.seen_salt else salt  # another process has seen it
     state.seen_salt = salt
     return salt + str(autocast_dtype(model_device(model).type)).encode()
@@ -270,3 +269,32 @@ class ModelRunner:
         self.cache.check_read()
         logits: Tensor = output.logits[0]
         return logits if self.selects or everything else logits[inputs.keep]
+
+
+def weights_changed(model: nn.Module) -> None:
+    """Forget what was computed with the weights that the model had before.
+
+        with torch.no_grad():
+            model.get_input_embeddings().weight.data[7] = row
+        hf_accel.weights_changed(model)
+
+    From now on no prefix that was cached before is used again, by any Engine, manager or PagedCache, and the drafts of
+    "self-int4" are made again. Most changes are seen without this call (docs/serving.md). It is for writes to a few
+    rows that torch does not count (through `.data`, numpy or DLPack), and to be certain at once. Requests that run go
+    on with the keys and values that they have.
+
+    model: a patched model, or one that holds any number of them, as a PEFT model does; each model that shares the
+    weights needs a call of its own. For a model that is not patched there is nothing to do. Any thread may call this.
+
+    Raises UnsupportedError for a part of a patched model.
+    """
+    outer = vars(model).get(PART_OF)
+    if outer is not None:
+        raise UnsupportedError(
+            f"this {type(model).__name__} is a part of a patched {outer}; call hf_accel.weights_changed() with the "
+            f"{outer}"
+        )
+    for module in model.modules():
+        state = find_state(module)
+        if state is not None:
+            state.generation.forget_weights()

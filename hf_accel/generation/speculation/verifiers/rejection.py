@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ....tensors import integers, is_remote, sent
+from ....tensors import Unread, all_unread, integers, is_remote, sent
 from ...sequence import Draft
-from ...unread import Unread, all_unread
 from . import noise
 from .inverse import inverse_draw
 from .noise import Purpose
