@@ -16,7 +16,7 @@ from ...cache.hf import page_groups
 from ...cache.pages import Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
-from ...models import without_adapters
+from ...models import vocabulary_size, without_adapters
 from ...undo.state import find_state, state_of
 from ..sequence import Draft, Sequence
 from ..speculation.controller import Controller
@@ -31,7 +31,7 @@ from .generation_state import GenerationState
 from .graphed_runner import make_runner
 from .model_runner import ModelRunner
 from .refusals import ragged_refusal
-from .vocabulary import vocabulary_refusal, vocabulary_size
+from .vocabulary import vocabulary_refusal
 
 
 def make_speculation(

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...config import CacheConfig, parse_speculative
 from ...errors import UnsupportedError
 from ...keywords import Default, checked_keywords
-from ...models import without_adapters
+from ...models import vocabulary_size, without_adapters
 from ...undo.state import state_of
 from ..engine.agreed_loop import make_loop
 from ..engine.stream import Request, Sample
@@ -33,7 +33,7 @@ from .generation_state import GenerationState
 from .refusals import ragged_refusal, warn_once
 from .request_config import default_new_tokens, request_config
 from .session import Session
-from .vocabulary import check_ids, token_ids, vocabulary_size
+from .vocabulary import check_ids, token_ids
 
 NOT_GIVEN: Any = Default("not given")
 OWN_KEYWORDS = ("max_new_tokens", "stop", "seed", "priority", "n")  # keywords of submit alone

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from ...attention.hf import attention_is_ours
 from ...cache.group import PageGroup, PassInputs, Step
-from ...cache.hf import CacheOverPages, PagedCache, RaggedCache
+from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, layer_windows
 from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.layer_calls import KnownPass, PassWatch
+from ...models import decoder_config
 from ...tensors import autocast_dtype, integers
 from ...undo.state import PART_OF, find_state, state_of
 
@@ -158,7 +159,7 @@ def positions_depend_on_length(config: Any) -> bool:
 
     If it does, equal prefixes of prompts of different lengths have different keys.
     """
-    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    rope = getattr(decoder_config(config), "rope_parameters", None) or {}
     types = [rope.get("rope_type"), *(v.get("rope_type") for v in rope.values() if isinstance(v, dict))]
     return any(rope_type in ("dynamic", "longrope") for rope_type in types)
 
@@ -177,12 +178,8 @@ def attention_refusal(config: Any) -> str | None:
     """Return why a model with this config cannot read pages, as one clause; None if it can."""
     if attention_is_ours(config):
         return None
-    now = config.get_text_config(decoder=True)._attn_implementation
+    now = decoder_config(config)._attn_implementation
     return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"
-
-
-def _num_layers(config: Any) -> int:
-    return int(config.get_text_config(decoder=True).num_hidden_layers)
 
 
 def pass_inputs(ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int]) -> PassInputs:
@@ -211,7 +208,6 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, groups: list[PageGroup], group_of_layer: list[int]) -> None:
         self.model: Any = model
         self.group_of_layer = group_of_layer
-        self.num_layers = _num_layers(model.config)
         self.cache = RaggedCache(groups, group_of_layer)
         supports: Any = self.model._supports_logits_to_keep
         self.selects = bool(supports())
@@ -245,9 +241,8 @@ class ModelRunner:
 
     def _changed(self) -> str | None:
         """Return the change to the model since its pages were made that keeps it from using them, and the way out."""
-        refusal, layers = attention_refusal(self.model.config), _num_layers(self.model.config)
-        if refusal is None and layers != self.num_layers:
-            own = self.num_layers
+        refusal, own = attention_refusal(self.model.config), len(self.group_of_layer)
+        if refusal is None and (layers := len(layer_windows(self.model.config))) != own:
             return f"it has {layers} layers, and its pages were made for {own}; close the Engine, and make another"
         return refusal
 

@@ -11,6 +11,7 @@ from transformers import GenerationMixin
 
 from ...cache.hf import PagedCache
 from ...errors import HfAccelWarning, UnsupportedError
+from ...models import vocabulary_size
 from ...undo.state import state_of
 from ..sampling.purity import stateful_refusal
 from .generation_state import GenerationState, LoopCall
@@ -23,7 +24,6 @@ from .model_runner import (
     positions_depend_on_length,
 )
 from .processing import is_users, processors_refusal
-from .vocabulary import vocabulary_size
 
 NO_PAGES = "it has no paged cache"
 # Phi-3 has its own prepare_inputs_for_generation only for rotary scaling that depends on the length, which is refused
