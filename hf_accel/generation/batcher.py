@@ -20,7 +20,7 @@ from .sampling.choice import Chosen, TokenLogprobs, choose_tokens
 from .scheduling.scheduler import Scheduler
 from .sequence import NO_DRAFT, Chunk, Draft, Sequence
 from .speculation.speculation import Speculation
-from .speculation.verifiers.token import TokenVerifier
+from .speculation.verifiers.rejection import TokenVerifier
 
 TOKEN_VERIFIER = TokenVerifier()  # of batchers without drafts
 

@@ -22,8 +22,7 @@ from ...attention.hf import attention_is_ours
 from ...errors import HfAccelError, UnsupportedError
 from ...models import decoder_config
 from ...undo.state import state_of
-from ..engine.agreed_loop import make_loop
-from ..engine.engine_loop import EngineLoop
+from ..engine.engine_loop import EngineLoop, make_loop
 from ..sampling.choice import TokenLogprobs
 from .batch import Reply, SequenceFactory, complete_config, session_settings
 from .generation_state import GenerationState

@@ -20,7 +20,7 @@ from ...errors import UnsupportedError
 from ...keywords import Default, checked_keywords
 from ...models import vocabulary_size, without_adapters
 from ...undo.state import state_of
-from ..engine.agreed_loop import make_loop
+from ..engine.engine_loop import make_loop
 from ..engine.stream import Request, Sample
 from ..sampling.processors import OneByOne, Processor
 from ..sampling.purity import stateful_refusal
