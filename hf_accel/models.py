@@ -42,14 +42,14 @@ def layer_lists(model: nn.Module, count: int) -> dict[str, nn.ModuleList]:
     return found
 
 
-def decoder_config(config: Any) -> Any:
+def layers_config(config: Any) -> Any:
     """Return the config of the layers that decode: that of the text part of a model of several parts, or `config`."""
     return config.get_text_config(decoder=True)
 
 
 def vocabulary_size(model: Any) -> int:
     """Return the number of tokens that a transformers model knows."""
-    return int(decoder_config(model.config).vocab_size)
+    return int(layers_config(model.config).vocab_size)
 
 
 def head_dim(config: Any) -> int:

@@ -19,7 +19,7 @@ from ..errors import HfAccelError
 from ..hardware import release
 from ..linear.formats import converts
 from ..linear.hf import by_kind, lost_expert
-from ..models import decoder_config
+from ..models import layers_config
 from ..patching.originals import remaining_ties
 from .readers.reader import Found
 
@@ -150,7 +150,7 @@ def passed_over(model: PreTrainedModel, name: str) -> bool:
         return True
     if name.rpartition(".")[2] == "position_ids":
         return True
-    config = decoder_config(model.config)
+    config = layers_config(model.config)
     drafting, count = getattr(config, "num_nextn_predict_layers", None), getattr(config, "num_hidden_layers", None)
     if not isinstance(drafting, int) or not isinstance(count, int):
         return False

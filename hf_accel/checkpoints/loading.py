@@ -21,7 +21,7 @@ from ..estimate.shapes import class_of
 from ..hardware import release, trim
 from ..linear import QuantModule
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
-from ..models import decoder_config
+from ..models import layers_config
 from ..parallel.tensor_plan import split_sizes
 from ..patching.calibration import planned
 from ..patching.model_config import read_config
@@ -192,7 +192,7 @@ def load_tokenizer(path: str, **hub: Any) -> Any:
 
 def stored_config(config: PreTrainedConfig) -> dict[str, Any] | None:
     """quantization_config of a checkpoint's config, also where only its text model has one."""
-    for one in (config, decoder_config(config)):
+    for one in (config, layers_config(config)):
         found = getattr(one, "quantization_config", None)
         if found is not None:
             return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())

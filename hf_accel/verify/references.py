@@ -10,7 +10,7 @@ from ..attention.hf import ATTENTION_NAME
 from ..config import CacheConfig
 from ..linear import QuantExperts, QuantLinear, QuantModule
 from ..linear.nf4 import is_nf4
-from ..models import decoder_config
+from ..models import layers_config
 from ..patching.check import check_model
 from ..patching.patch import is_patched, patch
 from ..patching.survey import attention_sites
@@ -43,7 +43,7 @@ def quantized_reference(model: PreTrainedModel) -> PreTrainedModel:
         for name, layer in inner.named_modules()
         if isinstance(layer, QuantLinear | QuantExperts) or is_nf4(layer)
     }
-    attention = decoder_config(inner.config)._attn_implementation
+    attention = layers_config(inner.config)._attn_implementation
     cache = kv_config(model)
     state_of(inner).journal.undo()  # puts the float Linears back, whose weights may be gone
     for name, layer in layers.items():

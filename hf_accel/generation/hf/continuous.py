@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from ...attention.hf import attention_is_ours
 from ...errors import HfAccelError, UnsupportedError
-from ...models import decoder_config
+from ...models import layers_config
 from ...undo.state import state_of
 from ..engine.engine_loop import EngineLoop, make_loop
 from ..sampling.choice import TokenLogprobs
@@ -385,7 +385,7 @@ def manager_for(model: PreTrainedModel, generation_config: Any, batching_config:
 def refuse_batching(model: PreTrainedModel) -> None:
     """Raise UnsupportedError for a model that transformers' manager cannot serve, of those that cannot run ragged."""
     config: Any = model.config
-    kinds = set(getattr(decoder_config(config), "layer_types", None) or ()).difference(STOCKS_LAYERS)
+    kinds = set(getattr(layers_config(config), "layer_types", None) or ()).difference(STOCKS_LAYERS)
     if config.is_encoder_decoder:
         refusal = "is an encoder-decoder, and its prompts are no tokens of its decoder"
     elif kinds or getattr(model, "_is_stateful", False):

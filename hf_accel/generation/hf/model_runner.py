@@ -17,7 +17,7 @@ from ...cache.group import PageGroup, PassInputs, Step
 from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, layer_windows
 from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.layer_calls import KnownPass, PassWatch
-from ...models import decoder_config
+from ...models import layers_config
 from ...tensors import autocast_dtype, integers
 from ...undo.state import PART_OF, find_state, state_of
 
@@ -159,7 +159,7 @@ def positions_depend_on_length(config: Any) -> bool:
 
     If it does, equal prefixes of prompts of different lengths have different keys.
     """
-    rope = getattr(decoder_config(config), "rope_parameters", None) or {}
+    rope = getattr(layers_config(config), "rope_parameters", None) or {}
     types = [rope.get("rope_type"), *(v.get("rope_type") for v in rope.values() if isinstance(v, dict))]
     return any(rope_type in ("dynamic", "longrope") for rope_type in types)
 
@@ -178,7 +178,7 @@ def attention_refusal(config: Any) -> str | None:
     """Return why a model with this config cannot read pages, as one clause; None if it can."""
     if attention_is_ours(config):
         return None
-    now = decoder_config(config)._attn_implementation
+    now = layers_config(config)._attn_implementation
     return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...errors import UnsupportedError
-from ...models import decoder_config
+from ...models import layers_config
 
 LENGTH = 512  # tokens of a window
 MOST = 32  # windows
@@ -120,7 +120,7 @@ def _cut(ids: Iterator[int], length: int) -> Tensor:
 
 
 def _length(model: PreTrainedModel) -> int:
-    config = decoder_config(model.config)
+    config = layers_config(model.config)
     return min(LENGTH, getattr(config, "max_position_embeddings", None) or LENGTH)
 
 
