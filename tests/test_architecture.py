@@ -55,7 +55,6 @@ BOOKKEEPING = {  # and what that may use
     "config.weight_config",
     "errors",
     "generation.sampling.stopping",
-    "generation.scheduling.roster",
     "generation.scheduling.scheduler",
     "generation.sequence",
     "generation.engine.stream",

@@ -19,6 +19,7 @@ from ..errors import HfAccelError
 from ..hardware import release
 from ..linear.formats import converts
 from ..linear.hf import by_kind, lost_expert
+from ..models import layers_config
 from ..patching.originals import remaining_ties
 from .readers.reader import Found
 
@@ -152,7 +153,7 @@ def passed_over(model: PreTrainedModel, name: str) -> bool:
         return True
     if name.rpartition(".")[2] == "position_ids":
         return True
-    config = model.config.get_text_config(decoder=True)
+    config = layers_config(model.config)
     drafting, count = getattr(config, "num_nextn_predict_layers", None), getattr(config, "num_hidden_layers", None)
     if not isinstance(drafting, int) or not isinstance(count, int):
         return False

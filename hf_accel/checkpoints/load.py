@@ -29,6 +29,7 @@ from ..errors import HfAccelError, UnsupportedError
 from ..estimate.shapes import class_of, on_meta, read_config
 from ..keywords import MEANT_BY_PATCH, Default, check_keywords, one_of
 from ..linear.hf import METHOD, AccelConfig
+from ..models import layers_config
 from ..patching.patch import patch
 from .checkpoint import reader_of
 from .contents import COPY, check_float_model, check_report
@@ -209,7 +210,7 @@ def _leave_weights_out(ours: dict[str, Any], method: str | None) -> None:
 
 def stored_config(config: PreTrainedConfig) -> dict[str, Any] | None:
     """Return the quantization_config of a checkpoint's config, also where only its text model has one."""
-    for one in (config, config.get_text_config(decoder=True)):
+    for one in (config, layers_config(config)):
         found = getattr(one, "quantization_config", None)
         if found is not None:
             return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())

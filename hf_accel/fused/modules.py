@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from ..kernels.cpu.library import native
 from ..recognition.unchanged import is_unobserved
 from ..tensors import PLAIN
-from ..undo.instance import Mixin
+from ..undo.journal import Mixin
 from ..undo.state import FUSED
 from .forms import (
     ACTIVATIONS,

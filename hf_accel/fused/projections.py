@@ -15,7 +15,7 @@ from ..linear import QuantLinear
 from ..linear.backends.cpu import Cpu, CpuWeight
 from ..recognition.unchanged import is_unobserved
 from ..tensors import has_instructions, is_plain_tensor
-from ..undo.instance import Mixin
+from ..undo.journal import Mixin
 from ..undo.state import FUSED, FUSED_PROJECTIONS
 
 # Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place

@@ -14,7 +14,7 @@ from ..kernels.cpu.library import FLOATS
 from ..recognition.source import siblings
 from ..recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ..recognition.unchanged import has_own_forward
-from ..undo.instance import Mixin, mixed_class
+from ..undo.journal import Mixin, mixed_class
 from ..undo.state import FUSED
 from .forms import GatedNames, gated_names, has_library, norm_form, rotary_form
 from .modules import FusedGate, NativeGatedMLP, NativeNorm, NativeRotary, NormForms

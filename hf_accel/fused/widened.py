@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..kernels.cpu.library import native
 from ..tensors import is_plain_tensor
-from ..undo.instance import Mixin
+from ..undo.journal import Mixin
 from .projections import UNLIMITED, native_rows
 
 HALVES = (torch.bfloat16, torch.float16)

@@ -23,6 +23,7 @@ from ..errors import HfAccelError, UnsupportedError
 from ..hardware import release
 from ..linear import Workers
 from ..linear.hf import Pieces
+from ..models import layers_config
 from ..parallel.tensor_parts import Part, let_go, part_of, put_back
 from ..tensors import local_tensor, plain_tensors
 from ..undo.journal import Journal
@@ -298,4 +299,4 @@ def break_ties(model: PreTrainedModel, quantized: Collection[str], journal: Jour
         if submodel is model and not model.all_tied_weights_keys:
             # what others, such as PEFT, look up
             model.config.tie_word_embeddings = False
-            model.config.get_text_config(decoder=True).tie_word_embeddings = False
+            layers_config(model.config).tie_word_embeddings = False

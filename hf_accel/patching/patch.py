@@ -35,10 +35,9 @@ from ..keywords import MEANT_BY_PATCH, checked_keywords
 from ..linear import QuantLinear, QuantModule
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
 from ..linear.layer_settings import module_settings
-from ..models import unwrapped
+from ..models import layers_config, unwrapped
 from ..tensors import torchs_defaults
-from ..undo.instance import mixed_class
-from ..undo.journal import Journal
+from ..undo.journal import Journal, mixed_class
 from ..undo.state import (
     BACKEND_ATTRIBUTE,
     FUSED,
@@ -245,7 +244,7 @@ def _switch_attention(todo: Plan, journal: Journal) -> None:
     for module in attention_modules(todo.model):
         journal.attribute(module, STOCK_ATTRIBUTE, stock_implementation(todo.model, module))
     set_our_attention(todo.model, todo.model.set_attn_implementation)  # writes into our own copies of the configs
-    chosen = todo.model.config.get_text_config(decoder=True)._attn_implementation
+    chosen = layers_config(todo.model.config)._attn_implementation
     if chosen != ATTENTION_NAME:
         raise UnsupportedError(f"{todo.title} kept attention {chosen!r}; patch it with attention=None")
     for module in attention_modules(todo.model):

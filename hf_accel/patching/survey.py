@@ -21,7 +21,7 @@ from ..config import GROUP_SIZES, CacheConfig, GroupSize, WeightConfig
 from ..errors import UnsupportedError
 from ..linear.experts import WEIGHT_MODULES
 from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving, with_outputs_first
-from ..models import head_dim, num_kv_heads
+from ..models import head_dim, layers_config, num_kv_heads
 from ..parallel.tensor_plan import TensorParallel, tensor_parallel
 from ..recognition import source
 from ..recognition.module_code import attention_code, code_of
@@ -264,7 +264,7 @@ def model_attention_refusal(model: PreTrainedModel) -> str | None:
         implementation = stock_implementation(model, module)
         if implementation not in STOCK_ATTENTION:
             return f"its attention was set to {implementation!r}, which may do what ours does not"
-    if _has_window(model.config.get_text_config(decoder=True)) and not _masks_windows(model):
+    if _has_window(layers_config(model.config)) and not _masks_windows(model):
         return f"{name} has a window in its config that its masks leave out"
     return _function_refusal(model)
 
@@ -297,9 +297,9 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
     refusal = model_attention_refusal(model)
     if refusal is not None:
         return refusal
-    if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
+    if getattr(layers_config(model.config), "kv_lora_rank", None):
         return f"{name} caches compressed keys and makes K from them on the way to its attention"
-    if not getattr(model.config.get_text_config(decoder=True), "is_causal", True):
+    if not getattr(layers_config(model.config), "is_causal", True):
         return f"{name} is configured for bidirectional attention"
     for module in model.modules():
         unpaged = code_of(module).unpaged
@@ -356,7 +356,7 @@ class AttentionSite:
 
 def attention_sites(model: PreTrainedModel, *, quantized_kv: bool) -> list[AttentionSite]:
     """List the decoder's self-attention modules, with what each needs of a backend."""
-    config = model.config.get_text_config(decoder=True)
+    config = layers_config(model.config)
     try:
         windows = layer_windows(config)
     except UnsupportedError:
@@ -386,7 +386,7 @@ def _on_rank(spec: AttentionSpec, name: str, split: TensorParallel) -> Attention
 
 
 def _spec(model: PreTrainedModel, module: nn.Module, window: int | None, *, quantized_kv: bool) -> AttentionSpec:
-    config = model.config.get_text_config(decoder=True)
+    config = layers_config(model.config)
     num_heads, size = config.num_attention_heads, getattr(module, "head_dim", None) or head_dim(config)
     groups = getattr(module, "num_key_value_groups", None)  # layers may differ
     return AttentionSpec(

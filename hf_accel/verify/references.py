@@ -10,6 +10,7 @@ from ..attention.hf import ATTENTION_NAME
 from ..config import CacheConfig
 from ..linear import QuantModule
 from ..linear.nf4 import is_nf4
+from ..models import layers_config
 from ..patching.check import check_model
 from ..patching.patch import is_patched, patch
 from ..patching.survey import attention_sites
@@ -38,7 +39,7 @@ def quantized_reference(model: PreTrainedModel) -> PreTrainedModel:
     reference = twin(model)
     inner = check_model(reference)
     layers = quantized_layers(inner)
-    attention = inner.config.get_text_config(decoder=True)._attn_implementation
+    attention = layers_config(inner.config)._attn_implementation
     cache = kv_config(model)
     state_of(inner).journal.undo()  # puts the float Linears back, whose weights may be gone
     for name, layer in layers.items():

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...models import is_within
+from ...models import is_within, layers_config
 from ...recognition.module_code import code_of
 from .forward import ATTENTION_NAME
 
@@ -45,7 +45,7 @@ def stock_parts(model: PreTrainedModel) -> dict[str, str]:
     Such a part has a config of its own, in which transformers looks up the attention and the masks of that part
     alone. It cannot be one that the decoder is in.
     """
-    decoder = {id(model.config), id(model.config.get_text_config(decoder=True))}
+    decoder = {id(model.config), id(layers_config(model.config))}
     parts: dict[str, str] = {}
     for part, name, refusal in attention_refusals(model):
         if not any(id(getattr(module, "config", None)) in decoder for module in part.modules()):

@@ -14,7 +14,7 @@ from transformers.utils import output_capturing
 from ...kernels.layouts import KV, AttentionOptions
 from ...recognition.module_code import attention_code
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
-from ...undo.instance import Mixin
+from ...undo.journal import Mixin
 from ...undo.state import STOCK_ATTRIBUTE
 from .. import AttentionSpec, ReferenceBackend
 

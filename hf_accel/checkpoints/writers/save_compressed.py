@@ -27,6 +27,7 @@ from ...keywords import one_of
 from ...linear import QuantExperts, QuantLinear, quantize
 from ...linear.activations import EightBits
 from ...linear.formats import Format, state
+from ...models import layers_config
 from ...patching.check import first_names
 from ...patching.printed import Line
 from ...patching.twin import twin
@@ -271,7 +272,7 @@ def _write(copy: Any, content: Content, folder: Path, max_shard_size: int | str)
     copy.hf_quantizer = CompressedWriter(dict(content.tensors))
     del copy.config.quantization_config
     if content.tied:
-        for config in (copy.config, copy.config.get_text_config(decoder=True)):
+        for config in (copy.config, layers_config(copy.config)):
             config.tie_word_embeddings = True
     copy.save_pretrained(folder, max_shard_size=max_shard_size)
     names = _stored_names(copy, list(content.schemes))

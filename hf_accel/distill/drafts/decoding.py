@@ -18,7 +18,7 @@ from ...generation.hf.request_config import stop_token_ids
 from ...generation.hf.session import Session
 from ...generation.sampling.processors import Temperature
 from ...generation.sampling.sampling import Sampling
-from ...generation.sampling.stopping import StopRules
+from ...generation.sequence import StopRules
 from ...generation.speculation.controller import Controller
 from ...patching.patch import is_patched, make_draft
 

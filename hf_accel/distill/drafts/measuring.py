@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ...errors import UnsupportedError
-from ...generation.hf.vocabulary import vocabulary_refusal, vocabulary_size
+from ...generation.hf.vocabulary import vocabulary_refusal
 from ...generation.sequence import Sequence
 from ...generation.speculation.acceptance import Tally
 from ...generation.speculation.controller import Controller
 from ...generation.speculation.costs import isotonic
 from ...keywords import checked_keywords, positive_int
-from ...models import evaluating
+from ...models import evaluating, vocabulary_size
 from ...patching.patch import is_patched
 from ...undo.state import state_of
 from ..losses.objective import agreement

@@ -16,7 +16,7 @@ from transformers.initialization import no_init_weights
 
 from ...errors import UnsupportedError
 from ...keywords import checked_keywords
-from ...models import evaluating, layer_lists
+from ...models import evaluating, layer_lists, layers_config
 from ...patching.patch import is_patched, stock_twin
 from ..teachers.teacher import takes_teacher_model
 from .token_rows import token_rows, windows
@@ -64,7 +64,7 @@ def init_student(
     would not be what they were.
     """
     source = _floats_of(teacher_model)
-    total = source.config.get_text_config(decoder=True).num_hidden_layers
+    total = layers_config(source.config).num_hidden_layers
     influence = partial(_influence, source, dataset, tokenizer)
     kept = choose_layers(total, num_layers, layers, strategy=strategy, influence=influence)
     if share_embeddings and dtype not in (None, source.get_input_embeddings().weight.dtype):
@@ -86,7 +86,7 @@ def _influence(model: PreTrainedModel, dataset: Any, tokenizer: Any) -> list[flo
     """The influence of each layer on text; see `block_influence`."""
     if dataset is None:
         raise UnsupportedError("strategy='importance' is measured on text; give dataset=, or another strategy")
-    total = model.config.get_text_config(decoder=True).num_hidden_layers
+    total = layers_config(model.config).num_hidden_layers
     lists = layer_lists(model.get_decoder(), total)
     if not lists:
         raise UnsupportedError(f"{type(model).__name__} has no list of {total} layers to measure")
@@ -132,7 +132,7 @@ def _built(source: Any, kept: list[int], dtype: torch.dtype | None) -> Any:
     """A model of the teacher's class on its device, whose weights are whatever was in memory."""
     config = copy.deepcopy(source.config)
     config.name_or_path = ""  # a checkpoint of the teacher does not hold the student
-    keep_in_config(config.get_text_config(decoder=True), kept)
+    keep_in_config(layers_config(config), kept)
     device = source.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []), no_init_weights():
         student = type(source)._from_config(config, dtype=dtype or source.dtype)

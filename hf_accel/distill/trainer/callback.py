@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from ...errors import UnsupportedError
-from ...generation.hf.weights_changed import weights_changed
+from ...generation.hf.model_runner import weights_changed
 from ...keywords import checked_keywords
 from ..losses.objective import Objective
 from ..teachers.as_teacher import as_teacher, load_teacher, names_model

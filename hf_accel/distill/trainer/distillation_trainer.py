@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
 from ...errors import UnsupportedError
-from ...generation.hf.weights_changed import weights_changed
+from ...generation.hf.model_runner import weights_changed
 from ...models import unwrapped
 from ..teachers.as_teacher import load_teacher
 from ..teachers.live import BaseTeacher, ModelTeacher

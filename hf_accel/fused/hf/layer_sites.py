@@ -11,6 +11,7 @@ from torch import nn
 from ...attention import AttentionSpec
 from ...attention.hf.forward import ATTENTION_NAME
 from ...kernels.cpu.decoder_layer import INPUT
+from ...models import layers_config
 from ...recognition.stand_ins import TENSORS, Span, UntraceableError
 from ...recognition.unchanged import has_own_forward
 from ..forms import ROTATION, form_of_rotation, norm_form
@@ -102,7 +103,7 @@ def _rotates(attention: nn.Module) -> bool:
 
 def _refuse_partial_rotation(config: Any) -> None:
     """Raise UntraceableError if the rotation leaves some numbers of a head as they are."""
-    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    parameters = getattr(layers_config(config), "rope_parameters", None) or {}
     for each in (parameters, *parameters.values()):
         if isinstance(each, dict) and each.get("partial_rotary_factor", 1.0) != 1.0:
             raise UntraceableError("its rotation leaves numbers as they are")

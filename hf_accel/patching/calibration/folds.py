@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ...models import layer_lists
+from ...models import layer_lists, layers_config
 from ..plan import Fold
 from .windows import feed
 
@@ -68,7 +68,7 @@ def find_folds(model: PreTrainedModel, linears: Iterable[str]) -> list[Fold]:
 
 
 def _layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    count = getattr(layers_config(model.config), "num_hidden_layers", None)
     lists = layer_lists(model, count) if count else {}
     return {f"{name}.{index}": layer for name, layers in lists.items() for index, layer in enumerate(layers)}
 

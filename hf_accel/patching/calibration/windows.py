@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...errors import UnsupportedError
-from ...models import evaluating
+from ...models import evaluating, layers_config
 
 LENGTH = 512  # tokens of a window
 MOST = 32  # windows
@@ -121,7 +121,7 @@ def _cut(ids: Iterator[int], length: int) -> Tensor:
 
 
 def _length(model: PreTrainedModel) -> int:
-    config = model.config.get_text_config(decoder=True)
+    config = layers_config(model.config)
     return min(LENGTH, getattr(config, "max_position_embeddings", None) or LENGTH)
 
 

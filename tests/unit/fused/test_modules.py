@@ -14,7 +14,7 @@ from hf_accel.fused.forms import NormForm, RotaryForm, gated_names, norm_form, r
 from hf_accel.fused.modules import NativeGatedMLP, NativeNorm, NativeRotary, NormForms
 from hf_accel.fused.sites import fused_sites
 from hf_accel.kernels import cpu as kernels
-from hf_accel.undo.instance import mixed_class
+from hf_accel.undo.journal import mixed_class
 from hf_accel.undo.state import FUSED
 
 from . import models
