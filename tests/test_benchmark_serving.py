@@ -24,8 +24,17 @@ from benchmarks.topics.engine_waste import engine_waste
 from benchmarks.topics.engine_waste import requests as requests_of
 from benchmarks.topics.serving import continuous, stock_settings
 from benchmarks.topics.waste import lengths
-from hf_accel.cli.measuring.requests import Requests, draw, poisson, shared_prefix
-from hf_accel.cli.measuring.served import Served, WrongResultError, accelerated, in_turn, one_padded_batch
+from hf_accel.cli.measuring import (
+    Requests,
+    Served,
+    WrongResultError,
+    accelerated,
+    draw,
+    in_turn,
+    one_padded_batch,
+    poisson,
+    shared_prefix,
+)
 from hf_accel.patching.twin import twin
 
 
