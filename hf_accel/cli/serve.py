@@ -37,15 +37,9 @@ def serve(
     chat_template: Annotated[Path | None, typer.Option(help="A file with a Jinja template.")] = None,
     max_running: Annotated[int, typer.Option(min=1, help="Choices computed at a time.")] = Limits.max_running,
     max_queue: Annotated[int, typer.Option(min=0, help="Choices that may wait; more get 429.")] = Limits.max_queue,
-    max_prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of a prompt; else the context.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of a choice; else the context.")
-    ] = None,
-    max_body_bytes: Annotated[
-        int, typer.Option(min=1, help="Most bytes of a request's body.")
-    ] = Limits.max_body_bytes,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of a prompt.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of a choice.")] = None,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request at most.")] = Limits.max_body_bytes,
     drain_seconds: Annotated[float, typer.Option(min=0, help="Seconds for requests to end after SIGTERM.")] = 30.0,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Processes of torchrun that share the model.")] = 1,
     rank_timeout: Annotated[float, typer.Option(min=1, help="Seconds that a process of these may be silent.")] = 600.0,
