@@ -52,11 +52,12 @@ class PatchOption:
     @property
     def parameter(self) -> inspect.Parameter:
         """Return it as a parameter of a command; its value is None if it was not given."""
-        annotation = Annotated[
-            str | None if self.type is CHOICE else self.type,
-            typer.Option(rich_help_panel="What patch() does", show_default=False, **choice(self.help, self.values)),
-        ]
-        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        kind = str | None if self.type is CHOICE else self.type
+        more = choice(self.help, self.values)
+        option = typer.Option(rich_help_panel="What patch() does", show_default=False, **more)
+        return inspect.Parameter(
+            self.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
+        )
 
 
 def _words(hint: Any) -> Iterator[str]:

@@ -64,7 +64,7 @@ def serve(
     keywords |= {} if device is None else {"device_map": device}
     check_text_model(path, "serve", decoder_only=True)
     template = None if chat_template is None else texts_in_file(chat_template)[0]
-    from hf_accel.serving.ranks import follow, join_ranks, leading
+    from hf_accel.serving.hf.served_model import follow, join_ranks, leading
 
     relay = join_ranks(tensor_parallel, timeout=rank_timeout)
 
@@ -84,7 +84,7 @@ def serve(
             signal.signal(number, signal.SIG_IGN)
         return follow(service.engine, relay)
     with closing(bind(host, port)) as bound:
-        from hf_accel.serving.hosts import LOOPBACK, Hosts
+        from hf_accel.serving.guard import LOOPBACK, Hosts
 
         if host not in LOOPBACK and api_key is None:
             say(f"warning: {host} is open to others, and no --api-key is asked for")
