@@ -24,7 +24,7 @@ from benchmarks.topics.engine_waste import engine_waste
 from benchmarks.topics.engine_waste import requests as requests_of
 from benchmarks.topics.serving import continuous, stock_settings
 from benchmarks.topics.waste import lengths
-from hf_accel.cli.measuring import (
+from hf_accel.cli.measurement import (
     Requests,
     Served,
     WrongResultError,

@@ -55,7 +55,7 @@ from benchmarks.topics import (
 from benchmarks.topics.waste import admit, lengths, waste
 from hf_accel.cache.pool import BlockPool, BlockTable
 from hf_accel.checkpoints.loading import load_tokenizer
-from hf_accel.cli.measuring import Generation, WrongResultError, median_ratio, take_turns, time_generate
+from hf_accel.cli.measurement import Generation, WrongResultError, median_ratio, take_turns, time_generate
 from hf_accel.hardware.memory import PAGEMAP
 from hf_accel.kernels import cpu as kernels
 from hf_accel.patching.twin import twin
@@ -636,7 +636,7 @@ class Clock:
 
 def test_generation_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("hf_accel.cli.measuring.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("hf_accel.cli.measurement.time.perf_counter", lambda: clock.now)
     assert time_generate(clock, torch.ones(1, 3), num_new=4) == Generation(12.0, 5.0, 2.0)  # type: ignore[arg-type]
 
 

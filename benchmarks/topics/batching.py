@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from hf_accel.cli.measuring import (
+from hf_accel.cli.measurement import (
     DISTRIBUTIONS,
     Requests,
     Serve,

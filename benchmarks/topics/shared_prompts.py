@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import hf_accel
-from hf_accel.cli.measuring import (
+from hf_accel.cli.measurement import (
     BASELINE,
     Requests,
     Served,

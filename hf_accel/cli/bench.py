@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .models import Dtype, check_text_model, load_float
-from .options import Asked, common
+from .models import check_text_model, load_float
+from .options import Asked, Dtype, common
 from .output import BadInputError
 
 TOPICS = ("decode", "prefill", "batch", "memory", "ladder")
@@ -42,7 +42,7 @@ def bench(
     with asked.output.progress("loading the model") as now:
         model = load_float(path, dtype=dtype)
         from . import topics
-        from .measuring import BUSY, busy_cores
+        from .measurement import BUSY, busy_cores
 
         now("looking whether the machine is quiet")
         busy = busy_cores(0.5)

@@ -8,8 +8,8 @@ import typer
 
 from hf_accel.config import KVDtype
 
-from .models import Dtype, checked_path, explained, named_dtype
-from .options import Asked, Path_, choice, common
+from .models import checked_path, explained, named_dtype
+from .options import Asked, Dtype, Path_, choice, common
 from .output import BadInputError
 
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .models import Dtype, check_text_model, load_patched, tokenizer_of
-from .options import Asked, Path_, common, texts_in_file
+from .models import check_text_model, load_patched, tokenizer_of
+from .options import Asked, Dtype, Path_, common, texts_in_file
 from .output import BadInputError
 
 Prompt = Annotated[str | None, typer.Option(help="The prompt; without one it is read from stdin.")]

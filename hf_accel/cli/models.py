@@ -7,15 +7,11 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from .options import choice
 from .output import BadInputError
 
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
-Dtype = Annotated[str, typer.Option(**choice("The dtype of weights in floating point", DTYPE_NAMES))]
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 GIVE = "give a model's folder, a .gguf file, or a name on the Hugging Face hub"
 

@@ -15,6 +15,7 @@ import typer
 from hf_accel.config import DRAFTERS, WEIGHTS, CacheConfig, SpeculativeConfig, WeightConfig
 from hf_accel.config.patch_config import PatchKeywords
 
+from .models import DTYPE_NAMES, load_float
 from .output import BadInputError, Output, one_line_errors
 
 Path_ = Annotated[
@@ -83,6 +84,7 @@ def choice(help: str, values: Sequence[str]) -> dict[str, Any]:
     return {"help": f"{help}: {', '.join(values)}.", "metavar": "<word>", "autocompletion": complete}
 
 
+Dtype = Annotated[str, typer.Option(**choice("The dtype of weights in floating point", DTYPE_NAMES))]
 PATCH_OPTIONS = (
     PatchOption("weights", "weights", CHOICE, "How weights are stored (int8 if left out)"),
     PatchOption("bits", "weights", NUMBER, "8, 4, 3 or 2 bits for each weight, instead of --weights.", "bits"),
@@ -176,8 +178,6 @@ def _drafter(word: str | None) -> Any:
     """Return a drafter's name unchanged; load a draft model from its path."""
     if word is None or word in DRAFTERS:
         return word
-    from .models import load_float
-
     return load_float(word)
 
 

@@ -1,4 +1,4 @@
-"""What a command says: answers on stdout, progress on stderr, and an error as one line with the way out."""
+"""The output of a command: answers on stdout, progress on stderr, and an error as one line with the way out."""
 
 from __future__ import annotations
 

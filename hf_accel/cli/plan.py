@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .models import Dtype, checked_path, explained, load_patched, named_dtype
-from .options import Asked, Path_, common
+from .models import checked_path, explained, load_patched, named_dtype
+from .options import Asked, Dtype, Path_, common
 
 
 @common()

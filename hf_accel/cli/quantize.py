@@ -11,8 +11,8 @@ import typer
 
 from hf_accel.config import WEIGHTS
 
-from .models import Dtype, checked_path, load_patched, tokenizer_of
-from .options import Asked, Path_, choice, common
+from .models import checked_path, load_patched, tokenizer_of
+from .options import Asked, Dtype, Path_, choice, common
 from .output import BadInputError
 
 FILE_FORMATS = ("transformers", "compressed-tensors", "gguf")

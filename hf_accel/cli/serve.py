@@ -13,8 +13,8 @@ import typer
 
 from hf_accel.serving.limits import Limits
 
-from .models import Dtype, check_text_model, checked_path, explained, named_dtype
-from .options import Asked, Path_, common, texts_in_file
+from .models import check_text_model, checked_path, explained, named_dtype
+from .options import Asked, Dtype, Path_, common, texts_in_file
 from .output import BadInputError, say
 
 NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")

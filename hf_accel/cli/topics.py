@@ -18,7 +18,7 @@ from hf_accel.patching.twin import twin
 from hf_accel.verify.certificate import Cost
 from hf_accel.verify.cost import measure_cost, text_windows
 
-from .measuring import (
+from .measurement import (
     BASELINE,
     WrongResultError,
     accelerated,

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .models import Dtype, check_text_model, checked_path, load_patched, tokenizer_of
-from .options import Asked, Path_, common, texts_in_file
+from .models import check_text_model, checked_path, load_patched, tokenizer_of
+from .options import Asked, Dtype, Path_, common, texts_in_file
 
 DIFFERENT = 1  # exit code
 PROMPTS = ["The most important", "import os\n\ndef ", "1, 2, 3, 4,", "Once upon a time"]

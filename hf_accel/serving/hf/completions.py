@@ -1,6 +1,6 @@
 """/v1/completions and /v1/chat/completions: continuations of texts, and the next message of a chat.
 
-A message has thoughts and calls of tools beside its text.
+A message has thoughts and calls of tools as well as text.
 """
 
 from __future__ import annotations

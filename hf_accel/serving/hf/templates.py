@@ -154,7 +154,7 @@ def answer(render: Callable[..., Any], seconds: float, most: int, given: dict[st
 
 
 def limit_memory() -> None:
-    import resource  # POSIX has it
+    import resource  # a module of POSIX systems
 
     with suppress(OSError, ValueError):  # where the system does not say or limit it
         with open("/proc/self/statm") as file:
@@ -163,6 +163,7 @@ def limit_memory() -> None:
 
 
 def main() -> None:
+    """Answer one line of stdin after the other, until it ends."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
