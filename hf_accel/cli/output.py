@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import json
 import logging
@@ -212,9 +213,24 @@ def line_of(error: BaseException, options: Collection[str]) -> str:
 
 def as_options(text: str, options: Collection[str]) -> str:
     """Rewrite a message of the library with options of the command line: weights='int4' is --weights int4."""
+    text = re.sub(r"\b(weights|cache|speculative)=(\{[^{}]*\})", _as_fields, text)
     names = "|".join(name for name in options if name not in OTHER_MEANING)
     text = re.sub(rf"\b({names})=(?!\{{|\[|\()('[^']*'|None|True|False|-?[\d.]*\d)?", _as_option, text)
     return re.sub(r"\bone of (?:None|'[^']*')(?:(?:, | or |, or | and )(?:None|'[^']*'))*", _as_words, text)
+
+
+def _as_fields(found: re.Match[str]) -> str:
+    """Write the dict of a keyword as keywords of their own, which have options: weights={'bits': 4} is bits=4."""
+    try:
+        fields: dict[str, Any] = ast.literal_eval(found[2])
+    except ValueError:  # a value that Python does not write as a literal
+        return found[0]
+    names = {"dtype": f"{found[1]}_dtype"}
+    return " ".join(
+        f"{names.get(name, name)}={one!r}"
+        for name, value in fields.items()
+        for one in (value if isinstance(value, list | tuple) else [value])
+    )
 
 
 def _as_words(found: re.Match[str]) -> str:
